@@ -68,7 +68,7 @@ def test_the_target_may_write_the_text(
     [
         (["--bits", 3], "bits is 3; it must be 4 or 8"),
         (["--tables", "4"], "tables is '4'; it must be '8' or 'keep'"),
-        (["--group", 24], "Groups of 24 do not divide rows of 32"),
+        (["--group", 24], "Groups of 24 do not divide 32 inputs"),
         (["--length", 1], "length is 1; it must be at least 2"),
         (["--calibrate", "absent.jsonl"], "absent.jsonl"),
     ],

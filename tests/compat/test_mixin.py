@@ -13,7 +13,7 @@ from blockdraft.compat import DFlashConfig, DFlashGenerationMixin
 from blockdraft.compat import mixin as compat_mixin
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import load_drafter
-from blockdraft.nn.reduced_head import ReducedHead
+from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import SamplingParams

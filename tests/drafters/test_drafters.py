@@ -14,7 +14,7 @@ from blockdraft.drafters.none import NoDrafter
 from blockdraft.errors import UsageError
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.nn.draft_config import LayerAttention
-from blockdraft.nn.reduced_head import ReducedHead
+from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 

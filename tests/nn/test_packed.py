@@ -69,7 +69,7 @@ def test_numbers_that_bfloat16_holds_are_kept_in_it_and_give_the_same_bits() -> 
     assert torch.equal(halved.weight, weight)
     x, index = torch.randn(7, 33), torch.tensor([0, 17, 39])
     assert torch.equal(halved(x), whole(x)) and halved(x).dtype == torch.float32
-    assert torch.equal(halved.rows(index), whole.rows(index))
+    assert torch.equal(halved.lookup(index), whole.lookup(index))
 
 
 class TorchKernels:
@@ -90,12 +90,12 @@ def test_any_kernels_will_do_but_one_at_a_time() -> None:
     right, weight = layer(x), layer.weight.clone()
     layer.pack(kernels := TorchKernels())
     torch.testing.assert_close(layer(x), right)
-    assert torch.equal(layer.weight, weight) and torch.equal(layer.rows(torch.tensor([40])), weight[40:])
+    assert torch.equal(layer.weight, weight) and torch.equal(layer.lookup(torch.tensor([40])), weight[40:])
     layer.pack(kernels)
     with pytest.raises(AssertionError, match="other kernels"):
         layer.pack(TorchKernels())
     with pytest.raises(UsageError, match="Token id 41 is none of the 41 .* use the tokenizer"):
-        layer.rows(torch.tensor([[0, 41]]))
+        layer.lookup(torch.tensor([[0, 41]]))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -129,10 +129,10 @@ def test_inputs_may_have_any_shape_and_strides() -> None:
 def test_weights_are_kept_once_and_can_be_read_back(dtype: torch.dtype) -> None:
     layer = linear(dtype, 17, 21)
     weight = layer.weight.clone()
-    rows = layer.rows(torch.tensor([[0, 20], [7, 7]]))
+    rows = layer.lookup(torch.tensor([[0, 20], [7, 7]]))
     layer.pack(library(dtype))
     assert torch.equal(layer.weight, weight)
-    assert torch.equal(layer.rows(torch.tensor([[0, 20], [7, 7]])), rows)
+    assert torch.equal(layer.lookup(torch.tensor([[0, 20], [7, 7]])), rows)
     held = sum(buffer.numel() * buffer.element_size() for buffer in layer.buffers() if buffer.dim() > 1)
     assert held <= 17 * 32 * dtype.itemsize  # the outputs filled up to whole blocks
 

@@ -12,7 +12,7 @@ from blockdraft.nn.quantized import (
     best_group,
     check_group,
     joined_weights,
-    round_rows,
+    round_inputs,
 )
 from blockdraft.nn.rounding import rounded
 
@@ -73,7 +73,7 @@ def test_numbers_out_of_the_range_of_float16_keep_their_scale() -> None:
 def test_a_large_channel_takes_its_precision_from_its_group_alone() -> None:
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     x[:, 5] *= 100
-    codes, factor = round_rows(x, 32)
+    codes, factor = round_inputs(x, 32)
     error = (codes.view(4, 2, 32) * factor[..., None] - x.view(4, 2, 32)).abs().amax((0, 2))
     assert error[1] < 0.02 < error[0]
 
@@ -113,15 +113,17 @@ def test_what_is_interleaved_can_be_read_back(bits: int, offset: bool, lanes: in
     assert laid.nbytes == laid.codes.nbytes + laid.scale.nbytes + (laid.offset.nbytes if laid.offset is not None else 0)
     again = laid.weight()
     assert torch.equal(again.codes, own.codes) and torch.equal(again.scale, own.scale)
-    assert torch.equal(laid.rows(torch.tensor([20, 3])).dequantize(), own.dequantize()[[20, 3]])
+    assert torch.equal(laid.channels(torch.tensor([20, 3])).dequantize(), own.dequantize()[[20, 3]])
     assert torch.equal(again.dequantize(), own.dequantize())
 
 
 def test_groups_that_do_not_fit_are_refused() -> None:
     assert best_group(256) == 128 and best_group(96) == 32 and best_group(24) == 8
-    with pytest.raises(UsageError, match="Rows of 42 inputs cannot be rounded in groups, which are of 8 or more"):
+    with pytest.raises(
+        UsageError, match="A weight of 42 inputs cannot be rounded, since no group of 8 to 128 divides them"
+    ):
         best_group(42)
-    with pytest.raises(UsageError, match="Groups of 64 do not divide rows of 96; 32, 16, 8 would"):
+    with pytest.raises(UsageError, match="Groups of 64 do not divide 96 inputs; 32, 16, 8 would"):
         check_group(96, 64)
     with pytest.raises(UsageError, match="group is 12; it must be a multiple of 8"):
         check_group(96, 12)

@@ -141,7 +141,7 @@ def test_numbers_without_a_scale_are_refused(number: float, zero_points: bool) -
 
 
 def test_a_group_must_divide_the_rows() -> None:
-    with pytest.raises(ValueError, match="Groups of 32 do not divide rows of 48; 16, 8 would"):
+    with pytest.raises(ValueError, match="Groups of 32 do not divide 48 inputs; 16, 8 would"):
         rounded(drawn(2, 48), 4, 32)
-    with pytest.raises(ValueError, match="Groups of 32 do not divide rows of 48"):
+    with pytest.raises(ValueError, match="Groups of 32 do not divide 48 inputs"):
         compensated(drawn(2, 48), torch.eye(48), 4, 32)

@@ -1,4 +1,4 @@
-"""Attention over a cache and a block of new nodes: the mask, and the one place that computes attention."""
+"""Attention over a cache and new nodes: masks, and the functions that compute it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockdraft.machine import send
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Visible: TypeAlias = "Tensor | BlockMask"  # who may attend to whom, written out or as FlexAttention has it
+Visible: TypeAlias = "Tensor | BlockMask"  # which node sees which slot, as a tensor or a mask of FlexAttention
 
 
 def visible_slots(
@@ -25,17 +25,18 @@ def visible_slots(
     window: int | None = None,
     total: int | None = None,
 ) -> Tensor:
-    """Who may attend to whom, for N nodes written behind each row's committed tokens.
+    """Mask of the slots that N nodes behind each row's committed tokens see.
 
-    A node sees every committed token of its row, the nodes that `within_BNN` allows, and nothing else; with a window
-    W only what lies less than W positions away.
+    A node sees every committed token of its row and the nodes that `within_BNN` allows; with a window W only those
+    less than W positions away.
 
     Args:
-        lengths: Committed tokens of each row; committed slot s has position s. With `total` a tensor `[B]` will do.
-        within_BNN: `[B, N, N]` bool, node i may see node j.
+        lengths: Number of committed tokens of each row; committed slot s has position s. May be a tensor `[B]` if
+            `total` is given.
+        within_BNN: `[B, N, N]` bool, whether node i sees node j.
         positions_BN: Positions of the nodes, needed with a window.
         window: Sliding window in tokens.
-        total: T; those beyond the nodes are seen by no one. None is max(lengths) + N.
+        total: Number T of slots, of which those beyond the nodes are seen by none. None is max(lengths) + N.
 
     Returns:
         `[B, N, T]` bool.
@@ -60,7 +61,7 @@ def visible_slots(
 
 
 def additive_mask(visible_BNT: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where visible, the dtype's lowest number elsewhere, `[B, 1, N, T]`."""
+    """Mask `[B, 1, N, T]` to add to scores: 0 where visible, the dtype's lowest number elsewhere."""
     mask = torch.zeros(visible_BNT.shape, dtype=dtype, device=visible_BNT.device)
     return mask.masked_fill_(~visible_BNT, torch.finfo(dtype).min).unsqueeze(1)
 
@@ -71,8 +72,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Visible | Non
     Args:
         queries: `[B, heads, N, D]`.
         keys, values: `[B, kv_heads, T, D]`; `heads` is a multiple of `kv_heads`.
-        visible: `[B, N, T]` bool, or None where every query sees every key. A mask of FlexAttention takes that way,
-            which leaves out what nobody sees.
+        visible: `[B, N, T]` bool, or None where every query sees every key. With a mask of FlexAttention, FlexAttention
+            computes, and skips blocks of keys that no query sees.
 
     Returns:
         `[B, heads, N, D]`.
@@ -86,7 +87,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Visible | Non
 
 @cache
 def _flex(compiled: bool) -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention  # seconds, which only training on a GPU is to pay
+    from torch.nn.attention.flex_attention import flex_attention  # takes seconds, which only training pays
 
     if compiled:
         return torch.compile(flex_attention, dynamic=False)
@@ -102,18 +103,18 @@ def attend_grouped(
     softcap: float | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Attention of a few nodes, in which the query heads of a group stand as further rows of their key/value head.
+    """Attention of a few nodes, in which the query heads of a group are further queries of their key/value head.
 
-    So each key is read once a group, and the matrix products have more rows.
+    So each key is read once a group, and the matrix products are larger.
 
     Args:
         queries: `[B, N, heads, D]`.
         keys, values: `[B, kv_heads, T, D]`; `heads` is a multiple of `kv_heads`, a group is `heads / kv_heads`.
-        mask: `[B or 1, 1, group * N, T]`, added to the scores, of the dtype of the queries; from `grouped_mask`. None
-            lets each node see all slots up to its own, which takes N = 1, or N = T and no soft-cap.
+        mask: Result of `grouped_mask`, `[B or 1, 1, group * N, T]` in the dtype of the queries, which is added to the
+            scores. With None each node sees the slots up to its own; this takes N = 1, or N = T and no soft-cap.
         scale: Factor on the scores.
         softcap: c in c * tanh(scores / c), or None.
-        causal: Without it no mask lets each node see all slots.
+        causal: If False, each node sees all slots where there is no mask.
 
     Returns:
         `[B, N, heads * D]`.
@@ -127,16 +128,16 @@ def attend_grouped(
         )
         return out.transpose(1, 2).flatten(-2)
     grouped = (batch, count, kv_heads, heads // kv_heads, head_dim)
-    rows = queries.reshape(grouped).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
+    stacked = queries.reshape(grouped).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
     if softcap is None:
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scale)
     else:
-        scores = torch.tanh((rows @ keys.mT) * (scale / softcap)) * softcap
+        scores = torch.tanh((stacked @ keys.mT) * (scale / softcap)) * softcap
         scores = scores if mask is None else scores + mask
         out = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
     return out.view(batch, kv_heads, -1, count, head_dim).permute(0, 3, 1, 2, 4).reshape(batch, count, -1)
 
 
 def grouped_mask(visible_BNT: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """The mask `[B, 1, group * N, T]` of `attend_grouped`."""
+    """Mask `[B, 1, group * N, T]` for `attend_grouped`."""
     return additive_mask(visible_BNT, dtype).repeat(1, 1, group, 1)

@@ -1,9 +1,10 @@
-"""Draft networks that guess a token at a time (EAGLE-3, MTP heads), and how they decode by torch's operations.
+"""Draft networks that guess a token at a time (EAGLE-3, MTP heads), and their decoding by torch's operations.
 
 The network's input for a token x[s] is an entry: the token's embedding, and a feature of the position before it. The
-feature is what `fuse` makes of the target's tapped outputs at s - 1 or, where the target has not been there yet, what
-the network feeds on from the entry before. The entry stands at position s - 1 and guesses x[s + 1]. The first token of
-a text has no entry."""
+feature is the fused output of the target's tapped layers at s - 1 or, where the target has not been there yet, the
+network's own output for the entry before. The entry has position s - 1 and guesses x[s + 1]. The first token of a text
+has no entry.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +22,18 @@ from blockdraft.nn.attention import attend
 from blockdraft.nn.cache import KVCache
 from blockdraft.timing import HEAD, PASS, mark
 
-# (queries [B, heads, N, D], keys and values of the same entries [B, kv_heads, N, D]) -> [B, heads, N, D]
+# Takes queries [B, heads, N, D], and keys and values of the same entries [B, kv_heads, N, D]; returns [B, heads, N, D].
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class CachedAttention:
-    """An `Attend` in its parts, for layers that attend by themselves.
+    """An `Attend` in its parts, for layers that compute attention themselves.
 
     Attributes:
-    X
+        write: Stores keys and values of new entries, `[B, kv_heads, N, D]`, and returns those of all entries,
+            `[B, kv_heads, T, D]`.
+        visible: `[B, N, T]` bool, which entry sees which.
     """
 
     write: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -41,11 +44,11 @@ class CachedAttention:
 
 
 class AutoregressiveNetwork(ABC, nn.Module):
-    """Base of the networks; see the top of this file.
+    """Base of networks that guess a token at a time; see the top of this file.
 
     Attributes:
-        config: With `taps`, `block_size` and `hidden_size` at least.
-        fc: Of the network's device and dtype, like all of its weights.
+        config: Configuration with at least `taps`, `block_size` and `hidden_size`.
+        fc: A layer whose device and dtype are those of the network.
     """
 
     config: Any
@@ -54,46 +57,43 @@ class AutoregressiveNetwork(ABC, nn.Module):
     @property
     @abstractmethod
     def kept(self) -> Tensor:
-        """The target's ids of the tokens that it can guess, `[Vd]` int64."""
+        """Ids of the tokens that the network can guess, `[Vd]` int64."""
 
     @property
     def cached(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Heads, and the size of each, of the keys and of the values that `keys_values` gives."""
+        """Number and size of the heads of keys, and of values, that `keys_values` returns."""
         heads: tuple[int, int] = self.config.num_key_value_heads, self.config.head_dim
         return heads, heads
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
-        """Features `[..., H]` of the tapped layers' outputs, `[..., m * H]`."""
+        """Features `[..., H]` of the outputs of the tapped layers, `[..., m * H]`."""
 
     @abstractmethod
     def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values that later entries see of these, each `[B, heads, N, D]`; arguments as in `forward`."""
+        """Keys and values of entries, `[B, heads, N, D]` each. Arguments as in `forward`."""
 
     @abstractmethod
     def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The network's own states of some entries.
+        """Hidden states `[B, N, H]` of entries, before the last norm, for `logits` and `fed_on`.
 
         Args:
-            embedded: `[B, N, H]`, of the entries' tokens.
-            feature: `[B, N, H]`, of the positions before.
-            positions: `[B, N]`, where the features come from.
+            embedded: `[B, N, H]`, embeddings of the entries' tokens.
+            feature: `[B, N, H]`, features of the positions before.
+            positions: `[B, N]`, positions of the features.
             attend: Attention of these entries to those that they see, themselves included.
-
-        Returns:
-            `[B, N, H]`, before the last norm: what `logits` takes, and `fed_on`.
         """
 
     @abstractmethod
     def fed_on(self, hidden: Tensor) -> Tensor:
-        """The feature that the next entry gets, of states `[..., H]`."""
+        """Features `[..., H]` for the next entries, of hidden states `[..., H]`."""
 
     @abstractmethod
     def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Over the tokens that it can guess, `[..., Vd]`, of states `[..., H]`.
+        """Logits `[..., Vd]` of the tokens that the network can guess, of hidden states `[..., H]`.
 
         Args:
-            target_head: The target's output projection, for networks that have none of their own.
+            target_head: The target's output projection, for networks without one of their own.
         """
 
     def runner(
@@ -102,39 +102,39 @@ class AutoregressiveNetwork(ABC, nn.Module):
         head: Callable[[Tensor], Tensor],
         compile_reason: str | None = None,
     ) -> AutoregressiveRunner:
-        """As `Runnable.runner` of targets: an `AutoregressivePass`."""
+        """An `AutoregressivePass`; see `targets.base.Runnable`."""
         return AutoregressivePass(self, embed, head, compile_reason)
 
 
 class DraftNodes(Protocol):
-    """The nodes of one draft, entries by which a network guesses a token at a time. The first call has the anchors.
+    """Nodes of one draft: the entries of its tokens, which are added level by level. The first call adds the anchors.
 
     Attributes:
-        room: Number of further nodes a row that there may be.
+        room: Number of further nodes a row that can be added.
     """
 
     @property
     def room(self) -> int: ...
 
     def __call__(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        """Add one node for each of the tokens; logits `[B, N, Vd]` of what follows it.
+        """Add a node for each token. Returns the logits `[B, N, Vd]` of the tokens that follow.
 
         Args:
             tokens: `[B, N]` int64.
-            parents: `[B, N]` int64, places in the call before of the nodes that these follow, whose ancestors they see;
-                None is the only node of that call, or in the first call the text.
+            parents: `[B, N]` int64, the places of the nodes' parents among those of the call before. A node sees its
+                ancestors. None is the only node of that call, or in the first call no parent but the text.
         """
 
 
 class AutoregressiveRunner(Protocol):
-    """Runs a network that guesses a token at a time, in the target's way of computing.
+    """Runner of a network that guesses a token at a time.
 
-    What it keeps of a text lies in the slots of its tokens: slot s has the keys and values of the entry of token s,
-    which takes the target's feature at s - 1, and the feature at s, which the entry of the next token will take. Slot 0
-    has no feature before it and is seen by nobody.
+    Its state of a text has a slot for each token. Slot s holds the keys and values of the entry of token s, which has
+    the target's feature at s - 1, and the feature at s, which the entry of the next token will have. Slot 0 has no
+    feature before it, and no node sees it.
 
     Attributes:
-        compile_reason: Why it is not compiled, where it might have been; else None.
+        compile_reason: Reason why it is not compiled, where it might have been; else None.
     """
 
     compile_reason: str | None
@@ -143,35 +143,38 @@ class AutoregressiveRunner(Protocol):
         """As `Drafter.state_bytes`."""
 
     def weight_bytes(self) -> int:
-        """Memory of weights that it keeps beside the network's own."""
+        """Bytes of weights beside the network's own."""
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         """As `Drafter.workspace_bytes`."""
 
     def slots_beside(self, block_size: int, width: int) -> int:
-        """Slots behind a text that the nodes of a draft take, with so many of them on each level."""
+        """Slots behind a text that the nodes of a draft take, with at most `width` nodes on a level."""
 
     def observe(self, state: KVCache, tokens: Tensor, features: Tensor) -> None:
-        """Write what is kept of tokens `[B, N]`, with the tapped outputs `[B, N, m * H]`, behind each row's own, for
-        `state.commit` to keep."""
-
-    def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> DraftNodes:
-        """The nodes of a draft.
+        """Write the slots of tokens `[B, N]` behind each row's committed ones, for `state.commit` to keep.
 
         Args:
-            block_size: Tokens of a path, anchor included.
+            features: Outputs of the tapped layers at these tokens, `[B, N, m * H]`.
+        """
+
+    def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> DraftNodes:
+        """Begin the nodes of a draft.
+
+        Args:
+            block_size: Most tokens of a path, anchor included.
             width: Most nodes of a level behind the anchor.
-            window: Committed tokens that are seen, the last ones; None is all.
+            window: Number of committed tokens that are seen, the last ones; None is all.
         """
 
 
 class AutoregressivePass:
-    """An `AutoregressiveRunner` of torch's operations.
+    """An `AutoregressiveRunner` that uses torch's operations.
 
     Args:
-        network: On its device and in its dtype.
-        embed, head: The target's.
-        compile_reason: Why it is not compiled, where it might have been.
+        network: Network on the device and in the dtype to run it.
+        embed, head: The target's `embed` and `head`.
+        compile_reason: Reason why it is not compiled, where it might have been.
     """
 
     def __init__(
@@ -208,21 +211,21 @@ class AutoregressivePass:
         positions = (state.slots(count, tokens.device) - 1).clamp(min=0)
         new = *self.network.keys_values(self.embed(tokens), before, positions), fused.unsqueeze(1)
         for store, nodes in zip((*stores, known.unsqueeze(0)), new, strict=True):
-            for place, (row, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
-                store[:, row + length : row + length + count] = nodes[place]
+            for row, (start, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
+                store[:, start + length : start + length + count] = nodes[row]
 
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> CopiedNodes:
         return CopiedNodes(self, state, block_size, width, window)
 
     def stores(self, state: KVCache) -> tuple[Tensor, ...]:
-        """Keys and values of all slots, `[heads, slots, D]` each, and features, `[slots, H]`."""
+        """Keys and values `[heads, slots, D]` and features `[slots, H]` of all slots."""
         like = self.network.fc.weight
         cached = (like.new_empty(1, heads, 0, size) for heads, size in self.network.cached)
         return *state.layer(0, *cached), feature_store(state, 1, self.network.config.hidden_size, like)
 
 
 class CopiedNodes:
-    """`DraftNodes` in a copy of the texts' keys and values, which ends with the draft."""
+    """`DraftNodes` in a copy of the texts' keys and values, which lives as long as the draft."""
 
     def __init__(
         self, run: AutoregressivePass, state: KVCache, block_size: int, width: int, window: int | None
@@ -238,7 +241,7 @@ class CopiedNodes:
         slots = torch.arange(skipped, max(state.lengths), device=device)
         self._known = (slots >= (lengths - window).clamp(min=1)) & (slots < lengths)  # [B, T]
         self._positions, self._end = lengths - 1, len(slots)
-        # Which nodes of the draft each of the last call sees, `[B, N, M]`.
+        # Nodes of the draft that each node of the last call sees, `[B, N, M]` bool.
         self._within = torch.ones(len(state.rows), 0, 0, dtype=torch.bool, device=device)
 
     def __call__(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
@@ -266,17 +269,17 @@ class CopiedNodes:
 
 
 def picked(nodes: Tensor, places: Tensor) -> Tensor:
-    """Some of each row's nodes `[B, N, ...]`, `[B, K, ...]`, by their places `[B, K]`."""
+    """Entries `[B, K, D]` of nodes `[B, N, D]` at the places `[B, K]`."""
     return nodes.gather(1, places.unsqueeze(2).expand(-1, -1, nodes.size(2)))
 
 
 def feature_store(state: KVCache, layer: int, size: int, like: Tensor) -> Tensor:
-    """Of all slots, `[slots, H]`, kept as a layer of the state."""
+    """Features of all slots, `[slots, H]`, stored as a layer of the state."""
     return state.layer(layer, like.new_empty(1, 1, 0, size))[0][0]
 
 
 def last_features(state: KVCache, store: Tensor) -> Tensor:
-    """Of the last token of each row, `[B, 1, H]`; 0 where there is none."""
+    """Feature of the last token of each row, `[B, 1, H]`; 0 for rows without tokens."""
     slots = [row + max(length - 1, 0) for row, length in zip(state.rows, state.lengths, strict=True)]
     found = store[send(torch.tensor(slots), store.device)]
     if not all(state.lengths):

@@ -1,8 +1,8 @@
 """One decoder for the Llama, Mistral, Qwen and Gemma families, written for decoding speed.
 
-What differs between the families lies in `DecoderConfig`; tensors go by the names that their checkpoints share. The
-experts of a layer lie in one tensor, so that they are read, named and kept like any other product. In some layers of
-hybrids a gated delta net stands in the place of attention.
+`DecoderConfig` holds the differences between families; tensors have the names that their checkpoints share. The experts
+of a layer are one tensor, which is read, named and stored like any other product. Some layers of hybrids have a gated
+delta net in the place of attention.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from blockdraft.nn.packed import PackedLinear
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
-    """Frequencies [-f, f] of each of `config.ropes`, `[ropes, R]` for the R numbers of each head that are rotated: with
-    them one cosine and one sine give cos and the signed sine of both halves. They are float32 in every dtype: rounded
-    to bfloat16, positions blur."""
+    """Frequencies [-f, f] of each of `config.ropes`, `[ropes, R]` for the R rotated channels of a head.
+
+    The sine of both halves then has the signs that a rotation needs. They are float32 in every dtype, since bfloat16
+    cannot tell neighbouring positions apart.
+    """
     halves = torch.tensor([rope.inverse_frequencies for rope in config.ropes], dtype=torch.float32)
     return torch.cat([-halves, halves], dim=1)
 
@@ -31,7 +33,7 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
 def rope_angles(
     config: DecoderConfig, frequencies: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
-    """cos and signed sin of the positions `[B, N]`, each `[B, N, 1, R]`, for each of `config.ropes`."""
+    """Cosines and signed sines `[B, N, 1, R]` of positions `[B, N]`, for each of `config.ropes`."""
     found = []
     for rope, own in zip(config.ropes, frequencies, strict=True):
         angles = (positions.unsqueeze(-1) * own).unsqueeze(-2)
@@ -43,15 +45,15 @@ def rope_angles(
 
 
 class Decoder(nn.Module):
-    """A decoder over a store of keys and values that its caller keeps.
+    """A decoder whose caller owns the keys and values.
 
-    `forward` is a pure function of its arguments but for the nodes that it writes into `stores`. Without experts it
-    takes no branch on the numbers in tensors, so that it can be compiled: shapes alone decide what it does.
+    `forward` is a pure function of its arguments but for the nodes that it writes to `stores`. Without experts no
+    branch depends on the numbers in tensors, so it can be captured: shapes alone decide what it does.
 
     Args:
-        config: Its shape.
-        read: Gives the tensors of `config.tensor_shapes()`, one at a time; only the fused ones are kept.
-        fused: Gives the matrices of `config.products()` instead, where they come otherwise, such as laid out.
+        config: Shape of the decoder.
+        read: Reads the tensors of `config.tensor_shapes()`, one at a time; fused ones are not kept apart.
+        fused: Reads the matrices of `config.products()` in its place, such as packed ones.
     """
 
     def __init__(self, config: DecoderConfig, read: Read, fused: ReadFused | None = None) -> None:
@@ -65,7 +67,7 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, PackedLinear):
                 module.dtype = self.dtype
-        # Rounded to the dtype of the weights, as the models were trained.
+        # The models were trained with the scale rounded to the dtype of the weights.
         self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         self.frequencies: Tensor
         self.register_buffer("frequencies", rope_frequencies(config).to(self.device))
@@ -80,7 +82,7 @@ class Decoder(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Memory that its weights take."""
+        """Bytes of the weights."""
         norms = (module for module in self.modules() if isinstance(module, Norm))
         products = (module for module in self.modules() if isinstance(module, PackedLinear))
         nets = (module for module in self.modules() if isinstance(module, GatedDeltaNet))
@@ -89,13 +91,13 @@ class Decoder(nn.Module):
 
     @property
     def bits(self) -> int | None:
-        """Of the weights of its layers, where these are few: the fewest."""
+        """Fewest bits of the layers' weights, where these are few; else None."""
         found = (module.bits for layer in self.layers for module in layer.modules() if isinstance(module, PackedLinear))
         return min((bits for bits in found if bits is not None), default=None)
 
     @property
     def rounded(self) -> str | None:
-        """How the weights of its layers are rounded, as in `PackedLinear`."""
+        """Rounding of the layers' weights, as in `PackedLinear`."""
         return cast(DecoderLayer, self.layers[0]).qkv.rounded
 
     def forward(
@@ -110,24 +112,24 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Score N nodes a row, and write their keys and values.
 
-        A caller that compiles it may pad: to more nodes, whose slots must be free and differ, and whose outputs mean
-        nothing; and to more slots T, which the masks hide.
+        A caller that captures the forward may pad it with nodes on free and distinct slots, whose outputs are to be
+        ignored, and with slots that the masks hide.
 
         Args:
             tokens: `[B, N]` int64.
             positions: `[B, N]` int64, or `[1, N]` where the rows share them.
-            slots: Where the nodes are written, `[B, N]` int64, or `[N]` where the rows share them.
-            masks: One for each of `config.windows`, `[B or 1, 1, groups * N, T]` as `attend_grouped` takes it. Or the
-                attention of a piece, which knows its slots; then B is 1 and stores hold the slots of all rows.
-            stores: One a layer, `[B, 2 * num_kv_heads, T, D]`, keys before values; of a recurrent layer its recurrence.
-            taps: Layers whose outputs are wanted; the number of layers stands for the input of the head.
-            logits_at: `[B]` int64, the one node of each row whose logits are wanted; `[0]` if none are.
+            slots: Slots to write the nodes to, `[B, N]` int64, or `[N]` where the rows share them.
+            masks: Mask for each of `config.windows`, `[B or 1, 1, groups * N, T]` as in `attend_grouped`; or the
+                attention of a piece, which has its slots; then B is 1, and stores hold the slots of all rows.
+            stores: Memory of each layer, `[B, 2 * num_kv_heads, T, D]`, keys before values; or its recurrence.
+            taps: Layers whose outputs are returned; the number of layers is the input of the head.
+            logits_at: `[B]` int64, the one node of each row whose logits are returned; `[0]` returns none.
 
         Returns:
             Logits `[B, N, V]`, or `[B, 1, V]` with `logits_at`; and features `[B, N, m * H]`, None without taps.
         """
         config, (batch, count) = self.config, tokens.shape
-        x = self.embedding.rows(tokens.reshape(-1))  # rows [B * N, H], the shape in which products cost least
+        x = self.embedding.lookup(tokens.reshape(-1))  # [B * N, H], the shape in which products cost least
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         angles = rope_angles(config, self.frequencies, positions, x.dtype)
@@ -145,13 +147,13 @@ class Decoder(nn.Module):
         return logits if cap is None else torch.tanh(logits / cap) * cap, features
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors as the checkpoint names them; those of fused projections are views."""
+        """Tensors by their names in the checkpoint; parts of fused projections are views."""
         yield "model.embed_tokens.weight", self.embedding.weight
         for number, module in enumerate(self.layers):
             layer = cast(DecoderLayer, module)
             for projection, parts in self.config.projections(number).items():
                 fused: PackedLinear = getattr(layer, projection)
-                sizes = [rows for _, rows in parts]
+                sizes = [outputs for _, outputs in parts]
                 for kind, whole in (("weight", fused.weight), ("bias", fused.bias)):
                     if whole is not None:
                         for (name, _), part in zip(parts, whole.split(sizes), strict=True):

@@ -1,4 +1,4 @@
-"""The shapes of decoders, free of how any family's configuration spells them, and the names of their tensors."""
+"""Shapes of decoders, independent of how a family's configuration names them, and the names of their tensors."""
 
 from __future__ import annotations
 
@@ -7,57 +7,62 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embeddings: angles per position and pair of channels, and a factor on cosine and sine."""
+    """Rotary position embeddings.
 
-    inverse_frequencies: tuple[float, ...]  # radians a position, one a pair
+    Attributes:
+        inverse_frequencies: Radians a position, one for each pair of channels.
+        scale: Factor on cosine and sine.
+    """
+
+    inverse_frequencies: tuple[float, ...]
     scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """In what the layers of one decoder differ."""
+    """Differences between the layers of one decoder."""
 
     rope: Rope
     window: int | None = None  # sliding window in tokens; None is full attention
-    routed: bool = False  # its MLP is the decoder's `experts`
-    recurrent: bool = False  # the decoder's `delta_net` stands in the place of attention; rope and window mean nothing
+    routed: bool = False  # the decoder's `experts` are its MLP
+    recurrent: bool = False  # the decoder's `delta_net` replaces attention; rope and window are unused
 
 
 @dataclass(frozen=True)
 class Experts:
-    """MLPs of which a router chooses a few for each token."""
+    """MLPs of which a router chooses several for each token."""
 
     count: int
     chosen: int
     intermediate_size: int
-    normed: bool  # the shares of those chosen sum to one
+    normed: bool  # shares of the chosen ones sum to one
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Gated delta nets (arXiv 2412.06464): a short convolution along the text, and behind it for each value head a
-    state `[key_dim, value_dim]` that fades and is corrected with each token."""
+    """Gated delta nets (arXiv 2412.06464): a short convolution along the text, and for each value head a state
+    `[key_dim, value_dim]` that decays and is corrected with each token."""
 
     key_heads: int
     value_heads: int  # a multiple of `key_heads`
     key_dim: int
     value_dim: int
-    kernel: int  # tokens that the convolution sees, each token itself among them
+    kernel: int  # tokens that the convolution reads, the token itself included
 
     @property
     def values(self) -> int:
-        """Numbers of a token that the state says."""
+        """Numbers that the states put out for a token."""
         return self.value_heads * self.value_dim
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.values
 
     @property
     def inputs(self) -> dict[str, int]:
-        """The projections of what enters a layer, and their rows: for the convolution, the gate of what the state says,
-        how far it is corrected and how far it fades."""
+        """Number of outputs of each projection of a layer's input: the convolution's channels, the gate of the output,
+        and by how much the states are corrected and decay."""
         return {
             "in_proj_qkv": self.channels,
             "in_proj_z": self.values,
@@ -67,7 +72,7 @@ class DeltaNet:
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Its other tensors and their shapes."""
+        """Shapes of the other tensors."""
         heads = (self.value_heads,)
         shapes = {"conv1d.weight": (self.channels, 1, self.kernel), "A_log": heads, "dt_bias": heads}
         return {**shapes, "norm.weight": (self.value_dim,)}
@@ -75,7 +80,7 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder, free of how any family's configuration spells it."""
+    """Shape of a decoder."""
 
     vocab_size: int
     hidden_size: int
@@ -83,38 +88,38 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    layers: tuple[LayerKind, ...]  # one a layer
+    layers: tuple[LayerKind, ...]
     norm_eps: float
     activation: str  # a key of `nn.decoder_layer.ACTIVATIONS`
     query_scale: float  # factor on the scores of attention
-    tied_head: bool  # the head is the embedding table
+    tied_head: bool  # whether the head is the embedding table
     qkv_bias: bool = False
     output_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norms of each head's query and key, before they are rotated
     norm_plus_one: bool = False  # norms multiply by 1 + weight
-    post_norms: bool = False  # what attention and MLP add is normed too
-    embedding_scale: float = 1.0  # factor on the embeddings where they enter the first layer
+    post_norms: bool = False  # outputs of attention and MLP are normed too
+    embedding_scale: float = 1.0  # factor on the embeddings before the first layer
     attention_softcap: float | None = None  # c in c * tanh(scores / c); None is no cap
     final_softcap: float | None = None  # the same for the logits
-    experts: Experts | None = None  # of the layers that are `routed`
-    delta_net: DeltaNet | None = None  # of the layers that are `recurrent`
-    gated: bool = False  # a gate for each number that attention says comes with its query
+    experts: Experts | None = None  # MLP of `routed` layers
+    delta_net: DeltaNet | None = None  # replaces attention in `recurrent` layers
+    gated: bool = False  # attention's output has a gate for each number, which is projected beside the query
 
     @property
     def torch_only(self) -> str | None:
-        """What it has that only torch's operations know, one by one and in their dtype; None where there is nothing:
-        what has none can be compiled, captured, rounded and written."""
+        """Part that only torch's single operations can run, in words; None where there is none. A decoder with such a
+        part is neither compiled, captured, rounded nor written."""
         return "routed experts" if self.experts else "recurrent layers" if self.delta_net else None
 
     @property
     def attention_layers(self) -> int:
-        """How many layers keep keys and values."""
+        """Number of layers with keys and values."""
         return sum(not kind.recurrent for kind in self.layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The kinds of attention masks, in the order in which `Decoder.forward` takes them."""
+        """Windows of the different attention masks, in the order in which `Decoder.forward` takes them."""
         return tuple(dict.fromkeys(kind.window for kind in self.layers))
 
     @property
@@ -122,7 +127,7 @@ class DecoderConfig:
         return tuple(dict.fromkeys(kind.rope for kind in self.layers))
 
     def projections(self, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
-        """What is fused into each projection of a layer: names without `.weight` or `.bias`, and their rows."""
+        """Matrices that are fused to each projection of a layer: names without `.weight` or `.bias`, and outputs."""
         prefix = f"model.layers.{layer}."
         keys = self.num_kv_heads * self.head_dim
         queries = self.num_heads * self.head_dim * (2 if self.gated else 1)
@@ -131,7 +136,7 @@ class DecoderConfig:
         if delta_net is not None:
             place, output, inputs = "linear_attn", "out_proj", delta_net.inputs
         found = {
-            "qkv": tuple((f"{prefix}{place}.{name}", rows) for name, rows in inputs.items()),
+            "qkv": tuple((f"{prefix}{place}.{name}", outputs) for name, outputs in inputs.items()),
             "output": ((f"{prefix}{place}.{output}", self.hidden_size),),
         }
         experts = self.experts_of(layer)
@@ -155,7 +160,7 @@ class DecoderConfig:
         return self.intermediate_size if experts is None else experts.intermediate_size
 
     def products(self) -> list[list[str]]:
-        """Names of all matrices; those that are computed at once stand together, in the order of their rows."""
+        """Names of all matrices, grouped by product, in the order of their outputs there."""
         tables = ["model.embed_tokens.weight"] if self.tied_head else ["model.embed_tokens.weight", "lm_head.weight"]
         fused = (parts for layer in range(len(self.layers)) for parts in self.projections(layer).values())
         return [*([table] for table in tables), *([f"{name}.weight" for name, _ in parts] for parts in fused)]
@@ -180,26 +185,26 @@ class DecoderConfig:
         return {role: f"{prefix}{name}.weight" for role, name in names.items()}
 
     def delta_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of what a layer's delta net has besides projections; empty without one."""
+        """Names and shapes of a delta net's tensors beside its projections; empty for layers without one."""
         delta_net = self.delta_net_of(layer)
         shapes = {} if delta_net is None else delta_net.tensors
         return {f"model.layers.{layer}.linear_attn.{name}": shape for name, shape in shapes.items()}
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of a checkpoint."""
+        """Names and shapes of all tensors of a checkpoint."""
         table = self.vocab_size, self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
         if not self.tied_head:
             shapes["lm_head.weight"] = table
         for layer in range(len(self.layers)):
             delta_net = self.delta_net_of(layer)
-            said = self.num_heads * self.head_dim if delta_net is None else delta_net.values
+            attended = self.num_heads * self.head_dim if delta_net is None else delta_net.values
             for projection, parts in self.projections(layer).items():
-                width = {"down": self.inner_size(layer), "output": said}.get(projection, self.hidden_size)
-                for name, rows in parts:
-                    shapes[f"{name}.weight"] = (rows, width)
+                inputs = {"down": self.inner_size(layer), "output": attended}.get(projection, self.hidden_size)
+                for name, outputs in parts:
+                    shapes[f"{name}.weight"] = (outputs, inputs)
                     if self.has_bias(layer, projection):
-                        shapes[f"{name}.bias"] = (rows,)
+                        shapes[f"{name}.bias"] = (outputs,)
             for role, name in self.norms(layer).items():
                 shapes[name] = (self.head_dim if role in ("query", "key") else self.hidden_size,)
             shapes |= self.delta_tensors(layer)

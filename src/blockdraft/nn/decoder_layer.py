@@ -1,4 +1,4 @@
-"""A layer of the decoder, and its norms."""
+"""A layer of the decoder, its norms and its routed MLPs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from blockdraft.nn.attention import attend_grouped
 from blockdraft.nn.cache import write_nodes
-from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.decoder_config import DecoderConfig, Experts
 from blockdraft.nn.delta_net import DeltaRecurrence, GatedDeltaNet
-from blockdraft.nn.exact import ExactAttention
-from blockdraft.nn.experts import experts_say
+from blockdraft.nn.exact import EXACT_NODES, ExactAttention
 from blockdraft.nn.packed import LaidOut, PackedLinear
 from blockdraft.nn.quantized import QuantizedWeight, joined_weights
 
@@ -24,34 +23,35 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 
-# From the name of a checkpoint's tensor to the tensor, on the device and in the dtype of the network, or in few bits.
+# Reads a checkpoint's tensor by its name, on the device and in the dtype of the network, or in few bits.
 Read: TypeAlias = Callable[[str], Tensor | QuantizedWeight]
-# From the names of weights that are computed at once to all their output channels, one behind the other.
+# Reads the weights of one product by their names, their output channels one behind the other.
 ReadFused: TypeAlias = Callable[[Sequence[str]], Tensor | QuantizedWeight | LaidOut]
 
 
 class Norm(nn.Module):
-    """RMS norm over the last dimension (arXiv 1910.07467), with a weight of its own for each of several heads.
+    """RMS norm over the last dimension (arXiv 1910.07467), of one tensor or of several kinds of heads at once.
 
     Args:
-        config: Its epsilon, and whether one is added to the weights.
-        given: The weights as the checkpoint has them, each `[size]`.
-        heads: To how many heads each of them belongs; without it there is one weight and no dimension of heads.
+        config: Configuration with epsilon, and whether one is added to the weights.
+        given: Weights of the checkpoint, `[size]` each.
+        heads: Number of heads of each weight; empty where there is one weight and no dimension of heads.
     """
 
     def __init__(self, config: DecoderConfig, given: Sequence[Tensor], heads: Sequence[int] = ()) -> None:
         super().__init__()
         self.given = given
-        rows = [weight.float() + 1 if config.norm_plus_one else weight for weight in given]
+        weights = [weight.float() + 1 if config.norm_plus_one else weight for weight in given]
+        if heads:
+            weights = [weight.expand(count, -1) for weight, count in zip(weights, heads, strict=True)]
         self.weight: Tensor
-        stacked = [row.expand(count, -1) for row, count in zip(rows, heads, strict=True)] if heads else rows
-        self.register_buffer("weight", torch.cat(stacked))
+        self.register_buffer("weight", torch.cat(weights))
         self.eps: Tensor
         self.register_buffer("eps", torch.tensor(config.norm_eps, device=self.weight.device))
 
     def scale(self, x: Tensor) -> Tensor:
-        """The factor that norms x, float32. Half as many operations as `F.rms_norm` on a CPU, where each one costs more
-        than its arithmetic."""
+        """Factor that norms x `[..., size]`, `[..., 1]` float32, in half of the operations of `F.rms_norm`. On a CPU
+        each operation costs more than its arithmetic."""
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return torch.addcmul(self.eps, size, size, value=1 / x.size(-1)).rsqrt_()
 
@@ -65,7 +65,7 @@ def plain(weight: Tensor | QuantizedWeight) -> Tensor:
 
 
 def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
-    """Their output channels, one behind the other; all of few bits, or none."""
+    """Output channels of weights one behind the other; all are of few bits, or none."""
     few = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     assert not few or len(few) == len(weights), "what is computed at once is either of few bits or not"
     if len(weights) == 1:
@@ -78,8 +78,10 @@ def joining(read: Read) -> ReadFused:
 
 
 class DecoderLayer(nn.Module):
-    """Attributes:
-    given: Weights of the norms by their roles, as the checkpoint has them.
+    """A layer of `Decoder`.
+
+    Attributes:
+        given: Weights of the norms in the checkpoint, by their roles.
     """
 
     qkv: PackedLinear
@@ -128,7 +130,7 @@ class DecoderLayer(nn.Module):
         masks: Sequence[Tensor | ExactAttention | None],
         memory: Tensor | DeltaRecurrence,
     ) -> Tensor:
-        """Rows `[B * N, H]` to rows; the other arguments are those of `Decoder.forward`."""
+        """Output `[B * N, H]` for the input x `[B * N, H]`; other arguments as in `Decoder.forward`."""
         before = self.before_attention(x)
         if isinstance(memory, Tensor):
             added: Tensor = self.attention(before, *angles[self.rope], slots, masks[self.mask], memory)
@@ -141,7 +143,7 @@ class DecoderLayer(nn.Module):
 
     def mlp(self, x: Tensor) -> Tensor:
         if self.experts is not None:
-            return experts_say(x, self.experts, self.router, self.gate_up.weight, self.down.weight, self.activation)
+            return routed_mlps(x, self.experts, self.router, self.gate_up.weight, self.down.weight, self.activation)
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         out: Tensor = self.down(self.activation(gate) * up)
         return out
@@ -157,13 +159,13 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        rows, gate = self.qkv(x), None
-        if config.gated:  # which lie beside the queries, head by head
-            parts, others = rows.split([2 * heads * config.head_dim, 2 * kv_heads * config.head_dim], dim=-1)
+        projected, gate = self.qkv(x), None
+        if config.gated:  # gates lie beside the queries, head by head
+            parts, others = projected.split([2 * heads * config.head_dim, 2 * kv_heads * config.head_dim], dim=-1)
             own, gate = parts.unflatten(-1, (heads, 2, -1)).unbind(-2)
-            rows = torch.cat([own.flatten(1), others], dim=-1)
-        qkv = rows.view(len(store), -1, heads + 2 * kv_heads, config.head_dim)
-        # Queries and keys are normed and rotated together, where they lie.
+            projected = torch.cat([own.flatten(1), others], dim=-1)
+        qkv = projected.view(len(store), -1, heads + 2 * kv_heads, config.head_dim)
+        # Queries and keys are normed and rotated together, in place.
         qk = qkv.narrow(2, 0, heads + kv_heads)
         if config.qk_norm:
             qk.mul_(self.qk_norm.scale(qk) * self.qk_norm.weight)
@@ -178,6 +180,39 @@ class DecoderLayer(nn.Module):
         else:
             write_nodes(store, new, slots)
             attended = attend_grouped(queries, keys, values, mask, config.query_scale, config.attention_softcap)
-        said = attended.view(x.size(0), -1)
-        out: Tensor = self.output(said if gate is None else said * gate.sigmoid().flatten(1))
+        attended = attended.view(x.size(0), -1)
+        out: Tensor = self.output(attended if gate is None else attended * gate.sigmoid().flatten(1))
         return out
+
+
+def routed_mlps(
+    x_RH: Tensor,
+    experts: Experts,
+    router: Callable[[Tensor], Tensor],
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Outputs `[R, H]` of the MLPs that a router chooses for each of R nodes, weighted by their shares.
+
+    Args:
+        router: Scores of the experts, `[R, H]` to `[R, E]`.
+        gate_up: Gate and up projections of all experts, one behind the other, `[E * 2 * inner, H]`.
+        down: Down projections of all experts, `[E * H, inner]`.
+    """
+    chances_RE = router(x_RH).softmax(dim=-1, dtype=torch.float32)
+    shares, chosen = chances_RE.topk(experts.chosen, dim=-1)
+    if experts.normed:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    shares_RE = torch.zeros_like(chances_RE).scatter_(1, chosen, shares).to(x_RH.dtype)
+    gates, downs = gate_up.view(experts.count, -1, x_RH.size(-1)), down.view(experts.count, x_RH.size(-1), -1)
+    out = torch.zeros_like(x_RH)
+    for expert in chosen.unique().tolist():
+        share = shares_RE[:, expert, None]
+        # Reading the weights takes the time, so a few nodes cost no more than one. With all of them, products have one
+        # shape whichever nodes chose the expert, which exact forwards need.
+        nodes = slice(None) if len(x_RH) <= EXACT_NODES else share[:, 0].nonzero()[:, 0]
+        gate, up = F.linear(x_RH[nodes], gates[expert]).chunk(2, dim=-1)
+        mlp = F.linear(activation(gate) * up, downs[expert]) * share[nodes]
+        out[nodes] += mlp.masked_fill(share[nodes] == 0, 0.0)  # outputs of nodes that did not choose it may be infinite
+    return out

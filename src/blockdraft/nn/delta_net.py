@@ -1,4 +1,4 @@
-"""Gated delta nets (arXiv 2412.06464), over the nodes of trees at once or one by one."""
+"""Gated delta nets (arXiv 2412.06464), run over all nodes of trees at once or node by node."""
 
 from __future__ import annotations
 
@@ -15,45 +15,43 @@ from blockdraft.nn.decoder_config import DeltaNet
 from blockdraft.nn.exact import EXACT_NODES
 from blockdraft.nn.states import State
 
-CHUNK = 64  # nodes of a line that are computed at once: the work on them grows with the square of their number
-LEAST_NORM = 1e-6  # added to the squares of queries and keys, so that none is divided by zero
+CHUNK = 64  # nodes of a chain that are computed at once; the work grows with their square
+LEAST_NORM = 1e-6  # added to the squared lengths of queries and keys, so that none is divided by zero
 
 
 class Entering(NamedTuple):
-    """What enters the recurrence at some nodes, `[..., heads, D]` of each value head or `[..., heads]`; in float32 at
-    least."""
+    """Inputs of the recurrence at some nodes for each value head, `[..., heads, D]` or `[..., heads]`, in float32 or
+    wider."""
 
     queries: Tensor
     keys: Tensor
     values: Tensor
-    decays: Tensor  # logarithms of the factors by which the state fades
-    shares: Tensor  # of a correction that are made
+    decays: Tensor  # logarithms of the factors by which the state decays
+    shares: Tensor  # shares of the corrections that are applied
 
 
 class DeltaRecurrence(Protocol):
-    """The recurrence of one layer in one forward."""
+    """Recurrence of one layer in one forward."""
 
     def run(self, net: GatedDeltaNet, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
-        """What the states say at the nodes.
+        """Outputs of the states at R nodes, `[R, value heads, value_dim]` in float32 or wider.
 
         Args:
-            mixed: What enters the convolution, `[R, channels]`.
-            shares, decays: Before their non-linearities, `[R, value heads]`.
-
-        Returns:
-            `[R, value heads, value_dim]`, in float32 at least.
+            mixed: Inputs of the convolution, `[R, channels]`.
+            shares, decays: Projections before their non-linearities, `[R, value heads]`.
         """
 
-    def after(self, place: int, nodes: list[int]) -> State:
-        """The state of a row behind these nodes; see `nn.states.After`."""
+    def after(self, row: int, nodes: list[int]) -> State:
+        """State of a row after a path; see `nn.states.After`."""
 
 
 class GatedDeltaNet(nn.Module):
-    """The part of a layer between its two projections.
+    """Gated delta net of a layer, between its two projections.
 
     Args:
-        tensors: Those of `DeltaNet.tensors`, by these names.
-        eps: Of the norm of what the state says.
+        config: Sizes of the net.
+        tensors: Tensors of `DeltaNet.tensors` by name.
+        eps: Epsilon of the norm of the output.
 
     Attributes:
         given: The tensors.
@@ -74,25 +72,29 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Memory that its weights take."""
+        """Bytes of the weights."""
         return sum(each.nbytes for each in (*self.given.values(), *self.buffers()))
 
     def empty(self, batch: int) -> State:
-        """The state before any token."""
+        """State before any token, for `batch` rows."""
         config, like = self.config, self.given["conv1d.weight"]
         inputs = like.new_zeros(batch, config.kernel - 1, config.channels)
         return State(inputs, self.weight.new_zeros(batch, config.value_heads, config.key_dim, config.value_dim))
 
-    def forward(self, rows: Tensor, recurrence: DeltaRecurrence) -> Tensor:
-        """Rows `[R, sum of DeltaNet.inputs]` to `[R, DeltaNet.values]`."""
-        mixed, gate, shares, decays = rows.split([*self.config.inputs.values()], dim=-1)
-        said = recurrence.run(self, mixed, shares, decays)
-        said = F.rms_norm(said, (said.size(-1),), self.weight, self.eps)
-        return (said.flatten(-2) * F.silu(gate.to(self.wide))).to(rows.dtype)
+    def forward(self, x: Tensor, recurrence: DeltaRecurrence) -> Tensor:
+        """Projected inputs of R nodes, `[R, sum of DeltaNet.inputs]`, to `[R, DeltaNet.values]`."""
+        mixed, gate, shares, decays = x.split([*self.config.inputs.values()], dim=-1)
+        out = recurrence.run(self, mixed, shares, decays)
+        out = F.rms_norm(out, (out.size(-1),), self.weight, self.eps)
+        return (out.flatten(-2) * F.silu(gate.to(self.wide))).to(x.dtype)
 
     def entering(self, convolved: Tensor, shares: Tensor, decays: Tensor) -> Entering:
-        """What enters the recurrence, given the convolution's sums `[..., channels]`; the others as in
-        `DeltaRecurrence.run`."""
+        """Inputs of the recurrence.
+
+        Args:
+            convolved: Output of the convolution, `[..., channels]`.
+            shares, decays: As in `DeltaRecurrence.run`.
+        """
         config = self.config
         keys = config.key_heads * config.key_dim
         heads = F.silu(convolved).split([keys, keys, config.values], dim=-1)
@@ -110,40 +112,40 @@ class GatedDeltaNet(nn.Module):
 
 
 def normed(x: Tensor) -> Tensor:
-    """To length one."""
+    """Vectors of length one, `[..., D]`."""
     return x * (x.square().sum(-1, keepdim=True) + LEAST_NORM).rsqrt()
 
 
 def delta_rule(state: Tensor, nodes: Entering, within: Tensor) -> tuple[Tensor, Tensor]:
-    """What the state says at each node of some trees, after the corrections of its ancestors and its own.
+    """Output of the state at each node of trees, after the corrections of its ancestors and its own.
 
-    The correction at a node is share * (value - what the faded state says to its key), and the state that it meets is
-    the one given, faded along the path, with the corrections of its ancestors, faded since. So all corrections are the
-    solution of one triangular system.
+    The correction at a node is share * (value - output of the decayed state for the node's key). That state is the one
+    before the roots, decayed along the path, plus the corrections of the node's ancestors, decayed since. So all
+    corrections are the solution of one triangular system.
 
     Args:
-        state: Before the roots, `[B, heads, key_dim, value_dim]`.
-        nodes: `[B, heads, N, ...]`, parents before children.
-        within: Which nodes are ancestors of which, or the node itself, `[B or 1, 1, N, N]` bool.
+        state: State before the roots, `[B, heads, key_dim, value_dim]`.
+        nodes: Inputs of the nodes, `[B, heads, N, ...]`, parents before children.
+        within: `[B or 1, 1, N, N]` bool, whether node j is node i or its ancestor.
 
     Returns:
-        What is said, and the corrections, each `[B, heads, N, value_dim]`.
+        Outputs and corrections, `[B, heads, N, value_dim]` each.
     """
     queries, keys, values, decays, shares = nodes
     count = keys.size(2)
-    faded = (within.to(decays.dtype) @ decays.unsqueeze(-1)).squeeze(-1)  # since before the roots
+    faded = (within.to(decays.dtype) @ decays.unsqueeze(-1)).squeeze(-1)  # decay since the state before the roots
     between = (faded.unsqueeze(-1) - faded.unsqueeze(-2)).masked_fill(~within, -torch.inf).exp()
     asked = torch.cat([keys, queries], dim=2)
     to_keys, to_queries = (asked @ keys.mT).split(count, dim=2)
     by_keys, by_queries = ((asked @ state) * faded.exp().repeat(1, 1, 2).unsqueeze(-1)).split(count, dim=2)
     shares = shares.unsqueeze(-1)
-    system = to_keys * between * shares  # its diagonal counts as one
+    system = to_keys * between * shares  # the solver takes its diagonal for one
     corrections = torch.linalg.solve_triangular(system, (values - by_keys) * shares, upper=False, unitriangular=True)
     return by_queries + (to_queries * between) @ corrections, corrections
 
 
 def corrected(state: Tensor, keys: Tensor, corrections: Tensor, decays: Tensor) -> Tensor:
-    """The state after a line of nodes, `[B, heads, n, ...]`, one behind the other."""
+    """State after a chain of nodes, `[B, heads, n, ...]`."""
     for own in torch.arange(keys.size(2)).split(CHUNK):
         part = slice(int(own[0]), int(own[-1]) + 1)
         faded = decays[:, :, part].cumsum(-1)
@@ -154,13 +156,13 @@ def corrected(state: Tensor, keys: Tensor, corrections: Tensor, decays: Tensor) 
 
 @dataclass(frozen=True)
 class Ancestry:
-    """Who descends from whom among the nodes of a forward.
+    """Ancestors of the nodes of a forward.
 
     Attributes:
-        within: `[B, 1, N, N]` bool, as in `delta_rule`; where all rows are lines, `[1, 1, n, n]` of the first n nodes,
-            and so many are computed at once.
-        history: For each node its own place and those before it along its path, nearest first, counted from the first
-            of the `kernel - 1` tokens before the nodes, `[kernel, B, N]` int64.
+        within: `[B, 1, N, N]` bool, as in `delta_rule`. Where all rows are chains, `[1, 1, n, n]` of the first n nodes,
+            and n nodes are computed at once.
+        history: `[kernel, B, N]` int64, for each node the places of itself and of the nodes before it on its path,
+            nearest first. Places count from the first of the `kernel - 1` tokens before the nodes.
     """
 
     within: Tensor
@@ -168,10 +170,11 @@ class Ancestry:
 
 
 class TreeRecurrence:
-    """All nodes of a forward at once.
+    """Recurrence over all nodes of a forward at once.
 
     Args:
-        state: Of its rows.
+        state: State of the rows before the nodes.
+        ancestry: Ancestors of the nodes.
     """
 
     def __init__(self, state: State, ancestry: Ancestry) -> None:
@@ -190,48 +193,48 @@ class TreeRecurrence:
         assert isinstance(convolved, Tensor)
         entering = net.entering(convolved, shares, decays)
         self.nodes = nodes = Entering(*(each.transpose(1, 2) for each in entering))
-        state, said, corrections = self.state.recurrence, list[Tensor](), list[Tensor]()
+        state, outputs, corrections = self.state.recurrence, list[Tensor](), list[Tensor]()
         count = self.mixed.size(1)
         for first, end in pairwise([*range(0, count, within.size(-1)), count]):
             some, size = Entering(*(each[:, :, first:end] for each in nodes)), end - first
             of_some = delta_rule(state, some, within[..., :size, :size])
-            said.append(of_some[0])
+            outputs.append(of_some[0])
             corrections.append(of_some[1])
             if end < count:
                 state = corrected(state, some.keys, corrections[-1], some.decays)
         self.corrections = torch.cat(corrections, dim=2)
-        return torch.cat(said, dim=2).transpose(1, 2).flatten(0, 1)
+        return torch.cat(outputs, dim=2).transpose(1, 2).flatten(0, 1)
 
-    def after(self, place: int, nodes: list[int]) -> State:
-        own = slice(place, place + 1)
-        kept = slice(len(nodes)) if nodes == [*range(len(nodes))] else nodes  # most are, and need no copy
+    def after(self, row: int, nodes: list[int]) -> State:
+        own = slice(row, row + 1)
+        path = slice(len(nodes)) if nodes == [*range(len(nodes))] else nodes  # a slice needs no copy
         keys, corrections, decays = (
-            each[own, :, kept] for each in (self.nodes.keys, self.corrections, self.nodes.decays)
+            each[own, :, path] for each in (self.nodes.keys, self.corrections, self.nodes.decays)
         )
-        inputs = torch.cat([self.state.convolution[own], self.mixed[own, kept]], dim=1)[:, len(nodes) :]
+        inputs = torch.cat([self.state.convolution[own], self.mixed[own, path]], dim=1)[:, len(nodes) :]
         return State(inputs.clone(), corrected(self.state.recurrence[own], keys, corrections, decays))
 
 
 class ExactRecurrence:
-    """Node after node, each from the state behind its parent, in operations of one shape: so the bits at a node do not
-    depend on what else is computed. The nodes come in pieces, as in `forward_in_pieces`.
+    """Recurrence node by node, each from the state after its parent. All operations have one shape, so the bits of a
+    node do not depend on what else is computed. The nodes come in pieces, as in `forward_in_pieces`.
 
     Args:
-        state: Of the rows of the forward.
-        parents: As in `Target.forward`, of each row.
+        state: State of the rows before the nodes.
+        parents: Parents of the nodes of each row, as in `Target.forward`.
     """
 
     def __init__(self, state: State, parents: Sequence[Sequence[int]]) -> None:
         self.before = [State(*parts) for parts in zip(*state, strict=True)]
         self.parents = parents
         self.last_child = [{parent: node for node, parent in enumerate(above)} for above in parents]
-        self.behind: dict[tuple[int, int], State] = {}  # nodes of which children are still to come
-        self.newest: dict[int, State] = {}  # behind the last node of each row so far
-        self.inputs: list[tuple[Tensor, Tensor, Tensor]] = []  # of the nodes so far
+        self.behind: dict[tuple[int, int], State] = {}  # states after nodes that have children to come
+        self.newest: dict[int, State] = {}  # state after the last node of each row so far
+        self.inputs: list[tuple[Tensor, Tensor, Tensor]] = []  # inputs of the nodes so far
 
     def run(self, net: GatedDeltaNet, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
         count = len(self.parents[0])
-        said = net.weight.new_zeros(len(mixed), net.config.value_heads, net.config.value_dim)
+        out = net.weight.new_zeros(len(mixed), net.config.value_heads, net.config.value_dim)
         self.net = net
         first = len(self.inputs)
         for piece_node in range(min(EXACT_NODES, len(self.parents) * count - first)):
@@ -239,25 +242,25 @@ class ExactRecurrence:
             parent, last_child = self.parents[row][node], self.last_child[row]
             state = self.before[row] if parent < 0 else self.behind[row, parent]
             inputs = mixed[piece_node].clone(), shares[piece_node].clone(), decays[piece_node].clone()
-            said[piece_node], after = step(net, state, *inputs)
+            out[piece_node], after = step(net, state, *inputs)
             self.newest[row] = after
             self.inputs.append(inputs)
             if node in last_child:
                 self.behind[row, node] = after
             if last_child[parent] == node:
                 self.behind.pop((row, parent), None)
-        return said
+        return out
 
-    def after(self, place: int, nodes: list[int]) -> State:
-        through_all = len(nodes) == len(self.parents[place])
-        state = self.newest[place] if through_all else self.before[place]
+    def after(self, row: int, nodes: list[int]) -> State:
+        through_all = len(nodes) == len(self.parents[row])
+        state = self.newest[row] if through_all else self.before[row]
         for node in () if through_all else nodes:
-            _, state = step(self.net, state, *self.inputs[place * len(self.parents[0]) + node])
+            _, state = step(self.net, state, *self.inputs[row * len(self.parents[0]) + node])
         return State(*(part.unsqueeze(0) for part in state))
 
 
 def step(net: GatedDeltaNet, state: State, mixed: Tensor, shares: Tensor, decays: Tensor) -> tuple[Tensor, State]:
-    """One token: what the state, `[...]` without a batch, says `[heads, value_dim]`, and the state behind it."""
+    """Output `[heads, value_dim]` and state after one token, for a state without a batch dimension."""
     window = torch.cat([state.convolution, mixed[None]])
     convolved = (window.to(net.wide) * net.kernel).sum(0)
     queries, keys, values, fading, share = net.entering(convolved, shares, decays)

@@ -1,4 +1,4 @@
-"""Networks of block-diffusion language models: what all of them can do, and a causal language model that became one."""
+"""Networks of block-diffusion language models: their base class, and the one made of a causal language model."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from blockdraft.nn.layers import RMSNorm
 
 
 class KeysValues(Protocol):
-    """What a pass writes keys and values to, such as a `KVCache`."""
+    """Store for the keys and values of a pass, such as a `KVCache`."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take those of new tokens, `[B, heads, N, D]`, and return all that they may attend to, `[B, heads, T, D]`."""
+        """Store keys and values of new tokens, `[B, heads, N, D]`; returns all those they see, `[B, heads, T, D]`."""
 
 
 class Denoiser(nn.Module, ABC):
-    """A transformer that leaves to its caller who may attend to whom. Its parameters go by the names of its checkpoint.
+    """A transformer whose caller decides which token sees which. Parameters have the names of its checkpoint.
 
     Attributes:
-        vocab_size: Number of logits, the mask token's included.
+        vocab_size: Number of logits, that of the mask token included.
     """
 
     vocab_size: int
@@ -36,24 +36,24 @@ class Denoiser(nn.Module, ABC):
     def hidden(
         self, tokens: Tensor, positions: Tensor, visible: Visible | None = None, cache: KeysValues | None = None
     ) -> Tensor:
-        """What the head makes logits of, `[B, N, H]`.
+        """Input of the head, `[B, N, H]`.
 
         Args:
             tokens: `[B, N]` int64.
             positions: `[B, N]` int64, or `[1, N]` where the rows share them.
-            visible: `[B or 1, N, T]` bool: token i may see slot j. Without a cache T is N. None lets all see all. Where
-                T is N, a mask of FlexAttention will do.
-            cache: Gets keys and values of the tokens behind those that each row has committed; the caller commits.
+            visible: `[B or 1, N, T]` bool, whether token i sees slot j; None lets all see all. Without a cache T is N.
+                Where T is N, it may be a mask of FlexAttention.
+            cache: Store for the tokens' keys and values behind each row's committed tokens; the caller commits.
         """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., H]` to `[..., V]`."""
+        """Logits `[..., V]` of the head's input `[..., H]`."""
 
     @property
     @abstractmethod
     def kv_shape(self) -> tuple[int, int, int]:
-        """Layers, heads of keys and values in each, and numbers in each of these, of keys as of values."""
+        """Number of layers, key/value heads of each, and size of a head."""
 
     @property
     def device(self) -> torch.device:
@@ -61,7 +61,7 @@ class Denoiser(nn.Module, ABC):
 
 
 def why_not_denoiser(config: DecoderConfig) -> str | None:
-    """Why `CausalDenoiser` cannot run a decoder; None where it can."""
+    """Reason why `CausalDenoiser` cannot run a decoder, or None where it can."""
     others = {
         "sliding windows": config.windows != (None,),
         "soft-caps": config.attention_softcap is not None or config.final_softcap is not None,
@@ -83,8 +83,8 @@ class CausalDenoiser(Denoiser):
         self.model = _Body(config)
         if not config.tied_head:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # No buffer, since it must stay float32 when the weights are cast: rounded to bfloat16, positions blur.
-        with torch.device("cpu"):  # also where the weights are still to come
+        # No buffer, since it must stay float32 when the weights are cast: bfloat16 cannot tell positions apart.
+        with torch.device("cpu"):  # also where the network is made without memory for its weights
             self._frequencies = rope_frequencies(config)
 
     def hidden(

@@ -1,7 +1,7 @@
-"""The network of the paper's own models (arXiv 2503.09573): a transformer with adaptive norms, without dropout.
+"""Network of the models of arXiv 2503.09573: a transformer with adaptive norms, without dropout.
 
-Its norms are shifted and scaled by what a time embedding says. These models are not told the time, so they all hear of
-time zero; the layers that could make more of it are still there.
+A time embedding shifts and scales its norms. The models are not conditioned on time, so the time is always zero; the
+layers for it are in their checkpoints.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from blockdraft.nn.denoiser import Denoiser, KeysValues
 from blockdraft.nn.layers import rotate
 from blockdraft.settings import Count, settings
 
-TIMES = 256  # channels of the embedding of a time
+TIMES = 256  # channels of the time embedding
 ROPE_THETA = 10_000.0
 
 
 @settings
 class DiTConfig:
-    """Names and meanings are those of config.json.
+    """Configuration with the names and meanings of config.json.
 
     Attributes:
-        vocab_size: The mask token included, which is the last one.
-        model_length: Tokens of a row at most.
-        hidden_dim: Size of a state.
-        n_blocks: Layers.
+        vocab_size: Number of tokens, the mask token included, which is the last.
+        model_length: Most tokens of a text.
+        hidden_dim: Size of a hidden state.
+        n_blocks: Number of layers.
         n_heads: Heads of attention.
-        cond_dim: Size of what the norms listen to.
+        cond_dim: Size of the time embedding that conditions the norms.
     """
 
     vocab_size: Count
@@ -41,12 +41,12 @@ class DiTConfig:
 
 
 class DiT(Denoiser):
-    """Parameters and buffers go by the names of the published checkpoints."""
+    """The network. Parameters and buffers have the names of the published checkpoints."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.config, self.vocab_size = config, config.vocab_size
-        # The times that were drawn in training, which nothing here asks for.
+        # Range of times in training; checkpoints hold it, and nothing here uses it.
         self.register_buffer("sampling_eps_min", torch.tensor(1e-3))
         self.register_buffer("sampling_eps_max", torch.tensor(1.0))
         self.backbone = _Backbone(config)
@@ -77,17 +77,17 @@ class _Backbone(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, visible: Visible | None, cache: KeysValues | None) -> Tensor:
         x = F.embedding(tokens, self.vocab_embed.embedding)
-        heard, turns = F.silu(self.sigma_map(x)), self.rotary_emb(positions, x.dtype)
+        condition, angles = F.silu(self.sigma_map(x)), self.rotary_emb(positions, x.dtype)
         for block in self.blocks:
-            x = block(x, heard, turns, visible, cache)
-        out: Tensor = self.output_layer(x, heard)
+            x = block(x, condition, angles, visible, cache)
+        out: Tensor = self.output_layer(x, condition)
         return out
 
 
 class _Table(nn.Module):
-    def __init__(self, rows: int, size: int) -> None:
+    def __init__(self, vocab_size: int, size: int) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(torch.empty(rows, size))
+        self.embedding = nn.Parameter(torch.empty(vocab_size, size))
         nn.init.kaiming_uniform_(self.embedding, a=5**0.5)
 
 
@@ -97,7 +97,7 @@ class _Times(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(TIMES, size), nn.SiLU(), nn.Linear(size, size))
 
     def forward(self, like: Tensor) -> Tensor:
-        """Of time zero, whose cosines are all 1 and whose sines are 0."""
+        """Embedding of time zero, whose cosines are all 1 and whose sines are 0."""
         out: Tensor = self.mlp(torch.cat([like.new_ones(TIMES // 2), like.new_zeros(TIMES // 2)]))
         return out
 
@@ -105,7 +105,7 @@ class _Times(nn.Module):
 class _Rotary(nn.Module):
     def __init__(self, head_dim: int) -> None:
         super().__init__()
-        # The buffer is there for the checkpoint's sake: casting the weights would blur it, so another copy is used.
+        # Checkpoints hold the buffer. Casting the weights rounds it, so a copy is used.
         with torch.device("cpu"):
             self._frequencies = 1 / ROPE_THETA ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         self.register_buffer("inv_freq", self._frequencies.clone())
@@ -135,14 +135,19 @@ class _Block(nn.Module):
         self.attn_qkv = nn.Linear(size, 3 * size, bias=False)
         self.attn_out = nn.Linear(size, size, bias=False)
         self.mlp = nn.Sequential(nn.Linear(size, 4 * size), nn.GELU("tanh"), nn.Linear(4 * size, size))
-        self.adaLN_modulation = _silent(config.cond_dim, 6 * size)
+        self.adaLN_modulation = _zero_linear(config.cond_dim, 6 * size)
 
     def forward(
-        self, x: Tensor, heard: Tensor, turns: tuple[Tensor, Tensor], visible: Visible | None, cache: KeysValues | None
+        self,
+        x: Tensor,
+        condition: Tensor,
+        angles: tuple[Tensor, Tensor],
+        visible: Visible | None,
+        cache: KeysValues | None,
     ) -> Tensor:
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaLN_modulation(heard).chunk(6)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaLN_modulation(condition).chunk(6)
         qkv = self.attn_qkv(self.norm1(x, shift, scale)).unflatten(-1, (3, self.heads, -1))
-        queries, keys = (rotate(qkv[:, :, part], *turns).transpose(1, 2) for part in (0, 1))
+        queries, keys = (rotate(qkv[:, :, part], *angles).transpose(1, 2) for part in (0, 1))
         values = qkv[:, :, 2].transpose(1, 2)
         if cache is not None:
             keys, values = cache.write(self.number, keys, values)
@@ -156,16 +161,16 @@ class _OutputLayer(nn.Module):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.norm_final = _Norm(config.hidden_dim)
-        self.linear = _silent(config.hidden_dim, config.vocab_size)
-        self.adaLN_modulation = _silent(config.cond_dim, 2 * config.hidden_dim)
+        self.linear = _zero_linear(config.hidden_dim, config.vocab_size)
+        self.adaLN_modulation = _zero_linear(config.cond_dim, 2 * config.hidden_dim)
 
-    def forward(self, x: Tensor, heard: Tensor) -> Tensor:
-        out: Tensor = self.norm_final(x, *self.adaLN_modulation(heard).chunk(2))
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        out: Tensor = self.norm_final(x, *self.adaLN_modulation(condition).chunk(2))
         return out
 
 
-def _silent(inputs: int, outputs: int) -> nn.Linear:
-    """A layer that says nothing before it is trained."""
+def _zero_linear(inputs: int, outputs: int) -> nn.Linear:
+    """A layer whose output is zero before it is trained."""
     made = nn.Linear(inputs, outputs)
     nn.init.zeros_(made.weight)
     nn.init.zeros_(made.bias)

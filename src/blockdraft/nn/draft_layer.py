@@ -1,7 +1,7 @@
-"""The layer of draft networks: attention with normed queries and keys, and a gated MLP, under z-lab's parameter names.
+"""Layer of draft networks: attention with normed queries and keys, and a gated MLP, with z-lab's parameter names.
 
-Training and decoding run the same layers; they differ in where keys and values of the context come from, so both pass
-an `attend` function in.
+Training and decoding run the same layers with different sources of the context's keys and values, so both pass in an
+`attend` function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class LayerShape(Protocol):
-    """What a draft layer is built from; see `DraftConfig`."""
+    """Sizes of a draft layer; see `DraftConfig`."""
 
     @property
     def hidden_size(self) -> int: ...

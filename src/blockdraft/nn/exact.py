@@ -1,8 +1,8 @@
-"""Attention whose results do not show in which order it added: what exact forwards use.
+"""Attention for exact forwards, whose results do not depend on the order in which it adds.
 
-A sum of rounded numbers depends on their order, and the keys that a node sees lie at other slots in a tree than in
+A sum in float32 depends on the order of its terms, and the keys that a node sees are at other slots in a tree than in
 plain decoding. Here everything from the scores to the weighted sum is float64 and is rounded once, at the end: sums in
-different orders then differ by so little that nearly always the same number comes out.
+different orders then differ so little that they nearly always round to the same number.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-EXACT_NODES = 16  # of an exact forward, always: products of as many rows have one shape
+EXACT_NODES = 16  # nodes of every piece of an exact forward, so that all products have one shape
 
 
 @dataclass(frozen=True)
 class PieceRow:
-    """The nodes of one row in a piece.
+    """Nodes of one row in a piece.
 
     Attributes:
-        nodes: Which of the piece they are.
-        slots: Of the row, up to the last of its nodes.
-        visible: `[nodes, slots]` bool.
+        nodes: Their places in the piece.
+        slots: Slots of the row, up to that of the last node.
+        visible: `[nodes, slots]` bool, which node sees which slot.
     """
 
     nodes: slice
@@ -33,20 +33,21 @@ class PieceRow:
 
 @dataclass(frozen=True)
 class ExactAttention:
-    """Attention of the nodes of a piece, of whichever rows they are, in the layers of one window.
+    """Attention of the nodes of a piece in the layers of one window.
 
-    A piece has `EXACT_NODES` nodes. The last ones may fill it up: they are in no row, leave no keys and see none.
+    A piece has `EXACT_NODES` nodes, of one row or several. The last ones may be padding: they belong to no row, are not
+    stored, and see nothing.
 
     Attributes:
-        slots: Where the other nodes are kept, `[n]` int64, counted from the first slot of all.
-        rows: Whose they are.
+        slots: Slots of the other nodes, `[n]` int64, counted through the whole memory.
+        rows: The rows that these nodes belong to.
     """
 
     slots: Tensor
     rows: Sequence[PieceRow]
 
     def write(self, memory: Tensor, nodes: Tensor) -> None:
-        """Put keys or values of a piece, `[1, EXACT_NODES, heads, D]`, into a layer's memory `[heads, slots, D]`."""
+        """Write keys or values of a piece, `[1, EXACT_NODES, heads, D]`, to a layer's memory `[heads, slots, D]`."""
         memory.index_copy_(1, self.slots, nodes[0, : len(self.slots)].transpose(0, 1))
 
     def attend(
@@ -61,7 +62,7 @@ class ExactAttention:
             softcap: c in c * tanh(scores / c), or None.
 
         Returns:
-            `[1, EXACT_NODES, heads, D]`, zeros for nodes that fill up.
+            `[1, EXACT_NODES, heads, D]`, zeros for padding.
         """
         out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         for row in self.rows:
@@ -73,10 +74,19 @@ class ExactAttention:
 def attend_in_float64(
     queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Attention of nodes `[n, heads, D]` over keys and values `[kv_heads, T, D]`, each node over those that `visible`
-    `[n, T]` allows; rounded once, to the dtype of the queries. Returns `[n, heads, D]`."""
+    """Attention in float64, rounded once to the dtype of the queries.
+
+    Args:
+        queries: `[n, heads, D]`.
+        keys, values: `[kv_heads, T, D]`.
+        visible: `[n, T]` bool, which node sees which slot.
+        scale, softcap: As in `ExactAttention.attend`.
+
+    Returns:
+        `[n, heads, D]`.
+    """
     (count, heads, head_dim), kv_heads = queries.shape, len(keys)
-    # The heads of a group stand as further nodes of their key/value head.
+    # The query heads of a group are further nodes of their key/value head.
     grouped = queries.double().view(count, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
     scores = (grouped @ keys.double().mT) * scale
     if softcap is not None:
@@ -87,6 +97,6 @@ def attend_in_float64(
 
 
 def attention_bytes(heads: int, kv_heads: int, head_dim: int, slots: int) -> int:
-    """Memory that the attention of a piece takes meanwhile, with so many slots a row: keys and values, scores and
-    weights."""
+    """Bytes that the attention of a piece takes meanwhile, on rows of `slots` slots: for keys and values, scores and
+    weights in float64."""
     return (2 * kv_heads * head_dim + 2 * EXACT_NODES * heads) * slots * torch.float64.itemsize

@@ -1,4 +1,4 @@
-"""Layers of the Qwen3 family, under the names that checkpoints use."""
+"""Layers of draft networks, with the parameter names of checkpoints of the Qwen3 family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # In training by autocast the weights are float32 and x may be less.
+        # Under autocast the weights are float32, and x may have a smaller dtype.
         return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
 
 
@@ -31,15 +31,15 @@ class GatedMLP(nn.Module):
 
 
 def rms_factor(x: Tensor, eps: float) -> Tensor:
-    """What an RMS norm without weight multiplies x `[..., D]` with, `[..., 1]` float32; in fewer operations than
-    `F.rms_norm` takes on a CPU."""
+    """Factor `[..., 1]` float32 of an RMS norm without weight on x `[..., D]`, in fewer operations than `F.rms_norm`
+    takes on a CPU."""
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     factor: Tensor = size.square_().mul_(1 / x.size(-1)).add_(eps).rsqrt_()
     return factor
 
 
 def rotate_swapped(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` in place; the first half of `sin` is negated, and both have the shape of x, or broadcast to it."""
+    """`rotate` in place. The first half of `sin` is negated; `cos` and `sin` broadcast to the shape of x."""
     swapped = x.roll(x.size(-1) // 2, dims=-1)
     return x.mul_(cos).addcmul_(swapped, sin)
 
@@ -49,7 +49,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: `[..., N, heads, D]`.
-        cos, sin: `[..., N, D]`, the angle's halves repeated.
+        cos, sin: `[..., N, D]`, each angle once in either half.
     """
     left, right = x.chunk(2, dim=-1)
     return x * cos.unsqueeze(-2) + torch.cat([-right, left], dim=-1) * sin.unsqueeze(-2)
+
+
+class ReducedHead:
+    """Head of a drafter for the tokens that it can guess. All other tokens have a logit of minus infinity.
+
+    Args:
+        weight: `[Vd, H]`.
+        kept: `[Vd]` int64, the target's ids of these tokens, distinct.
+        vocab_size: Size V of the target's vocabulary.
+    """
+
+    def __init__(self, weight: Tensor, kept: Tensor, vocab_size: int) -> None:
+        self.weight, self.kept, self.vocab_size = weight, kept, vocab_size
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> ReducedHead:
+        return ReducedHead(self.weight.to(device, dtype), self.kept.to(device), self.vocab_size)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits `[..., V]` of hidden states `[..., H]`."""
+        logits = F.linear(hidden, self.weight)
+        everywhere = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        return everywhere.index_copy_(-1, self.kept, logits)

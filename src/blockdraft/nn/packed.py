@@ -1,4 +1,4 @@
-"""Linear layers for few rows at a time."""
+"""Linear layers for few inputs at a time, whose weights may be packed for compiled kernels."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from blockdraft.errors import UsageError
 from blockdraft.nn.quantized import InterleavedWeight, QuantizedWeight, joined_weights
 
-PIECE = 1 << 20  # numbers that are laid out at once
-# Multiplies rows `[n, in]` with one weight, into `[n, out]`; both float32, `out` and each row contiguous.
+PIECE = 1 << 20  # numbers that are packed at once
+# Multiplies x `[n, in]` with one weight and writes to `[n, out]`. Both are float32; `out` and each x[i] are contiguous.
 Product = Callable[[Tensor, Tensor], None]
 
 
 class Kernels(Protocol):
-    """What multiplies with weights of which `lanes` output channels lie side by side."""
+    """Compiled products with weights of which `lanes` output channels lie side by side."""
 
     @property
     def lanes(self) -> int: ...
@@ -31,18 +31,20 @@ class Kernels(Protocol):
         """The product with one weight.
 
         Args:
-            weight: `[blocks, inputs, lanes]` in `weights_dtype`, or one of few bits.
+            weight: `[blocks, inputs, lanes]` in `weights_dtype`, or a weight of few bits.
             bias: `[blocks * lanes]` float32, or None.
         """
 
 
 @dataclass(frozen=True)
 class LaidOut:
-    """A weight `[out, in]` as kernels read it.
+    """A weight `[out, in]` packed for kernels.
 
     Args:
-        data: As `Kernels.product` takes it.
-        outputs: Those beyond them are padding.
+        kernels: The kernels.
+        data: Weight as `Kernels.product` takes it.
+        outputs: Number of output channels; those beyond are padding.
+        inputs: Number of inputs.
     """
 
     kernels: Kernels
@@ -52,8 +54,10 @@ class LaidOut:
 
 
 def lay_out(parts: Sequence[Tensor | QuantizedWeight], kernels: Kernels) -> LaidOut:
-    """The output channels of weights `[out, in]`, one behind the other, as kernels read them. All are of few bits, or
-    none, and may then be of any dtype. Beside the result this takes little memory."""
+    """Pack weights `[out, in]` for kernels, their output channels one behind the other.
+
+    Either all are of few bits, or none, and then of any dtype. Beside the result this takes little memory.
+    """
     inputs, lanes = parts[0].shape[1], kernels.lanes
     outputs = sum(part.shape[0] for part in parts)
     few = [part for part in parts if isinstance(part, QuantizedWeight)]
@@ -66,36 +70,35 @@ def lay_out(parts: Sequence[Tensor | QuantizedWeight], kernels: Kernels) -> Laid
     data = torch.empty(blocks, inputs, lanes, dtype=kernels.weights_dtype)
     for begin in range(0, blocks, step):
         count = min(step, blocks - begin)
-        rows = _rows(plain, begin * lanes, (begin + count) * lanes)
-        if len(rows) < count * lanes:
-            rows = F.pad(rows, (0, 0, 0, count * lanes - len(rows)))
-        data[begin : begin + count] = rows.view(count, lanes, inputs).transpose(1, 2)
+        channels = _channels(plain, begin * lanes, (begin + count) * lanes)
+        if len(channels) < count * lanes:
+            channels = F.pad(channels, (0, 0, 0, count * lanes - len(channels)))
+        data[begin : begin + count] = channels.view(count, lanes, inputs).transpose(1, 2)
     return LaidOut(kernels, data, outputs, inputs)
 
 
-def _rows(parts: Sequence[Tensor], begin: int, end: int) -> Tensor:
-    """Some rows of several matrices, counted through."""
+def _channels(parts: Sequence[Tensor], begin: int, end: int) -> Tensor:
+    """Output channels `begin` to `end` of weights, counted through all of them."""
     found = []
     for part in parts:
         found.append(part[max(begin, 0) : max(end, 0)])
         begin, end = begin - len(part), end - len(part)
-    some = [rows for rows in found if len(rows)]
+    some = [channels for channels in found if len(channels)]
     return some[0] if len(some) == 1 else torch.cat(some)
 
 
 class PackedLinear(nn.Module):
     """`x @ weight.T + bias` for inference, `[..., in]` to a new tensor `[..., out]`.
 
-    Laid out for compiled kernels, by `pack` or beforehand, its sums have the same bits for a row alone and among
-    others.
+    Packed for compiled kernels, by `pack` or beforehand, its sums have the same bits for a node alone and among others.
 
     Args:
-        weight: `[out, in]`; with the bias, it can be read back.
+        weight: `[out, in]`; like the bias, it can be read back.
         bias: `[out]`.
 
     Attributes:
-        dtype: Of what is read back: that of the weight, or for one of few bits whatever the owner sets.
-        rounded: How `cuda/rounded.py` has rounded the weight, or None.
+        dtype: Dtype in which the weight is read back: its own, or for a weight of few bits the one that the owner sets.
+        rounded: Kind of rounding by `cuda/rounded.py`, or None.
     """
 
     rounded: str | None = None
@@ -103,7 +106,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor | QuantizedWeight | LaidOut, bias: Tensor | None = None) -> None:
         super().__init__()
-        # `[out, in]`; packed `[blocks, in, lanes]`, in which some output channels lie side by side. Or in few bits.
+        # `[out, in]`, or packed `[blocks, in, lanes]`; unset where the weight is of few bits.
         self.stored: Tensor
         self.quantized: QuantizedWeight | InterleavedWeight | None = None
         self.dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
@@ -122,18 +125,18 @@ class PackedLinear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Memory that weight and bias take."""
+        """Bytes of weight and bias."""
         weight = self.stored.nbytes if self.quantized is None else self.quantized.nbytes
         return weight + (0 if self.bias is None else self.bias.nbytes)
 
     @property
     def bits(self) -> int | None:
-        """Of the weight, where these are few."""
+        """Bits of the weight, where these are few; else None."""
         return None if self.quantized is None else self.quantized.bits
 
     @property
     def weight(self) -> Tensor:
-        """`[out, in]`; a copy where it is packed or of few bits."""
+        """Weight `[out, in]`; a copy where it is packed or of few bits."""
         if self.rounded is not None:
             return self.stored.dequantize()
         if self.quantized is not None:
@@ -143,21 +146,22 @@ class PackedLinear(nn.Module):
             weight = weight.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
         return weight.to(self.dtype)
 
-    def rows(self, index: Tensor) -> Tensor:
-        """Rows of the weight, `[...]` int64 to `[..., in]`: an embedding table is a weight too."""
+    def lookup(self, tokens: Tensor) -> Tensor:
+        """Entries of an embedding table, `[...]` int64 to `[..., in]`: the weights of these output channels."""
         if self.quantized is not None:
-            check_tokens(index, self.out_features)
-            return self.quantized.rows(index.reshape(-1)).dequantize().view(*index.shape, -1).to(self.dtype)
+            check_tokens(tokens, self.out_features)
+            return self.quantized.channels(tokens.reshape(-1)).dequantize().view(*tokens.shape, -1).to(self.dtype)
         if self._kernels is None:
-            return F.embedding(index, self.stored).to(self.dtype)
-        check_tokens(index, self.out_features)  # beyond them lies padding
+            return F.embedding(tokens, self.stored).to(self.dtype)
+        check_tokens(tokens, self.out_features)  # later channels are padding
         lanes = self.stored.size(2)
-        return self.stored[index // lanes, :, index % lanes].to(self.dtype)
+        return self.stored[tokens // lanes, :, tokens % lanes].to(self.dtype)
 
     def pack(self, kernels: Kernels) -> Product:
-        """Lay the weight out as these kernels want it, and compute with them from now on.
+        """Pack the weight for kernels, and compute with them from now on.
 
-        They were built for the weight's dtype, or for bfloat16 where that rounds no number (`fits_bfloat16`).
+        Args:
+            kernels: Kernels for the weight's dtype, or for bfloat16 where that rounds no number (`fits_bfloat16`).
 
         Returns:
             The kernels' product with this weight; valid as long as this layer lives.
@@ -170,7 +174,7 @@ class PackedLinear(nn.Module):
         return self._product
 
     def _take(self, laid: LaidOut) -> None:
-        """Compute with a weight that is laid out from now on."""
+        """Compute with a packed weight from now on."""
         data, kernels = laid.data, laid.kernels
         if isinstance(data, InterleavedWeight):
             self.quantized = data
@@ -183,15 +187,15 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         differentiable = torch.is_grad_enabled() and x.requires_grad
         if self._product is None and self.quantized is not None and not differentiable:
-            rows = self._unpacked(self.quantized).multiply(x.reshape(-1, self.in_features).float())
-            return (rows if self.bias is None else rows + self.bias).view(*x.shape[:-1], -1).to(x.dtype)
+            products = self._unpacked(self.quantized).multiply(x.reshape(-1, self.in_features).float())
+            return (products if self.bias is None else products + self.bias).view(*x.shape[:-1], -1).to(x.dtype)
         if self._product is None or differentiable:
             return F.linear(x, self.weight if self.rounded is None else self.stored, self.bias)
-        rows = x.reshape(-1, self.in_features).float()
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        out = rows.new_empty(*x.shape[:-1], self.out_features)
-        self._product(rows, out)
+        flat = x.reshape(-1, self.in_features).float()
+        if flat.stride(1) != 1:
+            flat = flat.contiguous()
+        out = flat.new_empty(*x.shape[:-1], self.out_features)
+        self._product(flat, out)
         return out.to(x.dtype)
 
     @staticmethod
@@ -200,7 +204,7 @@ class PackedLinear(nn.Module):
 
 
 def check_tokens(tokens: Tensor, count: int) -> None:
-    """Raise a UsageError unless these token ids, int64, are from 0 to below the vocabulary's size."""
+    """Raise a UsageError unless all token ids, int64, are from 0 to below `count`."""
     wrong = tokens[(tokens < 0) | (tokens >= count)]
     if len(wrong):
         raise UsageError(
@@ -210,5 +214,5 @@ def check_tokens(tokens: Tensor, count: int) -> None:
 
 
 def fits_bfloat16(weight: Tensor) -> bool:
-    """Whether bfloat16 holds these numbers as they are: so it is where a checkpoint in bfloat16 was read as float32."""
+    """Whether bfloat16 represents all numbers exactly, as it does where a bfloat16 checkpoint was read as float32."""
     return torch.equal(weight.bfloat16().to(weight.dtype), weight)

@@ -1,9 +1,9 @@
 """Weights of few bits, and products with them in integers.
 
-A weight is `scale * codes + offset`, with one scale, and offset, for each group of inputs of an output channel. Inputs
-are rounded to int8, token by token, with one scale for each token and group, so that a channel of large numbers takes
-its precision from its own group alone. Sums within a group are of integers, and so the same in any order: what a token
-gives does not depend on what is computed beside it.
+A weight is `scale * codes + offset`, with a scale and an offset for each output channel and group of inputs. Inputs of
+a product are rounded to int8 with a scale for each token and group, so that an input of large numbers costs precision
+in its own group only. Sums within a group are of integers and so the same in any order: the result of a token does not
+depend on what is computed beside it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 
-MOST_CODE = 127  # of an input
-LEAST_INPUT = 1e-30  # in size, of a group whose numbers are not all taken for 0
-GROUPS = (128, 64, 32, 16, 8)  # that can be chosen, the best first
+MOST_CODE = 127  # largest code of an input
+LEAST_INPUT = 1e-30  # a group whose largest number is no larger is rounded to 0
+GROUPS = (128, 64, 32, 16, 8)  # sizes that `best_group` chooses from, the best first
 LEAST_GROUP = GROUPS[-1]
-MOST_GROUP = 65536  # of which compiled kernels add up the products without an overflow
-PIECE = 1 << 20  # codes that are laid out at once
+MOST_GROUP = 65536  # largest group whose products compiled kernels add up without an overflow
+PIECE = 1 << 20  # codes that are interleaved at once
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class QuantizedWeight:
     """A weight `[out, in]` in few bits.
 
     Args:
-        codes: `[out, in]`. With 4 bits -8 to 7 as int8, or 0 to 15 where there is an offset; with 8 bits int8.
-        scale: `[out, in / group]`, float32, or float16 where that holds it.
-        offset: `[out, in / group]` float32; None means 0.
+        codes: `[out, in]` int8; with 4 bits from -8 to 7, or from 0 to 15 where there is an offset.
+        scale: `[out, in / group]` float32, or float16 where that represents it exactly.
+        offset: `[out, in / group]` float32; None is 0.
         bits: 4 or 8.
     """
 
@@ -62,26 +62,26 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of memory, where codes of 4 bits lie two to a byte."""
+        """Bytes of the weight with codes of 4 bits two to a byte."""
         factors = self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes)
         return self.codes.numel() * self.bits // 8 + factors
 
     def dequantize(self) -> Tensor:
-        """The numbers that it stands for, `[out, in]` float32."""
+        """The weight's numbers, `[out, in]` float32."""
         codes = self.codes.float().unflatten(1, (-1, self.group))
         weight: Tensor = codes * self.scale.float().unsqueeze(-1)
         if self.offset is not None:
             weight = weight + self.offset.unsqueeze(-1)
         return weight.flatten(1)
 
-    def rows(self, index: Tensor) -> QuantizedWeight:
-        """Some of its rows, `[n]` int64."""
+    def channels(self, index: Tensor) -> QuantizedWeight:
+        """Some output channels, `[n]` int64."""
         offset = None if self.offset is None else self.offset[index]
         return QuantizedWeight(self.codes[index], self.scale[index], offset, self.bits)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """`round(x) @ weight.T`, `[n, in]` float32 to `[n, out]`: what the compiled kernels compute, slowly."""
-        codes, factor = round_rows(x, self.group)
+        """`round(x) @ weight.T`, `[n, in]` float32 to `[n, out]`: the slow twin of the compiled kernels."""
+        codes, factor = round_inputs(x, self.group)
         out = x.new_zeros(len(x), len(self.codes))
         for number in range(self.scale.size(1)):
             part = slice(number * self.group, (number + 1) * self.group)
@@ -94,15 +94,13 @@ class QuantizedWeight:
         return out
 
 
-def round_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Inputs `[n, in]` as whole numbers from -127 to 127, and the factor of each group, `[n, in / group]`; all float32.
-
-    A group with a number that is not finite has NaN as its factor.
-    """
+def round_inputs(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Codes of inputs `[n, in]`, whole numbers from -127 to 127, and the factor of each group, `[n, in / group]`; all
+    float32. The factor of a group with a number that is not finite is NaN."""
     parts = x.float().unflatten(1, (-1, group))
     largest = parts.abs().amax(-1)
     some = largest > LEAST_INPUT
-    # A number divided by a tensor is its inverse times the number, which may be rounded otherwise.
+    # Torch divides a number by a tensor as number * (1 / tensor), which rounds twice; tensor by tensor it rounds once.
     inverse = torch.where(some, torch.full_like(largest, MOST_CODE) / largest, 0.0)
     factor = torch.where(some, largest / torch.full_like(largest, MOST_CODE), 0.0)
     codes = (parts * inverse.unsqueeze(-1)).round().clamp(-MOST_CODE, MOST_CODE)
@@ -111,31 +109,34 @@ def round_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def best_group(inputs: int) -> int:
-    """The largest group up to 128 that divides rows of so many inputs.
+    """Largest group up to 128 that divides a number of inputs.
 
     Raises:
-        UsageError: There is none.
+        UsageError: No group does.
     """
     for group in GROUPS:
         if inputs % group == 0:
             return group
-    raise UsageError(f"Rows of {inputs} inputs cannot be rounded in groups, which are of {LEAST_GROUP} or more.")
+    raise UsageError(
+        f"A weight of {inputs} inputs cannot be rounded, since no group of {LEAST_GROUP} to {GROUPS[0]} divides them; "
+        "leave quantize out."
+    )
 
 
 def check_group(inputs: int, group: int) -> None:
-    """Raise a UsageError unless rows of so many inputs can have such groups."""
+    """Raise a UsageError unless the group divides the inputs, and compiled kernels can read it."""
     if group < LEAST_GROUP or group % LEAST_GROUP:
         raise UsageError(f"group is {group}; it must be a multiple of {LEAST_GROUP}.")
     if inputs % group:
         fitting = ", ".join(str(size) for size in GROUPS if inputs % size == 0)
         raise UsageError(
-            f"Groups of {group} do not divide rows of {inputs}; {fitting or 'no group that we have'} would."
+            f"Groups of {group} do not divide {inputs} inputs; {fitting or 'no group that we have'} would."
         )
 
 
 def joined_weights(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Their output channels, one behind the other. Where bits or groups differ, all get the most bits and the smallest
-    group that holds them; no number changes."""
+    """Output channels of weights one behind the other. Where bits or groups differ, all get the most bits and the
+    greatest common group; no number changes."""
     bits, group = max(part.bits for part in parts), gcd(*(part.group for part in parts))
     shifted = any(part.offset is not None for part in parts)
     codes, scales, offsets = [], [], []
@@ -151,20 +152,21 @@ def joined_weights(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def narrow(scale: Tensor) -> Tensor:
-    """Scales as float16, if that holds them all as they are."""
+    """Scales as float16 if that represents all of them exactly, else as float32."""
     half = scale.half()
     return half if torch.equal(half.float(), scale.float()) else scale.float()
 
 
 @dataclass(frozen=True)
 class InterleavedWeight:
-    """A `QuantizedWeight` as compiled kernels read it: `lanes` output channels side by side.
+    """A `QuantizedWeight` packed for compiled kernels, with `lanes` output channels side by side.
 
     Args:
-        codes: uint8; with 8 bits `[blocks, in / 4, lanes, 4]`, with 4 bits `[blocks, in / 8, lanes, 4]`, the first 4 of
-            8 inputs in the low halves of bytes, which are never negative.
-        scale, offset: `[blocks, in / group, lanes]`; as in `QuantizedWeight`.
-        outputs: Of the weight; the last block is filled up with zeros.
+        codes: uint8. With 8 bits `[blocks, in / 4, lanes, 4]`; with 4 bits `[blocks, in / 8, lanes, 4]`, of each 8
+            inputs the first 4 in the low halves of bytes, from 0 to 15.
+        scale, offset: `[blocks, in / group, lanes]`, as in `QuantizedWeight`.
+        bits: As in `QuantizedWeight`.
+        outputs: Number of output channels; the last block is filled up with zeros.
     """
 
     codes: Tensor
@@ -179,7 +181,7 @@ class InterleavedWeight:
         blocks = -(-count // lanes)
         words = torch.empty(blocks, inputs * weight.bits // 32, lanes, 4, dtype=torch.uint8)
         step = max(1, PIECE // (lanes * inputs))
-        for begin in range(0, blocks, step):  # in pieces, which take little memory beside the whole
+        for begin in range(0, blocks, step):  # pieces take little memory beside the whole
             codes = weight.codes[begin * lanes : (begin + step) * lanes]
             codes = codes + 8 if weight.bits == 4 and weight.offset is None else codes
             piece = F.pad(codes, (0, 0, 0, -len(codes) % lanes)).view(torch.uint8)
@@ -206,7 +208,7 @@ class InterleavedWeight:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes)
 
-    def rows(self, index: Tensor) -> QuantizedWeight:
+    def channels(self, index: Tensor) -> QuantizedWeight:
         """Some output channels, `[n]` int64."""
         block, lane = index // self.codes.size(2), index % self.codes.size(2)
         codes = self.codes[block, :, lane]
@@ -216,10 +218,10 @@ class InterleavedWeight:
         return QuantizedWeight(codes.flatten(1).view(torch.int8), self.scale[block, :, lane], offset, self.bits)
 
     def weight(self) -> QuantizedWeight:
-        """The weight as it was."""
-        return self.rows(torch.arange(self.outputs))
+        """The weight before it was packed."""
+        return self.channels(torch.arange(self.outputs))
 
 
 def _blocks_of(factors: Tensor, blocks: int, lanes: int) -> Tensor:
-    """`[out, groups]` as `[blocks, lanes, groups]`."""
+    """Factors `[out, groups]` as `[blocks, lanes, groups]`."""
     return F.pad(factors, (0, 0, 0, blocks * lanes - len(factors))).view(blocks, lanes, -1)

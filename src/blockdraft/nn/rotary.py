@@ -16,34 +16,41 @@ from blockdraft.errors import UsageError, describe
 def rotary_frequencies(
     head_dim: int, max_positions: int, theta: float, scaling: Mapping[str, Any] | None
 ) -> tuple[Tensor, float]:
-    """Radians a position of each pair of channels `[head_dim / 2]` float32, and a factor on cosine and sine.
+    """Frequencies of rotary embeddings as transformers computes them.
 
-    The many kinds of scaling are transformers' business. Arguments as of `Rotary`.
+    Args:
+        head_dim, max_positions, theta, scaling: As in `Rotary`.
+
+    Returns:
+        Radians a position of each pair of channels, `[head_dim / 2]` float32, and a factor on cosine and sine.
 
     Raises:
-        UsageError: Transformers does not know the scaling, or it lacks a parameter.
+        UsageError: Transformers does not know the scaling, or the scaling lacks a parameter.
     """
     rope = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
     try:
-        with torch.device("cpu"):  # also where the weights are still to come
+        with torch.device("cpu"):  # also where a network is made without memory for its weights
             rotary = Qwen3RotaryEmbedding(
                 Qwen3Config(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=rope)
             )
-    except Exception as error:  # of many kinds
+    except Exception as error:  # transformers raises many kinds
         raise UsageError(
-            f"rope_scaling is {scaling}, of which transformers makes no angles ({describe(error)}); name a rope_type "
+            f"rope_scaling is {scaling}, which transformers does not accept ({describe(error)}); name a rope_type "
             "that it knows, with its parameters."
         ) from error
     return cast(Tensor, rotary.inv_freq), float(rotary.attention_scaling)
 
 
 class Rotary:
-    """cos and sin of positions.
+    """Rotary angles of positions.
 
-    The frequencies are no buffer of a module, because they must stay float32 when the weights are cast: rounded to
-    bfloat16, positions blur.
+    The frequencies are no buffer of a module, since they must stay float32 when the weights are cast: bfloat16 cannot
+    tell neighbouring positions apart.
 
     Args:
+        head_dim: Size of an attention head.
+        max_positions: Positions that the model was trained for, which some kinds of scaling use.
+        theta: Base of the frequencies.
         scaling: `rope_type` and its parameters, without theta; None is plain RoPE.
     """
 
@@ -52,7 +59,7 @@ class Rotary:
         self._frequencies = {frequencies.device: frequencies}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions `[B, N]`, each `[B, N, D]`."""
+        """Cosines and sines `[B, N, D]` of positions `[B, N]`."""
         if positions.device not in self._frequencies:
             self._frequencies[positions.device] = next(iter(self._frequencies.values())).to(positions.device)
         angles = positions.unsqueeze(-1).float() * self._frequencies[positions.device]

@@ -1,7 +1,7 @@
-"""How weights are rounded to few bits: scales that fit best, and errors that make up for each other.
+"""Rounding of weights to few bits: with the scales that fit best, and with errors that compensate each other.
 
-`compensated` is GPTQ (arXiv 2210.17323): the inputs of a weight are rounded one after the other, those that matter most
-first, and what one loses is made up for, as far as the inputs of a text go together, by those that are still to come.
+`compensated` is GPTQ (arXiv 2210.17323): the columns of a weight are rounded one after the other, those with the
+largest inputs first. The rest is adjusted to compensate each error, as far as the inputs of a text are correlated.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.nn.quantized import MOST_CODE, QuantizedWeight, check_group, joined_weights, narrow
 
-SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # ends of the range that are tried, as shares of the largest number
-DAMPING = 0.01  # of the mean square of an input, added to each, so that none is taken for silent
-QUICK = (1.0, 0.9)  # the same where a model is waited for
+SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # ranges that are tried, as shares of the largest number
+QUICK = (1.0, 0.9)  # ranges that are tried while a user waits for the model
+DAMPING = 0.01  # share of the mean square of all inputs that is added to each, so that none counts for nothing
 PIECE = 1 << 18  # numbers that are rounded at once, few enough for a cache of the processor
-BLOCK = 128  # inputs whose errors are handed on to the others at once
+BLOCK = 128  # columns whose errors are passed to the later ones at once
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What the codes of each group stand for: `(code - zero) * scale`.
+    """Numbers that codes stand for, `(code - zero) * scale` in each group.
 
     Args:
-        scale: `[out, groups]` float32 that float16 holds, where it can.
-        zero: Whole numbers `[out, groups]` float32; None where they are 0.
+        scale: `[out, groups]` float32, rounded to float16 where its range allows.
+        zero: Whole numbers `[out, groups]` float32; None is 0.
         bits: 4 or 8.
     """
 
@@ -43,19 +43,19 @@ class Grid:
         return (-8, 7) if self.bits == 4 else (-MOST_CODE, MOST_CODE)
 
     def codes(self, parts: Tensor) -> Tensor:
-        """Of numbers `[out, groups, n]`."""
+        """Nearest codes of numbers `[out, groups, n]`."""
         shifted = parts * torch.where(self.scale != 0, 1 / self.scale, 0.0).unsqueeze(-1)
         if self.zero is not None:
             shifted = shifted + self.zero.unsqueeze(-1)
         return shifted.round_().clamp_(*self.limits)
 
     def values(self, codes: Tensor) -> Tensor:
-        """The inverse of `codes`."""
+        """Numbers of codes `[out, groups, n]`."""
         shifted = codes if self.zero is None else codes - self.zero.unsqueeze(-1)
         return shifted * self.scale.unsqueeze(-1)
 
     def column(self, group: int) -> Grid:
-        """That of one group."""
+        """Grid of one group."""
         zero = None if self.zero is None else self.zero[:, group, None]
         return Grid(self.scale[:, group, None], zero, self.bits)
 
@@ -74,13 +74,13 @@ def best_grid(
     zero_points: bool = False,
     shares: Sequence[float] = SHRUNK,
 ) -> Grid:
-    """The grid whose squared error is least, among some of which the range is shrunk.
+    """Grid with the least squared error, among grids with smaller and smaller ranges.
 
     Args:
         parts: Numbers `[out, groups, n]` float32.
-        importance: Of the inputs, `[groups, n]`; None is the same for all.
-        zero_points: Let ranges begin and end where the numbers do, instead of about 0.
-        shares: Ends of the range that are tried, as shares of the largest number; with 8 bits the first one alone.
+        importance: Weights of the squared errors `[groups, n]`; None weighs all alike.
+        zero_points: Whether ranges begin and end where the numbers do, instead of being symmetric about 0.
+        shares: Ranges that are tried, as shares of the largest number; with 8 bits the first one only.
 
     Raises:
         UsageError: A number is NaN or infinite.
@@ -99,7 +99,7 @@ def best_grid(
             best = Grid(torch.where(better, grid.scale, best.scale), zero, bits)
     assert best is not None
     if not bool(best.scale.isfinite().all()):
-        raise UsageError("A weight holds NaN or infinity, which no few bits stand for; mend its checkpoint.")
+        raise UsageError("A weight holds NaN or infinity, which cannot be rounded to few bits; mend its checkpoint.")
     return best
 
 
@@ -113,12 +113,12 @@ def _grids(parts: Tensor, bits: int, share: float, zero_points: bool) -> list[Gr
     extreme = share * parts.gather(-1, parts.abs().argmax(-1, keepdim=True)).squeeze(-1)
     if bits == 8:
         return [Grid(_in_half(extreme.abs() / MOST_CODE), None, bits)]
-    # 4 bits have one more place below 0 than above: -8 to 7. Shrunk, the largest number may be at either end.
+    # 4 bits go from -8 to 7. In a smaller range the largest number may be at either end.
     return [Grid(_in_half(extreme / end), None, bits) for end in (-8, 7)]
 
 
 def _in_half(scale: Tensor) -> Tensor:
-    """Scales rounded to float16, unless they need a wider range."""
+    """Scales rounded to float16, unless one is out of its range."""
     half = scale.half()
     fits = bool(half.isfinite().all()) and bool(((half != 0) == (scale != 0)).all())
     return half.float() if fits else scale
@@ -127,29 +127,31 @@ def _in_half(scale: Tensor) -> Tensor:
 def rounded(
     weight: Tensor, bits: int, group: int, zero_points: bool = False, shares: Sequence[float] = SHRUNK
 ) -> QuantizedWeight:
-    """A weight `[out, in]`, each number rounded to the nearest code.
+    """A weight `[out, in]` with each number rounded to the nearest code.
 
     Args:
-        zero_points, shares: As in `best_grid`.
+        bits, zero_points, shares: As in `best_grid`.
+        group: Inputs that share a scale.
 
     Raises:
         UsageError: The group does not divide the inputs, or a number is NaN or infinite.
     """
     check_group(weight.size(1), group)
     found = []
-    for rows in weight.split(max(1, PIECE // weight.size(1))):
-        parts = rows.float().unflatten(1, (-1, group))
+    for channels in weight.split(max(1, PIECE // weight.size(1))):
+        parts = channels.float().unflatten(1, (-1, group))
         grid = best_grid(parts, bits, None, zero_points, shares)
         found.append(grid.weight(grid.codes(parts).flatten(1)))
     return joined_weights(found)
 
 
 def compensated(weight: Tensor, moments: Tensor, bits: int, group: int, zero_points: bool = False) -> QuantizedWeight:
-    """A weight `[out, in]`, rounded so that its products with the inputs of a text change little.
+    """A weight `[out, in]` rounded so that its products with the inputs of a text change little.
 
     Args:
         moments: `[in, in]`, the sum of `x x^T` over the inputs x.
-        zero_points: As in `best_grid`.
+        bits, zero_points: As in `best_grid`.
+        group: Inputs that share a scale.
 
     Raises:
         UsageError: The group does not divide the inputs, or a number is NaN or infinite.
@@ -162,7 +164,7 @@ def compensated(weight: Tensor, moments: Tensor, bits: int, group: int, zero_poi
     grid = best_grid(weight.float().unflatten(1, (-1, group)), bits, squares.view(-1, group), zero_points)
     order = squares.argsort(descending=True)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments[order][:, order]))
-    # Row i says how an error at input i is made up for by those behind it.
+    # spread[i] says how later columns compensate an error in column i.
     spread = torch.linalg.cholesky(inverse, upper=True)
     left, codes = weight.float()[:, order], torch.empty_like(weight, dtype=torch.float32)
     for begin in range(0, count, BLOCK):

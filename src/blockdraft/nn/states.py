@@ -1,8 +1,8 @@
-"""States of recurrent layers beside keys and values.
+"""Cache of keys and values with the states of recurrent layers.
 
-A state knows all tokens that it has seen and cannot be cut. So each row keeps the states after its committed tokens,
-and a forward changes none of them: it leaves behind what makes the states after any of its paths, which `commit` asks
-for.
+A state sums up all tokens before and cannot be cut. So each row has the states after its committed tokens, and a
+forward changes none of them. It leaves a function that computes the states after any path of its nodes, which `commit`
+calls.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from blockdraft.nn.cache import KVCache
 
 
 class State(NamedTuple):
-    """What a recurrent layer knows of the tokens before: the last inputs of its convolution `[B, ...]`, and the state
-    of its recurrence `[B, ...]`."""
+    """State of a recurrent layer after some tokens: the last inputs of its convolution `[B, ...]`, and the state of its
+    recurrence `[B, ...]`."""
 
     convolution: Tensor
     recurrence: Tensor
 
 
-# From the place of a row among those of a forward, and nodes of one path from the root on, at least one, to the states
-# of each recurrent layer behind them, of a batch of one.
+# States of all recurrent layers, of a batch of one, after a path. It takes the row's number in the forward, and one or
+# more nodes of the path, from the root on.
 After: TypeAlias = Callable[[int, list[int]], list[State]]
 
 
 class StatesCache(KVCache):
     """Keys and values, and the states of recurrent layers after each row's committed tokens.
 
-    Rows are neither copied nor cut, but for `truncate` to nothing.
+    Rows cannot be copied or cut, but `truncate` may empty them.
     """
 
     def __init__(self, batch: int, capacity: int) -> None:
-        self._states: dict[int, list[State]] = {}  # by row; none where nothing is committed
+        self._states: dict[int, list[State]] = {}  # by row; no entry where nothing is committed
         self._after: dict[int, Callable[[list[int]], list[State]]] = {}
         super().__init__(batch, capacity)
 
@@ -74,17 +74,17 @@ class StatesCache(KVCache):
             self._after.pop(row, None)
 
     def states(self, number: int) -> list[State | None]:
-        """Of one recurrent layer, by its place among these: that of each row, None where nothing is committed."""
+        """State of each row in the `number`th recurrent layer; None where nothing is committed."""
         return [self._states[row][number] if row in self._states else None for row in self.rows]
 
     def leave(self, after: After) -> None:
-        """Take what a forward over all rows leaves."""
-        for place, row in enumerate(self.rows):
-            self._after[row] = partial(after, place)
+        """Take the function that a forward over all rows leaves for `commit`."""
+        for number, row in enumerate(self.rows):
+            self._after[row] = partial(after, number)
 
     @property
     def state_bytes(self) -> int:
-        """Memory of all states."""
+        """Bytes of all states."""
         return sum(part.nbytes for states in self._states.values() for state in states for part in state)
 
     def _forget(self, row: int) -> None:
@@ -93,7 +93,7 @@ class StatesCache(KVCache):
 
 
 def joined(states: Sequence[State | None]) -> State | None:
-    """A copy of the states of these rows as one; zeros stand for no tokens."""
+    """Copy of several rows' states as one batch, with zeros for rows without tokens; None if no row has any."""
     known = next((state for state in states if state is not None), None)
     if known is None:
         return None

@@ -353,7 +353,7 @@ class NativeTarget(CheckpointTarget):
         return self.decoder.named_weights()
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.decoder.embedding.rows(tokens)
+        return self.decoder.embedding.lookup(tokens)
 
     def head(self, hidden: Tensor) -> Tensor:
         head = self.decoder.head

@@ -194,7 +194,7 @@ def test_files_of_large_models_are_several(
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (QuantizeSettings(group=32), "Groups of 32 do not divide rows of 48; 16, 8 would"),
+        (QuantizeSettings(group=32), "Groups of 32 do not divide 48 inputs; 16, 8 would"),
         (QuantizeSettings(group=12), "group is 12; it must be a multiple of 8"),
     ],
 )

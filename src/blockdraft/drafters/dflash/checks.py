@@ -13,7 +13,7 @@ from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash.train_pass import draft_hidden
 from blockdraft.formats import Checkpoint
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
-from blockdraft.nn.reduced_head import ReducedHead
+from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
 from blockdraft.tools.deploy.checks import CHUNK, Check, Checker, Text, neighbour_taps, precision, rope, variant_of
 from blockdraft.training.objectives import Slots

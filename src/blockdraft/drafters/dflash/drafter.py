@@ -19,7 +19,7 @@ from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, check_fits, read_drafter
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig
-from blockdraft.nn.reduced_head import ReducedHead
+from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
 from blockdraft.types import SamplingParams

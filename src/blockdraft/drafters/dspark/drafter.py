@@ -23,7 +23,7 @@ from blockdraft.drafters.dflash2.drafter import lattice_log_probs
 from blockdraft.drafters.dspark.network import DSparkNetwork
 from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.reduced_head import ReducedHead
+from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
 
 CANDIDATES = 16  # tokens of each slot that a tree chooses from

@@ -19,7 +19,7 @@ from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.flow.network import PLACES, FlowConfig, FlowNetwork, mean_embedding, place_noise
 from blockdraft.machine import send
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.reduced_head import ReducedHead
+from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
 from blockdraft.timing import HEAD, PASS, mark
 

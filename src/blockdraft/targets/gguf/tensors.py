@@ -44,7 +44,7 @@ class GGUFWeights:
         if heads is None:
             return weight
         order = paired(weight.shape[0], heads)
-        return weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
+        return weight.channels(order) if isinstance(weight, QuantizedWeight) else weight[order]
 
 
 def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:

@@ -189,7 +189,7 @@ class Passage:
 
     def embed(self, table: PackedLinear, tokens: Tensor) -> Tensor:
         """`[rows, N]` int64 to `[rows, N, H]`."""
-        return table.rows(tokens) * self.config.embedding_scale
+        return table.lookup(tokens) * self.config.embedding_scale
 
     def through(self, layer: DecoderLayer, states: Tensor) -> Tensor:
         """States `[rows, N, H]` behind a layer."""
@@ -289,7 +289,7 @@ class _Passing:
             weight = compensated(whole.weight, sums[projection], settings.bits, self.group, settings.zero_points)
             begin = 0
             for name, rows in parts:
-                yield f"{name}.weight", weight.rows(torch.arange(begin, begin + rows))
+                yield f"{name}.weight", weight.channels(torch.arange(begin, begin + rows))
                 begin += rows
                 if wanted.has_bias(number, projection):
                     yield f"{name}.bias", self.source.tensors[f"{name}.bias"].tensor()

@@ -1,6 +1,6 @@
 import torch
 
-from blockdraft.nn.reduced_head import ReducedHead
+from blockdraft.nn.layers import ReducedHead
 
 
 def test_logits_lie_where_the_target_has_these_tokens() -> None:
