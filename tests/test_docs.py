@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 import blockdraft
 from blockdraft import cli
 from blockdraft.cli.options import extent
+from blockdraft.diffusion.settings import DiffusionRecipe
 from blockdraft.evaluation.methods import Settings, parse_methods
 from blockdraft.serving.api.openai_requests import ChatRequest
 from blockdraft.serving.core.metrics import PREFIX, Metrics
@@ -139,6 +140,7 @@ def commands_of(page: str) -> list[Command]:
 
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
+FORMER = (ROOT / "tests/former_command_lines.txt").read_text(encoding="utf-8").splitlines()
 
 
 @cache
@@ -149,23 +151,37 @@ def command_line() -> Any:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.text}")
 def test_every_command_is_one(command: Command) -> None:
+    check(command)
+
+
+@pytest.mark.parametrize("line", FORMER)
+def test_command_lines_of_before_still_work(line: str) -> None:
+    """What README and docs showed before `bench` became three commands, methods got new names and help became short."""
+    check(Command("", line, in_block=False))
+
+
+def check(command: Command) -> None:
     """Command, options and values are known to the command line. A sentence may leave out what is needed."""
-    name, *arguments = command.arguments
+    arguments = command.arguments
     group = command_line()
-    if name.startswith("-"):
-        assert name in [option for parameter in group.params for option in parameter.opts]
-        return
-    commands = group.commands  # type: ignore[attr-defined]
-    assert name in commands, f"there is no `blockdraft {name}`"
-    if "--help" in arguments:
+    if arguments[0].startswith("-"):
+        assert arguments[0] in [option for parameter in group.params for option in parameter.opts]
         return
     arguments = [argument for argument in arguments if not re.fullmatch(r"\[[A-Z]+\]|[A-Z]+\.\.\.", argument)]
-    required = [parameter for parameter in commands[name].params if parameter.required]
+    context = typer.Context(group, info_name="blockdraft")
+    found, rest = group, arguments
+    while rest and hasattr(found, "resolve_command"):
+        name, found, rest = found.resolve_command(context, rest)
+        if hasattr(found, "resolve_command"):
+            context = typer.Context(found, parent=context, info_name=name)
+    if "--help" in rest or hasattr(found, "resolve_command"):
+        return
+    required = [parameter for parameter in found.params if parameter.required]
     for parameter in required:  # what a sentence leaves out, and placeholders
         if not command.in_block or parameter.param_type_name == "argument":
             parameter.required = False
     try:
-        context = commands[name].make_context(name, arguments)
+        context = found.make_context(name, rest, parent=context)
     finally:
         for parameter in required:
             parameter.required = True
@@ -175,7 +191,8 @@ def test_every_command_is_one(command: Command) -> None:
     if isinstance(given.get("methods"), str):
         parse_methods(given["methods"], None, None, Settings.tree_budget)
     if context.obj:  # the fields of a recipe
-        read_settings(find_variant(given["variant"] or "dflash").recipe_class, None, context.obj)
+        kind = find_variant(given["variant"] or "dflash").recipe_class if "variant" in given else DiffusionRecipe
+        read_settings(kind, None, context.obj)
 
 
 def test_what_is_not_run_is_in_the_docs() -> None:
