@@ -1,4 +1,4 @@
-"""`blockdraft bench --url`: scripted servers, and our own with a tiny model."""
+"""`blockdraft bench server`: scripted servers, and our own with a tiny model."""
 
 import csv
 import json
@@ -14,14 +14,14 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def bench(blockdraft: Run, tmp_path: Path) -> Run:
-    """Runs `blockdraft bench` on two prompts."""
+    """Runs `blockdraft bench server` on two prompts."""
     prompts = tmp_path / "first.jsonl"
     prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
 
-    def blockdraft_bench(*args: object) -> Any:
-        return blockdraft("bench", "--prompts", prompts, *args)
+    def bench_server(*args: object) -> Any:
+        return blockdraft("bench", "server", "--prompts", prompts, *args)
 
-    return blockdraft_bench
+    return bench_server
 
 
 @pytest.fixture
@@ -34,7 +34,6 @@ def test_written_and_printed(bench: Run, fake: str, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("BLOCKDRAFT_SERVER_KEY", "secret")
     out = tmp_path / "out"
     options = (
-        "--url",
         fake,
         "--out",
         out,
@@ -64,7 +63,7 @@ def test_failed_requests_end_in_1(bench: Run, tmp_path: Path) -> None:
     more = tmp_path / "more.jsonl"
     more.write_text('{"prompt": "FAIL"}\n{"prompt": "long enough to be asked first"}\n')
     with FakeServer().served() as url:
-        result = bench("--prompts", more, "--url", url, "--concurrency", 1)
+        result = bench("--prompts", more, url, "--concurrency", 1)
     assert result.code == 1 and "2 requests failed: status 500" in result.out
 
 
@@ -73,7 +72,7 @@ def test_a_server_that_hangs_leaves_the_levels_before(bench: Run, tmp_path: Path
     more, out = tmp_path / "more.jsonl", tmp_path / "out"
     more.write_text('{"prompt": "HANG"}\n{"prompt": "long enough to be asked first"}\n')
     with FakeServer().served() as url:
-        result = bench("--prompts", more, "--url", url, "--concurrency", 2, "--silence", 1.5, "--out", out, "--json")
+        result = bench("--prompts", more, url, "--concurrency", 2, "--silence", 1.5, "--out", out, "--json")
     assert result.code == 2
     assert (
         "has gone 1.5 s without an answer" in result.err
@@ -87,23 +86,37 @@ def test_a_server_that_hangs_leaves_the_levels_before(bench: Run, tmp_path: Path
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--url", "http://x", "--methods", "none"], "--methods says how blockdraft decodes"),
-        (["--url", "http://x", "--drafter", "d"], "--drafter says how"),
-        (["--url", "http://x", "--profile"], "--profile says how"),
-        (["--against", "http://x"], "--against is about a server; add --url"),
-        (["--concurrency", "4"], "--concurrency is about a server"),
-        (["--url", "http://x", "--concurrency", "0"], "concurrency is '0'; it must be at least 1"),
-        (["--url", "http://x", "--concurrency", "65"], "at most 64"),
-        (["--url", "http://x", "--temperature", "hot"], "temperature is 'hot'"),
-        (["--temperature", "0,1"], "several are for --url and --suite"),
-        (["--url", "http://127.0.0.1:9"], "cannot be reached"),
-        (["--url", "nonsense"], "nonsense cannot be reached"),
+        (
+            ["http://x", "--methods", "none"],
+            "--methods is an option of `blockdraft bench` and",
+        ),
+        (["http://x", "--drafter", "d"], "--drafter is an option of"),
+        (["http://x", "--profile"], "--profile is an option of `blockdraft bench`, not of `blockdraft bench server`"),
+        (["http://x", "--concurrency", "0"], "concurrency is '0'; it must be at least 1"),
+        (["http://x", "--concurrency", "65"], "at most 64"),
+        (["http://x", "--temperature", "hot"], "temperature is 'hot'"),
+        (["http://127.0.0.1:9"], "cannot be reached"),
+        (["nonsense"], "nonsense cannot be reached"),
     ],
 )
 def test_bad_input(bench: Run, args: list[str], message: str) -> None:
     result = bench(*args)
     assert (result.code, result.out) == (2, "") and result.err.startswith("error: ")
     assert message in result.err and "Traceback" not in result.err
+
+
+def test_the_spelling_of_before(bench: Run, blockdraft: Run, fake: str, tmp_path: Path) -> None:
+    now = bench("nonsense", "--concurrency", 2)
+    for words in (("--url", "nonsense"), ("--url=nonsense",)):
+        assert blockdraft("bench", "--prompts", tmp_path / "first.jsonl", *words, "--concurrency", 2) == now
+    assert now.code == 2 and "nonsense cannot be reached" in now.err
+
+
+def test_options_of_a_server_are_not_of_methods(blockdraft: Run) -> None:
+    for words in (("--against", "http://x"), ("--concurrency", 4)):
+        told = blockdraft("bench", *words).err
+        assert f"{words[0]} is an option of `blockdraft bench server`, not of `blockdraft bench`; leave it out." in told
+    assert "There are no prompts" in blockdraft("bench").err
 
 
 @pytest.mark.slow
@@ -126,7 +139,7 @@ def test_our_own_server(bench: Run, tiny_target_dir: Path, tiny_drafter_dir: Pat
         return make_app(Service(Backends(engine), settings), settings)
 
     with serve(app(tiny_drafter_dir, block_size=8)) as url, serve(app("none")) as other:
-        options = ("--url", url, "--against", other, "--max-new-tokens", 12, "--concurrency", "1,4", "--json")
+        options = (url, "--against", other, "--max-new-tokens", 12, "--concurrency", "1,4", "--json")
         result = bench(*options, "--temperature", "0,1")
     assert result.code == 0, result.err
     found = json.loads(result.out)

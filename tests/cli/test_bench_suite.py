@@ -1,14 +1,12 @@
-"""`blockdraft bench --suite` on a tiny random pair: resumed where it ended, and the table."""
+"""`blockdraft bench suite` on a tiny random pair: resumed where it ended, and the table."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from blockdraft import cli
 from blockdraft.engine import Engine
 
 Run = Callable[..., Any]
@@ -27,7 +25,7 @@ def bench(blockdraft: Run, tmp_path: Path, tiny_target_dir: Path, tiny_drafter_d
     def blockdraft_bench(*args: object) -> Any:
         pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--device", "cpu", "--compile", "off")
         size = ("--max-new-tokens", 8, "--tasks", "math500,mt-bench", "--suite-data", data)
-        return blockdraft("bench", "--suite", "paper", *pair, *size, *args)
+        return blockdraft("bench", "suite", *pair, *size, *args)
 
     return blockdraft_bench
 
@@ -98,9 +96,12 @@ def test_second_turns_follow_the_answer(bench: Run, asked: list[Any], tiny_targe
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--prompts", "x.jsonl"], "--prompts does nothing for --suite"),
-        (["--repeats", "2"], "--repeats does nothing for --suite"),
-        (["--url", "http://localhost:1"], "--suite says how blockdraft decodes"),
+        (
+            ["--prompts", "x.jsonl"],
+            "--prompts is an option of `blockdraft bench` and `blockdraft bench server`",
+        ),
+        (["--repeats", "2"], "--repeats is an option of `blockdraft bench`, not of `blockdraft bench suite`"),
+        (["--url", "http://localhost:1"], "No such option: --url"),
         (["--tasks", "gsm8k"], "GSM8K: there is neither"),
         (["--limit", "0"], "limit is 0; it must be at least 1"),
         (["--paper-model", "GPT"], "paper_model is 'GPT'; it must be Qwen3-4B or Qwen3-8B"),
@@ -113,12 +114,9 @@ def test_bad_input(bench: Run, args: list[str], message: str) -> None:
     assert (found.code, found.out) == (2, "") and message in found.err, found.err
 
 
-def test_options_without_a_suite(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in (
-        (["--tasks", "gsm8k"], "--tasks is about the sets of a paper; add --suite paper"),
-        ([], "There are no prompts"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["blockdraft", "bench", *words])
-        with pytest.raises(SystemExit):
-            cli.main()
-        assert message in capsys.readouterr().err
+def test_the_spelling_of_before(bench: Run, asked: list[Any], blockdraft: Run) -> None:
+    now = blockdraft("bench", "suite", "--target", "x", "--drafter", "x", "--tasks", "none")
+    for words in (("--suite", "paper"), ("--suite=paper",)):
+        assert blockdraft("bench", "--target", "x", *words, "--drafter", "x", "--tasks", "none") == now
+    assert now.code == 2 and "tasks names 'none'" in now.err
+    assert "suite is 'other'; it must be paper" in blockdraft("bench", "--suite", "other", "--drafter", "none").err

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from blockdraft import cli
 from blockdraft.cli import display
-from blockdraft.cli.compare import Comparison, compare_with_plain, slower_note
+from blockdraft.cli.display import Comparison, compare_with_plain, slower_note
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Chunk, Completion, Engine, Request, Stats
 from blockdraft.engine.adaptive import stored_costs
@@ -388,11 +388,11 @@ def test_no_prompt_at_a_terminal(generate: Run) -> None:
 
 
 def test_drafters_that_go_by_their_names_are_in_the_help(run: Run, tiny_target_dir: Path) -> None:
-    words = " ".join(re.sub(r"[│\s]+", " ", ESCAPES.sub("", run("generate", "--help").out)).split())
+    words = " ".join(re.sub(r"[│\s]+", " ", ESCAPES.sub("", run("generate", "--help-all").out)).split())
     with pytest.raises(ValueError, match="names") as refusal:
         load_drafter("nonesuch", target=load_target(tiny_target_dir))
     names = str(refusal.value).partition("one of the names ")[2].removesuffix(".").split(", ")
-    assert len(names) >= 2 and all(f"{name} to " in words for name in names)
+    assert len(names) >= 2 and all(f"{name} (" in words for name in names)
 
 
 def test_target_without_drafter(run: Run, tiny_target_dir: Path) -> None:
@@ -437,7 +437,7 @@ def test_ctrl_c(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_takes_texts_and_defaults_from_the_parameters(run: Run) -> None:
-    result = run("generate", "--help")
+    result = run("generate", "--help-all")
     words = " ".join(re.sub(r"[│\s]+", " ", ESCAPES.sub("", result.out)).split())
     assert result.code == 0
     assert f"[default: {SamplingParams().max_new_tokens}]" in words

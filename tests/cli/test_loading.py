@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from blockdraft import cli
-from blockdraft.cli.loading import TargetOptions, takes_target
-from blockdraft.cli.options import need_drafter
+from blockdraft.cli.options import TargetOptions, need_drafter, with_options
 from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.targets import load_target_text
 
@@ -88,7 +87,7 @@ def test_how_a_target_is_run_reaches_the_loader(command: str, tmp_path: Path, mo
 def test_commands_keep_their_own_parameters() -> None:
     seen = []
 
-    @takes_target
+    @with_options
     def command(run: TargetOptions, prompt: str, loud: bool = False) -> None:
         seen.append((run, prompt, loud))
 

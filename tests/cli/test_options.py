@@ -87,4 +87,4 @@ def test_whoever_loads_a_target_can_choose_the_backend() -> None:
     # quantize decodes on the native backend alone, and the others read files without loading a target.
     assert set(odd) == {"quantize", "inspect", "launch", "push"}
     exact = [name for name, found in names.items() if "exact" in found]
-    assert exact == ["generate", "chat", "serve", "bench", "calibrate", "doctor"]
+    assert exact == ["generate", "chat", "serve", "bench", "bench suite", "calibrate", "doctor"]

@@ -1,73 +1,69 @@
-"""The command line, one file a command. What takes long to import is imported when a command runs, not before."""
+"""The command line. Modules that take long to import are imported when a command runs."""
 
 from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
-from inspect import getdoc
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from blockdraft.cli.bench import bench
-from blockdraft.cli.cache import cache
-from blockdraft.cli.calibrate import calibrate
+from blockdraft.cli.bench import bench, bench_server, bench_suite
 from blockdraft.cli.chat import chat
-from blockdraft.cli.data import data
+from blockdraft.cli.data import data, features, prompts
 from blockdraft.cli.diffusion import diffusion
 from blockdraft.cli.doctor import doctor
-from blockdraft.cli.env import env
-from blockdraft.cli.export import export
-from blockdraft.cli.features import features
+from blockdraft.cli.export import export, push
 from blockdraft.cli.fit import fit
 from blockdraft.cli.generate import generate
+from blockdraft.cli.help import Commands, add
 from blockdraft.cli.inspect import inspect as inspect_checkpoint
 from blockdraft.cli.launch import launch
-from blockdraft.cli.prompts import prompts
-from blockdraft.cli.push import push
+from blockdraft.cli.machine import cache, calibrate, env
 from blockdraft.cli.quantize import quantize
 from blockdraft.cli.serve import serve
 from blockdraft.cli.train import RecipeCommand, train
 from blockdraft.errors import BlockdraftError
 
 app = typer.Typer(
+    cls=Commands,
     help="Lossless fast decoding of language models with block-diffusion drafters. To begin, try "
     "`blockdraft chat`; `blockdraft COMMAND --help` explains a command.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # disk, quota, or largest size of a file
-RUN, TRAIN, MEASURE, OTHER = "Run models", "Make a drafter of your own", "Measure", "This machine"
 
+run = partial(add, app, panel="Run models")
+run(generate, short="target drafter quantize max_new_tokens temperature prompts compare as_json")
+run(chat, short="target drafter quantize system max_new_tokens temperature")
+run(serve, short="target drafter quantize host port api_key served_model_name max_batch_size")
+run(launch, short="dry_run keep prompts out")
+run(quantize, short="bits calibrate")
+app.add_typer(diffusion, name="diffusion", rich_help_panel="Run models")
 
-def _add(command: Callable[..., None], panel: str, **settings: Any) -> None:
-    """Its docstring is the help, which would keep the line breaks of the source from the second paragraph on."""
-    paragraphs = (getdoc(command) or "").split("\n\n")
-    told = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    app.command(rich_help_panel=panel, help=told, **settings)(command)
+make = partial(add, app, panel="Make a drafter of your own")
+make(fit, short="target data hours dry_run")
+make(prompts, short="target count held_out")
+make(data, short="target regenerate server model drafter limit max_new_tokens temperature")
+make(features, short="target taps dtype")
+make(train, short="target data out prompts_file show_recipe", kind=RecipeCommand)
+make(export, short="target to_format weights")
+make(push)
 
+measure = partial(add, app, panel="Measure")
+measure(bench, short="target drafter prompts limit methods max_new_tokens temperature repeats out profile")
+measure(bench_server, "bench server", short="against prompts limit concurrency max_new_tokens temperature out")
+measure(bench_suite, "bench suite", short="target drafter methods suite_data tasks limit temperature out")
+measure(calibrate, short="target drafter batch_size anew as_json")
+measure(doctor, short="target drafter prompts as_json")
 
-_add(generate, RUN)
-_add(chat, RUN)
-_add(serve, RUN)
-_add(launch, RUN)
-_add(quantize, RUN)
-_add(fit, TRAIN)
-_add(prompts, TRAIN)
-_add(data, TRAIN)
-_add(features, TRAIN)
-_add(train, TRAIN, cls=RecipeCommand)
-_add(export, TRAIN)
-_add(push, TRAIN)
-_add(bench, MEASURE)
-_add(calibrate, MEASURE)
-_add(doctor, MEASURE)
-_add(inspect_checkpoint, OTHER)
-_add(env, OTHER)
-app.add_typer(diffusion, name="diffusion", rich_help_panel=RUN)
-app.add_typer(cache, name="cache", rich_help_panel=OTHER)
+look = partial(add, app, panel="This machine")
+look(inspect_checkpoint, "inspect")
+look(env)
+app.add_typer(cache, name="cache", rich_help_panel="This machine")
 
 
 def _print_version(wanted: bool) -> None:

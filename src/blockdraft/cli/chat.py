@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-from blockdraft.cli.loading import TargetOptions, takes_target
-from blockdraft.cli.options import DrafterPlace, SamplingOptions, need_drafter, option
+from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, need_drafter, option
 from blockdraft.settings import Count, settings
 
 
@@ -23,7 +22,6 @@ class ChatSettings:
     max_new_tokens: Count = 1024
 
 
-@takes_target
 def chat(
     *,
     run: TargetOptions,

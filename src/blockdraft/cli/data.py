@@ -1,4 +1,4 @@
-"""`blockdraft data`: conversations or text to training data."""
+"""`blockdraft prompts`, `data` and `features`: what a drafter is trained on."""
 
 from __future__ import annotations
 
@@ -17,23 +17,81 @@ from blockdraft.cli.options import (
     Dtype,
     FieldOptions,
     Revision,
+    RowOptions,
     TargetBackend,
     TargetFolder,
     option,
-    with_options,
 )
-from blockdraft.data.settings import DataSettings, RowSettings
+from blockdraft.data.settings import DataSettings, FeatureDtype, FeatureSettings, RowSettings
 from blockdraft.errors import Complaints, UsageError, counted
-from blockdraft.settings import explain
+from blockdraft.settings import explain, from_text
+from blockdraft.tools.fit.settings import PromptSettings
 from blockdraft.types import DEFAULT_BACKEND, SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.targets import Target, TargetText
 
+
+def prompts(
+    *,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for prompts.jsonl and held-out.jsonl.")],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SOURCE]...",
+            help="Data as for `blockdraft data`; without any the target writes prompts of the kind it was trained on.",
+            show_default=False,
+        ),
+    ] = None,
+    target: TargetFolder = None,
+    adapter: Adapter = None,
+    revision: Revision = None,
+    settings: PromptSettings,
+    chosen: RowOptions,
+    batch_size: Annotated[int, option(DataSettings, "batch_size")] = DataSettings.batch_size,
+    dtype: Dtype = None,
+    device: Device = None,
+    backend: TargetBackend = DEFAULT_BACKEND,
+) -> None:
+    """Choose prompts for a target to answer, each once and in random order, and keep some apart to measure on.
+
+    Plain texts give their beginnings, at the start and at paragraphs further on. `blockdraft data --regenerate` has
+    them answered.
+    """
+    from blockdraft.cli import display
+    from blockdraft.data.folder import check_writable
+    from blockdraft.data.rows import check_sources
+    from blockdraft.drafters import load_drafter
+    from blockdraft.engine import Engine
+    from blockdraft.targets import load_target_text
+    from blockdraft.tools.fit.prompts import read_prompts, store, write_prompts
+
+    loading.quiet()
+    rows = chosen.rows(settings.pool)
+    complaints = Complaints()
+    with complaints.noting():
+        check_writable(out)
+    with complaints.noting():
+        check_sources(sources or (), rows)
+    complaints.check()
+    if sources:
+        found = read_prompts(sources, rows, load_target_text(target, revision), settings)
+    else:
+        loaded = loading.load(target, dtype, device, backend, adapter=adapter, revision=revision)
+        with (
+            display.progress("prompts") as progress,
+            Engine(loaded, load_drafter("none", target=loaded), batch_size) as engine,
+        ):
+            found = write_prompts(engine, settings, progress)
+    store(out, found)
+    of = "" if found.available is None else f"{len(found.rows)} of "
+    told = of + counted(found.available or len(found.rows), "prompt")
+    print(f"{out}: {told}, {len(found.held_out)} held out", file=sys.stderr)
+
+
 SAMPLING = DataSettings.sampling
 
 
-@with_options
 def data(
     *,
     sources: Annotated[
@@ -197,3 +255,49 @@ def _read(template: Path) -> str:
 def _set_template(target: Target | TargetText, template: str | None) -> None:
     if template is not None and target.tokenizer is not None:
         target.tokenizer.chat_template = template
+
+
+def features(
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Folder made by `blockdraft data`.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the features; it may hold part of them already.")],
+    target: TargetFolder = None,
+    adapter: Adapter = None,
+    revision: Revision = None,
+    taps: Annotated[str | None, option(FeatureSettings, "taps", metavar="N|LAYER,...")] = None,
+    dtype: Annotated[FeatureDtype, option(FeatureSettings, "dtype")] = FeatureSettings.dtype,
+    batch_tokens: Annotated[int, option(FeatureSettings, "batch_tokens")] = FeatureSettings.batch_tokens,
+    target_dtype: Annotated[
+        str | None, typer.Option(help="Of the target's weights; by default float32 on a CPU and bfloat16 elsewhere.")
+    ] = None,
+    device: Device = None,
+    backend: TargetBackend = DEFAULT_BACKEND,
+) -> None:
+    """Compute what the target's tapped layers say about training data, once, so that training need not.
+
+    It takes a lot of disk; how much is printed first. An interrupted run goes on where it stopped when the command is
+    given again.
+    """
+    from blockdraft.cli import display
+    from blockdraft.data.documents import read_data
+    from blockdraft.data.features import plan_features, size
+    from blockdraft.data.taps import chosen_taps
+
+    wanted = FeatureSettings.taps if taps is None else from_text(FeatureSettings, "taps", taps)
+    settings = FeatureSettings(wanted, dtype, batch_tokens)
+    documents = read_data(data)
+    loaded = loading.load(target, target_dtype, device, backend, adapter=adapter, revision=revision)
+    layers = chosen_taps(settings.taps, loaded.num_layers)
+    cache = plan_features(out, loaded, documents, layers, settings)
+    print(
+        f"{counted(len(documents), 'document')}, {sum(documents.lengths)} tokens, "
+        f"layers {', '.join(map(str, layers))}: {size(cache.need)} to write, {size(cache.free)} free",
+        file=sys.stderr,
+        flush=True,
+    )
+    try:
+        with display.progress("tokens") as progress:
+            cache.write(lambda done, total: progress("features", done, total))
+    except KeyboardInterrupt:
+        print(f"Interrupted; what is finished is kept in {out}. The same command goes on with it.", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(f"{out}: features of {counted(len(documents), 'document')}, layers {', '.join(map(str, layers))}")

@@ -3,31 +3,66 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.diffusion_model import AsJson, BlockSize, Device, Dtype, Model, load
-from blockdraft.cli.diffusion_text import generate
-from blockdraft.cli.options import Adapter, FieldOptions, Revision, with_options
+from blockdraft.cli.generate import checked_text, read_prompt, read_prompts
+from blockdraft.cli.help import add
+from blockdraft.cli.options import Adapter, FieldOptions, Revision
 from blockdraft.cli.train import RecipeCommand
-from blockdraft.diffusion.settings import ConvertSettings, DiffusionRecipe, LikelihoodSettings, NewSettings
+from blockdraft.diffusion.settings import (
+    ConvertSettings,
+    DiffusionRecipe,
+    LikelihoodSettings,
+    NewSettings,
+    SampleSettings,
+)
 from blockdraft.errors import UsageError
 from blockdraft.settings import as_toml, read_settings
 
 if TYPE_CHECKING:
     from blockdraft.diffusion.convert import Converted
+    from blockdraft.diffusion.model import DiffusionModel
+    from blockdraft.diffusion.sampler import Chunk, Sampler, Watch
+
+Model = Annotated[
+    Path,
+    typer.Option(metavar="DIR", help="A block-diffusion model, made by `blockdraft diffusion convert` or `train`."),
+]
+Device = Annotated[
+    str | None, typer.Option(help="Where the model runs, such as cpu or cuda:1; by default the first GPU, else cpu.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="float32|bfloat16|float16", help="Of the weights; by default float32 on a CPU and bfloat16 elsewhere."
+    ),
+]
+BlockSize = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Tokens of a block; by default what the model was made for.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+
+def load(path: Path, device: str | None, dtype: str | None, block_size: int | None) -> DiffusionModel:
+    from blockdraft.diffusion.folder import load_model
+
+    loading.quiet()
+    return load_model(path, device, dtype, block_size)
+
 
 diffusion = typer.Typer(
     help="Block-diffusion language models: write whole blocks of text at once, without a target.", no_args_is_help=True
 )
 
 
-@diffusion.command()
-@with_options
 def convert(
     *,
     target: Annotated[
@@ -53,8 +88,6 @@ def convert(
     _tell_made(out, found)
 
 
-@diffusion.command()
-@with_options
 def new(
     *,
     like: Annotated[
@@ -73,8 +106,6 @@ def new(
     _tell_made(out, new_model(like, out, settings))
 
 
-@diffusion.command(cls=RecipeCommand)
-@with_options
 def train(
     *,
     context: typer.Context,
@@ -150,8 +181,6 @@ def train(
         loading.tell(f"The model is in {out}{told}; log and checkpoints are in {run_folder(out)}.")
 
 
-@diffusion.command()
-@with_options
 def perplexity(
     *,
     file: Annotated[str, typer.Argument(metavar="FILE", help="Texts or chats, as for `blockdraft data`.")],
@@ -190,4 +219,148 @@ def _tell_made(out: Path, found: Converted) -> None:
     )
 
 
-diffusion.command()(generate)
+def generate(
+    *,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to go on from; without it, or with -, it is read from standard input.")
+    ] = None,
+    model: Model,
+    settings: SampleSettings,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="A text that ends an answer, which is cut before it. Repeat the option for several."),
+    ] = None,
+    infill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help='Find what is missing, instead of going on: "text [GAP] text". Each gap gets --max-new-tokens tokens. '
+            "It sees all that stands before it, and behind it what stands in its block.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='Answer all prompts of this file together, lines of {"prompt": "text"} or {"turns": ["text", ...]}, '
+            "and print one JSON object a line, each as soon as it is done.",
+        ),
+    ] = None,
+    show_steps: Annotated[
+        bool,
+        typer.Option("--show-steps", help="Show each pass: tokens that are not known yet are grey boxes."),
+    ] = False,
+    steps_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the passes: as a film into a .gif, one below the other into a .png."),
+    ] = None,
+    block_size: BlockSize = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write text, a block at a time."""
+    single = {"a prompt": prompt is not None, "--infill": infill is not None, "--show-steps": show_steps}
+    single |= {"--steps-file": steps_file is not None}
+    if prompts is not None and any(single.values()):
+        other = next(name for name, given in single.items() if given)
+        raise UsageError(f"--prompts {prompts} and {other} do not go together; leave one of them away.")
+    if infill is not None and (prompt is not None or stop):
+        other = "a prompt" if prompt is not None else "--stop"
+        raise UsageError(f"--infill and {other} do not go together; leave one of them away.")
+    texts = [] if infill is not None else read_prompts(prompts) if prompts else [read_prompt(prompt)]
+
+    from blockdraft.diffusion.sampler import Sampler
+    from blockdraft.diffusion.text import gapped, spelled, unseen
+
+    if steps_file is not None:
+        from blockdraft.diffusion.pictures import check_picture, draw_steps
+
+        check_picture(steps_file)
+    loaded = load(model, device, dtype, block_size)
+    sampler = Sampler(loaded, settings, stop=stop or ())
+    run: Callable[[Watch | None], Iterable[Chunk]] = lambda watch: sampler.stream(texts, watch)  # noqa: E731
+    if infill is not None:
+        tokens = gapped(checked_text(infill), settings.max_new_tokens, loaded)
+        behind, not_seen = unseen(tokens, loaded.config.block_size)
+        if not_seen:
+            print(
+                f"{not_seen} of the {behind} tokens behind the gap share no block with it and are not looked at; "
+                f"--block-size {len(tokens)} makes one block of the whole text.",
+                file=sys.stderr,
+            )
+        run = lambda watch: sampler.fill([tokens], watch)  # noqa: E731
+    if prompts is not None or as_json:
+        _print_json(sampler, run, max(len(texts), 1), keep_steps=show_steps)
+    else:
+        with _shown_steps(loaded) if show_steps else _plainly() as (watch, write):
+            for chunk in run(watch):
+                write(chunk)
+    if steps_file is not None:
+        draw_steps(steps_file, sampler.given[0], sampler.history[0], lambda token: spelled(token, loaded))
+
+
+def _print_json(sampler: Sampler, run: Callable[[Watch | None], Iterable[Chunk]], count: int, keep_steps: bool) -> None:
+    """A line for each answer, in the order in which they end."""
+    answers = [{"index": i, "text": "", "token_ids": list[int]()} for i in range(count)]
+    for chunk in run(None):
+        answer: dict[str, Any] = answers[chunk.row]
+        answer["text"] += chunk.text
+        answer["token_ids"] += chunk.token_ids
+        if chunk.finish_reason is None:
+            continue
+        given, new = sampler.given[chunk.row], list(answer["token_ids"])
+        if None in given:
+            new = [token for token, before in zip(new, given, strict=True) if before is None]
+            answer["gap_token_ids"] = new
+        answer |= {"finish_reason": chunk.finish_reason, "forwards": chunk.forwards}
+        answer["tokens_per_forward"] = len(new) / max(chunk.forwards, 1)
+        if keep_steps:
+            answer["steps"] = [step.block for step in sampler.history[chunk.row]]
+        print(json.dumps(answer), flush=True)
+
+
+@contextmanager
+def _plainly() -> Iterator[tuple[None, Callable[[Chunk], None]]]:
+    """Blocks as they come."""
+    yield None, lambda chunk: print(chunk.text, end="", flush=True)
+    print()
+
+
+@contextmanager
+def _shown_steps(model: DiffusionModel) -> Iterator[tuple[Watch, Callable[[Chunk], None]]]:
+    """Each pass: on a terminal the block changes where it stands, else standard error gets a line a pass."""
+    from rich.live import Live
+    from rich.text import Text
+
+    from blockdraft.cli import display
+
+    written = Text()
+    if not sys.stdout.isatty():
+        with _plainly() as (_, write):
+            yield lambda row, block: print(repr(_spelled(model, block)), file=sys.stderr, flush=True), write
+        return
+    with Live(written, console=display.terminal(), auto_refresh=False, vertical_overflow="visible") as live:
+
+        def watch(row: int, block: Sequence[int | None]) -> None:
+            live.update(written + Text(_spelled(model, block), style=display.DRAFTED), refresh=True)
+
+        def write(chunk: Chunk) -> None:
+            written.append(chunk.text)
+            live.update(written, refresh=True)
+
+        yield watch, write
+
+
+def _spelled(model: DiffusionModel, block: Sequence[int | None]) -> str:
+    from blockdraft.diffusion.pictures import UNKNOWN
+    from blockdraft.diffusion.text import spelled
+
+    return "".join(UNKNOWN if token is None else spelled(token, model) for token in block)
+
+
+add(diffusion, convert, short="out block_size")
+add(diffusion, new, short="out like block_size")
+add(diffusion, train, short="model data steps out show_recipe", kind=RecipeCommand)
+add(diffusion, perplexity, short="model draws block_size as_json")
+add(diffusion, generate, short="model max_new_tokens block_size infill prompts show_steps")

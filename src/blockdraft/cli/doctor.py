@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockdraft.cli.loading import TargetOptions, takes_target
-from blockdraft.cli.options import need_drafter, option
+from blockdraft.cli.options import TargetOptions, need_drafter, option
 from blockdraft.evaluation.methods import Settings
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
 from blockdraft.tools.deploy.settings import DoctorSettings
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 SHOWN_POSITIONS = 4  # of S_i; the JSON has all
 
 
-@takes_target
 def doctor(
     *,
     run: TargetOptions,

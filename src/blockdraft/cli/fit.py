@@ -16,14 +16,12 @@ from blockdraft.cli.options import (
     RowOptions,
     TargetBackend,
     TargetFolder,
-    with_options,
 )
 from blockdraft.errors import UsageError
 from blockdraft.tools.fit.settings import FitSettings
 from blockdraft.types import DEFAULT_BACKEND
 
 
-@with_options
 def fit(
     *,
     out: Annotated[

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockdraft.cli.loading import TargetOptions, takes_target
-from blockdraft.cli.options import DrafterPlace, SamplingOptions, need_drafter, option
+from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, need_drafter, option
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import Settings
 from blockdraft.types import DraftModel, SamplingParams
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from blockdraft.engine import Chunk, Engine
 
 
-@takes_target
 def generate(
     *,
     run: TargetOptions,
@@ -63,7 +61,7 @@ def generate(
     texts = read_prompts(prompts) if prompts else [read_prompt(prompt)]
 
     from blockdraft.cli import display
-    from blockdraft.cli.compare import compare_with_plain, slower_note
+    from blockdraft.cli.display import compare_with_plain, slower_note
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.machine import PeakMemory

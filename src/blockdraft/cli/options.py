@@ -8,30 +8,30 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
+from blockdraft.cli import loading
 from blockdraft.data.settings import RowSettings
 from blockdraft.errors import UsageError
 from blockdraft.settings import explain_option
-from blockdraft.types import Backend, Compile, Drafting, SamplingParams
+from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Drafting, SamplingParams
 
-Command = TypeVar("Command", bound=Callable[..., None])
+if TYPE_CHECKING:
+    from blockdraft.targets import Target
+
+Function = TypeVar("Function", bound=Callable[..., None])
 
 
 def option(owner: type, name: str, **settings: Any) -> Any:
-    """The option of a field of this dataclass, explained as in its docstring."""
+    """Option for a field of a dataclass, with the field's text in the docstring as its help."""
     return typer.Option(help=explain_option(owner, name), **settings)
 
 
-def with_options(command: Command, last: Callable[[str], bool] = lambda name: False) -> Command:
-    """Give a command the options that are the fields of a dataclass, in the place of each parameter that is one.
-
-    Args:
-        last: Says of an option by its name whether it comes after all others.
-    """
+def with_options(command: Function) -> Function:
+    """Give a command one option for each field of its parameters that are dataclasses, in the place of those."""
     kind = inspect.Parameter.KEYWORD_ONLY
     groups: dict[str, tuple[type, list[str]]] = {}
     shown = list[inspect.Parameter]()
@@ -46,11 +46,10 @@ def with_options(command: Command, last: Callable[[str], bool] = lambda name: Fa
             inspect.Parameter(each.name, kind, default=each.default, annotation=_annotation(owner, each.name))
             for each in fields(owner)
         ]
-    shown.sort(key=lambda parameter: last(parameter.name))
 
     @wraps(command)
     def whole(**given: Any) -> None:
-        made = {place: owner(**{name: given.pop(name) for name in names}) for place, (owner, names) in groups.items()}
+        made = {name: owner(**{each: given.pop(each) for each in names}) for name, (owner, names) in groups.items()}
         command(**made, **given)
 
     whole.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
@@ -59,8 +58,8 @@ def with_options(command: Command, last: Callable[[str], bool] = lambda name: Fa
 
 
 def _annotation(owner: type, name: str) -> Any:
-    """Of a field, for typer: as it is where it is an option, else one that takes anything of its plain type, since the
-    class checks its values itself."""
+    """Annotation of a field for typer: its own if that is an option, else an option of its plain type. The class itself
+    checks the values."""
     hint = get_type_hints(owner, include_extras=True)[name]
     if any(isinstance(each, OptionInfo) for each in getattr(hint, "__metadata__", ())):
         return hint
@@ -74,7 +73,7 @@ def _annotation(owner: type, name: str) -> Any:
 
 
 def extent(name: str, text: str | None) -> Any:
-    """A number of tokens or "auto", as `Drafting` takes it."""
+    """The number that an option's text means; "auto" and None stay as they are."""
     if text is None or text == "auto":
         return text
     try:
@@ -84,7 +83,11 @@ def extent(name: str, text: str | None) -> Any:
 
 
 def need_drafter(target: str | None, drafter: str | None, otherwise: str) -> None:
-    """Raise a UsageError where a target of one's own has no drafter; `otherwise` is what else can be done."""
+    """Raise a UsageError if the target is not the bundled one and no drafter is named.
+
+    Args:
+        otherwise: Another remedy, for the message.
+    """
     if target is not None and target != "bundled" and drafter is None:
         is_path = target.startswith(("/", "./", "../", "~")) or "/" not in target
         if is_path and not Path(target).expanduser().exists():
@@ -102,30 +105,28 @@ TargetFolder = Annotated[
     str | None,
     typer.Option(
         metavar="DIR",
-        help="Target: a Hugging Face model folder or hub name, or a GGUF file; by default the bundled one.",
+        help="Model whose output counts: a Hugging Face folder or hub name, or a GGUF file. By default the bundled "
+        "one.",
     ),
 ]
 Adapter = Annotated[
     str | None,
     typer.Option(
-        metavar="DIR",
-        help="Adapter of PEFT for the target, such as a LoRA, as a folder or hub name; it is merged into the weights.",
+        metavar="DIR", help="PEFT adapter, such as a LoRA, that is merged into the target: a folder or hub name."
     ),
 ]
 Revision = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of the target, where that is a hub name.")
+    str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of the target's repository on the hub.")
 ]
 DrafterPlace = Annotated[
     str | None,
     typer.Option(
         "--drafter",
         metavar="DIR|NAME",
-        help="Drafter: the folder or GGUF file of a drafter, the folder of a smaller language model or of a "
-        "block-diffusion model with the target's tokens, mtp to use the head in the target's own folder, prompt_lookup "
-        "to guess what the text repeats, none to decode plainly, or bundled to use the one that comes along, which "
-        "fits the bundled target and what was made of it, and is the default there, or bundled-dflash to use the "
-        "DFlash one of these, which other engines read too. Several with + between them, such as prompt_lookup+DIR, "
-        "draft together.",
+        help="Drafter: the folder or GGUF file of one, or the folder of a smaller language model or block-diffusion "
+        "model with the target's tokens. Or a name: mtp (the head in the target's own folder), prompt_lookup (repeats "
+        "the text), none (plain decoding), bundled (the default, which fits the bundled target only), bundled-dflash "
+        "(another for that target, which other engines read too). A + joins several, as in prompt_lookup+DIR.",
     ),
 ]
 AutoBlockSize = Annotated[
@@ -133,8 +134,8 @@ AutoBlockSize = Annotated[
     typer.Option(
         "--block-size",
         metavar="N|auto",
-        help='Tokens of a block: the last one said and the guesses after it. "auto", the default unless there is a '
-        "tree budget, lets each cycle use as many as pay, or none.",
+        help='Tokens of a block: the last token of the text and the guesses after it. "auto" guesses as many as pay '
+        "in each cycle, or none, and is the default without a tree budget.",
     ),
 ]
 TreeBudget = Annotated[str | None, option(Drafting, "tree_budget", metavar="N|auto")]
@@ -144,8 +145,8 @@ DraftPasses = Annotated[int | None, option(Drafting, "draft_passes", metavar="N"
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="Of weights and arithmetic: float32, bfloat16 or float16; by default float32 on a CPU and bfloat16 "
-        "elsewhere."
+        metavar="float32|bfloat16|float16",
+        help="Numbers of weights and arithmetic; by default float32 on a CPU and bfloat16 elsewhere.",
     ),
 ]
 TargetBackend = Annotated[
@@ -153,13 +154,14 @@ TargetBackend = Annotated[
     typer.Option(
         "--backend",
         metavar="auto|hf|native",
-        help="What runs the target: native, our own decoder; hf, transformers; or native wherever it knows the model.",
+        help="What runs the target: native, our own decoder; hf, transformers; auto, native if it knows the model.",
     ),
 ]
 Threads = Annotated[
     str,
     typer.Option(
-        metavar="N|auto", help="Threads on a CPU; auto measures once what is fastest, unless OMP_NUM_THREADS is set."
+        metavar="N|auto",
+        help="Threads on a CPU; auto measures once which number is fastest, unless OMP_NUM_THREADS is set.",
     ),
 ]
 CompileForward = Annotated[
@@ -167,52 +169,70 @@ CompileForward = Annotated[
     typer.Option(
         "--compile",
         metavar="auto|on|off",
-        help="Run the native decoder's forward compiled: by a library that came with the package, or else by this "
-        "machine's C compiler, once; on fails where there is none. "
-        "On an NVIDIA GPU, 'on' captures CUDA graphs and 'auto' leaves it.",
+        help="Compiled forward of the native decoder. On a CPU a library of the package runs it, or the machine's C "
+        "compiler makes one, once; on fails if there is none. On an NVIDIA GPU on captures CUDA graphs, and auto does "
+        "not.",
     ),
 ]
 Quantize = Annotated[
     str | None,
     typer.Option(
         metavar="int8|int4|fp8",
-        help="Round the target's weights; the rounded model is then the target. int4 is for CPUs, fp8 for NVIDIA GPUs.",
+        help="Bits to which the target's weights are rounded; the rounded model is then the target. int4 is for CPUs, "
+        "fp8 for NVIDIA GPUs.",
     ),
 ]
 RoundDrafter = Annotated[
     bool,
-    typer.Option(
-        "--round-drafter/--keep-drafter",
-        help="Whether a drafter's weights are rounded to as few bits as the target's are.",
-    ),
+    typer.Option("--round-drafter/--keep-drafter", help="Whether the drafter is rounded as the target is."),
 ]
 KeysValues = Annotated[
     str | None,
     typer.Option(
         "--kv-dtype",
         metavar="int8",
-        help="Keep keys and values in 8 bits, which takes half the memory of bfloat16; for CPUs.",
+        help="Bits of keys and values; int8 takes half the memory of bfloat16, and is for CPUs.",
     ),
 ]
 Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Let greedy answers be those of plain decoding, near ties included, whatever is drafted and in any batch. "
+        help="Greedy answers equal those of plain decoding, near ties included, whatever is drafted and in any batch. "
         "A target that is compiled for a CPU is so already; others become slower.",
     ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(
-        help="Where the target runs, such as cpu or cuda:1; by default the first GPU if there is one, else cpu."
-    ),
+    typer.Option(help="Where the target runs, such as cpu or cuda:1; by default the first GPU, else the CPU."),
 ]
 
 
 @dataclass(frozen=True)
+class TargetOptions:
+    """Which target a command decodes with, and how it runs."""
+
+    target: TargetFolder = None
+    adapter: Adapter = None
+    revision: Revision = None
+    dtype: Dtype = None
+    device: Device = None
+    backend: TargetBackend = DEFAULT_BACKEND
+    threads: Threads = "auto"
+    compile: CompileForward = DEFAULT_COMPILE
+    quantize: Quantize = None
+    kv_dtype: KeysValues = None
+    round_drafters: RoundDrafter = True
+    exact: Exact = False
+
+    def load(self) -> Target:
+        how = {field.name: getattr(self, field.name) for field in fields(self)}
+        return loading.load(how.pop("target"), **how | {"threads": extent("threads", self.threads)})
+
+
+@dataclass(frozen=True)
 class RowOptions:
-    """What of a dataset is read."""
+    """Part of a dataset that is read."""
 
     split: Annotated[str, option(RowSettings, "split")] = RowSettings.split
     subset: Annotated[str | None, option(RowSettings, "subset")] = RowSettings.subset
@@ -223,7 +243,7 @@ class RowOptions:
 
 @dataclass(frozen=True)
 class FieldOptions(RowOptions):
-    """The same, and where in a row it stands."""
+    """Part of a dataset that is read, and the fields that hold its texts."""
 
     text_field: Annotated[str | None, option(RowSettings, "text_field")] = RowSettings.text_field
     prompt_field: Annotated[str | None, option(RowSettings, "prompt_field")] = RowSettings.prompt_field
@@ -232,7 +252,7 @@ class FieldOptions(RowOptions):
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How answers are decoded: what they are drawn from, where they end, and how far they are drafted."""
+    """Sampling of an answer, its end, and how far it is drafted."""
 
     temperature: Annotated[float, option(SamplingParams, "temperature")] = SamplingParams.temperature
     top_k: Annotated[int, option(SamplingParams, "top_k")] = SamplingParams.top_k
@@ -245,7 +265,7 @@ class SamplingOptions:
     frequency_penalty: Annotated[float, option(SamplingParams, "frequency_penalty")] = SamplingParams.frequency_penalty
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="A text that ends an answer, which is cut before it. Repeat the option for several."),
+        typer.Option(help="Text that ends the answer, which is cut before it. Repeat the option for several."),
     ] = None
     seed: Annotated[int | None, option(SamplingParams, "seed")] = SamplingParams.seed
     block_size: AutoBlockSize = None
@@ -260,7 +280,7 @@ class SamplingOptions:
 
     @property
     def drafting(self) -> Drafting:
-        """ "auto" where neither size is named."""
+        """How far to draft: "auto" if neither size is given."""
         size, budget = self.block_size, self.tree_budget
         if size is None and budget is None:
             size = "auto"

@@ -9,14 +9,13 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import Adapter, FieldOptions, Revision, with_options
+from blockdraft.cli.options import Adapter, FieldOptions, Revision
 from blockdraft.tools.quantize.settings import CalibrationSettings, QuantizeSettings
 
 OWN = "own"  # text that the target writes itself
 OWN_BATCH = 16
 
 
-@with_options
 def quantize(
     *,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new checkpoint, new or empty.")],

@@ -8,13 +8,13 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
-from blockdraft.cli.loading import TargetOptions, takes_target
 from blockdraft.cli.options import (
     AutoBlockSize,
     DrafterPlace,
     DraftPasses,
     DraftWindow,
     SamplingOptions,
+    TargetOptions,
     TreeBudget,
     need_drafter,
     option,
@@ -84,7 +84,6 @@ class ServeOptions:
         return ServeSettings(**given)
 
 
-@takes_target
 def serve(
     *,
     run: TargetOptions,

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from blockdraft.cli import loading
+from blockdraft.cli.help import Command
 from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder
 from blockdraft.errors import Complaints, UsageError
 from blockdraft.types import DEFAULT_BACKEND, Backend
 
 
-class RecipeCommand(TyperCommand):
-    """A command whose unknown options are recipe fields; which there are depends on the variant."""
+class RecipeCommand(Command):
+    """A command whose unknown options are recipe fields, which depend on the variant."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}

@@ -1,15 +1,18 @@
-"""`blockdraft cache` on folders made up for it, and the kinds against those who write them."""
+"""`blockdraft env`, `cache` and `calibrate`."""
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from blockdraft import cli
+from blockdraft.cli.machine import facts
 from blockdraft.cpu import weight_cache
 from blockdraft.cpu.build import Build
 from blockdraft.drafters import load_drafter
@@ -18,6 +21,26 @@ from blockdraft.machine import CACHED
 from blockdraft.targets import load_target
 
 Run = Callable[..., tuple[int, str, str]]
+
+
+def test_facts(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    result = CliRunner().invoke(cli.app, ["env"])
+    assert result.exit_code == 0
+    found = dict(re.findall(r"^(\S.*?)  +(.+)$", result.output, re.M))
+    assert {"blockdraft", "python", "torch", "transformers", "processor", "memory", "compiled decoder"} <= found.keys()
+    assert (
+        re.match(r"\d+\.\d+", found["torch"]) and found["cache"] == str(own_cache) and found["OMP_NUM_THREADS"] == "1"
+    )
+
+
+def test_why_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from blockdraft.cpu import build
+
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(build, "begun", build.begun.__wrapped__)
+    assert dict(facts())["compiled decoder"] == "none, since there is no C compiler (no-such-compiler)"
 
 
 @pytest.fixture
@@ -99,3 +122,39 @@ def test_what_another_process_may_still_be_writing_is_left_alone(cache: Path, ru
     os.utime(cache / "costs/old.partial", (0, 0))
     assert run("clear", "costs")[0] == 0
     assert [file.name for file in (cache / "costs").iterdir()] == ["new.partial"]
+
+
+def calibrate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: object
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["blockdraft", "calibrate", "--device", "cpu", *map(str, args)])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    return int(exit_info.value.code or 0), *capsys.readouterr()
+
+
+def test_costs_are_measured_once_and_shown(
+    tiny_target_dir: Path,
+    tiny_drafter_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    monkeypatch.setattr("blockdraft.engine.adaptive.stored_costs.REPEATS", 1)
+    pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--batch-size", 2)
+    code, out, err = calibrate(capsys, monkeypatch, *pair)
+    assert code == 0
+    assert "R, chain of 7" in out and "R, tree of 64" in out and "2 rows: plain cycle" in err
+    code, out, err = calibrate(capsys, monkeypatch, *pair, "--json")
+    assert code == 0 and "--anew measures again" in err
+    assert json.loads(out)["rows"] == [1, 2]
+    assert "plain cycle" in calibrate(capsys, monkeypatch, *pair, "--anew")[2]
+
+
+def test_calibrating_a_target_needs_its_drafter(
+    tiny_target_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = calibrate(capsys, monkeypatch, "--target", tiny_target_dir)
+    assert (code, out) == (2, "")
+    assert "add --drafter DIR" in err

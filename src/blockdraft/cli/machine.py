@@ -1,0 +1,200 @@
+"""`blockdraft env`, `cache` and `calibrate`: this machine, what is kept on it, and how fast it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blockdraft.cli.help import add
+from blockdraft.cli.options import DrafterPlace, TargetOptions, need_drafter, option
+from blockdraft.errors import UsageError, counted
+from blockdraft.evaluation.methods import Settings
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "accelerate", "torchao")
+VARIABLES = (
+    "BLOCKDRAFT_CACHE",
+    "BLOCKDRAFT_CACHE_WEIGHTS",
+    "CC",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HUB_OFFLINE",
+    "OMP_NUM_THREADS",
+)
+
+
+def env() -> None:
+    """Print versions, processor, GPUs and whether the compiled decoder works, for a report of a fault."""
+    for name, value in facts():
+        print(f"{name:18}{value}")
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Names and values; the decoder is compiled where it has not been yet."""
+    import psutil
+    import torch
+
+    from blockdraft.cpu.build import build
+    from blockdraft.machine import cache_folder, free_bytes, processor
+
+    yield "blockdraft", version("blockdraft")
+    yield "python", f"{platform.python_version()}, {platform.platform()}"
+    for name in PACKAGES:
+        yield name, _version(name)
+    models = [line.partition(":")[2].strip() for line in processor().splitlines() if line.startswith("model name")]
+    yield "processor", models[0] if models else platform.processor() or platform.machine()
+    yield "cores", f"{psutil.cpu_count(logical=False)}, {counted(torch.get_num_threads(), 'thread')} of torch"
+    total, free = psutil.virtual_memory().total, free_bytes(torch.device("cpu"))
+    yield "memory", f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free for us"
+    for number in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(number)
+        yield f"GPU {number}", f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, CUDA {torch.version.cuda}"
+    if not torch.cuda.is_available():
+        yield "GPU", "none that torch sees"
+    made = build(torch.float32, torch.float32)
+    works = made.library() is not None
+    origin = f"came with the package, for {made.level}" if made.level else "compiled here"
+    yield "compiled decoder", f"works, {origin}" if works else f"none, since {made.reason}"
+    yield "cache", str(cache_folder())
+    for name in VARIABLES:
+        if name in os.environ:
+            yield name, os.environ[name]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+PARTIAL_SECONDS = 3600.0  # after which a file that is being written was left by a process that is gone
+
+cache = typer.Typer(help="List or clear what is kept on this machine.", no_args_is_help=True)
+
+
+def list_(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False) -> None:
+    """Show what is kept, how large it is, and when it was last written.
+
+    It lies in ~/.cache/blockdraft, or in the folder that BLOCKDRAFT_CACHE names.
+    """
+    from rich.table import Table
+
+    from blockdraft.cli import display
+    from blockdraft.machine import CACHED, cache_folder
+
+    found = {kind: _summary(_files(kind)) for kind in CACHED}
+    if as_json:
+        print(json.dumps({"folder": str(cache_folder()), "kinds": found}))
+        return
+    table = Table(box=None, pad_edge=False)
+    for header in ("kind", "files", "size", "newest", "what"):
+        table.add_column(header, justify="right" if header in ("files", "size") else "left")
+    for kind, one in found.items():
+        newest = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["newest"])) if one["newest"] else "-"
+        table.add_row(kind, str(one["files"]), _size(one["bytes"]), newest, CACHED[kind])
+    console = display.terminal() if sys.stdout.isatty() else display.plain()
+    console.print(str(cache_folder()), soft_wrap=True)
+    console.print(table)
+
+
+def clear(
+    kinds: Annotated[
+        list[str] | None, typer.Argument(metavar="[KIND]...", help="What to clear, as in `blockdraft cache list`.")
+    ] = None,
+) -> None:
+    """Delete what is kept, all of it or some kinds. It is made again when it is needed."""
+    from blockdraft.machine import CACHED
+
+    unknown = [kind for kind in kinds or () if kind not in CACHED]
+    if unknown:
+        raise UsageError(f"kind is {unknown[0]!r}; it must be one of {', '.join(CACHED)}.")
+    for kind in kinds or CACHED:
+        files = _files(kind)
+        size = _summary(files)["bytes"]
+        for file in files:
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                raise UsageError(f"{file} cannot be deleted ({error.strerror}); its owner can.") from error
+        print(f"{kind}: {counted(len(files), 'file')}, {_size(size)} deleted")
+
+
+def _files(kind: str) -> list[Path]:
+    from blockdraft.machine import cache_folder
+
+    folder = cache_folder() / kind
+    found = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+    return [file for file in found if file.suffix != ".lock" and not (file.suffix == ".partial" and _is_young(file))]
+
+
+def _is_young(file: Path) -> bool:
+    """Whether another process may still be writing it."""
+    with suppress(FileNotFoundError):
+        return time.time() - file.stat().st_mtime < PARTIAL_SECONDS
+    return True
+
+
+def _summary(files: list[Path]) -> dict[str, Any]:
+    stats = []
+    for file in files:
+        with suppress(FileNotFoundError):  # another process has cleared it
+            stats.append(file.stat())
+    newest = max((one.st_mtime for one in stats), default=None)
+    return {"files": len(files), "bytes": sum(one.st_size for one in stats), "newest": newest}
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
+def calibrate(
+    run: TargetOptions,
+    drafter: DrafterPlace = None,
+    batch_size: Annotated[int, option(Settings, "batch_size")] = 16,
+    anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if there is a measurement.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Measure what cycles cost on this machine, or show what is known of it.
+
+    Block sizes and tree budgets of "auto" begin with these figures, and learn from the cycles that run. They are kept
+    in ~/.cache/blockdraft, or in the folder that BLOCKDRAFT_CACHE names. Measure while nothing else runs.
+    """
+    need_drafter(run.target, drafter, "--drafter prompt_lookup")
+
+    from blockdraft.cli import display
+    from blockdraft.drafters import load_drafter
+    from blockdraft.engine.adaptive import stored_costs
+    from blockdraft.engine.adaptive.calibrate import Probe
+
+    loaded = run.load()
+    guesser = load_drafter(drafter, target=loaded)
+    file = stored_costs.path(loaded, guesser)
+    known = None if anew else stored_costs.load(file)
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if known is None:
+        known = stored_costs.measure(Probe(loaded, guesser), guesser.block_size, batch_size, loaded.max_context, report)
+        stored_costs.store(file, known)
+    else:
+        report(f"From {file}; --anew measures again.")
+    if as_json:
+        print(json.dumps({**asdict(known), "backend": loaded.backend, "running": loaded.running}))
+    else:
+        console = display.terminal() if sys.stdout.isatty() else display.plain()
+        display.show_costs(console, known, guesser.block_size, loaded.running)
+
+
+add(cache, list_, "list")
+add(cache, clear)

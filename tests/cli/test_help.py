@@ -1,0 +1,90 @@
+"""The overview, the help screens, and the completion of the command line."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from blockdraft import cli
+from blockdraft.cli.help import Command
+
+
+def shown(*words: str, width: int = 120) -> str:
+    result = CliRunner().invoke(cli.app, [*words], env={"COLUMNS": str(width), "TERM": "dumb"})
+    assert result.exit_code == 0
+    return result.output
+
+
+def commands(group: Any = None, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    group = group or typer.main.get_command(cli.app)
+    for name, command in group.commands.items():
+        words = (*before, *name.split())
+        yield from commands(command, words) if hasattr(command, "commands") else [(words, command)]
+
+
+def test_the_overview_groups_all_commands() -> None:
+    found = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    assert all(command.rich_help_panel for command in found.values())
+    output = shown("--help")
+    places = [output.index(each) for each in ("Run models", "Make a drafter", "Measure", "This machine")]
+    assert places == sorted(places)
+    assert "bench server" in output and "bench suite" in output
+
+
+def test_every_command_has_both_helps() -> None:
+    found = dict(commands())
+    assert len(found) >= 25 and all(isinstance(command, Command) for command in found.values())
+    for words, command in found.items():
+        names = {parameter.name for parameter in command.params}
+        assert command.short <= names, words
+        assert len(command.short) <= 11 and (command.short or len(names) <= 11), words
+
+
+@pytest.mark.parametrize("words", [words for words, _ in commands()], ids=" ".join)
+def test_help_is_short_and_help_all_is_whole(words: tuple[str, ...]) -> None:
+    command = dict(commands())[words]
+    flags = {parameter.name: parameter.opts[0] for parameter in command.params if parameter.opts[0].startswith("-")}
+    required = {parameter.name for parameter in command.params if parameter.required}
+    short, whole = shown(*words, "--help"), shown(*words, "--help-all")
+    for name, flag in flags.items():
+        row = re.compile(rf"^│ [* ]*{flag}[ ,]", re.M)
+        assert row.search(whole) and bool(row.search(short)) == (not command.short or name in command.short | required)
+    left_out = len(flags) - len(command.short & set(flags) | required & set(flags)) if command.short else 0
+    assert (f"--help-all shows {left_out} more options." in short) == (left_out > 0)
+    assert "more options" not in whole and whole == shown(*words, "--help-all")
+
+
+def test_options_are_in_panels() -> None:
+    output = shown("generate", "--help-all")
+    panels = ["Options", "Model", "Drafting", "Sampling", "Data", "Output"]
+    places = [output.index(f"─ {panel} ─") for panel in panels]
+    assert places == sorted(places)
+    flags = ("--dtype", "--block-size", "--top-k", "--prompts")
+    for panel, after, flag in zip(panels[1:], panels[2:], flags, strict=False):
+        assert output.index(f"─ {panel} ─") < output.index(f" {flag} ") < output.index(f"─ {after} ─")
+
+
+def test_a_narrow_terminal_cuts_no_words() -> None:
+    for words in (("generate",), ("serve",), ("bench",)):
+        assert max(map(len, shown(*words, "--help-all", width=80).splitlines())) == 80
+
+
+def test_two_words_name_a_command(blockdraft: Callable[..., Any]) -> None:
+    assert "bench server [OPTIONS]" in blockdraft("bench", "server", "--help").out
+    assert "bench [OPTIONS]" in blockdraft("bench", "--help").out
+    assert "No such command 'benches'" in blockdraft("benches").err
+    assert "unexpected extra argument" in blockdraft("bench", "sever").err
+
+
+@pytest.mark.parametrize(("typed", "offered"), [("blockdraft ch", "chat"), ("blockdraft chat --tem", "--temperature")])
+def test_the_shell_completes(typed: str, offered: str) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_BLOCKDRAFT_COMPLETE": "complete_bash"}
+    code = "import sys; sys.argv = ['blockdraft']; from blockdraft.cli import app; app(prog_name='blockdraft')"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **words}, capture_output=True)
+    assert offered in done.stdout.decode().split()
