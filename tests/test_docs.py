@@ -61,14 +61,14 @@ NOT_RUN = {
     "blockdraft bench --target MODEL --drafter SMALL-MODEL --drafter-device cuda:1 --draft-ahead 4 --methods chain "
     "--prompts PROMPTS.jsonl": TWO_DEVICES,
     "blockdraft serve --host 0.0.0.0 --allow-host box.local": SERVE,
-    "blockdraft bench --url http://localhost:8000 --prompts gsm8k.jsonl --concurrency 1,8,64 --temperature 0,1 --out "
+    "blockdraft bench server http://localhost:8000 --prompts gsm8k.jsonl --concurrency 1,8,64 --temperature 0,1 --out "
     "results": ASKS,
-    "blockdraft bench --url http://localhost:8000 --against http://localhost:8001 --prompts gsm8k.jsonl": ASKS,
+    "blockdraft bench server http://localhost:8000 --against http://localhost:8001 --prompts gsm8k.jsonl": ASKS,
     "blockdraft launch sglang --target TARGET --drafter DRAFTER --prompts chats.jsonl --out results -- --tp 2": ""
     "starts an engine of others; tests/tools/deploy/test_launch.py has one that stands in for it",
-    "blockdraft bench --suite paper --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 --temperature 0,1 --out "
+    "blockdraft bench suite --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 --temperature 0,1 --out "
     "paper": SUITE,
-    "blockdraft bench --suite paper --suite-data DIR --tasks gsm8k,mt-bench --limit 20 --target TARGET --drafter "
+    "blockdraft bench suite --suite-data DIR --tasks gsm8k,mt-bench --limit 20 --target TARGET --drafter "
     "DRAFTER --out paper": SUITE,
     "blockdraft push DRAFTER --target TARGET --repo me/my-drafter --license apache-2.0": "sends files to the hub; "
     "tests/tools/deploy/test_push.py has a stand-in for it",
