@@ -15,10 +15,10 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from blockdraft.diffusion.convert import convert
 from blockdraft.diffusion.folder import load_model, write_model
 from blockdraft.diffusion.likelihood import likelihood
-from blockdraft.diffusion.model import DiffusionModel
+from blockdraft.diffusion.model import DiffusionConfig, DiffusionModel
 from blockdraft.diffusion.new import new_model
 from blockdraft.diffusion.sampler import Sampler
-from blockdraft.diffusion.settings import ConvertSettings, DiffusionConfig, SampleSettings
+from blockdraft.diffusion.settings import ConvertSettings, SampleSettings
 from blockdraft.diffusion.text import Tokens
 from blockdraft.errors import UsageError
 from blockdraft.nn.dit import DiT, DiTConfig

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.diffusion.folder import PREFIX, write_model
-from blockdraft.diffusion.model import DiffusionModel
-from blockdraft.diffusion.settings import ConvertSettings, DiffusionConfig
+from blockdraft.diffusion.model import DiffusionConfig, DiffusionModel
+from blockdraft.diffusion.settings import ConvertSettings
 from blockdraft.errors import UsageError
 from blockdraft.folders import held
 from blockdraft.formats.model_folder import check_free

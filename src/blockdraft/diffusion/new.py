@@ -11,8 +11,8 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from blockdraft.diffusion.convert import Converted, mask_token
 from blockdraft.diffusion.folder import PAPER, PREFIX, other_files, write_model
-from blockdraft.diffusion.model import DiffusionModel
-from blockdraft.diffusion.settings import DiffusionConfig, NewSettings
+from blockdraft.diffusion.model import DiffusionConfig, DiffusionModel
+from blockdraft.diffusion.settings import NewSettings
 from blockdraft.errors import UsageError
 from blockdraft.folders import held
 from blockdraft.formats.model_folder import check_free

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from blockdraft.diffusion.model import DiffusionConfig as DiffusionConfig  # to be had here too
 from blockdraft.errors import UsageError
 from blockdraft.settings import Amount, Count, Natural, Seed, Share, Texts, settings
 
