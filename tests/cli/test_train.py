@@ -58,7 +58,7 @@ def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeyp
 def test_show_recipe_is_a_recipe(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["train", "dflash", "--layers", "3", "--taps", "1,2", "--show-recipe"])
     assert result.exit_code == 0
-    line = "# Draft layers; the default is 5, or as many as the drafter has that `init` names."
+    line = "# Number of draft layers; the default is 5, or that of the drafter in `init`."
     assert f"{line}\nlayers = 3\n" in result.output
     (tmp_path / "r.toml").write_text(result.output)
     assert read_settings(DFlashRecipe, tmp_path / "r.toml") == DFlashRecipe(layers=3, taps=(1, 2))
