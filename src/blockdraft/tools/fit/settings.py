@@ -9,7 +9,6 @@ from pydantic import Field
 
 from blockdraft.errors import UsageError
 from blockdraft.settings import Amount, Count, Natural, settings
-from blockdraft.training.variant import fit_gains
 
 
 @settings
@@ -54,7 +53,11 @@ class FitSettings:
     seed: Natural = 0
 
     def __post_init__(self) -> None:
-        if self.variant is not None and self.variant not in fit_gains():
+        if self.variant is None:
+            return
+        from blockdraft.training.variant import fit_gains  # imports torch, which the command line's start does without
+
+        if self.variant not in fit_gains():
             raise UsageError(f"variant is {self.variant!r}; it must be one of {', '.join(fit_gains())}.")
 
     def asked(self) -> dict[str, Any]:
