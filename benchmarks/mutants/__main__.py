@@ -15,7 +15,6 @@ so an interrupted run goes on where it stopped. The status is 1 where a mutation
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -27,32 +26,17 @@ from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 
-from benchmarks.mutants.mutants import (
-    FOLDER,
-    ROOT,
-    Mutant,
-    Result,
-    as_result,
-    copied,
-    fingerprint,
-    judge,
-    read,
-    run_tests,
-)
+from benchmarks.harness.command import ROOT, Parser
+from benchmarks.harness.report import table, write_files
+from benchmarks.mutants.mutant import FOLDER, Mutant, Result, copied, fingerprint, judge, read, run_tests
+
+OUTCOMES = ("survived", "stale", "caught")  # those first that need work
 
 
-def table(results: Sequence[tuple[Mutant, Result]], root: Path = ROOT) -> str:
-    """All results in markdown, those that need work first."""
-    order = {"survived": 0, "stale": 1, "caught": 2}
-    lines = ["| outcome | s | where | what is broken | noticed by |", "|---|---|---|---|---|"]
-    for mutant, result in sorted(results, key=lambda pair: order[pair[1].outcome]):
-        where = place_of(mutant, root)
-        lines.append(f"| {result.outcome} | {result.seconds:.1f} | {where} | {mutant.why} | {result.by} |")
-    return "\n".join(lines) + "\n"
-
-
-def place_of(mutant: Mutant, root: Path) -> str:
-    return f"{mutant.file.removeprefix('src/blockdraft/')}:{mutant.line(root)}"
+def results_table(results: Sequence[tuple[Mutant, Result]], root: Path = ROOT) -> str:
+    ordered = sorted(results, key=lambda pair: OUTCOMES.index(pair[1].outcome))
+    lines = ([r.outcome, f"{r.seconds:.1f}", mutant.place(root), mutant.why, r.by] for mutant, r in ordered)
+    return table(["outcome", "s", "where", "what is broken", "noticed by"], lines) + "\n"
 
 
 class Kept:
@@ -69,14 +53,11 @@ class Kept:
 
     def find(self, mutant: Mutant) -> Result | None:
         found = self._results.get(mutant.key(self._state))
-        return None if found is None else as_result(found)
+        return None if found is None else Result(*(found[name] for name in ("outcome", "seconds", "by")))
 
     def add(self, mutant: Mutant, result: Result) -> None:
         self._results[mutant.key(self._state)] = asdict(result) | {"state": self._state, "file": mutant.file}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._results, indent=1) + "\n", encoding="utf-8")
-        partial.replace(self._path)
+        write_files(self._path.parent, {self._path.name: self._results})
 
 
 def examine(
@@ -85,36 +66,34 @@ def examine(
     """Judge what is not yet known, some at a time, each in a copy of its own; report progress."""
     results = [(mutant, result) for mutant in mutants if (result := kept.find(mutant)) is not None]
     known = {mutant for mutant, _ in results}
-    open_ones = [mutant for mutant in mutants if mutant not in known]
+    left = [mutant for mutant in mutants if mutant not in known]
     if results:
         print(f"{len(results)} of {len(mutants)} are known from before", flush=True)
-    if not open_ones:
+    if not left:
         return results
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
-        cache = Path(place) / "cache"
         trees: SimpleQueue[Path] = SimpleQueue()
-        for number in range(min(jobs, len(open_ones))):
+        for number in range(min(jobs, len(left))):
             trees.put(copied(root, Path(place) / str(number)))
 
         def one(mutant: Mutant) -> Result:
             tree = trees.get()
             try:
-                return judge(mutant, tree, cache, seconds)
+                return judge(mutant, tree, Path(place) / "cache", seconds)
             finally:
                 trees.put(tree)
 
         began = time.perf_counter()
         with ThreadPoolExecutor(jobs) as pool:
-            futures = {pool.submit(one, mutant): mutant for mutant in open_ones}
+            futures = {pool.submit(one, mutant): mutant for mutant in left}
             try:
                 for count, future in enumerate(as_completed(futures), start=1):
                     mutant, result = futures[future], future.result()
                     kept.add(mutant, result)
                     results.append((mutant, result))
-                    left = (time.perf_counter() - began) / count * (len(open_ones) - count)
-                    progress = f"[{count}/{len(open_ones)}, {left / 60:.1f} min left]"
-                    found = f"{result.outcome} in {result.seconds:.0f} s: {place_of(mutant, root)} {mutant.why}"
-                    print(progress, found, result.by, flush=True)
+                    minutes = (time.perf_counter() - began) / count * (len(left) - count) / 60
+                    found = f"{result.outcome} in {result.seconds:.0f} s: {mutant.place(root)} {mutant.why}"
+                    print(f"[{count}/{len(left)}, {minutes:.1f} min left] {found} {result.by}", flush=True)
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
@@ -122,7 +101,7 @@ def examine(
 
 
 def sound(mutants: Sequence[Mutant], root: Path, seconds: float) -> str:
-    """Run all named tests on the code as it is: what fails anyway notices nothing. What they print if they fail."""
+    """Run all named tests on the code as it is; returns what they print if they fail, since such notice nothing."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     # A test that is named by itself and within its file runs once.
     tests = [test for test in tests if not any(test != other and test.startswith(other) for other in tests)]
@@ -132,28 +111,27 @@ def sound(mutants: Sequence[Mutant], root: Path, seconds: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, resumes=True)
     parser.add_argument("words", nargs="*", help="only mutations whose file or description holds one of these")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time (default: one a core)")
     parser.add_argument("--seconds", type=float, default=300.0, help="longest run of one mutation's tests (300)")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutants.json")
-    parser.add_argument("--anew", action="store_true", help="forget the results of earlier runs")
     parser.add_argument("--unchecked", action="store_true", help="do not run the tests on the unbroken code first")
-    args = parser.parse_args()
+    args = parser.parse()
     mutants = read(sorted(FOLDER.glob("*.toml")))
     if args.words:
         mutants = [m for m in mutants if any(word in m.file or word in m.why for word in args.words)]
     if not mutants:
         parser.error(f"no mutation holds one of {args.words}")
     kept = Kept(args.results, fingerprint(ROOT), args.anew)
-    open_ones = [mutant for mutant in mutants if kept.find(mutant) is None]
-    if open_ones and not args.unchecked:
-        print(f"the tests of {len(open_ones)} mutations on the unbroken code", flush=True)
-        if trouble := sound(open_ones, ROOT, 10 * args.seconds):
+    left = [mutant for mutant in mutants if kept.find(mutant) is None]
+    if left and not args.unchecked:
+        print(f"the tests of {len(left)} mutations on the unbroken code", flush=True)
+        if trouble := sound(left, ROOT, 10 * args.seconds):
             print(trouble, file=sys.stderr)
             return 2
     results = examine(mutants, ROOT, kept, args.jobs, args.seconds)
-    print(f"\n{table(results)}")
+    print(f"\n{results_table(results)}")
     outcomes = [result.outcome for _, result in results]
     print(", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("caught", "survived", "stale")))
     return 0 if outcomes.count("caught") == len(mutants) else 1

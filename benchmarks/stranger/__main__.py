@@ -8,7 +8,6 @@ is 1 where something does not hold. What is done is kept in `--out`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shlex
@@ -18,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.harness.command import ROOT, Parser
+
 LEAST_TAU, LEAST_AUTO = 1.7, 0.97
 PROBLEMS = 6000  # word problems of the text that is used where none is given
 
@@ -47,27 +47,24 @@ def fit(target: Path, data: Path | None, hours: float, out: Path) -> dict[str, A
     subprocess.run([*answer, "--max-new-tokens", "32", "Once there was"], check=True, stdout=subprocess.DEVNULL)
     methods = json.loads((out.with_name(f"{out.name}.fit") / "bench" / "results.json").read_text())["methods"]
     whole, auto = methods["chain"], methods["chain:auto"]
-    wrong = []
-    if seconds > 3600 * hours:
-        wrong.append(f"took {seconds:.0f} s of {3600 * hours:.0f}")
-    if (whole["tau"] or 0) < LEAST_TAU:
-        wrong.append(f"tau {whole['tau']}")
-    if min(whole["identical"], auto["identical"]) < 1:
-        wrong.append("tokens differ")
-    if (auto["speedup"] or 0) < LEAST_AUTO:
-        wrong.append(f"auto {auto['speedup']}")
-    return {"seconds": seconds, "tau": whole["tau"], "whole": whole["speedup"], "auto": auto["speedup"], "wrong": wrong}
+    wrong = {
+        f"took {seconds:.0f} s of {3600 * hours:.0f}": seconds > 3600 * hours,
+        f"tau {whole['tau']}": (whole["tau"] or 0) < LEAST_TAU,
+        "tokens differ": min(whole["identical"], auto["identical"]) < 1,
+        f"auto {auto['speedup']}": (auto["speedup"] or 0) < LEAST_AUTO,
+    }
+    told = [text for text, is_so in wrong.items() if is_so]
+    return {"seconds": seconds, "tau": whole["tau"], "whole": whole["speedup"], "auto": auto["speedup"], "wrong": told}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, out=Path("build/stranger"))
     parser.add_argument("--text", type=Path, help="what the targets learn, paragraphs with a blank line between")
     parser.add_argument("--hours", type=float, default=0.3, help="of each fit")
     parser.add_argument("--steps", type=int, default=600, help="of training a target; some minutes")
-    parser.add_argument("--out", type=Path, default=Path("build/stranger"))
-    args = parser.parse_args()
+    args = parser.parse()
 
-    from benchmarks.stranger.targets import NAMES, make_target
+    from benchmarks.stranger.targets import FAMILIES, make_target
 
     args.out.mkdir(parents=True, exist_ok=True)
     text = args.text
@@ -75,7 +72,7 @@ def main() -> int:
         text = args.out / "text.txt"
         text.write_text(own_text(), encoding="utf-8")
     results = {}
-    for name in NAMES:
+    for name in FAMILIES:
         target = args.out / "targets" / name
         make_target(name, text.read_text(encoding="utf-8"), target, args.steps)
         results[name] = fit(target, text, args.hours, args.out / name)

@@ -9,7 +9,6 @@ in `--out`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -20,11 +19,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
+from benchmarks.harness.command import CORES, ROOT, Parser
 from blockdraft.targets import BUNDLED
 
-ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "tiny"
 ANSWERING = 0.2  # share of the time in which the target answers
 ENDING = 0.06  # share that is left when the training is told to end: the rates fall, and what is best is written
@@ -49,7 +46,7 @@ def done(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def by_hand(corpus: Path, seconds: float, out: Path, threads: int) -> None:
-    """The recipe's steps, in this time."""
+    """Do the recipe's steps in this time."""
     began, log, answers = time.monotonic(), out / "by-hand.log", out / "answers.jsonl"
     of_target = ["--target", BUNDLED]
     answer = [*PYTHON, RECIPE / "write_answers.py", "--corpus", corpus, *of_target, "--out", answers]
@@ -75,7 +72,7 @@ def by_hand(corpus: Path, seconds: float, out: Path, threads: int) -> None:
 
 
 def recipes_prompts(corpus: Path, out: Path) -> Path:
-    """The prompts that the recipe has answered, as a file."""
+    """Write the prompts that the recipe has answered to a file."""
     sys.path.insert(0, str(RECIPE))
     from write_answers import training_prompts  # type: ignore[import-not-found]
 
@@ -96,15 +93,14 @@ def by_fit(corpus: Path, seconds: float, out: Path, threads: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, out=Path("build/hour"))
     parser.add_argument("--corpus", type=Path, required=True, help="what corpus.py has written")
     parser.add_argument("--data", type=Path, required=True, help="folder with prompts/gsm8k.jsonl and humaneval.jsonl")
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--limit", type=int, default=100, help="prompts of each set that tau is measured on")
-    parser.add_argument("--out", type=Path, default=Path("build/hour"))
-    args = parser.parse_args()
+    args = parser.parse()
     args.out.mkdir(parents=True, exist_ok=True)
-    threads = max(1, (psutil.cpu_count(logical=False) or 2) // 2)
+    threads = max(1, CORES // 2)
     running = [
         threading.Thread(target=make, args=(args.corpus, 3600 * args.hours, args.out, threads))
         for make, name in ((by_hand, "by-hand"), (by_fit, "by-fit"))

@@ -7,7 +7,6 @@ where one is not.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import random
@@ -19,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.harness.command import Parser
 from blockdraft.tools.fit.steps import done_steps
 
 WEIGHTS = "model.safetensors"
@@ -27,7 +27,7 @@ POLL_SECONDS = 0.1
 
 
 def run(command: Sequence[str], seconds: float = math.inf, enough: Callable[[], bool] = lambda: False) -> bool:
-    """Whether it came to its end; killed after so many seconds otherwise, or as soon as there is enough of it."""
+    """Run a fit, which is killed after so many seconds or once there is enough of it; returns whether it ended."""
     process = subprocess.Popen(
         [sys.executable, "-m", "blockdraft", "fit", *command],
         stdout=subprocess.DEVNULL,
@@ -50,7 +50,7 @@ def run(command: Sequence[str], seconds: float = math.inf, enough: Callable[[], 
 
 
 def killed(options: Sequence[str], folder: Path, kills: int, seed: int = 0) -> tuple[int, int]:
-    """Fits that were killed, and how many of these ended with other weights than the one that was not."""
+    """Number of fits that were killed, and of those among them with other weights than the one that was not."""
     whole, steps = folder / "whole", folder / "whole.fit"
     began = time.monotonic()
     run([*options, "--out", str(whole)], enough=lambda: "train" in done_steps(steps))  # what follows leaves the weights
@@ -70,14 +70,14 @@ def killed(options: Sequence[str], folder: Path, kills: int, seed: int = 0) -> t
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--target", required=True, help="model to fit")
     parser.add_argument("--data", help="prompts; by default the target writes them")
     parser.add_argument("--answers", type=int, default=200)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    args = parser.parse_args()
+    args = parser.parse()
     options = ["--target", args.target, "--device", "cpu", "--answers", str(args.answers), "--steps", str(args.steps)]
     options += ["--data", args.data] if args.data else []
     with tempfile.TemporaryDirectory() as folder:

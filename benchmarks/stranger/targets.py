@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -26,7 +27,7 @@ from blockdraft.training.optimizers import Muon
 
 VOCABULARY = 2048
 CONTEXT = 512
-ROW, ROWS = 256, 8  # tokens of a row, and rows of a step
+LENGTH, BATCH = 256, 8  # tokens of a row, and rows of a step
 PASSAGE = 600  # characters of a document at least
 LEARNT = 2.0  # nats a token: a drafter of a target that guesses worse has little to learn
 TEMPLATE = (
@@ -35,11 +36,30 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-NAMES = ("llama", "gemma3", "qwen3")
+FAMILIES = {
+    "llama": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2},
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {"hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": 6, "head_dim": 40}
+        | {"query_pre_attn_scalar": 40, "sliding_window": 64}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2},
+    ),
+    "qwen3": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "head_dim": 48}
+        | {"tie_word_embeddings": True},
+    ),
+}
 
 
 def passages(text: str) -> list[str]:
-    """The text in documents that begin and end with a paragraph."""
+    """Split a text into documents that begin and end with a paragraph."""
     found, held = list[str](), ""
     for paragraph in text.split("\n\n"):
         held = f"{held}\n\n{paragraph}".strip()
@@ -54,60 +74,26 @@ def make_tokenizer(documents: list[str], chats: bool) -> PreTrainedTokenizerFast
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
-    )
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=specials, **options)
     tokenizer.train_from_iterator(documents, trainer)
     if not chats:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=None if chats else "<s>",
-        eos_token=specials[-1],
-        model_max_length=CONTEXT,
-        clean_up_tokenization_spaces=False,
-    )
+    ends = {"bos_token": None if chats else "<s>", "eos_token": specials[-1], "model_max_length": CONTEXT}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **ends)
     if chats:
         fast.chat_template = TEMPLATE
     return fast
 
 
 def make_model(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    common = {
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": CONTEXT,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": None,
-    }
-    if name == "llama":
-        config = LlamaConfig(hidden_size=192, intermediate_size=512, num_hidden_layers=2, **common)
-        return LlamaForCausalLM(config)
-    if name == "gemma3":
-        windows = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-        config = Gemma3TextConfig(
-            hidden_size=160,
-            intermediate_size=448,
-            num_hidden_layers=6,
-            head_dim=40,
-            query_pre_attn_scalar=40,
-            sliding_window=64,
-            layer_types=windows,
-            **common,
-        )
-        return Gemma3ForCausalLM(config)
-    config = Qwen3Config(
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=6,
-        head_dim=48,
-        tie_word_embeddings=True,
-        **common,
+    config, model, sizes = FAMILIES[name]
+    tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    made: PreTrainedModel = model(
+        config(vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, **heads, **tokens, **sizes)
     )
-    return Qwen3ForCausalLM(config)
+    return made
 
 
 def encoded(document: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -116,8 +102,8 @@ def encoded(document: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
         return [*tokenizer(document)["input_ids"], tokenizer.eos_token_id]
     words = document.split(" ")
     cut = len(words) // 4
-    chat = [("user", " ".join(words[:cut])), ("assistant", " ".join(words[cut:]))]
-    messages = [{"role": role, "content": content} for role, content in chat]
+    parts = {"user": words[:cut], "assistant": words[cut:]}
+    messages = [{"role": role, "content": " ".join(part)} for role, part in parts.items()]
     return list(tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"])
 
 
@@ -127,30 +113,30 @@ def rows(documents: list[list[int]], seed: int) -> Iterator[list[int]]:
     while True:
         for document in rng.sample(documents, len(documents)):
             row += document
-            if len(row) > ROW:
-                yield row[: ROW + 1]
+            if len(row) > LENGTH:
+                yield row[: LENGTH + 1]
                 row = []
 
 
 def make_target(name: str, text: str, folder: Path, steps: int) -> None:
-    """Train a target for so many steps, some minutes; nothing is done where there is one."""
+    """Train a target for so many steps, some minutes, unless there is one."""
     if (folder / "config.json").exists():
         return
     documents = passages(text)
     tokenizer = make_tokenizer(documents, chats=name == "qwen3")
     torch.manual_seed(0)
     model = make_model(name, tokenizer).train()
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n or "lm_head" in n]
+    matrices, others = list[Tensor](), list[Tensor]()
+    for part, weight in model.named_parameters():
+        (matrices if weight.ndim == 2 and "embed" not in part and "lm_head" not in part else others).append(weight)
     optimizers = [Muon(matrices, 0.02), torch.optim.AdamW(others, 3e-3, (0.9, 0.95), weight_decay=0.0)]
-    rates = [0.02, 3e-3]
+    groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     stream = rows([encoded(document, tokenizer) for document in documents], seed=0)
     losses = list[float]()
     for step in range(steps):
-        for optimizer, rate in zip(optimizers, rates, strict=True):
-            for group in optimizer.param_groups:  # a short rise, and a long fall
-                group["lr"] = rate * min((step + 1) / 20, 1.0, 2 * (1 - step / steps))
-        ids = torch.tensor([next(stream) for _ in range(ROWS)])
+        for group, rate in groups:  # a short rise, and a long fall
+            group["lr"] = rate * min((step + 1) / 20, 1.0, 2 * (1 - step / steps))
+        ids = torch.tensor([next(stream) for _ in range(BATCH)])
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()

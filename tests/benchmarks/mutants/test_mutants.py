@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mutants.__main__ import Kept, examine, sound, table
-from benchmarks.mutants.mutants import FOLDER, ROOT, Mutant, Result, fingerprint, judge, read
+from benchmarks.mutants.__main__ import Kept, examine, results_table, sound
+from benchmarks.mutants.mutant import FOLDER, ROOT, Mutant, Result, fingerprint, judge, read
 
 MUTANTS = read(sorted(FOLDER.glob("*.toml")))
 SOURCE = "def double(x):\n    return x + x\n\n\ndef half(x):\n    return x / 2\n"
@@ -81,8 +81,5 @@ def test_tests_that_fail_anyway_are_found_first(tree: Path) -> None:
 
 def test_survivors_come_first_in_the_table(tree: Path) -> None:
     results = [(toy("x + x", "0"), Result("caught", 1.0, "a test")), (toy("x / 2", "0"), Result("survived", 2.0, ""))]
-    lines = table(results, tree).splitlines()
-    assert lines[2:] == [
-        "| survived | 2.0 | src/toy.py:6 | It is broken. |  |",
-        "| caught | 1.0 | src/toy.py:2 | It is broken. | a test |",
-    ]
+    lines = results_table(results, tree).splitlines()
+    assert ["survived" in lines[2], "src/toy.py:6" in lines[2], "caught" in lines[3]] == [True] * 3

@@ -1,4 +1,4 @@
-"""The mutations of this folder's files, and what becomes of one of them."""
+"""Mutations of this folder's files, and what becomes of one of them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from benchmarks.harness.command import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
 C_DEFINES = ("-DWEIGHT=0", "-DSTORE=0", "-DMOST_LANES=8", "-DINTEGERS=1")  # any will do for a check
 
@@ -45,11 +45,7 @@ class Mutant:
     why: str
 
     def applied(self, text: str) -> str:
-        """The file's text with the mutation.
-
-        Raises:
-            ValueError: It does not fit this text.
-        """
+        """The file's text with the mutation. Raises ValueError where it does not fit this text."""
         count = text.count(self.old)
         if count != 1 or self.old == self.new:
             raise ValueError(f"{self.file}: {self.old!r} occurs {count} times; it must once, and be changed")
@@ -61,29 +57,29 @@ class Mutant:
                 raise ValueError(f"{self.file}: the mutation is no Python: {error}") from error
         return mutated
 
-    def line(self, root: Path = ROOT) -> int:
-        """Where the file is changed; 0 where the mutation does not fit."""
+    def place(self, root: Path = ROOT) -> str:
+        """File and line that are changed; line 0 where the mutation does not fit."""
         before, found, _ = (root / self.file).read_text(encoding="utf-8").partition(self.old)
-        return before.count("\n") + 1 if found else 0
+        line = before.count("\n") + 1 if found else 0
+        return f"{self.file.removeprefix('src/blockdraft/')}:{line}"
 
     def key(self, fingerprint: str) -> str:
         return hashlib.sha256(repr((self, fingerprint)).encode()).hexdigest()[:16]
 
 
 def read(files: Iterable[Path]) -> list[Mutant]:
-    """The entries of TOML files: tables `[[mutant]]` with the fields of `Mutant`."""
-    found = []
-    for file in files:
-        for entry in tomllib.loads(file.read_text(encoding="utf-8"))["mutant"]:
-            found.append(Mutant(**(entry | {"tests": tuple(entry["tests"])})))
-    return found
+    """Entries of TOML files: tables `[[mutant]]` with the fields of `Mutant`."""
+    entries = (entry for file in files for entry in tomllib.loads(file.read_text(encoding="utf-8"))["mutant"])
+    return [Mutant(**(entry | {"tests": tuple(entry["tests"])})) for entry in entries]
 
 
 @dataclass(frozen=True)
 class Result:
-    """Attributes:
-    outcome: "caught", "survived", or "stale" where the mutation or its tests no longer fit the code.
-    by: The test that failed, or what else happened.
+    """What became of a mutation.
+
+    Attributes:
+        outcome: "caught", "survived", or "stale" where the mutation or its tests no longer fit the code.
+        by: The test that failed, or what else happened.
     """
 
     outcome: str
@@ -93,13 +89,9 @@ class Result:
 
 def copied(root: Path, folder: Path) -> Path:
     """A copy of the files of a working tree, those that git ignores left out."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=root,
-        capture_output=True,
-        check=True,
-    )
-    for name in filter(None, listed.stdout.decode().split("\0")):
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout.decode()
+    for name in filter(None, listed.split("\0")):
         if (root / name).is_file():  # else deleted and not yet committed
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, folder / name)
@@ -107,29 +99,26 @@ def copied(root: Path, folder: Path) -> Path:
 
 
 def fingerprint(root: Path) -> str:
-    """Of the sources and tests: results hold as long as these stay."""
+    """Hash of sources and tests; results hold as long as these stay."""
     digest = hashlib.sha256()
-    for part in ("src", "tests"):
-        for file in sorted((root / part).rglob("*")):
-            if file.suffix in (".py", ".c", ".h", ".html", ".toml", ".json"):
-                digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    for file in sorted(file for part in ("src", "tests") for file in (root / part).rglob("*")):
+        if file.suffix in (".py", ".c", ".h", ".html", ".toml", ".json"):
+            digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
     return digest.hexdigest()
 
 
 def run_tests(root: Path, tests: Sequence[str], cache: Path, seconds: float) -> tuple[int | None, str]:
     """Exit status of pytest, stopped at the first failure (None: it took too long), and what it printed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
-    paths = [str(root / "src"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(root / "src"), os.environ.get("PYTHONPATH")))),
         "PYTHONDONTWRITEBYTECODE": "1",  # a file changed back within a second must not be read from a stale cache
         "OMP_NUM_THREADS": "1",
         "BLOCKDRAFT_CACHE": str(cache),
     }
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        process = subprocess.Popen(
-            command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        how = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen(command, cwd=root, env=environment, **how)
         try:
             status: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -146,24 +135,21 @@ def judge(mutant: Mutant, root: Path, cache: Path, seconds: float) -> Result:
     """Apply a mutation to a copy of the tree, run its tests, and undo it."""
     began, path = time.perf_counter(), root / mutant.file
     text = path.read_text(encoding="utf-8")
-
-    def result(outcome: str, by: str) -> Result:
-        return Result(outcome, round(time.perf_counter() - began, 1), by)
-
     try:
         path.write_text(mutant.applied(text), encoding="utf-8")
+        if path.suffix not in (".c", ".h"):
+            found = _outcome(*run_tests(root, mutant.tests, cache, seconds))
+        elif error := _c_error(path.parent):
+            found = "stale", error
+        else:
+            with tempfile.TemporaryDirectory() as own:  # so that no library of other sources is taken
+                found = _outcome(*run_tests(root, mutant.tests, Path(own), seconds))
     except ValueError as error:
-        return result("stale", str(error))
-    try:
-        is_c = path.suffix in (".c", ".h")
-        if is_c and (error_text := _c_error(path.parent)):
-            return result("stale", error_text)
-        if not is_c:
-            return result(*_outcome(*run_tests(root, mutant.tests, cache, seconds)))
-        with tempfile.TemporaryDirectory() as own:  # so that no library of other sources is taken
-            return result(*_outcome(*run_tests(root, mutant.tests, Path(own), seconds)))
+        found = "stale", str(error)
     finally:
         path.write_text(text, encoding="utf-8")
+    outcome, by = found
+    return Result(outcome, round(time.perf_counter() - began, 1), by)
 
 
 def _c_error(folder: Path) -> str:
@@ -187,7 +173,3 @@ def _outcome(status: int | None, output: str) -> tuple[str, str]:
     if status in (1, 2) and failed:
         return "caught", failed[1]
     return "stale", f"pytest ended with {status}: {(output.strip().splitlines() or [''])[-1]}"
-
-
-def as_result(values: dict[str, Any]) -> Result:
-    return Result(values["outcome"], values["seconds"], values["by"])
