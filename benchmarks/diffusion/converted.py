@@ -1,17 +1,18 @@
-"""A causal model that became a block-diffusion model, beside itself: what it answers, and how fast."""
+"""A causal model that became a block-diffusion model, beside itself: what it answers to word problems, and how fast."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import random
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
-from benchmarks.diffusion.problems import Problem, number_in
 from benchmarks.diffusion.settings import ConvertedSettings
+from benchmarks.harness.process import Progress
 from benchmarks.harness.records import Records, whole_lines
 from blockdraft import Drafter, Engine, SamplingParams, Target
 from blockdraft.data.settings import RowSettings
@@ -23,12 +24,69 @@ from blockdraft.diffusion.settings import ConvertSettings, DiffusionRecipe, Samp
 from blockdraft.diffusion.text import read_texts
 from blockdraft.diffusion.train import train
 from blockdraft.engine import loops
+from blockdraft.errors import UsageError
 from blockdraft.training import progress as training_progress
 
 PLAIN, DRAFTED = "autoregressive", "drafted by "
 TUNED = "tuned"  # folder of the fine-tuned model
 SAVES = 10  # checkpoints of the fine-tune
-Progress: TypeAlias = Callable[[str, int, int], None]
+# What the bundled target was trained to be asked with, as in recipes/tiny.
+REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+ASKED_SEED, LEARNED_SEED = 20_000_003, 20_000_033  # no corpus of recipes/tiny is made with these
+FORM = '{"question": "text", "answer": "text"}'
+
+
+@dataclass(frozen=True)
+class Problem:
+    prompt: str
+    result: str
+
+
+def number_in(answer: str) -> str:
+    """What the last box of an answer holds, or else what follows "####", as GSM8K has it; "" where there is neither."""
+    _, mark, rest = answer.rpartition("\\boxed{")
+    found = rest.partition("}")[0] if mark else answer.rpartition("####")[2] if "####" in answer else ""
+    return found.strip().replace(",", "").replace("$", "")
+
+
+def read_problems(path: Path) -> list[Problem]:
+    """Problems of a file in the form of GSM8K, lines {"question", "answer"}.
+
+    Raises:
+        UsageError: It cannot be read, or a line is of another form or has no result.
+    """
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); --problems takes JSON lines.") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            values = json.loads(line)
+            problem = Problem(values["question"] + REQUEST, number_in(values["answer"]))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path}, line {number}, is not of the form {FORM} ({error!r}).") from error
+        if not problem.result:
+            told = f'{path}, line {number}: the answer has neither a \boxed{{}} nor "####" before its result.'
+            raise UsageError(told)
+        found.append(problem)
+    if not found:
+        raise UsageError(f"{path} holds no problem.")
+    return found
+
+
+def own_problems(count: int, seed: int, known: Collection[Problem] = ()) -> list[Problem]:
+    """Problems that recipes/tiny makes, none of them known or twice."""
+    recipes = str(Path(__file__).parents[2] / "recipes" / "tiny")
+    if recipes not in sys.path:
+        sys.path.insert(0, recipes)
+    from word_problems import word_problem
+
+    rng, found = random.Random(seed), dict.fromkeys(known)
+    while len(found) < len(known) + count:
+        question, answer = word_problem(rng)
+        found.setdefault(Problem(question + REQUEST, number_in(answer)))
+    return list(found)[len(known) :]
 
 
 @dataclass(frozen=True)
@@ -146,9 +204,9 @@ def _by_engine(
     for number, one in zip(numbers, together, strict=True):
         if one.failure is not None:
             raise one.failure
-        cycles = one.stats.committed
-        ended = one.finish_reason == "stop"
-        found.append(_answer(way, number, problems, one.token_ids, one.text, ended, sum(cycles), len(cycles)))
+        cycles, ended = one.stats.committed, one.finish_reason == "stop"
+        counts = {"counted": sum(cycles), "forwards": len(cycles), "ended": int(ended)}
+        found.append(_answer(way, number, problems[number], one.token_ids, one.text, **counts))
     return found
 
 
@@ -160,19 +218,12 @@ def _by_sampler(way: str, sampler: Sampler, problems: Sequence[Problem], numbers
     for number, own in chunks.items():
         ids, text = [token for chunk in own for token in chunk.token_ids], "".join(chunk.text for chunk in own)
         ended = own[-1].finish_reason == "stop"
-        found.append(_answer(way, number, problems, ids, text, ended, len(ids), own[-1].forwards))
+        counts = {"counted": len(ids), "forwards": own[-1].forwards, "ended": int(ended)}
+        found.append(_answer(way, number, problems[number], ids, text, **counts))
     return found
 
 
-def _answer(
-    way: str,
-    number: int,
-    problems: Sequence[Problem],
-    ids: Sequence[int],
-    text: str,
-    ended: bool,
-    counted: int,
-    forwards: int,
-) -> Answer:
-    right = number_in(text) == problems[number].result
-    return Answer(way, number, len(ids), counted, forwards, int(right), int(ended), int(loops(ids)), json.dumps(text))
+def _answer(way: str, number: int, problem: Problem, ids: Sequence[int], text: str, **counts: int) -> Answer:
+    right = number_in(text) == problem.result
+    told = {"right": int(right), "looping": int(loops(ids)), "text": json.dumps(text)}
+    return Answer(way=way, number=number, new_tokens=len(ids), **counts, **told)

@@ -30,17 +30,8 @@ class TextSettings:
         draws: Draws of the noise for each measurement.
     """
 
-    models: Texts = (
-        "autoregressive",
-        "block 1",
-        "block 1 clipped",
-        "block 4",
-        "block 4 clipped",
-        "block 16",
-        "block 16 clipped",
-        "whole",
-        "whole clipped",
-    )
+    models: Texts = ("autoregressive", "block 1", "block 1 clipped", "block 4", "block 4 clipped", "block 16",
+                     "block 16 clipped", "whole", "whole clipped")  # fmt: skip
     seeds: Count = 3
     steps: Count = 2000
     batch: Count = 16
@@ -68,18 +59,8 @@ class StrategySettings:
     """
 
     sampled: Texts = ("block 4", "block 16", "whole")
-    strategies: Texts = (
-        "left_to_right",
-        "first_hitting",
-        "ancestral=16",
-        "ancestral=4",
-        "static=2",
-        "static=4",
-        "threshold=0.9",
-        "threshold=0.6",
-        "entropy=0.3",
-        "entropy=1",
-    )
+    strategies: Texts = ("left_to_right", "first_hitting", "ancestral=16", "ancestral=4", "static=2", "static=4",
+                         "threshold=0.9", "threshold=0.6", "entropy=0.3", "entropy=1")  # fmt: skip
     samples: Count = 16
     given: Count = 16
     temperature: Amount = 1.0
@@ -124,27 +105,7 @@ class ConvertedSettings:
             read_strategy(way)
 
 
-# In place of the defaults above, for a run of minutes that says nothing but that all works.
-QUICK: dict[type, dict[str, str]] = {
-    TextSettings: {
-        "steps": "250",
-        "batch": "8",
-        "length": "64",
-        "hidden": "64",
-        "layers": "2",
-        "heads": "2",
-        "warmup": "25",
-        "scored": "4000",
-        "draws": "4",
-    },
-    StrategySettings: {"samples": "2"},
-    ConvertedSettings: {
-        "tune_steps": "25",
-        "tune_batch": "4",
-        "tune_length": "128",
-        "written": "200",
-        "asked": "16",
-        "new_tokens": "96",
-        "ways": "left_to_right,static=2,threshold=0.9",
-    },
-}
+# In the place of the defaults above, for a run of minutes that says nothing but that all works.
+QUICK = {"steps": "250", "batch": "8", "length": "64", "hidden": "64", "layers": "2", "heads": "2", "warmup": "25"}
+QUICK |= {"scored": "4000", "draws": "4", "samples": "2", "tune_steps": "25", "tune_batch": "4", "tune_length": "128"}
+QUICK |= {"written": "200", "asked": "16", "new_tokens": "96", "ways": "left_to_right,static=2,threshold=0.9"}

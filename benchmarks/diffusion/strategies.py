@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.diffusion.characters import Corpus
 from benchmarks.diffusion.settings import StrategySettings, TextSettings
-from benchmarks.diffusion.text import AUTOREGRESSIVE, TextRun, check_models, model_folder
+from benchmarks.diffusion.text import AUTOREGRESSIVE, Corpus, TextRun, check_models, model_folder
 from benchmarks.harness.records import Records
 from blockdraft.diffusion.folder import load_model
 from blockdraft.diffusion.likelihood import likelihood

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.diffusion.characters import Corpus
 from benchmarks.diffusion.settings import TextSettings
-from benchmarks.diffusion.text import compare
+from benchmarks.diffusion.text import Corpus, compare
 
 
 @pytest.fixture(scope="session")

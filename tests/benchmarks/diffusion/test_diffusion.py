@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.diffusion import __main__ as program
 from benchmarks.diffusion.settings import QUICK, ConvertedSettings, StrategySettings, TextSettings
+from benchmarks.harness.command import read_options
 
 TINY = ["--models", "autoregressive,block 4", "--seeds", "1", "--steps", "2", "--batch", "2", "--length", "16"]
 TINY += [
@@ -26,22 +27,22 @@ TINY += [
     "--threads",
     "1",
 ]
-TINY += ["--sampled", "block 4", "--strategies", "static=2", "--samples", "1", "--given", "4"]
+TINY += ["--sampled", "block 4", "--strategies", "static=2", "--samples", "1", "--given", "4", "--threads", "1"]
 
 
 def test_options_are_those_of_the_settings() -> None:
     given = program.arguments(["text", "--steps", "7", "--models", "block 4, whole"])
-    settings = program.settings_of(TextSettings, given)
+    settings = read_options(TextSettings, given)
     assert (settings.steps, settings.models, settings.batch) == (7, ("block 4", "whole"), TextSettings().batch)
     assert given.out.name == "diffusion"
     quick = program.arguments(["--quick", "--steps", "7"])
-    settings = program.settings_of(TextSettings, quick)
-    assert (settings.steps, str(settings.length)) == (7, QUICK[TextSettings]["length"])
+    settings = read_options(TextSettings, quick)
+    assert (settings.steps, str(settings.length)) == (7, QUICK["length"])
     assert quick.out.name == "diffusion-quick" and quick.what == "all"
     for kind in (StrategySettings, ConvertedSettings):
-        assert program.settings_of(kind, quick) != kind() == program.settings_of(kind, given)
+        assert read_options(kind, quick) != kind() == read_options(kind, given)
     with pytest.raises(ValueError, match="steps is 'few'"):
-        program.settings_of(TextSettings, program.arguments(["--steps", "few"]))
+        read_options(TextSettings, program.arguments(["--steps", "few"]))
 
 
 @pytest.mark.slow

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.diffusion.characters import Corpus
 from benchmarks.diffusion.settings import StrategySettings, TextSettings
 from benchmarks.diffusion.strategies import ITSELF, sample, samples_of
-from benchmarks.diffusion.text import model_folder, text_runs
+from benchmarks.diffusion.text import Corpus, model_folder, text_runs
 from blockdraft.diffusion.folder import load_model
 from blockdraft.diffusion.likelihood import likelihood
 from blockdraft.diffusion.settings import LikelihoodSettings
