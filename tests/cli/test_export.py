@@ -152,7 +152,7 @@ def test_a_reduced_vocabulary_stays_reduced(
     assert again.kept is not None and torch.equal(again.kept, kept)
     assert own.head is not None and again.head is not None and torch.equal(again.head, own.head)
     assert export(tmp_path / "half", "--format", "zlab", "--out", tmp_path / "whole") == 2
-    assert "which z-lab's layout cannot say; export to speculators" in capsys.readouterr().err
+    assert "which z-lab's layout cannot express; export to speculators" in capsys.readouterr().err
     assert not (tmp_path / "whole").exists()
 
 

@@ -125,7 +125,7 @@ def test_other_layouts_refuse_it_by_name(tmp_path: Path, tiny_target_dir: Path, 
     convert(tmp_path / "drafter", tmp_path / "copy", Format("toy"), target)
     assert load_drafter(tmp_path / "copy", target=target).block_size == 5
     for name in ("zlab", "speculators"):
-        with pytest.raises(ValueError, match="ToyConfig is a configuration for which .* have no words"):
+        with pytest.raises(ValueError, match="ToyConfig is a configuration that .* cannot hold"):
             convert(tmp_path / "drafter", tmp_path / "other", Format(name), target)
     with pytest.raises(ValueError, match="is a DraftConfig; this layout holds toys"):
         convert(tiny_drafter_dir, tmp_path / "other", Format("toy"), target)

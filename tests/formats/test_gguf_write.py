@@ -59,15 +59,15 @@ def test_what_is_written_is_read_back(weights: GGUFWeights, tmp_path: Path) -> N
 
 def test_what_cannot_be_rounded(tmp_path: Path) -> None:
     short, large = stored(torch.ones(4, 40)), stored(torch.full((4, 32), 1e5))
-    with pytest.raises(UsageError, match="x.weight has rows of 40 numbers, and Q4_0 rounds 32 at a time; use bf16"):
+    with pytest.raises(UsageError, match="x.weight has 40 columns, and Q4_0 rounds 32 numbers at a time; use bf16"):
         write_gguf(tmp_path / "a.gguf", "toy", {}, {"x.weight": short}, "q4_0")
     for wrong in (float("nan"), -float("inf")):
         bad = torch.ones(4, 32)
         bad[2, 3] = wrong
         for weights in get_args(GGUFWeights):
-            with pytest.raises(UsageError, match=f"x.weight holds {abs(wrong)}, so its model says nothing"):
+            with pytest.raises(UsageError, match=f"x.weight holds {abs(wrong)}, so its model is broken"):
                 write_gguf(tmp_path / "a.gguf", "toy", {}, {"x.weight": stored(bad)}, weights)
-    with pytest.raises(UsageError, match="x.weight holds 100000, for which f16 has no place; use bf16 or f32"):
+    with pytest.raises(UsageError, match="x.weight holds 100000, which f16 cannot represent; use bf16 or f32"):
         write_gguf(tmp_path / "a.gguf", "toy", {}, {"x.weight": large}, "f16")
 
 

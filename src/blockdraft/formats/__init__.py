@@ -1,4 +1,4 @@
-"""On-disk formats of drafters, in and out: one file a layout; `base.py` says what it holds."""
+"""On-disk formats of drafters, read and written: one file per layout. `base.py` defines what a layout is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_drafter(path: str | Path, vocabulary: Mapping[str, int] | None, num_tar
     layout = layout_of(raw)
     if layout is None:
         raise UsageError(
-            f"{Path(path, 'config.json')} is no drafter's; the layouts known here are {', '.join(layouts())}."
+            f"{Path(path, 'config.json')} is not a drafter's; the known layouts are {', '.join(layouts())}."
         )
     return replace(layout.read(Path(path), vocabulary, num_target_layers), trained_for=trained_for(raw))
 

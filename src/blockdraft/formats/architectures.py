@@ -1,4 +1,5 @@
-"""Architectures that z-lab's layout and the speculators format hold: `ARCHITECTURE` in a drafter's `layout.py`."""
+"""Architectures that z-lab's layout and the speculators format can hold, each `ARCHITECTURE` in a drafter's
+`layout.py`."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Speculator:
-    """How an architecture is written in the speculators format.
+    """An architecture in the speculators format.
 
     Attributes:
-        model_type: Its `speculators_model_type`.
-        name: Its name under `architectures`.
-        from_anchor: Whether the anchor's slot guesses too, as it does in DSpark.
-        rows: Names of its own tensors that have a row for each token of the draft vocabulary.
+        model_type: Value of `speculators_model_type`.
+        name: Name under `architectures`.
+        from_anchor: Whether the anchor's slot guesses too, as in DSpark.
+        rows: Names of its own tensors that have a matrix row for each token of the draft vocabulary.
     """
 
     model_type: str
@@ -34,14 +35,15 @@ class Speculator:
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """How llama.cpp has an architecture, beside what all of them have.
+    """An architecture in llama.cpp's files, without what all architectures share.
 
     Attributes:
-        speculator: Its `--spec-type`.
-        names: Names of its own tensors, by ours; of layers without `blk.N.` and `layers.N.`.
-        written: Its own values, by keys without the architecture. Raises UsageError for what llama.cpp cannot run.
-        read: The fields of its own of a configuration, from such values and the shapes of all tensors; None where the
-            file is of another kind. Raises UsageError for the unsupported.
+        speculator: Value of `--spec-type`.
+        names: llama.cpp's names of its own tensors, by our names; those of layers without `blk.N.` and `layers.N.`.
+        written: Function from a configuration to the metadata of this architecture alone, by keys without the
+            architecture. Raises UsageError for what llama.cpp cannot run.
+        read: Function from such metadata and the shapes of all tensors to the fields of a configuration that this
+            architecture alone has; None if the file holds another kind. Raises UsageError for what is unsupported.
     """
 
     speculator: str
@@ -52,20 +54,21 @@ class LlamaCpp:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is an architecture's own in config.json and among the tensors.
+    """An architecture: its part of config.json, its tensors, and its names in other engines.
 
     Attributes:
-        names: Its spellings under `architectures`; the first one is written.
-        config: Its configuration. The fields are keys of config.json, at the top level or in `dflash_config`.
-        shapes: Name and shape of every tensor of a checkpoint.
-        nested: Fields that are written in `dflash_config` and nowhere else.
-        adapted: From tensors as other writers name and shape them to ours.
-        marks: What `dflash_config` says of such a model besides.
-        inert: Values of further keys that go with this architecture, as in `zlab.INERT`.
+        names: Its names under `architectures`; the first one is written.
+        config: Class of its configuration. The fields are keys of config.json, at the top level or in `dflash_config`.
+        shapes: Function from a configuration to the names and shapes of all tensors of a checkpoint.
+        nested: Fields that are written in `dflash_config` only.
+        adapted: Function that renames and reshapes the tensors of other writers to ours.
+        marks: Further keys and values that are written in `dflash_config`.
+        inert: Further keys and the values that are accepted for them, as in `zlab.INERT`.
         training: Keys of `dflash_config` that matter to training only.
-        speculator: What it is in the speculators format; None where that has no word for it.
-        llama_cpp: What it is in GGUF files; None where llama.cpp does not read it.
-        vllm, sglang, tensorrt_llm: What these engines call it in z-lab's layout; None where they do not read it so.
+        speculator: Its form in the speculators format; None if that format cannot hold it.
+        llama_cpp: Its form in GGUF files; None if llama.cpp does not read it.
+        vllm, sglang, tensorrt_llm: Names of it in these engines, in z-lab's layout; None if an engine does not read it
+            in that layout.
     """
 
     names: tuple[str, ...]
@@ -87,31 +90,32 @@ class Architecture:
         return config.block_size - (self.speculator is None or not self.speculator.from_anchor)
 
     def own_keys(self) -> set[str]:
-        """Keys of config.json that DFlash v1 does not have."""
+        """Keys of config.json that DFlash v1 lacks."""
         return {field.name for field in fields(self.config)} - {field.name for field in fields(DraftConfig)}
 
 
 def by_name() -> dict[str, Architecture]:
-    """Every architecture, by each of its spellings under `architectures`."""
+    """All architectures, by each of their names under `architectures`."""
     found = [module.ARCHITECTURE for module in parts("layout").values() if hasattr(module, "ARCHITECTURE")]
     return {name: architecture for architecture in found for name in architecture.names}
 
 
 def find_architecture(config: object) -> Architecture | None:
-    """The architecture that a configuration belongs to; None where these layouts do not hold it."""
+    """Architecture of a configuration; None if z-lab's layout and the speculators format cannot hold it."""
     return next((one for one in by_name().values() if one.config is type(config)), None)
 
 
 def architecture_of(config: object) -> Architecture:
-    """The architecture that a configuration belongs to. Raises ValueError where it is none of these."""
+    """Architecture of a configuration. Raises ValueError if z-lab's layout and the speculators format cannot hold
+    it."""
     if (found := find_architecture(config)) is not None:
         return found
     raise UsageError(
-        f"{type(config).__name__} is a configuration for which z-lab's layout and the speculators format have no "
-        "words; write the drafter in a layout of its own."
+        f"{type(config).__name__} is a configuration that z-lab's layout and the speculators format cannot hold; "
+        "write the drafter in a layout of its own."
     )
 
 
 def tensor_shapes(config: object) -> Shapes:
-    """Name and shape of every tensor of a checkpoint with this configuration."""
+    """Names and shapes of all tensors of a checkpoint with this configuration."""
     return architecture_of(config).shapes(config)

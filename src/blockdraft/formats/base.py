@@ -1,4 +1,4 @@
-"""Layouts, the ways to keep drafters on disk: their protocol, what they read, and which there are."""
+"""Layouts, the on-disk forms of drafters: their protocol, what they read and write, and the list of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from blockdraft.plugins import parts, plugins
 
 @dataclass(frozen=True)
 class Borrowed:
-    """What a checkpoint holds of its target.
+    """Copies of the target's weights in a drafter's checkpoint.
 
     Attributes:
-        embedding: `[V, H]`; None where the file leaves it to the target.
-        head: `[Vd, H]`, the output projection of the kept tokens; None likewise, never with a reduced vocabulary.
-        kept: `[Vd]` int64, ascending: the target's ids of the tokens that the drafter can guess. None is all.
+        embedding: `[V, H]`; None if the file has none, so that the target's is used.
+        head: `[Vd, H]`, output projection of the kept tokens; None if the file has none, which a reduced vocabulary
+            does not allow.
+        kept: `[Vd]` int64, ascending: the target's ids of the tokens that the drafter can guess. None is all tokens.
     """
 
     embedding: Tensor | None
@@ -33,14 +34,14 @@ class Borrowed:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A drafter on the CPU.
+    """Configuration and tensors of a drafter, on the CPU.
 
     Attributes:
-        config: Of its network, with `hidden_size`, `num_target_layers`, `vocab_size` and `taps` at least.
-        tensors: Of its network.
-        borrowed: None in a layout that holds nothing of the target.
-        trained_for: `Target.source_fingerprint` of its target, which config.json has under a key that other engines
-            ignore; None where it is not known.
+        config: Configuration of the network, with at least `hidden_size`, `num_target_layers`, `vocab_size` and `taps`.
+        tensors: Tensors of the network by name.
+        borrowed: Copies of the target's weights; None in a layout without them.
+        trained_for: `Target.source_fingerprint` of the target, stored in config.json under a key that other engines
+            ignore; None if unknown.
     """
 
     config: Any
@@ -50,21 +51,23 @@ class Checkpoint:
 
 
 class Layout(Protocol):
-    """A way to keep drafters on disk. A file of this package that defines `LAYOUT`, an object of this kind, holds a
-    layout for several kinds of drafters and names it. `layout.py` of a drafter's folder does so for that kind alone,
-    under the kind's name, and `speculators.py` there for the speculators format, under the kind's name with
-    `_speculators`.
+    """On-disk form of drafters.
+
+    A file of this package that defines an object `LAYOUT` of this type holds a layout for several kinds of drafters,
+    and its name is the layout's name. In a drafter's folder, `layout.py` defines a layout of that kind alone, named
+    after the kind, and `speculators.py` one in the speculators format, named after the kind with `_speculators` behind
+    it.
 
     Attributes:
         borrows: Whether it holds copies of the target's embedding and head.
-        pickle: File of a folder that holds its tensors where no safetensors file does.
+        pickle: File of a folder that holds the tensors if there is no safetensors file.
     """
 
     borrows: bool
     pickle: str
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
-        """Whether a parsed config.json is of this layout."""
+        """Whether a parsed config.json has this layout."""
 
     def config(
         self,
@@ -73,22 +76,25 @@ class Layout(Protocol):
         vocabulary: Mapping[str, int] | None,
         num_target_layers: int | None,
     ) -> tuple[Any, bool]:
-        """The configuration of a parsed config.json, and whether the number of target layers in it is known: where the
-        file does not say it, None stands for as many as the taps need. For the others see `read`.
+        """Configuration of a parsed config.json, and whether its number of target layers is the true one.
+
+        If the file does not hold that number and `num_target_layers` is None, it is as many as the taps need.
 
         Args:
-            tensors: Of the folder; their shapes are looked at.
+            raw: Parsed config.json.
+            tensors: Tensors of the folder; only their shapes are read.
+            vocabulary, num_target_layers: As in `read`.
 
         Raises:
-            ValueError: The file lacks a value, or asks for the unsupported.
+            ValueError: The file lacks a value or asks for something unsupported.
         """
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start] | None:
-        """How other engines are started with a drafter of this layout; None where that depends on its architecture.
-        llama.cpp is left out where it reads such drafters as GGUF files.
+        """How to start other engines with a drafter of this layout; None if that depends on its architecture.
+        llama.cpp is left out if it reads such drafters from GGUF files.
 
         Args:
-            export: Gives the command that writes it in another layout.
+            export: Function that returns the command which writes the drafter in another layout.
         """
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
@@ -96,26 +102,26 @@ class Layout(Protocol):
 
         Args:
             vocabulary: The target's tokens and their ids.
-            num_target_layers: Of the target.
+            num_target_layers: Number of the target's layers.
 
         Raises:
-            ValueError: It is incomplete or broken, or asks for the unsupported.
+            ValueError: The folder is incomplete or broken, or asks for something unsupported.
         """
 
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
-        """Raise a ValueError where the layout has no words for this configuration."""
+        """Raise a ValueError if the layout cannot express this configuration."""
 
     def write(
         self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
     ) -> None:
-        """Write a folder, which appears whole or not at all and replaces the whole of a drafter's folder.
+        """Write a folder. It appears complete or not at all, and replaces an earlier drafter's folder as a whole.
 
         Args:
             target_name: Folder or hub name under which readers find the target.
-            target_architectures: As in the target's config.json.
+            target_architectures: `architectures` of the target's config.json.
 
         Raises:
-            ValueError: The tensors do not fit the configuration, the layout has no words for it, or the folder holds
+            ValueError: The tensors do not fit the configuration, the layout cannot express it, or the folder holds
                 something else than a drafter.
         """
 
@@ -123,8 +129,8 @@ class Layout(Protocol):
 def check_fits(
     config: Any, *, hidden_size: int, num_layers: int, vocab_size: int, max_context: int | None = None
 ) -> None:
-    """Check a drafter against its target, whose embedding, head and features it borrows, and against the longest
-    context to be decoded, in tokens (None is not checked). Raises ValueError where they do not fit."""
+    """Raise a ValueError unless a drafter fits the target's sizes, and has positions for `max_context` tokens, the
+    longest context to decode. None is not checked."""
     for name, theirs in (("hidden_size", hidden_size), ("num_target_layers", num_layers), ("vocab_size", vocab_size)):
         ours = getattr(config, name)
         need(ours == theirs, f"the drafter's {name}", ours, f"the target's, {theirs}; use a drafter made for it")
@@ -134,8 +140,8 @@ def check_fits(
 
 
 def layouts() -> dict[str, Layout]:
-    """All layouts by name. Those of a single kind of drafter come first: they are asked first whether a folder is
-    theirs."""
+    """All layouts by name. Layouts of a single kind of drafter come first, because they are asked first whether a
+    folder is theirs."""
     found = {name: module.LAYOUT for name, module in parts("layout").items() if hasattr(module, "LAYOUT")}
     found |= {f"{name}_speculators": module.LAYOUT for name, module in parts("speculators").items()}
     shared = plugins("blockdraft.formats")
@@ -143,14 +149,14 @@ def layouts() -> dict[str, Layout]:
 
 
 def find_layout(name: str) -> Layout:
-    """The layout of this name. Raises ValueError where there is none."""
+    """Layout of this name. Raises ValueError if there is none."""
     if name not in layouts():
         raise UsageError(f"format is {name!r}; it must be one of {', '.join(sorted(layouts(), reverse=True))}.")
     return layouts()[name]
 
 
 def layout_of(raw: Any) -> Layout | None:
-    """The layout of a parsed config.json; None where it is no drafter's."""
+    """Layout of a parsed config.json; None if it is not a drafter's."""
     if not isinstance(raw, Mapping):
         return None
     return next((layout for layout in layouts().values() if layout.recognises(raw)), None)

@@ -1,4 +1,4 @@
-"""How engines are started with a drafter, and why some cannot be."""
+"""How to start each engine with a drafter, or why it cannot be started."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def starts(
     """How to start each engine with a drafter.
 
     Args:
-        config: Of its network.
-        layout: How the drafter lies: a layout's name, or "gguf".
+        config: Configuration of the drafter's network.
+        layout: Name of the drafter's layout, or "gguf".
         drafter, target: Folders, hub names or files.
-        given: Options that name the target to our commands.
+        given: Options that name the target for our commands.
         target_gguf: The target's GGUF file, for llama.cpp.
     """
 
@@ -66,7 +66,7 @@ def starts(
 
 
 def llama_cpp_line(config: Any, drafter: str, target: str) -> str:
-    """What starts llama.cpp's server with two GGUF files."""
+    """Command line that starts llama.cpp's server with two GGUF files."""
     speculator, guesses = kind_of(config).start(config)
     line = ["llama-server", "-m", target, "-md", drafter, "--spec-type", speculator]
     return shlex.join([*line, "--spec-draft-n-max", str(guesses)])

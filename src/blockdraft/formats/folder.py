@@ -1,4 +1,4 @@
-"""Folders of config.json and safetensors: read with errors that name the file, written whole or not at all."""
+"""Folders of config.json and safetensors: read with errors that name the file, and written completely or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PICKLED = "pytorch_model.bin"
 
 @contextmanager
 def blaming(file: Path) -> Iterator[None]:
-    """Raise what goes wrong inside as a ValueError that names this file or folder."""
+    """Turn errors inside the `with` block into a ValueError that names this file or folder."""
     try:
         yield
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError, SafetensorError) as error:
@@ -38,7 +38,7 @@ def blaming(file: Path) -> Iterator[None]:
 
 
 def read_config(path: str | Path) -> Any:
-    """The parsed config.json of a folder. Raises ValueError where there is none, or no JSON in it."""
+    """Parsed config.json of a folder. Raises ValueError if there is none or it is not JSON."""
     file = Path(path, "config.json")
     with blaming(file):
         return json.loads(file.read_text(encoding="utf-8"))
@@ -51,14 +51,13 @@ def trained_for(raw: Any) -> str | None:
 
 
 def read_tensors(path: str | Path, pickle: str = PICKLED) -> dict[str, Tensor]:
-    """The same as `open_folder`, read, on the CPU."""
-    # Copied, so that what is freed is free, and no part of a file that stays mapped.
+    """All tensors of a folder, read onto the CPU. Files and errors as in `open_folder`."""
+    # Copied, so that freeing a tensor frees its memory; a part of a mapped file would stay in memory.
     return {name: one.tensor().clone() for name, one in open_folder(path, pickle).items()}
 
 
 def weight_files(path: str | Path, pickle: str = PICKLED) -> list[Path]:
-    """A folder's safetensors files, which may have any names, or where there are none the file `pickle`, if that is
-    there."""
+    """Safetensors files of a folder, with any names. If there are none, the file `pickle`, if it exists."""
     files = sorted(Path(path).glob("*.safetensors"))
     return files or [file for file in [Path(path, pickle)] if file.is_file()]
 
@@ -84,12 +83,12 @@ def open_folder(path: str | Path, pickle: str = PICKLED) -> dict[str, Stored]:
 
 
 def _unpickled(file: Path) -> dict[str, Stored]:
-    """The tensors of a file that torch has pickled; nothing else is made of it."""
+    """Tensors of a file pickled by torch. Nothing but tensors is unpickled."""
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # it fails by many means where the content is something else
+    except Exception as error:  # torch raises many types of errors for other content
         told = str(error).split("\n", 1)[0] or type(error).__name__
         raise UsageError(f"broken, or more than tensors ({told}); copy it again, or get it as safetensors.") from error
     named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
@@ -99,7 +98,8 @@ def _unpickled(file: Path) -> dict[str, Stored]:
 
 
 def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError unless just the expected tensors are there, each of its shape, and weights as numbers."""
+    """Raise a ValueError unless the tensors are exactly the expected ones, with the expected shapes, and weights are
+    floating-point numbers."""
     check_floats({name: stored(tensor) for name, tensor in tensors.items() if name not in MAPS})
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wrong = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
@@ -115,17 +115,17 @@ def write_folder(
     trained_for: str | None = None,
     pickle: str | None = None,
 ) -> None:
-    """Write config.json and model.safetensors. The folder appears whole or not at all.
+    """Write config.json and model.safetensors. The folder appears complete or not at all.
 
     Args:
         path: A new or empty folder, or a draft model's, which is replaced as a whole.
-        raw: What config.json holds.
-        trained_for: As in `Checkpoint`; it goes there too.
-        tensors: On any device, contiguous or not.
-        pickle: Name of a file that torch pickles, for readers that know no safetensors; it is written instead.
+        raw: Content of config.json.
+        trained_for: As in `Checkpoint`; written to config.json as well.
+        tensors: Tensors by name, on any device, contiguous or not.
+        pickle: Name of a file pickled by torch that is written in the place of safetensors, for readers without these.
 
     Raises:
-        ValueError: The folder holds something else, or the disk is full, or the like.
+        ValueError: The folder holds something else, or cannot be written, such as on a full disk.
     """
     path = Path(path).resolve()
     check_writable(path)
@@ -140,13 +140,13 @@ def write_folder(
             else:
                 torch.save({name: tensor.cpu().clone() for name, tensor in contiguous.items()}, new / pickle)
             (new / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        except (OSError, RuntimeError, SafetensorError) as error:  # a RuntimeError is torch's for a full disk
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch raises a RuntimeError for a full disk
             told = "the disk is full, or a file too large" if isinstance(error, RuntimeError) else error
             raise UsageError(
                 f"{path} cannot be written ({told}); free space, or choose another folder. What was there stays."
             ) from error
         for file in new.glob("*.safetensors"):
-            file.chmod((new / "config.json").stat().st_mode)  # safetensors lets only the owner read
+            file.chmod((new / "config.json").stat().st_mode)  # safetensors writes files that only the owner can read
         if path.exists():
             path.rename(old)
         try:
@@ -157,8 +157,8 @@ def write_folder(
 
 
 def check_writable(path: str | Path) -> None:
-    """Raise what `write_folder` would raise for this folder: a ValueError where it holds something else, an OSError
-    where nothing can be made beside it."""
+    """Raise what `write_folder` would raise for this folder: a ValueError if it holds something else, an OSError if
+    nothing can be created beside it."""
     path = Path(path).resolve()
     free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     need(
@@ -170,10 +170,10 @@ def check_writable(path: str | Path) -> None:
 
 
 def clear_remains(path: str | Path) -> None:
-    """Clear away what a killed `write_folder` left beside this folder, which nobody may be writing now."""
+    """Delete what a killed `write_folder` left beside this folder. No process may be writing the folder now."""
     path = Path(path).resolve()
     for scratch in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        with suppress(FileNotFoundError):  # a fellow process was trying whether it may write here, and is done
+        with suppress(FileNotFoundError):  # of another process that tested its write access, now deleted
             if not scratch.is_dir() or {one.name for one in scratch.iterdir()} - {"new", "old"}:
                 continue
             if (scratch / "old").exists() and not path.exists():

@@ -1,10 +1,13 @@
 """Draft models in the format of vllm-project/speculators, release 0.9: DFlash v1 and DSpark.
 
-It differs from z-lab's layout in four ways. The draft layers have a configuration of their own inside config.json. A
-tap is numbered by the target layer that it enters, one more than the layer that it leaves; the output of the last layer
-is never listed. Copies of the target's embedding and head lie in the file. And the head may be cut to part of the
-vocabulary: `t2d` then marks the tokens that are kept, and token i of the draft vocabulary is the target's token
-i + `d2t[i]`.
+It differs from z-lab's layout in four ways:
+
+- The draft layers have their own configuration inside config.json.
+- A tap has the number of the target layer that it enters, one more than that of the layer that it leaves. The output of
+  the last layer cannot be listed.
+- The file holds copies of the target's embedding and head.
+- The head may be cut to part of the vocabulary. Then `t2d` marks the tokens that are kept, and token i of the draft
+  vocabulary is the target's token i + `d2t[i]`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from blockdraft.formats.zlab import one_dtype
 from blockdraft.formats.zlab import parse_config as parse_zlab_config
 from blockdraft.nn.draft_config import DraftConfig, need
 
-# Fields of a configuration that the format has no key for, so that only these values can be written.
+# Fields of a configuration for which the format has no key, and the only values that can be written.
 UNSAID = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
 LAYER_KEYS: tuple[str, ...] = (
     "model_type",
@@ -40,30 +43,30 @@ LAYER_KEYS: tuple[str, ...] = (
 LAYER_KEYS += ("num_key_value_heads", "head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "attention_bias")
 LAYER_KEYS += ("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types")
 LAYER_KEYS += ("use_sliding_window", "sliding_window", "max_window_layers", "tie_word_embeddings")
-# Tensors that a checkpoint may hold and that drafting has no use for: they serve training.
+# Tensors of a checkpoint that serve training only.
 UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")
 
 
 def model_types() -> dict[str, Architecture]:
-    """Architectures that the format has words for, by their `speculators_model_type`."""
+    """Architectures that the format can hold, by their `speculators_model_type`."""
     return {one.speculator.model_type: one for one in by_name().values() if one.speculator is not None}
 
 
 def recognises(path: str | Path) -> bool:
-    """Whether a folder's config.json is one of this format."""
+    """Whether a parsed config.json has this format."""
     raw = read_config(path)
     return isinstance(raw, Mapping) and "speculators_model_type" in raw
 
 
 def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftConfig, int]:
-    """The configuration, and the size of the draft vocabulary, from the contents of a config.json.
+    """Configuration and size of the draft vocabulary, from the contents of a config.json.
 
     Args:
         raw: The parsed file.
-        num_target_layers: Of the target, which the file does not say.
+        num_target_layers: Number of the target's layers, which the file does not hold.
 
     Raises:
-        ValueError: The file is of another model type, lacks a value, or asks for the unsupported.
+        ValueError: The file has another model type, lacks a value, or asks for something unsupported.
     """
     found = raw.get("speculators_model_type")
     known = model_types()
@@ -102,7 +105,7 @@ def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftC
 def config_dict(
     config: DraftConfig, target_name: str | None, target_architectures: Sequence[str], draft_vocab_size: int
 ) -> dict[str, Any]:
-    """What config.json holds. Raises ValueError where the format has no words for the configuration."""
+    """Content of config.json. Raises ValueError if the format cannot express the configuration."""
     architecture = architecture_of(config)
     kind = architecture.speculator
     others = f"one of {sorted(model_types())} in the speculators format; keep z-lab's layout (--format zlab)"
@@ -110,7 +113,7 @@ def config_dict(
     assert kind is not None
     for name, value in UNSAID.items():
         found = getattr(config, name)
-        need(found == value, name, found, f"{value}, since this format cannot say it; keep z-lab's layout")
+        need(found == value, name, found, f"{value}, the only one in this format; keep z-lab's layout")
     full = [layer for layer in config.layers if layer.window is None]
     sliding = {layer.causal for layer in config.layers if layer.window is not None}
     sayable = not any(layer.causal for layer in full) and len(sliding) <= 1
@@ -133,10 +136,10 @@ def config_dict(
 
 
 def read_checkpoint(path: str | Path, num_target_layers: int) -> tuple[DraftConfig, dict[str, Tensor], Borrowed]:
-    """Read a folder. The draft network's tensors come on the CPU and are named as in z-lab's layout.
+    """Read a folder. The draft network's tensors are on the CPU and named as in z-lab's layout.
 
     Raises:
-        ValueError: The folder is absent, incomplete or broken, or holds what `parse_config` refuses.
+        ValueError: The folder is absent, incomplete or broken, or `parse_config` refuses its config.json.
     """
     raw = read_config(path)
     with blaming(Path(path, "config.json")):
@@ -166,25 +169,25 @@ def write_checkpoint(
     target_architectures: Sequence[str],
     trained_for: str | None = None,
 ) -> None:
-    """Write a folder that `speculators` and vLLM load. It appears whole or not at all, and replaces the whole of a
-    draft model's folder.
+    """Write a folder that `speculators` and vLLM load. It appears complete or not at all, and replaces an earlier draft
+    model's folder as a whole.
 
     Args:
         path: The folder.
-        config: Of the draft network.
-        tensors: Of the draft network, named as in z-lab's layout, of one dtype.
+        config: Configuration of the draft network.
+        tensors: Tensors of the draft network, of one dtype, named as in z-lab's layout.
         borrowed: Embedding and head of the target; they are cast to that dtype.
         target_name: Folder or hub name under which readers find the target.
-        target_architectures: As in the target's config.json.
+        target_architectures: `architectures` of the target's config.json.
         trained_for: As in `Checkpoint`.
 
     Raises:
-        ValueError: The tensors do not fit the configuration, or the format has no words for it.
+        ValueError: The tensors do not fit the configuration, or the format cannot express it.
     """
     check_tensors(tensor_shapes(config), tensors)
     dtype = one_dtype(tensors)
     assert borrowed.embedding is not None and borrowed.head is not None
-    # Copies, for the two may be one tensor in the target.
+    # Copied, since both may be the same tensor in the target.
     copies = {"embed_tokens.weight": borrowed.embedding, "lm_head.weight": borrowed.head}
     written = {**tensors, **{name: tensor.to(getattr(torch, dtype), copy=True) for name, tensor in copies.items()}}
     size = config.vocab_size
@@ -208,7 +211,7 @@ def _shapes(config: DraftConfig, draft_vocab_size: int, maps: bool = True) -> di
 
 
 def _rows(config: DraftConfig) -> tuple[str, ...]:
-    """The drafter's own tensors with a row for each token of the draft vocabulary."""
+    """Names of the drafter's own tensors with a matrix row for each token of the draft vocabulary."""
     kind = architecture_of(config).speculator
     return () if kind is None else kind.rows
 
@@ -232,7 +235,7 @@ class Speculators:
         return parse_config(raw, num_target_layers or least)[0], num_target_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> None:
-        """As its architecture says."""
+        """How to start the engines that read the drafter's architecture in this format."""
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         return Checkpoint(*read_checkpoint(path, num_target_layers))

@@ -1,4 +1,4 @@
-"""What every config.json in the format of vllm-project/speculators has, whatever the kind of drafter."""
+"""Parts of config.json that all kinds of drafters share in the format of vllm-project/speculators."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.draft_config import MOST_LAYERS, need, whole
 
-VERSION = "0.9.0"  # of the release whose keys are written
-TOLD = 200  # characters of what transformers says, which may list all of its models
+VERSION = "0.9.0"  # release of speculators whose keys are written
+TOLD = 200  # most characters of an error of transformers, which may list all of its models
 
 
 def named(
     model_type: str, guesses: int, target_name: str | None, target_architectures: Sequence[str]
 ) -> dict[str, Any]:
-    """The keys of any config.json of this format: what it holds, and of which target. Raises ValueError where readers
-    cannot load that."""
+    """Keys of config.json that name the drafter's kind and its target. Raises ValueError for a target that readers
+    cannot load."""
     if target_name is not None and is_gguf(target_name):
         raise UsageError(
-            f"The speculators format names the target, and its readers load no {target_name}; export with "
+            f"The speculators format names the target, and its readers cannot load {target_name}; export with "
             "--target-name, the folder or hub name of the model that the file was made from."
         )
     return {
@@ -38,7 +38,7 @@ def named(
 
 
 def guesses_said(raw: Mapping[str, Any]) -> Any:
-    """The guesses that a file proposes; None where it does not say."""
+    """Number of guesses that a file proposes; None if it has none."""
     methods = _said(raw).get("proposal_methods") or [{}]
     sound = isinstance(methods, list) and isinstance(methods[0], Mapping)
     need(sound, "proposal_methods", methods, "a list of JSON objects")
@@ -46,12 +46,12 @@ def guesses_said(raw: Mapping[str, Any]) -> Any:
 
 
 def guesses_of(raw: Mapping[str, Any]) -> int:
-    """The same. Raises ValueError where it does not say."""
+    """Number of guesses that a file proposes. Raises ValueError if it has none."""
     return whole("speculative_tokens", guesses_said(raw))
 
 
 def target_said(raw: Mapping[str, Any]) -> Any:
-    """The target that a file names; None where it names none."""
+    """Target that a file names; None if it names none."""
     verifier = _said(raw).get("verifier") or {}
     need(isinstance(verifier, Mapping), "verifier", verifier, "a JSON object")
     return verifier.get("name_or_path")
@@ -64,7 +64,8 @@ def _said(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def taps_of(raw: Mapping[str, Any], key: str, num_target_layers: int) -> tuple[int, ...]:
-    """The taps that a key lists by the layers that they enter. Raises ValueError where it lists others."""
+    """Taps from a key that lists the target layers which they enter. Raises ValueError for a layer that cannot be
+    listed."""
     ids = raw.get(key)
     need(isinstance(ids, list), key, ids, "a list of target layers")
     entered = all(type(i) is int and 0 < i < num_target_layers for i in ids or ())
@@ -74,7 +75,8 @@ def taps_of(raw: Mapping[str, Any], key: str, num_target_layers: int) -> tuple[i
 
 
 def ids_of(config: Any) -> list[int]:
-    """The layers that a configuration's taps enter. Raises ValueError where one is the output of the last layer."""
+    """Target layers that the taps of a configuration enter. Raises ValueError if one is the output of the last
+    layer."""
     last = config.num_target_layers - 1
     remedy = f"below the last target layer, {last}, which this format cannot list; train with other --taps for it, or "
     remedy += "keep the layout that training writes"
@@ -83,13 +85,14 @@ def ids_of(config: Any) -> list[int]:
 
 
 def layer_config(raw: Any) -> dict[str, Any]:
-    """The draft layers' configuration, whole: the format leaves out what equals the defaults of transformers."""
+    """Complete configuration of the draft layers; the file leaves out values that equal the defaults of
+    transformers."""
     need(isinstance(raw, Mapping), "transformer_layer_config", raw, "a JSON object")
     settings = {**raw}
     kind = settings.pop("model_type", "qwen3")
     whole("num_hidden_layers", settings.get("num_hidden_layers", 1), maximum=MOST_LAYERS)
     try:
         return {**AutoConfig.for_model(kind, **settings).to_dict()}
-    except Exception as error:  # transformers checks values by many means
+    except Exception as error:  # transformers raises many types of errors for wrong values
         told = str(error)[:TOLD]
         raise UsageError(f"transformer_layer_config of the type {kind!r} cannot be read: {told}") from error

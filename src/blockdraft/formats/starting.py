@@ -1,5 +1,5 @@
-"""Command lines and configurations that start other engines with a drafter. The tests hold their options against what
-was recorded of each engine."""
+"""Command lines and configurations that start other engines with a drafter. Tests compare their options with those
+recorded from each engine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ TENSORRT_LLM_FILE = "trtllm.yaml"
 
 @dataclass(frozen=True)
 class Start:
-    """Attributes:
-    line: What starts the engine; None where it does not read the drafter as it is.
-    reason: Why not.
-    remedy: What writes it so that the engine reads it; None where nothing does.
-    files: Names and contents of files that the line names.
+    """How to start an engine with a drafter, or why it cannot be started.
+
+        Attributes:
+            line: Command line that starts the engine; None if it does not read the drafter in this form.
+    reason: Reason why it does not.
+    remedy: Command that writes the drafter in a form that the engine reads; None if there is none.
+    files: Contents, by name, of files that the command line names.
     """
 
     line: str | None
@@ -29,13 +31,13 @@ class Start:
 
     @property
     def typed(self) -> str:
-        """The line behind the commands that write its files."""
+        """Commands that write the files, followed by the command line."""
         assert self.line is not None
         return as_typed(self.line, self.files)
 
 
 def as_typed(line: str, files: Mapping[str, str]) -> str:
-    """A line behind the commands that write the files that it names."""
+    """Commands that write these files, followed by a command line."""
     return "\n".join([*(f"cat > {name} <<'END'\n{content}\nEND" for name, content in files.items()), line])
 
 
@@ -45,13 +47,15 @@ def vllm(target: str, method: str, drafter: str, guesses: int) -> Start:
 
 
 def vllm_alone(drafter: str) -> Start:
-    """For a folder in the speculators format, which names its target."""
+    """Start of vLLM with a folder in the speculators format, which names its target."""
     return Start(shlex.join(["vllm", "serve", drafter]))
 
 
 def sglang(target: str, algorithm: str, drafter: str, tokens: int, more: Mapping[str, int] | None = None) -> Start:
-    """Args:
-    tokens: Of a proposal, anchor included.
+    """Start of SGLang.
+
+        Args:
+            tokens: Tokens of a proposal, anchor included.
     more: Further options.
     """
     line = ["python", "-m", "sglang.launch_server", "--model-path", target]
@@ -61,8 +65,10 @@ def sglang(target: str, algorithm: str, drafter: str, tokens: int, more: Mapping
 
 
 def tensorrt_llm(target: str, kind: str, drafter: str, guesses: int, more: Mapping[str, Any] | None = None) -> Start:
-    """Args:
-    kind: Its `decoding_type`.
+    """Start of TensorRT-LLM.
+
+        Args:
+            kind: TensorRT-LLM's `decoding_type`.
     more: Further keys of its speculative configuration.
     """
     said = {"decoding_type": kind, "speculative_model": drafter, "max_draft_len": guesses, **(more or {})}
@@ -71,5 +77,5 @@ def tensorrt_llm(target: str, kind: str, drafter: str, guesses: int, more: Mappi
 
 
 def nowhere(reasons: Mapping[str, str]) -> dict[str, Start]:
-    """Engines that do not run a kind of drafter, and why."""
+    """All engines, with the reason why none of them runs a kind of drafter."""
     return {engine: Start(None, reason) for engine, reason in reasons.items()}

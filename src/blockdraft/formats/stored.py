@@ -1,4 +1,4 @@
-"""Tensors of checkpoints that are read when they are asked for."""
+"""Tensors of checkpoints that are read only when they are needed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ FEW_BITS = "few bits"
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint, on disk or in memory.
+    """Tensor of a checkpoint, on disk or in memory.
 
     Attributes:
-        kind: Its dtype as safetensors files name it, or `FEW_BITS` for a `QuantizedWeight`.
-        read: Gives it, on the CPU.
+        kind: Dtype under its name in safetensors files, or `FEW_BITS` for a `QuantizedWeight`.
+        read: Function that returns the tensor, on the CPU.
     """
 
     shape: tuple[int, ...]
@@ -34,13 +34,13 @@ class Stored:
     read: Callable[[], Tensor | QuantizedWeight]
 
     def tensor(self) -> Tensor:
-        """It, as a tensor in any case."""
+        """Read it, a `QuantizedWeight` as a dense tensor."""
         found = self.read()
         return found.dequantize() if isinstance(found, QuantizedWeight) else found
 
 
 def open_tensors(files: Sequence[str]) -> dict[str, Stored]:
-    """The tensors of safetensors files. What is read of a file is in memory as long as the tensor."""
+    """Tensors of safetensors files. What is read from a file stays in memory only as long as its tensor."""
     found = {}
     for file in files:
         with safe_open(file, "pt") as shard:
@@ -51,7 +51,7 @@ def open_tensors(files: Sequence[str]) -> dict[str, Stored]:
 
 
 def _read(file: str, name: str) -> Tensor:
-    # Opened anew, since all that was ever read stays mapped as long as a file is open.
+    # Opened for each tensor, since everything read from a file stays mapped while the file is open.
     with safe_open(file, "pt") as shard:
         tensor: Tensor = shard.get_tensor(name)
         return tensor
@@ -62,7 +62,7 @@ def stored(tensor: Tensor) -> Stored:
 
 
 def check_floats(tensors: Mapping[str, Stored]) -> None:
-    """Raise a UsageError unless all of them are floating-point numbers as they stand, of 16 bits or more."""
+    """Raise a UsageError unless all tensors are unquantized floating-point numbers of 16 bits or more."""
     others = [name for name, one in tensors.items() if one.kind not in FLOATS]
     if others:
         more = f", and {len(others) - 1} other tensors are of such a type too" if len(others) > 1 else ""

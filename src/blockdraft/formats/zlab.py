@@ -1,7 +1,7 @@
 """Draft models in z-lab's layout: a folder with config.json and safetensors.
 
 config.json is that of z-lab's `dflash` package (`dflash/model.py`), with the variants that SpecForge, ModelOpt, vLLM
-and SGLang write or read. They are resolved here once; what we cannot compute is refused by name."""
+and SGLang write or read. `parse_config` resolves all variants; it refuses unsupported values by name."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from blockdraft.formats.stored import Stored
 from blockdraft.nn.draft_config import MOST_LAYERS, DraftConfig, LayerAttention, default_taps, need, whole
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Keys of `dflash_config` that `parse_config` reads; each may as well stand at the top level.
+# Keys of `dflash_config` that `parse_config` reads. Each may also be at the top level.
 READ = {"block_size", "mask_token_id", "mask_token", "target_layer_ids", "num_target_layers", "is_causal", "causal"}
 READ |= {"use_swa", "swa_window_size", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
-# Keys that change the forward pass, at any level, and the values under which they do not. Absent and null never do.
+# Keys, at any level, that would change the forward pass, and the values with which they do not. If a key is absent or
+# null, it changes nothing.
 INERT: dict[str, tuple[Any, ...]] = {"projector_type": ("dflash",), "attention_mode": ("gqa", "mha")}
 INERT |= {"use_aux_hidden_state": (True,), "attention_value_scale": (1,), "partial_rotary_factor": (1,)}
 INERT |= dict.fromkeys(("shift_label", "sample_from_anchor", "mrope_section", "quantization_config"), (False,))
@@ -39,7 +40,7 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
         vocabulary: The target's tokens and their ids, for files that give the mask token as text.
 
     Raises:
-        ValueError: The file is no draft model, lacks a value, contradicts itself, or asks for the unsupported.
+        ValueError: The file is no draft model, lacks a value, contradicts itself, or asks for something unsupported.
     """
     foreign = _object("config.json", raw).get("speculators_model_type")
     need(foreign is None, "speculators_model_type", foreign, "absent in z-lab's layout; see blockdraft export")
@@ -78,8 +79,8 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
 
 
 def config_dict(config: DraftConfig) -> dict[str, Any]:
-    """What config.json holds, for z-lab's `dflash` under transformers 5 and for readers of older layouts. Raises
-    ValueError where the layers differ in a way the format has no words for."""
+    """Content of config.json, for z-lab's `dflash` under transformers 5 and for readers of older layouts. Raises
+    ValueError if the layers differ in a way that the format cannot express."""
     architecture = architecture_of(config)
     layers, slides = config.layers, [layer.window is not None for layer in config.layers]
     windows, causal = {layer.window for layer in layers} - {None}, [layer.causal for layer in layers]
@@ -89,7 +90,7 @@ def config_dict(config: DraftConfig) -> dict[str, Any]:
     draft = {"block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": [*config.taps]}
     nested = {name: raw.pop(name) for name in architecture.nested}
     draft |= {**architecture.marks, **{name: value for name, value in nested.items() if value is not None}}
-    if causal != slides:  # else the layer types imply it
+    if causal != slides:  # otherwise the layer types imply it
         raw["is_causal"] = draft["causal"] = causal[0]  # z-lab reads the former, vLLM the latter
     rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
     return {
@@ -112,7 +113,7 @@ def _object(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _agree(places: Mapping[str, Any]) -> Any:
-    """The value that the places hold; a place that holds None has no say."""
+    """The one value in all places, of which those with None are ignored. Raises ValueError if two differ."""
     held = {place: value for place, value in places.items() if value is not None}
     told = " but ".join(f"{place} is {value!r}" for place, value in held.items())
     if any(value != first for first in held.values() for value in held.values()):
@@ -125,7 +126,7 @@ def _pick(raw: Mapping[str, Any], name: str) -> Any:
 
 
 def rope_of(raw: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """Theta, and the scaling without it, from the three places of a config.json that may hold them."""
+    """RoPE's theta, and its scaling without theta, from the three places of a config.json that may hold them."""
     thetas, scalings = {"rope_theta": raw.get("rope_theta")}, {}
     for place in ("rope_parameters", "rope_scaling"):
         rope = _object(place, raw.get(place))
@@ -138,9 +139,9 @@ def rope_of(raw: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
 
 
 def _layers(raw: Mapping[str, Any], depth: int) -> tuple[LayerAttention, ...]:
-    """What each layer attends to. Layer types, window and causality combine as in vLLM's `qwen3_dflash.py`."""
+    """Attention of each layer. Layer types, window and causality are combined as in vLLM's `qwen3_dflash.py`."""
     types, window, swa_window = raw.get("layer_types"), raw.get("sliding_window"), _pick(raw, "swa_window_size")
-    if types is None:  # the rule of Qwen3Config
+    if types is None:  # as in Qwen3Config
         first = raw.get("max_window_layers", 28) if raw.get("use_sliding_window") and window else depth
         types = [SLIDING if i >= whole("max_window_layers", first, minimum=0) else FULL for i in range(depth)]
     fit = isinstance(types, list) and len(types) == depth and all(kind in (FULL, SLIDING) for kind in types)
@@ -157,7 +158,7 @@ def _layers(raw: Mapping[str, Any], depth: int) -> tuple[LayerAttention, ...]:
 
 
 def read_config(path: str | Path, vocabulary: Mapping[str, int] | None = None) -> DraftConfig:
-    """The configuration in a folder's config.json. For `vocabulary` see `parse_config`.
+    """Configuration in a folder's config.json. For `vocabulary` see `parse_config`.
 
     Raises:
         ValueError: The folder holds no draft model.
@@ -170,15 +171,15 @@ def read_config(path: str | Path, vocabulary: Mapping[str, int] | None = None) -
 def read_checkpoint(
     path: str | Path, vocabulary: Mapping[str, int] | None = None
 ) -> tuple[DraftConfig, dict[str, Tensor]]:
-    """Read a folder with config.json and one or several safetensors files of any name. The tensors come on the CPU and
-    are named as in `tensor_shapes`. For `vocabulary` see `parse_config`.
+    """Read a folder with config.json and one or several safetensors files of any name. The tensors are on the CPU and
+    named as in `tensor_shapes`. For `vocabulary` see `parse_config`.
 
     Raises:
         ValueError: The folder is absent, incomplete or broken, or holds no draft model.
     """
     config = read_config(path, vocabulary)
     found = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in read_tensors(path).items()}
-    found.pop("embed_tokens.weight", None)  # not the drafter's own, and neither are the angles
+    found.pop("embed_tokens.weight", None)  # copies of the target's weights, and RoPE's angles
     tensors = {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}
     with blaming(Path(path)):
         tensors = architecture_of(config).adapted(config, tensors)
@@ -189,15 +190,18 @@ def read_checkpoint(
 def write_checkpoint(
     path: str | Path, config: DraftConfig, tensors: Mapping[str, Tensor], trained_for: str | None = None
 ) -> None:
-    """Write a folder that z-lab's `from_pretrained` loads. It appears whole or not at all, and replaces the whole of a
-    draft model's folder. Raises ValueError where that folder holds something else, or where the tensors do not fit the
-    configuration or are not of one dtype."""
+    """Write a folder that z-lab's `from_pretrained` loads. It appears complete or not at all, and replaces an earlier
+    draft model's folder as a whole.
+
+    Raises:
+        ValueError: The folder holds something else, or the tensors do not fit the configuration or have several
+            dtypes."""
     check_tensors(tensor_shapes(config), tensors)
     write_folder(path, {**config_dict(config), "dtype": one_dtype(tensors)}, tensors, trained_for)
 
 
 def one_dtype(tensors: Mapping[str, Tensor]) -> str:
-    """The dtype of all tensors, as config.json names it. Raises ValueError where they differ."""
+    """The dtype of all tensors, as config.json names it. Raises ValueError if they have several."""
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
     need(len(dtypes) == 1, "the tensors' dtype", dtypes, "one; cast them")
     return dtypes[0]
@@ -222,7 +226,7 @@ class ZLab:
         return parse_config(raw, vocabulary), True
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> None:
-        """As its architecture says."""
+        """How to start the engines that read the drafter's architecture in this layout."""
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         return Checkpoint(*read_checkpoint(path, vocabulary))
@@ -235,7 +239,7 @@ class ZLab:
     ) -> None:
         if checkpoint.borrowed is not None and checkpoint.borrowed.kept is not None:
             kept = f"{len(checkpoint.borrowed.kept)} of {checkpoint.config.vocab_size} tokens"
-            raise UsageError(f"It guesses among {kept}, which z-lab's layout cannot say; export to speculators.")
+            raise UsageError(f"It guesses among {kept}, which z-lab's layout cannot express; export to speculators.")
         write_checkpoint(path, checkpoint.config, checkpoint.tensors, checkpoint.trained_for)
 
 

@@ -235,6 +235,6 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     for layout in (eagle3.LAYOUT, eagle3_speculators.LAYOUT):
         with pytest.raises(UsageError, match="the configuration is 'dict'; it must be Eagle3Config"):
             layout.check({}, None, ())
-    with pytest.raises(UsageError, match="for which z-lab's layout and the speculators format have no words"):
+    with pytest.raises(UsageError, match="that z-lab's layout and the speculators format cannot hold"):
         layouts()["zlab"].check(CONFIG, None, ())
     assert not list(tmp_path.iterdir())

@@ -1,7 +1,7 @@
-"""GGUF files, llama.cpp's format: `files.py` reads them, `write.py` writes them, `drafter.py` knows drafters in them,
-of which each file of `kinds` knows a kind.
+"""GGUF files, llama.cpp's format: `files.py` reads them, `write.py` writes them, `drafter.py` reads and writes
+drafters, whose kinds `kinds.py` finds in the `gguf.py` of drafters' folders.
 
-What is in a target's file, and its tokenizer, are known to `targets/gguf`.
+`targets/gguf` reads targets, and their tokenizers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Types of tensors in GGUF files: their bytes as tensors or as a `QuantizedWeight` of the same numbers."""
+"""Tensor types of GGUF files: converts their bytes to tensors, or to a `QuantizedWeight` of the same numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockdraft.nn.quantized import QuantizedWeight
 
 Reader: TypeAlias = Callable[[Tensor], Tensor | QuantizedWeight]
 
-# Each takes the bytes of a tensor, `[rows, blocks, bytes of a block]` uint8.
+# Each function takes the bytes of a tensor, `[matrix rows, blocks, bytes of a block]` uint8.
 
 
 def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -20,7 +20,7 @@ def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _halves(raw: Tensor) -> Tensor:
-    """Pairs of bytes as float16, `[..., 2 n]` to `[..., n]`."""
+    """Reads pairs of bytes as float16, `[..., 2 n]` to `[..., n]`."""
     return raw.contiguous().view(torch.float16)
 
 
@@ -34,13 +34,14 @@ def _q8_0(raw: Tensor) -> QuantizedWeight:
 
 
 def _q4_k(raw: Tensor) -> QuantizedWeight:
-    """8 groups of 32 a block. Scale and offset of a group are factors of the block times numbers of 6 bits."""
+    """Reads Q4_K: 8 groups of 32 values per block. Scale and offset of a group are factors of the block times 6-bit
+    numbers."""
     factors = _halves(raw[..., :4]).float()
     low, mins, high = raw[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat([low & 63, high & 15 | low >> 2 & 48], -1)
     mins = torch.cat([mins & 63, high >> 4 | mins >> 2 & 48], -1)
     parts = raw[..., 16:].unflatten(-1, (4, 32))
-    codes = torch.stack([parts & 15, parts >> 4], -2)  # low halves of bytes are one group, high ones the next
+    codes = torch.stack([parts & 15, parts >> 4], -2)  # low halves of the bytes hold one group, high halves the next
     offset = -(factors[..., 1:] * mins)
     return QuantizedWeight(
         codes.flatten(1).view(torch.int8), (factors[..., :1] * scales).flatten(1), offset.flatten(1), 4
@@ -48,7 +49,7 @@ def _q4_k(raw: Tensor) -> QuantizedWeight:
 
 
 def _q6_k(raw: Tensor) -> QuantizedWeight:
-    """16 groups of 16 a block, with codes of 6 bits."""
+    """Reads Q6_K: 16 groups of 16 values per block, with 6-bit codes."""
     low, high, scales = (
         raw[..., :128].unflatten(-1, (2, 1, 64)),
         raw[..., 128:192].unflatten(-1, (2, 1, 32)),
@@ -69,4 +70,4 @@ READERS: dict[str, Reader] = {
     "Q4_K": _q4_k,
     "Q6_K": _q6_k,
 }
-INDICES: dict[str, Reader] = {"I64": _plain(torch.int64)}  # of no weights
+INDICES: dict[str, Reader] = {"I64": _plain(torch.int64)}  # no weights

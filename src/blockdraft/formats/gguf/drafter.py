@@ -1,7 +1,7 @@
-"""Drafters in GGUF files, as llama.cpp reads and writes them; `kinds` holds what is a kind's own.
+"""Drafters in GGUF files, as llama.cpp reads and writes them. `kinds.py` finds the part of each kind.
 
-A tap is numbered by the target layer that it enters, one more than the layer that it leaves. The tokenizer is a copy of
-the target's.
+A tap has the number of the target layer that it enters, one more than that of the layer that it leaves. The tokenizer
+is a copy of the target's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from blockdraft.nn.rotary import rotary_frequencies
 from blockdraft.types import GGUFWeights
 
 TRAINED_FOR, DEPTH = f"{OWN}target_fingerprint", f"{OWN}num_target_layers"
-# Fields of a configuration, by their keys without the architecture.
+# Fields of a configuration, by their GGUF keys without the architecture.
 FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -39,7 +39,7 @@ FIELDS = {
 
 
 def drafter_metadata(config: Any) -> dict[str, Any]:
-    """A configuration as values by their keys.
+    """Metadata of a configuration: values by their GGUF keys.
 
     Raises:
         UsageError: llama.cpp cannot run such a drafter.
@@ -65,11 +65,11 @@ def write_drafter(path: Path, drafter: Checkpoint, tokenizer: Mapping[str, Any],
     """Write a drafter.
 
     Args:
-        tokenizer: The target's, as values by their keys, with other values that the file is to have.
+        tokenizer: Metadata of the target's tokenizer, and further values for the file, by their keys.
         weights: As in `write_gguf`.
 
     Raises:
-        UsageError: llama.cpp cannot run such a drafter, or as in `write_gguf`.
+        UsageError: llama.cpp cannot run such a drafter, or `write_gguf` raised.
     """
     config = drafter.config
     metadata, kind = {**tokenizer, **drafter_metadata(config)}, kind_of(config)
@@ -89,18 +89,18 @@ def is_drafter(file: GGUFFile) -> bool:
 
 
 def gguf_trained_for(file: GGUFFile) -> str | None:
-    """`Checkpoint.trained_for`."""
+    """`Checkpoint.trained_for`, from a file's metadata."""
     return file.metadata.get(TRAINED_FOR)
 
 
 def drafter_config(file: GGUFFile, num_target_layers: int | None = None) -> Any:
-    """The configuration of a drafter.
+    """Configuration of a drafter.
 
     Args:
-        num_target_layers: Of the target, which files of other programs do not say.
+        num_target_layers: Number of the target's layers, which files of other programs do not hold.
 
     Raises:
-        UsageError: It is no drafter, lacks a value, or asks for the unsupported.
+        UsageError: The file is no drafter, lacks a value, or asks for something unsupported.
     """
     kind, metadata = kind_in(file), file.metadata
 
@@ -109,7 +109,7 @@ def drafter_config(file: GGUFFile, num_target_layers: int | None = None) -> Any:
 
     fields: dict[str, Any] = {name: get(key) for key, name in FIELDS.items()}
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    whole = hidden // heads if hidden and heads else None  # as llama.cpp takes it where a file says nothing
+    whole = hidden // heads if hidden and heads else None  # llama.cpp's default
     fields["head_dim"] = get("attention.key_length") or whole
     entered, tokens = get("target_layers"), metadata.get("tokenizer.ggml.tokens")
     need(isinstance(entered, list), f"{kind.architecture}.target_layers", entered, "a list of layers")
@@ -120,7 +120,12 @@ def drafter_config(file: GGUFFile, num_target_layers: int | None = None) -> Any:
         need(get(key) in (None, value), f"{kind.architecture}.{key}", get(key), f"{value}; no other is supported")
     scaling = _scaling(metadata, f"{kind.architecture}.rope.scaling.")
     understood = ROPE_FACTORS not in file.tensors or scaling is not None
-    need(understood, ROPE_FACTORS, "there", "absent, since what made it is not said; use llama.cpp for this drafter")
+    need(
+        understood,
+        ROPE_FACTORS,
+        "there",
+        "absent, since its scaling is unknown; use llama.cpp for this drafter",
+    )
     found, own = kind.fields(file)
     fields |= {
         "vocab_size": len(tokens or ()),
@@ -145,8 +150,8 @@ def _scaling(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
 
 
 def read_gguf_drafter(path: str | Path, num_target_layers: int | None = None) -> Checkpoint:
-    """Read a drafter, its weights in float32. Errors as in `drafter_config`, and where tensors are absent or of types
-    that are not read."""
+    """Read a drafter, its weights in float32. Errors as in `drafter_config`, and for tensors that are missing or have
+    unsupported types."""
     file = open_gguf(path)
     config = drafter_config(file, num_target_layers)
     kind = kind_of(config)

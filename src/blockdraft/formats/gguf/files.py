@@ -1,6 +1,7 @@
-"""GGUF files, llama.cpp's format: metadata and tensors, whose blocks become a `QuantizedWeight` of the same numbers.
+"""Reads GGUF files, llama.cpp's format: metadata and tensors, whose blocks become a `QuantizedWeight` of the same
+numbers.
 
-The header is read here and not by the package gguf, whose reader makes several numpy arrays of each word of a
+The package gguf is not used for the header, because its reader makes several numpy arrays for each token of the
 vocabulary: half a gigabyte and many seconds for a common model.
 """
 
@@ -25,7 +26,7 @@ from blockdraft.nn.quantized import QuantizedWeight
 
 SUFFIX = ".gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
-ALIGNMENT = 32  # bytes, of tensors, where a file names no other
+ALIGNMENT = 32  # default alignment of tensors, in bytes
 MOST_DIMENSIONS = 4
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 NUMBERS = {
@@ -45,12 +46,12 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor of a file, which is mapped into memory.
+    """Tensor of a file that is mapped into memory.
 
     Attributes:
-        kind: Name of its type, such as "Q4_0" or "F16".
-        shape: Outputs before inputs, as torch has it.
-        place: First byte.
+        kind: Name of the tensor's type, such as "Q4_0" or "F16".
+        shape: Shape in torch's order, outputs before inputs.
+        place: Offset of its first byte in the file.
     """
 
     name: str
@@ -60,13 +61,13 @@ class GGUFTensor:
     place: int
 
     def read(self) -> Tensor | QuantizedWeight:
-        """Its numbers, where the type is one of `READERS` or `INDICES`."""
+        """Read the tensor, whose type must be one of `READERS` or `INDICES`."""
         values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
         rows, inputs = self.shape[:-1], self.shape[-1]
         shape = (*rows, inputs // values, size)
         count = int(np.prod(shape))
         raw = np.frombuffer(self.file, np.uint8, count, self.place).copy()
-        if hasattr(self.file, "madvise"):  # what was read of the file need not stay in this process's memory
+        if hasattr(self.file, "madvise"):  # releases the pages of the file that were read
             begin = self.place - self.place % mmap.PAGESIZE
             self.file.madvise(mmap.MADV_DONTNEED, begin, self.place + count - begin)
         return (READERS | INDICES)[self.kind](torch.from_numpy(raw).view(shape))
@@ -74,13 +75,13 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A file, or all of its parts where it is split.
+    """A GGUF file, or all parts of a split one.
 
     Attributes:
         path: The file, or the first part.
-        parts: All of them.
+        parts: All parts.
         metadata: Values by their keys.
-        tensors: By their names.
+        tensors: Tensors by their names.
     """
 
     parts: Sequence[Path]
@@ -93,15 +94,15 @@ class GGUFFile:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a path is meant to be a GGUF file."""
+    """Whether a path names a GGUF file."""
     return str(path).endswith(SUFFIX)
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
-    """Read the header of a file, or those of all its parts, whichever is named.
+    """Read the header of a file, or the headers of all parts if the path names one of several.
 
     Raises:
-        UsageError: A part is absent, no GGUF file, of another version or byte order, or cut short.
+        UsageError: A part is missing, is no GGUF file, has another version or byte order, or is cut short.
     """
     metadata, tensors = read_header(Path(path))
     count = metadata.get("split.count", 1)
@@ -125,7 +126,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Metadata and tensors of one file. Errors as in `open_gguf`."""
+    """Read metadata and tensors of one file. Errors as in `open_gguf`."""
     if not path.is_file():
         raise UsageError(f"There is no file {path}.")
     with path.open("rb") as opened:
@@ -147,7 +148,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 
 
 class _Cursor:
-    """What lies in a file, one after the other."""
+    """Reads the values of a header one after the other."""
 
     def __init__(self, data: mmap.mmap, place: int) -> None:
         self.data, self.place = data, place
@@ -174,7 +175,7 @@ class _Cursor:
     def number(self, kind: str) -> Any:
         [value] = struct.unpack_from(f"<{kind}", self.data, self.place)
         self.place += struct.calcsize(f"<{kind}")
-        # 1e-6 in float32 is meant, not the double that is nearest to that
+        # The shortest decimal of a float32, such as 1e-6, is meant, not the double with its exact value.
         return float(str(np.float32(value))) if kind == "f" else value
 
     def text(self) -> str:
@@ -198,7 +199,7 @@ class _Cursor:
         return numbers.tolist()
 
     def tensor(self) -> tuple[str, tuple[int, ...], str, int]:
-        """Name, shape, type, and place behind the header."""
+        """Read name, shape, type, and offset behind the header."""
         name = self.text()
         dimensions = self.number("I")
         if dimensions > MOST_DIMENSIONS:
@@ -211,7 +212,7 @@ class _Cursor:
 
 
 def _bytes(name: str, kind: str, shape: tuple[int, ...]) -> int:
-    """Of a tensor; 0 where its type is not read."""
+    """Size of a tensor in bytes; 0 if its type is not supported."""
     if kind not in READERS | INDICES:
         return 0
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]

@@ -1,4 +1,4 @@
-"""Kinds of drafters that llama.cpp has: `KIND` in `gguf.py` of a drafter's folder, and what kinds share."""
+"""Kinds of drafters that llama.cpp runs, each `KIND` in the `gguf.py` of a drafter's folder, and what they share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.gguf.files import GGUFFile
 from blockdraft.plugins import parts
 
-OWN = "blockdraft."  # keys of ours, which llama.cpp does not look at
+OWN = "blockdraft."  # our own keys, which llama.cpp ignores
 LIMIT = "in llama.cpp; use another engine"
 EMBEDDING, HEAD, TOKENS = "token_embd.weight", "output.weight", "d2t"
-# From names of tensors in folders to those of llama.cpp; of layers without `layers.N.` and `blk.N.`.
+# llama.cpp's names of tensors, by their names in folders; those of layers without `blk.N.` and `layers.N.`.
 NAMES = {
     "fc.weight": "fc.weight",
     "norm.weight": "output_norm.weight",
@@ -32,42 +32,44 @@ NAMES = {
 
 
 class Kind(Protocol):
-    """Attributes:
-    architecture: What llama.cpp calls it.
-    layout: The layout in which such drafters lie in folders: a file of `formats`.
+    """Kind of drafter in GGUF files.
+
+    Attributes:
+        architecture: llama.cpp's name of the kind.
+        layout: Name of the layout of such drafters in folders.
     """
 
     architecture: str
     layout: str
 
     def configs(self) -> dict[type, str]:
-        """The classes of its configurations, and what config.json calls each under `architectures`."""
+        """Classes of its configurations, and the name of each under `architectures` of config.json."""
 
     def start(self, config: Any) -> tuple[str, int]:
-        """llama.cpp's `--spec-type`, and the most guesses of a block."""
+        """Value of llama.cpp's `--spec-type`, and the most guesses of a block."""
 
     def written(self, config: Any) -> dict[str, Any]:
-        """Its own values by their keys. Raises UsageError for what llama.cpp cannot run."""
+        """Metadata of this kind alone, by GGUF keys. Raises UsageError for a drafter that llama.cpp cannot run."""
 
     def fields(self, file: GGUFFile) -> tuple[type, dict[str, Any]]:
-        """The class of a configuration, and its own fields, None for those that are not in the file. Raises UsageError
-        for the unsupported."""
+        """Class of a file's configuration, and the fields of this kind alone, None for those missing in the file.
+        Raises UsageError for what is unsupported."""
 
     def names(self, config: Any) -> dict[str, str]:
         """llama.cpp's names of tensors, by ours."""
 
     def tensors(self, drafter: Checkpoint) -> dict[str, Tensor]:
-        """A drafter's, by their names in files. Raises ValueError where they do not fit its configuration."""
+        """Tensors of a drafter by their names in files. Raises ValueError if they do not fit its configuration."""
 
     def checkpoint(self, config: Any, tensors: Mapping[str, Tensor]) -> Checkpoint:
-        """The other way round; also of `EMBEDDING`, `HEAD` and `TOKENS`, where a file holds them."""
+        """Inverse of `tensors`: drafter from a file's tensors, which may hold `EMBEDDING`, `HEAD` and `TOKENS`."""
 
 
 def their_names(tensors: Iterable[str], own: Mapping[str, str]) -> dict[str, str]:
     """llama.cpp's names of tensors, by ours.
 
     Args:
-        own: Names that the kind has besides `NAMES`.
+        own: Names of the kind's own tensors, beside `NAMES`.
     """
     names, found = NAMES | {**own}, {}
     for name in tensors:
@@ -81,7 +83,7 @@ def kinds() -> list[Kind]:
 
 
 def kind_of(config: Any) -> Kind:
-    """The kind that a configuration belongs to. Raises UsageError where llama.cpp has none."""
+    """Kind of a configuration. Raises UsageError if llama.cpp has no such kind."""
     found = next((kind for kind in kinds() if type(config) in kind.configs()), None)
     if found is None:
         known = (name for kind in kinds() for name in kind.configs().values())
@@ -93,7 +95,7 @@ def kind_of(config: Any) -> Kind:
 
 
 def kind_in(file: GGUFFile) -> Kind:
-    """The kind that a file holds. Raises UsageError where it is no drafter."""
+    """Kind of the drafter in a file. Raises UsageError if the file is no drafter."""
     found = file.metadata.get("general.architecture")
     kind = next((kind for kind in kinds() if kind.architecture == found), None)
     if kind is None:

@@ -1,4 +1,5 @@
-"""Rotary embeddings as GGUF files say them: values, and where these do not do, a factor for each frequency."""
+"""Rotary embeddings in GGUF files: metadata, and a factor for each frequency where metadata cannot express a
+scaling."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 
 ROPE_FACTORS = "rope_freqs.weight"
-ROPE_BASE = 10000.0  # llama.cpp's, where a file names none
-# What transformers calls the parameters of a scaling, and what llama.cpp does.
+ROPE_BASE = 10000.0  # llama.cpp's default
+# llama.cpp's names of the parameters of a scaling, by those of transformers.
 WORDS = {
     "linear": {"factor": "factor"},
     "yarn": {
@@ -26,13 +27,13 @@ IN_FACTORS = ("llama3",)  # scalings that are written as factors
 
 
 def rope_metadata(theta: float, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Values by their keys without the architecture.
+    """Metadata of the rotary embeddings: values by their keys without the architecture.
 
     Args:
-        scaling: `rope_type` and its parameters, as transformers has them; None is none.
+        scaling: `rope_type` and its parameters, as in transformers; None is no scaling.
 
     Raises:
-        UsageError: llama.cpp has no words for the scaling.
+        UsageError: A GGUF file cannot express the scaling.
     """
     found: dict[str, Any] = {"rope.freq_base": float(theta)}
     given = {name: value for name, value in (scaling or {}).items() if value is not None and name != "rope_theta"}
@@ -51,12 +52,12 @@ def rope_metadata(theta: float, scaling: Mapping[str, Any] | None) -> dict[str, 
 
 
 def rope_factors(theta: float, frequencies: Tensor) -> Tensor:
-    """What divides the plain frequencies to make these `[pairs]`; the same shape, float32."""
+    """Factors by which plain frequencies are divided to give these `[pairs]`; same shape, float32."""
     pairs = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
     return (theta**-pairs / frequencies.double()).float()
 
 
 def paired(rows: int, heads: int) -> Tensor:
-    """The rows of a projection in our order, where a file's lie in pairs: some architectures of llama.cpp turn
-    neighbours of a head's channels together, and we those that are half a head apart."""
+    """Indices that bring the matrix rows of a projection from a file's order to ours. Some architectures of llama.cpp
+    rotate neighbouring channels of a head together; we rotate channels that are half a head apart."""
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)

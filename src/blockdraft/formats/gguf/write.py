@@ -1,4 +1,4 @@
-"""Writing GGUF files, one tensor at a time, so that no more than that is in memory."""
+"""Writes GGUF files, one tensor at a time, so that no more than one is in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILE_TYPES = {
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
     "q4_0": LlamaFileType.MOSTLY_Q4_0,
 }
-TABLES = ("token_embd.weight", "output.weight")  # in which 4 bits cost the most and save the least
+TABLES = ("token_embd.weight", "output.weight")  # here 4 bits cost most accuracy and save least memory
 PARTIAL = ".partial"
 
 
@@ -35,13 +35,13 @@ def write_gguf(
     """Write one file.
 
     Args:
-        metadata: Values by their keys: whole numbers of 32 bits without a sign, float32, texts, and lists of these.
-        tensors: By their names, in the order of the file.
-        weights: What matrices are rounded to, by the package gguf. With q4_0, embedding and head get 8 bits. Vectors
-            and all that is no matrix stay float32, and whole numbers what they are.
+        metadata: Values by their keys: unsigned 32-bit integers, float32 numbers, strings, and lists of these.
+        tensors: Tensors by their names, in the order of the file.
+        weights: Type that the package gguf rounds matrices to. With q4_0, embedding and head get 8 bits. Other tensors
+            are written as float32, and integers unchanged.
 
     Raises:
-        UsageError: A matrix has rows, or numbers, that cannot be written so.
+        UsageError: The type does not fit a matrix's number of columns, or cannot represent its numbers.
     """
     kinds = {name: _kind(name, tensor, weights) for name, tensor in tensors.items()}
     writer = GGUFWriter(path, architecture)
@@ -66,11 +66,11 @@ def write_gguf(
 
 @contextmanager
 def new_files(folder: Path) -> Iterator[Path]:
-    """A folder for files that move to `folder` together if all goes well, over those of the same names; else nothing is
-    left of them.
+    """Scratch folder for new files. On success they move to `folder` together, over files of the same names; after an
+    error they are deleted.
 
     Raises:
-        UsageError: The folder is none or cannot be written, or another process writes there.
+        UsageError: `folder` is a file or cannot be written, or another process is writing there.
     """
     folder = folder.absolute()
     if folder.exists() and not folder.is_dir():
@@ -78,7 +78,7 @@ def new_files(folder: Path) -> Iterator[Path]:
     scratch, made = folder / PARTIAL, not folder.exists()
     with held(folder, "exporting"):
         try:
-            shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
             scratch.mkdir(parents=True)
             yield scratch
             for file in sorted(scratch.iterdir()):
@@ -88,7 +88,7 @@ def new_files(folder: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
             if made:
-                with suppress(OSError):  # where something was written
+                with suppress(OSError):  # if anything was written
                     folder.rmdir()
 
 
@@ -104,7 +104,7 @@ def _put(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def _kind(name: str, tensor: Stored, weights: GGUFWeights) -> GGMLQuantizationType:
-    """The type that a tensor is written in."""
+    """Type in which a tensor is written."""
     if tensor.kind == "I64":
         return GGMLQuantizationType.I64
     if len(tensor.shape) != 2 or tensor.shape[0] == 1 or not name.endswith(".weight"):
@@ -113,7 +113,7 @@ def _kind(name: str, tensor: Stored, weights: GGUFWeights) -> GGMLQuantizationTy
     values, _ = GGML_QUANT_SIZES[kind]
     if tensor.shape[1] % values:
         raise UsageError(
-            f"{name} has rows of {tensor.shape[1]} numbers, and {kind.name} rounds {values} at a time; use bf16, f16 "
+            f"{name} has {tensor.shape[1]} columns, and {kind.name} rounds {values} numbers at a time; use bf16, f16 "
             "or f32."
         )
     return kind
@@ -126,8 +126,8 @@ def _rounded(name: str, tensor: Stored, kind: GGMLQuantizationType) -> np.ndarra
     numbers = np.ascontiguousarray(found.to(torch.float32).numpy())
     most = np.abs(numbers).max(initial=0)
     if not np.isfinite(most):
-        raise UsageError(f"{name} holds {most:g}, so its model says nothing; copy it or train it anew.")
+        raise UsageError(f"{name} holds {most:g}, so its model is broken; copy or train it again.")
     if kind == GGMLQuantizationType.F16 and most > np.finfo(np.float16).max:
-        raise UsageError(f"{name} holds {most:g}, for which f16 has no place; use bf16 or f32.")
+        raise UsageError(f"{name} holds {most:g}, which f16 cannot represent; use bf16 or f32.")
     rounded: np.ndarray[Any, Any] = quantize(numbers, kind)
     return rounded

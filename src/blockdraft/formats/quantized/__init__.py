@@ -1,6 +1,6 @@
-"""How checkpoints of Hugging Face keep weights of few bits: one file a layout, named after its `quant_method`.
+"""Quantized checkpoints of Hugging Face: one file per layout, named after its `quant_method`.
 
-Each holds `weights`; `base.py` says what that gives. Embedding, head and norms may stay as they are in all of them.
+Each file defines `weights`, which `base.py` describes. In all layouts embedding, head and norms may be unquantized.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from blockdraft.plugins import plugins
 
 
 def read_quantized(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The tensors of a quantised checkpoint under the names that they would have in 16 bits.
+    """Tensors of a quantized checkpoint under the names that they have in an unquantized one.
 
     Args:
-        raw: The `quantization_config` of config.json.
-        tensors: Of the checkpoint, by their own names.
+        raw: `quantization_config` of config.json.
+        tensors: Tensors of the checkpoint under their names in the files.
 
     Raises:
-        NotRead: The layout is none of ours, or has or lacks something that we do not or must know.
+        NotRead: The layout is unknown, asks for something unsupported, or lacks something.
     """
     known, method = plugins(__name__), str(raw.get("quant_method"))
     check(

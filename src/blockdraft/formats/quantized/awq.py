@@ -1,4 +1,4 @@
-"""AWQ's layout: words of values along the outputs, `[in, out]`, eight at a time in an order of their own.
+"""AWQ's layout: `[in, out]`, with eight neighbouring outputs in a word, in an order that `ORDER` gives.
 
 `qweight` is int32 `[in, out / 8]`, `qzeros` int32 `[in / group, out / 8]`, `scales` `[in / group, out]`.
 """
@@ -17,7 +17,7 @@ from blockdraft.formats.stored import FLOATS, Stored
 from blockdraft.nn.quantized import QuantizedWeight
 
 BITS = 4
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs in a word, from the lowest bits up
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs in a word, from the lowest bits upward
 
 
 def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -44,7 +44,7 @@ def _read(weight: Stored, scale: Stored, zeros: Stored) -> QuantizedWeight:
 
 
 def _values(words: Tensor) -> Tensor:
-    """`[n, out / 8]` words as `[out, n]` values."""
+    """Unpack words `[n, out / 8]` to values `[out, n]`."""
     places = torch.tensor(ORDER).argsort()
     eights: Tensor = unpacked(words, BITS).unflatten(1, (-1, 8))
     return eights[..., places].flatten(1).T.contiguous()

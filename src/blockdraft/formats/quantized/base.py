@@ -1,4 +1,4 @@
-"""What a layout of weights of few bits is, and what the layouts share."""
+"""Protocol of the layouts of quantized checkpoints, and what they share."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from blockdraft.nn.quantized import LEAST_GROUP, MOST_GROUP, QuantizedWeight, na
 
 
 class NotRead(ValueError):
-    """A quantised checkpoint that we do not read; the text says why, and fits behind "because"."""
+    """Raised for a quantized checkpoint that is not supported. The text is the reason, as a clause behind "because"."""
 
 
 class Layout(Protocol):
-    """What a file of this package is."""
+    """Layout of a quantized checkpoint; each file of this package is one."""
 
     def weights(self, raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-        """The weights of few bits, named as if they had 16, such as `model.layers.0.mlp.up_proj.weight`. Each is read
-        when it is asked for. Arguments and errors are those of `read_quantized`."""
+        """Quantized weights under their names in an unquantized checkpoint, such as
+        `model.layers.0.mlp.up_proj.weight`. Each is read only when it is needed. Arguments and errors are those of
+        `read_quantized`."""
 
 
 def check(fits: bool, why_not: str) -> None:
@@ -30,14 +31,14 @@ def check(fits: bool, why_not: str) -> None:
 
 
 def modules(tensors: Iterable[str], part: str) -> list[str]:
-    """The names of the modules that have such a part."""
+    """Names of the modules that have this part."""
     found = [name.removesuffix(f".{part}") for name in tensors if name.endswith(f".{part}")]
     check(bool(found), f"its configuration says that it is quantised, and no module has a {part}")
     return found
 
 
 def part_of(tensors: Mapping[str, Stored], name: str, kinds: Iterable[str], shape: tuple[int, ...]) -> Stored:
-    """A tensor of the checkpoint. Raises `NotRead` where it is missing or of another dtype or shape."""
+    """Read a tensor of the checkpoint. Raises `NotRead` if it is missing or has another dtype or shape."""
     check(name in tensors, f"its checkpoint lacks {name}")
     found = tensors[name]
     fits = found.kind in kinds and found.shape == shape
@@ -46,7 +47,7 @@ def part_of(tensors: Mapping[str, Stored], name: str, kinds: Iterable[str], shap
 
 
 def check_groups(name: str, inputs: int, groups: int) -> None:
-    """Raise `NotRead` unless rows of so many inputs can have so many groups."""
+    """Raise `NotRead` unless this number of inputs can have this number of groups."""
     fits = groups > 0 and inputs % groups == 0 and inputs // groups % LEAST_GROUP == 0
     fits = fits and inputs // groups <= MOST_GROUP
     least = f"groups of {inputs // groups}" if groups and inputs % groups == 0 else f"{groups} groups"
@@ -58,7 +59,8 @@ def check_groups(name: str, inputs: int, groups: int) -> None:
 
 
 def check_order(name: str, tensors: Mapping[str, Stored], inputs: int, groups: int) -> None:
-    """Raise `NotRead` unless the group of each input, where a tensor says so, is that of its place."""
+    """Raise `NotRead` unless the inputs of each group are neighbours, in order, if a tensor gives the group of each
+    input."""
     if name in tensors:
         expected = torch.arange(inputs) // (inputs // groups)
         ordered = torch.equal(tensors[name].tensor().long(), expected)
@@ -66,28 +68,28 @@ def check_order(name: str, tensors: Mapping[str, Stored], inputs: int, groups: i
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """The values from 0 up in int32 words `[n, words]`, the lowest bits first: `[n, words * 32 / bits]` uint8."""
+    """Unpack int32 words `[n, words]` to unsigned values `[n, words * 32 / bits]`, uint8, lowest bits first."""
     octets = _own(words).view(torch.uint8)
     return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(1)
 
 
 def packed(values: Tensor, bits: int) -> Tensor:
-    """The inverse of `unpacked`."""
+    """Inverse of `unpacked`."""
     octets = values if bits == 8 else values[:, ::2] | values[:, 1::2] << 4
     return _own(octets).view(torch.int32)
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A copy whose rows lie one behind the other; `contiguous` leaves single rows and columns with any stride."""
+    """Copy with the standard strides; `contiguous` keeps any stride of a dimension of size 1."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def few_bits(values: Tensor, zeros: Tensor | None, scale: Tensor, bits: int) -> QuantizedWeight:
-    """The weight `(values - zeros) * scale`, one zero and scale a group.
+    """Make the weight `(values - zeros) * scale`, with one zero and one scale per group.
 
     Args:
         values: `[out, in]` uint8.
-        zeros: `[out, in / group]` of whole numbers; None is the middle of the range.
+        zeros: `[out, in / group]`, whole numbers; None is the middle of the range.
         scale: `[out, in / group]`, of any dtype.
     """
     check(bool(scale.isfinite().all()), "some of its scales are no finite numbers")

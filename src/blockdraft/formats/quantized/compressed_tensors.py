@@ -1,8 +1,8 @@
-"""The layout of the compressed-tensors project, `[out, in]`, read and written.
+"""Layout of the compressed-tensors project, `[out, in]`, read and written.
 
-`pack-quantized` keeps `weight_packed`, int32 `[out, in * bits / 32]` of values from 0 up, `weight_scale`
-`[out, in / group]`, `weight_shape`, and where zeros are not in the middle `weight_zero_point`, int32
-`[out * bits / 32, in / group]`. `int-quantized` keeps `weight` in int8 and scales and zeros as they are.
+`pack-quantized` has `weight_packed`, int32 `[out, in * bits / 32]` of unsigned values; `weight_scale`, `[out, in /
+group]`; `weight_shape`; and, if zeros are not in the middle of the range, `weight_zero_point`, int32 `[out * bits / 32,
+in / group]`. `int-quantized` has `weight` in int8, and scales and zeros unpacked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, 
 
 
 def _check_config(raw: Mapping[str, Any]) -> None:
-    """Raise `NotRead` for what is no rounding of weights alone."""
+    """Raise `NotRead` for a configuration that asks for more than the rounding of weights."""
     groups, sparsity = raw.get("config_groups") or {}, raw.get("sparsity_config") or {}
     check(bool(groups), "its quantization_config has no config_groups")
     if not isinstance(groups, Mapping) or not isinstance(sparsity, Mapping):
@@ -65,7 +65,7 @@ def _check_config(raw: Mapping[str, Any]) -> None:
         check(strategy in STRATEGIES, f"its scales are by {strategy} ({name}); {', '.join(STRATEGIES)} are read")
         check(not group.get("output_activations"), f"its outputs are rounded, too ({name})")
         inputs = group.get("input_activations")
-        # We round inputs to int8 in any case, in groups of our own, and so at least as finely.
+        # Our matrix products round inputs to int8 anyway, in their own groups, at least as finely.
         free = not inputs or (
             inputs.get("dynamic") is True and (inputs.get("type"), inputs.get("num_bits")) == ("int", 8)
         )
@@ -112,7 +112,7 @@ def _whole(module: str, tensors: Mapping[str, Stored]) -> Stored:
 
 
 def _scale(module: str, tensors: Mapping[str, Stored], outputs: int, inputs: int) -> tuple[Stored, int]:
-    """Scales, and how many groups of inputs have one."""
+    """Read the scales; returns them and the number of groups of inputs."""
     name = f"{module}.weight_scale"
     shape = tensors[name].shape if name in tensors else ()
     groups = shape[1] if len(shape) == 2 else 1
@@ -123,13 +123,13 @@ def _scale(module: str, tensors: Mapping[str, Stored], outputs: int, inputs: int
 
 
 def _spread(factors: Stored, outputs: int) -> Tensor:
-    """Factors `[out, groups]`, also where all outputs share one."""
+    """Expand factors to `[out, groups]`, if all outputs share one."""
     found = factors.tensor()
     return found if found.ndim == 2 else found.reshape(1, 1).expand(outputs, 1)
 
 
 def parts_of(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The tensors of a weight in `pack-quantized`, of which the zero points must be whole numbers."""
+    """Tensors of a weight in `pack-quantized`. The weight's zero points must be whole numbers."""
     middle, codes = 1 << weight.bits - 1, weight.codes.view(torch.uint8)
     values = codes ^ 128 if weight.bits == 8 else (weight.codes + (8 if weight.offset is None else 0)).view(torch.uint8)
     parts = {

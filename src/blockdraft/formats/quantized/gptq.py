@@ -1,7 +1,7 @@
-"""GPTQ's layout: words of values along the inputs, `[in, out]`.
+"""GPTQ's layout: `[in, out]`, with neighbouring inputs in a word.
 
-`qweight` is int32 `[in * bits / 32, out]`; `qzeros` int32 `[in / group, out * bits / 32]`, of which the older layout
-keeps each less one; `scales` `[in / group, out]`; `g_idx` `[in]` says to which group an input belongs.
+`qweight` is int32 `[in * bits / 32, out]`; `qzeros` int32 `[in / group, out * bits / 32]`, where the older layout
+stores each zero minus one; `scales` `[in / group, out]`; `g_idx` `[in]`, the group of each input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from blockdraft.formats.quantized.base import (
 from blockdraft.formats.stored import FLOATS, Stored
 from blockdraft.nn.quantized import QuantizedWeight
 
-LESS_ONE = {"gptq": 1, "gptq_v2": 0}  # by `checkpoint_format`
+LESS_ONE = {"gptq": 1, "gptq_v2": 0}  # subtracted from stored zeros, by `checkpoint_format`
 
 
 def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
