@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.data.settings import RowSettings
+from blockdraft.data.settings import RecordSettings
 from blockdraft.drafters.dflash.train import DFlashRecipe
 from blockdraft.errors import UsageError
 from blockdraft.settings import SettingsError, as_toml, explain, read_settings, settings
@@ -114,11 +114,11 @@ def test_a_flag_mends_what_the_file_says_and_is_not_blamed_on_it(tmp_path: Path)
 
 def test_what_is_made_in_python_is_checked_too() -> None:
     assert DFlashRecipe(taps=[0, 1]).taps == (0, 1)  # type: ignore[arg-type]
-    assert RowSettings("test", None, 3).limit == 3
+    assert RecordSettings("test", None, 3).limit == 3
     with pytest.raises(UsageError, match="limit is 0; it must be at least 1"):
-        RowSettings("test", None, 0)
+        RecordSettings("test", None, 0)
     with pytest.raises(UsageError, match="9 is one argument too many"):
-        RowSettings("test", None, 3, None, None, None, 9)  # type: ignore[call-arg]
+        RecordSettings("test", None, 3, None, None, None, 9)  # type: ignore[call-arg]
     for told, wrong in (
         ("layers is 0; it must be at least 1", {"layers": 0}),
         ("'layer' is unknown; did you mean layers", {"layer": 1}),

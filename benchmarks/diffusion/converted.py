@@ -15,7 +15,7 @@ from benchmarks.diffusion.settings import ConvertedSettings
 from benchmarks.harness.process import Progress
 from benchmarks.harness.records import Records, whole_lines
 from blockdraft import Drafter, Engine, SamplingParams, Target
-from blockdraft.data.settings import RowSettings
+from blockdraft.data.settings import RecordSettings
 from blockdraft.diffusion.convert import convert
 from blockdraft.diffusion.folder import load_model
 from blockdraft.diffusion.model import DiffusionModel
@@ -158,7 +158,7 @@ def converted(
         save_every=math.ceil(settings.tune_steps / SAVES),
         keep=1,
     )
-    texts = read_texts([str(data)], RowSettings(), model)
+    texts = read_texts([str(data)], RecordSettings(), model)
     report = training_progress.Progress(lambda stage, done, steps: progress(f"training, {stage}", done, steps))
     train(model, texts, settings.tune_steps, tuned, recipe, report)
     return load_model(tuned, "cpu", "float32")

@@ -49,10 +49,14 @@ def run(
 def test_from_rows_to_features(run: Run, tiny_target_dir: Path, tmp_path: Path) -> None:
     code, out, err = run("data", "rows.jsonl", "--out", "data")
     data = read_data(tmp_path / "data")
-    assert code == 0 and "6 rows, 6 to do" in err and "started: 0 of 6 rows\n" in err and ": 6 of 6 rows\n" in err
+    assert (
+        code == 0 and "6 records, 6 to do" in err and "started: 0 of 6 records\n" in err and ": 6 of 6 records\n" in err
+    )
     supervised = sum(int(one.supervised.sum()) for one in data)
     share = f"({supervised / sum(data.lengths):.0%})"
-    assert out == f"data: 6 documents of 6 rows, {sum(data.lengths)} tokens, {supervised} of them supervised {share}\n"
+    assert (
+        out == f"data: 6 documents of 6 records, {sum(data.lengths)} tokens, {supervised} of them supervised {share}\n"
+    )
     code, out, err = run("features", "--data", "data", "--out", "features", "--taps", "0,2")
     assert code == 0 and "layers 0, 2: 0.0 MiB to write, " in err and out.startswith("features: features of 6 doc")
     found = read_features(tmp_path / "features")
@@ -83,8 +87,8 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(prepare.DataWriter, "add", interrupted)
         code, out, err = run("data", "rows.jsonl", "--out", "data")
     assert (code, out) == (130, "")
-    assert err.endswith("Interrupted; 4 of 6 rows are kept in data. The same command goes on with them.\n")
-    assert "6 rows, 2 to do" in run("data", "rows.jsonl", "--out", "data").err
+    assert err.endswith("Interrupted; 4 of 6 records are kept in data. The same command goes on.\n")
+    assert "6 records, 2 to do" in run("data", "rows.jsonl", "--out", "data").err
 
     def stopped(*args: object) -> None:
         raise KeyboardInterrupt
@@ -99,7 +103,7 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["foreign.jsonl"], "foreign.jsonl, row 1: it has the fields ['question']"),
+        (["foreign.jsonl"], "foreign.jsonl, record 1: it has the fields ['question']"),
         (["absent.jsonl"], "There is no absent.jsonl"),
         (["rows.jsonl", "--server", "http://x"], "takes both --server URL and --model NAME"),
         (["rows.jsonl", "--server", "http://x", "--model", "m"], "add --regenerate"),
@@ -161,7 +165,7 @@ def test_base_models_as_the_docs_say(run: Run, base: Path, tmp_path: Path) -> No
         found = run("data", *words[2:], "--max-new-tokens", 8)
         assert found.code == 0, found.err
     first = run("data", *lines[0][2:], "--max-new-tokens", 8)
-    assert "goes on behind the first 64 tokens of a text; a {prompt} row is continued as a whole." in first.err
+    assert "continues the first 64 tokens of each text; a {prompt} record is continued as a whole." in first.err
     data = read_data(tmp_path / "build/continued")
     assert len(data) == 4 and all(int(one.supervised.sum()) <= 8 and max(data.lengths) <= 72 for one in data)
     assert json.loads((tmp_path / "build/sampled/data.json").read_text())["continued"] == {"tokens": 32, "prompts": 32}
@@ -177,12 +181,18 @@ def test_what_is_wrong_is_said_before_the_weights_are_loaded(
     (tmp_path / "file").touch()
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "q"}]}\n')
     for args, message in (
-        (["chats.jsonl", "--target", base], "chats.jsonl, row 1: this is a chat, whose roles only a chat template can"),
-        (["chats.jsonl", "--continue", 5], "chats.jsonl, row 1: this is a chat, whose roles only a chat template can"),
-        (["book.txt"], "book.txt, row 1: this is a plain text, which nobody can answer"),
+        (
+            ["chats.jsonl", "--target", base],
+            "chats.jsonl, record 1: this is a chat, whose roles only a chat template can",
+        ),
+        (
+            ["chats.jsonl", "--continue", 5],
+            "chats.jsonl, record 1: this is a chat, whose roles only a chat template can",
+        ),
+        (["book.txt"], "book.txt, record 1: this is a plain text, which cannot be answered"),
         (["rows.jsonl", "--out", "file/data"], "file/data cannot be written to, since "),
         (["rows.jsonl", "absent.jsonl"], "There is no absent.jsonl"),
-        (["book.txt", "--continue", 256], "256 tokens of each text are to be continued and a document has 256 at most"),
+        (["book.txt", "--continue", 256], "256 tokens of each text are to be continued and a document has at most 256"),
     ):
         code, out, err = run("data", "--out", "data", *args, "--regenerate")
         assert (code, out) == (2, "") and message in err, err
@@ -196,7 +206,8 @@ def test_bad_files_are_told_together_before_anything_of_the_target_is_read(
     args = ["rows.jsonl", "absent.csv", "foreign.jsonl", "--chat-template", "absent.jinja"]
     code, _, err = run("data", *args, "--out", "rows.jsonl/data")
     assert code == 2 and re.search(
-        r"(?s)3 things .*rows.jsonl is no folder.*no absent.csv.*foreign.jsonl, row 1.*absent.jinja cannot be read", err
+        r"(?s)3 things .*rows.jsonl is no folder.*no absent.csv.*foreign.jsonl, record 1.*absent.jinja cannot be read",
+        err,
     )
 
 
@@ -204,6 +215,6 @@ def test_many_loops_in_the_summary_and_few_rows(run: Run, monkeypatch: pytest.Mo
     looping = iter([True, False, False] * 2)
     monkeypatch.setattr(regenerate, "loops", lambda ids: next(looping))
     found = run("data", "rows.jsonl", "--out", "data", "--regenerate", "--max-new-tokens", 8, "--limit", 50)
-    assert "There are fewer than the 50 rows that --limit allows; add sources to have more." in found.err
-    assert "\nleft out, answer loops: 2 rows\n2 of 6 answers run in circles and are left out (33%); " in found.out
+    assert "There are fewer than the 50 records that --limit allows; add sources to have more." in found.err
+    assert "\nleft out, answer loops: 2 records\n2 of 6 answers run in circles and are left out (33%); " in found.out
     assert "--temperature 0.7 (sampling), with another --out, makes them fewer.\n" in found.out

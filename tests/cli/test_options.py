@@ -6,8 +6,8 @@ import typer
 from typer.testing import CliRunner
 
 from blockdraft.cli import app
-from blockdraft.cli.options import FieldOptions, RowOptions, extent, option, with_options
-from blockdraft.data.settings import RowSettings
+from blockdraft.cli.options import FieldOptions, RecordOptions, extent, option, with_options
+from blockdraft.data.settings import RecordSettings
 from blockdraft.settings import Count, settings
 
 
@@ -48,16 +48,16 @@ def test_a_command_takes_all_fields_of_settings_as_options() -> None:
 
     @program.command()
     @with_options
-    def command(*, checked: Checked, rows: RowOptions) -> None:
-        taken.append((checked, rows))
+    def command(*, checked: Checked, records: RecordOptions) -> None:
+        taken.append((checked, records))
 
     def run(*arguments: str) -> str:
         result = CliRunner().invoke(program, arguments)
         return str(result.exception) if isinstance(result.exception, ValueError) else result.output
 
-    assert run() == "" and taken.pop() == (Checked(), RowOptions())
+    assert run() == "" and taken.pop() == (Checked(), RecordOptions())
     assert run("--size", "5", "--kind", "flat", "--split", "test") == ""
-    assert taken.pop() == (Checked(5, "flat"), RowOptions("test"))
+    assert taken.pop() == (Checked(5, "flat"), RecordOptions("test"))
     told = run("--help")
     assert "round|flat" in told and "Of it; the default is any." in told and "default: 3" in told
     assert run("--size", "0") == "size is 0; it must be at least 1."
@@ -65,10 +65,10 @@ def test_a_command_takes_all_fields_of_settings_as_options() -> None:
     assert not taken
 
 
-def test_rows() -> None:
-    assert RowOptions().rows() == FieldOptions().rows() == RowSettings()
-    assert RowOptions("test", "main").rows(5) == RowSettings("test", "main", 5)
-    assert FieldOptions(prompt_field="q", response_field="a").rows() == RowSettings(
+def test_records() -> None:
+    assert RecordOptions().settings() == FieldOptions().settings() == RecordSettings()
+    assert RecordOptions("test", "main").settings(5) == RecordSettings("test", "main", 5)
+    assert FieldOptions(prompt_field="q", response_field="a").settings() == RecordSettings(
         prompt_field="q", response_field="a"
     )
 

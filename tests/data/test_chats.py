@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.data.chats import ChatEncoder, answer_places
-from blockdraft.data.rows import Message
+from blockdraft.data.records import Message
 from blockdraft.targets import load_target_text
 
 HEAD = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -77,7 +77,7 @@ def test_a_greeting_answers_nobody(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def test_a_template_that_changes_earlier_turns_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     chats = encoder(tokenizer, FORGETFUL)
-    with pytest.raises(ValueError, match=r"renders message 3 in another way once the chat goes on.*--split-turns"):
+    with pytest.raises(ValueError, match=r"renders message 3 differently once the chat goes on.*--split-turns"):
         chats.chat(CHAT)
     assert written(tokenizer, *chats.chat(CHAT[:3])) == ["<t> ünd the end<|im_end|>"]  # one turn is no trouble
     prompt, answer = chats.last_answer(CHAT)  # nor is the last of several

@@ -85,7 +85,7 @@ def test_anothers_cache_is_refused(tmp_path: Path, target: Target, data: TokenDa
         ((target, data, (0, 2)), r"taps \(2, 0\) instead of \[0, 2\]|taps \[2, 0\] instead of \[0, 2\]"),
         ((target, others, TAPS), "other features: data "),
     ]:
-        with pytest.raises(ValueError, match=message + ".*make them anew with `blockdraft features`"):
+        with pytest.raises(ValueError, match=message + ".*make new ones with `blockdraft features`"):
             found.check(*arguments)
         with pytest.raises(ValueError, match=message):
             plan_features(tmp_path / "f", *arguments, FLOAT)

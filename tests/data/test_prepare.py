@@ -8,7 +8,7 @@ import pytest
 
 from blockdraft.data.documents import TokenData, read_data
 from blockdraft.data.prepare import Preparation
-from blockdraft.data.settings import DataSettings, RowSettings
+from blockdraft.data.settings import DataSettings, RecordSettings
 from blockdraft.folders import held
 from blockdraft.targets import TargetText, load_target_text
 
@@ -23,7 +23,7 @@ def target(tiny_target_dir: Path) -> TargetText:
 def prepared(folder: Path, target: TargetText, rows: list[dict[str, Any]], **settings: Any) -> tuple[Preparation, Path]:
     source = folder.parent / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Preparation(folder, target, [str(source)], RowSettings(), DataSettings(**settings)), source
+    return Preparation(folder, target, [str(source)], RecordSettings(), DataSettings(**settings)), source
 
 
 def texts(target: TargetText, data: TokenData, supervised_only: bool = False) -> list[str]:
@@ -63,11 +63,11 @@ def test_split_turns(tmp_path: Path, target: TargetText) -> None:
 
 def test_all_rows_are_checked_before_the_first_is_encoded(tmp_path: Path, target: TargetText) -> None:
     rows: list[dict[str, Any]] = [{"text": "fine"}] * 3
-    with pytest.raises(ValueError, match=r"rows\.jsonl, row 4: it has the fields"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl, record 4: it has the fields"):
         prepared(tmp_path / "a", target, [*rows, {"nothing": 1}])
-    with pytest.raises(ValueError, match=r"row 4: this is a prompt without a response; add --regenerate"):
+    with pytest.raises(ValueError, match=r"record 4: this is a prompt without a response; add --regenerate"):
         prepared(tmp_path / "a", target, [*rows, {"turns": ["q"]}])
-    with pytest.raises(ValueError, match=r"row 1: this is a plain text, which nobody can answer"):
+    with pytest.raises(ValueError, match=r"record 1: this is a plain text, which cannot be answered"):
         prepared(tmp_path / "a", target, rows, writer="target")
     assert not (tmp_path / "a").exists()
 
@@ -77,7 +77,7 @@ def test_other_rows_are_refused_and_further_ones_added(tmp_path: Path, target: T
     first = prepared(tmp_path / "a", target, rows)[0].run()
     assert prepared(tmp_path / "a", target, rows)[0].run() == first
     for others in ([{"text": "one"}, {"text": "three"}], rows[:1]):
-        with pytest.raises(ValueError, match="was made from 2 rows, and the first 2 of these are others"):
+        with pytest.raises(ValueError, match="was made from 2 records, and the first 2 of these are others"):
             prepared(tmp_path / "a", target, others)
     prepared(tmp_path / "a", target, [*rows, {"text": "three"}])[0].run()
     assert texts(target, read_data(tmp_path / "a")) == ["one", "two", "three"]
@@ -113,7 +113,7 @@ def test_one_process_at_a_time_makes_data(tmp_path: Path, target: TargetText) ->
 
 def test_no_usable_token_is_refused(tmp_path: Path, target: TargetText) -> None:
     rows = [{"messages": [{"role": "user", "content": "only a prompt"}]}]
-    with pytest.raises(ValueError, match="None of the 1 rows has a token to learn from"):
+    with pytest.raises(ValueError, match="None of the 1 records has a token to learn from"):
         prepared(tmp_path / "a", target, rows)[0].run()
 
 
@@ -123,7 +123,7 @@ def test_a_refused_chat_is_named(tmp_path: Path, target: TargetText) -> None:
         target.tokenizer.chat_template
     )
     chat = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
-    with pytest.raises(ValueError, match=r"rows\.jsonl, row 1: the chat template refuses these messages: too many"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl, record 1: the chat template refuses these messages: too many"):
         prepared(tmp_path / "a", target, [{"messages": chat}])[0].run()
 
 

@@ -16,7 +16,7 @@ from blockdraft.data.chats import ChatEncoder
 from blockdraft.data.documents import TokenData, read_data
 from blockdraft.data.prepare import Preparation
 from blockdraft.data.regenerate import Conversation, loops_note, prompts_of
-from blockdraft.data.settings import DataSettings, RowSettings
+from blockdraft.data.settings import DataSettings, RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import Target, load_target
@@ -45,7 +45,7 @@ def ending(tiny_target_dir: Path) -> Target:
 def prepared(folder: Path, target: Target, rows: list[dict[str, Any]], settings: DataSettings) -> Preparation:
     source = folder.parent / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Preparation(folder, target, [str(source)], RowSettings(), settings)
+    return Preparation(folder, target, [str(source)], RecordSettings(), settings)
 
 
 def engine(target: Target, drafter: str | Path = "none") -> EngineAnswerer:
@@ -364,7 +364,7 @@ def test_a_servers_own_token_ids_are_kept(tmp_path: Path, target: Target, serve:
     assert contents(read_data(tmp_path / "a")) == [(prompt, odd)]
     told[0] = prompt[1:]
     with pytest.raises(
-        ValueError, match=r"Row 1: The server reads a prompt as \d+ tokens and the target's chat template"
+        ValueError, match=r"Record 1: The server reads a prompt as \d+ tokens and the target's chat template"
     ):
         prepared(tmp_path / "b", target, ONE_TURN[:1], SERVER).run(ServerAnswerer(served.url, "m", 2, {}))
 
@@ -385,7 +385,7 @@ def test_a_busy_server_is_asked_again(tmp_path: Path, target: Target, serve: Cal
         ((404, {"error": "no model m"}), r"refuses a request \(status 404: .*no model m.*check --server and --model"),
         ((500, "broken"), r"did not answer after 7 tries \(status 500"),
         (None, "did not answer after 7 tries"),
-        ((200, {"choices": []}), "in another way than OpenAI's chat completions"),
+        ((200, {"choices": []}), "does not answer as OpenAI's chat completions do"),
         (completion("", "content_filter"), "finish reason 'content_filter'"),
     ],
 )

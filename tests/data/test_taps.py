@@ -54,7 +54,7 @@ def test_taps(target: Target, data: TokenData) -> None:
     for taps in ((4,), (-1,), ()):
         with pytest.raises(ValueError, match="the target has 3 layers; name one or more of 0 to 2, or 3 for"):
             tapped_features(target, taps, [data[0].tokens])
-    with pytest.raises(ValueError, match=r"has 300 tokens and the target's context 256"):
+    with pytest.raises(ValueError, match=r"has 300 tokens and the target's context is 256"):
         tapped_features(target, TAPS, [torch.zeros(300, dtype=torch.int64)])
 
 

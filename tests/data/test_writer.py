@@ -66,7 +66,7 @@ def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
     writer = DataWriter(tmp_path, IDENTITY)
     writer.begin()
     writer.add(0, [], "no supervised token")
-    with pytest.raises(ValueError, match=r"None of the 1 rows has a token to learn from .*'no supervised token': 1"):
+    with pytest.raises(ValueError, match=r"None of the 1 records has a token to learn from .*'no supervised token': 1"):
         writer.finish()
     with pytest.raises(ValueError, match="unfinished"):
         read_data(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from blockdraft.data.settings import RowSettings
+from blockdraft.data.settings import RecordSettings
 from blockdraft.diffusion.text import gapped, read_texts, row_length, spelled, unseen
 from blockdraft.errors import UsageError
 
@@ -19,7 +19,7 @@ def test_texts_and_chats(model_of: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "hi", "response": "the"}, {"text": "a"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = model_of()
-    text, chat, short = read_texts([str(tmp_path / "text.txt"), str(tmp_path / "rows.jsonl")], RowSettings(), model)
+    text, chat, short = read_texts([str(tmp_path / "text.txt"), str(tmp_path / "rows.jsonl")], RecordSettings(), model)
     decode = model.text.tokenizer.decode
     assert decode(text.ids) == "the inn" and text.eligible.all() and len(short.ids) == 1
     assert decode(chat.ids[chat.eligible]).strip() == "the<|im_end|>"
@@ -29,14 +29,14 @@ def test_texts_and_chats(model_of: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"text": "so <|mask|> it is"}, r"row 1 holds the mask token \(id 3\), .* take it out"),
-        ({"prompt": "hi"}, "row 1: this is a prompt without a response"),
+        ({"text": "so <|mask|> it is"}, r"record 1 holds the mask token \(id 3\), .* take it out"),
+        ({"prompt": "hi"}, "record 1: this is a prompt without a response"),
     ],
 )
 def test_rows_that_cannot_be_used(row: Any, told: str, model_of: Any, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(UsageError, match=told):
-        read_texts([str(tmp_path / "rows.jsonl")], RowSettings(), model_of())
+        read_texts([str(tmp_path / "rows.jsonl")], RecordSettings(), model_of())
 
 
 def test_length_of_rows(model_of: Any) -> None:

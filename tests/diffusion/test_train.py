@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
-from blockdraft.data.settings import RowSettings
+from blockdraft.data.settings import RecordSettings
 from blockdraft.diffusion import train as train_module
 from blockdraft.diffusion.folder import load_model
 from blockdraft.diffusion.intervals import intervals
@@ -346,7 +346,7 @@ def test_two_processes_learn_what_one_does(model_of: Any, folder_of: Any, tmp_pa
     how = {"length": 12, "batch": 4, "warmup": 2, "ema": 0.5, "complementary": True, "search_every": 2, "save_every": 2}
     how["dtype"] = "float32"  # whatever the processor, so that sums in another order hardly differ
     model = model_of(4)
-    train(model, read_texts([str(data)], RowSettings(), model), 3, one, DiffusionRecipe(**how))
+    train(model, read_texts([str(data)], RecordSettings(), model), 3, one, DiffusionRecipe(**how))
     # On CPUs too, Accelerate's launcher starts several processes when told that they are many "GPUs".
     launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
     given = ["--model", folder_of(), "--data", data, "--out", two, "--device", "cpu", "--steps", 3]

@@ -16,13 +16,13 @@ from blockdraft.cli.options import (
     Device,
     Dtype,
     FieldOptions,
+    RecordOptions,
     Revision,
-    RowOptions,
     TargetBackend,
     TargetFolder,
     option,
 )
-from blockdraft.data.settings import DataSettings, FeatureDtype, FeatureSettings, RowSettings
+from blockdraft.data.settings import DataSettings, FeatureDtype, FeatureSettings, RecordSettings
 from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.settings import explain, from_text
 from blockdraft.tools.fit.settings import PromptSettings
@@ -47,7 +47,7 @@ def prompts(
     adapter: Adapter = None,
     revision: Revision = None,
     settings: PromptSettings,
-    chosen: RowOptions,
+    chosen: RecordOptions,
     batch_size: Annotated[int, option(DataSettings, "batch_size")] = DataSettings.batch_size,
     dtype: Dtype = None,
     device: Device = None,
@@ -60,22 +60,22 @@ def prompts(
     """
     from blockdraft.cli import display
     from blockdraft.data.folder import check_writable
-    from blockdraft.data.rows import check_sources
+    from blockdraft.data.records import check_sources
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.targets import load_target_text
     from blockdraft.tools.fit.prompts import read_prompts, store, write_prompts
 
     loading.quiet()
-    rows = chosen.rows(settings.pool)
+    records = chosen.settings(settings.pool)
     complaints = Complaints()
     with complaints.noting():
         check_writable(out)
     with complaints.noting():
-        check_sources(sources or (), rows)
+        check_sources(sources or (), records)
     complaints.check()
     if sources:
-        found = read_prompts(sources, rows, load_target_text(target, revision), settings)
+        found = read_prompts(sources, records, load_target_text(target, revision), settings)
     else:
         loaded = loading.load(target, dtype, device, backend, adapter=adapter, revision=revision)
         with (
@@ -98,8 +98,8 @@ def data(
         list[str],
         typer.Argument(
             metavar="SOURCE",
-            help="JSON-lines, JSON, Parquet or text files, folders of them, or datasets of the hub by name. Rows are "
-            'chats ({"messages": [{"role", "content"}, ...]} or {"conversations": [{"from", "value"}, ...]}), '
+            help="JSON-lines, JSON, Parquet or text files, folders of them, or datasets of the hub by name. Records "
+            'are chats ({"messages": [{"role", "content"}, ...]} or {"conversations": [{"from", "value"}, ...]}), '
             '{"prompt", "response"}, {"turns": ["prompt", ...]} or {"text"}; a text file is one text.',
             show_default=False,
         ),
@@ -109,7 +109,7 @@ def data(
     adapter: Adapter = None,
     revision: Revision = None,
     regenerate: Annotated[
-        bool, typer.Option("--regenerate", help="Have the target write the responses, whatever the rows hold.")
+        bool, typer.Option("--regenerate", help="Have the target write the responses, whatever the records hold.")
     ] = False,
     continued: Annotated[
         int | None, typer.Option("--continue", metavar="N", help=explain(DataSettings, "continued"), show_default=False)
@@ -136,7 +136,7 @@ def data(
     ),
     batch_size: Annotated[int, option(DataSettings, "batch_size")] = DataSettings.batch_size,
     length: Annotated[int | None, option(DataSettings, "length")] = DataSettings.length,
-    limit: Annotated[int | None, option(RowSettings, "limit")] = RowSettings.limit,
+    limit: Annotated[int | None, option(RecordSettings, "limit")] = RecordSettings.limit,
     chosen: FieldOptions,
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Chat template to use instead of the target's own.")
@@ -168,74 +168,73 @@ def data(
     from blockdraft.data.answerers import Answerer, EngineAnswerer, ServerAnswerer
     from blockdraft.data.documents import LOOPS
     from blockdraft.data.folder import check_writable
-    from blockdraft.data.prepare import Preparation
-    from blockdraft.data.reading import Reading
+    from blockdraft.data.prepare import Preparation, RecordReader
+    from blockdraft.data.records import check_sources
     from blockdraft.data.regenerate import loops_note
-    from blockdraft.data.rows import check_sources
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.targets import load_target_text, target_fingerprint
 
     loading.quiet()
-    rows = chosen.rows(limit)
+    records = chosen.settings(limit)
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
     writer: Literal["text", "target", "server"] = "text" if not regenerate else "target" if server is None else "server"
     settings = DataSettings(
         length, template_args, split_turns, writer, continued, model, sampling=sampling, batch_size=batch_size
     )
-    # What is wrong with the files is said before anything of the target is loaded; with all rows, before its weights.
+    # Faults of the files are reported before the target is loaded, and faults of records before its weights are.
     complaints, template = Complaints(), None
     with complaints.noting():
         check_writable(out)
     with complaints.noting():
-        check_sources(sources, rows)
+        check_sources(sources, records)
     with complaints.noting():
         template = None if chat_template is None else _read(chat_template)
     complaints.check()
     text = load_target_text(target, revision)
     _set_template(text, template)
-    Reading(text, sources, rows, settings).check_first()
+    RecordReader(text, sources, records, settings).check_first()
     loaded = None
     if writer == "target":
         loaded = loading.load(target, dtype, device, backend, adapter=adapter, revision=revision)
     if loaded is not None:
         _set_template(loaded, template)
         settings = replace(settings, author=target_fingerprint(loaded))
-    note("reading and checking the rows ...")
-    preparation = Preparation(out, loaded or text, sources, rows, settings)
-    reading = preparation.reading
-    note(f"{counted(preparation.total, 'row')}, {preparation.missing} to do")
+    note("reading and checking the records ...")
+    preparation = Preparation(out, loaded or text, sources, records, settings)
+    reader = preparation.reader
+    note(f"{counted(preparation.total, 'record')}, {preparation.missing} to do")
     if limit is not None and preparation.total < limit:
-        note(f"There are fewer than the {counted(limit, 'row')} that --limit allows; add sources to have more.")
-    if reading.continued is not None:
-        note(reading.continued_note)
+        note(f"There are fewer than the {counted(limit, 'record')} that --limit allows; add sources to have more.")
+    if reader.continued is not None:
+        note(reader.continued_note)
 
     answerer: Answerer | None = None
     if server is not None and model is not None:
-        answerer = ServerAnswerer(server, model, batch_size, reading.encoder.template_args)
+        answerer = ServerAnswerer(server, model, batch_size, reader.encoder.template_args)
     elif loaded is not None:
         answerer = EngineAnswerer(Engine(loaded, load_drafter(drafter or "none", target=loaded), batch_size))
-    arguments = {"sources": sources, "limit": limit, "split": rows.split, "subset": rows.subset}
+    arguments = {"sources": sources, "limit": limit, "split": records.split, "subset": records.subset}
     try:
-        with display.progress("rows") as progress:
+        with display.progress("records") as progress:
             manifest = preparation.run(answerer, progress, note, target=str(target or "bundled"), arguments=arguments)
     except KeyboardInterrupt:
         kept = len(preparation.writer.done)
-        note(f"Interrupted; {kept} of {preparation.total} rows are kept in {out}. The same command goes on with them.")
+        note(f"Interrupted; {kept} of {preparation.total} records are kept in {out}. The same command goes on.")
         raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(manifest))
         return
     counts = manifest["counts"]
     print(
-        f"{out}: {counted(counts['documents'], 'document')} of {counted(counts['rows'], 'row')}, "
+        f"{out}: {counted(counts['documents'], 'document')} of {counted(counts['rows'], 'record')}, "
         f"{counts['tokens']} tokens, {counts['supervised']} of them supervised "
         f"({counts['supervised'] / counts['tokens']:.0%})"
     )
     if counts["cut"]:
-        print(f"cut to {reading.length} tokens: {counted(counts['cut'], 'document')}")
+        print(f"cut to {reader.length} tokens: {counted(counts['cut'], 'document')}")
     for reason, count in counts["left_out"].items():
-        print(f"left out, {reason}: {counted(count, 'row')}")
+        print(f"left out, {reason}: {counted(count, 'record')}")
     loops = counts["left_out"].get(LOOPS, 0)
     if advice := loops_note(loops, counts["rows"], temperature):
         print(advice)

@@ -129,7 +129,7 @@ def train(
             "goes on with a run that was interrupted.",
         ),
     ] = None,
-    rows: FieldOptions,
+    records: FieldOptions,
     device: Device = None,
     show_recipe: Annotated[
         bool,
@@ -165,7 +165,7 @@ def train(
 
     accelerator = make_accelerator(settings, run_folder(out), device)
     loaded = load(model, str(accelerator.device), "float32", settings.block_size)
-    texts = read_texts(data, rows.rows(), loaded)
+    texts = read_texts(data, records.settings(), loaded)
     finish_on_signal(out)
     try:
         with display.progress("done") as progress:
@@ -186,7 +186,7 @@ def perplexity(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Texts or chats, as for `blockdraft data`.")],
     model: Model,
     settings: LikelihoodSettings,
-    rows: FieldOptions,
+    records: FieldOptions,
     block_size: BlockSize = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -199,7 +199,7 @@ def perplexity(
     from blockdraft.diffusion.text import read_texts
 
     loaded = load(model, device, dtype, block_size)
-    texts = read_texts([file], rows.rows(), loaded)
+    texts = read_texts([file], records.settings(), loaded)
     with display.progress("batches") as progress:
         found = likelihood(loaded, texts, settings, progress)
     if as_json:

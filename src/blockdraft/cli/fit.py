@@ -12,8 +12,8 @@ from blockdraft.cli.options import (
     Adapter,
     Device,
     Dtype,
+    RecordOptions,
     Revision,
-    RowOptions,
     TargetBackend,
     TargetFolder,
 )
@@ -44,7 +44,7 @@ def fit(
         ),
     ] = None,
     settings: FitSettings,
-    rows: RowOptions,
+    records: RecordOptions,
     dtype: Dtype = None,
     device: Device = None,
     backend: TargetBackend = DEFAULT_BACKEND,
@@ -65,7 +65,7 @@ def fit(
         raise UsageError(f"Fitting takes {error.name}; run pip install 'blockdraft[train]'.") from error
 
     where = Where(out, target, dtype, device, None if backend == DEFAULT_BACKEND else backend, adapter, revision)
-    asked = Fit(where, settings, tuple(data or ()), rows.rows())
+    asked = Fit(where, settings, tuple(data or ()), records.settings())
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

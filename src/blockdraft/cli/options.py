@@ -14,7 +14,7 @@ import typer
 from typer.models import OptionInfo
 
 from blockdraft.cli import loading
-from blockdraft.data.settings import RowSettings
+from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import UsageError
 from blockdraft.settings import explain_option
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Drafting, SamplingParams
@@ -231,23 +231,23 @@ class TargetOptions:
 
 
 @dataclass(frozen=True)
-class RowOptions:
+class RecordOptions:
     """Part of a dataset that is read."""
 
-    split: Annotated[str, option(RowSettings, "split")] = RowSettings.split
-    subset: Annotated[str | None, option(RowSettings, "subset")] = RowSettings.subset
+    split: Annotated[str, option(RecordSettings, "split")] = RecordSettings.split
+    subset: Annotated[str | None, option(RecordSettings, "subset")] = RecordSettings.subset
 
-    def rows(self, limit: int | None = RowSettings.limit) -> RowSettings:
-        return RowSettings(limit=limit, **asdict(self))
+    def settings(self, limit: int | None = RecordSettings.limit) -> RecordSettings:
+        return RecordSettings(limit=limit, **asdict(self))
 
 
 @dataclass(frozen=True)
-class FieldOptions(RowOptions):
+class FieldOptions(RecordOptions):
     """Part of a dataset that is read, and the fields that hold its texts."""
 
-    text_field: Annotated[str | None, option(RowSettings, "text_field")] = RowSettings.text_field
-    prompt_field: Annotated[str | None, option(RowSettings, "prompt_field")] = RowSettings.prompt_field
-    response_field: Annotated[str | None, option(RowSettings, "response_field")] = RowSettings.response_field
+    text_field: Annotated[str | None, option(RecordSettings, "text_field")] = RecordSettings.text_field
+    prompt_field: Annotated[str | None, option(RecordSettings, "prompt_field")] = RecordSettings.prompt_field
+    response_field: Annotated[str | None, option(RecordSettings, "response_field")] = RecordSettings.response_field
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def quantize(
         ),
     ] = None,
     measured: CalibrationSettings,
-    rows: FieldOptions,
+    records: FieldOptions,
     adapter: Adapter = None,
     revision: Revision = None,
 ) -> None:
@@ -65,7 +65,7 @@ def quantize(
             text = own_text(engine, measured, progress)
         del loaded, engine
     elif calibrate:
-        text = read_text(calibrate, rows.rows(), load_target_text(target, revision), measured)
+        text = read_text(calibrate, records.settings(), load_target_text(target, revision), measured)
     with display.progress("parts") as progress:
         done = round_checkpoint(BUNDLED if target is None else target, out, settings, text, revision, adapter, progress)
     if done.perplexity is not None:

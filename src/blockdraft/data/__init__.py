@@ -1,1 +1,2 @@
-"""Training data: conversations or text to tokens and masks, the target's own answers, its features on disk."""
+"""Training data: records of conversations or text become tokens and masks; the target's answers and features on
+disk."""

@@ -1,4 +1,4 @@
-"""Who writes answers anew: our own engine, or a server that speaks OpenAI's protocol."""
+"""Sources of new answers to prompts: our own engine, or a server that speaks OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from typing import Any, Protocol
 
 import httpx
 
-from blockdraft.data.rows import Message
+from blockdraft.data.records import Message
 from blockdraft.data.settings import SERVER_KEY
 from blockdraft.engine import Chunk, Engine, Request
 from blockdraft.errors import UsageError
 from blockdraft.types import SamplingParams
 
 RETRIES = 6
-FIRST_WAIT = 1.0  # seconds before the first retry, twice as long before each further one
+FIRST_WAIT = 1.0  # seconds before the first retry; the wait doubles with each further one
 REQUEST_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Attributes:
-    text: Without special tokens.
-    token_ids: As they were generated, the end token included; None where a server does not tell.
-    ended: Whether the target ended it; False where it was cut at the longest length.
-    prompt_ids: The prompt as a server read it, where it tells.
-    reasoning: What a server has taken out of the text and told apart.
+    """Answer to a prompt.
+
+    Attributes:
+        text: Text without special tokens.
+        token_ids: Token ids as they were generated, with the end token; None if a server does not report them.
+        ended: Whether the target ended the answer; False if it was cut at the maximum length.
+        prompt_ids: Token ids of the prompt as a server read it; None if it does not report them.
+        reasoning: Reasoning that a server reports apart from the text.
     """
 
     text: str
@@ -41,31 +43,35 @@ class Answer:
 
 
 class Answerer(Protocol):
-    """Attributes:
-    at_once: Questions that it should have at any time.
+    """Source of answers.
+
+    Attributes:
+        at_once: Number of unanswered prompts that it should have at any time.
     """
 
     at_once: int
 
     def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
-        """Have a prompt answered.
+        """Submit a prompt.
 
         Args:
-            messages: The chat that it came from; empty where it is a text that is continued without a chat template.
+            key: Identifies the answer in `answers`.
+            messages: Chat of the prompt; empty if the prompt is a text that is continued without a chat template.
+            prompt: Token ids of the prompt.
         """
 
     def answers(self) -> list[tuple[int, Answer]]:
-        """Wait until at least one question is answered; the keys and answers of those that are."""
+        """Wait until at least one prompt is answered, and return the keys and answers of all that are."""
 
     def close(self) -> None:
-        """Drop what is unanswered."""
+        """Drop the prompts that are not answered yet."""
 
 
 class EngineAnswerer:
-    """Our own engine."""
+    """Answers by our own engine."""
 
     def __init__(self, engine: Engine) -> None:
-        self.at_once = 2 * engine.max_batch_size  # so that one is always waiting for a free row
+        self.at_once = 2 * engine.max_batch_size  # so that a prompt is always waiting for a free row
         self._engine = engine
         self._requests: dict[int, Request] = {}
         self._ended: SimpleQueue[int] = SimpleQueue()
@@ -90,13 +96,13 @@ class EngineAnswerer:
 
 
 class ServerAnswerer:
-    """A server with OpenAI's chat completions, such as vLLM or SGLang. A key for it may stand in the environment.
-    Texts without a chat go to its completions, as token ids.
+    """Answers by a server with OpenAI's chat completions, such as vLLM or SGLang. Prompts without a chat go to its
+    completions, as token ids. The API key is read from the environment variable `SERVER_KEY`.
 
     Args:
-        url: Such as http://localhost:8000/v1.
-        model: The name under which the server has the target.
-        at_once: Requests at a time.
+        url: Base URL, such as http://localhost:8000/v1.
+        model: Name of the target on the server.
+        at_once: Number of requests at a time.
         template_args: Further arguments of the chat template.
     """
 
@@ -121,7 +127,7 @@ class ServerAnswerer:
             "temperature": params.temperature,
             "top_p": params.top_p,
             "seed": params.seed,
-            "return_token_ids": True,  # vLLM's; other servers pass over it
+            "return_token_ids": True,  # an extension of vLLM, which other servers ignore
             **({"top_k": params.top_k} if params.top_k else {}),
             **({"messages": list(messages), **self._extra} if messages else {"prompt": prompt}),
         }
@@ -137,7 +143,7 @@ class ServerAnswerer:
         self._client.close()
 
     def _request(self, path: str, body: dict[str, Any]) -> Answer:
-        """Ask, and ask again where the server is busy or away."""
+        """Send a request, and repeat it while the server is busy or absent."""
         told = "closed"
         for attempt in range(RETRIES + 1):
             if self._closing.wait(FIRST_WAIT * 2 ** (attempt - 1) if attempt else 0):
@@ -152,7 +158,10 @@ class ServerAnswerer:
                 return _parsed(response, self._url)
             if response.status_code < 500 and response.status_code not in (408, 425, 429):
                 raise UsageError(f"{self._url} refuses a request ({told}); check --server and --model.")
-        raise UsageError(f"{self._url} did not answer after {RETRIES + 1} tries ({told}).")
+        raise UsageError(
+            f"{self._url} did not answer after {RETRIES + 1} tries ({told}); check that the server runs, then run the "
+            "command again to go on."
+        )
 
 
 def _parsed(response: Any, url: str) -> Answer:
@@ -168,5 +177,5 @@ def _parsed(response: Any, url: str) -> Answer:
         return Answer(message["content"] or "", ids, reason == "stop", prompt_ids, reasoning)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{url} answers in another way than OpenAI's chat completions ({error}): {response.text[:300]}"
+            f"{url} does not answer as OpenAI's chat completions do ({error}): {response.text[:300]}; check --server."
         ) from error

@@ -1,4 +1,4 @@
-"""Chats to tokens, and which of the tokens the assistant wrote."""
+"""Chats as tokens, with a mask of the tokens that the assistant wrote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from blockdraft.data.rows import Message
+from blockdraft.data.records import Message
 from blockdraft.engine.text import encode_text
 from blockdraft.errors import UsageError
 
@@ -19,25 +19,25 @@ PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": 
 
 
 def answer_places(messages: Sequence[Message]) -> list[int]:
-    """Where the assistant's messages stand that answer a user's."""
+    """Indices of the assistant's messages after the first message of a user."""
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     return [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > min(users, default=i)]
 
 
 class ChatEncoder:
-    """Encodes chats by a tokenizer's chat template, and texts.
+    """Encoder of texts, and of chats by a tokenizer's chat template.
 
-    A template that marks the assistant's tokens (`{% generation %}`) is believed. With any other the answers are found
-    by rendering the chat up to each of them: what such a beginning with the assistant's header lacks of the whole is
-    the answer, up to the last token that ends one. That takes a template that never changes what it has rendered.
+    Answers are the tokens that the template marks by `{% generation %}`. Of a template without marks, each chat is
+    rendered up to an answer, with the assistant's header, and once more with the answer. The answer is the difference,
+    up to the last token that ends an answer. This needs a template that never changes what it has rendered already.
 
     Args:
-        tokenizer: With a chat template, unless only texts are encoded.
+        tokenizer: Tokenizer, with a chat template unless only texts are encoded.
         end_tokens: Tokens that end an answer.
         template_args: Further arguments of the template, as a JSON object.
 
     Raises:
-        ValueError: `template_args` is no JSON object.
+        UsageError: `template_args` is no JSON object.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ChatEncoder:
         try:
             self.template_args: dict[str, Any] = json.loads(template_args)
             if not isinstance(self.template_args, dict):
-                raise UsageError("it is of another kind")
+                raise UsageError("it is JSON of another kind")
         except ValueError as error:
             raise UsageError(f"template_args is {template_args!r}; it must be a JSON object ({error}).") from error
         self._tokenizer, self._end_tokens = tokenizer, end_tokens
@@ -61,16 +61,17 @@ class ChatEncoder:
         return self._ids(self._render(messages, add_generation_prompt=True))
 
     def chat(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Token ids of a chat, and which of them the assistant wrote.
+        """Token ids of a chat, and for each whether the assistant wrote it.
 
         Raises:
-            ValueError: The template refuses the chat or marks no assistant tokens, or the answers cannot be told.
+            UsageError: The template refuses the chat or marks no tokens of the assistant, or the answers cannot be told
+                from the prompts.
         """
         self.check()
         return self._chat(messages)
 
     def last_answer(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
-        """Token ids of a chat up to its last message, an answer, and of this answer. Errors as in `chat`."""
+        """Token ids of a chat before its last message, which is an answer, and of this answer. Errors as in `chat`."""
         self.check()
         ids, written = self._chat(messages, last_only=True)
         end = len(written) - written[::-1].index(True) if True in written else 0
@@ -83,7 +84,7 @@ class ChatEncoder:
         return cast(str, self._tokenizer.decode(ids))
 
     def without_end(self, ids: list[int]) -> list[int]:
-        """An answer without the end token that the template puts behind it, and without what follows that."""
+        """Token ids of an answer up to its first end token, which the template adds."""
         return next((ids[:at] for at, token in enumerate(ids) if token in self._end_tokens), ids)
 
     @property
@@ -99,12 +100,15 @@ class ChatEncoder:
             ) from error
 
     def check(self) -> None:
-        """Refuse a template that is absent or marks nothing, before thousands of rows are encoded for nothing. Errors
-        as in `chat`."""
+        """Check that there is a template and that it gives tokens of the assistant, before thousands of records are
+        encoded. Errors as in `chat`."""
         if self._checked:
             return
         if not self._tokenizer.is_fast:
-            raise UsageError("The target's tokenizer is a slow one, which cannot tell answers from prompts.")
+            raise UsageError(
+                "The target's tokenizer is a slow one (without tokenizer.json), which cannot tell answers from "
+                "prompts; use a model with a fast tokenizer."
+            )
         if not any(self._chat(PROBE)[1]):
             raise UsageError(
                 "The chat template marks no assistant tokens, so there would be nothing to learn; put {% generation %} "
@@ -124,11 +128,11 @@ class ChatEncoder:
             after = self._render(messages[: i + 1])
             if not (after.startswith(before) and whole.startswith(after)):
                 raise UsageError(
-                    f"the chat template renders message {i + 1} in another way once the chat goes on, or not behind "
-                    f"its own header, so the answer cannot be told from the prompt. Add --split-turns to make a "
-                    f"document of each answer, --template-args if it is about thinking (such as "
-                    f"'{{\"enable_thinking\": false}}'), or --chat-template FILE, a copy with {{% generation %}} "
-                    f"around the answer."
+                    f"the chat template renders message {i + 1} differently once the chat goes on, or not after its "
+                    f"own header, so the answer cannot be told from the prompt. Add --split-turns to make a document "
+                    f"of each answer, or --template-args if the difference is about thinking (such as "
+                    f"'{{\"enable_thinking\": false}}'), or --chat-template FILE with a copy of the template that has "
+                    f"{{% generation %}} around the answer."
                 )
             inside = [
                 at

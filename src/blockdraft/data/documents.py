@@ -1,16 +1,16 @@
 """Training data on disk: shards of tokens, mapped into memory when read, and their manifest `data.json`. `writer.py`
 makes them.
 
-A shard is a safetensors file that appears whole or not at all. It holds the documents of some source rows, and says
-which rows these are and which were left out; so it records both the data and how far their making is.
+A shard is a safetensors file that appears whole or not at all. It holds the documents of some source records, and the
+numbers of these records and of those that were left out. So it records both the data and the progress of making them.
 
-    tokens, supervised   [T]      all documents one behind the other, int32 and bool
-    offsets              [D + 1]  where each document begins, and the end
-    rows, cut            [D]      the source row of each document; whether it was cut to the longest length allowed
-    left_out             [K, 2]   rows that gave no document, and why: an index into `REASONS`
+    tokens, supervised   [T]      all documents one after the other, int32 and bool
+    offsets              [D + 1]  start of each document, and the end of the last one
+    rows, cut            [D]      source record of each document; whether it was cut to the maximum length
+    left_out             [K, 2]   records that gave no document, each with its reason, an index into `REASONS`
 
-Each state that the folder has been in, one a shard and one whenever it was finished, has a fingerprint. The manifest
-keeps them with their counts, so that who has read an earlier one can tell how much has come since.
+The folder passes through states: one after each shard, and one whenever it is finished. Each state has a fingerprint.
+The manifest lists them with their counts, so a reader of an earlier state can tell how much has come since.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMAT = 1
 MANIFEST = "data.json"
 LOOPS = "answer loops"
 REASONS = ("no supervised token", LOOPS, "prompt too long")
-SHARD_SECONDS = 120.0  # of work that a killed process loses at most
+SHARD_SECONDS = 120.0  # time between shards, and so the most work that a killed process loses
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Document:
     Attributes:
         tokens: `[S]` int64.
         supervised: `[S]` bool; tokens that the drafter may learn to guess.
-        cut: Whether it goes on in its source past the longest length allowed.
+        cut: Whether the source goes on beyond the maximum length.
     """
 
     tokens: Tensor
@@ -52,15 +52,16 @@ class Document:
 
 
 class TokenData(Sequence[Document]):
-    """The documents of a data folder, in the order of their source, as they were when it was opened. From `read_data`.
+    """Documents of a data folder, in the order of their source records, as they were when it was opened. From
+    `read_data`.
 
     Attributes:
-        folder: Where they lie.
-        fingerprint: Of the documents and the tokenizer; the same whatever the shards are, if the data are finished.
-        finished: Whether they are; else these are the documents of the shards there were.
+        folder: Folder of the data.
+        fingerprint: Fingerprint of documents and tokenizer. That of finished data does not depend on the shards.
+        finished: Whether the data are finished; otherwise these are the documents of the shards that were there.
         tokenizer: Fingerprint of the tokenizer that made the tokens; see `tokenizer_fingerprint`.
-        lengths: Tokens of each document.
-        manifest: What `data.json` holds.
+        lengths: Number of tokens of each document.
+        manifest: Content of `data.json`.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], shards: list[dict[str, Tensor]]) -> None:
@@ -70,10 +71,10 @@ class TokenData(Sequence[Document]):
         self.finished: bool = manifest["finished"]
         self.tokenizer: str = manifest["tokenizer"]
         self._shards = shards
-        # Rows come to an end in another order than they began in where the target answers many at a time.
-        rows = torch.cat([shard["rows"] for shard in shards] or [torch.zeros(0, dtype=torch.int64)])
+        # Documents are sorted, because the target answers many records at a time, which end in any order.
+        records = torch.cat([shard["rows"] for shard in shards] or [torch.zeros(0, dtype=torch.int64)])
         places = [(number, i) for number, shard in enumerate(shards) for i in range(len(shard["rows"]))]
-        self._places = [places[i] for i in rows.argsort(stable=True).tolist()]
+        self._places = [places[i] for i in records.argsort(stable=True).tolist()]
         lengths = [shard["offsets"].diff().tolist() for shard in shards]
         self.lengths: list[int] = [lengths[number][i] for number, i in self._places]
 
@@ -94,26 +95,30 @@ class TokenData(Sequence[Document]):
         return Document(tokens, supervised, bool(shard["cut"][i]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (self.folder, self.manifest)  # another process maps the same files anew
+        return _open, (self.folder, self.manifest)  # another process maps the same files by itself
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Raises ValueError where the tokens are those of another tokenizer; None, of a target without one, passes."""
+        """Check that this tokenizer made the tokens. None, of a target without a tokenizer, passes.
+
+        Raises:
+            UsageError: Another tokenizer made them.
+        """
         if tokenizer is not None and tokenizer_fingerprint(tokenizer) != self.tokenizer:
             raise UsageError(
                 f"{self.folder} was made with the tokenizer {self.tokenizer} and the target's is "
-                f"{tokenizer_fingerprint(tokenizer)}; make the data anew with this target."
+                f"{tokenizer_fingerprint(tokenizer)}; make the data again with this target."
             )
 
 
 def read_data(folder: str | Path, unfinished: bool = False) -> TokenData:
-    """Open a data folder. Documents are read from disk when they are asked for.
+    """Open a data folder. Documents are read from disk when they are accessed.
 
     Args:
-        unfinished: Take data that are still being made as well: the documents of the shards that there are now, which
-            stay as they are when others come.
+        unfinished: Accept data that are still being made. The result has the documents of the shards that exist now,
+            and does not change when others come.
 
     Raises:
-        ValueError: The folder is absent, unfinished or broken, or holds no supervised token.
+        UsageError: The folder is absent, unfinished or broken, or holds no supervised token.
     """
     folder = Path(folder)
     manifest = read_manifest(folder / MANIFEST, FORMAT)
@@ -123,34 +128,39 @@ def read_data(folder: str | Path, unfinished: bool = False) -> TokenData:
         raise UsageError(f"{folder} is unfinished; run the `blockdraft data` command that began it again.")
     if not manifest["finished"] and not manifest["counts"].get("supervised"):
         raise UsageError(
-            f"{folder} is unfinished and holds nothing to learn from yet; wait until `blockdraft data` has written the "
-            f"first documents, about {SHARD_SECONDS:.0f} s after it has begun to make some."
+            f"{folder} is unfinished and holds nothing to learn from yet; wait until `blockdraft data` has written its "
+            f"first documents, about {SHARD_SECONDS:.0f} s after it began to make them."
         )
     if not manifest["counts"]["supervised"]:
-        raise UsageError(f"{folder} holds no supervised token, so there is nothing to learn; make it from other rows.")
+        raise UsageError(
+            f"{folder} holds no supervised token, so there is nothing to learn; make it from other records."
+        )
     return _open(folder, manifest)
 
 
 def _open(folder: Path, manifest: dict[str, Any]) -> TokenData:
-    """The documents that a manifest names."""
+    """Open the documents that a manifest names."""
     shards = read_shards(folder)
-    if not manifest["finished"]:  # others may have come since
+    if not manifest["finished"]:  # further shards may have come since
         shards = {name: shard for name, shard in shards.items() if name in manifest["shards"]}
-    found = rows_of(shards)
+    found = shard_sizes(shards)
     if found != manifest["shards"]:
         raise UsageError(f"{folder} holds the shards {found} and should hold {manifest['shards']}; copy it again.")
     return TokenData(folder, manifest, list(shards.values()))
 
 
 def read_state(folder: Path, manifest: dict[str, Any]) -> TokenData:
-    """Open a folder as it was when its manifest was this one, although it may have grown since. Raises ValueError where
-    shards of then are gone."""
+    """Open a folder as it was when it had this manifest, even if it has grown since.
+
+    Raises:
+        UsageError: Shards of that state are missing.
+    """
     return _open(folder, {**manifest, "finished": False})
 
 
 def grown_since(data: TokenData, fingerprint: str) -> tuple[int, int] | None:
-    """How many documents and tokens have come since the data had this fingerprint, finished or not; None if they never
-    had it. They hold what they held then, but what was read unfinished may have others in between."""
+    """Number of documents and of tokens that came since the data had this fingerprint; None if they never had it. If
+    the data were unfinished then, later documents may lie between the earlier ones."""
     states = states_of(data.manifest)
     then = next((state for state in states if state["fingerprint"] == fingerprint), None)
     if then is None:
@@ -159,7 +169,7 @@ def grown_since(data: TokenData, fingerprint: str) -> tuple[int, int] | None:
 
 
 def states_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a folder has held one after the other, the present last."""
+    """States that a folder has been in, the present one last, each with its fingerprint and counts."""
     states: list[dict[str, Any]] = list(manifest.get("states") or [])
     if manifest.get("fingerprint") and (not states or states[-1]["fingerprint"] != manifest["fingerprint"]):
         counts = {name: manifest["counts"][name] for name in ("documents", "tokens")}
@@ -167,18 +177,22 @@ def states_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return states
 
 
-def rows_of(shards: dict[str, dict[str, Tensor]]) -> dict[str, int]:
-    """Documents of each shard."""
+def shard_sizes(shards: dict[str, dict[str, Tensor]]) -> dict[str, int]:
+    """Number of documents in each shard."""
     return {name: len(shard["rows"]) for name, shard in shards.items()}
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of the vocabulary: what each token id stands for."""
+    """Fingerprint of the vocabulary, that is of the token that each id stands for."""
     return fingerprint(sorted(tokenizer.get_vocab().items()))
 
 
 def read_shards(folder: Path) -> dict[str, dict[str, Tensor]]:
-    """Map the finished shards of a folder, by name. Raises ValueError for a broken one."""
+    """Map the shards of a folder into memory, by file name.
+
+    Raises:
+        UsageError: A shard is broken.
+    """
     shards = {}
     for path in sorted(folder.glob("tokens-*.safetensors")):
         try:

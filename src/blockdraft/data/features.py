@@ -1,7 +1,7 @@
-"""What the target's tapped layers say about training data, computed once and kept on disk.
+"""Features of training data, that is the outputs of the target's tapped layers, computed once and kept on disk.
 
-A cache is a folder of shards and a manifest, `features.json`. Shard i is a safetensors file that holds the features of
-consecutive documents one behind the other, `[T, m * H]`; it appears whole or not at all.
+A feature cache is a folder of shards with a manifest, `features.json`. Shard i is a safetensors file with the features
+of consecutive documents one after the other, `[T, m * H]`; it appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ SHARD_BYTES = 2**28
 
 
 class Features(Sequence[Tensor]):
-    """The features of each document of a data folder, in its order, mapped into memory. From `read_features`.
+    """Features of each document of a data folder, in its order, mapped into memory. From `read_features`.
 
     Attributes:
-        folder: Where they lie.
+        folder: Folder of the cache.
         taps: 0-based target layers, in the order in which their outputs lie side by side.
         target: Fingerprint of the target.
         data: Fingerprint of the data.
@@ -56,7 +56,7 @@ class Features(Sequence[Tensor]):
         return self._first[-1] + len(self._begins[-1]) - 1
 
     def __getitem__(self, index: Any) -> Any:
-        """`[S, m * H]` of a document, or a list of them for a slice."""
+        """Features `[S, m * H]` of a document, or a list of them for a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
@@ -67,22 +67,22 @@ class Features(Sequence[Tensor]):
         return self._shards[shard][begins[i] : begins[i + 1]]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return read_features, (self.folder,)  # another process maps the files anew
+        return read_features, (self.folder,)  # another process maps the files by itself
 
     def check(self, target: Target, data: TokenData, taps: Sequence[int]) -> None:
         """Check that these are the features of this target, these data and these taps.
 
         Raises:
-            ValueError: They are others'.
+            UsageError: They are not.
         """
         _check_same(self.folder, vars(self), _identity(target, data, taps), ("target", "data", "taps"))
 
 
 def read_features(folder: str | Path) -> Features:
-    """Open a feature cache. Features are read from disk when they are asked for.
+    """Open a feature cache. Features are read from disk when they are accessed.
 
     Raises:
-        ValueError: The folder is absent, unfinished or broken.
+        UsageError: The folder is absent, unfinished or broken.
     """
     folder = Path(folder)
     manifest = read_manifest(folder / MANIFEST, FORMAT)
@@ -104,10 +104,13 @@ def read_features(folder: str | Path) -> Features:
 
 @dataclass(frozen=True)
 class FeatureCache:
-    """A feature cache to be made. From `plan_features`.
+    """A feature cache that is to be made or completed. From `plan_features`.
 
     Attributes:
-        need, free: Bytes that are still to be written, and that the disk has.
+        folder: Folder of the cache.
+        manifest: Content of `features.json`.
+        need: Number of bytes that are still to be written.
+        free: Number of bytes that are free on the disk.
     """
 
     folder: Path
@@ -119,14 +122,15 @@ class FeatureCache:
     free: int
 
     def write(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compute and write what is missing. Interrupted, it goes on with the shard that it stopped at.
+        """Compute and write the missing shards. A later call goes on with the shard at which this one was interrupted.
 
         Args:
             progress: Called with the tokens done and the tokens to do in this run.
 
         Raises:
-            ValueError: There is too little space on the disk, it cannot be written to, or another process does so, or
-                has written other features since this was planned.
+            UsageError: The disk is too small or cannot be written to, or another process writes to the folder or has
+                written other features there since this was planned.
+            NumbersError: Features are not finite.
         """
         self._check_space()
         with held(self.folder, "computing features"):
@@ -138,7 +142,7 @@ class FeatureCache:
         if self.need > self.free:
             raise UsageError(
                 f"The features need {size(self.need)} and {self.folder.absolute().parent} has {size(self.free)} free; "
-                f"choose fewer taps or fewer documents or another disk for --out, or train without a feature cache."
+                f"choose fewer taps, fewer documents or another disk for --out, or train without a feature cache."
             )
 
     def _write(self, progress: Callable[[int, int], None]) -> None:
@@ -156,11 +160,11 @@ class FeatureCache:
 
     @property
     def width(self) -> int:
-        """Numbers a token."""
+        """Number of values for each token, `m * H`."""
         return len(self.manifest["taps"]) * self.target.hidden_size
 
     def _compute(self, features: Tensor, first: int, lengths: list[int]) -> Iterator[int]:
-        """Fill in a shard's features batch by batch, with the tokens of each."""
+        """Fill in a shard's features batch by batch, and yield the number of tokens of each batch."""
         taps, parts = self.manifest["taps"], features.split(lengths)
         for group in batches(lengths, self.settings.batch_tokens):
             tokens = [self.data[first + i].tokens for i in group]
@@ -177,11 +181,11 @@ class FeatureCache:
 def plan_features(
     folder: Path, target: Target, data: TokenData, taps: Sequence[int], settings: FeatureSettings
 ) -> FeatureCache:
-    """Lay out a feature cache, or what is missing of one.
+    """Plan a feature cache, or the missing part of one.
 
     Raises:
-        ValueError: The folder holds the cache of another target, other data or taps, or other files; the target lacks
-            a layer, or has another tokenizer than the data.
+        UsageError: The folder holds the cache of another target, other data or taps, or other files; or the target
+            lacks a layer, or has another tokenizer than the data.
     """
     check_taps(target, taps)
     data.check_tokenizer(target.tokenizer)
@@ -209,7 +213,7 @@ def plan_features(
 
 
 def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Indices in groups of like lengths, each of at most `most` tokens with padding, or of one."""
+    """Group indices by similar lengths. A group has at most `most` tokens, padding included, or a single document."""
     group: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if group and lengths[group[0]] * (len(group) + 1) > most:
@@ -220,6 +224,7 @@ def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 
 
 def size(count: int) -> str:
+    """Number of bytes, for people."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
@@ -235,6 +240,6 @@ def _check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any], name
     for name in names:
         if (list(theirs[name]) if name == "taps" else theirs[name]) != ours[name]:
             raise UsageError(
-                f"{folder} holds other features: {name} {theirs[name]} instead of {ours[name]}. Give what they were "
-                f"made for, or make them anew with `blockdraft features` in another folder."
+                f"{folder} holds other features: {name} {theirs[name]} instead of {ours[name]}. Give the target, data "
+                f"and taps that they were made for, or make new ones with `blockdraft features` in another folder."
             )

@@ -1,4 +1,4 @@
-"""What folders of data and of features have in common: a manifest, and files that appear whole or not at all."""
+"""Manifests and files of folders with data or features; each file appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from blockdraft.errors import UsageError
 
 
 def fingerprint(value: Any) -> str:
-    """16 hexadecimal digits for a value that JSON can spell."""
+    """Fingerprint, 16 hexadecimal digits, of a value that can be written as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_manifest(path: Path, version: int) -> dict[str, Any] | None:
-    """What a manifest holds; None where there is none. Raises ValueError for what is broken or of another version."""
+    """Read a manifest; None if there is no such file.
+
+    Raises:
+        UsageError: The file is broken or of another format version.
+    """
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         found = manifest["format"]
@@ -31,10 +35,10 @@ def read_manifest(path: Path, version: int) -> dict[str, Any] | None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file beside its place and rename it; whole or not at all.
+    """Write a file under another name and rename it, so that it appears whole or not at all.
 
     Raises:
-        ValueError: The disk is full, or the like.
+        UsageError: It cannot be written, for instance because the disk is full.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -47,13 +51,21 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Raises ValueError where a folder holds files; what a killed `write_file` left behind does not count."""
+    """Check that a folder is empty or absent. Remains of a killed `write_file` do not count.
+
+    Raises:
+        UsageError: It holds files.
+    """
     if folder.exists() and (not folder.is_dir() or any(path.suffix != ".tmp" for path in folder.iterdir())):
         raise UsageError(f"{folder} holds other files; choose another folder for --out.")
 
 
 def check_writable(folder: Path) -> None:
-    """Raises ValueError where a folder cannot be written to or made; makes nothing."""
+    """Check that a folder can be written to or made, without making it.
+
+    Raises:
+        UsageError: It cannot.
+    """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "may not be written to" if there.is_dir() else "is no folder"
@@ -61,10 +73,14 @@ def check_writable(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, or clear it of what killed calls of `write_file` left behind. Raises ValueError if it cannot."""
+    """Make a folder, or clear an existing one of the remains of killed calls of `write_file`.
+
+    Raises:
+        UsageError: It cannot be written to.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob(".*.tmp"):
             path.unlink()
     except OSError as error:
-        raise UsageError(f"{folder} cannot be written to ({error.strerror}).") from error
+        raise UsageError(f"{folder} cannot be written to ({error.strerror}); choose another --out.") from error

@@ -1,4 +1,4 @@
-"""From rows of conversations or text to a data folder."""
+"""Data folders from records of conversations or text."""
 
 from __future__ import annotations
 
@@ -9,34 +9,198 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import tensor
+
 from blockdraft.data.answerers import Answerer
-from blockdraft.data.documents import FORMAT, MANIFEST
-from blockdraft.data.folder import check_writable, read_manifest
-from blockdraft.data.reading import Reading
-from blockdraft.data.regenerate import regenerate
-from blockdraft.data.rows import Row
-from blockdraft.data.settings import DataSettings, RowSettings
+from blockdraft.data.chats import ChatEncoder, answer_places
+from blockdraft.data.documents import FORMAT, MANIFEST, Document, tokenizer_fingerprint
+from blockdraft.data.folder import check_writable, fingerprint, read_manifest
+from blockdraft.data.records import Message, Record, read_records
+from blockdraft.data.regenerate import Continuation, Conversation, Task, prompts_of, regenerate
+from blockdraft.data.settings import CONTINUED, LONGEST, DataSettings, RecordSettings
 from blockdraft.data.writer import DataWriter
+from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.folders import held
-from blockdraft.targets import Target, TargetText
+from blockdraft.targets import Target, TargetText, without_tokenizer
+
+CHARACTERS = 4  # average number of characters of a token; sets the size of the pieces of a text that is continued
+
+
+class RecordReader:
+    """Records, and the way in which they become documents or prompts for a target.
+
+    Args:
+        target: Target, of which tokenizer and limits are used, and no weights.
+        sources, records: See `read_records`.
+        settings: Way in which records become documents.
+
+    Attributes:
+        encoder: Encoder of chats and texts.
+        length: Maximum number of tokens of a document.
+        continued: Number of tokens of each text that the target continues without a chat template; None if it answers
+            chats or writes nothing.
+
+    Raises:
+        UsageError: The target has no tokenizer, or a length exceeds its limit.
+    """
+
+    def __init__(
+        self, target: Target | TargetText, sources: Sequence[str], records: RecordSettings, settings: DataSettings
+    ) -> None:
+        if target.tokenizer is None:
+            raise UsageError(f"{without_tokenizer(target)}; training data need one.")
+        if settings.length is not None and settings.length > target.max_context:
+            raise UsageError(
+                f"length is {settings.length} and the target's context {target.max_context} tokens; give at most that."
+            )
+        self.length = settings.length or min(target.max_context, LONGEST)
+        self.encoder = ChatEncoder(target.tokenizer, target.eos_token_ids, settings.template_args)
+        self.continued = settings.continued
+        if settings.writer != "text" and target.tokenizer.chat_template is None:
+            self.continued = settings.continued or max(1, min(CONTINUED, self.length // 4))
+        if self.continued is not None and self.continued >= self.length:
+            raise UsageError(
+                f"{self.continued} tokens of each text are to be continued and a document has at most {self.length}; "
+                f"choose a smaller --continue."
+            )
+        self._prompt_tokens = settings.continued  # None continues prompts as a whole
+        self._target, self._sources, self._settings, self._records = target, sources, settings, records
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that shapes the data, which must stay the same for a folder to be continued."""
+        assert self._target.tokenizer is not None
+        template = self._target.tokenizer.chat_template
+        continued = {"tokens": self.continued, "prompts": self._prompt_tokens}
+        return {
+            "tokenizer": tokenizer_fingerprint(self._target.tokenizer),
+            "chat_template": None if template is None else fingerprint(template),
+            "template_args": self.encoder.template_args,
+            "length": self.length,
+            "split_turns": self._settings.split_turns,
+            "continued": None if self.continued is None else continued,
+            "written_by": self._settings.written_by,
+            "fields": [self._records.text_field, self._records.prompt_field, self._records.response_field],
+        }
+
+    @property
+    def continued_note(self) -> str:
+        """Sentence on what is continued."""
+        prompts = "" if self._prompt_tokens else "; a {prompt} record is continued as a whole"
+        return f"Without a chat template, the target continues the first {self.continued} tokens of each text{prompts}."
+
+    def records(self) -> Iterator[tuple[str, Record]]:
+        """All records with their places.
+
+        Raises:
+            UsageError: A source cannot be read, or a record has none of the accepted forms.
+        """
+        piece = None
+        if self.continued is not None:
+            piece = CHARACTERS * (self.continued + min(self._settings.sampling.max_new_tokens, self.length))
+        return read_records(self._sources, self._records, piece)
+
+    def check(self, place: str, record: Record) -> None:
+        """Check that a record can become a document or a prompt.
+
+        Raises:
+            UsageError: It cannot.
+        """
+        if self.continued is not None:
+            return
+        if self._settings.writer != "text" and isinstance(record, str):
+            raise UsageError(
+                f"{place}: this is a plain text, which cannot be answered; leave out --regenerate, or have the target "
+                f"continue it with --continue N."
+            )
+        if self._settings.writer == "text" and not isinstance(record, str):
+            if any(message["content"] is None for message in record):
+                raise UsageError(f"{place}: this is a prompt without a response; add --regenerate to have it answered.")
+            self.encoder.check()
+
+    def check_first(self) -> None:
+        """Check and encode the first record, to find faults of all records before anything takes long.
+
+        Raises:
+            UsageError: It cannot be read or encoded, or decoding would read it as other tokens.
+        """
+        place, record = next(self.records())
+        self.check(place, record)
+        try:
+            if self.continued is not None:
+                self._check_prompt(self._continuation(record))
+            elif self._settings.writer != "text":
+                self.task(record).next_prompt()
+            elif not isinstance(record, str):
+                list(self.documents(record))
+        except ValueError as error:
+            raise UsageError(f"{place}: {error}") from error
+
+    def task(self, record: Record) -> Task:
+        """Task that has a record answered or continued."""
+        if self.continued is not None:
+            return self._continuation(record)
+        assert not isinstance(record, str)
+        return Conversation(prompts_of(record), self.encoder, self.length)
+
+    def documents(self, record: Record) -> Iterator[Document]:
+        """Documents of a record's own text, without those that have no supervised token."""
+        if isinstance(record, str):
+            ids = self.encoder.text(record)
+            for begin in range(0, len(ids), self.length):
+                part = tensor(ids[begin : begin + self.length])
+                yield Document(part, part >= 0)
+            return
+        for ids, written in self._encoded(record):
+            if any(written[: self.length]):
+                yield Document(tensor(ids)[: self.length], tensor(written)[: self.length], len(ids) > self.length)
+
+    def _continuation(self, record: Record) -> Continuation:
+        if isinstance(record, str):
+            text, most = record, self.continued
+        else:
+            text, most = record[0]["content"], self._prompt_tokens
+        return Continuation(text, most, self.encoder.text, self.length)
+
+    def _check_prompt(self, text: Continuation) -> None:
+        """Check that decoding reads a prompt as the same tokens, because a difference would go unnoticed in
+        training."""
+        ours = text.next_prompt()
+        tokenizer = self._target.tokenizer
+        if ours is None or tokenizer is None or tokenizer.chat_template is not None:
+            return  # a target with a template does not decode raw texts by default
+        theirs = encode(text.begun, self._target)
+        if ours != theirs:
+            raise UsageError(
+                f"a text has the tokens {ours[:8]}... here and {theirs[:8]}... in decoding, so a drafter would learn "
+                f"from texts that it never meets; give the target the tokenizer that it is used with."
+            )
+
+    def _encoded(self, chat: list[Message]) -> Iterator[tuple[list[int], list[bool]]]:
+        if not self._settings.split_turns:
+            yield self.encoder.chat(chat)
+            return
+        for i in answer_places(chat):
+            prompt, answer = self.encoder.last_answer(chat[: i + 1])
+            yield prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
 class Preparation:
-    """Data about to be made. The rows are read once to check them all, before anything is computed.
+    """A data folder that is about to be made. All records are read and checked before anything is computed.
 
     Args:
-        folder: Where the data go. A folder that holds part of them is gone on with; a finished one is added to where
-            further rows have been put behind those that it was made of.
-        target, sources, rows, settings: See `Reading`.
+        folder: Folder of the data. If it holds a part of them, that part is kept. If it holds finished data, records
+            that have been added at the end of the sources are added.
+        target, sources, records, settings: See `RecordReader`.
 
     Attributes:
-        reading: The rows, and how they are read.
-        total, missing: Rows there are, and those that are still to be worked on.
+        reader: Reader of the records.
+        total, missing: Number of records, and of those that still need work.
 
     Raises:
-        ValueError: As of `Reading`; a row of no accepted form, a first row that cannot be encoded, a folder that cannot
-            be written to or holds data made with other arguments or from other rows.
+        UsageError: As `RecordReader` does; also if a record has none of the accepted forms, the first record cannot be
+            encoded, or the folder cannot be written to or holds data made with other arguments or from other records.
     """
 
     def __init__(
@@ -44,20 +208,20 @@ class Preparation:
         folder: Path,
         target: Target | TargetText,
         sources: Sequence[str],
-        rows: RowSettings,
+        records: RecordSettings,
         settings: DataSettings,
     ) -> None:
-        self.reading = Reading(target, sources, rows, settings)
+        self.reader = RecordReader(target, sources, records, settings)
         self.settings = settings
         check_writable(folder)
-        self.writer = DataWriter(folder, self.reading.identity)
-        self.reading.check_first()
+        self.writer = DataWriter(folder, self.reader.identity)
+        self.reader.check_first()
         manifest = self.writer.manifest or {"rows": 0, "digest": None}
-        self.total, self.digest, before = self._check_rows(manifest["rows"])
+        self.total, self.digest, before = self._check_records(manifest["rows"])
         if manifest["digest"] not in (None, before):
             raise UsageError(
-                f"{folder} was made from {manifest['rows']} rows, and the first {manifest['rows']} of these are others "
-                f"(there are {self.total}); choose another folder for --out, or delete this one."
+                f"{folder} was made from {manifest['rows']} records, and the first {manifest['rows']} of these are "
+                f"others (there are {self.total}); choose another folder for --out, or delete this one."
             )
         self.missing = self.total - len(self.writer.done)
 
@@ -68,20 +232,20 @@ class Preparation:
         note: Callable[[str], None] = lambda text: None,
         **facts: Any,
     ) -> dict[str, Any]:
-        """Make the data that are missing; what is made stays, also when interrupted.
+        """Make the missing data. Finished parts are kept if the run is interrupted.
 
         Args:
-            answerer: Who writes the answers, unless they are those of the rows.
-            progress: Called with the pace, and the rows done and to do in this run.
+            answerer: Source of new answers; None keeps those of the records.
+            progress: Called with the pace, the records done and the records to do in this run.
             note: Called with sentences that should stay on the screen.
-            facts: Put into the manifest.
+            facts: Further entries of the manifest.
 
         Returns:
             The manifest.
 
         Raises:
-            ValueError: A chat that the template refuses, a server that does not answer, a full disk, no supervised
-                token in the end, another process that makes the same data.
+            UsageError: The template refuses a chat, a server does not answer, the disk is full, no token is supervised
+                in the end, or another process makes the same data.
         """
         with held(self.writer.folder, "making data"):
             if read_manifest(self.writer.folder / MANIFEST, FORMAT) != self.writer.manifest:
@@ -100,7 +264,7 @@ class Preparation:
         self.writer.begin(rows=self.total, digest=self.digest, **facts)
         began, done = time.monotonic(), 0
 
-        def tell() -> None:
+        def report() -> None:
             nonlocal done
             done += 1
             pace = self.writer.supervised / max(time.monotonic() - began, 1e-9)
@@ -110,32 +274,32 @@ class Preparation:
             progress("started", 0, self.missing)
         try:
             if answerer is not None:
-                tasks = ((number, self.reading.task(row)) for number, _, row in self._todo())
-                length = self.reading.length
-                regenerate(tasks, answerer, self.writer, self.settings.sampling, length, tell, note)
+                tasks = ((number, self.reader.task(record)) for number, _, record in self._todo())
+                length = self.reader.length
+                regenerate(tasks, answerer, self.writer, self.settings.sampling, length, report, note)
             else:
-                for number, place, row in self._todo():
+                for number, place, record in self._todo():
                     try:
-                        documents = list(self.reading.documents(row))
+                        documents = list(self.reader.documents(record))
                     except ValueError as error:
                         raise UsageError(f"{place}: {error}") from error
                     self.writer.add(number, documents, None if documents else "no supervised token")
-                    tell()
+                    report()
         finally:
             self.writer.flush()
         return self.writer.finish()
 
-    def _check_rows(self, known: int) -> tuple[int, str, str]:
-        """Count and digest all rows; the last value is the digest of the first `known` ones."""
+    def _check_records(self, known: int) -> tuple[int, str, str]:
+        """Check all records. Returns their number, their digest, and the digest of the first `known` of them."""
         digest, before, count = hashlib.sha256(), "", 0
-        for place, row in self.reading.rows():
-            self.reading.check(place, row)
-            digest.update(json.dumps(row, sort_keys=True).encode())
+        for place, record in self.reader.records():
+            self.reader.check(place, record)
+            digest.update(json.dumps(record, sort_keys=True).encode())
             count += 1
             before = digest.hexdigest()[:16] if count == known else before
         return count, digest.hexdigest()[:16], before
 
-    def _todo(self) -> Iterator[tuple[int, str, Row]]:
-        for number, (place, row) in enumerate(self.reading.rows()):
+    def _todo(self) -> Iterator[tuple[int, str, Record]]:
+        for number, (place, record) in enumerate(self.reader.records()):
             if number not in self.writer.done:
-                yield number, place, row
+                yield number, place, record

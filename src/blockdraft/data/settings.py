@@ -1,4 +1,4 @@
-"""How training data and features are made: the settings of `blockdraft data` and `blockdraft features`."""
+"""Settings of `blockdraft data` and `blockdraft features`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from blockdraft.types import SamplingParams
 
 FeatureDtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
 
-CONTINUED = 64  # tokens of each text, where a target without a chat template goes on with texts
-LONGEST = 3072  # the paper's sequences (arXiv 2602.06036), where the target's context is not shorter
-SERVER_KEY = "BLOCKDRAFT_SERVER_KEY"  # environment variable with the key for servers that are asked
+CONTINUED = 64  # default number of tokens of each text that a target without a chat template continues
+LONGEST = 3072  # default length of a document, as in arXiv 2602.06036, unless the target's context is shorter
+SERVER_KEY = "BLOCKDRAFT_SERVER_KEY"  # environment variable with the API key of the server that writes answers
 
 
 @settings
-class RowSettings:
-    """What of a dataset is read.
+class RecordSettings:
+    """Records that are read from a dataset.
 
     Attributes:
         split: Split of a dataset that has several.
         subset: Subset (configuration) of a dataset that has several.
-        limit: Rows that are read, from the beginning, over all sources; None reads all.
-        text_field: Field that holds a plain text, which is then what each row is taken for.
-        prompt_field: Field that holds the prompt, which is then what each row is taken for.
-        response_field: Field that holds the response to it.
+        limit: Maximum number of records, counted from the beginning over all sources; None reads all.
+        text_field: Field with a plain text. Each record is then a text.
+        prompt_field: Field with a prompt. Each record is then a prompt.
+        response_field: Field with the response to the prompt.
     """
 
     split: str = "train"
@@ -39,26 +39,29 @@ class RowSettings:
 
     def __post_init__(self) -> None:
         if self.text_field and (self.prompt_field or self.response_field):
-            raise UsageError("A text field and a prompt field are named; a row is either a text or a conversation.")
+            raise UsageError(
+                "A text field and a prompt field are named, but a record is either a text or a conversation; name only "
+                "one of them."
+            )
 
 
 @settings
 class DataSettings:
-    """How documents are made of rows.
+    """Way in which records become documents.
 
     Attributes:
-        length: Tokens of a document at most. Longer chats are cut, longer texts make several documents; None is the
-            target's context, but at most 3072.
+        length: Maximum number of tokens of a document. Longer chats are cut, longer texts make several documents. None
+            is the target's context, but at most 3072.
         template_args: Further arguments of the chat template, as a JSON object.
-        split_turns: Make a document of each answer with what comes before it, instead of one of each chat. For chat
-            templates that render earlier turns in another way, which they are otherwise refused for.
-        writer: Who writes the answers: "text" keeps those of the rows; "target" is our own engine, "server" a server.
-        continued: Have the target continue the first N tokens of each text, without a chat template, instead of
-            answering chats. None does so only for a target that has no template: 64 tokens of a text, a quarter of
-            length at most, and prompts as a whole.
-        author: What answers then: the target's fingerprint, or the model's name on the server.
-        sampling: How; its seed makes one for each answer.
-        batch_size: Answers that are written at a time.
+        split_turns: Make one document of each answer and the messages before it, instead of one of each chat. Needed
+            for chat templates that render earlier turns differently once the chat goes on.
+        writer: Writer of the answers: "text" keeps those of the records, "target" is our own engine, "server" a server.
+        continued: Number of tokens at the beginning of each text that the target continues without a chat template,
+            instead of answering chats. None does so only for a target without a template, with 64 tokens of a text (at
+            most a quarter of length) and with whole prompts.
+        author: Model that writes the answers: the target's fingerprint, or the model's name on the server.
+        sampling: Sampling parameters of the answers; each answer gets a seed of its own, derived from the seed here.
+        batch_size: Number of answers that are written at a time.
     """
 
     length: Annotated[int, Field(ge=2)] | None = None
@@ -72,11 +75,13 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         if self.continued is not None and self.writer == "text":
-            raise UsageError(f"continued is {self.continued} and nobody is to write; choose a writer.")
+            raise UsageError(
+                f'continued is {self.continued} and writer is "text", which writes nothing; use "target" or "server".'
+            )
 
     @property
     def written_by(self) -> dict[str, Any]:
-        """Who wrote the answers, for the manifest."""
+        """Entry of the manifest on the writer of the answers."""
         if self.writer == "text":
             return {"writer": "text"}
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
@@ -87,13 +92,14 @@ class DataSettings:
 
 @settings
 class FeatureSettings:
-    """How features are computed and kept.
+    """Way in which features are computed and stored.
 
     Attributes:
-        taps: How many layers to tap (`5`), spread from layer 1 to the third from the end, or which, from 0 on
-            (`1,9,17`; one alone is `9,`). None is 5, or fewer in a target that has fewer layers.
-        dtype: Of the kept numbers.
-        batch_tokens: Tokens of one target forward at most, padding included; a longer document goes alone.
+        taps: Number of layers to tap (`5`), spread from layer 1 to the third from the end, or a list of 0-based layers
+            (`1,9,17`; a single one is `9,`). None is 5, or fewer in a target that has fewer layers.
+        dtype: Type of the stored numbers.
+        batch_tokens: Maximum number of tokens of one target forward, padding included. A longer document is computed
+            alone.
     """
 
     taps: Count | Layers | None = None

@@ -1,4 +1,4 @@
-"""Which layers of the target are tapped, and what they say."""
+"""Taps: target layers whose outputs a drafter reads, and those outputs, the features."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from blockdraft.targets import Target
 
 
 def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor]) -> list[Tensor]:
-    """Features of some documents, in one forward of the target over all of them.
+    """Compute the features of some documents, in one target forward over all of them and without gradients.
 
     Args:
-        target: Its weights stay as they are; no gradients.
-        taps: 0-based layers whose outputs are read.
-        tokens: `[S]` int64, one a document, of any lengths.
+        taps: 0-based layers whose outputs are read; `target.num_layers` is the input of the head.
+        tokens: `[S]` int64 for each document; lengths may differ.
 
     Returns:
-        `[S, m * H]` for each document, in the target's dtype and on its device, the taps side by side in their order.
-        They share the memory of the padded batch.
+        `[S, m * H]` for each document, in the target's dtype and on its device, with the m taps side by side in their
+        order. They share the memory of the padded batch.
 
     Raises:
-        ValueError: The target lacks a tapped layer, or a document is longer than its context.
+        UsageError: The target lacks a tapped layer, or a document is longer than its context.
     """
     check_taps(target, taps)
     longest = max(map(len, tokens))
     if longest > target.max_context:
         raise UsageError(
-            f"A document has {longest} tokens and the target's context {target.max_context}; make the data anew with "
-            f"--length {target.max_context}."
+            f"A document has {longest} tokens and the target's context is {target.max_context}; make the data again "
+            f"with --length {target.max_context}."
         )
     padded = torch.zeros(len(tokens), longest, dtype=torch.int64)
     for row, document in zip(padded, tokens, strict=True):
         row[: len(document)] = document
     proposal = chain(padded.to(target.device))
     cache = target.new_cache(len(tokens), longest)
-    first = torch.zeros(len(tokens), dtype=torch.int64, device=target.device)  # no logits are needed; one is the least
+    first = torch.zeros(
+        len(tokens), dtype=torch.int64, device=target.device
+    )  # no logits are needed; one is the minimum
     output = target.forward(proposal.tokens, proposal.parents, cache, taps, logits_at=first)
     assert output.features is not None
     features = output.features.to(target.dtype)
@@ -47,14 +48,15 @@ def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor
 
 
 def chosen_taps(taps: int | tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """The layers that are tapped.
+    """Choose the layers to tap.
 
     Args:
-        taps: Those; or how many, spread from layer 1 to the third from the end as z-lab's drafters have them, and in a
-            target of few layers over more of it; None is 5, or as many as a smaller target has.
+        taps: The layers themselves, or their number. A number of layers is spread from layer 1 to the third from the
+            end, as in z-lab's drafters, or wider in a target of few layers. None is 5, or all layers of a target that
+            has fewer.
 
     Raises:
-        ValueError: The target has fewer layers than that.
+        UsageError: The target has fewer layers than that.
     """
     count = min(5, num_layers) if taps is None else taps
     if not isinstance(count, int):
@@ -72,7 +74,11 @@ def chosen_taps(taps: int | tuple[int, ...] | None, num_layers: int) -> tuple[in
 
 
 def check_taps(target: Target, taps: Sequence[int]) -> None:
-    """Raises ValueError where there are no taps, or the target lacks a tapped layer."""
+    """Check that there are taps and that the target has these layers.
+
+    Raises:
+        UsageError: There are none, or the target lacks one.
+    """
     outside = [tap for tap in taps if not 0 <= tap <= target.num_layers]
     if outside or not taps:
         raise UsageError(

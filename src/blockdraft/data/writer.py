@@ -1,4 +1,5 @@
-"""Makes the data folders that `documents.py` reads: shard after shard, so that a killed process loses little."""
+"""Writer of the data folders that `documents.py` reads. It writes shard after shard, so a killed process loses
+little."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from blockdraft.data.documents import (
     Document,
     TokenData,
     read_shards,
-    rows_of,
+    shard_sizes,
     states_of,
 )
 from blockdraft.data.folder import check_free, make_folder, read_manifest, write_file
@@ -31,18 +32,18 @@ SHARD_TOKENS = 2**24
 
 
 class DataWriter:
-    """Makes a data folder, or goes on with an unfinished one, or adds to a finished one.
+    """Writer of a data folder, which may be new, unfinished or, to be extended, finished.
 
     Args:
-        folder: Made if need be.
-        identity: What the data are made with, `tokenizer` among it. A folder of the same identity is gone on with.
+        folder: Folder of the data; `begin` makes it if it does not exist.
+        identity: Everything that shapes the data, with the key `tokenizer`. A folder of the same identity is continued.
 
     Attributes:
-        done: Source rows that need no work any more.
-        supervised: Supervised tokens added in this run.
+        done: Numbers of the source records that need no more work.
+        supervised: Number of supervised tokens added in this run.
 
     Raises:
-        ValueError: The folder holds data of another identity, or other files.
+        UsageError: The folder holds data of another identity, or other files.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
@@ -62,66 +63,76 @@ class DataWriter:
         self._shards = read_shards(folder)
         self._next = 1 + max((int(name[7:12]) for name in self._shards), default=-1)
         self.done = {
-            row for shard in self._shards.values() for row in shard["rows"].tolist() + shard["left_out"][:, 0].tolist()
+            record
+            for shard in self._shards.values()
+            for record in shard["rows"].tolist() + shard["left_out"][:, 0].tolist()
         }
         self.supervised = 0
         self._clear()
 
     def begin(self, **facts: Any) -> None:
-        """Mark the folder as unfinished, and note facts in its manifest."""
+        """Mark the folder as unfinished, and add these facts to its manifest."""
         make_folder(self.folder)
         self._record(self._chained(), finished=False, **facts)
 
-    def add(self, row: int, documents: Sequence[Document], reason: str | None = None) -> None:
-        """Take a source row's documents, or the reason, one of `REASONS`, for which it has none."""
+    def add(self, record: int, documents: Sequence[Document], reason: str | None = None) -> None:
+        """Add the documents of a source record.
+
+        Args:
+            record: Number of the record.
+            reason: One of `REASONS` if the record has no documents.
+        """
         assert (reason is None) == bool(documents)
         if reason is not None:
-            self._left_out.append((row, REASONS.index(reason)))
+            self._left_out.append((record, REASONS.index(reason)))
         for document in documents:
-            self._documents.append((row, document))
+            self._documents.append((record, document))
             self._held += len(document.tokens)
             self.supervised += int(document.supervised.sum())
-        self.done.add(row)
+        self.done.add(record)
         if self._held >= SHARD_TOKENS or time.monotonic() - self._since > SHARD_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was added as a shard, and record it."""
+        """Write what was added since the last shard as a shard, and record it in the manifest."""
         if self._write_shard():
             self._record(self._chained(), finished=False)
 
     def _write_shard(self) -> bool:
         some = bool(self._documents or self._left_out)
         if some:
-            rows, documents = [row for row, _ in self._documents], [document for _, document in self._documents]
+            records, documents = (
+                [number for number, _ in self._documents],
+                [document for _, document in self._documents],
+            )
             nothing = torch.zeros(0, dtype=torch.int32)
             shard = {
                 "tokens": torch.cat([nothing, *(document.tokens.int() for document in documents)]),
                 "supervised": torch.cat([nothing.bool(), *(document.supervised for document in documents)]),
                 "offsets": torch.tensor([0, *(len(document.tokens) for document in documents)]).cumsum(0),
-                "rows": torch.tensor(rows, dtype=torch.int64),
+                "rows": torch.tensor(records, dtype=torch.int64),
                 "cut": torch.tensor([document.cut for document in documents], dtype=torch.bool),
                 "left_out": torch.tensor(self._left_out, dtype=torch.int64).reshape(-1, 2),
             }
             path = self.folder / f"tokens-{self._next:05}.safetensors"
             write_file(path, save(shard))
-            self._shards[path.name] = load_file(path)  # mapped, so that memory does not fill
+            self._shards[path.name] = load_file(path)  # mapped from disk, so that memory does not fill up
             self._next += 1
         self._clear()
         return some
 
     def finish(self) -> dict[str, Any]:
-        """Count, and mark the folder as finished; returns its manifest.
+        """Mark the folder as finished, and return its manifest.
 
         Raises:
-            ValueError: There is no supervised token in it.
+            UsageError: The folder holds no supervised token.
         """
         self._write_shard()
         counts = self._counts()
         if not counts["supervised"]:
             raise UsageError(
-                f"None of the {counts['rows']} rows has a token to learn from (left out: {counts['left_out']}); "
-                f"check the rows and the chat template, then delete {self.folder}."
+                f"None of the {counts['rows']} records has a token to learn from (left out: {counts['left_out']}); "
+                f"check the records and the chat template, then delete {self.folder}."
             )
         assert self.manifest is not None
         digest = hashlib.sha256(self._identity["tokenizer"].encode())
@@ -143,8 +154,8 @@ class DataWriter:
         }
 
     def _chained(self) -> str | None:
-        """The fingerprint of an unfinished state: of the state before it and the shards that are new since, as reading
-        all of them each time would take too long."""
+        """Fingerprint of an unfinished state, from that of the state before it and the shards since then. Reading all
+        shards every time would take too long."""
         known = self.manifest or {}
         found: str | None = known.get("fingerprint")
         for name, shard in self._shards.items():
@@ -161,10 +172,11 @@ class DataWriter:
         self._held, self._since = 0, time.monotonic()
 
     def _record(self, fingerprint: str | None, finished: bool, **facts: Any) -> dict[str, Any]:
-        """Write the manifest of the present state; returns it."""
+        """Write the manifest of the present state, and return it."""
         known = self.manifest or {}
         state = {"finished": finished, "fingerprint": fingerprint, "counts": self._counts()}
-        self.manifest = {"format": FORMAT} | self._identity | known | facts | state | {"shards": rows_of(self._shards)}
+        shards = shard_sizes(self._shards)
+        self.manifest = {"format": FORMAT} | self._identity | known | facts | state | {"shards": shards}
         self.manifest["states"] = states_of({**self.manifest, "states": states_of(known)})
         write_file(self.folder / MANIFEST, (json.dumps(self.manifest, indent=2) + "\n").encode())
         return self.manifest

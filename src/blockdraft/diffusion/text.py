@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.data.chats import ChatEncoder
-from blockdraft.data.rows import Row, read_rows
-from blockdraft.data.settings import RowSettings
+from blockdraft.data.records import Record, read_records
+from blockdraft.data.settings import RecordSettings
 from blockdraft.diffusion.model import DiffusionModel
 from blockdraft.engine.text import encode_text
 from blockdraft.errors import UsageError
@@ -29,11 +29,11 @@ class Tokens(NamedTuple):
     eligible: Tensor
 
 
-def read_texts(sources: Sequence[str], rows: RowSettings, model: DiffusionModel) -> list[Tokens]:
+def read_texts(sources: Sequence[str], rows: RecordSettings, model: DiffusionModel) -> list[Tokens]:
     """The rows of files or datasets: of a text all tokens are to be predicted, of a chat those of the assistant.
 
     Args:
-        sources, rows: As for `read_rows`.
+        sources, rows: As for `read_records`.
 
     Raises:
         UsageError: A source cannot be read, a row holds the mask token, or a prompt has no answer.
@@ -41,9 +41,9 @@ def read_texts(sources: Sequence[str], rows: RowSettings, model: DiffusionModel)
     assert model.text.tokenizer is not None
     encoder = ChatEncoder(model.text.tokenizer, model.text.eos_token_ids)
     found = []
-    for place, row in read_rows(sources, rows):
+    for place, record in read_records(sources, rows):
         try:
-            ids, eligible = _encoded(row, encoder)
+            ids, eligible = _encoded(record, encoder)
         except UsageError as error:
             raise UsageError(f"{place}: {error}") from error
         model.check_tokens(ids, place)
@@ -93,10 +93,10 @@ def row_length(model: DiffusionModel, wanted: int | None) -> int:
     return wanted or min(LONGEST, most)
 
 
-def _encoded(row: Row, encoder: ChatEncoder) -> tuple[list[int], list[bool]]:
-    if isinstance(row, str):
-        ids = encoder.text(row)
+def _encoded(record: Record, encoder: ChatEncoder) -> tuple[list[int], list[bool]]:
+    if isinstance(record, str):
+        ids = encoder.text(record)
         return ids, [True] * len(ids)
-    if any(message["content"] is None for message in row):
+    if any(message["content"] is None for message in record):
         raise UsageError("this is a prompt without a response, so there is nothing to predict.")
-    return encoder.chat(row)
+    return encoder.chat(record)

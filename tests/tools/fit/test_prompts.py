@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from blockdraft.data.settings import RowSettings
+from blockdraft.data.settings import RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import Target, load_target
@@ -45,13 +45,13 @@ def source(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
 
 def test_each_prompt_once_and_some_held_out(tmp_path: Path, target: Target) -> None:
     rows = [{"prompt": f"say {i % 7}", "response": f"answer {i}"} for i in range(20)]
-    found = read_prompts(source(tmp_path, rows), RowSettings(), target, SETTINGS)
+    found = read_prompts(source(tmp_path, rows), RecordSettings(), target, SETTINGS)
     texts = [row["prompt"] for row in found.rows]
     assert found.available == 7 and len(found.held_out) == 2
     assert sorted([*texts, *found.held_out]) == [f"say {i}" for i in range(7)]
-    again = read_prompts(source(tmp_path, rows), RowSettings(), target, SETTINGS)
+    again = read_prompts(source(tmp_path, rows), RecordSettings(), target, SETTINGS)
     assert again == found
-    other = read_prompts(source(tmp_path, rows), RowSettings(), target, PromptSettings(100, 2, 8, seed=1))
+    other = read_prompts(source(tmp_path, rows), RecordSettings(), target, PromptSettings(100, 2, 8, seed=1))
     assert other.rows != found.rows
 
 
@@ -63,11 +63,11 @@ def test_chats_lose_their_answers_and_keep_their_turns(tmp_path: Path, target: T
         {"role": "user", "content": "two"},
     ]
     rows = [{"messages": chat}, {"turns": ["three"]}, {"turns": ["four", "five"]}]
-    found = read_prompts(source(tmp_path, rows), RowSettings(), target, PromptSettings(10, 1, 8))
+    found = read_prompts(source(tmp_path, rows), RecordSettings(), target, PromptSettings(10, 1, 8))
     assert found.available == 3
     assert "somebody" not in json.dumps(found.rows)
     assert found.held_out[0] in ("one", "three", "four")
-    every = read_prompts(source(tmp_path, rows), RowSettings(), target, PromptSettings(10, 0, 8)).rows
+    every = read_prompts(source(tmp_path, rows), RecordSettings(), target, PromptSettings(10, 0, 8)).rows
     kept = [row["messages"] for row in every if "messages" in row and row["messages"][0]["role"] == "system"]
     assert [message["content"] for message in kept[0]] == ["be brief", "one", "", "two"]
 
@@ -75,20 +75,20 @@ def test_chats_lose_their_answers_and_keep_their_turns(tmp_path: Path, target: T
 def test_held_out_prompts_leave_room_for_answers(tmp_path: Path, target: Target) -> None:
     """Of a context of 256 tokens half; blank ones are none."""
     rows = [{"prompt": f"{i} {'inn ' * 60}"} for i in range(9)] + [{"prompt": "short"}, {"prompt": " "}]
-    found = read_prompts(source(tmp_path, rows), RowSettings(), target, PromptSettings(20, 4, 8))
+    found = read_prompts(source(tmp_path, rows), RecordSettings(), target, PromptSettings(20, 4, 8))
     assert found.held_out == ("short",) and found.available == 10
     with pytest.raises(ValueError, match="All prompts have more than 128 tokens"):
-        read_prompts(source(tmp_path, rows[:9]), RowSettings(), target, PromptSettings(20, 4, 8))
+        read_prompts(source(tmp_path, rows[:9]), RecordSettings(), target, PromptSettings(20, 4, 8))
 
 
 def test_a_target_without_template_gets_beginnings(tmp_path: Path, base: Target) -> None:
     rows = [{"prompt": f"{word} and a long tail of words behind it"} for word in ("one", "two", "three")]
-    found = read_prompts(source(tmp_path, rows), RowSettings(), base, SETTINGS)
+    found = read_prompts(source(tmp_path, rows), RecordSettings(), base, SETTINGS)
     assert base.tokenizer is not None
     assert {len(base.tokenizer(row["prompt"])["input_ids"]) for row in found.rows} == {8}
     chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "2"}]
-    with pytest.raises(ValueError, match="row 1: this is a chat of several messages"):
-        read_prompts(source(tmp_path, [{"messages": chat}]), RowSettings(), base, SETTINGS)
+    with pytest.raises(ValueError, match="record 1: this is a chat of several messages"):
+        read_prompts(source(tmp_path, [{"messages": chat}]), RecordSettings(), base, SETTINGS)
 
 
 def test_a_text_gives_many_beginnings(base: Target) -> None:
@@ -104,7 +104,7 @@ def test_a_text_gives_many_beginnings(base: Target) -> None:
 
 def test_too_few_prompts_are_refused(tmp_path: Path, target: Target) -> None:
     with pytest.raises(ValueError, match=r"hold 1 different prompts, and 2 are held out"):
-        read_prompts(source(tmp_path, [{"prompt": "one"}]), RowSettings(), target, SETTINGS)
+        read_prompts(source(tmp_path, [{"prompt": "one"}]), RecordSettings(), target, SETTINGS)
 
 
 def test_a_chat_target_writes_its_prompts(ending: Target) -> None:
@@ -137,7 +137,7 @@ def test_a_target_that_writes_no_prompts_is_refused(target: Target, monkeypatch:
 
 def test_stored(tmp_path: Path, target: Target) -> None:
     rows = [{"prompt": f"say {i} ü"} for i in range(5)]
-    found = read_prompts(source(tmp_path, rows), RowSettings(), target, SETTINGS)
+    found = read_prompts(source(tmp_path, rows), RecordSettings(), target, SETTINGS)
     store(tmp_path / "out", found)
     read = [json.loads(line) for line in (tmp_path / "out" / PROMPTS).read_text(encoding="utf-8").splitlines()]
     assert read == list(found.rows)

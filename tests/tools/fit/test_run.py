@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from blockdraft.data.settings import RowSettings
+from blockdraft.data.settings import RecordSettings
 from blockdraft.tools.fit import run
 from blockdraft.tools.fit.plan import Plan
 from blockdraft.tools.fit.run import FORMAT, Fit, run_fit
@@ -16,7 +16,7 @@ from blockdraft.tools.fit.steps import Where
 from blockdraft.types import SamplingParams
 
 SILENT: Callable[[str], None] = lambda text: None  # noqa: E731
-ROWS = RowSettings()
+ROWS = RecordSettings()
 
 
 @pytest.fixture

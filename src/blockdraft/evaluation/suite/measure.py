@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from blockdraft.data.chats import ChatEncoder
-from blockdraft.data.rows import Message
+from blockdraft.data.records import Message
 from blockdraft.engine import Engine, loops
 from blockdraft.engine.text import check_request
 from blockdraft.errors import UsageError

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.data.folder import make_folder, write_file
-from blockdraft.data.rows import Message, Row, read_rows
-from blockdraft.data.settings import RowSettings
+from blockdraft.data.records import Message, Record, read_records
+from blockdraft.data.settings import RecordSettings
 from blockdraft.engine import Engine, loops
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
@@ -46,17 +46,17 @@ class Prompts:
 
 
 def read_prompts(
-    sources: Sequence[str], rows: RowSettings, target: Target | TargetText, settings: PromptSettings
+    sources: Sequence[str], rows: RecordSettings, target: Target | TargetText, settings: PromptSettings
 ) -> Prompts:
     """Prompts of data, each once.
 
     Raises:
-        ValueError: A source cannot be read, holds a row of no accepted form, or too few prompts to hold any out.
+        ValueError: A source cannot be read, holds a record of no accepted form, or too few prompts to hold any out.
     """
     found: dict[str, dict[str, Any]] = {}
-    for place, row in read_rows(sources, rows):
+    for place, record in read_records(sources, rows):
         try:
-            for prompt in _of_row(row, target, settings.prompt_tokens):
+            for prompt in _of_record(record, target, settings.prompt_tokens):
                 if _first(prompt).strip():
                     found.setdefault(json.dumps(prompt), prompt)
         except ValueError as error:
@@ -107,7 +107,7 @@ def store(folder: Path, prompts: Prompts) -> None:
     """Write prompts.jsonl and held-out.jsonl, the former last."""
     make_folder(folder)
     for name, rows in ((HELD_OUT, [{"prompt": text} for text in prompts.held_out]), (PROMPTS, prompts.rows)):
-        write_file(folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        write_file(folder / name, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in rows).encode())
 
 
 def _drawn(
@@ -117,36 +117,36 @@ def _drawn(
     random.Random(settings.seed).shuffle(found)
     most = target.max_context - min(ROOM, target.max_context // 2)
     held_out: dict[int, str] = {}
-    for i, row in enumerate(found):
+    for i, record in enumerate(found):
         if len(held_out) == settings.held_out:
             break
-        text = _first(row)
+        text = _first(record)
         if len(encode(text, target)) <= most:
             held_out[i] = text
     if settings.held_out and not held_out:
         raise UsageError(
             f"All prompts have more than {most} tokens, which leaves no room for answers; give shorter ones."
         )
-    rows = [row for i, row in enumerate(found) if i not in held_out][: settings.count]
+    rows = [record for i, record in enumerate(found) if i not in held_out][: settings.count]
     return Prompts(tuple(rows), tuple(held_out.values()), available)
 
 
-def _first(row: dict[str, Any]) -> str:
+def _first(record: dict[str, Any]) -> str:
     """What a user says first."""
-    messages: list[Message] = row.get("messages", [])
-    return str(next((one["content"] for one in messages if one["role"] == "user"), row.get("prompt")))
+    messages: list[Message] = record.get("messages", [])
+    return str(next((one["content"] for one in messages if one["role"] == "user"), record.get("prompt")))
 
 
-def _of_row(row: Row, target: Target | TargetText, tokens: int) -> Iterator[dict[str, Any]]:
+def _of_record(record: Record, target: Target | TargetText, tokens: int) -> Iterator[dict[str, Any]]:
     chats = target.tokenizer is not None and target.tokenizer.chat_template is not None
-    if isinstance(row, str):
-        yield from ({"prompt": text} for text in beginnings(row, target, tokens))
+    if isinstance(record, str):
+        yield from ({"prompt": text} for text in beginnings(record, target, tokens))
         return
-    asked = [message for message in row if message["role"] != "assistant"]
+    asked = [message for message in record if message["role"] != "assistant"]
     if chats and len(asked) == 1:
         yield {"prompt": asked[0]["content"]}
     elif chats:  # what others have answered does not matter
-        yield {"messages": [one if one["role"] != "assistant" else {**one, "content": ""} for one in row]}
+        yield {"messages": [one if one["role"] != "assistant" else {**one, "content": ""} for one in record]}
     if chats:
         return
     if len(asked) > 1:

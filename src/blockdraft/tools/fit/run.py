@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from blockdraft.data.folder import check_free, check_writable, make_folder, read_manifest, write_file
+from blockdraft.data.records import check_sources
 from blockdraft.data.regenerate import prompts_of
-from blockdraft.data.rows import check_sources
-from blockdraft.data.settings import DataSettings, RowSettings
+from blockdraft.data.settings import DataSettings, RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import Complaints, UsageError
@@ -50,7 +50,7 @@ class Fit:
     where: Where
     settings: FitSettings
     sources: tuple[str, ...]
-    rows: RowSettings
+    rows: RecordSettings
 
     def asked(self) -> dict[str, Any]:
         """What must be the same for a fit to go on."""
@@ -61,7 +61,7 @@ class Fit:
     def row_options(self) -> list[str]:
         """`rows` as the commands are told."""
         subset = [] if self.rows.subset is None else ["--subset", self.rows.subset]
-        return subset if self.rows.split == RowSettings.split else [*subset, "--split", self.rows.split]
+        return subset if self.rows.split == RecordSettings.split else [*subset, "--split", self.rows.split]
 
 
 def run_fit(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.data.chats import ChatEncoder
-from blockdraft.data.rows import Row, read_rows
-from blockdraft.data.settings import RowSettings
+from blockdraft.data.records import Record, read_records
+from blockdraft.data.settings import RecordSettings
 from blockdraft.engine import Engine
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
@@ -21,7 +22,7 @@ from blockdraft.tools.fit.settings import PromptSettings
 from blockdraft.tools.quantize.settings import CalibrationSettings
 from blockdraft.types import SamplingParams
 
-MOST_ROWS = 100_000  # of the sources
+MOST_RECORDS = 100_000  # of the sources
 OWN_TOKENS = 64  # of a prompt and its answer that the target writes, at least, on average
 MOST_ANSWER = 512
 
@@ -36,11 +37,13 @@ class Text:
     held_out: Tensor
 
 
-def read_text(sources: Sequence[str], rows: RowSettings, target: TargetText, settings: CalibrationSettings) -> Text:
+def read_text(
+    sources: Sequence[str], records: RecordSettings, target: TargetText, settings: CalibrationSettings
+) -> Text:
     """Texts, conversations or prompts, one behind the other in random order.
 
     Args:
-        sources: As for `read_rows`.
+        sources: As for `read_records`.
 
     Raises:
         UsageError: A source cannot be read, the target has no tokenizer, or there is too little text.
@@ -48,13 +51,13 @@ def read_text(sources: Sequence[str], rows: RowSettings, target: TargetText, set
     if target.tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}, so no text can be read for it.")
     encoder = ChatEncoder(target.tokenizer, target.eos_token_ids)
-    found = [row for _, row in zip(range(MOST_ROWS), (row for _, row in read_rows(sources, rows)), strict=False)]
+    found = [record for _, record in itertools.islice(read_records(sources, records), MOST_RECORDS)]
     random.Random(settings.seed).shuffle(found)
     ids: list[int] = []
-    for row in found:
+    for record in found:
         if len(ids) >= settings.tokens + settings.held_out:
             break
-        ids += _encoded(row, encoder, target.tokenizer.chat_template is not None)
+        ids += _encoded(record, encoder, target.tokenizer.chat_template is not None)
     return cut_text(ids, " and ".join(sources), target.max_context, settings)
 
 
@@ -74,7 +77,7 @@ def own_text(
     wanted = settings.tokens + settings.held_out
     count = max(engine.max_batch_size, wanted // OWN_TOKENS)
     found = write_prompts(engine, PromptSettings(count=count, held_out=0, seed=settings.seed), progress)
-    prompts = [encode(row["prompt"], engine.target) for row in found.rows]
+    prompts = [encode(record["prompt"], engine.target) for record in found.rows]
     ids: list[int] = []
     for begin in range(0, len(prompts), engine.max_batch_size):
         some = prompts[begin : begin + engine.max_batch_size]
@@ -109,10 +112,10 @@ def cut_text(ids: list[int], source: str, most: int, settings: CalibrationSettin
     return Text(table[:-held_out], table[-held_out:])
 
 
-def _encoded(row: Row, encoder: ChatEncoder, has_template: bool) -> list[int]:
-    if isinstance(row, str):
-        return encoder.text(row)
-    written = [message for message in row if message["content"] is not None]
+def _encoded(record: Record, encoder: ChatEncoder, has_template: bool) -> list[int]:
+    if isinstance(record, str):
+        return encoder.text(record)
+    written = [message for message in record if message["content"] is not None]
     if not has_template:
         return encoder.text("\n".join(str(message["content"]) for message in written))
     if written and written[-1]["role"] != "assistant":

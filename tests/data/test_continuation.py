@@ -10,11 +10,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from blockdraft.data.answerers import Answer, EngineAnswerer
-from blockdraft.data.continuations import Continuation, beginning
 from blockdraft.data.documents import read_data
-from blockdraft.data.prepare import Preparation
-from blockdraft.data.reading import Reading
-from blockdraft.data.settings import DataSettings, RowSettings
+from blockdraft.data.prepare import Preparation, RecordReader
+from blockdraft.data.regenerate import Continuation, beginning
+from blockdraft.data.settings import DataSettings, RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.text import encode
@@ -74,9 +73,9 @@ def read(folder: Path) -> list[tuple[list[int], list[int]]]:
 def test_the_target_goes_on_as_decoding_would(tmp_path: Path, base: Target) -> None:
     """Prompt and answer are those of an engine that is given the same raw text."""
     rows = [{"text": STORY}, {"prompt": "q: why is the sky so very blue? a:"}, {"turns": ["said the "]}]
-    manifest = Preparation(tmp_path / "a", base, [source(tmp_path, rows)], RowSettings(), settings(continued=10)).run(
-        engine(base)
-    )
+    manifest = Preparation(
+        tmp_path / "a", base, [source(tmp_path, rows)], RecordSettings(), settings(continued=10)
+    ).run(engine(base))
     # Ten tokens with the first, which begins each text; the story is in pieces of 4 * (10 + 12) characters.
     begun = ["the cat sat", "all night", "and voles", "q: why is", "said the "]
     assert len(read(tmp_path / "a")) == manifest["counts"]["documents"] == len(begun)
@@ -91,15 +90,17 @@ def test_the_target_goes_on_as_decoding_would(tmp_path: Path, base: Target) -> N
 
 def test_a_prompt_is_continued_as_a_whole_by_default(tmp_path: Path, base: Target) -> None:
     rows = [{"prompt": STORY[:150]}, {"text": STORY[:150]}, {"text": "  "}, {"prompt": STORY + STORY}]
-    preparation = Preparation(tmp_path / "a", base, [source(tmp_path, rows)], RowSettings(), settings(length=200))
-    assert preparation.reading.continued == 50  # a quarter of the length
-    assert "first 50 tokens of a text; a {prompt} row is continued as a whole" in preparation.reading.continued_note
+    preparation = Preparation(tmp_path / "a", base, [source(tmp_path, rows)], RecordSettings(), settings(length=200))
+    assert preparation.reader.continued == 50  # a quarter of the length
+    assert (
+        "first 50 tokens of each text; a {prompt} record is continued as a whole" in preparation.reader.continued_note
+    )
     counts = preparation.run(engine(base))["counts"]
     (whole, _), (cut, _) = read(tmp_path / "a")
     assert whole == encode(STORY[:150], base)
     assert 40 < len(cut) <= 50 and cut[:30] == whole[:30]
     assert counts["left_out"] == {"no supervised token": 1, "prompt too long": 1}
-    assert Reading(base, [source(tmp_path, rows)], RowSettings(), settings()).continued == 64
+    assert RecordReader(base, [source(tmp_path, rows)], RecordSettings(), settings()).continued == 64
 
 
 def test_a_target_with_a_template_continues_where_it_is_asked_to(
@@ -107,26 +108,26 @@ def test_a_target_with_a_template_continues_where_it_is_asked_to(
 ) -> None:
     target = load_target(tiny_target_dir, device="cpu")
     where = [source(tmp_path, [{"text": STORY[:40]}])]
-    Preparation(tmp_path / "a", target, where, RowSettings(), settings(continued=10)).run(engine(target))
+    Preparation(tmp_path / "a", target, where, RecordSettings(), settings(continued=10)).run(engine(target))
     assert read(tmp_path / "a")[0][0] == encode("the cat sat", base)[1:]
-    with pytest.raises(ValueError, match=r"row 1: this is a plain text, which nobody can answer; .* --continue N"):
-        Preparation(tmp_path / "b", target, where, RowSettings(), settings())
+    with pytest.raises(ValueError, match=r"record 1: this is a plain text, which cannot be answered; .* --continue N"):
+        Preparation(tmp_path / "b", target, where, RecordSettings(), settings())
     with pytest.raises(ValueError, match="made with continued .*'tokens': 10.* not .*'tokens': 11"):
-        Preparation(tmp_path / "a", target, where, RowSettings(), settings(continued=11))
+        Preparation(tmp_path / "a", target, where, RecordSettings(), settings(continued=11))
 
 
 def test_what_cannot_be_continued_is_refused_at_the_first_row(
     tmp_path: Path, base: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    rows = Reading.rows
-    monkeypatch.setattr(Reading, "rows", lambda self: (seen.append(row) or row for row in rows(self)))
+    records = RecordReader.records
+    monkeypatch.setattr(RecordReader, "records", lambda self: (seen.append(one) or one for one in records(self)))
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     where = [source(tmp_path, [{"messages": chat}] * 3)]
-    with pytest.raises(ValueError, match=r"row 1: this is a chat, whose roles only a chat template can spell"):
-        Preparation(tmp_path / "a", base, where, RowSettings(), settings())
+    with pytest.raises(ValueError, match=r"record 1: this is a chat, whose roles only a chat template can spell"):
+        Preparation(tmp_path / "a", base, where, RecordSettings(), settings())
     with pytest.raises(ValueError, match=r"The target's tokenizer has no chat template; add --chat-template"):
-        Preparation(tmp_path / "a", base, where, RowSettings(), DataSettings())
+        Preparation(tmp_path / "a", base, where, RecordSettings(), DataSettings())
     assert len(seen) <= 1 and not (tmp_path / "a").exists()
 
 
@@ -135,19 +136,19 @@ def test_other_tokens_than_decoding_reads_are_refused(
 ) -> None:
     target = load_target_text(base_dir)
     where = [source(tmp_path, [{"text": "the end"}])]
-    Reading(target, where, RowSettings(), settings()).check_first()
+    RecordReader(target, where, RecordSettings(), settings()).check_first()
     monkeypatch.setattr("blockdraft.data.chats.encode_text", lambda text, tokenizer: [9, 9, 9])
-    with pytest.raises(ValueError, match=r"read as the tokens \[9, 9, 9\]... here and as \[1, .* when it is decoded"):
-        Reading(target, where, RowSettings(), settings()).check_first()
+    with pytest.raises(ValueError, match=r"has the tokens \[9, 9, 9\]... here and \[1, .* in decoding"):
+        RecordReader(target, where, RecordSettings(), settings()).check_first()
 
 
 def test_lengths_must_fit(tmp_path: Path, base: Target) -> None:
     where = [source(tmp_path, [{"text": "the end"}])]
-    with pytest.raises(ValueError, match="20 tokens of each text are to be continued and a document has 20 at most"):
-        Preparation(tmp_path / "a", base, where, RowSettings(), settings(continued=20, length=20))
+    with pytest.raises(ValueError, match="20 tokens of each text are to be continued and a document has at most 20"):
+        Preparation(tmp_path / "a", base, where, RecordSettings(), settings(continued=20, length=20))
     with pytest.raises(ValueError, match="continued is 0"):
         settings(continued=0)
-    with pytest.raises(ValueError, match="nobody is to write"):
+    with pytest.raises(ValueError, match='writer is "text", which writes nothing'):
         DataSettings(continued=3)
 
 
@@ -210,8 +211,8 @@ def test_only_the_continuation_is_learned_and_loops_are_not(ids: Callable[[str],
 
 def test_a_server_must_tell_tokens(ids: Callable[[str], list[int]]) -> None:
     for answer, message in (
-        (Answer("x", None, True), "does not tell the ids of the tokens"),
-        (Answer("x", [7], True, [1, 2]), "reads a text as 2 tokens that was sent as"),
+        (Answer("x", None, True), "does not report the ids of the tokens"),
+        (Answer("x", [7], True, [1, 2]), "reads a text as 2 tokens that differ from the"),
     ):
         text = Continuation("the end", None, ids, 100)
         text.next_prompt()

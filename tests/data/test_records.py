@@ -7,10 +7,10 @@ from typing import Any
 import datasets
 import pytest
 
-from blockdraft.data.rows import check_sources, parse_raw, parse_row, pieces_of, read_rows
-from blockdraft.data.settings import RowSettings
+from blockdraft.data.records import check_sources, parse_for_continuation, parse_record, pieces_of, read_records
+from blockdraft.data.settings import RecordSettings
 
-PLAIN = RowSettings()
+PLAIN = RecordSettings()
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
@@ -35,15 +35,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_accepted_forms(raw: dict[str, Any], row: object) -> None:
-    assert parse_row(raw, PLAIN) == row
+    assert parse_record(raw, PLAIN) == row
 
 
 def test_named_fields() -> None:
     raw = {"question": "q", "answer": "a", "messages": CHAT, "code": "x"}
-    assert parse_row(raw, RowSettings(prompt_field="question", response_field="answer")) == CHAT
-    assert parse_row(raw, RowSettings(text_field="code")) == "x"
+    assert parse_record(raw, RecordSettings(prompt_field="question", response_field="answer")) == CHAT
+    assert parse_record(raw, RecordSettings(text_field="code")) == "x"
     with pytest.raises(ValueError, match="either a text or a conversation"):
-        RowSettings(text_field="code", prompt_field="question")
+        RecordSettings(text_field="code", prompt_field="question")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_named_fields() -> None:
 )
 def test_other_forms_are_refused(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_row(raw, PLAIN)
+        parse_record(raw, PLAIN)
 
 
 def test_kinds_of_sources(tmp_path: Path) -> None:
@@ -80,22 +80,22 @@ def test_kinds_of_sources(tmp_path: Path) -> None:
     (tmp_path / "f").mkdir()
     (tmp_path / "f/train.jsonl").write_text('{"text": "six"}\n')
     names = ["a.jsonl", "b.json", "c.parquet", "d", "e", "f"]
-    found = list(read_rows([str(tmp_path / name) for name in names], PLAIN))
+    found = list(read_records([str(tmp_path / name) for name in names], PLAIN))
     assert [row for _, row in found] == ["one", CHAT, "zwei \u2028 ü", "three", "four", "four", "four", "six"]
-    assert found[2][0] == f"{lines}, row 3" and found[3][0].endswith("b.json, row 1")
-    assert [row for _, row in read_rows([str(tmp_path / "d")], RowSettings(split="test"))] == ["five"]
-    assert len(list(read_rows([str(lines), str(tmp_path / "b.json")], RowSettings(limit=2)))) == 2
+    assert found[2][0] == f"{lines}, record 3" and found[3][0].endswith("b.json, record 1")
+    assert [row for _, row in read_records([str(tmp_path / "d")], RecordSettings(split="test"))] == ["five"]
+    assert len(list(read_records([str(lines), str(tmp_path / "b.json")], RecordSettings(limit=2)))) == 2
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    def read(name: str, settings: RowSettings = PLAIN) -> None:
-        list(read_rows([str(tmp_path / name)], settings))
+    def read(name: str, settings: RecordSettings = PLAIN) -> None:
+        list(read_records([str(tmp_path / name)], settings))
 
     (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"nothing": 1}\n')
-    with pytest.raises(ValueError, match=r"bad\.jsonl, row 2: it has the fields"):
+    with pytest.raises(ValueError, match=r"bad\.jsonl, record 2: it has the fields"):
         read("bad.jsonl")
     (tmp_path / "broken.jsonl").write_text('{"text": "one"}\nnothing\n')
-    with pytest.raises(ValueError, match=r"broken\.jsonl, row \d or one after it cannot be read"):
+    with pytest.raises(ValueError, match=r"broken\.jsonl cannot be read, at record \d or after it"):
         read("broken.jsonl")
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "empty.txt").touch()
@@ -115,9 +115,9 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
     datasets.DatasetDict(train=datasets.Dataset.from_list([{"text": "a"}])).save_to_disk(tmp_path / "splits")
     with pytest.raises(ValueError, match="cannot be read as a dataset"):
-        read("splits", RowSettings(split="holdout"))
+        read("splits", RecordSettings(split="holdout"))
     with pytest.raises(ValueError, match="limit is 0"):
-        RowSettings(limit=0)
+        RecordSettings(limit=0)
 
 
 def test_all_files_are_tried_before_anything_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,23 +136,27 @@ def test_text_files(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     for name, text in (("b/two.txt", "two\n\nlines"), ("b/one.txt", "ünö")):
         (tmp_path / name).write_text(text, encoding="utf-8")
-    assert [row for _, row in read_rows([str(tmp_path / "b/two.txt")], PLAIN)] == ["two\n\nlines"]
-    assert list(read_rows([str(tmp_path / "b")], PLAIN)) == [
-        (f"{tmp_path / 'b'}, row 1", "ünö"),
-        (f"{tmp_path / 'b'}, row 2", "two\n\nlines"),
+    assert [row for _, row in read_records([str(tmp_path / "b/two.txt")], PLAIN)] == ["two\n\nlines"]
+    assert list(read_records([str(tmp_path / "b")], PLAIN)) == [
+        (f"{tmp_path / 'b'}, record 1", "ünö"),
+        (f"{tmp_path / 'b'}, record 2", "two\n\nlines"),
     ]
     (tmp_path / "b/train.jsonl").write_text('{"text": "three"}\n')
-    assert "three" in [row for _, row in read_rows([str(tmp_path / "b")], PLAIN)]
+    assert "three" in [row for _, row in read_records([str(tmp_path / "b")], PLAIN)]
 
 
 def test_texts_that_are_continued_come_in_pieces(tmp_path: Path) -> None:
     raws = [{"text": "one two three four"}, {"prompt": "one two three four", "response": "x"}, {"text": " "}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(raw) + "\n" for raw in raws))
-    found = list(read_rows([str(tmp_path / "a.jsonl")], PLAIN, piece=8))
+    found = list(read_records([str(tmp_path / "a.jsonl")], PLAIN, piece=8))
     prompt = [{"role": "user", "content": "one two three four"}]
     assert [row for _, row in found] == ["one two ", "three ", "four", prompt, " "]
-    assert [place.partition("a.jsonl, ")[2] for place, _ in found[:3]] == ["row 1", "row 1, piece 2", "row 1, piece 3"]
-    assert len(list(read_rows([str(tmp_path / "a.jsonl")], RowSettings(limit=2), piece=8))) == 2
+    assert [place.partition("a.jsonl, ")[2] for place, _ in found[:3]] == [
+        "record 1",
+        "record 1, piece 2",
+        "record 1, piece 3",
+    ]
+    assert len(list(read_records([str(tmp_path / "a.jsonl")], RecordSettings(limit=2), piece=8))) == 2
 
 
 @pytest.mark.parametrize(
@@ -173,6 +177,6 @@ def test_pieces(text: str, pieces: list[str]) -> None:
 @pytest.mark.parametrize("raw", [{"messages": CHAT}, {"conversations": CHAT}, {"turns": ["q", "r"]}])
 def test_chats_are_not_continued(raw: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="this is a chat, whose roles only a chat template can spell"):
-        parse_raw(raw, PLAIN)
-    assert parse_raw({"turns": ["q"]}, PLAIN) == parse_raw({"prompt": "q"}, PLAIN) == CHAT[:1]
-    assert parse_raw({"q": "q", "messages": CHAT}, RowSettings(prompt_field="q")) == CHAT[:1]
+        parse_for_continuation(raw, PLAIN)
+    assert parse_for_continuation({"turns": ["q"]}, PLAIN) == parse_for_continuation({"prompt": "q"}, PLAIN) == CHAT[:1]
+    assert parse_for_continuation({"q": "q", "messages": CHAT}, RecordSettings(prompt_field="q")) == CHAT[:1]

@@ -1,4 +1,4 @@
-"""Rows of conversations or text, read by the `datasets` library from files, folders or the hub."""
+"""Records of conversations or text, read by the `datasets` library from files, folders or the hub."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from blockdraft.data.settings import RowSettings
+from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import Complaints, UsageError
 
 Message: TypeAlias = dict[str, Any]
-# A text, or the messages of a chat. An answer that is still to be written has the content None.
-Row: TypeAlias = "str | list[Message]"
+# A text, or the messages of a chat. The content of an answer is None if it is still to be written.
+Record: TypeAlias = "str | list[Message]"
 
 ROLES = {"human": "user", "gpt": "assistant"} | {
     role: role for role in ("system", "developer", "user", "assistant", "tool")
@@ -25,51 +25,54 @@ ACCEPTED = (
 )
 
 
-def read_rows(sources: Sequence[str], settings: RowSettings, piece: int | None = None) -> Iterator[tuple[str, Row]]:
-    """Rows of all sources one after the other, each with the place it comes from.
+def read_records(
+    sources: Sequence[str], settings: RecordSettings, piece: int | None = None
+) -> Iterator[tuple[str, Record]]:
+    """Read the records of all sources, one source after the other, each with its place for error messages.
 
     Args:
-        sources: JSON, JSON-lines and Parquet files, text files (each a row), folders of such files or of a saved
-            dataset, names on the hub.
-        piece: Texts are to be continued without a chat template: rows are those of `parse_raw`, and a text makes a row
-            of each piece of about so many characters.
+        sources: JSON, JSON-lines and Parquet files, text files (one record each), folders of such files or of a saved
+            dataset, or names on the hub.
+        piece: Characters of a piece. Given when texts are continued without a chat template: records are then those of
+            `parse_for_continuation`, and each piece of a text is a record.
 
     Raises:
-        ValueError: A source that cannot be read, or a row of no accepted form.
+        UsageError: A source cannot be read, or a record has none of the accepted forms.
     """
 
-    def parsed(place: str, raw: dict[str, Any]) -> Iterator[tuple[str, Row]]:
+    def parsed(place: str, raw: dict[str, Any]) -> Iterator[tuple[str, Record]]:
         try:
-            row = parse_row(raw, settings) if piece is None else parse_raw(raw, settings)
+            record = parse_record(raw, settings) if piece is None else parse_for_continuation(raw, settings)
         except ValueError as error:
             raise UsageError(f"{place}: {error}") from error
-        pieces = [row] if piece is None or not isinstance(row, str) else pieces_of(row, piece)
+        pieces = [record] if piece is None or not isinstance(record, str) else pieces_of(record, piece)
         for number, part in enumerate(pieces, 1):
             yield place if number == 1 else f"{place}, piece {number}", part
 
     raws = itertools.chain.from_iterable(_numbered(source, settings) for source in sources)
-    rows = itertools.chain.from_iterable(parsed(place, raw) for place, raw in raws)
-    return itertools.islice(rows, settings.limit)
+    records = itertools.chain.from_iterable(parsed(place, raw) for place, raw in raws)
+    return itertools.islice(records, settings.limit)
 
 
-def check_sources(sources: Sequence[str], settings: RowSettings) -> None:
-    """Try the first row of each source that is a file or a folder; what is on the hub is not looked at.
+def check_sources(sources: Sequence[str], settings: RecordSettings) -> None:
+    """Check the first record of each source that is a file or a folder. Sources on the hub are not checked.
 
     Raises:
-        ValueError: As of `read_rows`; what is wrong with all of them together.
+        UsageError: As `read_records` does, with the faults of all sources together.
     """
     complaints = Complaints()
     for source in filter(_names_file, sources):
         with complaints.noting():
-            next(read_rows([source], settings))
+            next(read_records([source], settings))
     complaints.check()
 
 
-def parse_row(raw: dict[str, Any], settings: RowSettings) -> Row:
-    """A row as a text or a chat. Fields that are None count as absent, as `datasets` fills them in.
+def parse_record(raw: dict[str, Any], settings: RecordSettings) -> Record:
+    """Parse the fields of a record into a text or a chat. Fields that are None count as absent, because `datasets`
+    fills absent fields with None.
 
     Raises:
-        ValueError: It has none of the accepted forms.
+        UsageError: The record has none of the accepted forms.
     """
     held = {name: value for name, value in raw.items() if value is not None}
     if settings.text_field is not None:
@@ -93,28 +96,30 @@ def parse_row(raw: dict[str, Any], settings: RowSettings) -> Row:
     return _pair(_text(held, prompt), _text(held, response) if response in held else None)
 
 
-def parse_raw(raw: dict[str, Any], settings: RowSettings) -> Row:
-    """A row whose text is to be continued as it is: a text, or a prompt, which is the one message of a user.
+def parse_for_continuation(raw: dict[str, Any], settings: RecordSettings) -> Record:
+    """Parse a record whose text will be continued as it is: a text, or a prompt as the only message of a user.
 
     Raises:
-        ValueError: It has none of the accepted forms, or is a chat.
+        UsageError: The record has none of the accepted forms, or is a chat.
     """
-    row = parse_row(raw, settings)
-    if isinstance(row, str):
-        return row
+    record = parse_record(raw, settings)
+    if isinstance(record, str):
+        return record
     named = settings.prompt_field is not None or settings.response_field is not None
-    if len(row) > 2 or (not named and any(raw.get(name) is not None for name in ("messages", "conversations"))):
+    if len(record) > 2 or (not named and any(raw.get(name) is not None for name in ("messages", "conversations"))):
         raise UsageError(
-            "this is a chat, whose roles only a chat template can spell, and there is none here (the target has none, "
-            'or --continue asks to do without). Give {"text"} or {"prompt"} rows or .txt files to have them continued; '
-            "to have chats answered leave out --continue, and add --chat-template FILE if the target has none."
+            "this is a chat, whose roles only a chat template can spell, and none is used here (the target has none, "
+            "or "
+            '--continue does without). Give {"text"} or {"prompt"} records or .txt files to have them continued. To '
+            "have "
+            "chats answered, leave out --continue, and add --chat-template FILE if the target has none."
         )
-    return row[:1]
+    return record[:1]
 
 
 def pieces_of(text: str, size: int) -> Iterator[str]:
-    """Cut a text into pieces of so many characters at most, each as long as can be and at least half of it, at the end
-    of a paragraph, a line or a word, in this order."""
+    """Cut a text into pieces of at most `size` characters, each as long as possible. Cuts fall at the end of a
+    paragraph, else of a line, else of a word, as long as the piece has at least half of `size`."""
     begin = 0
     while len(text) - begin > size:
         least, most = begin + size // 2, begin + size
@@ -163,78 +168,84 @@ def _text(held: dict[str, Any], name: str = "turns") -> str:
     return value
 
 
-def _numbered(source: str, settings: RowSettings) -> Iterator[tuple[str, dict[str, Any]]]:
-    rows = iter(_open(source, settings))
+def _numbered(source: str, settings: RecordSettings) -> Iterator[tuple[str, dict[str, Any]]]:
+    records = iter(_open(source, settings))
     for number in itertools.count(1):
         try:
-            row = next(rows, None)
+            record = next(records, None)
         except UsageError:
             raise
-        except Exception as error:  # of pyarrow, of json, of the hub, ...
+        except Exception as error:  # pyarrow, json, the hub and others raise their own kinds
             if "utf-8" in str(error).lower():
-                raise UsageError(f"{source} is no UTF-8 text, row {number} or one after it ({error}).") from error
-            raise UsageError(f"{source}, row {number} or one after it cannot be read: {error}") from error
-        if row is None:
+                raise UsageError(
+                    f"{source} is no UTF-8 text, at record {number} or after it ({error}); convert it."
+                ) from error
+            raise UsageError(
+                f"{source} cannot be read, at record {number} or after it ({error}); mend it, or leave it out."
+            ) from error
+        if record is None:
             if number == 1:
-                raise UsageError(f"{source} holds no rows.")
+                raise UsageError(f"{source} holds no records; give another source.")
             return
-        yield f"{source}, row {number}", row
+        yield f"{source}, record {number}", record
 
 
-def _open(source: str, settings: RowSettings) -> Iterable[dict[str, Any]]:
+def _open(source: str, settings: RecordSettings) -> Iterable[dict[str, Any]]:
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError as error:
-        raise UsageError("Reading data takes `datasets`; pip install 'blockdraft[train]' brings it.") from error
+        raise UsageError("Reading data needs the package `datasets`; run pip install 'blockdraft[train]'.") from error
     path, kind = Path(source), KINDS.get(Path(source).suffix)
     if not path.exists() and _names_file(source):
         raise UsageError(f"There is no {source}; give .jsonl, .json, .parquet or .txt files, or a dataset.")
     if path.is_file() and path.stat().st_size == 0:
-        raise UsageError(f"{source} is empty.")
+        raise UsageError(f"{source} is empty; give another source.")
     if texts := _text_files(path):
-        return map(_text_row, texts)
+        return map(_text_record, texts)
     if path.is_file() and kind is None:
         raise UsageError(f"{source} is of no known kind; give .jsonl, .json, .parquet or .txt files, or a dataset.")
-    # Not its own bars, and no warnings about the hub: errors say what is wrong.
+    # No progress bars of its own and no warnings about the hub; errors say what is wrong.
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     try:
         if path.is_file():
-            # Streamed, as a copy in the cache of `datasets` would double the disk space.
+            # Streaming avoids a copy in the cache of `datasets`, which would double the disk space.
             found: Any = datasets.load_dataset(str(kind), data_files=str(path), split="train", streaming=True)
         elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             found = datasets.load_from_disk(source)
             found = found[settings.split] if isinstance(found, datasets.DatasetDict) else found
         else:
-            # What is on the hub is read twice, so a whole dataset is better downloaded once.
+            # Records are read twice, so a whole dataset on the hub is better downloaded once.
             streaming = path.exists() or settings.limit is not None
             found = datasets.load_dataset(source, settings.subset, split=settings.split, streaming=streaming)
-    except Exception as error:  # there are many kinds
+    except Exception as error:  # `datasets` raises many kinds
         raise UsageError(f"{source} cannot be read as a dataset: {error}") from error
-    rows: Iterable[dict[str, Any]] = found
-    return rows
+    records: Iterable[dict[str, Any]] = found
+    return records
 
 
 def _names_file(source: str) -> bool:
-    """Whether this is a file or a folder, or would be one if it existed; else it is a name on the hub."""
+    """Whether a source is a file or folder, or looks like one that is missing; otherwise it is a name on the hub."""
     path = Path(source)
-    # A name on the hub may have dots, but not beside other files.
+    # A name on the hub may have dots too, but there is no local folder of its first part.
     looks = path.suffix in (*KINDS, ".txt") or source.startswith((".", "~")) or path.is_absolute()
     return path.exists() or looks or (path.suffix != "" and path.parent.is_dir())
 
 
 def _text_files(path: Path) -> list[Path]:
-    """A text file, or those of a folder that holds nothing else."""
+    """The file itself if it is a text file; the files of a folder that holds only text files; otherwise none."""
     files = sorted(path.rglob("*") if path.is_dir() else [path])
     files = [file for file in files if file.is_file()]
     return files if all(file.suffix == ".txt" for file in files) else []
 
 
-def _text_row(path: Path) -> dict[str, Any]:
+def _text_record(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}); convert it.") from error
     except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}).") from error
+        raise UsageError(
+            f"{path} cannot be read ({error.strerror}); check its permissions, or leave it out."
+        ) from error
     return {"text": text}
