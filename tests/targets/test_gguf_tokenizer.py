@@ -323,7 +323,7 @@ def test_tokenizers_that_have_no_name() -> None:
         tokenizer_metadata(as_text(other, 2), len(other), "qwen3")
     with pytest.raises(UsageError, match=r"The tokens \[7, 8\] end answers too, for which GGUF has no place"):
         tokenizer_metadata(as_text(bundled_like("qwen2"), 2, 4, 5, 7, 8), 5000, "qwen3")
-    with pytest.raises(UsageError, match="has the id 40.., and its embedding 300 rows"):
+    with pytest.raises(UsageError, match="has the id 40.., and its embedding 300 entries"):
         tokenizer_metadata(as_text(bundled_like("qwen2"), 2), 300, "qwen3")
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
     with pytest.raises(UsageError, match="is of the kind WordLevel; tokenizers of byte pairs"):
