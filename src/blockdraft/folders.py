@@ -1,4 +1,4 @@
-"""Folders that one process at a time may write."""
+"""Lock on folders that only one process at a time may write."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from blockdraft.errors import UsageError
 
 @contextmanager
 def held(folder: Path, doing: str) -> Iterator[None]:
-    """Hold a folder that may not exist yet, so that no other process writes it. The operating system lets go of it when
-    this process ends, however it ends.
+    """Context in which no other process may write a folder, which need not exist yet. The operating system ends the
+    lock when this process ends, however it ends.
 
     Args:
-        doing: What this process does there, for the message that another one gets.
+        doing: Activity of this process, such as "converting", for the message that another process gets.
 
     Raises:
-        ValueError: Another process holds it, or nothing can be written beside it.
+        UsageError: Another process holds the folder, or nothing can be written beside it.
     """
     folder = folder.absolute()
     path, owner = (folder.with_name(f".{folder.name}.{kind}") for kind in ("lock", "owner"))
@@ -37,7 +37,7 @@ def held(folder: Path, doing: str) -> Iterator[None]:
         )
     except Timeout:
         holder = "another process"
-        with suppress(OSError):  # it may be ending
+        with suppress(OSError):  # the other process may be ending
             holder = owner.read_text(encoding="utf-8") or holder
         raise UsageError(
             f"{folder} is in use by {holder}; wait for it, end it, or choose another folder for --out."
@@ -48,5 +48,5 @@ def held(folder: Path, doing: str) -> Iterator[None]:
         yield
     finally:
         owner.unlink(missing_ok=True)
-        path.unlink(missing_ok=True)  # before it is released, so that nobody's lock is unlinked
+        path.unlink(missing_ok=True)  # before the release, since it would be another process's lock afterwards
         lock.release()

@@ -1,5 +1,4 @@
-"""What belongs to this machine and not to a model: where measurements and compiled code are kept, and the
-way to its GPU."""
+"""Facts and functions of this machine: its cache folder, processor, memory, and transfers to its GPU."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ PROCESS = Path("/proc/self")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
 
-# What lies there: folders, and what their files are. All of it can be made again.
+# Folders of the cache folder, and what their files hold. All of it can be made again.
 CACHED = {
     "libraries": "forwards compiled for this processor",
-    "weights": "weights of large targets as their compiled forward reads them",
-    "costs": "what cycles cost, for each target and drafter",
-    "threads": "which number of threads is fastest",
+    "weights": "weights of large targets, packed for their compiled forward",
+    "costs": "times of cycles, for each target and drafter",
+    "threads": "fastest number of threads, for each target",
 }
 
 
@@ -36,35 +35,35 @@ def cache_folder() -> Path:
 
 
 def processor() -> str:
-    """What says which instructions the processor knows. A cache may be shared by several machines."""
-    kept = _cpuinfo("model name", "flags", "Features", "CPU part")
-    return "\n".join([platform.node(), platform.machine(), platform.processor(), *kept])
+    """Description of this machine's processor and its instructions, for keys of a cache that machines may share."""
+    lines = _cpuinfo("model name", "flags", "Features", "CPU part")
+    return "\n".join([platform.node(), platform.machine(), platform.processor(), *lines])
 
 
 def processor_flags() -> frozenset[str]:
-    """Instructions that all processors of this machine know, as Linux calls them; none on other systems."""
+    """Flags that Linux lists for all processors of this machine; empty on other systems."""
     sets = [frozenset(line.partition(":")[2].split()) for line in _cpuinfo("flags", "Features")]
     return frozenset.intersection(*sets) if sets else frozenset()
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether processors of this machine have instructions for products of bfloat16, which torch uses: they are then
-    faster than those of float32, and much slower where they are emulated."""
+    """Whether processors of this machine have instructions for products of bfloat16. With them torch's products are
+    faster than in float32; without them they are emulated and much slower."""
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(processor_flags())
 
 
 def _cpuinfo(*beginnings: str) -> list[str]:
-    """The lines that begin so, each once: there is one for each core."""
+    """Lines with these beginnings, each once, though every core repeats them."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
     return [line for line in dict.fromkeys(lines) if line.startswith(beginnings)]
 
 
 class PeakMemory:
-    """Watches how much memory this process takes at most from now on, beyond what it takes now: what is resident, with
-    the pages of files that are mapped. Only Linux tells, and forgets earlier peaks on request."""
+    """Peak of this process's memory from now on, beyond what it takes now: all resident pages, those of mapped files
+    included. Only Linux tells, since it can forget earlier peaks."""
 
     def __init__(self) -> None:
-        gc.collect()  # else what is freed meanwhile would hide as much of what is to come
+        gc.collect()  # memory that is freed later would hide as much new memory
         return_freed()
         self._before: int | None = None
         with suppress(OSError):
@@ -72,7 +71,7 @@ class PeakMemory:
             self._before = _process_memory("VmRSS")
 
     def bytes(self) -> int | None:
-        """None where it cannot be measured."""
+        """Bytes of the peak; None where it cannot be measured."""
         return None if self._before is None else max(_process_memory("VmHWM") - self._before, 0)
 
 
@@ -83,38 +82,38 @@ def _process_memory(name: str) -> int:
 
 
 def return_freed() -> None:
-    """Hand memory that was freed back to the system, which the C library else keeps in pieces."""
-    with suppress(OSError, AttributeError):  # of other systems, and other C libraries than glibc
+    """Return freed memory to the system, which the C library would keep."""
+    with suppress(OSError, AttributeError):  # other systems, and other C libraries than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """Values of the CPU, or of this device already, on a device. A GPU gets them by pinned memory, so that the host
-    does not wait until its earlier work is done."""
+    """Values from the CPU, or already on the device, on a device. They go to a GPU by pinned memory, so that the host
+    does not wait for the GPU's earlier work."""
     if device.type != "cuda" or values.device.type != "cpu":
         return values.to(device)
-    # Contiguous, since memory cannot be pinned under a tensor whose rows are one row. The memory is not used for
-    # anything else until it has been copied; torch sees to it.
+    # Expanded tensors cannot be pinned, so it is made contiguous. Torch keeps the memory until it has been copied.
     return values.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has finished what was asked of it."""
+    """Wait until a device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a device that this process may still take."""
+    """Bytes of a device's memory that this process may still take."""
     if device.type == "cuda":
-        # What torch keeps of memory that was freed is free for us.
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        # Torch reuses memory that it has reserved and not allocated.
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + reserved
     return min([int(psutil.virtual_memory().available), *_cgroup_bytes()])
 
 
 def _cgroup_bytes() -> Iterator[int]:
-    """What each control group that this process is in, and each above it, leaves free; containers have limits there.
+    """Bytes that each control group of this process, and each group above it, leaves free; limits of containers are
+    there.
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html
     """
@@ -135,7 +134,7 @@ def _cgroup_bytes() -> Iterator[int]:
             try:
                 limit, used = ((folder / each).read_text().strip() for each in names[:2])
                 pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                cached = dict(pairs).get(names[2], "0")  # files that are given up when memory is asked for
+                cached = dict(pairs).get(names[2], "0")  # cached files, which the system drops when memory is needed
             except OSError:
                 continue
             if limit != "max":

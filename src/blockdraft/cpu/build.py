@@ -1,4 +1,4 @@
-"""The library for this machine: from the wheel, or compiled from `decoder.c`, once, and kept in the cache folder."""
+"""The library for this machine: from the wheel, or compiled once from `decoder.c` and stored in the cache folder."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ from blockdraft.machine import cache_folder, processor
 
 COMPILERS = ("gcc", "cc", "clang")
 NATIVE = "-march=native"
-ATTEMPTS = (VECTORS + PARALLEL, PARALLEL, ())  # what a compiler lacks is left away; without OpenMP there is one thread
-LONGEST_SECONDS = 120.0
-SILENT_SECONDS = 1.5  # after which whoever waits for the compiler is told why
-TELLING = threading.Lock()  # loads in several threads say it once
+ATTEMPTS = (VECTORS + PARALLEL, PARALLEL, ())  # options that a compiler may lack; without OpenMP there is one thread
+LONGEST_SECONDS = 120.0  # of the compiler
+SILENT_SECONDS = 1.5  # before a message tells what the program waits for
+TELLING = threading.Lock()  # lets only one of several threads log the message
 
 
 class Build:
-    """A library: one that came with the wheel for such processors, or that is compiled, unless it is in the cache. This
-    is done in the background.
+    """A library that a background thread gets: from the wheel, from the cache folder, or from the compiler.
 
     Args:
         weights: Dtype of the weights that are not of few bits: float32 or bfloat16.
         store: Dtype of keys and values: float32, bfloat16 or int8.
-        lanes: Most numbers of a vector; 4, 8 or 16.
+        lanes: Most numbers of a vector: 4, 8 or 16.
         integers: Whether there are weights of few bits.
 
     Attributes:
-        reason: Why there is no library; None until this is known.
-        level: For which processors the library that came with the wheel is; None if none is used, or until known.
+        reason: Reason why there is no library; None while that is unknown.
+        level: Level of the processors that a library from the wheel is for; None for others, and while it is unknown.
     """
 
     def __init__(
@@ -49,16 +48,16 @@ class Build:
         self.level: str | None = None
         self._kinds = weights, store, lanes
         self._defines = defines(weights, store, lanes, integers)
-        # Its threads are no daemons: a process that ends before the compiler still leaves a library for the next one.
+        # The thread is no daemon: a process that ends before the compiler still leaves a library for the next one.
         worker = ThreadPoolExecutor(1, "compiler")
         self._made = worker.submit(self._make)
         worker.shutdown(wait=False)
 
     def library(self) -> Library | None:
-        """The library, for which this waits as long as the compiler takes, or None, and `reason` says why.
+        """The library, after waiting for the compiler; or None, and `reason` is the reason.
 
         Raises:
-            AssertionError: What was compiled is not what `cpu/library.py` describes.
+            AssertionError: The structs of what was compiled are not those of `cpu/library.py`.
         """
         wait([self._made], SILENT_SECONDS)
         if not self._made.done():
@@ -92,7 +91,7 @@ class Build:
                 call = command(compiler, partial, NATIVE, *more, *self._defines)
                 done = subprocess.run(call, capture_output=True, text=True, timeout=LONGEST_SECONDS)
                 if done.returncode == 0:
-                    library = Library(partial)  # under this name, for the other may be that of one loaded before
+                    library = Library(partial)  # under this name, since a library of the other may be loaded already
                     keep(partial, name)
                     return library
         finally:
@@ -103,17 +102,18 @@ class Build:
 
 @cache
 def _tell_why() -> None:
-    """Once in a process."""
+    """Log once in a process why the program waits."""
     logging.getLogger(__name__).warning(
         "Compiling for this processor, once for these dtypes; the result is kept in %s.", cache_folder() / "libraries"
     )
 
 
 def build(weights: torch.dtype, store: torch.dtype, head_dim: int = MOST_LANES, integers: bool = False) -> Build:
-    """The one `Build` of this process for these arguments, begun when first asked for.
+    """The `Build` of this process for these arguments, which the first call begins.
 
     Args:
-        head_dim: Size of a head; a multiple of 4.
+        weights, store, integers: As in `Build`.
+        head_dim: Size of an attention head, a multiple of 4.
     """
     assert head_dim % 4 == 0, head_dim
     return begun(weights, store, gcd(head_dim, MOST_LANES), integers)

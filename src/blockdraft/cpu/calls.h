@@ -1,5 +1,5 @@
-/* What Python and C tell each other (cpu/library.py is the other side): structs with a description of their fields, and
-   what can be wrong with a call. */
+/* Interface between Python (cpu/library.py) and C: structs with a description of their fields, and the problems that a
+   call may have. */
 #include <stddef.h>
 
 #define MEMBER(S, type, name) type name;
@@ -7,22 +7,22 @@
 #define STRUCT(S) typedef struct { S##_FIELDS(MEMBER, S) } S;
 #define DESCRIBED(S) S##_FIELDS(ENTRY, S) {#S, "", 0, sizeof(S)},
 
-/* weight: [blocks, inputs, LANES] of floats; of 8 bits [blocks, inputs / 4, LANES, 4]; of 4 bits [blocks, inputs / 8,
-   LANES, 4], inputs 0 to 3 of 8 in the low halves of bytes. scale, offset or null: [blocks, inputs / group, LANES].
-   bias [blocks * LANES] or null. */
+/* weight: [blocks, inputs, LANES] of floats; with 8 bits [blocks, inputs / 4, LANES, 4]; with 4 bits [blocks,
+   inputs / 8, LANES, 4], of each 8 inputs the first 4 in the low halves of bytes. scale, and offset or null: [blocks,
+   inputs / group, LANES]. bias: [blocks * LANES] or null. */
 #define Linear_FIELDS(FIELD, S)                                                                           \
     FIELD(S, const void *, weight) FIELD(S, const void *, scale) FIELD(S, const float *, offset)          \
     FIELD(S, const float *, bias) FIELD(S, i64, inputs) FIELD(S, i64, outputs) FIELD(S, i64, kind)        \
     FIELD(S, i64, group) FIELD(S, i64, half_scales)
 STRUCT(Linear)
 
-/* Of a layer's input and output along the nodes of a row: taps [2, taps, hidden], corrected for each of so many groups of
-   channels by a projection of the input, [2, taps, groups] for each node. There is none where there are no taps. */
+/* Convolutions of a layer's input and output along the nodes of a row. base: taps [2, taps, hidden], to which a
+   projection of the input adds corrections, [2, taps, groups] for each node. 0 taps: none. */
 #define Convolution_FIELDS(FIELD, S)                                                                      \
     FIELD(S, Linear, projection) FIELD(S, const float *, base) FIELD(S, i64, taps) FIELD(S, i64, groups)
 STRUCT(Convolution)
 
-/* Norms but the first two may be null. whole_block: nodes see all nodes of their row, not their ancestors only. */
+/* All norms but the first two may be null. whole_block: nodes see all nodes of their row, instead of their ancestors. */
 #define Layer_FIELDS(FIELD, S)                                                                            \
     FIELD(S, Linear, qkv) FIELD(S, Linear, output) FIELD(S, Linear, gate_up) FIELD(S, Linear, down)       \
     FIELD(S, const float *, before_attention) FIELD(S, const float *, before_mlp)                         \
@@ -33,9 +33,9 @@ STRUCT(Convolution)
     FIELD(S, Convolution, attention_conv) FIELD(S, Convolution, mlp_conv)
 STRUCT(Layer)
 
-/* max_positions: of the tables cos and sin. pairs: what enters is not a token's embedding alone, but that and a feature,
-   each behind its norm and beside each other. Then `joined` makes rows of them; or, where it has no weight, they are what
-   the first layer's qkv reads, and its output is added to the feature, the normed one with normed_stream. */
+/* max_positions: size of the tables cos and sin. pairs: the input is a token's embedding and a feature, each normed, side
+   by side. `joined` projects them to the first layer's input. If it has no weight, the first layer's qkv reads the pairs,
+   and the layer's output is added to the feature, to the normed one with normed_stream. */
 #define Model_FIELDS(FIELD, S)                                                                            \
     FIELD(S, const Layer *, layers) FIELD(S, Linear, embedding) FIELD(S, Linear, head)                    \
     FIELD(S, const float *, norm) FIELD(S, i64, num_layers) FIELD(S, i64, hidden) FIELD(S, i64, heads)    \
@@ -46,12 +46,12 @@ STRUCT(Layer)
     FIELD(S, i64, pairs) FIELD(S, i64, normed_stream)
 STRUCT(Model)
 
-/* embedded: rows in the place of tokens, or null; reach: how many committed tokens are seen, the last; best: the
-   likeliest token of each row of logits, see `best_of`, or null; slots: of the store; room: numbers of
-   `float` in the workspace; store: [layers, keys and then values of all heads, slot, SLOT(head_dim)], by strides; starts: the
-   first slot of each row; beside: of pairs the features, [batch, nodes, hidden]; hidden_slots: so many of the first
-   committed tokens are seen by nobody; done: nodes of each row, before these, that earlier calls have written behind the
-   committed tokens. `parents` has them too, [batch, done + nodes], and they are what it counts. */
+/* embedded: embeddings in the place of tokens, or null. reach: number of committed tokens that are seen, the last ones.
+   best: index of the largest of the logits, see `best_of`, or null. slots: size of the store. room: numbers of `float` in
+   the workspace. store: [layers, keys and then values of all heads, slot, SLOT(head_dim)], by strides. starts: first slot
+   of each row. beside: features of pairs, [batch, nodes, hidden]. hidden_slots: number of first committed tokens that no
+   node sees. done: nodes of each row that earlier calls have written behind the committed tokens, before these nodes;
+   `parents`, [batch, done + nodes], includes and counts them. */
 #define Call_FIELDS(FIELD, S)                                                                             \
     FIELD(S, const i64 *, tokens) FIELD(S, const i64 *, parents) FIELD(S, const i64 *, lengths)           \
     FIELD(S, const i64 *, taps) FIELD(S, const i64 *, logits_at) FIELD(S, const float *, embedded)        \
@@ -68,14 +68,14 @@ typedef struct {
     i64 offset, size;
 } Field;
 
-/* The fields of all structs; behind each struct's its own size, without a name; null ends it. */
+/* Fields of all structs. Behind those of a struct comes its size, without a name; null ends the list. */
 const Field *fields(void) {
     static const Field all[] = {
         DESCRIBED(Linear) DESCRIBED(Convolution) DESCRIBED(Layer) DESCRIBED(Model) DESCRIBED(Call){0}};
     return all;
 }
 
-/* Functions return 0 or a size, or one of these with a minus; then they have done nothing. */
+/* Functions return 0, a size, or minus one of these problems; then they have done nothing. */
 #define PROBLEMS(P)                                                                                       \
     P(POINTER, "a pointer is null that must not be")                                                      \
     P(SIZES, "a size of the model is below 1, or does not fit the others")                                \
@@ -93,14 +93,14 @@ const Field *fields(void) {
 #define WORDS(name, words) words,
 enum { NOTHING, PROBLEMS(CODE) ALL_PROBLEMS };
 
-/* In words; null from the last on. */
+/* Message of a problem; null for unknown ones. */
 const char *problem(i64 code) {
     static const char *const words[] = {"nothing", PROBLEMS(WORDS)};
     return code >= 0 && code < ALL_PROBLEMS ? words[code] : 0;
 }
 
-#define MOST ((i64)1 << 31) /* of what is counted, so that no product of counts overflows */
-#define MOST_GROUP 65536 /* inputs, so that no sum of their products overflows */
+#define MOST ((i64)1 << 31) /* largest count, so that no product of counts overflows */
+#define MOST_GROUP 65536 /* inputs of the largest group, so that no sum of their products overflows */
 #define MOST_THREADS 4096
 #define REFUSE(condition, code) if (condition) return -(code)
 
@@ -136,7 +136,7 @@ static i64 check_convolution(const Convolution *c, i64 size) {
     return check_linear(&c->projection, size, 2 * c->taps * c->groups);
 }
 
-/* Whether pairs are what a layer reads. */
+/* Whether a layer reads pairs. */
 static int reads_pairs(const Model *m, i64 index) { return m->pairs && !m->joined.weight && !index; }
 
 static i64 check_layers(const Model *m) {
@@ -159,7 +159,7 @@ static i64 check_layers(const Model *m) {
     return 0;
 }
 
-/* What all calls that write to the store have in common. */
+/* Check what all calls share that write to the store. */
 static i64 check_rows(const Model *m, const Call *call) {
     REFUSE(call->nodes && m->max_positions < 1, SIZES);
     REFUSE(call->done < 0 || call->done > MOST / (call->batch ? call->batch : 1) || call->hidden_slots < 0, COUNTS);

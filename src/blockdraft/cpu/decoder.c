@@ -1,20 +1,21 @@
-/* Forward of a decoder, or of a draft network, for few rows on a CPU, in one call: no time between its operations,
-   weights read once.
+/* Forward of a decoder, or of a draft network, for few nodes on a CPU, in one call: without time between operations, and
+   with weights read once.
 
-   Each number of a row is computed by the same operations in the same order, however many rows there are and wherever
-   its ancestors lie: a token gets the same bits alone, in a block and in a tree. Weights are float32 or bfloat16, and
-   arithmetic is float32; or they are integers of 8 or 4 bits (integers.h). cpu/compiled_decoder.py fills the structs of calls.h, and
-   drafters/dflash/compiled.py. Functions that can be called check what they are given, and return what is wrong with it. */
+   The numbers of a node are computed by the same operations in the same order, however many nodes there are and wherever
+   its ancestors lie: a token gets the same bits alone, in a block and in a tree. Weights are float32 or bfloat16, with
+   float32 arithmetic, or integers of 8 or 4 bits (integers.h). `rows` counts the nodes of all rows of the batch, which
+   are rows of the matrices here. cpu/compiled_decoder.py, cpu/compiled_autoregressive.py and drafters/dflash/compiled.py
+   fill the structs of calls.h. Exported functions check their arguments, and return the number of a problem. */
 #include "kernels.h"
 
-#define QUERIES 8 /* of one work item of attention */
+#define QUERIES 8 /* queries of one work item of attention */
 
 static void norm_rows(const float *x, const float *weight, float eps, i64 size, i64 rows, float *y, int add) {
     SHARE(rows, first, last);
     for (i64 row = first; row < last; row++) rms_norm(x + row * size, weight, eps, size, y + row * size, add);
 }
 
-/* Norm and rotation of one head, in place; its halves turn together. */
+/* Norm and rotate one head in place. */
 static void rotate(const Model *m, const Layer *layer, const float *norm, float *x, i64 position) {
     if (norm) rms_norm(x, norm, m->eps, m->head_dim, x, 0);
     i64 half = m->head_dim / 2;
@@ -26,10 +27,10 @@ static void rotate(const Model *m, const Layer *layer, const float *norm, float 
     }
 }
 
-/* Nodes of a row, those of earlier calls included. */
+/* Number of nodes of a row, those of earlier calls included. */
 static i64 all_nodes(const Call *call) { return call->done + call->nodes; }
 
-/* Mark the slots that a node does not see; those of earlier calls count in its number. */
+/* Write `mark` to the scores of slots that a node does not see. `node` counts the nodes of earlier calls, too. */
 static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 begin, i64 slots, const i64 *depths,
                  float *scores, float mark) {
     const i64 length = call->lengths[row], *parents = call->parents + row * all_nodes(call);
@@ -38,12 +39,12 @@ static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 be
     if (first < call->hidden_slots) first = call->hidden_slots < length ? call->hidden_slots : length;
     for (i64 t = begin; t < first && t < length; t++) scores[t] = mark;
     const i64 nodes = slots - length;
-    if (!layer->whole_block && depths[node] == node) { /* all nodes before it are its ancestors, as in a chain */
+    if (!layer->whole_block && depths[node] == node) { /* all earlier nodes are its ancestors, as in a chain */
         for (i64 other = 0; other < first - length; other++) scores[length + other] = mark;
         for (i64 other = node + 1; other < nodes; other++) scores[length + other] = mark;
         return;
     }
-    i64 seen = node; /* of the nodes from the last to the first: itself, then its parent, and so on */
+    i64 seen = node; /* the next ancestor, while nodes are visited from the last to the first */
     for (i64 other = nodes - 1; other >= 0; other--) {
         int visible = layer->whole_block || other == seen;
         if (other == seen) seen = parents[other];
@@ -52,9 +53,9 @@ static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 be
     }
 }
 
-/* Up to QUERIES queries of one key/value head. Invisible slots get weight 0, which changes no sum unless their values
-   are no numbers: `strange` says which nodes' values may be none, and the slots that a query does not see are then left
-   away. */
+/* Attention of up to QUERIES queries of one key/value head. Invisible slots get weight 0, which changes no sum unless
+   their values are not finite: `strange` marks nodes whose values may not be, and then the sums leave invisible slots
+   out. */
 static void attend(const Model *m, const Layer *layer, const Call *call, i64 row, i64 head, i64 from,
                    i64 to, const uint8_t *strange, const i64 *depths, const void *keys, const void *values,
                    const float *qkv, float *mixed, float *scores) {
@@ -63,7 +64,7 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
     const i64 slots = behind + (layer->whole_block ? N : (to - 1) / G + 1);
     const i64 stride = (behind + N + LANES - 1) / LANES * LANES, count = to - from, item = BYTES(STORE);
     const int skip = memchr(strange, 1, slots - behind) != 0;
-    /* No query sees a slot before this one, since none lies before the committed tokens' end. */
+    /* The first slot that a query sees, at the earliest: all queries are behind the committed tokens. */
     i64 begin = length - call->reach;
     if (layer->window && length - layer->window > begin) begin = length - layer->window;
     begin = begin > 0 ? begin / LANES * LANES : 0;
@@ -106,9 +107,9 @@ static void attention(const Model *m, const Layer *layer, const Call *call, i64 
     }
 }
 
-/* Norm and rotate keys, and queries where there are heads of them; keys and values go to the store, behind each row's
-   committed tokens. Without depths the nodes are a line. `strange`, unless null, gets a 1 for each head and node whose
-   values may be no numbers, or are not in the dtype of the store. */
+/* Norm and rotate keys, and `heads` heads of queries; write keys and values to the store, behind each row's committed
+   tokens. Without depths the nodes are a chain. `strange`, unless null, gets a 1 for each head and node whose values are
+   not finite, or not in the dtype of the store. */
 static void place(const Model *m, const Layer *layer, const Call *call, i64 index, const i64 *depths, float *qkv,
                   i64 heads, uint8_t *strange) {
     const i64 all = heads + 2 * m->kv_heads, D = m->head_dim;
@@ -116,7 +117,7 @@ static void place(const Model *m, const Layer *layer, const Call *call, i64 inde
     for (i64 work = first; work < last; work++) {
         i64 node = work / all, head = work % all, row = node / call->nodes, own = call->done + node % call->nodes;
         i64 position = call->lengths[row] + (depths ? depths[row * all_nodes(call) + own] : own);
-        /* Nodes that a shorter row of the batch will never commit may lie past the last position. */
+        /* Nodes that are never committed may lie past the last position. */
         if (position >= m->max_positions) position = m->max_positions - 1;
         float *x = qkv + work * D;
         if (head < heads + m->kv_heads)
@@ -140,7 +141,7 @@ static void place(const Model *m, const Layer *layer, const Call *call, i64 inde
 
 INLINE vec activated(vec x, i64 gelu) {
     vec turn = x;
-    if (gelu) turn = 1.5957691216f * (x + 0.044715f * x * x * x); /* the tanh form */
+    if (gelu) turn = 1.5957691216f * (x + 0.044715f * x * x * x); /* gelu in its tanh form */
     return x * sigmoid(turn);
 }
 
@@ -162,7 +163,8 @@ static void activate(const Model *m, float *gate_up, i64 rows) {
 
 static i64 corrections_of(const Convolution *c) { return 2 * c->taps * c->groups; }
 
-/* y along the nodes of its row, by one side of the taps and their corrections; nothing comes in from before the row. */
+/* Convolve nodes along their row to y, with one side of the taps and their corrections. Nodes before the row's first
+   count as zero. */
 static void convolve(const Model *m, const Call *call, const Convolution *c, i64 side, const float *corrections,
                      const float *y, float *out, int add) {
     const i64 H = m->hidden, size = H / c->groups;
@@ -185,7 +187,7 @@ static void convolve(const Model *m, const Call *call, const Convolution *c, i64
     }
 }
 
-/* What a layer's first projection reads of the normed rows h: themselves, or convolved ones. */
+/* Input of a layer's first projection: the normed rows h, or h convolved. */
 static const float *convolved(const Model *m, const Call *call, const Convolution *c, const float *h,
                               float *corrections, float *turned) {
     if (!c->taps) return h;
@@ -196,7 +198,7 @@ static const float *convolved(const Model *m, const Call *call, const Convolutio
     return turned;
 }
 
-/* Add to x what a layer's last projection left in h, where it has not been added yet: convolved or normed. */
+/* Add the output h of a layer's last projection to x, convolved or normed; without either it has been added already. */
 static void add_output(const Model *m, const Call *call, const Convolution *c, const float *norm,
                        const float *corrections, const float *h, float *x) {
     if (c->taps) {
@@ -214,7 +216,7 @@ static void tap(const Model *m, const Call *call, i64 layer, const float *x) {
                 memcpy(call->features + (row * call->num_taps + k) * H, x + row * H, 4 * H);
 }
 
-/* Where things lie in the workspace, in numbers of `float`; `end` is what is needed of it. */
+/* Places in the workspace, in numbers of `float`; `end` is the size that is needed. */
 typedef struct {
     i64 depths, x, h, qkv, wide, pairs, turned, corrections, scores, scores_of_thread, strange, rounded, end;
 } Places;
@@ -229,10 +231,10 @@ static int has_integers(const Model *m) {
     return found;
 }
 
-/* Numbers of `float` that hold so many rows rounded. */
+/* Numbers of `float` that hold rounded rows. */
 static i64 rounded_size(i64 rows, i64 inputs) { return rows * ((inputs + 7) / 8 * 4); }
 
-/* Where so many rows are rounded. */
+/* Rounded rows in that memory. */
 static Rounded rounded_at(float *memory, i64 rows, i64 inputs) {
     const i64 groups = rows * ((inputs + 7) / 8);
     return (Rounded){(int8_t *)(memory + 2 * groups), memory, (int32_t *)(memory + groups)};
@@ -244,7 +246,7 @@ static i64 widest_input(const Model *m) {
     return more > own ? more : own;
 }
 
-/* Of rows behind `done` ones in all. */
+/* Places for `rows` nodes behind `done` earlier ones. */
 static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads) {
     const i64 mix_width = m->heads * m->head_dim, width = (m->heads + 2 * m->kv_heads) * m->head_dim;
     Places p = {0};
@@ -252,7 +254,7 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
     p.h = p.x + rows * m->hidden;
     p.qkv = p.h + rows * m->hidden;
     p.wide = p.qkv + rows * width;
-    i64 most = 0; /* corrections of a row */
+    i64 most = 0; /* corrections of a node */
     for (i64 index = 0; index < m->num_layers; index++) {
         const i64 first = corrections_of(&m->layers[index].attention_conv);
         const i64 second = corrections_of(&m->layers[index].mlp_conv);
@@ -270,14 +272,14 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
     return p;
 }
 
-/* Numbers of `float` that `decoder_forward` needs for rows that reach so many slots, its nodes' included; nodes of
-   earlier calls take less. */
+/* Numbers of `float` in the workspace of `decoder_forward`, for rows of the batch that reach `slots` slots, those of
+   their nodes included. Nodes of earlier calls take less. */
 i64 decoder_workspace(const Model *m, i64 batch, i64 nodes, i64 slots, i64 threads) {
     i64 wrong = check_shape(m, batch, nodes, slots, threads);
     return wrong ? wrong : places(m, batch * nodes, 0, slots, threads).end;
 }
 
-/* Some outputs of a weight, from a whole block on. */
+/* `count` outputs of a weight from `first` on, which begins a block. */
 static Linear outputs_from(const Linear *l, i64 first, i64 count) {
     Linear part = *l;
     const i64 size = first * l->inputs, factors = IS_INTEGER(l) ? first * (l->inputs / l->group) : 0;
@@ -290,8 +292,8 @@ static Linear outputs_from(const Linear *l, i64 first, i64 count) {
     return part;
 }
 
-/* Normed embeddings and features beside each other, of the rows of x that this thread has embedded; x is then what the
-   layers add to. */
+/* Write normed embeddings and features side by side, for the rows of x that this thread has embedded. Afterwards x is
+   the stream that layers add to. */
 static void side_by_side(const Model *m, const Call *call, float *x, float *pairs, Rounded in) {
     const i64 H = m->hidden, rows = call->batch * call->nodes;
     SHARE(rows, first, last);
@@ -309,7 +311,7 @@ static void side_by_side(const Model *m, const Call *call, float *x, float *pair
 #pragma omp barrier
 }
 
-/* Returns 0; or, having done nothing, how much room is needed, where there is less. */
+/* Run the layers. Returns 0, or the size of workspace that is needed, if it is larger; then nothing has been done. */
 i64 decoder_forward(const Model *m, const Call *call) {
     REFUSE(!m || !call, POINTER);
     i64 wrong = check_shape(m, call->batch, call->nodes, call->slots, call->threads);
@@ -349,7 +351,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
         for (i64 index = 0; index < m->num_layers; index++) {
             const Layer *layer = m->layers + index;
             const Convolution *of_attention = &layer->attention_conv, *of_mlp = &layer->mlp_conv;
-            /* The rows of x that this thread wrote last are those it reads now, unless a projection wrote them. */
+            /* This thread reads the rows of x that it wrote last, unless a projection wrote them. */
             const float *read = pairs;
             if (!reads_pairs(m, index)) {
                 norm_rows(x, layer->before_attention, m->eps, H, rows, h, 0);
@@ -357,7 +359,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
             }
             round_inputs(&layer->qkv, read, layer->qkv.inputs, rows, in, 1);
 #pragma omp barrier
-            if (index + 1 == m->num_layers && !call->num_taps && !call->num_logits) { /* keys and values are all */
+            if (index + 1 == m->num_layers && !call->num_taps && !call->num_logits) { /* only keys and values are wanted */
                 const Linear part = outputs_from(&layer->qkv, mix_width, width - mix_width);
                 project(&part, read, part.inputs, in, rows, qkv, width - mix_width, 0);
 #pragma omp barrier
@@ -399,7 +401,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
         norm_rows(x, m->norm, m->eps, H, rows, h, 0);
         tap(m, call, m->num_layers, h);
 #pragma omp barrier
-        for (i64 k = 0; call->logits_at && k < call->num_logits; k++) /* rows whose logits are wanted, moved together */
+        for (i64 k = 0; call->logits_at && k < call->num_logits; k++) /* moves rows with logits together */
             if (omp_get_thread_num() == 0) memcpy(x + k * H, h + call->logits_at[k] * H, 4 * H);
 #pragma omp barrier
         if (call->num_logits && IS_INTEGER(&m->head)) {
@@ -421,7 +423,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
     return 0;
 }
 
-/* Numbers of `float` that `draft_context` needs for its work, for features of so many inputs. */
+/* Numbers of `float` in the workspace of `draft_context`, for features of `inputs` numbers. */
 i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes, i64 inputs) {
     i64 wrong = check_shape(m, batch, nodes, 0, 1);
     if (wrong) return wrong;
@@ -430,9 +432,9 @@ i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes, i64 inputs) {
     return batch * nodes * numbers + rounded_size(batch * nodes, m->hidden > inputs ? m->hidden : inputs);
 }
 
-/* Write the keys and values of committed tokens, for all layers of a draft network, from its target's features, which
-   are the embedded rows here: through a projection, a norm, and the keys' and values' part of each layer's qkv.
-   Returns as `decoder_forward`. */
+/* Write keys and values of committed tokens for all layers of a draft network. They are computed from the target's
+   features, given as `embedded`, by a projection, a norm, and the key and value part of each layer's qkv. Returns as
+   `decoder_forward` does. */
 i64 draft_context(const Model *m, const Call *call, const Linear *features, const float *norm) {
     REFUSE(!m || !call || !features || !norm || !features->weight, POINTER);
     i64 wrong = check_shape(m, call->batch, call->nodes, call->slots, call->threads);
@@ -445,7 +447,7 @@ i64 draft_context(const Model *m, const Call *call, const Linear *features, cons
     if (call->room < needed) return needed;
     REFUSE(!call->embedded || !call->workspace, POINTER);
     const i64 H = m->hidden, width = 2 * m->kv_heads * m->head_dim;
-    const i64 queries = m->heads * m->head_dim; /* whole blocks, since head_dim is a multiple of LANES */
+    const i64 queries = m->heads * m->head_dim; /* these are whole blocks, since head_dim is a multiple of LANES */
     float *h = call->workspace, *keys_values = h + rows * H;
     const i64 widest = H > features->inputs ? H : features->inputs;
     const Rounded in = rounded_at(keys_values + m->num_layers * rows * width, rows, widest);
@@ -477,7 +479,7 @@ i64 weight_kind(void) { return WEIGHT; }
 i64 store_kind(void) { return STORE; }
 i64 has_integer_kernels(void) { return INTEGERS; }
 
-/* y = x W^T + bias for rows `xs` numbers apart. */
+/* y = x W^T + bias, for rows of x that are `xs` numbers apart. */
 i64 packed_linear(const Linear *l, const float *x, i64 xs, i64 rows, float *y, i64 threads) {
     REFUSE(!l || !l->weight, POINTER);
     REFUSE(l->inputs < 0 || l->outputs < 0, SIZES);

@@ -1,5 +1,5 @@
-/* Products of weights in few bits with inputs rounded to int8. nn/quantized.py says what is computed; within a group of
-   inputs sums are of integers, so that their order does not matter, and groups are added up in order. */
+/* Products of weights in few bits with inputs rounded to int8; nn/quantized.py has a slow twin. Sums within a group of
+   inputs are of integers, so their order does not matter, and groups are added up in order. */
 typedef uint8_t codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int8_t signed_codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int16_t shorts __attribute__((vector_size(4 * LANES), may_alias));
@@ -18,7 +18,7 @@ typedef __m128i register_;
 
 #if (LANES == 16 && defined(__AVX512VNNI__)) || (LANES < 16 && defined(__AVX512VNNI__) && defined(__AVX512VL__))
 #define DOT4(sum, w, x) (ints)WIDE(dpbusd_epi32)((register_)(sum), (register_)(w), (register_)(x))
-#define SHIFTED 128 /* is added to codes of 8 bits, since the instruction wants them unsigned */
+#define SHIFTED 128 /* is added to codes of 8 bits, since the instruction takes unsigned ones */
 #elif LANES < 16 && defined(__AVXVNNI__)
 #define DOT4(sum, w, x) (ints)WIDE(dpbusd_avx_epi32)((register_)(sum), (register_)(w), (register_)(x))
 #define SHIFTED 128
@@ -32,7 +32,7 @@ typedef __m128i register_;
 #define SHIFTED 0
 #endif
 
-/* sum[lane] + w[lane][0..3] . x[lane][0..3]; w and x are bytes of 4 for each lane, x signed. */
+/* sum[lane] + w[lane][0..3] . x[lane][0..3]; w and x hold 4 bytes for each lane, x signed ones. */
 #if !defined(DOT4) && !defined(PAIRS)
 INLINE ints dot4(ints sum, signed_codes w, signed_codes x) {
     for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += (int)w[i] * x[i];
@@ -41,14 +41,14 @@ INLINE ints dot4(ints sum, signed_codes w, signed_codes x) {
 #define DOT4(sum, w, x) dot4(sum, (signed_codes)(w), (signed_codes)(x))
 #endif
 
-/* Inputs as codes [rows, inputs], factors and sums of codes [rows, groups]. */
+/* Rounded inputs: codes [rows, inputs], and factors and sums of codes [rows, groups]. */
 typedef struct {
     int8_t *codes;
     float *factors;
     int32_t *sums;
 } Rounded;
 
-/* One group of one row. A number that is not finite makes the factor NaN. */
+/* Round one group of one row. A number that is not finite makes the factor NaN. */
 static void round_group(const float *x, i64 size, int8_t *to, float *factor, int32_t *total) {
     const i64 whole = size / LANES * LANES;
     vec most = {};
@@ -91,8 +91,8 @@ static void round_group(const float *x, i64 size, int8_t *to, float *factor, int
 
 #define IS_INTEGER(l) (INTEGERS && ((l)->kind == INT8 || (l)->kind == INT4))
 
-/* Round rows for a product, if its weight is of integers; each thread some groups. With `whole_rows` each thread takes
-   the rows that `SHARE(rows)` gives it. */
+/* Round rows for a product if its weight is of integers. Each thread takes some groups, with `whole_rows` those of the
+   rows of `SHARE(rows)`. */
 static void round_inputs(const Linear *l, const float *x, i64 xs, i64 rows, Rounded in, int whole_rows) {
     if (!IS_INTEGER(l)) return;
     const i64 groups = l->inputs / l->group, unit = whole_rows ? groups : 1;
@@ -116,9 +116,9 @@ INLINE vec load_scale(const Linear *l, i64 at) {
     return (vec)vcvt_f32_f16(vld1_f16((const __fp16 *)half));
 #else
     ints bits = __builtin_convertvector(*(const half_scales *)half, ints);
-    /* Exponents differ by 112; multiplying by 2^112 mends that, and numbers below the normal ones too. */
+    /* The biases of the exponents differ by 112. Multiplying by 2^112 corrects that, also for subnormal numbers. */
     vec size = (vec)((bits & 0x7fff) << 13) * 5.192296858534828e33f;
-    ints strange = (bits & 0x7c00) == 0x7c00; /* infinite, or no number */
+    ints strange = (bits & 0x7c00) == 0x7c00; /* infinite or NaN */
     return choose(strange, splat(NAN), (vec)((ints)size | (bits & 0x8000) << 16));
 #endif
 }
@@ -130,10 +130,10 @@ INLINE ints spread(const int8_t *four) { /* the same 4 bytes for each lane */
 }
 
 #ifdef PAIRS
-/* As `group_sums`, for at most 32 inputs. */
+/* `group_sums` for at most 32 inputs. */
 INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, int size, ints *sums, const int BITS,
                       const int R) {
-    shorts pairs[8]; /* of 4 bits: 8 products of at most 15 * 127, twice, have room in 16 bits */
+    shorts pairs[8]; /* with 4 bits: 16 bits hold twice 8 products of at most 15 * 127 */
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) pairs[r] = (shorts){};
 #pragma GCC unroll 8
@@ -166,9 +166,9 @@ INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, int 
 #endif
 
 #if LANES == 4 && defined(__ARM_FEATURE_MATMUL_INT8)
-/* As `group_sums` for two rows, whose products with two outputs are one instruction for 8 inputs. */
+/* `group_sums` for two rows; one instruction multiplies 8 inputs of both with two outputs. */
 INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 xs, i64 size, ints *sums, const int BITS) {
-    int32x4_t first = vdupq_n_s32(0), second = first; /* of the first two outputs and of the others, row by row */
+    int32x4_t first = vdupq_n_s32(0), second = first; /* sums of the first two outputs and of the others, row by row */
     for (i64 i = 0; i < size; i += 8, w += 4 * BITS) {
         codes low = *(const codes *)w, high = *(const codes *)(w + (BITS == 4 ? 0 : 16));
         if (BITS == 4) low &= 15, high >>= 4;
@@ -181,7 +181,7 @@ INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 xs, i64 size, ints 
 }
 #endif
 
-/* sums[r] += codes of a group of weights . codes of R inputs. Meanwhile what lies `ahead` is fetched from memory. */
+/* sums[r] += codes of a group of weights . codes of R rows. Weights `ahead` bytes further are prefetched. */
 INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, i64 size, ints *sums, const int BITS,
                        const int R) {
 #ifdef PAIRS
@@ -210,12 +210,12 @@ INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, i64
 #endif
 }
 
-/* R rows times one block of outputs, as `tile`. More blocks at once were slower: one stream of memory is fetched best. */
+/* `tile` for one block of outputs. Several blocks at once are slower, since one stream of memory is prefetched best. */
 INLINE void integer_tile(const Linear *l, Rounded in, i64 row, i64 block, float *y, i64 ys, int add, const int BITS,
                          const int R) {
     const i64 inputs = l->inputs, group = l->group, groups = inputs / group, ahead = inputs * LANES * BITS / 8;
     const uint8_t *w = (const uint8_t *)l->weight + block * ahead;
-    const int base = BITS == 8 ? SHIFTED : l->offset ? 0 : 8; /* by which the codes of the kernel are larger */
+    const int base = BITS == 8 ? SHIFTED : l->offset ? 0 : 8; /* added to the codes for the instruction */
     vec totals[8];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) totals[r] = (vec){};
@@ -257,9 +257,9 @@ static void integer_tiles(const Linear *l, Rounded in, i64 row, i64 block, i64 l
     }
 }
 
-#define TOGETHER (64 / LANES) /* blocks whose weights stay in the cache while all rows are multiplied with them */
+#define TOGETHER (64 / LANES) /* blocks whose weights fit into the cache while all rows are multiplied with them */
 
-/* As `project`, for a weight of integers. */
+/* `project` for a weight of integers. */
 static void integer_project(const Linear *l, Rounded in, i64 rows, float *y, i64 ys, int add) {
     SHARE((l->outputs + LANES - 1) / LANES, first, last);
     const i64 groups = (rows + 7) / 8, together = groups > 1 ? TOGETHER : last - first;
@@ -277,7 +277,7 @@ static void integer_project(const Linear *l, Rounded in, i64 rows, float *y, i64
 }
 #endif
 
-/* One row of the weight, times `factor`. */
+/* Weights of one output, times `factor`. */
 static void integer_row(const Linear *l, i64 output, float factor, float *to) {
     const i64 lane = output % LANES, groups = l->inputs / l->group, block = output / LANES;
     const int is4 = l->kind == INT4, base = is4 && !l->offset ? 8 : 0;

@@ -22,8 +22,8 @@
 #else
 #define LANES 4
 #endif
-/* Given when compiled: WEIGHT and STORE, the kinds of weights that are no integers and of the key/value cache, and
-   MOST_LANES; and INTEGERS, 1 where weights of few bits are wanted too, which takes the compiler longer. */
+/* Macros given on the command line: WEIGHT, the kind of weights that are no integers; STORE, the kind of keys and values;
+   MOST_LANES; and INTEGERS, 1 to accept weights of few bits, too, which takes the compiler longer. */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -34,7 +34,7 @@ typedef int64_t i64;
 typedef long long pair __attribute__((vector_size(16)));
 typedef short eight __attribute__((vector_size(16)));
 
-/* x * y + z rounded once. Compilers may or may not fuse by themselves, here so and there so; they are told not to. */
+/* x * y + z, rounded once. Compilers are told not to fuse by themselves, since each would do so in other places. */
 #ifdef __has_builtin
 #if __has_builtin(__builtin_elementwise_fma)
 #define FMA(x, y, z) __builtin_elementwise_fma(x, y, z)
@@ -56,16 +56,16 @@ typedef short eight __attribute__((vector_size(16)));
 
 enum { FLOAT32, BFLOAT16, INT8, INT4 };
 #define BYTES(kind) ((kind) == FLOAT32 ? 4 : (kind) == BFLOAT16 ? 2 : 1)
-#define SLOT(D) (STORE == INT8 ? (D) + 4 : (D)) /* numbers of a head's key or value in the store; 8 bits have a factor */
+#define SLOT(D) (STORE == INT8 ? (D) + 4 : (D)) /* numbers of a key or value in the store; with 8 bits a factor follows */
 
 #include "calls.h"
 
-/* This thread's share of 0 .. count. */
+/* Range of 0 .. count that this thread takes. */
 #define SHARE(count, from, to)                                                                            \
     i64 from = (count) * omp_get_thread_num() / omp_get_num_threads(),                                    \
         to = (count) * (omp_get_thread_num() + 1) / omp_get_num_threads()
 
-INLINE vec splat(float x) { return x - (vec){}; } /* not +: that would turn -0 into 0 and cost an addition */
+INLINE vec splat(float x) { return x - (vec){}; } /* + would turn -0 into 0, and cost an addition */
 INLINE vec choose(ints mask, vec x, vec y) { return (vec)(((ints)x & mask) | ((ints)y & ~mask)); }
 INLINE vec least(vec x, vec y) { return choose(x < y, x, y); }
 INLINE vec most_of(vec x, vec y) { return choose(x > y, x, y); }
@@ -74,7 +74,7 @@ INLINE vec load(const void *w, i64 at, const int kind) {
     if (kind == FLOAT32) return *(const vec *)((const float *)w + at);
     if (kind == INT8) {
         const int8_t *from = (const int8_t *)w + at;
-#if LANES == 16 /* what gcc does not find by itself */
+#if LANES == 16 /* instructions that gcc does not find */
         return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
 #elif LANES == 8 && defined(__AVX2__)
         return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
@@ -82,7 +82,7 @@ INLINE vec load(const void *w, i64 at, const int kind) {
         return __builtin_convertvector(*(const small_codes *)from, vec);
 #endif
     }
-#if defined(__AVX2__) && LANES == 8 && !defined(__clang__) /* an instruction that gcc does not find by itself */
+#if defined(__AVX2__) && LANES == 8 && !defined(__clang__) /* an instruction that gcc does not find */
     pair narrow;
     memcpy(&narrow, (const uint16_t *)w + at, 16);
     return (vec)((ints)__builtin_ia32_pmovzxwd256((eight)narrow) << 16);
@@ -103,7 +103,7 @@ static float half_to_float(uint16_t half) {
     uint32_t bits = (half & 0x7fff) << 13;
     float size;
     memcpy(&size, &bits, 4);
-    size *= 5.192296858534828e33f; /* exponents differ by 112 */
+    size *= 5.192296858534828e33f; /* 2^112, by which the biases of the exponents differ */
     if ((half & 0x7c00) == 0x7c00) size = half & 0x3ff ? NAN : INFINITY;
     return half & 0x8000 ? -size : size;
 }
@@ -115,10 +115,10 @@ static void store_one(void *to, i64 at, int kind, float x) {
     }
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    ((uint16_t *)to)[at] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16; /* to the nearest, ties to even */
+    ((uint16_t *)to)[at] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16; /* rounds to the nearest, ties to even */
 }
 
-/* Whether one of these numbers is NaN or infinite, or is so once it is rounded to bfloat16. */
+/* Whether a number is NaN or infinite, or becomes infinite when it is rounded to bfloat16. */
 static int any_strange(const float *x, i64 size) {
     int found = 0;
     for (i64 i = 0; i < size; i++) {
@@ -129,7 +129,7 @@ static int any_strange(const float *x, i64 size) {
     return found;
 }
 
-/* exp by 2^n times a polynomial (Cephes), to about one unit in the last place; 0 below -87. */
+/* exp as 2^n times a polynomial (Cephes), exact to about one unit in the last place; 0 below -87. */
 INLINE vec exp_vec(vec x) {
     ints small = x < splat(-87.0f);
     x = least(x, splat(88.0f));
@@ -150,11 +150,11 @@ INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exp_vec(-x)); }
 
 static float cap(float x, float limit) { return limit ? limit * tanhf(x / limit) : x; }
 
-/* Outputs from `at` on, y = sum + bias or y += that. */
+/* y = sum + bias, or y += sum + bias with `add`, for the outputs from `at` on. */
 INLINE void put_sums(const Linear *l, vec sum, i64 at, float *y, int add) {
     const i64 left = l->outputs - at;
     if (l->bias) sum += *(const vec *)(l->bias + at);
-    if (left < LANES) { /* the last block holds rows that no output has */
+    if (left < LANES) { /* the last block is padded */
         for (int k = 0; k < left; k++) y[at + k] = add ? y[at + k] + sum[k] : sum[k];
         return;
     }
@@ -162,8 +162,8 @@ INLINE void put_sums(const Linear *l, vec sum, i64 at, float *y, int add) {
     *(vec *)(y + at) = sum;
 }
 
-/* R rows times C blocks of outputs. The sum over inputs runs in order, whatever R and C are. Meanwhile the next C
-   blocks of weights are fetched from memory, if `fetch`. */
+/* R rows times C blocks of outputs. Sums over inputs run in order, whatever R and C are. With `fetch` the next C blocks
+   of weights are prefetched. */
 INLINE void tile(const Linear *l, const float *x, i64 xs, i64 block, float *y, i64 ys, int add, int fetch,
                  const int R, const int C) {
     vec sums[6][8];
@@ -200,7 +200,7 @@ static void tiles(const Linear *l, const float *x, i64 xs, i64 block, float *y, 
     }
 }
 
-/* The largest of some numbers: its place, the first among equals; -1 if it is not finite or there is a NaN. */
+/* Index of the largest number, of equals the first; -1 if it is not finite, or a number is NaN. */
 static i64 best_of(const float *x, i64 size) {
     vec most = splat(-INFINITY);
     ints strange = {};
@@ -233,8 +233,8 @@ static i64 best_of(const float *x, i64 size) {
 
 #include "integers.h"
 
-/* y = x W^T + bias, or y += that; each thread computes some of the outputs. Where weights are integers, `in` holds what
-   `round_inputs` has made of x. */
+/* y = x W^T + bias, or y += x W^T + bias with `add`; each thread computes some of the outputs. Where weights are
+   integers, `in` holds x as `round_inputs` has rounded it. */
 static void project(const Linear *l, const float *x, i64 xs, Rounded in, i64 rows, float *y, i64 ys, int add) {
     if (IS_INTEGER(l)) {
         integer_project(l, in, rows, y, ys, add);
@@ -242,7 +242,7 @@ static void project(const Linear *l, const float *x, i64 xs, Rounded in, i64 row
     }
     SHARE((l->outputs + LANES - 1) / LANES, first, last);
     const i64 groups = (rows + 5) / 6, largest = (rows + groups - 1) / groups;
-    /* As many sums at once as there are registers for. */
+    /* As many sums at once as fit into registers. */
     const i64 most = largest == 1 ? 8 : largest == 2 ? 4 : largest <= 4 ? 3 : 2;
     for (i64 block = first, C = most; block < last; block += C) {
         while (C > last - block) C = C == 3 ? 2 : C / 2;
@@ -272,7 +272,7 @@ static float mean_square(const float *x, i64 size) {
     return sum / size;
 }
 
-/* y = rms_norm(x) * weight, or y += that. */
+/* y = rms_norm(x) * weight, or y += rms_norm(x) * weight with `add`. */
 static void rms_norm(const float *x, const float *weight, float eps, i64 size, float *y, int add) {
     float factor = 1 / sqrtf(mean_square(x, size) + eps);
     if (add)
@@ -287,7 +287,7 @@ static void rms_norm(const float *x, const float *weight, float eps, i64 size, f
 #define PICK(x, y, ...) __builtin_shuffle(x, y, (ints){__VA_ARGS__})
 #endif
 
-/* Neighbours of x and then of y are added, within each 4 lanes. */
+/* Sums of neighbours in each 4 lanes: those of x, then those of y. */
 INLINE vec fold(vec x, vec y) {
 #if LANES == 16
     return PICK(x, y, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30)
@@ -300,7 +300,7 @@ INLINE vec fold(vec x, vec y) {
 }
 
 #if LANES > 4
-/* As `fold`, with fours of lanes in the place of lanes. */
+/* `fold` on fours of lanes. */
 INLINE vec fold_fours(vec x, vec y) {
 #if LANES == 16
     return PICK(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
@@ -312,23 +312,23 @@ INLINE vec fold_fours(vec x, vec y) {
 #endif
 
 #if LANES == 16 || defined(__ARM_NEON)
-#define SUMS 16 /* that registers hold, beside what is added up */
+#define SUMS 16 /* vectors that fit into registers beside the sums */
 #else
 #define SUMS 8
 #endif
 
-/* By which a slot's numbers are multiplied. */
+/* Factor of a slot's numbers. */
 INLINE float factor_of(const void *store, i64 slot, i64 D) {
     float factor = 1;
     if (STORE == INT8) memcpy(&factor, (const int8_t *)store + slot * SLOT(D) + D, 4);
     return factor;
 }
 
-/* scores[r * stride + t] = q[r] . k[t] for R queries and LANES slots, of which those after `last` repeat it. Queries
-   share what is read and widened of a slot. */
+/* scores[r * stride + t] = q[r] . k[t] for R queries and LANES slots; slots after `last` repeat it. Each slot is read
+   and widened once for all queries. */
 INLINE void dots(const float *const *q, const void *k, i64 D, i64 last, vec factors, float *scores, i64 stride,
                  const int R) {
-    const int together = SUMS / R < LANES ? SUMS / R : LANES; /* slots; fours of them */
+    const int together = SUMS / R < LANES ? SUMS / R : LANES; /* by slot; by four slots */
     vec fours[4][4];
 #pragma GCC unroll 4
     for (int from = 0; from < LANES; from += together) {
@@ -365,9 +365,9 @@ INLINE void dots(const float *const *q, const void *k, i64 D, i64 last, vec fact
     }
 }
 
-#define AHEAD 4096 /* bytes: what is read next of keys and values is fetched so early */
+#define AHEAD 4096 /* bytes that keys and values are prefetched ahead */
 
-/* As `dots`, for `count` queries. */
+/* `dots` for `count` queries. */
 static void score(const float *const *q, i64 count, const void *k, i64 D, i64 last, float *scores, i64 stride) {
     for (i64 i = 0; i < LANES * SLOT(D) * BYTES(STORE); i += 64) __builtin_prefetch((const char *)k + AHEAD + i);
     vec factors = {};
@@ -380,9 +380,9 @@ static void score(const float *const *q, i64 count, const void *k, i64 D, i64 la
     if (r < count) dots(q + r, k, D, last, factors, scores + r * stride, stride, 1);
 }
 
-/* sums[r][c] = sum of p[r][t] v[t] over slots in order, for C vectors of v from `d` on; `totals` of p[r][t] in order, if
-   FIRST, when what comes next is fetched from memory, too. Slots of negative p are left away, if `skip`, which needs
-   R = 1. */
+/* sums[r][c] = sum of p[r][t] v[t] over slots in order, for C vectors of v from `d` on. With FIRST also `totals`, the
+   sums of p[r][t] in order, and the next values are prefetched. With `skip`, which needs R = 1, slots of negative p are
+   left out. */
 INLINE void mix_part(const float *p, i64 stride, const void *v, i64 T, i64 D, i64 d, vec sums[4][4], float *totals,
                      const int R, const int C, const int skip, const int FIRST) {
     const i64 row = SLOT(D) * BYTES(STORE);
@@ -407,7 +407,7 @@ INLINE void mix_part(const float *p, i64 stride, const void *v, i64 T, i64 D, i6
     }
 }
 
-/* out[r] = sum of p[r][t] v[t] over slots in order, over the sum of p[r][t] in order. */
+/* out[r] = sum of p[r][t] v[t] / sum of p[r][t], both over slots in order. */
 INLINE void mix(const float *p, i64 stride, const void *v, i64 T, i64 D, float *const *out, const int R,
                 const int C, const int skip) {
     float totals[4] = {};
@@ -432,13 +432,13 @@ static void mix_rows(const float *p, i64 stride, const void *v, i64 T, i64 D, fl
     }
 }
 
-/* As `mix_rows` without the slots of negative p. Not inlined, for it is rare, and would slow down what is not. */
+/* `mix_rows` without slots of negative p. It is rare, and inlined it would slow down the common case. */
 static __attribute__((noinline)) void mix_seen(const float *p, i64 stride, const void *v, i64 T, i64 D,
                                                float *const *out, i64 rows) {
     for (i64 r = 0; r < rows; r++) mix(p + r * stride, stride, v, T, D, out + r, 1, 1, 1);
 }
 
-/* s = exp(s * scale - most), s * scale capped and `most` the largest of them; 0 where s is -infinity. `size` is a
+/* s = exp(s * scale - most), where s * scale is capped and `most` is the largest; 0 where s is -infinity. `size` is a
    multiple of LANES. */
 static void softmax_weights(float *s, i64 size, float scale, float limit) {
     vec most = splat(-INFINITY);

@@ -1,4 +1,4 @@
-"""Libraries that a wheel brings, compiled beforehand for common processors. `benchmarks/wheel.py` has them made."""
+"""Libraries in wheels, compiled beforehand for common processors. `benchmarks/wheel.py` makes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockdraft.cpu.sources import MOST_LANES, PARALLEL, VECTORS, command, defin
 from blockdraft.machine import processor_flags
 
 FOLDER = Path(__file__).with_name("libraries")  # only in wheels
-PAIRS = (  # of weights and store. All are for heads of a multiple of 16, and know integers.
+PAIRS = (  # dtypes of weights and store; all libraries are for heads of a multiple of 16, and know integers
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -29,9 +29,9 @@ class Level:
     """A kind of processor.
 
     Attributes:
-        name: Ours.
-        options: By which gcc and clang compile for it.
-        needs: Flags that Linux lists for each processor of this kind.
+        name: Our name for it.
+        options: Options of gcc and clang to compile for it.
+        needs: Flags that Linux lists for each processor of the kind.
     """
 
     name: str
@@ -44,7 +44,7 @@ V3 = V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 ARMV8 = frozenset({"asimd", "fp"})
 ARMV82 = ARMV8 | {"asimdrdm", "atomics", "crc32", "dcpop"}
-LEVELS = {  # by the machine as Python calls it; the best first
+LEVELS = {  # by `platform.machine()`, the best first
     "x86_64": (
         Level("x86-64-v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), V4 | {"avx512_vnni"}),
         Level("x86-64-v4", ("-march=x86-64-v4",), V4),
@@ -60,17 +60,17 @@ LEVELS = {  # by the machine as Python calls it; the best first
 
 
 def runs(machine: str, flags: Collection[str]) -> list[Level]:
-    """The levels that a processor has, the best first.
+    """Levels that a processor has, the best first.
 
     Args:
-        machine: As `platform.machine` calls it.
-        flags: All that Linux lists for it.
+        machine: Its `platform.machine()`.
+        flags: All flags that Linux lists for it.
     """
     return [level for level in LEVELS.get(machine, ()) if level.needs <= {*flags}]
 
 
 def find(weights: torch.dtype, store: torch.dtype, lanes: int) -> tuple[Library, str] | None:
-    """The best library for this processor, and its level's name, if one was made of these very sources."""
+    """The best library for this processor with the name of its level, if one was made of exactly these sources."""
     for level in runs(platform.machine(), processor_flags()) if FOLDER.is_dir() else ():
         library = whole(FOLDER, _name(level, defines(weights, store, lanes, True)))
         if library is not None:
@@ -79,10 +79,10 @@ def find(weights: torch.dtype, store: torch.dtype, lanes: int) -> tuple[Library,
 
 
 def make(compiler: str, folder: Path) -> None:
-    """Fill a folder with what `find` looks for, for all levels of this kind of machine.
+    """Compile the libraries that `find` looks for into a new folder, for all levels of this kind of machine.
 
     Raises:
-        subprocess.CalledProcessError: The compiler failed; it has said why.
+        subprocess.CalledProcessError: The compiler failed; its messages are on stderr.
     """
     folder.mkdir(parents=True)
     for level in LEVELS[platform.machine()]:

@@ -1,4 +1,4 @@
-"""The C sources, how a compiler is called for them, and libraries made of them as they lie in a folder."""
+"""The C sources, the call of a compiler for them, and the files of libraries made of them."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from blockdraft.cpu.library import KINDS, STORES, Library
 
 SOURCE = Path(__file__).with_name("decoder.c")
 INCLUDED = tuple(SOURCE.with_name(name) for name in ("kernels.h", "integers.h", "calls.h"))
-# Sums must have the same bits wherever they are computed: nothing is fused or reordered that the source does not say.
+# Sums must have the same bits on all machines, so the compiler may fuse and reorder nothing.
 FLAGS = ("-O2", "-ffp-contract=off", "-shared", "-fPIC")
 PARALLEL = ("-fopenmp",)
-VECTORS = ("-ftree-vectorize", "-fvect-cost-model=dynamic")  # of gcc, for loops that clang turns into vectors anyway
-MOST_LANES = 16
+VECTORS = ("-ftree-vectorize", "-fvect-cost-model=dynamic")  # for gcc; clang vectorises these loops anyway
+MOST_LANES = 16  # numbers of the widest vector
 
 
 def defines(weights: torch.dtype, store: torch.dtype, lanes: int, integers: bool) -> tuple[str, ...]:
-    """What the sources are to be given."""
+    """Options that define the macros of the sources."""
     numbers = {"WEIGHT": KINDS[weights], "STORE": STORES[store], "MOST_LANES": lanes, "INTEGERS": int(integers)}
     return tuple(f"-D{name}={number}" for name, number in numbers.items())
 
 
 def command(compiler: str, out: Path, *options: str) -> list[str]:
-    """That compiles the library."""
+    """Command line that compiles the library."""
     return [compiler, *FLAGS, *options, "-o", str(out), str(SOURCE), "-lm"]
 
 
 def name_of(*facts: object) -> str:
-    """A name for what is compiled of these sources, under these facts."""
+    """Name for what is compiled of the sources as they are now, under these facts."""
     return _short([*(path.read_bytes() for path in (SOURCE, *INCLUDED)), FLAGS, *facts])
 
 
 def keep(path: Path, name: str) -> None:
-    """Move a library to where `whole` finds it. One that was cut short would end the process when it is used, so that
-    the file's name holds its digest."""
+    """Move a library to where `whole` finds it. The file's name holds its digest, since an incomplete library would
+    crash the process."""
     path.replace(path.with_name(f"{name}-{_digest(path)}.so"))
 
 
 def whole(folder: Path, name: str) -> Library | None:
-    """The library of this name in the folder, unless it is of another version, or cut short."""
+    """The library of this name in a folder; None if it is missing, incomplete, or of another version."""
     for path in sorted(folder.glob(f"{name}-*.so")):
         try:
             if path.stem == f"{name}-{_digest(path)}":

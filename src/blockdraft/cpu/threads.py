@@ -1,4 +1,4 @@
-"""How many threads pay: small networks gain nothing from a second one, and cores may be shared with others."""
+"""Number of threads that is fastest: small networks gain nothing from a second one, and cores may be shared."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ import torch
 
 from blockdraft.machine import cache_folder, processor
 
-ROUNDS = 7
-LIMIT_SECONDS = 1.0  # after which no further round begins
-GAIN = 0.95  # more threads must take at most this share of the time of fewer
+ROUNDS = 7  # measurements of each number of threads
+LIMIT_SECONDS = 1.0  # no round begins later
+GAIN = 0.95  # most time of more threads, as a share of that of fewer
 
 
 def candidates() -> list[int]:
-    """Powers of two below the number of cores, and that number."""
+    """Numbers of threads to try: powers of two below the number of cores, and that number."""
     allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
     cores = min(psutil.cpu_count(logical=False) or 1, allowed)
     return [2**i for i in range(cores.bit_length()) if 2**i < cores] + [cores]
 
 
 def use_best_threads(work: Callable[[], object], facts: tuple[object, ...]) -> None:
-    """Set torch's number of threads to what is fastest for `work`, measured once for these facts on this machine.
+    """Set torch's number of threads to the fastest for `work`, measured once for these facts on this machine. If
+    `OMP_NUM_THREADS` is set, nothing changes.
 
-    Where `OMP_NUM_THREADS` is set it stays as it is.
+    Args:
+        facts: Everything that decides the time of `work`, with a `repr` that tells it apart.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
@@ -54,18 +56,18 @@ def use_best_threads(work: Callable[[], object], facts: tuple[object, ...]) -> N
 
 
 _process = os.getpid()
-OMP_PAUSE_SOFT = 1  # of OpenMP 5.0: keep settings
+OMP_PAUSE_SOFT = 1  # OpenMP 5.0: keep settings
 
 
 def let_team_go() -> None:
-    """End the OpenMP threads of the calling thread's team; it gets new ones when it computes again.
+    """End the OpenMP threads of the calling thread's team. It gets new ones when it computes again.
 
-    GNU's OpenMP counts the threads of all teams. Where they are more than processors, even if most are idle, its
-    barriers no longer spin but sleep, and a forward of small layers takes seven times as long. So a thread that has
-    loaded a model leaves the cores to the thread that decodes.
+    GNU's OpenMP counts the threads of all teams. If there are more than processors, even idle ones, its barriers sleep
+    instead of spinning, and a forward of small layers takes seven times as long. So a thread that has loaded a model
+    leaves the cores to the thread that decodes.
     """
     if os.getpid() != _process and threading.current_thread() is threading.main_thread():
-        return  # the team stayed in the process that this one was forked from, and its end would be waited for in vain
+        return  # the team stayed in the parent process of this fork, and waiting for its end would never return
     pause = _pause()
     if pause is not None:
         pause(OMP_PAUSE_SOFT)
@@ -73,24 +75,24 @@ def let_team_go() -> None:
 
 @cache
 def _pause() -> Callable[[int], int] | None:
-    """OpenMP's own function, where it is GNU's and has been loaded."""
+    """OpenMP's function that ends teams, if GNU's library is loaded; else None."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.is_file() else []
     for path in {line.split()[-1] for line in lines if "libgomp" in line}:
         try:
             return cast("Callable[[int], int]", ctypes.CDLL(path).omp_pause_resource_all)
-        except (OSError, AttributeError):  # of before 2019
+        except (OSError, AttributeError):  # libraries from before 2019 have no such function
             continue
     return None
 
 
 def measure(work: Callable[[], object], counts: list[int]) -> dict[int, float]:
-    """Median seconds of `work` for each of these numbers of threads, measured in turns."""
+    """Median seconds of `work` for each number of threads, measured in turns."""
     began, times = time.perf_counter(), {count: list[float]() for count in counts}
     for _ in range(ROUNDS):
         for count in counts:
             torch.set_num_threads(count)
-            work()  # threads that are new start
+            work()  # starts the threads
             start = time.perf_counter()
             work()
             times[count].append(time.perf_counter() - start)
@@ -100,7 +102,7 @@ def measure(work: Callable[[], object], counts: list[int]) -> dict[int, float]:
 
 
 def fastest(seconds: dict[int, float]) -> int:
-    """The number of threads to use; fewer where more gain next to nothing."""
+    """Number of threads to use: the least of those that are nearly the fastest."""
     best = min(seconds)
     for count in sorted(seconds):
         if seconds[count] < GAIN * seconds[best]:
