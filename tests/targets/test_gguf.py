@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], str]] = {
     "window": (
         {"attention.sliding_window": 4},
         {},
-        "it has a sliding window, which llama.cpp does not look at in the architecture qwen3",
+        "it has a sliding window, which llama.cpp ignores in the architecture qwen3",
     ),
     "layers": ({"feed_forward_length": [40, 40, 20]}, {}, "qwen3.feed_forward_length differs from layer to layer"),
     "absent": ({"context_length": None}, {}, "it does not say qwen3.context_length"),

@@ -319,7 +319,7 @@ def test_tokenizers_that_have_no_name() -> None:
     other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("o", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    with pytest.raises(UsageError, match="cannot be written as GGUF. It cuts text otherwise than any"):
+    with pytest.raises(UsageError, match="cannot be written as GGUF. It splits text like no tokenizer"):
         tokenizer_metadata(as_text(other, 2), len(other), "qwen3")
     with pytest.raises(UsageError, match=r"The tokens \[7, 8\] end answers too, for which GGUF has no place"):
         tokenizer_metadata(as_text(bundled_like("qwen2"), 2, 4, 5, 7, 8), 5000, "qwen3")

@@ -1,1 +1,1 @@
-"""What only NVIDIA GPUs run: CUDA graphs, and weights of 8 bits."""
+"""CUDA graphs and weights of 8 bits for NVIDIA GPUs."""

@@ -1,8 +1,8 @@
-"""Forwards of few nodes as CUDA graphs: one launch in place of hundreds, which take a GPU's host longer than the GPU.
+"""Forwards of few nodes as CUDA graphs: one launch in place of hundreds, which take the host longer than the GPU.
 
-A graph does the same operations on the same addresses each time it is replayed. So shapes are rounded up to buckets,
-inputs are copied into tensors that belong to the graph, and results are copied out of it. The memory of keys and values
-is part of a graph's key: a cache that lies where another one lay, in the same layout, may replay its graphs.
+A graph repeats the same operations on the same addresses. So shapes are rounded up to buckets, inputs are copied to
+tensors of the graph, and results are copied out of it. The address of keys and values is part of a graph's key: a cache
+at the address and in the layout of an earlier one replays its graphs.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
 
-MOST_NODES = 320  # of a captured forward, padding included
-MOST_GRAPHS = 32  # of one owner; each keeps its results in memory
-WARM_UPS = 2
+MOST_NODES = 320  # nodes of the largest captured forward, padding included
+MOST_GRAPHS = 32  # graphs of one owner; each keeps its results in memory
+WARM_UPS = 2  # calls before a capture
 
 Call: TypeAlias = Callable[..., list[Tensor]]
 
 
 class Recorder(Protocol):
-    """What makes graphs."""
+    """Maker of graphs."""
 
     def capture(self, call: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        """The tensors that will hold a call's results, and what puts them there, each time it is called."""
+        """Tensors for the results of a call, and a function that computes them anew."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs as https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs describes it.
+    """Recorder of CUDA graphs (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
 
-    All graphs share one pool of memory: a replay may overwrite the results of another graph, so results have to be
-    taken away, on the same stream, before anything else is replayed.
+    All graphs share one pool of memory: a replay may overwrite the results of another graph, so results must be copied,
+    on the same stream, before the next replay.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class CudaRecorder:
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                for _ in range(WARM_UPS):  # libraries allocate and choose kernels at their first calls
+                for _ in range(WARM_UPS):  # libraries allocate memory and choose kernels at their first calls
                     call()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
@@ -68,19 +68,19 @@ class Graph(NamedTuple):
 
 
 class Graphs:
-    """The graphs of one owner, whose weights they read; the least recently used ones go."""
+    """Graphs of one owner, whose weights they read. The least recently used ones are dropped."""
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         self._recorder, self._device = recorder, device
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
 
     def run(self, key: Hashable, call: Call, inputs: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Results `[B, N, ...]` of `call(*inputs)`, of each the first `count` nodes.
+        """The first `count` nodes of each result `[B, N, ...]` of `call(*inputs)`.
 
         Args:
-            key: Settles shapes, and whatever else `call` depends on besides the numbers in the inputs: memory that it
-                reads or writes, too. A call for which there is a graph is not called.
-            inputs: On the device or on the CPU.
+            key: All that `call` depends on but the numbers in the inputs: shapes, and memory that it reads or writes.
+                If there is a graph for the key, it is replayed, and `call` is not called.
+            inputs: Tensors on the device or on the CPU.
         """
         graph = self._graphs.get(key)
         if graph is None:
@@ -98,7 +98,8 @@ class Graphs:
         own = [torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in inputs]
         _fill(own, inputs)
         try:
-            return Graph(own, *self._recorder.capture(lambda: call(*own)))
+            results, replay = self._recorder.capture(lambda: call(*own))
+            return Graph(inputs=own, results=results, replay=replay)
         except RuntimeError as error:
             told = str(error).splitlines()[0]
             raise UsageError(f"A CUDA graph could not be captured: {told}. Use compile off (--compile off).") from error
@@ -114,12 +115,13 @@ MOST_PADDING = max(bucket(count) - count for count in range(1, MOST_NODES + 1))
 
 
 def room(capacity: int) -> int:
-    """Slots of a store for a cache of this capacity: also for the nodes that fill up the last real ones, and so coarse
-    that requests of similar lengths have stores of one layout."""
+    """Slots of a store for a cache of this capacity, with room for padding behind the last nodes, rounded up so that
+    requests of similar lengths have stores of one layout."""
     return slot_bucket(capacity + MOST_PADDING)
 
 
 def place(store: Tensor) -> Hashable:
+    """Address and layout of a store, for a graph's key."""
     return store.data_ptr(), store.stride()
 
 
@@ -127,7 +129,7 @@ class CapturedDecoder:
     """A decoder's forward as graphs.
 
     Attributes:
-        recorder: As given; a drafter of this target uses it too.
+        recorder: As given; drafters of the target use it, too.
     """
 
     def __init__(self, decoder: Decoder, recorder: Recorder) -> None:
@@ -149,10 +151,10 @@ class CapturedDecoder:
 
         Args:
             tokens: `[B, N]` int64.
-            depths: `[B, M]` int64, distance from the anchor, M = `bucket(N)`: of the nodes and of those that fill up.
-            within: `[B, M, M]` bool, which of these sees which. Those that fill up are seen by none of the others.
-            lengths: Committed tokens of each row.
-            store: `[layers, B, 2 * num_kv_heads, slots, D]`, keys before values; a view of the cache's memory.
+            depths: `[B, M]` int64, distances from the anchor of the N nodes and of padding, M = `bucket(N)`.
+            within: `[B, M, M]` bool, whether node i sees node j. No node but itself sees a node of padding.
+            lengths: Number of committed tokens of each row.
+            store: View of the cache's memory, `[layers, B, 2 * num_kv_heads, slots, D]`, keys before values.
             taps: As in `Decoder.forward`.
 
         Returns:

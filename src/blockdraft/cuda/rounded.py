@@ -1,4 +1,4 @@
-"""Weights of 8 bits on a GPU, by torchao. Inputs are never rounded, or a block would change the tokens in it."""
+"""Weights of 8 bits on a GPU, by torchao. Inputs are never rounded, since a block would change the tokens in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FP8_CAPABILITY = (8, 9)  # the first GPUs that compute in fp8
 
 
 def why_not_rounded(kind: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why weights cannot be rounded so; None where they can."""
+    """Reason why weights cannot be rounded to `kind`, or None where they can."""
     if kind == "fp8" and device.type != "cuda":
         return f"fp8 weights need an NVIDIA GPU, and the device is {device}; use int8"
     if dtype != torch.bfloat16:
@@ -29,8 +29,10 @@ def why_not_rounded(kind: str, device: torch.device, dtype: torch.dtype) -> str 
 
 
 def round_weights(decoder: Decoder, kind: str) -> None:
-    """Round the weights of all products to "int8" or "fp8", with a factor for each output. The embedding table, and a
-    head that is the same table, stay as they are."""
+    """Round the weights of all products to "int8" or "fp8", with a factor for each output.
+
+    The embedding table, and a head that is the same table, are not rounded.
+    """
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
     config = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[kind]

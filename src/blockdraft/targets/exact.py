@@ -1,4 +1,4 @@
-"""Forwards that give a node the same bits whatever else is computed, and the check that they do."""
+"""Forwards in which the bits of a node do not depend on what else is computed, and the check of this."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from blockdraft.nn.exact import EXACT_NODES, ExactAttention, PieceRow
 from blockdraft.targets.base import Target, TargetOutput
 
 Windows: TypeAlias = "Mapping[int | None, ExactAttention]"
-# Tokens and positions of a piece, `[1, EXACT_NODES]`, its attention by window, and whether logits are wanted, to logits
-# `[1, EXACT_NODES, V]` (if not wanted, whatever) and features `[1, EXACT_NODES, m * H]`.
+# Runs a piece. Takes tokens and positions `[1, EXACT_NODES]`, its attention by window, and whether logits are wanted.
+# Returns logits `[1, EXACT_NODES, V]`, of any shape if not wanted, and features `[1, EXACT_NODES, m * H]`.
 RunPiece: TypeAlias = "Callable[[Tensor, Tensor, Windows, bool], tuple[Tensor, Tensor | None]]"
 
 CONTEXTS = (5, 18, 40)  # tokens before the nodes that are checked
-CHECKED_TREE = 40  # nodes
+CHECKED_TREE = 40  # nodes of the tree that is checked
 REMEDY = "Use other threads, another dtype or another backend, or do without exact"
 
 
@@ -36,28 +36,30 @@ def forward_in_pieces(
     last_position: int,
     logits_at: Tensor | None,
 ) -> TargetOutput:
-    """A forward as in `Target`, over the nodes of all rows one after the other, in pieces of `EXACT_NODES`, the last
-    one filled up. So every product has one shape, whether a token is guessed, decoded plainly or read in a prompt.
+    """Run a target's forward over the nodes of all rows, one after the other, in pieces of `EXACT_NODES` nodes.
 
-    A parent comes before its children, so it is in an earlier piece, whose keys and values are in the slots already, or
-    in the same one.
+    The last piece is padded, so every product has one shape, whether a token is guessed, decoded plainly or read in a
+    prompt. A parent comes before its children: it is in the same piece, or in an earlier one, whose keys and values are
+    in their slots already.
 
     Args:
-        windows: Of the layers; None is full attention.
+        run: Runs a piece.
+        tokens, parents, cache, logits_at: As in `Target.forward`.
+        windows: Windows of the layers; None is full attention.
+        last_position: Position to which later ones are clamped.
     """
     (batch, count), device = tokens.shape, tokens.device
     cache.check_room(count)
     lengths = cache.lengths
-    places = depths(parents) + torch.tensor(lengths)[:, None]
-    # Nodes that a shorter row of the batch will never commit may lie past the last position.
-    positions = send(places.clamp(max=last_position), device)
+    # Nodes that are never committed may lie past the last position.
+    positions = send((depths(parents) + torch.tensor(lengths)[:, None]).clamp(max=last_position), device)
     slots = (torch.tensor(cache.rows)[:, None] + cache.slots(count, torch.device("cpu"))).flatten()
 
-    @lru_cache(maxsize=1)  # the pieces of a row follow each other
+    @lru_cache(maxsize=1)  # pieces of the same row follow each other
     def visible(row: int) -> dict[int | None, Tensor]:
         within = send(tree_mask(parents[row : row + 1]), device)
-        own = [lengths[row]], within, positions[row : row + 1]
-        return {window: visible_slots(*own, window)[0] for window in windows}
+        own = positions[row : row + 1]
+        return {window: visible_slots([lengths[row]], within, own, window)[0] for window in windows}
 
     wanted = range(batch * count)
     picked = wanted if logits_at is None else [row * count + at for row, at in enumerate(logits_at.tolist())]
@@ -86,22 +88,23 @@ def forward_in_pieces(
 
 
 def _filled(values: Tensor, first: int, end: int) -> Tensor:
-    """These nodes of `[B, N]` as a piece, the last one repeated."""
+    """Values `[B, N]` of nodes `first` to `end` as a piece `[1, EXACT_NODES]`, padded with the last one."""
     nodes = values.flatten()[first:end]
     return torch.cat([nodes, nodes[-1:].expand(EXACT_NODES - len(nodes))])[None]
 
 
 def check_exact(target: Target) -> None:
-    """Check on the model itself that the bits of a token's logits and features do not depend on its place among the
-    nodes, on the other nodes and rows, or on how many keys there are and where they lie.
+    """Check on a model that the bits of a token's logits and features do not depend on its place among the nodes, on
+    the other nodes and rows, or on the number and places of keys.
 
     Raises:
-        UsageError: They do; it says on which of these. Or the target cannot score what has to be compared.
+        UsageError: They depend on something, which the message names; or the target scores no trees, which the check
+            compares.
     """
     if not target.has_trees:
         raise UsageError(f"exact is checked with trees, and the backend {target.backend} scores chains only.")
     found = [cause for number in range(len(CONTEXTS)) for cause in _causes(target, number)]
-    # float32 keeps so much of a sum in float64 that one context in thousands shows its order by chance.
+    # In float32, sums in float64 round to another number by chance in one context of thousands.
     needed = 1 if target.dtype.itemsize < torch.float32.itemsize else 2
     causes = [cause for cause in sorted(set(found)) if found.count(cause) >= needed]
     if causes:
@@ -118,7 +121,7 @@ LENGTH = "how many keys there are and where they lie"
 
 @torch.no_grad()
 def _causes(target: Target, number: int) -> set[str]:
-    """On what the numbers of a token depend, behind one context."""
+    """What the numbers of a token depend on, after context `number`."""
     random = torch.Generator().manual_seed(number)
     taps = range(target.num_layers + 1)
 
@@ -126,7 +129,7 @@ def _causes(target: Target, number: int) -> set[str]:
         return torch.randint(target.vocab_size, shape, generator=random).to(target.device)
 
     def score(rows: Sequence[int], tokens: Tensor, parents: Tensor) -> Tensor:
-        """`[B, N, V + m * H]`."""
+        """Logits and features side by side, `[B, N, V + m * H]`."""
         output = target.forward(tokens, parents, cache.of(rows), taps)
         assert output.features is not None
         return torch.cat([output.logits, output.features], dim=-1)
@@ -134,7 +137,7 @@ def _causes(target: Target, number: int) -> set[str]:
     lengths = [min(length, max(target.max_context - 2, 1)) for length in (CONTEXTS * 2)[number:][: len(CONTEXTS)]]
     capacity = max(lengths) + CHECKED_TREE
     cache = target.new_cache(len(lengths) + 1, capacity)
-    rows = [place * capacity for place in range(len(lengths))]
+    rows = [number * capacity for number in range(len(lengths))]
     spare = len(lengths) * capacity
     for row, length in zip(rows, lengths, strict=True):
         target.forward(draw(1, length), chain_parents(1, length), cache.of([row]))

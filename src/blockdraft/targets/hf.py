@@ -208,7 +208,7 @@ class HFTarget(CheckpointTarget):
             with self.lock:
                 return forward_in_pieces(run, tokens, parents, cache, windows, self.max_context - 1, logits_at)
         starts = torch.tensor(cache.lengths, device=self.device)[:, None]
-        # Nodes that a shorter row of the batch will never commit may lie past the last position.
+        # Nodes that are never committed may lie past the last position.
         positions = (starts + depths(parents).to(self.device)).clamp(max=self.max_context - 1)
         within = tree_mask(parents).to(self.device)
         masks = {

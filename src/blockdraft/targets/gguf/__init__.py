@@ -1,4 +1,4 @@
-"""GGUF files as targets of the native decoder, read and written: configuration, tensors and tokenizer."""
+"""GGUF files of targets, read into the native decoder and written: configuration, tensors and tokenizer."""
 
 from __future__ import annotations
 

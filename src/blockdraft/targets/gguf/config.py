@@ -1,6 +1,6 @@
-"""From the metadata of a GGUF file to a configuration of transformers, and back.
+"""Configurations of transformers from the metadata of GGUF files, and back.
 
-The mapping that transformers has of its own leaves out windows, soft-caps and scaled rotary embeddings.
+Transformers has such a mapping, too, but without windows, soft-caps and scaled rotary embeddings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from blockdraft.formats.gguf.rope import ROPE_BASE, rope_metadata
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.base import NotCovered
 
-# From an architecture of llama.cpp to a family of ours.
+# Our families by the architectures of llama.cpp.
 FAMILIES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -30,14 +30,14 @@ GEMMA2_WINDOW, GEMMA2_CAPS = 4096, (50.0, 30.0)  # likewise, of attention and lo
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the models of 27B, whose scores are scaled otherwise
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
-Get = Callable[..., Any]  # a value by its key without the architecture, and what it is where there is none
+Get = Callable[..., Any]  # takes a key without the architecture, and the value for files without the key
 
 
 def gguf_config(file: GGUFFile) -> PretrainedConfig:
-    """The configuration that a file's metadata stand for.
+    """Configuration of transformers for a file.
 
     Raises:
-        NotCovered: The architecture or one of its settings is none that the native decoder knows, or a value is absent.
+        NotCovered: The native decoder does not know the architecture or one of its settings, or a value is missing.
     """
     metadata = file.metadata
     name = metadata.get("general.architecture")
@@ -57,7 +57,7 @@ def gguf_config(file: GGUFFile) -> PretrainedConfig:
     if EMBEDDING not in file.tensors:
         raise NotCovered(f"it has no {EMBEDDING}")
     layers, held = get("block_count"), len(file.tensors)
-    if layers > held:  # before anything is made for each layer
+    if layers > held:  # checked before anything is allocated for each layer
         raise NotCovered(f"it says that it has {layers} layers, and holds {held} tensors")
     heads, hidden = get("attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", hidden // heads)
@@ -82,7 +82,7 @@ def gguf_config(file: GGUFFile) -> PretrainedConfig:
     if name in ("gemma2", "gemma3"):
         fields |= gemma_fields(name, get, fields)
     elif window:
-        raise NotCovered(f"it has a sliding window, which llama.cpp does not look at in the architecture {name}")
+        raise NotCovered(f"it has a sliding window, which llama.cpp ignores in the architecture {name}")
     return AutoConfig.for_model(family, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]], **fields)
 
 
@@ -99,7 +99,7 @@ def check_settings(get: Get, head_dim: int) -> None:
 
 
 def rope_parameters(get: Get) -> dict[str, Any]:
-    """Rotary embeddings as transformers describes them; what the tensor rope_freqs adds is not in them."""
+    """Rotary embeddings in the terms of transformers, without the factors of the tensor rope_freqs."""
     found = {"rope_type": "default", "rope_theta": get("rope.freq_base", ROPE_BASE)}
     kind = get("rope.scaling.type", "linear")
     factor = get("rope.scaling.factor", 0.0) or get("rope.scale_linear", 0.0) or 1.0
@@ -117,12 +117,12 @@ def rope_parameters(get: Get) -> dict[str, Any]:
 
 
 def gemma_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What Gemma 2 and 3 have besides: windows in some layers, caps, and scores of a scale of their own."""
+    """Further fields of Gemma 2 and 3: windows of some layers, soft-caps, and the scale of scores."""
     second = name == "gemma2"
     layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
     window = get("attention.sliding_window", GEMMA2_WINDOW if second else None)
     pattern = get("attention.sliding_window_pattern", 2 if second else 6)
-    if not isinstance(pattern, list):  # the last of so many layers sees everything
+    if not isinstance(pattern, list):  # of each `pattern` layers, the last has full attention
         pattern = [layer % pattern < pattern - 1 for layer in range(layers)]
     caps = GEMMA2_CAPS if second else (None, None)
     found = {
@@ -140,11 +140,11 @@ def gemma_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, An
 
 
 def gguf_metadata(config: PretrainedConfig, wanted: DecoderConfig) -> dict[str, Any]:
-    """What a file says of a model that the native decoder knows, by keys without the architecture, which is one of
-    `ARCHITECTURES`. What it cannot say is left out.
+    """Metadata of a model that the native decoder knows, by keys without the architecture, which is one of
+    `ARCHITECTURES`. Settings without a key in GGUF are left out.
 
     Raises:
-        UsageError: There are no words for its rotary embeddings.
+        UsageError: GGUF has no keys for the rotary embeddings.
     """
     rope: Mapping[str, Any] = config.rope_parameters
     full = rope.get("full_attention") or rope

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file by the names that our decoder knows, and the other way round."""
+"""Tensors of GGUF files by the names of our decoder, and the other way round."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LLAMA_QUANTIZE = "make another with llama-quantize, from the model in F16 or BF1
 
 @dataclass(frozen=True)
 class GGUFWeights:
-    """What a decoder reads of a file; see `decoder_weights`.
+    """Tensors of a file that a decoder reads; see `decoder_weights`.
 
     Attributes:
-        tensors: By our names.
-        interleaved: Heads of those whose rows lie in pairs, by our names.
+        tensors: Tensors by our names.
+        interleaved: Number of heads of the tensors whose channels are interleaved in pairs, by our names.
     """
 
     tensors: dict[str, GGUFTensor]
@@ -38,7 +38,7 @@ class GGUFWeights:
         return {tensor.kind for tensor in self.tensors.values()}
 
     def read(self, name: str) -> Tensor | QuantizedWeight:
-        """A weight as the model has it, on the CPU; in its own dtype, or in few bits."""
+        """A weight of the model on the CPU, in its own dtype or in few bits."""
         weight = self.tensors[name].read()
         heads = self.interleaved.get(name)
         if heads is None:
@@ -48,11 +48,11 @@ class GGUFWeights:
 
 
 def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
-    """Find a decoder's tensors in a file.
+    """Tensors of a decoder in a file.
 
     Raises:
-        NotCovered: One is absent or has another shape, or there are some that the decoder does not know.
-        UsageError: Some are of types that are not read.
+        NotCovered: A tensor is missing or has another shape, or the decoder does not know one.
+        UsageError: A tensor is of a type that is not read.
     """
     names = our_names(file.metadata["general.architecture"], config)
     strange = sorted(set(file.tensors) - set(names.values()) - {ROPE_FACTORS})
@@ -78,13 +78,13 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
 
 
 def interleaved(architecture: str, config: DecoderConfig) -> dict[str, int]:
-    """Heads of the tensors, by our names, whose rows lie in pairs in files of this architecture."""
+    """Number of heads of the tensors whose channels files of this architecture interleave in pairs, by our names."""
     counts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if architecture == "llama" else {}
     return {name: heads for name in config.tensor_shapes() for part, heads in counts.items() if f".{part}." in name}
 
 
 def check_kinds(file: GGUFFile) -> None:
-    """Raise a UsageError unless all tensors are of types that are read, and vectors are of floats."""
+    """Raise a UsageError unless all tensors are of types that are read, and all vectors of floats."""
     wrong = {
         t.kind: t.name
         for t in file.tensors.values()
@@ -99,7 +99,7 @@ def check_kinds(file: GGUFFile) -> None:
 
 
 def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
-    """The names of a decoder's tensors in GGUF files of this architecture."""
+    """Names of a decoder's tensors in GGUF files of this architecture, by our names."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     known = gguf.get_tensor_name_map(kinds[architecture], len(config.layers))
     return {name: known.get_name(name, (".weight", ".bias")) or name for name in config.tensor_shapes()}
@@ -108,11 +108,11 @@ def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
 def gguf_tensors(
     architecture: str, config: DecoderConfig, tensors: Mapping[str, Stored], factors_of: float | None
 ) -> dict[str, Stored]:
-    """A decoder's tensors as files of this architecture have them, by their names there.
+    """Tensors for a file of this architecture, by their names there.
 
     Args:
-        tensors: By our names.
-        factors_of: The base of rotary embeddings that a file says by a factor for each frequency; None leaves them out.
+        tensors: Tensors of the decoder by our names.
+        factors_of: Base of rotary embeddings that the file stores as a factor for each frequency; None stores none.
     """
     names, heads, found = our_names(architecture, config), interleaved(architecture, config), dict[str, Stored]()
     for ours, theirs in names.items():
@@ -137,11 +137,11 @@ def _plus_one(tensor: Stored) -> Tensor:
 
 
 def fitted(config: DecoderConfig, file: GGUFFile) -> DecoderConfig:
-    """A decoder's configuration with what a file says by its tensors alone: biases, factors of the rotary embeddings,
-    and norms that have the one added already.
+    """A decoder's configuration adapted to a file's tensors: whether there are biases, the factors of the rotary
+    embeddings, and norms that have the one added already.
 
     Raises:
-        NotCovered: The factors are not one for each pair of a head's channels.
+        NotCovered: There is not one factor for each pair of a head's channels.
     """
     layers = config.layers
     if ROPE_FACTORS in file.tensors:

@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file describes, as transformers would have it from the model's own folder."""
+"""Tokenizers of transformers from the metadata of GGUF files."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Tokens that end an answer, whichever of them a file names: many a file names the wrong one.
+# Tokens that end an answer in every vocabulary that holds them, since many files name the wrong one.
 ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 SPACE = "▁"
 
 
 class UnknownTokenizer(ValueError):
-    """What a file says does not make a tokenizer; the text says why."""
+    """Metadata that make no tokenizer; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How text is cut before pairs are merged; a tokenizer of bytes goes by `tokenizer.ggml.pre`.
+    """Split of text into pieces before byte pairs are merged, which `tokenizer.ggml.pre` names.
 
     Attributes:
-        pattern: One match is one piece; None is GPT-2's.
-        digits: Each digit is a piece of its own.
-        whole: A piece that is a token is not merged, but taken.
-        composed: Text is brought into the form NFC.
+        pattern: Regular expression of a piece; None is GPT-2's.
+        digits: Whether each digit is a piece.
+        whole: Whether a piece that is a token is taken without merging.
+        composed: Whether text is normalised to NFC.
     """
 
     pattern: str | None = None
@@ -67,14 +67,14 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """The tokenizer of a file, with its chat template.
 
     Raises:
-        UnknownTokenizer: The file has none, or one of a kind that is not known.
+        UnknownTokenizer: The file has no tokenizer, or one of an unknown kind.
     """
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise UnknownTokenizer("the file holds none")
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     types = metadata.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
-    # Ids that mean nothing are given names, such as [PAD7].
+    # Unused ids have names such as [PAD7], which are no tokens.
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED}
     if kind == "gpt2":
         if split not in SPLITS:
@@ -114,7 +114,7 @@ def special_token(metadata: Mapping[str, Any], key: str) -> str | None:
 def post_processor(
     vocab: Mapping[str, int], bos: str | None, eos: str | None, metadata: Mapping[str, Any]
 ) -> processors.PostProcessor:
-    """What puts the tokens around a text that the file asks for."""
+    """Post-processor that adds the beginning and end tokens that the file asks for."""
     eos = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     around = [token for token in (bos, eos) if token is not None]
     before, behind = ([bos] if bos is not None else []), ([eos] if eos is not None else [])
@@ -126,7 +126,7 @@ def post_processor(
 
 
 def of_bytes(vocab: Mapping[str, int], metadata: Mapping[str, Any], split: Split) -> Tokenizer:
-    """Pairs of bytes, as GPT-2 has them."""
+    """Tokenizer of byte pairs, like GPT-2's."""
     merges = []
     for merge in metadata.get("tokenizer.ggml.merges") or ():
         at = merge.find(" ", 1)
@@ -139,9 +139,9 @@ def of_bytes(vocab: Mapping[str, int], metadata: Mapping[str, Any], split: Split
 
 
 def of_pieces(vocab: Mapping[str, int], types: list[int], metadata: Mapping[str, Any]) -> Tokenizer:
-    """A vocabulary of SentencePiece, whose merges follow from the order of its tokens."""
+    """Tokenizer of a SentencePiece vocabulary, whose merges follow from the order of its tokens."""
     gemma = str(metadata.get("general.architecture")).startswith("gemma")
-    if gemma:  # whose runs of spaces are written as such, and whose scores are not in the order of merging
+    if gemma:  # its vocabulary has runs of plain spaces, and its scores are not in the order of merging
         vocab = {SPACE * len(token) if not token.strip(" ") else token: i for token, i in vocab.items()}
         scores: dict[str, float] = {token: -i for token, i in vocab.items()}
     else:
@@ -150,7 +150,7 @@ def of_pieces(vocab: Mapping[str, int], types: list[int], metadata: Mapping[str,
             raise UnknownTokenizer("its tokens have no scores, which tell how they are merged")
         scores = {token: given[i] for token, i in vocab.items()}
     merges = generate_merges(dict(vocab), scores)
-    # The tokens that these classes expect are none of some vocabularies, to which they must not be added.
+    # These classes would add the special tokens that they expect to vocabularies without them.
     names = {"unk_token": "<unk>", "bos_token": "<bos>" if gemma else "<s>", "eos_token": "<eos>" if gemma else "</s>"}
     names |= {"pad_token": "<pad>", "mask_token": "<mask>"} if gemma else {}
     known = {name: token if token in vocab else None for name, token in names.items()}

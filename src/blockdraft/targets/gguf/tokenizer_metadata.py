@@ -1,4 +1,4 @@
-"""What a GGUF file says of a tokenizer; `tokenizer.py` reads it."""
+"""Metadata of tokenizers for GGUF files; `tokenizer.py` reads them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from blockdraft.errors import UsageError
 from blockdraft.targets.base import TargetText, without_tokenizer
 from blockdraft.targets.gguf.tokenizer import SPACE, SPLITS, UnknownTokenizer, end_ids, gguf_tokenizer
 
-# Texts that are to be cut alike, and some that are rare enough for a word of warning where they are not.
+# Texts that readers of the file must split alike, and rare ones, where a warning tells if they do not.
 COMMON = (
     "Hello, world! It's 7 o'clock, and they've sold 12345 of the 6 rolls.",
     "def f(x):\n    return x ** 2  # comment\n\n\nprint(f(3))\t\r\n",
     "  Naïve café, 東京 and русский;   three  spaces… “quoted” (1,000.50 €)",
 )
 RARE = ("'STOP' or WE'LL 'Do", "a\n\n \n b", "𝔘nd 🙂👩‍👧 ２３ e\u0301", "\u00a0\u3000x\u200by")
-ENDS = ("eos", "eot", "eom")  # places for tokens that end an answer
+ENDS = ("eos", "eot", "eom")  # keys for tokens that end an answer
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def tokenizer_metadata(text: TargetText, size: int, architecture: str) -> tuple[dict[str, Any], str | None]:
-    """A tokenizer as values by their keys.
+    """Metadata of a target's tokenizer.
 
     Args:
-        size: Rows of the target's embedding; ids beyond the tokenizer's get names that mean nothing.
-        architecture: The target's, as a GGUF file names it.
+        text: The target's tokenizer and limits.
+        size: Entries of the target's embedding table; ids beyond the tokenizer's get names such as [PAD7].
+        architecture: The target's architecture by its name in GGUF files.
 
     Returns:
-        The values, and what to tell the user where some texts are cut otherwise by those who read them.
+        Values by their keys, and a warning where readers of the file split some rare texts differently.
 
     Raises:
-        UsageError: There is none, or there are no words for it.
+        UsageError: The target has no tokenizer, or GGUF cannot describe it.
     """
     tokenizer = text.tokenizer
     if tokenizer is None:
@@ -49,8 +50,8 @@ def tokenizer_metadata(text: TargetText, size: int, architecture: str) -> tuple[
     spelled = {number: token for token, number in tokenizer.get_vocab().items()}
     if max(spelled) >= size:
         raise UsageError(
-            f"The target's tokenizer has the id {max(spelled)}, and its embedding {size} rows; use files that belong "
-            "together."
+            f"The target's tokenizer has the id {max(spelled)}, and its embedding {size} entries; use files that "
+            "belong together."
         )
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     pieces = bool(model.get("byte_fallback"))
@@ -68,7 +69,7 @@ def tokenizer_metadata(text: TargetText, size: int, architecture: str) -> tuple[
 
 
 def _spelled_out(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What tokenizer.json holds."""
+    """Content of tokenizer.json."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UsageError("The target's tokenizer is none of the package tokenizers, and others cannot be written.")
@@ -98,7 +99,7 @@ def _vocabulary(
 
 
 def _scores(spelled: Mapping[int, str], size: int, merges: Sequence[tuple[str, ...]]) -> list[float]:
-    """The earlier a token is merged, the higher."""
+    """Score of each token, higher for tokens that are merged earlier."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault("".join(merge), rank)
@@ -106,7 +107,7 @@ def _scores(spelled: Mapping[int, str], size: int, merges: Sequence[tuple[str, .
 
 
 def _nearest_split(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The known way to cut text that agrees on the most texts, `SPLITS`' first of equals."""
+    """Name of the known split that agrees on most texts, of equals the first in `SPLITS`."""
     backend: Any = tokenizer.backend_tokenizer
     spelled = _spelled_out(tokenizer)
     whole, composed = bool(spelled["model"].get("ignore_merges")), "NFC" in json.dumps(spelled.get("normalizer"))
@@ -118,7 +119,7 @@ def _nearest_split(tokenizer: PreTrainedTokenizerBase) -> str:
         return split.whole == whole, same, split.composed == composed
 
     if backend.pre_tokenizer is None:
-        raise UsageError("The target's tokenizer does not cut text before it merges, for which GGUF has no words.")
+        raise UsageError("The target's tokenizer does not split text before it merges, which GGUF cannot describe.")
     return max(SPLITS, key=agreement)
 
 
@@ -138,21 +139,22 @@ def _special(tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> dict[s
 
 
 def _checked(tokenizer: PreTrainedTokenizerBase, found: Mapping[str, Any], ends: frozenset[int]) -> str | None:
-    """Read the values back, as any reader would. Returns what to tell the user; errors as in `tokenizer_metadata`."""
+    """Read the values back as a reader would. Returns a warning or None; errors as in `tokenizer_metadata`."""
     try:
         again = gguf_tokenizer(found)
     except UnknownTokenizer as unknown:
-        raise UsageError(f"There are no words in GGUF for the target's tokenizer: {unknown}.") from unknown
+        raise UsageError(f"GGUF cannot describe the target's tokenizer: {unknown}.") from unknown
     wrong = [text for text in COMMON + RARE if again(text)["input_ids"] != tokenizer(text)["input_ids"]]
-    cut = f"It cuts text otherwise than any tokenizer that is known here; {found['tokenizer.ggml.pre']!r} comes nearest"
+    cut = f"It splits text like no tokenizer that is known here; {found['tokenizer.ggml.pre']!r} comes nearest"
     if set(wrong) & {*COMMON}:
         raise UsageError(f"The target's tokenizer cannot be written as GGUF. {cut}, and differs on {wrong[0]!r}.")
     lost = sorted(ends - {*end_ids(found)})
     if lost:
         raise UsageError(
-            f"The tokens {lost} end answers too, for which GGUF has no place; leave them out of the config."
+            f"The tokens {lost} end answers, too, and GGUF has keys for {len(ENDS)} such tokens only; leave them out "
+            "of the configuration."
         )
     if not wrong:
         return None
-    told = f"{cut}: rare texts become other tokens there, such as {wrong[0]!r}"
+    told = f"{cut}, but rare texts such as {wrong[0]!r} become other tokens"
     return f"The target's tokenizer has no name of its own in GGUF. {told}."

@@ -1,4 +1,4 @@
-"""Targets as GGUF files."""
+"""Targets written as GGUF files."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from blockdraft.types import GGUFWeights
 
 
 def gguf_architecture(source: OpenCheckpoint) -> str:
-    """What llama.cpp calls the architecture of a target."""
+    """Architecture of a target by its name in llama.cpp."""
     return ARCHITECTURES[source.config.model_type]
 
 
 def write_gguf_target(path: Path, source: OpenCheckpoint, tokenizer: Mapping[str, Any], weights: GGUFWeights) -> None:
-    """Write a target, of which no more than a tensor at a time is in memory.
+    """Write a target to a GGUF file, with one tensor at a time in memory.
 
     Args:
-        tokenizer: As values by their keys, with other values that the file is to have.
-        weights: As in the package's `write_gguf`.
+        path: File to write.
+        source: The target's checkpoint.
+        tokenizer: Metadata of the tokenizer, with other values for the file.
+        weights: As in `formats.gguf.write_gguf`.
 
     Raises:
-        UsageError: The file would not say all of how the model computes, or as in the package's `write_gguf`.
+        UsageError: GGUF cannot describe all settings of the model, or as in `formats.gguf.write_gguf`.
     """
     name, config = gguf_architecture(source), source.config
     said = {f"{name}.{key}": value for key, value in gguf_metadata(config, source.wanted).items()}
@@ -45,21 +47,21 @@ def write_gguf_target(path: Path, source: OpenCheckpoint, tokenizer: Mapping[str
 
 
 def _check(path: Path, wanted: DecoderConfig) -> None:
-    """Raise a UsageError unless what a file says makes this decoder."""
+    """Raise a UsageError unless a file is read as this decoder."""
     file, wrong = open_gguf(path), ""
     try:
         found = fitted(decoder_config(gguf_config(file)), file)
     except NotCovered as refused:
         wrong = str(refused)
     else:
-        wanted = replace(wanted, norm_plus_one=False)  # the one is in the weights
+        wanted = replace(wanted, norm_plus_one=False)  # the one is added to the weights
         names = [each.name for each in fields(wanted) if each.name != "layers"]
         other = [name for name in names if getattr(found, name) != getattr(wanted, name)]
         if not all(map(_alike, found.layers, wanted.layers)):
             other.append("windows or rotary embeddings")
         wrong = f"it would lose {', '.join(other)}" if other else ""
     if wrong:
-        raise UsageError(f"The target cannot be written as a GGUF file, for llama.cpp has no words for it: {wrong}.")
+        raise UsageError(f"The target cannot be written as a GGUF file, which cannot describe it: {wrong}.")
 
 
 def _alike(one: LayerKind, two: LayerKind) -> bool:
