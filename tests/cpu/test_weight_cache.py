@@ -21,7 +21,7 @@ from blockdraft.cpu import weight_cache
 from blockdraft.cpu.build import build
 from blockdraft.cpu.library import Library
 from blockdraft.cpu.weight_cache import CachedWeights, Origin, cached_weights
-from blockdraft.nn.packed import LaidOut, PackedLinear, lay_out
+from blockdraft.nn.packed import PackedLinear, PackedWeight, pack_weights
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.nn.rounding import rounded
 
@@ -50,10 +50,10 @@ class Maker:
     def __init__(self) -> None:
         self.made: list[Sequence[str]] = []
 
-    def __call__(self, names: Sequence[str]) -> LaidOut:
+    def __call__(self, names: Sequence[str]) -> PackedWeight:
         self.made.append(names)
         own = weights()
-        return lay_out([own[name] for name in names], library())
+        return pack_weights([own[name] for name in names], library())
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def origin(tmp_path: Path) -> Origin:
     return Origin(files, {"dtype": "float32"})
 
 
-def open_kept(origin: Origin, maker: Callable[[Sequence[str]], LaidOut]) -> CachedWeights | None:
+def open_kept(origin: Origin, maker: Callable[[Sequence[str]], PackedWeight]) -> CachedWeights | None:
     return cached_weights(origin, library(), PRODUCTS, maker)
 
 
@@ -231,7 +231,7 @@ def test_a_full_disk_is_told_of_once_and_leaves_nothing(
 ) -> None:
     add, written = weight_cache._add, []
 
-    def until_full(file: BinaryIO, laid: LaidOut) -> dict[str, Any]:
+    def until_full(file: BinaryIO, laid: PackedWeight) -> dict[str, Any]:
         written.append(add(file, laid))
         if len(written) % 3 == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -254,7 +254,7 @@ def test_a_folder_that_cannot_be_made_is_told_of(
 
 
 def test_what_goes_wrong_while_weights_are_made_leaves_nothing(origin: Origin, folder: Path) -> None:
-    def fails(names: Sequence[str]) -> LaidOut:
+    def fails(names: Sequence[str]) -> PackedWeight:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -276,7 +276,7 @@ def _write_in_parts(origin: Origin, ready: Any, go_on: Any) -> None:
     weight_cache.LEAST_BYTES = 1
     made = Maker()
 
-    def slowly(names: Sequence[str]) -> LaidOut:
+    def slowly(names: Sequence[str]) -> PackedWeight:
         if len(made.made) == 2:
             ready.set()
             go_on.wait()

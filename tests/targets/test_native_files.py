@@ -47,7 +47,7 @@ def load(folder: Path, **way: Any) -> Target:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
-def test_the_second_start_maps_what_the_first_has_laid_out(
+def test_the_second_start_maps_what_the_first_has_packed(
     tiny_target_dir: Path, keeping: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
 ) -> None:
     monkeypatch.setenv(weight_cache.SWITCH, "0")
@@ -56,7 +56,7 @@ def test_the_second_start_maps_what_the_first_has_laid_out(
     monkeypatch.delenv(weight_cache.SWITCH)
     first = load(tiny_target_dir, **way)
     assert len(list(keeping.glob("*.weights"))) == 1
-    monkeypatch.setattr(native_files, "lay_out", None)
+    monkeypatch.setattr(native_files, "pack_weights", None)
     monkeypatch.setattr(native_files, "rounded", None)
     second = load(tiny_target_dir, **way)
     for other in (first, second):

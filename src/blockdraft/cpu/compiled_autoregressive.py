@@ -102,7 +102,7 @@ class CompiledAutoregressive(CompiledNetwork):
         config = network.config
         super().__init__(library, config, 1, beside.dtype, None, owned)
         self.embed, self.head, self.network = beside.embed, beside.head, network
-        self._lay_out(self._layers[0], parts.layer)
+        self._pack_layer(self._layers[0], parts.layer)
         fuses, self._normed_taps = parts.normed_taps is not None, parts.normed_taps
         self._fc = self._pack(network, "fc")
         own_head = self._pack(network, "lm_head") if fuses else None

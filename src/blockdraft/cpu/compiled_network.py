@@ -15,7 +15,7 @@ from blockdraft.cpu.build import build
 from blockdraft.cpu.compiled_decoder import EVERYWHERE, CompiledDecoder, CompiledLayers, address, numbers
 from blockdraft.cpu.library import CallFields, LayerFields, Library, LinearFields
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.packed import PackedLinear, fits_bfloat16, lay_out
+from blockdraft.nn.packed import PackedLinear, fits_bfloat16, pack_weights
 from blockdraft.nn.quantized import PIECE, QuantizedWeight, best_group
 from blockdraft.nn.rounding import QUICK, rounded
 
@@ -104,7 +104,7 @@ class PartOfPacked(nn.Module):
         return copied
 
 
-def laid_out(
+def pack_together(
     places: Sequence[tuple[nn.Module, str]],
     library: Library,
     dtype: torch.dtype,
@@ -124,7 +124,7 @@ def laid_out(
         pieces = [piece for each in projections for piece in each.weight.detach().split(step)]
         parts = [rounded(piece.to(dtype), bits, group, shares=QUICK) for piece in pieces]
     biases = [each.bias.detach().to(dtype) for each in projections if each.bias is not None]
-    packed = PackedLinear(lay_out(parts, library), torch.cat(biases) if biases else None)
+    packed = PackedLinear(pack_weights(parts, library), torch.cat(biases) if biases else None)
     packed.dtype = dtype
     end = 0
     for (module, name), each in zip(places, projections, strict=True):
@@ -166,7 +166,7 @@ class CompiledNetwork(CompiledLayers):
     def weight_bytes(self) -> int:
         return sum(each.nbytes for each in self._packed) + sum(each.nbytes for each in self._owners)
 
-    def _lay_out(self, own: LayerFields, layer: Any) -> None:
+    def _pack_layer(self, own: LayerFields, layer: Any) -> None:
         """Pack projections and norms of a draft layer, as `nn/draft_layer.py` names them."""
         attention, mlp = layer.self_attn, layer.mlp
         own.qkv = self._pack(attention, "q_proj", "k_proj", "v_proj")
@@ -209,6 +209,6 @@ class CompiledNetwork(CompiledLayers):
     def _pack(self, module: nn.Module, *names: str, rounds: bool = True) -> LinearFields:
         """Pack projections of a module as one, rounded to `bits` unless `rounds` is False."""
         places = [(module, name) for name in names]
-        packed = laid_out(places, self.library, self._dtype, self._bits if rounds else None, self._owned)
+        packed = pack_together(places, self.library, self._dtype, self._bits if rounds else None, self._owned)
         self._packed.append(packed)  # it owns the memory
         return self.library.linear(packed)

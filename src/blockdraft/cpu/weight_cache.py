@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from blockdraft.machine import cache_folder
-from blockdraft.nn.packed import Kernels, LaidOut
+from blockdraft.nn.packed import Kernels, PackedWeight
 from blockdraft.nn.quantized import InterleavedWeight
 
 LAYOUT = 1  # version of these files; raise it when their numbers change by code outside `MAKERS`
@@ -38,7 +38,7 @@ LENGTH_BYTES, DIGEST_BYTES = 8, 32
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
 
 # Packs the matrices of these names, which are computed as one.
-Make = Callable[[Sequence[str]], LaidOut]
+Make = Callable[[Sequence[str]], PackedWeight]
 log = logging.getLogger(__name__)
 
 
@@ -95,14 +95,14 @@ class CachedWeights:
         self._bytes = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         self._matrices, self._kernels = matrices, kernels
 
-    def matrix(self, names: Sequence[str]) -> LaidOut:
+    def matrix(self, names: Sequence[str]) -> PackedWeight:
         """Output channels of the matrices of these names, one behind the other."""
         found = self._matrices[_key(names)]
         parts = [self._tensor(**part) for part in found["parts"]]
         outputs, bits = found["outputs"], found["bits"]
         offset = parts[2] if len(parts) == 3 else None
         data = parts[0] if bits is None else InterleavedWeight(parts[0], parts[1], offset, bits, outputs)
-        return LaidOut(self._kernels, data, outputs, found["inputs"])
+        return PackedWeight(self._kernels, data, outputs, found["inputs"])
 
     def _tensor(self, begin: int, end: int, dtype: str, shape: list[int]) -> Tensor:
         return self._bytes[begin:end].view(DTYPES[dtype]).view(shape)
@@ -166,9 +166,9 @@ def _write(
     return _open(path, facts, kernels)
 
 
-def _add(file: BinaryIO, laid: LaidOut) -> dict[str, Any]:
+def _add(file: BinaryIO, packed: PackedWeight) -> dict[str, Any]:
     """Write a matrix at the end of a file. Returns its entry for the header."""
-    data, bits = laid.data, None
+    data, bits = packed.data, None
     tensors: Sequence[Tensor | None] = [data] if isinstance(data, Tensor) else [data.codes, data.scale, data.offset]
     if isinstance(data, InterleavedWeight):
         bits = data.bits
@@ -179,7 +179,7 @@ def _add(file: BinaryIO, laid: LaidOut) -> dict[str, Any]:
             begin = file.tell()
             file.write(tensor.view(-1).view(torch.uint8).numpy().data)
             parts.append({"begin": begin, "end": file.tell(), "dtype": str(tensor.dtype), "shape": list(tensor.shape)})
-    return {"parts": parts, "bits": bits, "outputs": laid.outputs, "inputs": laid.inputs}
+    return {"parts": parts, "bits": bits, "outputs": packed.outputs, "inputs": packed.inputs}
 
 
 def _open(path: Path, facts: Any, kernels: Kernels) -> CachedWeights | None:

@@ -14,7 +14,7 @@ from blockdraft.nn.cache import write_nodes
 from blockdraft.nn.decoder_config import DecoderConfig, Experts
 from blockdraft.nn.delta_net import DeltaRecurrence, GatedDeltaNet
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention
-from blockdraft.nn.packed import LaidOut, PackedLinear
+from blockdraft.nn.packed import PackedLinear, PackedWeight
 from blockdraft.nn.quantized import QuantizedWeight, joined_weights
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -26,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # Reads a checkpoint's tensor by its name, on the device and in the dtype of the network, or in few bits.
 Read: TypeAlias = Callable[[str], Tensor | QuantizedWeight]
 # Reads the weights of one product by their names, their output channels one behind the other.
-ReadFused: TypeAlias = Callable[[Sequence[str]], Tensor | QuantizedWeight | LaidOut]
+ReadFused: TypeAlias = Callable[[Sequence[str]], Tensor | QuantizedWeight | PackedWeight]
 
 
 class Norm(nn.Module):

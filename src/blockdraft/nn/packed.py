@@ -37,7 +37,7 @@ class Kernels(Protocol):
 
 
 @dataclass(frozen=True)
-class LaidOut:
+class PackedWeight:
     """A weight `[out, in]` packed for kernels.
 
     Args:
@@ -53,7 +53,7 @@ class LaidOut:
     inputs: int
 
 
-def lay_out(parts: Sequence[Tensor | QuantizedWeight], kernels: Kernels) -> LaidOut:
+def pack_weights(parts: Sequence[Tensor | QuantizedWeight], kernels: Kernels) -> PackedWeight:
     """Pack weights `[out, in]` for kernels, their output channels one behind the other.
 
     Either all are of few bits, or none, and then of any dtype. Beside the result this takes little memory.
@@ -65,7 +65,7 @@ def lay_out(parts: Sequence[Tensor | QuantizedWeight], kernels: Kernels) -> Laid
     assert not few or not plain, "what is computed at once is either of few bits or not"
     if few:
         whole = few[0] if len(few) == 1 else joined_weights(few)
-        return LaidOut(kernels, InterleavedWeight.of(whole, lanes), outputs, inputs)
+        return PackedWeight(kernels, InterleavedWeight.of(whole, lanes), outputs, inputs)
     blocks, step = -(-outputs // lanes), max(1, PIECE // (lanes * inputs))
     data = torch.empty(blocks, inputs, lanes, dtype=kernels.weights_dtype)
     for begin in range(0, blocks, step):
@@ -74,7 +74,7 @@ def lay_out(parts: Sequence[Tensor | QuantizedWeight], kernels: Kernels) -> Laid
         if len(channels) < count * lanes:
             channels = F.pad(channels, (0, 0, 0, count * lanes - len(channels)))
         data[begin : begin + count] = channels.view(count, lanes, inputs).transpose(1, 2)
-    return LaidOut(kernels, data, outputs, inputs)
+    return PackedWeight(kernels, data, outputs, inputs)
 
 
 def _channels(parts: Sequence[Tensor], begin: int, end: int) -> Tensor:
@@ -104,7 +104,7 @@ class PackedLinear(nn.Module):
     rounded: str | None = None
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor | QuantizedWeight | LaidOut, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor | QuantizedWeight | PackedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
         # `[out, in]`, or packed `[blocks, in, lanes]`; unset where the weight is of few bits.
         self.stored: Tensor
@@ -113,7 +113,7 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", bias)
         self._kernels: Kernels | None = None
         self._product: Product | None = None
-        if isinstance(weight, LaidOut):
+        if isinstance(weight, PackedWeight):
             self.out_features, self.in_features = weight.outputs, weight.inputs
             self._take(weight)
             return
@@ -168,14 +168,14 @@ class PackedLinear(nn.Module):
         """
         if self._product is None:
             own = self.stored if self.quantized is None else self._unpacked(self.quantized)
-            self._take(lay_out([own], kernels))
+            self._take(pack_weights([own], kernels))
         assert self._kernels is kernels, "packed for other kernels"
         assert self._product is not None
         return self._product
 
-    def _take(self, laid: LaidOut) -> None:
+    def _take(self, packed: PackedWeight) -> None:
         """Compute with a packed weight from now on."""
-        data, kernels = laid.data, laid.kernels
+        data, kernels = packed.data, packed.kernels
         if isinstance(data, InterleavedWeight):
             self.quantized = data
         else:

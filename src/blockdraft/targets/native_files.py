@@ -22,7 +22,7 @@ from blockdraft.machine import return_freed
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import Read
-from blockdraft.nn.packed import LaidOut, lay_out
+from blockdraft.nn.packed import PackedWeight, pack_weights
 from blockdraft.nn.quantized import QuantizedWeight, best_group
 from blockdraft.nn.rounding import QUICK, rounded
 from blockdraft.targets.base import LoadOptions, NotCovered
@@ -146,8 +146,8 @@ def make_decoder(wanted: DecoderConfig, read: Read, library: Library | None, ori
     if library is None:
         return Decoder(wanted, read)
 
-    def make(names: Sequence[str]) -> LaidOut:
-        return lay_out([read(name) for name in names], library)
+    def make(names: Sequence[str]) -> PackedWeight:
+        return pack_weights([read(name) for name in names], library)
 
     cached = None if origin is None else cached_weights(origin, library, wanted.products(), make)
     decoder = Decoder(wanted, read, make if cached is None else cached.matrix)

@@ -101,7 +101,7 @@ class CompiledDraftPass(CompiledNetwork):
         self._embed, self._head, self._network, config = beside.embed, head or beside.head, network, network.config
         super().__init__(library, config, config.num_hidden_layers, beside.dtype, bits, owned)
         for own, layer, kind in zip(self._layers, network.layers, config.layers, strict=True):
-            self._lay_out(own, layer)
+            self._pack_layer(own, layer)
             own.window, own.whole_block = kind.window or 0, not kind.causal
         self._model = ModelFields(
             layers=self._layers,

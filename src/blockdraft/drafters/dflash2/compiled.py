@@ -13,8 +13,8 @@ from blockdraft.drafters.dflash2.network import ConvolvedLayer, DFlash2Network, 
 class CompiledConvolvedPass(CompiledDraftPass):
     layer_class = ConvolvedLayer
 
-    def _lay_out(self, own: LayerFields, layer: Any) -> None:
-        super()._lay_out(own, layer)
+    def _pack_layer(self, own: LayerFields, layer: Any) -> None:
+        super()._pack_layer(own, layer)
         own.attention_conv = self._convolution(layer.attention_conv)
         own.mlp_conv = self._convolution(layer.mlp_conv)
 

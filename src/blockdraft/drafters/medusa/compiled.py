@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.cpu.compiled_decoder import why_not_compiled
-from blockdraft.cpu.compiled_network import Beside, laid_out, library_for
+from blockdraft.cpu.compiled_network import Beside, library_for, pack_together
 from blockdraft.cpu.library import Library
 from blockdraft.drafters.medusa.network import MedusaNetwork, ResidualBlock
 from blockdraft.machine import return_freed
@@ -59,7 +59,7 @@ class CompiledHeads:
         blocks = [[cast(ResidualBlock, block) for block in each[: network.config.num_layers]] for each in heads]
 
         def packed(*places: tuple[nn.Module, str]) -> PackedLinear:
-            return laid_out(places, library, self._dtype, owned=owned)
+            return pack_together(places, library, self._dtype, owned=owned)
 
         self._first = packed(*((of_head[0], "linear") for of_head in blocks))
         self._others = [[packed((block, "linear")) for block in of_head[1:]] for of_head in blocks]
