@@ -151,7 +151,7 @@ def test_the_oldest_turn_is_dropped(chat: Chat, answers: Callable[..., list[str]
         ("/save x", "nothing to save"),
         ("/warp 9", "no command /warp; see /help"),
         ("x" * 300, "there is room for 256"),
-        (b"caf\xe9", "no utf-8 text"),
+        (b"caf\xe9", "not utf-8 text"),
     ],
 )
 def test_in_a_pipe_what_goes_wrong_ends_the_chat(chat: Chat, stdin: Any, message: str) -> None:

@@ -96,7 +96,7 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(features, "tapped_features", stopped)
         code, out, err = run("features", "--data", "data", "--out", "features", "--taps", "1,")
-    assert (code, out) == (130, "") and "The same command goes on with it." in err
+    assert (code, out) == (130, "") and "The same command resumes the run." in err
     assert run("features", "--data", "data", "--out", "features", "--taps", "1,").code == 0
 
 
@@ -105,7 +105,7 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["foreign.jsonl"], "foreign.jsonl, record 1: it has the fields ['question']"),
         (["absent.jsonl"], "There is no absent.jsonl"),
-        (["rows.jsonl", "--server", "http://x"], "takes both --server URL and --model NAME"),
+        (["rows.jsonl", "--server", "http://x"], "Only one of --server and --model is given"),
         (["rows.jsonl", "--server", "http://x", "--model", "m"], "add --regenerate"),
         (["rows.jsonl", "--drafter", "none"], "add --regenerate"),
         (["rows.jsonl", "--regenerate", "--server", "x", "--model", "m", "--drafter", "none"], "leave it out"),

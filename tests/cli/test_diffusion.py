@@ -105,7 +105,7 @@ def test_gaps(model: Path, run: Run) -> None:
     how = ("generate", "--model", model, "--max-new-tokens", 3, "--infill", "the thing [GAP] in the inn")
     code, out, err = run(*how, "--seed", 1)
     assert code == 0 and out.startswith("the thing ") and out.endswith(" in the inn\n")
-    assert "tokens behind the gap share no block with it and are not looked at; --block-size " in err
+    assert "tokens after the gap are in other blocks, so it does not see them; --block-size " in err
     size = int(err.split("--block-size ")[1].split()[0])
     code, out, err = run(*how, "--json", "--show-steps", "--block-size", size)
     found = json.loads(out)

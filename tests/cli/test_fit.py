@@ -54,7 +54,7 @@ def test_ctrl_c_says_how_to_go_on(run: Callable[..., Result], monkeypatch: pytes
     monkeypatch.setattr(fit_run, "run_fit", interrupted)
     code, out, err = run("fit", "--out", "drafter")
     assert code == 130 and not out
-    assert err == "Interrupted; the same command goes on with what is in drafter.fit.\n"
+    assert err == "Interrupted; the same command resumes the fit from drafter.fit.\n"
 
 
 def test_prompts_of_a_file(run: Callable[..., Result], tmp_path: Path, tiny_target_dir: Path) -> None:

@@ -380,7 +380,7 @@ def test_bad_input_is_refused_alike_however_the_answer_is_shown(generate: Run, a
 
 
 def test_undecodable_standard_input(generate: Run) -> None:
-    refused(generate(stdin=b"caf\xe9"), "Standard input is no utf-8 text")
+    refused(generate(stdin=b"caf\xe9"), "Standard input is not utf-8 text")
 
 
 def test_no_prompt_at_a_terminal(generate: Run) -> None:

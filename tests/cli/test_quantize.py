@@ -103,7 +103,7 @@ def test_fields_of_the_text_can_be_named(
     assert code == 2 and "--prompt-field" in err
     fields = ("--prompt-field", "question", "--response-field", "answer", "--tokens", 64, "--held-out", 16)
     code, _, err = quantize(capsys, monkeypatch, tiny_target_dir, *options, *fields)
-    assert code == 0 and "64 tokens calibrated on, 16 others measured" in err
+    assert code == 0 and "Calibrated on 64 tokens, measured on 16 others." in err
 
 
 def test_too_little_text(

@@ -104,7 +104,7 @@ def bench(
         ),
     ] = False,
     pictures: Annotated[
-        bool, typer.Option(help="Draw pictures, which needs matplotlib: pip install 'blockdraft[bench]'.")
+        bool, typer.Option(help="Draw pictures, which needs matplotlib (the extra `bench` of this package).")
     ] = True,
     overwrite: Overwrite = False,
     as_json: AsJson = False,

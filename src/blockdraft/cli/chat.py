@@ -11,11 +11,11 @@ from blockdraft.settings import Count, settings
 
 @settings
 class ChatSettings:
-    """How a chat goes.
+    """Settings of a chat.
 
     Attributes:
-        system: System's message that the conversation begins with.
-        max_new_tokens: Tokens after which an answer is cut; the context may end it before.
+        system: System message at the beginning of the conversation.
+        max_new_tokens: Most tokens of an answer; a full context ends it earlier.
     """
 
     system: str | None = None
@@ -32,9 +32,9 @@ def chat(
 ) -> None:
     """Talk with a model.
 
-    Each turn reads only what is new. Guessed tokens are green, and a line below each answer says how fast it came;
-    /help lists commands and keys. Where standard input or output is no terminal, each line of the input is a message,
-    and the answers alone are printed.
+    Guessed tokens are green, and a line below each answer shows its speed. Each turn reads only what is new. /help
+    lists commands and keys. If standard input or output is not a terminal, each line of the input is a message, and
+    only the answers are printed.
     """
     need_drafter(run.target, drafter, "or --drafter none to decode plainly")
     how = ChatSettings(system=system, max_new_tokens=max_new_tokens)

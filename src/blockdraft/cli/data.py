@@ -1,4 +1,4 @@
-"""`blockdraft prompts`, `data` and `features`: what a drafter is trained on."""
+"""`blockdraft prompts`, `data` and `features`: prompts, training data and the target's features of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prompts(
         list[str] | None,
         typer.Argument(
             metavar="[SOURCE]...",
-            help="Data as for `blockdraft data`; without any the target writes prompts of the kind it was trained on.",
+            help="Data as for `blockdraft data`. Without any, the target writes prompts of the kind it was trained on.",
             show_default=False,
         ),
     ] = None,
@@ -53,10 +53,10 @@ def prompts(
     device: Device = None,
     backend: TargetBackend = DEFAULT_BACKEND,
 ) -> None:
-    """Choose prompts for a target to answer, each once and in random order, and keep some apart to measure on.
+    """Choose prompts for a target to answer, in random order and without repeats, and hold some out to measure on.
 
-    Plain texts give their beginnings, at the start and at paragraphs further on. `blockdraft data --regenerate` has
-    them answered.
+    Of plain texts, beginnings are taken: of the text, and of paragraphs further on. `blockdraft data --regenerate` lets
+    the target answer the prompts.
     """
     from blockdraft.cli import display
     from blockdraft.data.folder import check_writable
@@ -104,7 +104,7 @@ def data(
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the data; it may hold part of them already.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the data, new or of an interrupted run.")],
     target: TargetFolder = None,
     adapter: Adapter = None,
     revision: Revision = None,
@@ -118,22 +118,20 @@ def data(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Have a server with OpenAI's chat completions write them, such as http://localhost:8000/v1; its key, "
-            "if it takes one, is read from BLOCKDRAFT_SERVER_KEY. By default our own engine does.",
+            help="Server with OpenAI's chat completions that writes the responses, such as http://localhost:8000/v1. "
+            "If it asks for a key, that is read from BLOCKDRAFT_SERVER_KEY. By default our own engine writes them.",
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The target's name on the server.")] = None,
     drafter: Annotated[
         str | None,
-        typer.Option(metavar="DIR|NAME", help="Drafter for our own engine, as for generate; by default none."),
+        typer.Option(metavar="DIR|NAME", help="Drafter of our own engine, as for `generate`; by default none."),
     ] = None,
     max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SAMPLING.max_new_tokens,
     temperature: Annotated[float, option(SamplingParams, "temperature")] = SAMPLING.temperature,
     top_k: Annotated[int, option(SamplingParams, "top_k")] = SAMPLING.top_k,
     top_p: Annotated[float, option(SamplingParams, "top_p")] = SAMPLING.top_p,
-    seed: Annotated[int, typer.Option(help="Each answer gets a seed of its own, which follows from this one.")] = (
-        SAMPLING.seed or 0
-    ),
+    seed: Annotated[int, typer.Option(help="Seed from which each answer's own seed follows.")] = (SAMPLING.seed or 0),
     batch_size: Annotated[int, option(DataSettings, "batch_size")] = DataSettings.batch_size,
     length: Annotated[int | None, option(DataSettings, "length")] = DataSettings.length,
     limit: Annotated[int | None, option(RecordSettings, "limit")] = RecordSettings.limit,
@@ -150,15 +148,14 @@ def data(
 ) -> None:
     """Turn conversations or text into the tokens and loss masks that a drafter is trained on.
 
-    A drafter learns best from what the target says itself: --regenerate for chats and prompts, --continue for plain
-    text. A target without a chat template continues whatever it is given. An interrupted run goes on where it stopped
-    when the command is given again.
+    A drafter learns best from the target's own words: use --regenerate for chats and prompts, --continue for plain
+    text. A target without a chat template continues whatever it is given. The same command resumes an interrupted run.
     """
     if (server is None) != (model is None):
-        raise UsageError("A server takes both --server URL and --model NAME.")
+        raise UsageError("Only one of --server and --model is given; give both, or neither.")
     regenerate = regenerate or continued is not None
     if (server or drafter) and not regenerate:
-        raise UsageError("--server and --drafter are about regenerated responses; add --regenerate or --continue N.")
+        raise UsageError("--server and --drafter are for regenerated responses; add --regenerate or --continue N.")
     if adapter and (server or not regenerate):
         raise UsageError("--adapter is for our own engine; add --regenerate, without --server, or leave it out.")
     if server and drafter:
@@ -258,7 +255,10 @@ def _set_template(target: Target | TargetText, template: str | None) -> None:
 
 def features(
     data: Annotated[Path, typer.Option(metavar="DIR", help="Folder made by `blockdraft data`.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the features; it may hold part of them already.")],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Folder of the features, new or of an interrupted run."),
+    ],
     target: TargetFolder = None,
     adapter: Adapter = None,
     revision: Revision = None,
@@ -266,15 +266,15 @@ def features(
     dtype: Annotated[FeatureDtype, option(FeatureSettings, "dtype")] = FeatureSettings.dtype,
     batch_tokens: Annotated[int, option(FeatureSettings, "batch_tokens")] = FeatureSettings.batch_tokens,
     target_dtype: Annotated[
-        str | None, typer.Option(help="Of the target's weights; by default float32 on a CPU and bfloat16 elsewhere.")
+        str | None,
+        typer.Option(help="Numbers of the target's weights; by default float32 on a CPU and bfloat16 elsewhere."),
     ] = None,
     device: Device = None,
     backend: TargetBackend = DEFAULT_BACKEND,
 ) -> None:
-    """Compute what the target's tapped layers say about training data, once, so that training need not.
+    """Store the hidden states of the target's tapped layers for training data, so that training does not compute them.
 
-    It takes a lot of disk; how much is printed first. An interrupted run goes on where it stopped when the command is
-    given again.
+    They take a lot of disk; the size is printed first. The same command resumes an interrupted run.
     """
     from blockdraft.cli import display
     from blockdraft.data.documents import read_data
@@ -297,6 +297,6 @@ def features(
         with display.progress("tokens") as progress:
             cache.write(lambda done, total: progress("features", done, total))
     except KeyboardInterrupt:
-        print(f"Interrupted; what is finished is kept in {out}. The same command goes on with it.", file=sys.stderr)
+        print(f"Interrupted; what is finished is kept in {out}. The same command resumes the run.", file=sys.stderr)
         raise typer.Exit(130) from None
     print(f"{out}: features of {counted(len(documents), 'document')}, layers {', '.join(map(str, layers))}")

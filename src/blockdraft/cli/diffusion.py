@@ -1,4 +1,4 @@
-"""`blockdraft diffusion`: block-diffusion language models, made, trained, measured and sampled."""
+"""`blockdraft diffusion`: makes, trains, measures and samples block-diffusion language models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     Path,
-    typer.Option(metavar="DIR", help="A block-diffusion model, made by `blockdraft diffusion convert` or `train`."),
+    typer.Option(
+        metavar="DIR",
+        help="Block-diffusion model, made by `blockdraft diffusion convert` or `train`.",
+        rich_help_panel="Model",
+    ),
 ]
 Device = Annotated[
     str | None, typer.Option(help="Where the model runs, such as cpu or cuda:1; by default the first GPU, else cpu.")
@@ -42,13 +46,15 @@ Device = Annotated[
 Dtype = Annotated[
     str | None,
     typer.Option(
-        metavar="float32|bfloat16|float16", help="Of the weights; by default float32 on a CPU and bfloat16 elsewhere."
+        metavar="float32|bfloat16|float16",
+        help="Numbers of the weights; by default float32 on a CPU and bfloat16 elsewhere.",
     ),
 ]
 BlockSize = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Tokens of a block; by default what the model was made for.")
+    int | None,
+    typer.Option(min=1, metavar="N", help="Tokens of a block; by default that of the model.", rich_help_panel="Model"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object instead of text.")]
 
 
 def load(path: Path, device: str | None, dtype: str | None, block_size: int | None) -> DiffusionModel:
@@ -59,7 +65,8 @@ def load(path: Path, device: str | None, dtype: str | None, block_size: int | No
 
 
 diffusion = typer.Typer(
-    help="Block-diffusion language models: write whole blocks of text at once, without a target.", no_args_is_help=True
+    help="Make and use block-diffusion language models, which write whole blocks of text without a target.",
+    no_args_is_help=True,
 )
 
 
@@ -69,7 +76,7 @@ def convert(
         str | None,
         typer.Argument(
             metavar="[TARGET]",
-            help="A causal language model of the Llama or Qwen families, as a folder or hub name; by default the "
+            help="Causal language model of the Llama or Qwen families, as a folder or hub name; by default the "
             "bundled target.",
         ),
     ] = None,
@@ -78,7 +85,7 @@ def convert(
     adapter: Adapter = None,
     revision: Revision = None,
 ) -> None:
-    """Make a block-diffusion model of a causal language model. It has to be trained before it writes well."""
+    """Make a block-diffusion model of a causal language model. It must be trained before it writes well."""
     from blockdraft.cli import display
     from blockdraft.diffusion.convert import convert as convert_model
 
@@ -92,14 +99,12 @@ def new(
     *,
     like: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR", help="Take the tokenizer of this folder or hub name; by default the bundled target's."
-        ),
+        typer.Option(metavar="DIR", help="Folder or hub name whose tokenizer is used; by default the bundled target."),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new model, new or empty.")],
     settings: NewSettings,
 ) -> None:
-    """Make a block-diffusion model from nothing, with random weights and the tokenizer of another model."""
+    """Make a block-diffusion model with random weights and the tokenizer of another model."""
     from blockdraft.diffusion.new import new_model
 
     loading.quiet()
@@ -113,20 +118,20 @@ def train(
         Path | None,
         typer.Argument(metavar="[RECIPE.toml]", help="Values of recipe fields; others keep their defaults."),
     ] = None,
-    model: Annotated[Path | None, typer.Option(metavar="DIR", help="The block-diffusion model to begin with.")] = None,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help="Block-diffusion model to begin with.")] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(metavar="SOURCE", help="Texts or chats, as for `blockdraft data`; repeat it for several."),
+        typer.Option(metavar="SOURCE", help="Texts or chats, as for `blockdraft data`. Repeat the option for several."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimiser steps; a run that has ended goes on with more.")
+        int | None, typer.Option(min=1, help="Optimizer steps; more of them continue a run that has ended.")
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of the trained model. Recipe, log and checkpoints go to DIR.run beside it; the same command "
-            "goes on with a run that was interrupted.",
+            help="Folder of the trained model. Recipe, log and checkpoints go to DIR.run beside it. The same command "
+            "resumes an interrupted run.",
         ),
     ] = None,
     records: FieldOptions,
@@ -136,11 +141,12 @@ def train(
         typer.Option("--show-recipe", help="Print all fields of the recipe with their meaning, as TOML, and exit."),
     ] = False,
 ) -> None:
-    """Train a block-diffusion model. Of texts it learns all tokens, of chats those of the assistant.
+    """Train a block-diffusion model. It learns all tokens of texts, and those of the assistant in chats.
 
-    Every recipe field is an option too: --batch 8, --block-size 4, --complementary true; --show-recipe lists them. On
-    many devices: `accelerate launch -m blockdraft diffusion train ...`. To end early with a whole model:
-    `touch DIR.run/finish`, or send the signal USR1.
+    Every recipe field is an option too: --batch 8, --block-size 4, --complementary true; --show-recipe lists them.
+
+    `accelerate launch -m blockdraft diffusion train ...` trains on several devices. `touch DIR.run/finish`, or the
+    signal USR1, ends the run early with a whole model.
     """
     settings = read_settings(DiffusionRecipe, recipe, context.obj)
     if show_recipe:
@@ -192,8 +198,10 @@ def perplexity(
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how likely a text is to a block-diffusion model: a bound, with the interval that it lies in by the noise
-    drawn; with blocks of one token, the perplexity itself."""
+    """Measure the perplexity of a text for a block-diffusion model.
+
+    It is an upper bound, with the interval that the random noise leaves. With blocks of one token it is exact.
+    """
     from blockdraft.cli import display
     from blockdraft.diffusion.likelihood import likelihood
     from blockdraft.diffusion.text import read_texts
@@ -222,37 +230,37 @@ def _tell_made(out: Path, found: Converted) -> None:
 def generate(
     *,
     prompt: Annotated[
-        str | None, typer.Argument(help="What to go on from; without it, or with -, it is read from standard input.")
+        str | None, typer.Argument(help="Text to continue; without one, or with -, it is read from standard input.")
     ] = None,
     model: Model,
     settings: SampleSettings,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="A text that ends an answer, which is cut before it. Repeat the option for several."),
+        typer.Option(help="Text that ends an answer, which is cut before it. Repeat the option for several."),
     ] = None,
     infill: Annotated[
         str | None,
         typer.Option(
             metavar="TEXT",
-            help='Find what is missing, instead of going on: "text [GAP] text". Each gap gets --max-new-tokens tokens. '
-            "It sees all that stands before it, and behind it what stands in its block.",
+            help='Text with gaps to fill, such as "text [GAP] text", instead of a text to continue. Each gap gets '
+            "--max-new-tokens tokens. It sees all text before it, and after it the rest of its block.",
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='Answer all prompts of this file together, lines of {"prompt": "text"} or {"turns": ["text", ...]}, '
-            "and print one JSON object a line, each as soon as it is done.",
+            help='File of prompts, lines of {"prompt": "text"} or {"turns": ["text", ...]}, that are answered at '
+            "once. Each answer is printed as a JSON object on a line, as soon as it is done.",
         ),
     ] = None,
     show_steps: Annotated[
         bool,
-        typer.Option("--show-steps", help="Show each pass: tokens that are not known yet are grey boxes."),
+        typer.Option("--show-steps", help="Show each pass; unknown tokens are grey boxes."),
     ] = False,
     steps_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw the passes: as a film into a .gif, one below the other into a .png."),
+        typer.Option(metavar="FILE", help="Picture of the passes: a .gif is a film, a .png has one below the other."),
     ] = None,
     block_size: BlockSize = None,
     device: Device = None,
@@ -285,7 +293,7 @@ def generate(
         behind, not_seen = unseen(tokens, loaded.config.block_size)
         if not_seen:
             print(
-                f"{not_seen} of the {behind} tokens behind the gap share no block with it and are not looked at; "
+                f"{not_seen} of the {behind} tokens after the gap are in other blocks, so it does not see them; "
                 f"--block-size {len(tokens)} makes one block of the whole text.",
                 file=sys.stderr,
             )
@@ -301,7 +309,7 @@ def generate(
 
 
 def _print_json(sampler: Sampler, run: Callable[[Watch | None], Iterable[Chunk]], count: int, keep_steps: bool) -> None:
-    """A line for each answer, in the order in which they end."""
+    """Print a line for each answer, in the order in which they end."""
     answers = [{"index": i, "text": "", "token_ids": list[int]()} for i in range(count)]
     for chunk in run(None):
         answer: dict[str, Any] = answers[chunk.row]
@@ -322,14 +330,14 @@ def _print_json(sampler: Sampler, run: Callable[[Watch | None], Iterable[Chunk]]
 
 @contextmanager
 def _plainly() -> Iterator[tuple[None, Callable[[Chunk], None]]]:
-    """Blocks as they come."""
+    """Print blocks as they come."""
     yield None, lambda chunk: print(chunk.text, end="", flush=True)
     print()
 
 
 @contextmanager
 def _shown_steps(model: DiffusionModel) -> Iterator[tuple[Watch, Callable[[Chunk], None]]]:
-    """Each pass: on a terminal the block changes where it stands, else standard error gets a line a pass."""
+    """Show each pass: a terminal shows the block change in place; otherwise standard error gets a line a pass."""
     from rich.live import Live
     from rich.text import Text
 

@@ -28,21 +28,26 @@ from blockdraft.types import SamplingParams
 
 DRAFTED = "green"
 SHOWN_EVALUATIONS = 12  # of a training run
-LINE_SECONDS = 60.0  # between lines of progress where there is no terminal
+LINE_SECONDS = 60.0  # between lines of progress without a terminal
+RUNS = 3  # of a comparison
+WARM_UP_TOKENS = 8
+# Drafting is called slower below these shares of plain decoding's speed: one for a comparison in turns, one for stored
+# times of another day.
+SLOWER, SLOWER_THAN_STORED = 0.95, 0.85
 
 
 def terminal() -> Console:
-    """Brackets are no markup there: names of files and tokens may hold any."""
+    """Console of a terminal. Brackets in names and tokens are not markup."""
     return Console(highlight=False, markup=False)
 
 
 def plain() -> Console:
-    """Text without colours and lines, whatever the environment says."""
+    """Console without colours and lines, whatever the environment asks for."""
     return Console(file=sys.stdout, force_terminal=False, highlight=False, markup=False, width=100)
 
 
 def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> Stats:
-    """Print the answer as it comes, tokens that were guessed in colour, and a line of statistics, which it returns."""
+    """Print the answer as it comes, with guessed tokens in colour, and its statistics, which are also returned."""
     chunks = engine.stream(prompt, params)  # refuses bad requests before anything is printed
     end, summary = show_chunks(console, chunks, AnswerText(engine.target.tokenizer, params.stop))
     stats = end.checked().stats
@@ -52,12 +57,12 @@ def stream_answer(console: Console, engine: Engine, prompt: str, params: Samplin
 
 
 def show_chunks(console: Console, chunks: Iterable[Chunk], text: AnswerText) -> tuple[Chunk, Text]:
-    """Print an answer as it comes, tokens that were guessed in colour.
+    """Print an answer as it comes, with guessed tokens in colour.
 
-    Text that more than one token decides, such as a character of several, has the colour of the last one.
+    A character that several tokens make has the colour of the last one.
 
     Returns:
-        The last chunk, and counts and speed in words.
+        The last chunk, and a line with counts and speed.
     """
     tokens, guessed = 0, 0
     try:
@@ -76,13 +81,13 @@ def show_chunks(console: Console, chunks: Iterable[Chunk], text: AnswerText) -> 
 
 
 def _write(console: Console, text: str, colour: str | None = None) -> None:
-    """Write as it is: unwrapped, tabs kept, brackets no markup."""
+    """Write text as it is: without wrapping, markup, or a change of tabs."""
     console.print(Segments([Segment(text, Style(color=colour))]), end="", soft_wrap=True)
 
 
 @contextmanager
 def notice(console: Console, text: str) -> Iterator[None]:
-    """Show a line for a while; a still one, since an animated one would take time from what is measured."""
+    """Show a line during a block. It does not move, since an animation would take time from what is measured."""
     _write(console, text + "\r")
     try:
         yield
@@ -93,11 +98,14 @@ def notice(console: Console, text: str) -> Iterator[None]:
 @contextmanager
 def progress(noun: str) -> Iterator[Callable[[str, int, int], None]]:
     """Show on standard error how far a long command is: a bar on a terminal, else a line at the beginning and end of
-    each stage, and once a minute between them.
+    each stage, and one a minute between them.
+
+    Args:
+        noun: What is counted, such as "answers".
 
     Yields:
-        To be called with the present stage and what is to be told of it (such as a loss), what is done and what there
-        is to do. The bar is drawn in these calls only, since an animated one would take time from what is measured.
+        Function that is called with the stage (and news of it, such as a loss), the number done, and the total. The bar
+        moves in these calls only, since an animation would take time from what is measured.
     """
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
@@ -129,6 +137,71 @@ def progress(noun: str) -> Iterator[Callable[[str, int, int], None]]:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A prompt decoded with and without drafts.
+
+    Attributes:
+        drafted, plain: The run of median speed with drafts, and without.
+        first_difference: Index of the first token that differs between runs; None if all are identical.
+    """
+
+    drafted: Completion
+    plain: Completion
+    first_difference: int | None
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens per second with drafts over those without; None for an answer of one token, which takes no cycle."""
+        plain = self.plain.stats.tokens_per_second
+        return self.drafted.stats.tokens_per_second / plain if plain else None
+
+
+def compare_with_plain(engine: Engine, prompt: str, params: SamplingParams) -> Comparison:
+    """Decode a prompt with the engine and plainly, `RUNS` times in turns after a short warm-up.
+
+    Args:
+        params: They need a seed unless they are greedy, or the runs differ.
+    """
+    plain_engine = Engine(engine.target)
+    methods = (engine, plain_engine)
+    for method in methods:
+        method.generate([prompt], replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens)))
+    runs = [[method.generate([prompt], params)[0].checked() for method in methods] for _ in range(RUNS)]
+    drafted, plain = (
+        sorted(column, key=lambda run: run.stats.tokens_per_second)[RUNS // 2] for column in zip(*runs, strict=True)
+    )
+    answers = [run.token_ids for pair in runs for run in pair]
+    columns = enumerate(zip_longest(*answers))
+    return Comparison(drafted, plain, next((i for i, tokens in columns if len(set(tokens)) > 1), None))
+
+
+def slower_note(engine: Engine, stats: Stats, measured: Comparison | None) -> str | None:
+    """A note for a user whose drafting is slower than plain decoding; None if it is not, or if nothing is known.
+
+    Args:
+        measured: A comparison. Without one the stored times of cycles decide, for drafts of a fixed size.
+    """
+    if engine.drafter.block_size == 1 or not stats.committed:
+        return None
+    if measured is not None:
+        ratio = measured.speedup
+        slower = ratio is not None and ratio < SLOWER
+        said = f"speed-up {ratio:.2f}" if slower else ""
+    else:
+        # "auto" does not draft where drafting is slower.
+        known = (
+            None if engine.controller.automatic else stored_costs.load(stored_costs.path(engine.target, engine.drafter))
+        )
+        plain = 0.0 if known is None else 1 / known.plain_cycle(1)
+        slower = stats.tokens_per_second < SLOWER_THAN_STORED * plain
+        said = f"{stats.tokens_per_second:.0f} tokens/s, and {plain:.0f} by the stored times of plain cycles"
+    if not slower:
+        return None
+    auto = "" if engine.controller.automatic else ", or --block-size auto, which drafts only as far as it pays"
+    return f"Drafting is slower here than plain decoding ({said}); use --drafter none{auto}."
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
@@ -163,7 +236,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def show_costs(console: Console, costs: Costs, block_size: int, running: str) -> None:
-    """A table of cycles; R is the time of a cycle that drafts over one that does not."""
+    """Print a table of cycle times; R is the time of a cycle with drafts over that of one without."""
     lines = box.SIMPLE if console.is_terminal else None
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(costs.date))
     cycles = Table(title=f"Cycles, {running}, {when}", title_justify="left", box=lines, pad_edge=False)
@@ -182,7 +255,7 @@ def show_costs(console: Console, costs: Costs, block_size: int, running: str) ->
 
 
 def show_perplexity(console: Console, found: Perplexity) -> None:
-    """A table of what rounding costs."""
+    """Print a table of perplexities before and after rounding."""
     table = Table(box=box.SIMPLE if console.is_terminal else None, pad_edge=False)
     table.add_column("weights")
     for header in ("perplexity", "over the model's own"):
@@ -197,7 +270,7 @@ def show_perplexity(console: Console, found: Perplexity) -> None:
 
 
 def show_training(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
-    """A table of the evaluations of a training run, the last ones of many."""
+    """Print a table of the last evaluations of a training run."""
     table = Table(box=box.SIMPLE if console.is_terminal else None, pad_edge=False, caption_justify="left")
     table.caption = (
         "accepted length: leading right guesses at fixed anchors, and the bonus; tau: tokens per target forward of the "
@@ -213,13 +286,13 @@ def show_training(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def ahead_note(drafter: Drafter) -> str | None:
-    """How often what was drafted ahead was of use; None where nothing was."""
+    """Share of the outcomes that were drafted for ahead of time; None if nothing was drafted ahead."""
     foreseen, tried = hits(drafter)
     return f"Drafted ahead: {foreseen} of {tried} outcomes were foreseen ({foreseen / tried:.0%})." if tried else None
 
 
 def as_dict(completion: Completion, comparison: Comparison | None, target: Target) -> dict[str, Any]:
-    """What `--json` prints."""
+    """An answer as `--json` prints it."""
     stats = completion.stats
     found: dict[str, Any] = {
         "text": completion.text,
@@ -240,72 +313,3 @@ def as_dict(completion: Completion, comparison: Comparison | None, target: Targe
 
 def _number(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-RUNS = 3
-WARM_UP_TOKENS = 8
-# Shares of plain decoding's speed below which drafting is called slower: measured in turns, and against stored times of
-# another day.
-SLOWER, SLOWER_THAN_STORED = 0.95, 0.85
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Attributes:
-    drafted, plain: Of each method the run of median speed.
-    first_difference: Index of the first token that is not the same in all runs; None where all are identical.
-    """
-
-    drafted: Completion
-    plain: Completion
-    first_difference: int | None
-
-    @property
-    def speedup(self) -> float | None:
-        """Ratio of the tokens per second; None for an answer of one token, which takes no cycle."""
-        plain = self.plain.stats.tokens_per_second
-        return self.drafted.stats.tokens_per_second / plain if plain else None
-
-
-def compare_with_plain(engine: Engine, prompt: str, params: SamplingParams) -> Comparison:
-    """Decode a prompt with the engine and plainly, `RUNS` times in turns after a short warm-up.
-
-    Args:
-        params: With a seed, unless greedy; otherwise the runs differ.
-    """
-    plain_engine = Engine(engine.target)
-    methods = (engine, plain_engine)
-    for method in methods:
-        method.generate([prompt], replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens)))
-    runs = [[method.generate([prompt], params)[0].checked() for method in methods] for _ in range(RUNS)]
-    drafted, plain = (sorted(column, key=_speed)[RUNS // 2] for column in zip(*runs, strict=True))
-    answers = [run.token_ids for pair in runs for run in pair]
-    columns = enumerate(zip_longest(*answers))
-    return Comparison(drafted, plain, next((i for i, tokens in columns if len(set(tokens)) > 1), None))
-
-
-def slower_note(engine: Engine, stats: Stats, measured: Comparison | None) -> str | None:
-    """What to say of drafting that is slower than plain decoding, as measured or, for a fixed size, as the stored times
-    of cycles tell; None where it is not, or where nothing is known."""
-    if engine.drafter.block_size == 1 or not stats.committed:
-        return None
-    if measured is not None:
-        ratio = measured.speedup
-        slower = ratio is not None and ratio < SLOWER
-        said = f"speed-up {ratio:.2f}" if slower else ""
-    else:
-        # With "auto" whoever plans the cycles sees to it.
-        known = (
-            None if engine.controller.automatic else stored_costs.load(stored_costs.path(engine.target, engine.drafter))
-        )
-        plain = 0.0 if known is None else 1 / known.plain_cycle(1)
-        slower = stats.tokens_per_second < SLOWER_THAN_STORED * plain
-        said = f"{stats.tokens_per_second:.0f} tokens/s, and {plain:.0f} by the stored times of plain cycles"
-    if not slower:
-        return None
-    auto = "" if engine.controller.automatic else ", or --block-size auto, which drafts only as far as it pays"
-    return f"Drafting is slower here than plain decoding ({said}); use --drafter none{auto}."
-
-
-def _speed(run: Completion) -> float:
-    return run.stats.tokens_per_second

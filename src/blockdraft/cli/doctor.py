@@ -1,4 +1,4 @@
-"""`blockdraft doctor`: what is wrong where guesses are refused."""
+"""`blockdraft doctor`: why a drafter's guesses are rejected."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def doctor(
     run: TargetOptions,
     drafter: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="A drafter's folder; by default the bundled DFlash drafter."),
+        typer.Option(metavar="DIR", help="Folder of a drafter; by default the bundled DFlash drafter."),
     ] = None,
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="What to answer, as for `blockdraft bench`, best of the kind that the drafter was trained on. By "
-            "default a few questions. Windows show only in texts that are longer.",
+            help="Prompts, as for `blockdraft bench`, preferably of the kind that the drafter was trained on. By "
+            "default a few questions, which are too short to show a wrong window.",
         ),
     ] = None,
     limit: Annotated[int | None, option(Settings, "limit")] = Settings.limit,
     settings: DoctorSettings,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Find out why a drafter's guesses are refused.
 
@@ -67,7 +67,7 @@ def doctor(
 
 
 def show(console: Console, found: Diagnosis) -> None:
-    """Print what was found."""
+    """Print a diagnosis."""
     from rich import box
     from rich.table import Table
 

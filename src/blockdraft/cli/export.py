@@ -22,11 +22,11 @@ def export(
         str,
         typer.Argument(
             metavar="DRAFTER",
-            help="A drafter in any format that `generate` reads, as a folder or GGUF file, or bundled, the DFlash "
-            "drafter that comes along.",
+            help="Drafter in any format that `generate` reads, as a folder or GGUF file; bundled is the DFlash drafter "
+            "that comes along.",
         ),
     ],
-    out: Annotated[str, typer.Option(metavar="DIR", help="Where to write; new, empty or a draft model's folder.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder to write; new, empty, or an earlier export.")],
     target: TargetFolder = None,
     adapter: Adapter = None,
     revision: Revision = None,
@@ -35,8 +35,8 @@ def export(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="What to write: zlab, speculators, gguf, or others of docs/export.md; by default zlab, or for other "
-            "kinds of drafters a format of their own.",
+            help="Format: zlab, speculators, gguf, or another of docs/export.md. By default zlab, or for other kinds "
+            "of drafters their own.",
         ),
     ] = None,
     weights: Annotated[
@@ -44,25 +44,23 @@ def export(
         typer.Option(
             "--type",
             metavar="|".join(get_args(GGUFWeights)),
-            help=f"For gguf: what matrices are rounded to; by default {DEFAULT_GGUF_WEIGHTS}, which changes no number "
-            "of a model in bfloat16.",
+            help=f"Numbers of the matrices in GGUF files; by default {DEFAULT_GGUF_WEIGHTS}, which keeps a model in "
+            "bfloat16 as it is.",
         ),
     ] = None,
     target_name: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="For speculators: hub name or folder under which engines find the target; by default as in --target.",
+            help="Hub name or folder of the target that is written into the speculators format; by default --target.",
         ),
     ] = None,
     backend: TargetBackend = DEFAULT_BACKEND,
 ) -> None:
     """Write a drafter in the format that another engine reads.
 
-    The folder appears whole or not at all. Weights keep their dtype; the speculators format adds copies of the target's
-    embedding and head.
-
-    The format gguf writes two files for llama.cpp, drafter-TYPE.gguf and target-TYPE.gguf.
+    Weights keep their dtype. The speculators format adds copies of the target's embedding and head; gguf writes two
+    files for llama.cpp, drafter-TYPE.gguf and target-TYPE.gguf. The folder appears whole or not at all.
     """
     from blockdraft.drafters import for_others, names
     from blockdraft.formats import find_layout
@@ -106,38 +104,38 @@ def _write_gguf(
 
 
 def push(
-    drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="The folder of a drafter.")],
-    target: Annotated[str, typer.Option(metavar="DIR", help="Its target: a model folder or hub name.")],
+    drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="Folder of a drafter.")],
+    target: Annotated[str, typer.Option(metavar="DIR", help="Target of the drafter: a model folder or hub name.")],
     repo: Annotated[
         str | None,
-        typer.Option(metavar="OWNER/NAME", help="Push to this repository of the hub; without it nothing is sent."),
+        typer.Option(metavar="OWNER/NAME", help="Repository of the hub to push to; without it nothing is sent."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the repository's files here; new or empty.")
+        Path | None, typer.Option(metavar="DIR", help="Folder for the repository's files, new or empty.")
     ] = None,
     bench: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Figures for the card: what `blockdraft bench --out` wrote. By default those of `blockdraft fit`, or "
-            "the last tau of the training run, where they lie beside the drafter.",
+            help="Folder of `blockdraft bench --out`, for the card's figures. By default those of `blockdraft fit`, or "
+            "the last tau of the training run, if they lie beside the drafter.",
         ),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Its training data, for the card; by default those of `blockdraft fit`."),
+        typer.Option(metavar="DIR", help="Training data, for the card; by default those of `blockdraft fit`."),
     ] = None,
     licence: Annotated[
-        str | None, typer.Option("--license", metavar="NAME", help="For the card, such as apache-2.0.")
+        str | None, typer.Option("--license", metavar="NAME", help="Licence for the card, such as apache-2.0.")
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make a repository that others do not see.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
 ) -> None:
-    """Prepare a drafter's repository, with a model card and what transformers needs to draft with it, and push it.
+    """Prepare a drafter's repository, with a model card and the code that transformers needs, and push it.
 
-    With --out alone nothing leaves this machine.
+    With --out alone, nothing leaves this machine.
     """
     if repo is None and out is None:
-        raise UsageError("Neither a repository nor a folder is named; add --repo OWNER/NAME, --out DIR, or both.")
+        raise UsageError("Neither a repository nor a folder is given; add --repo OWNER/NAME, --out DIR, or both.")
     from blockdraft.tools.deploy.push import known_of, prepare, upload
 
     loading.quiet()

@@ -1,4 +1,4 @@
-"""`blockdraft fit`: a drafter for any target, from nothing, by one command."""
+"""`blockdraft fit`: one command that makes a drafter for any target."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def fit(
         Path,
         typer.Option(
             metavar="DIR",
-            help="Folder of the drafter. What belongs to its making lies in DIR.fit and DIR.run beside it; the same "
-            "command goes on with a fit that was interrupted.",
+            help="Folder of the drafter. Plan, data and logs go to DIR.fit and DIR.run beside it. The same command "
+            "resumes an interrupted fit.",
         ),
     ],
     target: TargetFolder = None,
@@ -40,7 +40,7 @@ def fit(
         typer.Option(
             metavar="SOURCE",
             help="Prompts of the kind that the target will get: files or datasets as for `blockdraft data`, whose "
-            "answers do not matter. Repeat the option for several. Without any the target writes its prompts itself.",
+            "answers are not used. Repeat the option for several. Without any, the target writes its own prompts.",
         ),
     ] = None,
     settings: FitSettings,
@@ -49,13 +49,13 @@ def fit(
     device: Device = None,
     backend: TargetBackend = DEFAULT_BACKEND,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Measure, print the plan with its reasons and estimates, and stop.")
+        bool, typer.Option("--dry-run", help="Measure, print the plan with reasons and estimates, and stop.")
     ] = False,
 ) -> None:
-    """Make a drafter for a target: choose a recipe, have the target answer prompts, train, measure.
+    """Make a drafter for a target: choose a recipe, let the target answer prompts, train, measure.
 
-    The first start measures target and machine and writes a plan; every later one follows it. Each step is one of the
-    other commands and is printed, so it can be run alone.
+    The first run measures target and machine and writes a plan, which later runs follow. Each step is one of the other
+    commands, and is printed, so that you can run it alone.
     """
     from blockdraft.tools.fit.steps import Where
 
@@ -73,6 +73,6 @@ def fit(
     try:
         lines = run_fit(asked, dry_run, note)
     except KeyboardInterrupt:
-        note(f"Interrupted; the same command goes on with what is in {where.folder}.")
+        note(f"Interrupted; the same command resumes the fit from {where.folder}.")
         raise typer.Exit(130) from None
     print("\n".join(lines))

@@ -1,4 +1,4 @@
-"""`blockdraft generate`: answer a prompt, or a file of them."""
+"""`blockdraft generate`: answers a prompt, or a file of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generate(
     *,
     run: TargetOptions,
     prompt: Annotated[
-        str | None, typer.Argument(help="What to answer; without it, or with -, it is read from standard input.")
+        str | None, typer.Argument(help="Prompt to answer; without one, or with -, it is read from standard input.")
     ] = None,
     drafter: DrafterPlace = None,
     model: DraftModel,
@@ -36,23 +36,23 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='Answer all prompts of this file instead, lines of {"prompt": "text"} or {"turns": ["text", ...]}, '
-            "and print one JSON object a line, each as soon as it is done. Prompt i, from 0 on, has the seed + i.",
+            help='File of prompts, lines of {"prompt": "text"} or {"turns": ["text", ...]}. Each answer is printed as '
+            "a JSON object on a line, as soon as it is done. Prompt i, from 0 on, has the seed + i.",
         ),
     ] = None,
     batch_size: Annotated[int | None, option(Settings, "batch_size")] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Decode without the drafter too, and compare speed and tokens.")
+        bool, typer.Option("--compare", help="Decode without the drafter as well, and compare speed and tokens.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of text.")] = False,
 ) -> None:
     """Answer a prompt.
 
-    A terminal shows the answer as it comes, tokens that the drafter had guessed in green. A pipe gets the plain answer.
+    A terminal shows the answer as it comes, with guessed tokens in green. A pipe gets the answer alone.
     """
     need_drafter(run.target, drafter, "or --drafter none to decode plainly")
     params = sampling.params(max_new_tokens)
-    if params.seed is None:  # so that all runs of a comparison share one
+    if params.seed is None:  # all runs of a comparison share one
         params = replace(params, seed=secrets.randbits(32))
     drafting = sampling.drafting
     if prompts is not None and (prompt is not None or compare):
@@ -66,7 +66,7 @@ def generate(
     from blockdraft.engine import Engine
     from blockdraft.machine import PeakMemory
 
-    peak = PeakMemory()  # beside what the imports take
+    peak = PeakMemory()  # on top of what the imports take
     loaded = run.load()
     if batch_size is None and not prompts:
         batch_size = 1  # one prompt needs room for one
@@ -99,7 +99,7 @@ def generate(
         print(completion.text)
         if measured:
             display.show_comparison(display.plain(), measured)
-    sys.stdout.flush()  # here, where a closed pipe still ends the command quietly
+    sys.stdout.flush()  # here a closed pipe still ends the command quietly
     _tell(slower_note(engine, completion.stats, measured))
     _tell(display.ahead_note(guesser))
 
@@ -110,7 +110,7 @@ def _tell(text: str | None) -> None:
 
 
 def _answer_all(engine: Engine, prompts: list[str], params: SamplingParams) -> None:
-    """Print the answers as JSON lines, in the order in which they end."""
+    """Print answers as JSON lines, in the order in which they end."""
     from blockdraft.cli.display import as_dict
 
     assert params.seed is not None
@@ -148,13 +148,12 @@ def read_prompt(prompt: str | None) -> str:
         try:
             text = sys.stdin.read().removesuffix("\n")
         except UnicodeDecodeError as error:
-            raise UsageError(f"Standard input is no {error.encoding} text ({error.reason}).") from error
+            raise UsageError(f"Standard input is not {error.encoding} text ({error.reason}).") from error
     return checked_text(text)
 
 
 def checked_text(text: str) -> str:
-    """The text. Raises a UsageError where it holds bytes of the command line that are none, which arrive as lone
-    surrogates."""
+    """The text itself. Raises a UsageError for invalid bytes of the command line, which arrive as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

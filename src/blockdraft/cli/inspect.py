@@ -1,4 +1,4 @@
-"""`blockdraft inspect`: what a checkpoint is, whether a target fits, and how engines are started with it."""
+"""`blockdraft inspect`: what a checkpoint is, whether it fits a target, and how engines start with it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from blockdraft.cli.options import Revision
 if TYPE_CHECKING:
     from blockdraft.tools.inspect import Report
 
-TAPS = (
-    "taps: blockdraft and z-lab name the layers whose outputs are read, from 0; the others the layers that these enter"
-)
+TAPS = "taps: blockdraft and z-lab count the layers whose outputs are read, from 0; others the layers that read them"
 MARKS = {True: ("yes", "green"), False: ("no", "bold red"), None: ("not known", "")}
 
 
@@ -26,23 +24,23 @@ def inspect(
         str,
         typer.Argument(
             metavar="DIR|FILE",
-            help="A drafter, a target, an adapter or a block-diffusion model, as a folder or GGUF file; bundled is "
-            "the drafter that comes along, bundled-dflash the one that other engines read.",
+            help="Drafter, target, adapter or block-diffusion model, as a folder or GGUF file; bundled is the drafter "
+            "that comes along, bundled-dflash the one that other engines read.",
         ),
     ],
     target: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", help="A target, as a folder, hub name or GGUF file, or bundled, that the drafter may fit."
+            metavar="DIR",
+            help="Target to check the drafter against: a folder, hub name or GGUF file, or bundled.",
         ),
     ] = None,
     revision: Revision = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Show what a checkpoint is: its kind, its conventions, its size, and how each engine is started with it.
+    """Show a checkpoint's kind, conventions and size, and how each engine starts with it.
 
-    Nothing is loaded. Where a target is given and the drafter does not fit it, the exit code is 1. Where the output is
-    no terminal, it is JSON.
+    No weights are loaded. The exit code is 1 if the drafter does not fit the given target. A pipe gets JSON.
     """
     from blockdraft.tools.inspect import inspect as look
 
@@ -89,7 +87,7 @@ def show(report: Report) -> None:
 
 
 def rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values in words; what is absent is left out."""
+    """Names and values as text; absent values are left out."""
     for name, value in facts.items():
         name = f"{prefix}{name.replace('_', ' ')}"
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""`blockdraft env`, `cache` and `calibrate`: this machine, what is kept on it, and how fast it is."""
+"""`blockdraft env`, `cache` and `calibrate`: the machine, the files kept on it, and its cycle times."""
 
 from __future__ import annotations
 
@@ -31,15 +31,18 @@ VARIABLES = (
     "OMP_NUM_THREADS",
 )
 
+PARTIAL_SECONDS = 3600.0  # age at which a partial file counts as left behind by a process that is gone
+cache = typer.Typer(help="List or delete the files that blockdraft keeps on this machine.", no_args_is_help=True)
+
 
 def env() -> None:
-    """Print versions, processor, GPUs and whether the compiled decoder works, for a report of a fault."""
+    """Print what a bug report should contain: versions, processor, GPUs, and whether the compiled decoder works."""
     for name, value in facts():
         print(f"{name:18}{value}")
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Names and values; the decoder is compiled where it has not been yet."""
+    """Names and values. The decoder is compiled if it has not been yet."""
     import psutil
     import torch
 
@@ -77,15 +80,10 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-PARTIAL_SECONDS = 3600.0  # after which a file that is being written was left by a process that is gone
-
-cache = typer.Typer(help="List or clear what is kept on this machine.", no_args_is_help=True)
-
-
 def list_(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False) -> None:
-    """Show what is kept, how large it is, and when it was last written.
+    """List the files that blockdraft keeps: their kind, size and date.
 
-    It lies in ~/.cache/blockdraft, or in the folder that BLOCKDRAFT_CACHE names.
+    Their folder is ~/.cache/blockdraft, or what BLOCKDRAFT_CACHE names.
     """
     from rich.table import Table
 
@@ -109,10 +107,13 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON o
 
 def clear(
     kinds: Annotated[
-        list[str] | None, typer.Argument(metavar="[KIND]...", help="What to clear, as in `blockdraft cache list`.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[KIND]...", help="Kinds of files, as `blockdraft cache list` shows them; by default all."
+        ),
     ] = None,
 ) -> None:
-    """Delete what is kept, all of it or some kinds. It is made again when it is needed."""
+    """Delete the files that blockdraft keeps. They are made again when they are needed."""
     from blockdraft.machine import CACHED
 
     unknown = [kind for kind in kinds or () if kind not in CACHED]
@@ -125,7 +126,7 @@ def clear(
             try:
                 file.unlink(missing_ok=True)
             except OSError as error:
-                raise UsageError(f"{file} cannot be deleted ({error.strerror}); its owner can.") from error
+                raise UsageError(f"{file} cannot be deleted ({error.strerror}); its owner can delete it.") from error
         print(f"{kind}: {counted(len(files), 'file')}, {_size(size)} deleted")
 
 
@@ -161,13 +162,13 @@ def calibrate(
     run: TargetOptions,
     drafter: DrafterPlace = None,
     batch_size: Annotated[int, option(Settings, "batch_size")] = 16,
-    anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if there is a measurement.")] = False,
+    anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if stored times exist.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Measure what cycles cost on this machine, or show what is known of it.
+    """Measure the times of decoding cycles on this machine, or show the stored ones.
 
-    Block sizes and tree budgets of "auto" begin with these figures, and learn from the cycles that run. They are kept
-    in ~/.cache/blockdraft, or in the folder that BLOCKDRAFT_CACHE names. Measure while nothing else runs.
+    The block size and tree budget "auto" begin with these times, and learn from the cycles that run. Measure while
+    nothing else runs.
     """
     need_drafter(run.target, drafter, "--drafter prompt_lookup")
 

@@ -1,4 +1,4 @@
-"""`blockdraft quantize`: a target of few bits, as a checkpoint of its own."""
+"""`blockdraft quantize`: writes a target of few bits as a checkpoint of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockdraft.cli import loading
 from blockdraft.cli.options import Adapter, FieldOptions, Revision
 from blockdraft.tools.quantize.settings import CalibrationSettings, QuantizeSettings
 
-OWN = "own"  # text that the target writes itself
+OWN = "own"  # the target writes the text
 OWN_BATCH = 16
 
 
@@ -21,17 +21,15 @@ def quantize(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new checkpoint, new or empty.")],
     target: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[MODEL]", help="A Hugging Face model folder or hub name; by default the bundled target."
-        ),
+        typer.Argument(metavar="[MODEL]", help="Hugging Face model folder or hub name; by default the bundled target."),
     ] = None,
     settings: QuantizeSettings,
     calibrate: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SOURCE",
-            help="Text of the kind that the target will meet: files or datasets as for `blockdraft data`; repeat the "
-            "option for several. Or own: the target writes it. Without any, each number is rounded to the nearest.",
+            help="Text of the kind that the target will get: files or datasets as for `blockdraft data`; repeat the "
+            "option for several. own lets the target write it. Without text, each number is rounded to the nearest.",
         ),
     ] = None,
     measured: CalibrationSettings,
@@ -41,9 +39,9 @@ def quantize(
 ) -> None:
     """Round a target's weights to 4 or 8 bits, and write them as a checkpoint of their own.
 
-    The folder is in the layout of compressed-tensors, appears whole or not at all, and can be given wherever a target
-    is. With text, errors are made to cancel each other out on it, and perplexity is measured on a part that is held
-    out; the better one is written.
+    The folder has the layout of compressed-tensors, and can be used like any target. With text, rounding errors are
+    made to cancel out on it (calibration); perplexity is measured on a part that is held out, and the better of the
+    calibrated and the plain rounding is written. The folder appears whole or not at all.
     """
     from blockdraft.cli import display
     from blockdraft.drafters import load_drafter
@@ -72,10 +70,10 @@ def quantize(
         console = display.terminal() if sys.stdout.isatty() else display.plain()
         display.show_perplexity(console, done.perplexity)
     if text is not None:
-        looked_at = f"{text.calibration.numel():,} tokens calibrated on, {text.held_out.numel():,} others measured"
+        looked_at = f"Calibrated on {text.calibration.numel():,} tokens, measured on {text.held_out.numel():,} others."
         print(looked_at, file=sys.stderr)
     how = "calibrated" if done.is_calibrated else "rounded to the nearest"
     shares = f"{done.bytes / 1e6:,.1f} MB instead of {done.bytes_before / 1e6:,.1f}"
     print(f"{out}: {settings.bits} bits in groups of {done.group}, {how}, {shares}", file=sys.stderr)
     if text is None and settings.bits == 4:
-        print("4 bits lose less with --calibrate FILE, or with --calibrate own.", file=sys.stderr)
+        print("4 bits lose less quality with --calibrate FILE or --calibrate own.", file=sys.stderr)

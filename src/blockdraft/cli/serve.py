@@ -1,4 +1,4 @@
-"""`blockdraft serve`: an OpenAI-compatible server."""
+"""`blockdraft serve`: a server with OpenAI's and Anthropic's API."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from blockdraft.types import Drafting
 
 NEEDED = ("fastapi", "uvicorn", "llguidance")  # the extra `server`
-NETWORK = "other machines reach it at port {} of this machine's address; by a name after --allow-host NAME"
+NETWORK = "other machines reach it at port {} of this machine's address; --allow-host NAME allows a name"
 
 
 def _of(name: str, **more: Any) -> Any:
-    """The option of a setting, in a part of the help of its own for limits and for who may call."""
+    """The option of a setting; limits, and who may call, have panels of their own."""
     part = None
     if name.startswith("max_") or name.endswith("_seconds"):
         part = "Limits"
@@ -46,7 +46,7 @@ def _of(name: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The settings of a server, as options."""
+    """Settings of a server, as options."""
 
     host: Annotated[str, _of("host", metavar="ADDRESS")] = ServeSettings.host
     port: Annotated[int, _of("port", metavar="PORT")] = ServeSettings.port
@@ -97,14 +97,14 @@ def serve(
 ) -> None:
     """Serve a model to programs that speak OpenAI's or Anthropic's API.
 
-    Without options it is the bundled model, at http://127.0.0.1:8000/v1, with a page to try it at
-    http://127.0.0.1:8000. Ctrl-C or SIGTERM lets running answers end; given twice, it ends at once.
+    By default it serves the bundled model at http://127.0.0.1:8000/v1, and a page to try it at http://127.0.0.1:8000.
+    Ctrl-C or SIGTERM lets running answers end; a second one ends the server at once.
     """
     need_drafter(run.target, drafter, "or --drafter none to decode plainly")
     settings = options.settings
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
-        raise UsageError(f"The server needs {', '.join(lacking)}; install it with pip install 'blockdraft[server]'.")
+        raise UsageError(f"The server needs {', '.join(lacking)}; run pip install 'blockdraft[server]'.")
     drafting = SamplingOptions(
         block_size=block_size, tree_budget=tree_budget, draft_window=draft_window, draft_passes=draft_passes
     ).drafting
@@ -127,7 +127,7 @@ def serve(
 
 
 def _both(run: TargetOptions) -> tuple[str, ...]:
-    """The backends where none are named: of the bundled pair, which is there to try things, both."""
+    """Backends if none are named: both for the bundled pair, so that its page can compare them."""
     if run.target is None and run.backend == DEFAULT_BACKEND and not (run.quantize or run.kv_dtype):
         return ("native", "hf")
     return (run.backend,)
@@ -156,7 +156,7 @@ def _engine(
 
 
 def _self_check(engine: Engine, count: int) -> str | None:
-    """Decode prompts with and without drafting, and say how many answers differ."""
+    """Decode prompts with and without drafts, and report how many answers differ."""
     if not count:
         return None
     from blockdraft.serving.core.backends import answers_differ
@@ -166,7 +166,7 @@ def _self_check(engine: Engine, count: int) -> str | None:
 
 
 def tell(service: Service, bound: socket.socket, checked: str | None) -> None:
-    """What whoever started the server wants to know; the last line tells programs that clients may come."""
+    """Print what was started. The last line, "Ready", tells programs that the server takes requests."""
     from blockdraft.serving.run import url_of
 
     engine, url = service.backends.usual, url_of(bound)

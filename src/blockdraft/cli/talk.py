@@ -1,4 +1,4 @@
-"""The loop of `blockdraft chat`: messages and commands in, answers out."""
+"""The loop of `blockdraft chat`: it reads messages and commands, and prints answers."""
 
 from __future__ import annotations
 
@@ -29,19 +29,18 @@ COMMANDS = {
 }
 KEYS = "Enter sends. Alt-Enter, or Enter after a \\, begins a new line. Ctrl-C stops an answer, Ctrl-D ends the chat."
 ROOM = "/drop forgets the oldest turn, /undo the last one, /reset all; /save FILE keeps a copy first."
-RAW = "The target has no chat template: it goes on from your text as it is, and your next text is added behind that."
+RAW = "The target has no chat template: it continues your text, and your next text is added to that."
 COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?\s*", re.DOTALL)
 
-Read = Callable[[str, str], str]  # a line, given what to ask with and the text to begin with
+Read = Callable[[str, str], str]  # reads a line, given the prompt sign and a text to begin with
 
 
 class Talk:
     """A chat with a person, or with a pipe.
 
     Args:
-        console: The person's terminal. Without one each line of standard input is a message, answers alone go to
-            standard output, what commands say goes to standard error, and what goes wrong ends the chat, for no one is
-            there to mend it.
+        console: The person's terminal. Without one, each line of standard input is a message, only answers go to
+            standard output, notes go to standard error, and an error ends the chat.
     """
 
     def __init__(self, conversation: Conversation, params: SamplingParams, console: Console | None = None) -> None:
@@ -53,7 +52,7 @@ class Talk:
         """Talk until the input ends.
 
         Raises:
-            BlockdraftError: Something went wrong, and there is no terminal.
+            BlockdraftError: An answer or command failed, and there is no terminal.
         """
         if self._console is not None:
             self._tell(f"{self._conversation.engine.target.path}. /help lists commands and keys.")
@@ -115,7 +114,7 @@ class Talk:
     def _answer(self, text: str) -> None:
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # bytes of a terminal that are no text arrive as lone surrogates
+        except UnicodeEncodeError as error:  # invalid bytes of a terminal arrive as lone surrogates
             raise UsageError("The message is not valid UTF-8 text.") from error
         if self._console is None:
             print(self._conversation.keep(self._conversation.ask(text, self._params)).text, flush=True)
@@ -156,7 +155,7 @@ class Talk:
 
 
 def _message(read: Read, draft: str) -> str:
-    """The next message; a line that ends in a backslash goes on in the next."""
+    """The next message. A backslash at the end of a line continues it on the next."""
     lines = [read("> ", draft)]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1].removesuffix("\\")
@@ -171,14 +170,14 @@ def _read_line(prompt: str, draft: str) -> str:
     try:
         line = sys.stdin.readline()
     except UnicodeDecodeError as error:
-        raise UsageError(f"Standard input is no {error.encoding} text ({error.reason}).") from error
+        raise UsageError(f"Standard input is not {error.encoding} text ({error.reason}).") from error
     if not line:
         raise EOFError
     return line.removesuffix("\n")
 
 
 def _terminal_reader() -> Read:
-    """A line with history and editing. What is pasted stays one message, whatever lines it has."""
+    """Reader of lines with history and editing. Pasted text is one message, however many lines it has."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -210,7 +209,7 @@ def _until_end(chunks: SimpleQueue[Chunk]) -> Iterator[Chunk]:
 
 @contextmanager
 def _ctrl_c(stop: Callable[[], object]) -> Iterator[None]:
-    """Ctrl-C calls this; a second one interrupts as ever."""
+    """Let the first Ctrl-C call `stop`; a second one interrupts as usual."""
 
     def once(*_: object) -> None:
         signal.signal(signal.SIGINT, before)

@@ -1,9 +1,9 @@
-"""`blockdraft train`: a drafter for a target, from token data."""
+"""`blockdraft train`: trains a drafter for a target."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from blockdraft.cli import loading
 from blockdraft.cli.help import Command
 from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder
 from blockdraft.errors import Complaints, UsageError
-from blockdraft.types import DEFAULT_BACKEND, Backend
+from blockdraft.types import DEFAULT_BACKEND
 
 
 class RecipeCommand(Command):
@@ -27,21 +27,21 @@ class RecipeCommand(Command):
 
 def train(
     context: typer.Context,
-    variant: Annotated[str, typer.Argument(metavar="VARIANT", help="The kind of drafter, such as dflash.")],
+    variant: Annotated[str, typer.Argument(metavar="VARIANT", help="Kind of drafter, such as dflash.")],
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="[RECIPE.toml]", help="Values of recipe fields; others keep their defaults."),
+        typer.Argument(metavar="[RECIPE.toml]", help="File with values of recipe fields; others keep their defaults."),
     ] = None,
     target: TargetFolder = None,
     adapter: Adapter = None,
     revision: Revision = None,
-    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Token data, made by `blockdraft data`.")] = None,
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder made by `blockdraft data`.")] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of the drafter. Recipe, log, curves and checkpoints go to DIR.run beside it; the same command "
-            "goes on with a run that was interrupted.",
+            help="Folder of the drafter. Recipe, log, curves and checkpoints go to DIR.run beside it. The same command "
+            "resumes an interrupted run.",
         ),
     ] = None,
     prompts_file: Annotated[
@@ -49,14 +49,14 @@ def train(
         typer.Option(
             "--prompts",
             metavar="FILE",
-            help='Measure tau on these prompts, lines of {"prompt": "text"} or {"turns": ["text"]}, instead of the '
+            help='Prompts to measure tau on, lines of {"prompt": "text"} or {"turns": ["text"]}. By default the '
             "beginnings of held-out documents.",
         ),
     ] = None,
     to_format: Annotated[
         str | None,
         typer.Option(
-            "--format", metavar="NAME", help="How to write the drafter, as in `blockdraft export`; by default its own."
+            "--format", metavar="NAME", help="Format of the drafter, as in `blockdraft export`; by default its own."
         ),
     ] = None,
     extend: Annotated[
@@ -64,15 +64,15 @@ def train(
         typer.Option(
             min=0,
             metavar="STEPS",
-            help="Steps to add behind the end of a run that has ended; so does a larger --steps or --epochs.",
+            help="Steps to add to a run that has ended; a larger --steps or --epochs does so too.",
         ),
     ] = 0,
     other_answers: Annotated[
-        bool, typer.Option("--other-answers", help="Learn from answers that another model than the target wrote.")
+        bool, typer.Option("--other-answers", help="Allow answers that another model than the target wrote.")
     ] = False,
     unfinished_data: Annotated[
         bool,
-        typer.Option("--unfinished-data", help="Begin with what there is of data that are still being made."),
+        typer.Option("--unfinished-data", help="Allow data that are still being made, and train on what there is."),
     ] = False,
     target_dtype: Dtype = None,
     device: Device = None,
@@ -85,13 +85,15 @@ def train(
     """Train a drafter for a target.
 
     Every recipe field is an option too: --layers 3, --learning-rate 1e-3, --objective decay=0.5,forward_kl=0.5.
-    `blockdraft train dflash --show-recipe` lists them. On many devices: `accelerate launch -m blockdraft train ...`.
-    To end early with a whole drafter: `touch DIR.run/finish`, or send the signal USR1.
+    `blockdraft train dflash --show-recipe` lists the fields.
+
+    `accelerate launch -m blockdraft train ...` trains on several devices. `touch DIR.run/finish`, or the signal USR1,
+    ends the run early with a whole drafter.
     """
     from blockdraft.settings import as_toml, read_settings
     from blockdraft.training.variant import find_variant
 
-    settings = read_settings(find_variant(variant).recipe_class, recipe, context.obj)
+    settings: Any = read_settings(find_variant(variant).recipe_class, recipe, context.obj)
     if show_recipe:
         print(as_toml(settings, explained=True), end="")
         return
@@ -99,27 +101,7 @@ def train(
     if missing:
         raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; name a folder.")
     assert data is not None and out is not None
-    given = {"adapter": adapter, "revision": revision}
-    more = {"more": extend, "other_answers": other_answers}
-    where = target, data, unfinished_data, out, prompts_file, to_format
-    _train(variant, settings, *where, target_dtype, device, backend, given, more)
 
-
-def _train(
-    variant: str,
-    settings: Any,
-    target: str | None,
-    data: Path,
-    unfinished: bool,
-    out: Path,
-    prompts_file: Path | None,
-    to_format: str | None,
-    dtype: str | None,
-    device: str | None,
-    backend: Backend,
-    given: Mapping[str, str | None],
-    more: Mapping[str, Any],
-) -> None:
     from blockdraft.cli import display
     from blockdraft.data.documents import read_data
     from blockdraft.data.features import read_features
@@ -134,12 +116,9 @@ def _train(
         from blockdraft.training.graceful_shutdown import finish_on_signal
         from blockdraft.training.objectives import find_objective
         from blockdraft.training.progress import Progress, run_folder
-        from blockdraft.training.trainer import train
+        from blockdraft.training.trainer import train as train_drafter
     except ModuleNotFoundError as error:
         raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
-
-    def note(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
     complaints, prompts = Complaints(), None
     with complaints.noting():
@@ -149,7 +128,7 @@ def _train(
         with complaints.noting():
             find_objective(name)
     with complaints.noting():
-        documents = read_data(data, unfinished)
+        documents = read_data(data, unfinished_data)
     with complaints.noting():
         if prompts_file is not None:
             prompts = read_prompt_sets([prompts_file])[0].prompts
@@ -157,21 +136,21 @@ def _train(
         if settings.features not in (None, "memory"):
             read_features(settings.features)
     with complaints.noting():
-        if getattr(settings, "init", None) is not None:  # only some variants can begin with a drafter
+        if getattr(settings, "init", None) is not None:  # some variants cannot begin with a drafter
             read_config(settings.init)
     with complaints.noting():
         accelerator = make_accelerator(settings, run_folder(out), device)
     complaints.check()
     if not documents.finished and accelerator.is_main_process:
-        note(f"{data} is still being made; this takes the {len(documents)} documents that there are now.")
-    loaded = loading.load(target, dtype, accelerator.device, backend, **given)
+        loading.tell(f"{data} is still being made; training takes the {len(documents)} documents that exist now.")
+    loaded = loading.load(target, target_dtype, accelerator.device, backend, adapter=adapter, revision=revision)
 
     finish_on_signal(out)
     try:
         with display.progress("done") as progress:
-            callbacks = Progress(progress, note)
-            written = None if to_format is None else format_for(to_format, loaded, target, revision=given["revision"])
-            lines = train(
+            callbacks = Progress(progress, loading.tell)
+            written = None if to_format is None else format_for(to_format, loaded, target, revision=revision)
+            lines = train_drafter(
                 variant,
                 loaded,
                 documents,
@@ -181,11 +160,12 @@ def _train(
                 prompts=prompts,
                 progress=callbacks,
                 written=written,
-                **more,
+                more=extend,
+                other_answers=other_answers,
             )
     except KeyboardInterrupt:
         if accelerator.is_main_process:
-            note(after_interruption(run_folder(out) / "checkpoints"))
+            loading.tell(after_interruption(run_folder(out) / "checkpoints"))
         raise typer.Exit(130) from None
     if accelerator.is_main_process:
         console = display.terminal() if sys.stdout.isatty() else display.plain()
@@ -196,7 +176,7 @@ def _train(
 
 
 def split_flags(arguments: Sequence[str], known: Collection[str]) -> tuple[list[str], dict[str, str]]:
-    """What of a command line is the command's own, and recipe fields: `--name value` or `--name=value`.
+    """Split a command line into the command's own words and recipe fields: `--name value` or `--name=value`.
 
     Args:
         known: Options of the command.
