@@ -91,7 +91,7 @@ def test_data_and_training(
     capsys.readouterr()
     written = ["--format", "speculators", "--out", tmp_path / "else"]
     assert run(monkeypatch, "export", out, "--target", file, *written) == 2
-    assert "readers load no" in capsys.readouterr().err and not (tmp_path / "else").exists()
+    assert "readers cannot load" in capsys.readouterr().err and not (tmp_path / "else").exists()
     assert run(monkeypatch, "export", out, "--target", file, *written, "--target-name", "owner/name") == 0
     named = json.loads((tmp_path / "else" / "config.json").read_text())["speculators_config"]["verifier"]
     assert named == {"name_or_path": "owner/name", "architectures": ["Qwen3ForCausalLM"]}

@@ -160,7 +160,7 @@ def test_parse_refuses(raw: dict[str, Any], told: str) -> None:
         (replace(CONFIG, layers=(LayerAttention(True, None), FULL)), "bidirectional where they are full"),
         (replace(CONFIG, layers=(LayerAttention(True, 9), LayerAttention(False, 9))), "alike in causality"),
         (replace(CONFIG, layers=(LayerAttention(True, 9), LayerAttention(True, 8))), "of one window"),
-        (replace(CONFIG, output_multiplier=0.5), "output_multiplier is 0.5; it must be 1.0, since this format cannot"),
+        (replace(CONFIG, output_multiplier=0.5), "output_multiplier is 0.5; it must be 1.0, the only one in this"),
         (replace(CONFIG, final_logit_softcapping=30.0), "final_logit_softcapping is 30.0"),
         (
             DFlash2Config(**vars(CONFIG), conv_kernel_size=2, conv_group_size=4, selector_rank=2, selector_top_k=2),
@@ -177,7 +177,7 @@ def test_write_refuses_what_the_format_cannot_say(tmp_path: Path, config: DraftC
 def test_a_gguf_file_is_no_name_for_a_target() -> None:
     """Readers of the format load embedding and head of the target by that name."""
     speculators.LAYOUT.check(CONFIG, "owner/name", ())
-    with pytest.raises(ValueError, match=r"readers load no models/m\.gguf; export with --target-name"):
+    with pytest.raises(ValueError, match=r"readers cannot load models/m\.gguf; export with --target-name"):
         speculators.LAYOUT.check(CONFIG, "models/m.gguf", ())
 
 

@@ -74,7 +74,7 @@ def test_export_of_a_loaded_drafter(tmp_path: Path, tiny_medusa_dir: Path, tiny_
     convert(tiny_medusa_dir, tmp_path / "copy", Format("medusa", "some/target"), target)
     ours, theirs = load_drafter(tmp_path / "copy", target=target), load_drafter(tiny_medusa_dir, target=target)
     assert type(ours) is type(theirs) and ours.block_size == theirs.block_size == 4
-    with pytest.raises(ValueError, match="MedusaConfig is a configuration for which z-lab's layout"):
+    with pytest.raises(ValueError, match="MedusaConfig is a configuration that z-lab's layout"):
         convert(tiny_medusa_dir, tmp_path / "other", Format("zlab"), target)
 
 

@@ -38,7 +38,7 @@ def test_there_and_back(tmp_path: Path, tiny_mtp_dir: Path, tiny_target_dir: Pat
     assert all(torch.equal(again.tensors[name], half[name]) for name in half)
     convert(tiny_mtp_dir, tmp_path / "copy", Format("mtp"), target)
     assert type(load_drafter(tmp_path / "copy", target=target)).__name__ == "MTPDrafter"
-    with pytest.raises(ValueError, match="MTPConfig is a configuration for which z-lab's layout"):
+    with pytest.raises(ValueError, match="MTPConfig is a configuration that z-lab's layout"):
         convert(tiny_mtp_dir, tmp_path / "other", Format("zlab"), target)
 
 

@@ -130,7 +130,7 @@ def test_what_the_format_cannot_say_is_refused(tmp_path: Path) -> None:
         LAYOUT.check(replace(CONFIG, normed_feedback=False), None, ())
     with pytest.raises(UsageError, match="the configuration is 'dict'; it must be an MTPConfig"):
         LAYOUT.check({}, None, ())
-    with pytest.raises(UsageError, match="readers load no model.gguf"):
+    with pytest.raises(UsageError, match="readers cannot load model.gguf"):
         LAYOUT.check(CONFIG, "model.gguf", ())
 
 
