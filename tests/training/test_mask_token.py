@@ -43,10 +43,10 @@ def test_that_of_the_tokenizer(target: Target) -> None:
 def test_an_unused_row_unless_it_is_nil(nil: bool, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     assert target.tokenizer is not None
     target.tokenizer.mask_token = None
-    target.vocab_size += 1  # a row of the embedding that no token has
+    target.vocab_size += 1  # an entry of the embedding that no token uses
     monkeypatch.setattr(target, "embed", lambda tokens: torch.full((*tokens.shape, 32), 0.0 if nil else 1.0))
     found = mask_token(target)
-    assert (found.why == "a row of the embedding that no token has") != nil
+    assert (found.why == "an entry of the embedding that no token uses") != nil
     assert nil or found.id == 265
 
 

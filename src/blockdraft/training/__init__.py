@@ -1,1 +1,1 @@
-"""Training of drafters: batches and anchors, losses, variants and the trainer. Recipes put them together."""
+"""Training of drafters: recipes, batches, objectives, losses and the trainer. Each drafter's folder has its variant."""

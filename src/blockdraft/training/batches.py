@@ -1,7 +1,7 @@
-"""From documents to steps: which documents lie in which row, and where the anchors are.
+"""Batches of a run: documents packed into rows, with anchors.
 
-Everything here follows from (seed, epoch, step) alone. So each process plans whole steps and takes its part of them:
-the number of processes changes nothing, and a run that goes on from step n needs no state of any generator.
+Everything here follows from (seed, epoch, step) alone. Each process plans whole steps and takes its part of them, so
+the number of processes changes nothing, and a run that resumes needs no state of a random generator.
 
 Letters: B rows, S tokens of a row, A anchors of a row, K taught slots of a block, L = K + 1.
 """
@@ -23,24 +23,24 @@ from blockdraft.errors import UsageError
 from blockdraft.training.recipe import Recipe
 
 OPEN_ROWS = 32  # rows that are filled at a time
-ORDER, ANCHORS = range(1, 3)  # what random numbers are for
+ORDER, ANCHORS = range(1, 3)  # uses of random numbers, each with its own seeds
 
 
 def generator(*key: int) -> torch.Generator:
-    """A generator that depends on these numbers and nothing else."""
+    """Random generator that depends on these numbers alone."""
     state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state >> np.uint64(1)))
 
 
 class Rows(NamedTuple):
-    """Rows of packed documents and their anchors, as a variant of training sees them.
+    """Rows of packed documents and their anchors, as a variant sees them.
 
     Attributes:
         tokens_BS, positions_BS: int64; positions begin at 0 in each document.
-        documents_BS: int64; the number of each token's document in its row, -1 behind the last one.
-        anchors_BA: int64 places in the row, in ascending order; -1 for no block.
-        tokens_BAL: int64; the anchor and the K tokens behind it.
-        taught_BAK: bool; which of these K are taught: those of the anchor's document that are supervised.
+        documents_BS: int64; number of each token's document in its row, -1 after the last document.
+        anchors_BA: int64; indices into the row, in ascending order, -1 for no block.
+        tokens_BAL: int64; the anchor and the K tokens after it.
+        taught_BAK: bool; which of these K tokens are taught, that is supervised and in the anchor's document.
     """
 
     tokens_BS: Tensor
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 
 
 def features_before(features_BSF: Tensor, rows: Rows) -> Tensor:
-    """Features of the token before each anchor, `[B, A, F]`; 0 where the anchor is the first of its document."""
+    """Features of the token before each anchor, `[B, A, F]`; 0 if the anchor is the first token of its document."""
     before_BA = (rows.anchors_BA - 1).clamp(min=0)
     first_BA = rows.positions_BS.gather(1, rows.anchors_BA.clamp(min=0)) == 0
     found = features_BSF.gather(1, before_BA.unsqueeze(-1).expand(-1, -1, features_BSF.size(2)))
@@ -61,9 +61,11 @@ def features_before(features_BSF: Tensor, rows: Rows) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """Attributes:
-    tensors: On the CPU.
-    contents: The documents of each row, as indices into the data.
+    """Rows of a step.
+
+    Attributes:
+        tensors: Tensors of the rows, on the CPU.
+        contents: Documents of each row, as indices into the data.
     """
 
     tensors: Rows
@@ -77,13 +79,14 @@ class Batch:
 
 
 class Documents:
-    """The documents that can be trained on, cut to the length of a row.
+    """Documents to train on, cut to the length of a row.
 
     Attributes:
-        usable: Indices of those with an anchor.
-        lengths: Tokens of every document, after cutting.
-        cut, useless: How many were cut, and how many have no two supervised tokens side by side.
-        tokens, supervised: How many the usable ones hold.
+        usable: Indices of the documents with an eligible anchor.
+        lengths: Number of tokens of every document, after cutting.
+        cut: Number of documents that were cut.
+        useless: Number of documents without two supervised tokens side by side.
+        tokens, supervised: Number of tokens, and of supervised tokens, in the usable documents.
     """
 
     def __init__(self, data: Sequence[Document], length: int) -> None:
@@ -108,10 +111,13 @@ class Documents:
 
 
 def split(documents: Documents, held_out: int, seed: int) -> tuple[list[int], list[int]]:
-    """Usable documents to train on, and those that are held out. Raises ValueError where none would be left.
+    """Indices of the usable documents to train on, and of those that are held out.
 
-    What they hold decides, so that no document goes over from the former to the latter when others are added: a drafter
-    that learns on from more data is not measured on what it has learned.
+    The content of a document decides, so no document changes sides when others are added. A drafter that is trained
+    further on more data is therefore never measured on documents that it has learned.
+
+    Raises:
+        UsageError: No document would be left to train on.
     """
     usable = documents.usable
     if held_out >= len(usable):
@@ -128,7 +134,7 @@ def _lot(document: Document, seed: int) -> bytes:
 
 
 def pack(order: Sequence[int], lengths: Sequence[int], length: int) -> list[tuple[int, ...]]:
-    """Put documents into rows of at most `length` tokens, each into the fullest open row that has room for it."""
+    """Pack documents into rows of at most `length` tokens, each into the fullest open row with room for it."""
     done: list[tuple[int, ...]] = []
     rows: list[list[int]] = []
     rooms: list[int] = []
@@ -150,12 +156,12 @@ def pack(order: Sequence[int], lengths: Sequence[int], length: int) -> list[tupl
 
 
 def eligible(supervised_S: Tensor) -> Tensor:
-    """Where an anchor may stand, `[S]` bool: on a supervised token whose next one is supervised too."""
+    """Tokens that may be anchors, `[S]` bool: supervised tokens whose next token is supervised too."""
     return supervised_S & F.pad(supervised_S[1:], (0, 1))
 
 
 def shares(counts: Sequence[int], total: int) -> list[int]:
-    """Split `total` in proportion to the counts, none above its count; the largest remainders round up."""
+    """Split `total` in proportion to the counts, with no share above its count. The largest remainders round up."""
     whole = sum(counts)
     if whole <= total:
         return list(counts)
@@ -166,11 +172,11 @@ def shares(counts: Sequence[int], total: int) -> list[int]:
 
 
 def place_anchors(documents: Sequence[Document], count: int, stride: int | None, random: torch.Generator) -> list[int]:
-    """Draw up to `count` anchors of a row, in ascending order, without replacement and in proportion to what each
-    document offers.
+    """Draw up to `count` anchors of a row, in ascending order, without replacement, and from each document in
+    proportion to its eligible tokens.
 
     Args:
-        stride: None lets them stand anywhere; otherwise only on each stride-th place from the first supervised one on.
+        stride: None allows any eligible token; otherwise only every stride-th token from the first eligible one on.
     """
     places, start = [], 0
     for document in documents:
@@ -186,12 +192,12 @@ def place_anchors(documents: Sequence[Document], count: int, stride: int | None,
 
 
 class Batches:
-    """The steps of a run over these documents.
+    """Batches of a run, one a step.
 
     Args:
         documents: All documents.
-        chosen: Indices of those to use.
-        recipe: With length, batch and anchors settled.
+        chosen: Indices of the documents to use.
+        recipe: Recipe in which length, batch and anchors are not None.
         taught_slots: K.
     """
 
@@ -212,14 +218,14 @@ class Batches:
         return -(-len(self._rows(epoch)) // self._batch)
 
     def steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         if self._recipe.steps is not None:
             return self._recipe.steps
         return sum(self.steps_of(epoch) for epoch in range(self._recipe.epochs))
 
     def run(self, start: int) -> Iterator[tuple[int, Batch]]:
-        """Epochs and batches of a step each, from step `start` on and without end. The rows of an epoch are spread
-        evenly over its batches, which are filled up with empty ones."""
+        """Yield the epoch and the batch of each step, from step `start` on and without end. The rows of an epoch are
+        spread evenly over its batches, which are padded with empty rows."""
         epoch = begun = 0
         while True:
             count, every = self.steps_of(epoch), self._rows(epoch)
@@ -231,7 +237,7 @@ class Batches:
             epoch += 1
 
     def fixed(self, size: int) -> list[Batch]:
-        """One epoch that is the same whenever it is asked for, in batches of `size` rows: for measuring."""
+        """One epoch in batches of `size` rows, the same at every call; for evaluations."""
         random = generator(self._recipe.seed, ANCHORS)
         rows = pack(self._chosen, self._documents.lengths, self._length)
         rows += [()] * (-len(rows) % size)

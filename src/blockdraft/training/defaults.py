@@ -98,7 +98,7 @@ def resolve(
     with complaints.noting():
         kind = find_variant(variant_name)
         before = len(complaints.messages)
-        for name, choice in kind(recipe).settle(target, data, complaints).items():
+        for name, choice in kind(recipe).defaults(target, data, complaints).items():
             given = getattr(recipe, name) is not None  # the choice is then what the recipe's value becomes
             values[name] = tell(name, choice) if given else take(name, choice)
         if len(complaints.messages) == before:

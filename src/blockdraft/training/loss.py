@@ -1,6 +1,6 @@
-"""The training step's forward: from a batch to the sums that make up the loss, logits in chunks.
+"""Forward of a training step: from a batch to the sums that make up the loss. Logits are computed in chunks.
 
-Letters as in `blocks.py` and `batches.py`; T terms of the loss, M counts of the variant, C blocks of a chunk.
+Letters: as in `batches.py` and `objectives.py`; T terms of the loss, M counts of the variant.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from blockdraft.training.variant import Variant
 
 
 class Sums(NamedTuple):
-    """Attributes:
-    terms_T: For each term of the loss the weighted sum over its slots, with gradient.
-    right_K, taught_K: Slots that were guessed right when all before them were given, and all slots.
-    counts_M: Slots for each name that the variant counts.
-    accepted: Tokens that decoding would commit at these anchors: leading right guesses, and the bonus.
-    blocks: Anchors with a taught slot.
+    """Sums over the taught slots of some rows.
+
+    Attributes:
+        terms_T: Weighted loss of each term, with gradient.
+        right_K, taught_K: Number of slots that were guessed right, given all tokens before them, and of all slots.
+        counts_M: Number of slots for each name that the variant counts.
+        accepted: Number of tokens that decoding would commit at these anchors: leading right guesses and the bonus.
+        blocks: Number of anchors with a taught slot.
     """
 
     terms_T: Tensor
@@ -35,9 +37,9 @@ class Sums(NamedTuple):
 
 
 class DraftLoss(nn.Module):
-    """The draft network with its loss around it, so that wrappers for many devices see one module with one forward.
+    """Draft network and its loss in one module, so that wrappers for many devices see a single forward.
 
-    Embedding and head are the target's; they are no part of this module and are not trained.
+    Embedding and head belong to the target. They are not part of this module and are not trained.
     """
 
     def __init__(self, network: nn.Module, variant: Variant[Any, Any, Any], target: Target) -> None:
@@ -48,12 +50,12 @@ class DraftLoss(nn.Module):
         self._run = torch.compile(self._sums, dynamic=False) if variant.recipe.compile else self._sums
 
     def forward(self, features_BSF: Tensor, teacher_BSH: Tensor | None, *rows: Tensor) -> Sums:
-        """The sums of some rows.
+        """Compute the sums of some rows.
 
         Args:
-            features_BSF: The target's outputs at the drafter's taps.
-            teacher_BSH: The input of the target's head; None where nothing learns from it.
-            rows: What `Rows` holds; as plain tensors, which wrappers for many devices know how to hand on.
+            features_BSF: Outputs of the target at the drafter's taps.
+            teacher_BSH: Input of the target's head; None if nothing learns from it.
+            rows: Fields of `Rows` as separate tensors, which wrappers for many devices can pass on.
         """
         found: Sums = self._run(features_BSF, teacher_BSH, Rows(*rows))
         return found
@@ -63,7 +65,7 @@ class DraftLoss(nn.Module):
             features_BSF = features_BSF.float()
         hidden = self._variant.hidden(self.network, self._target, features_BSF, batch).flatten(0, 1)
         tokens, taught = batch.tokens_BAL.flatten(0, 1), batch.taught_BAK.flatten(0, 1)
-        # The target's word on the k-th token comes from the place before it.
+        # The target's logits for the k-th token come from the token before it.
         count, slots = batch.taught_BAK.shape[1:]
         places = (batch.anchors_BA.unsqueeze(-1) + torch.arange(slots, device=taught.device)).flatten(0, 1)
         rows = torch.arange(len(batch.anchors_BA), device=taught.device).repeat_interleave(count)
@@ -72,7 +74,7 @@ class DraftLoss(nn.Module):
         for begin in range(0, len(hidden), size):
             part = slice(begin, begin + size)
             inputs = (hidden[part], tokens[part], taught[part], teacher_BSH, rows[part], places[part])
-            whole = len(hidden) <= size  # then recomputing would save no memory
+            whole = len(hidden) <= size  # recomputing a single chunk would save no memory
             found = self._chunk(*inputs) if whole else checkpoint(self._chunk, *inputs, use_reentrant=False)
             sums.append(found[0])
             right.append(found[1])
@@ -98,7 +100,8 @@ class DraftLoss(nn.Module):
         rows_C: Tensor,
         places_CK: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The terms' sums over a chunk, which slots were guessed right, and the variant's counts."""
+        """Weighted loss of each term over a chunk, the mask of slots that were guessed right, and the variant's
+        counts."""
         variant, target = self._variant, self._target
         logits = variant.logits(self.network, target, hidden_CKH)
         teacher = None
@@ -119,5 +122,5 @@ class DraftLoss(nn.Module):
 
 
 def term_weights(variant: Variant[Any, Any, Any], term: str, taught: Tensor) -> Tensor:
-    """Weights of the slots in a term of the loss, in the shape of `taught`."""
+    """Weights of the slots in a term of the loss, with the shape of `taught`."""
     return slot_weights(taught, variant.gamma if variant.decayed(term) else None)

@@ -1,4 +1,4 @@
-"""Which token stands for an unknown one in a block."""
+"""Choice of the mask token, which stands for unknown tokens in a block."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 
 RESERVED = re.compile(r"[<\[].*(reserved|unused|extra_id|placeholder).*[>\]]", re.IGNORECASE)
-SMALLEST = 1e-4  # root mean square of an embedding; less is lost in the norms of the draft layers
-COST = "answers stay the same; right behind this token in a text guesses may be worse"
+SMALLEST = 1e-4  # root mean square of an embedding; smaller ones vanish in the norms of the draft layers
+COST = "answers stay the same, but guesses right after this token in a text may be worse"
 
 
 class MaskToken(NamedTuple):
-    """Attributes:
-    id: The token.
-    why: A sentence on the choice; None where there is nothing to say.
+    """A chosen mask token.
+
+    Attributes:
+        id: Token id.
+        why: Sentence on the choice; None if there is nothing to say.
     """
 
     id: int
@@ -28,15 +30,15 @@ class MaskToken(NamedTuple):
 
 
 def mask_token(target: Target, wanted: int | None = None, data: TokenData | None = None) -> MaskToken:
-    """The token named; else the tokenizer's mask token, a row of the embedding that no token has, a reserved token, or
-    one that never occurs in the data, in this order.
+    """Choose the mask token: the token that is wanted, or else the first that exists of the tokenizer's mask token, an
+    entry of the embedding that no token uses, a reserved token, and a token that never occurs in the data.
 
     Args:
-        wanted: The token named.
-        data: What is trained on; None looks at no text.
+        wanted: Token id; None leaves the choice to this function.
+        data: Training data; None counts no occurrences.
 
     Raises:
-        ValueError: The one named ends answers or lies outside the vocabulary.
+        UsageError: The wanted token ends answers or lies outside the vocabulary, or every token begins or ends texts.
     """
     size, tokenizer = target.vocab_size, target.tokenizer
     if wanted is not None:
@@ -57,15 +59,17 @@ def mask_token(target: Target, wanted: int | None = None, data: TokenData | None
     taken = {*target.eos_token_ids, *(token for token in special if token is not None)}
     free = [token for token in range(size) if token not in taken]
     if not free:
-        raise UsageError(f"Every token of the target's vocabulary of {size} begins or ends texts; name a mask token.")
+        raise UsageError(
+            f"Every token of the target's vocabulary of {size} begins or ends texts; name a mask token (mask_token_id)."
+        )
     own = None if tokenizer is None else tokenizer.mask_token_id
     if own is not None and own < size:
         return MaskToken(own)
     behind = max(names, default=-1) + 1
-    rows = [*range(behind, size), *reversed(range(behind))]
-    for token in rows if names else ():
+    entries = [*range(behind, size), *reversed(range(behind))]
+    for token in entries if names else ():
         if token not in names and _sound(target, token):
-            return MaskToken(token, "a row of the embedding that no token has")
+            return MaskToken(token, "an entry of the embedding that no token uses")
     times = _counts(data, size).tolist()
     reserved = [token for token, name in sorted(names.items()) if RESERVED.fullmatch(name)]
     others = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.unk_token_id]
@@ -75,11 +79,11 @@ def mask_token(target: Target, wanted: int | None = None, data: TokenData | None
     rarest = sorted(free, key=lambda token: (times[token], -token))
     token = next((token for token in rarest if _sound(target, token)), rarest[0])
     occurs = f"the rarest in the data, {times[token]} times" if times[token] else "which the data do not hold"
-    return MaskToken(token, f"{names.get(token)!r}, {occurs}, since no row of the embedding is unused; {COST}")
+    return MaskToken(token, f"{names.get(token)!r}, {occurs}, because every entry of the embedding is used; {COST}")
 
 
 def _counts(data: TokenData | None, size: int) -> Tensor:
-    """How often each token occurs."""
+    """Number of occurrences of each token, `[size]` int64."""
     counts = torch.zeros(size, dtype=torch.int64)
     for document in data or ():
         counts += torch.bincount(document.tokens, minlength=size)[:size]
@@ -87,6 +91,6 @@ def _counts(data: TokenData | None, size: int) -> Tensor:
 
 
 def _sound(target: Target, token: int) -> bool:
-    """Whether its embedding is not nil: with nil all slots of the first draft layer would be the same."""
+    """Whether a token's embedding is not zero. With zero, all slots would be the same in the first draft layer."""
     embedding = target.embed(torch.tensor([token], device=target.device)).float()
     return float(embedding.square().mean().sqrt()) > SMALLEST

@@ -1,4 +1,4 @@
-"""Recipes: everything that shapes a training run, from a TOML file, flags, or both (`settings.read_settings`)."""
+"""Recipes: all settings of a training run, from a TOML file, flags, or both (`settings.read_settings`)."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from blockdraft.settings import Amount, Count, Natural, Share, Texts, settings
 
 @settings
 class Recipe:
-    """What every variant of training knows; a variant may add fields and change defaults by subclassing.
+    """Settings that all variants share. A variant may add fields and change defaults by subclassing.
 
     Rate, warm-up, clipping, epochs, anchors and length are those of arXiv 2602.06036. Fields that are None by default
-    are settled by target and data before training begins (`settle.py`).
+    are filled in from target and data before training begins (`defaults.py`).
 
     Attributes:
         block_size: Tokens of a block, anchor included.
-        length: Tokens of a row. Documents are packed into rows, longer ones are cut. None is 3072, or the target's
+        length: Tokens of a row. Documents are packed into rows, and longer ones are cut. None is 3072, or the target's
             context if that is shorter.
-        batch: Rows of a step, over all processes and accumulated batches; None is 8, or what the data fill.
-        anchors: Blocks of a row, drawn anew in each epoch; None is a sixth of `length`.
+        batch: Rows of a step, over all processes and accumulated batches; None is 8, or fewer if the data fill fewer.
+        anchors: Blocks of a row, drawn again in each epoch; None is a sixth of `length`.
         anchor_placement: "random", or "fixed" for blocks that follow each other, as a baseline.
-        held_out: Documents that are kept back to measure on; None is 64, or a tenth of them all if that is less.
-        features: Where the target's hidden states come from: None runs the target in the loop, "memory" computes them
-            once at the start and keeps them in memory in bfloat16, anything else is a folder of stored features.
+        held_out: Documents that are held out to measure on; None is 64, or a tenth of all documents if that is less.
+        features: Source of the target's hidden states. None runs the target in each step; "memory" computes them once
+            at the start and keeps them in memory in bfloat16; anything else is a folder of stored features.
         objective: Names of objectives and their weights.
-        gamma: Decay constant in slots of the objectives that decay; None goes by the block size, 0 is no decay.
+        gamma: Decay constant, in slots, of the objectives that decay; None depends on the block size, 0 is no decay.
         epochs: Passes over the data.
-        steps: Optimiser steps; None goes by `epochs`.
+        steps: Optimizer steps; None follows from `epochs`.
         optimizer: "adamw", or "muon" for matrices with AdamW for the rest.
         learning_rate: Peak learning rate of AdamW.
         muon_learning_rate: Peak learning rate of Muon.
         weight_decay: Weight decay of AdamW.
         muon_weight_decay: Weight decay of Muon.
-        schedule: How the rates fall after the warm-up: "cosine", "linear", or "wsd": constant, then by the cosine over
-            the last fifth.
+        schedule: Fall of the rates after the warm-up: "cosine", "linear", or "wsd", which is constant and then a cosine
+            over the last fifth of the steps.
         warmup: Share of the steps in which the rates rise.
         final: Share of the peak rates at the end.
-        clip: Largest norm of the gradient; 0 does not clip.
-        seed: Of initial weights, order, anchors and the choice of held-out documents.
-        dtype: Arithmetic of the draft network: "auto" is bfloat16 on a GPU, and on a CPU with instructions for it
-            (AVX512-BF16, AMX), else float32. The weights that are trained are float32 either way.
-        save_dtype: Of the drafter that is written.
+        clip: Maximum norm of the gradient; 0 does not clip.
+        seed: Seed of initial weights, order, anchors and the choice of held-out documents.
+        dtype: Arithmetic of the draft network. "auto" is bfloat16 on a GPU and on a CPU with instructions for it
+            (AVX512-BF16, AMX), and float32 elsewhere. Trained weights are float32 in any case.
+        save_dtype: Type of the weights that are written.
         accumulation: Batches of each process that make up a step.
-        chunk: Blocks whose logits exist at once.
+        chunk: Blocks whose logits exist at the same time.
         compile: Compile the training step, which takes a minute and then saves time.
-        eval_every: Steps between evaluations; 0 evaluates at the end alone.
-        eval_prompts: Held-out prompts that the engine answers at an evaluation.
-        eval_tokens: Most tokens of such an answer.
-        eval_temperature: Of such an answer; 0 is greedy.
-        save_every: Steps between checkpoints; 0 saves at the end alone.
-        keep: Checkpoints that are kept, the newest ones.
-        trackers: Trackers of Accelerate that are told the figures besides log.jsonl.
+        eval_every: Steps between evaluations; 0 evaluates at the end only.
+        eval_prompts: Held-out prompts that the engine answers in an evaluation.
+        eval_tokens: Maximum number of tokens of such an answer.
+        eval_temperature: Sampling temperature of such an answer; 0 is greedy.
+        save_every: Steps between checkpoints; 0 saves at the end only.
+        keep: Number of newest checkpoints that are kept.
+        trackers: Trackers of Accelerate that get the metrics in addition to log.jsonl.
     """
 
     block_size: Annotated[int, Field(ge=2)] = 16

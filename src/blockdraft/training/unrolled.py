@@ -1,4 +1,4 @@
-"""Networks that guess a token at a time, run as they draft: row after row behind every anchor at once.
+"""Networks that guess a token at a time, run as they draft: step after step, after every anchor at once.
 
 Letters: B rows of the batch, S tokens of one, A anchors of one, K steps, H hidden size, F = m * H.
 """
@@ -16,11 +16,14 @@ from blockdraft.training.batches import Rows
 
 
 def unrolled(network: AutoregressiveNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
-    """The network's own states `[B, A, K, H]` of the anchors' rows and the K - 1 behind each.
+    """Unroll the network over K steps from each anchor.
 
-    The anchor's row has the target's feature, and the others what the network feeds on; all have the tokens of the
-    data. Each sees the rows of its document's tokens before the anchor, which are made of the target's features, and
-    its own block's up to itself.
+    All steps get the tokens of the data. The first step gets the target's feature of the token before the anchor, and
+    each later one the network's own state of the step before it. A step attends to its document's tokens before the
+    anchor, with the target's features, and to the steps of its own block up to itself.
+
+    Returns:
+        States of all steps, `[B, A, K, H]`.
     """
     fused = network.fuse(features_BSF)
     begins_BS = rows.positions_BS == 0
@@ -37,7 +40,7 @@ def unrolled(network: AutoregressiveNetwork, target: Target, features_BSF: Tenso
         nonlocal keys, values, visible
         keys, values = torch.cat([keys, new_keys], dim=2), torch.cat([values, new_values], dim=2)
         visible = torch.cat([visible, own], dim=2)
-        # Under autocast norms leave queries and keys in float32.
+        # Under autocast, norms leave queries and keys in float32.
         return attend(queries.to(values.dtype), keys.to(values.dtype), values, visible)
 
     feature = before_BSH.gather(1, anchors_BA.unsqueeze(2).expand(-1, -1, before_BSH.size(2)))

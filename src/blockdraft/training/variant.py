@@ -1,10 +1,10 @@
-"""What the trainer knows of a kind of drafter.
+"""Variants: what a kind of drafter tells the trainer.
 
-A variant is `train.py` of a drafter's folder, a subclass of `Variant` that is named `VARIANT` at the end of the file;
-`blockdraft train <folder name>` finds it. It says how its network is made, and what that network thinks of the K tokens
-behind each anchor when it sees what a drafter sees there: the features of the tokens strictly before the anchor (those
-of the anchor itself do not exist yet when a drafter guesses), the anchor, and of later tokens at most those before the
-one that it guesses.
+A variant is a subclass of `Variant` in `train.py` of a drafter's folder, named `VARIANT` at the end of the file;
+`blockdraft train <folder name>` finds it. It makes the network, and computes the network's output for the K tokens
+after each anchor. For that the network may see what a drafter sees: the features of the tokens strictly before the
+anchor (those of the anchor itself do not exist yet when a drafter guesses), the anchor, and of the later tokens at most
+those before the one that it guesses.
 
     @settings
     class MyRecipe(Recipe):
@@ -22,14 +22,14 @@ one that it guesses.
 
     VARIANT = MyVariant
 
-A variant of the DFlash family needs less: see `drafters/dflash/train.py`.
+A variant of the DFlash family needs less; see `drafters/dflash/train.py`.
 
-`logits`, `losses`, `guesses` and `counts` see a chunk of blocks at a time. Modules of the network that `hidden` does
-not call, such as a head on top of hidden states and logits, are called there. What `losses` computes is thrown away and
-computed again in the backward pass, so it must not draw random numbers or change anything.
+`logits`, `losses`, `guesses` and `counts` see a chunk of blocks at a time. They call those modules of the network that
+`hidden` does not call, such as a head on top of hidden states and logits. The results of `losses` are discarded and
+computed again in the backward pass, so it must neither draw random numbers nor change anything.
 
-The parity test in `tests/drafters/test_parity.py` runs over every file here without being told: what
-`load_drafter` reads back must guess what `guesses` says.
+`tests/drafters/test_parity.py` tests every variant that it finds: a written drafter that `load_drafter` reads back must
+guess what `guesses` returns.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from blockdraft.training.recipe import Recipe
 
 
 class NetworkConfig(Protocol):
-    """What every drafter's configuration has.
+    """Configuration of any draft network.
 
     Attributes:
-        taps: Target layers whose outputs the drafter reads, 0-based.
+        taps: 0-based target layers whose outputs the drafter reads.
     """
 
     @property
@@ -66,24 +66,30 @@ class NetworkConfig(Protocol):
 
 
 class Choice(NamedTuple):
-    """What a field is settled to, and a few words why; None where that is the usual."""
+    """Value of a field that the recipe left open.
+
+    Attributes:
+        value: The value.
+        why: A few words on the reason; None if the value is the usual one.
+    """
 
     value: Any
     why: str | None = None
 
 
-def begin_with(
+def load_init(
     network: nn.Module, config: Any, init: str, vocabulary: Mapping[str, int] | None, free: Collection[str] = ()
 ) -> None:
     """Load the weights of a drafter of the same kind into a new network.
 
     Args:
-        config: Of the network, a dataclass.
-        init: The drafter's folder.
-        free: Fields in which its configuration may differ.
+        config: Configuration of the network, a dataclass.
+        init: Folder of the drafter.
+        vocabulary: Tokens of the target and their ids.
+        free: Fields in which the two configurations may differ.
 
     Raises:
-        ValueError: It cannot be read, or differs in anything else.
+        UsageError: The drafter cannot be read, or its configuration differs in another field.
     """
     found, ours = read_drafter(init, vocabulary, config.num_target_layers), type(config).__name__
     need(type(found.config) is type(config), f"the kind of {init}", type(found.config).__name__, f"{ours}; use another")
@@ -104,14 +110,14 @@ C = TypeVar("C", bound=NetworkConfig)
 
 
 class Variant(ABC, Generic[R, N, C]):
-    """One kind of drafter, made for one recipe.
+    """One kind of drafter, with a recipe.
 
     Attributes:
-        recipe_class: Its recipes.
-        free_fields: Fields of its own recipe that say how and how often, not what is learned: they may change when a
-            run goes on.
-        counted: What `counts` counts.
-        needs_teacher: Whether `losses` reads `slots.teacher_CKV`, besides what the objectives need.
+        recipe_class: Class of its recipes.
+        free_fields: Fields of its own recipe that may change when a run resumes, because they do not change what is
+            learned.
+        counted: Names of the counts that `counts` returns.
+        needs_teacher: Whether `losses` reads `slots.teacher_CKV`, be it for an objective or for a term of its own.
         fit_gain: Accepted guesses over those of DFlash after equal training, by which `blockdraft fit` weighs a kind;
             None if `fit` does not make it.
     """
@@ -136,47 +142,48 @@ class Variant(ABC, Generic[R, N, C]):
 
     # Configuration and weights
 
-    def settle(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
-        """Values of fields of the variant's own recipe that are left to target and data, by name. What cannot be
-        settled is noted among the complaints. `config` must do without, so that a network can be made without data."""
+    def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
+        """Values of fields of its own recipe that depend on target and data, by name. Faults are added to the
+        complaints. `config` must not need this call, so that a network can be made without data."""
         return {}
 
     @abstractmethod
     def config(self, target: Target) -> C:
-        """The network's configuration. What the recipe leaves open is the target's, where it has it.
+        """Configuration of the network. Values that the recipe leaves open are taken from the target.
 
         Raises:
-            ValueError: A value is out of range, or neither the recipe nor the target has it.
+            UsageError: A value is out of range, or neither the recipe nor the target has it.
         """
 
     @abstractmethod
     def new_network(self, config: C, vocabulary: Mapping[str, int] | None) -> N:
-        """A network to begin with; torch's random numbers are those of the recipe's seed.
+        """Make the network that training begins with. `network` calls this after seeding torch.
 
         Args:
-            vocabulary: The target's tokens and their ids, which some checkpoints are read with.
+            vocabulary: Tokens of the target and their ids, which some checkpoints are read with.
 
         Raises:
-            ValueError: A checkpoint to begin with cannot be read or has another shape.
+            UsageError: The checkpoint named by `init` cannot be read or has another shape.
         """
 
     def network(self, config: C, vocabulary: Mapping[str, int] | None = None) -> N:
-        """`new_network`, with random numbers that come from the recipe's seed alone."""
+        """`new_network`, with random numbers from the recipe's seed alone."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.seed)
             return self.new_network(config, vocabulary)
 
     def fit_data(self, network: N, data: TokenData) -> None:
-        """Called once on a new network, before `fit_head`, for what it has of the data without learning it."""
+        """Set buffers of a new network that depend on the data, such as a draft vocabulary. Called before
+        `fit_head`."""
 
     def fit_head(self, network: N, target: Target) -> None:
-        """Called once on a new network, which may be scaled here to what the target's head expects."""
+        """Fit a new network to the target's head, for instance by scaling its last norm."""
 
     def prepare(self, network: N) -> None:
-        """Called once before training, such as for recomputing activations. The network's parameters must stay."""
+        """Prepare the network for training, for instance to recompute activations. Its parameters must not change."""
 
     def saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors as they are written: on the CPU, those of numbers with fractions in the recipe's `save_dtype`."""
+        """Tensors as they are written: on the CPU, floating-point ones in the recipe's `save_dtype`."""
         dtype = getattr(torch, self.recipe.save_dtype)
         return {n: t.to("cpu", dtype if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
 
@@ -188,50 +195,51 @@ class Variant(ABC, Generic[R, N, C]):
 
     @property
     def taught_slots(self) -> int:
-        """K. The k-th taught slot, k = 1 to K, predicts the k-th token behind the anchor."""
+        """K. The k-th taught slot, k = 1 to K, predicts the k-th token after the anchor."""
         return self.recipe.block_size - 1
 
     @abstractmethod
     def hidden(self, network: N, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
-        """What the network makes of every block at once, `[B, A, K, H]`.
+        """Hidden states of all taught slots, `[B, A, K, H]`, of all blocks at once.
 
         Args:
             network: The draft network itself, not its wrapper.
-            features_BSF: Outputs of the target at `config.taps`, side by side. Those of the anchor and behind it are
-                here as well and must not be looked at.
-            rows: Tokens, documents and anchors, on the target's device. A negative anchor's block is meaningless.
+            features_BSF: Outputs of the target at `config.taps`, side by side. The features of the anchor and of later
+                tokens are included, and must not be used.
+            rows: Tokens, documents and anchors, on the target's device. Blocks of negative anchors are meaningless.
         """
 
     def logits(self, network: N, target: Target, hidden_CKH: Tensor) -> Tensor:
-        """Logits of a chunk of blocks, `[C, K, V]`: here the target's head. With another vocabulary than the target's,
-        `losses` and `guesses` have to know of it."""
-        rows = hidden_CKH.to(target.dtype).flatten(0, 1)  # blocks that are slices would be multiplied one by one
-        logits: Tensor = target.head(rows).unflatten(0, hidden_CKH.shape[:2])
+        """Logits of a chunk of blocks, `[C, K, V]`, here by the target's head. A variant with another vocabulary than
+        the target's must account for it in `losses` and `guesses`."""
+        states = hidden_CKH.to(target.dtype).flatten(0, 1)  # a view in three dimensions would be multiplied by slices
+        logits: Tensor = target.head(states).unflatten(0, hidden_CKH.shape[:2])
         return logits
 
     def factors(self) -> Mapping[str, float]:
-        """The terms of the loss and their shares in it, in a fixed order."""
+        """Terms of the loss and their factors, in a fixed order."""
         return self.recipe.objective
 
     def decayed(self, term: str) -> bool:
-        """Whether the term's slots weigh `exp(-(k - 1) / gamma)`; else all weigh alike. A variant's own terms decay."""
+        """Whether slot k of a term has the weight `exp(-(k - 1) / gamma)`; otherwise all slots have the same weight. A
+        variant's own terms decay."""
         return term not in self.objectives or self.objectives[term].decayed
 
     def losses(self, network: N, slots: Slots) -> dict[str, Tensor]:
-        """Each term's loss of each slot, `[C, K]` float32, for all names of `factors`. The trainer weighs and sums
-        them: term t of the loss is `sum(weights * losses) / sum(weights)` over all ranks and accumulated batches.
+        """Loss of each slot, `[C, K]` float32, for each term in `factors`. The trainer makes term t of the loss from
+        them: `sum(weights * losses) / sum(weights)` over all processes and accumulated batches.
 
-        A slot that a term has nothing to say about gets 0. `network` is the draft network itself, not its wrapper.
+        A slot to which a term does not apply gets 0. `network` is the draft network itself, not its wrapper.
         """
         return {name: objective.losses(slots) for name, objective in self.objectives.items()}
 
     def guesses(self, network: N, slots: Slots) -> Tensor:
-        """`[C, K]` int64: what is guessed greedily at each slot when all guesses before it were right. Accuracies and
-        accepted lengths are counted on it."""
+        """Greedy guess at each slot, `[C, K]` int64, given that all guesses before it were right. Accuracies and
+        accepted lengths are computed from it."""
         return slots.logits_CKV.argmax(dim=-1)
 
     def counts(self, network: N, slots: Slots) -> Mapping[str, Tensor]:
-        """`[C, K]` bool for all names of `counted`. Their shares of the taught slots are told beside the accuracy."""
+        """Masks `[C, K]` bool for all names in `counted`. Their shares of the taught slots are metrics."""
         return {}
 
 
@@ -240,7 +248,11 @@ def variant_names() -> list[str]:
 
 
 def find_variant(name: str) -> type[Variant[Any, Any, Any]]:
-    """The variant of the drafter with this name. Raises ValueError where there is none."""
+    """Variant of the drafter with this name.
+
+    Raises:
+        UsageError: There is none.
+    """
     if name not in variant_names():
         raise UsageError(f"The variant {name!r} is unknown; there are {', '.join(variant_names())}.")
     found: type[Variant[Any, Any, Any]] = import_module(f"{DRAFTERS}.{name}.train").VARIANT
@@ -248,6 +260,6 @@ def find_variant(name: str) -> type[Variant[Any, Any, Any]]:
 
 
 def fit_gains() -> dict[str, float]:
-    """The kinds that `blockdraft fit` makes, each with its `Variant.fit_gain`."""
+    """Kinds that `blockdraft fit` makes, each with its `Variant.fit_gain`."""
     gains = {name: find_variant(name).fit_gain for name in variant_names()}
     return {name: gain for name, gain in gains.items() if gain is not None}

@@ -108,7 +108,7 @@ def test_shapes_and_taps(target: Target) -> None:
     assert (config.taps, config.draft_vocab_size) == ((0, 1, 2), target.vocab_size)
     assert config.num_attention_heads == target.shape["num_attention_heads"]
     complaints = Complaints()
-    assert not Eagle3Variant(Eagle3Recipe(draft_vocab=999)).settle(target, None, complaints)
+    assert not Eagle3Variant(Eagle3Recipe(draft_vocab=999)).defaults(target, None, complaints)
     assert "draft_vocab_size is 999" in complaints.messages[0]
 
 

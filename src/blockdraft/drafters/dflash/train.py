@@ -142,7 +142,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
     first_slot: int = 1
     own_modules: tuple[str, ...] = ()
 
-    def settle(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
+    def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
         recipe, found = self.recipe, dict[str, Choice]()
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         init, of_init = None, "that of the drafter to begin with"
@@ -168,7 +168,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         return found
 
     def config(self, target: Target) -> DraftConfig:
-        settled = self.settle(target, None, complaints := Complaints())
+        settled = self.defaults(target, None, complaints := Complaints())
         complaints.check()
         recipe = replace(self.recipe, **{name: choice.value for name, choice in settled.items()})
         assert recipe.layers is not None and recipe.mask_token_id is not None

@@ -81,7 +81,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
     recipe_class: ClassVar[type[Recipe]] = Eagle3Recipe
     counted = ("covered",)  # slots whose token the drafter can guess
 
-    def settle(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
+    def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
         with complaints.noting():
             config = self.config(target)
             return {name: Choice(getattr(config, field)) for field, name in SHAPE.items()}

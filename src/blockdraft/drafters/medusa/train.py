@@ -18,7 +18,7 @@ from blockdraft.settings import Amount, Count, Share, settings
 from blockdraft.targets import Target, embedding_and_head
 from blockdraft.training.batches import Rows, features_before
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variant import Variant, begin_with
+from blockdraft.training.variant import Variant, load_init
 
 
 @settings
@@ -60,7 +60,7 @@ class MedusaVariant(Variant[MedusaRecipe, MedusaNetwork, MedusaConfig]):
     def new_network(self, config: MedusaConfig, vocabulary: Mapping[str, int] | None) -> MedusaNetwork:
         network = MedusaNetwork(config)
         if self.recipe.init is not None:
-            begin_with(network, config, self.recipe.init, vocabulary)
+            load_init(network, config, self.recipe.init, vocabulary)
         return network
 
     def fit_head(self, network: MedusaNetwork, target: Target) -> None:

@@ -16,7 +16,7 @@ from blockdraft.targets import Target
 from blockdraft.training.batches import Rows
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.unrolled import unrolled
-from blockdraft.training.variant import Variant, begin_with
+from blockdraft.training.variant import Variant, load_init
 
 
 @settings
@@ -62,7 +62,7 @@ class MTPVariant(Variant[MTPRecipe, MTPNetwork, MTPConfig]):
         network = MTPNetwork(config)
         new_matrices(network)
         if self.recipe.init is not None:
-            begin_with(network, config, self.recipe.init, vocabulary, ("block_size", "max_position_embeddings"))
+            load_init(network, config, self.recipe.init, vocabulary, ("block_size", "max_position_embeddings"))
         return network
 
     def fit_head(self, network: MTPNetwork, target: Target) -> None:

@@ -23,7 +23,7 @@ from blockdraft.targets import Target, embedding_and_head
 from blockdraft.training.batches import Rows
 from blockdraft.training.mask_token import mask_token
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variant import Choice, begin_with
+from blockdraft.training.variant import Choice, load_init
 
 
 @settings
@@ -47,8 +47,8 @@ class PEagleVariant(Eagle3Variant):
     recipe: PEagleRecipe
     recipe_class: ClassVar[type[Recipe]] = PEagleRecipe
 
-    def settle(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
-        found = super().settle(target, data, complaints)
+    def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
+        found = super().defaults(target, data, complaints)
         with complaints.noting():
             found["mask_token_id"] = Choice(*mask_token(target, self.recipe.mask_token_id, data))
         return found
@@ -67,7 +67,7 @@ class PEagleVariant(Eagle3Variant):
         network = PEagleNetwork(config)
         new_matrices(network, "embed_tokens.weight".__eq__)
         if self.recipe.init is not None:
-            begin_with(network, config, self.recipe.init, vocabulary, ("block_size", "max_position_embeddings"))
+            load_init(network, config, self.recipe.init, vocabulary, ("block_size", "max_position_embeddings"))
         return network
 
     @torch.no_grad()
