@@ -248,7 +248,7 @@ running, inside = None, threading.Event()
 if sys.argv[2] == "step":  # which the forked process must not begin in
     def listen(chunk):
         inside.set()
-        time.sleep(0.01)
+        time.sleep(0.05)
     running = engine.submit([5, 6, 7], SamplingParams(30, ignore_eos=True), listen)
     inside.wait()
 child = os.fork()

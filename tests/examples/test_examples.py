@@ -60,4 +60,4 @@ def test_own_drafter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     load("own_drafter").main(tmp_path / "own", steps=2)
     out = capfd.readouterr().out
     assert (tmp_path / "own/drafter/model.safetensors").is_file()
-    assert [line.split()[-2] for line in out.splitlines() if line.startswith(("none ", "dflash "))] == ["100", "100"]
+    assert [line.split()[-2] for line in out.splitlines() if line.startswith(("none ", "chain "))] == ["100", "100"]

@@ -66,6 +66,6 @@ def test_a_reserved_token_then_the_padding_then_the_rarest(
     assert mask_token(target, None, data(tmp_path / "a", torch.tensor([40, 41]))).id == tokenizer.pad_token_id == 0
     every = torch.arange(265).repeat(2)
     found = mask_token(target, None, data(tmp_path / "b", every[every != 77]))
-    assert found.id == 77 and found.why is not None and "which the data do not hold, since no row" in found.why
+    assert found.id == 77 and found.why is not None and "which the data do not hold, because every entry" in found.why
     found = mask_token(target, None, data(tmp_path / "c", torch.cat([every, every[every != 99]])))
     assert found.id == 99 and found.why is not None and "the rarest in the data, 2 times" in found.why
