@@ -84,8 +84,8 @@ def prompts(
         ):
             found = write_prompts(engine, settings, progress)
     store(out, found)
-    of = "" if found.available is None else f"{len(found.rows)} of "
-    told = of + counted(found.available or len(found.rows), "prompt")
+    of = "" if found.available is None else f"{len(found.records)} of "
+    told = of + counted(found.available or len(found.records), "prompt")
     print(f"{out}: {told}, {len(found.held_out)} held out", file=sys.stderr)
 
 

@@ -37,22 +37,22 @@ def ending(target: Target) -> Target:
     return target
 
 
-def source(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def source(folder: Path, records: list[dict[str, Any]]) -> list[str]:
+    path = folder / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return [str(path)]
 
 
 def test_each_prompt_once_and_some_held_out(tmp_path: Path, target: Target) -> None:
-    rows = [{"prompt": f"say {i % 7}", "response": f"answer {i}"} for i in range(20)]
-    found = read_prompts(source(tmp_path, rows), RecordSettings(), target, SETTINGS)
-    texts = [row["prompt"] for row in found.rows]
+    records = [{"prompt": f"say {i % 7}", "response": f"answer {i}"} for i in range(20)]
+    found = read_prompts(source(tmp_path, records), RecordSettings(), target, SETTINGS)
+    texts = [record["prompt"] for record in found.records]
     assert found.available == 7 and len(found.held_out) == 2
     assert sorted([*texts, *found.held_out]) == [f"say {i}" for i in range(7)]
-    again = read_prompts(source(tmp_path, rows), RecordSettings(), target, SETTINGS)
+    again = read_prompts(source(tmp_path, records), RecordSettings(), target, SETTINGS)
     assert again == found
-    other = read_prompts(source(tmp_path, rows), RecordSettings(), target, PromptSettings(100, 2, 8, seed=1))
-    assert other.rows != found.rows
+    other = read_prompts(source(tmp_path, records), RecordSettings(), target, PromptSettings(100, 2, 8, seed=1))
+    assert other.records != found.records
 
 
 def test_chats_lose_their_answers_and_keep_their_turns(tmp_path: Path, target: Target) -> None:
@@ -62,30 +62,32 @@ def test_chats_lose_their_answers_and_keep_their_turns(tmp_path: Path, target: T
         {"role": "assistant", "content": "somebody else's answer"},
         {"role": "user", "content": "two"},
     ]
-    rows = [{"messages": chat}, {"turns": ["three"]}, {"turns": ["four", "five"]}]
-    found = read_prompts(source(tmp_path, rows), RecordSettings(), target, PromptSettings(10, 1, 8))
+    records = [{"messages": chat}, {"turns": ["three"]}, {"turns": ["four", "five"]}]
+    found = read_prompts(source(tmp_path, records), RecordSettings(), target, PromptSettings(10, 1, 8))
     assert found.available == 3
-    assert "somebody" not in json.dumps(found.rows)
+    assert "somebody" not in json.dumps(found.records)
     assert found.held_out[0] in ("one", "three", "four")
-    every = read_prompts(source(tmp_path, rows), RecordSettings(), target, PromptSettings(10, 0, 8)).rows
-    kept = [row["messages"] for row in every if "messages" in row and row["messages"][0]["role"] == "system"]
+    every = read_prompts(source(tmp_path, records), RecordSettings(), target, PromptSettings(10, 0, 8)).records
+    kept = [
+        record["messages"] for record in every if "messages" in record and record["messages"][0]["role"] == "system"
+    ]
     assert [message["content"] for message in kept[0]] == ["be brief", "one", "", "two"]
 
 
 def test_held_out_prompts_leave_room_for_answers(tmp_path: Path, target: Target) -> None:
     """Of a context of 256 tokens half; blank ones are none."""
-    rows = [{"prompt": f"{i} {'inn ' * 60}"} for i in range(9)] + [{"prompt": "short"}, {"prompt": " "}]
-    found = read_prompts(source(tmp_path, rows), RecordSettings(), target, PromptSettings(20, 4, 8))
+    records = [{"prompt": f"{i} {'inn ' * 60}"} for i in range(9)] + [{"prompt": "short"}, {"prompt": " "}]
+    found = read_prompts(source(tmp_path, records), RecordSettings(), target, PromptSettings(20, 4, 8))
     assert found.held_out == ("short",) and found.available == 10
     with pytest.raises(ValueError, match="All prompts have more than 128 tokens"):
-        read_prompts(source(tmp_path, rows[:9]), RecordSettings(), target, PromptSettings(20, 4, 8))
+        read_prompts(source(tmp_path, records[:9]), RecordSettings(), target, PromptSettings(20, 4, 8))
 
 
 def test_a_target_without_template_gets_beginnings(tmp_path: Path, base: Target) -> None:
-    rows = [{"prompt": f"{word} and a long tail of words behind it"} for word in ("one", "two", "three")]
-    found = read_prompts(source(tmp_path, rows), RecordSettings(), base, SETTINGS)
+    records = [{"prompt": f"{word} and a long tail of words behind it"} for word in ("one", "two", "three")]
+    found = read_prompts(source(tmp_path, records), RecordSettings(), base, SETTINGS)
     assert base.tokenizer is not None
-    assert {len(base.tokenizer(row["prompt"])["input_ids"]) for row in found.rows} == {8}
+    assert {len(base.tokenizer(record["prompt"])["input_ids"]) for record in found.records} == {8}
     chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "2"}]
     with pytest.raises(ValueError, match="record 1: this is a chat of several messages"):
         read_prompts(source(tmp_path, [{"messages": chat}]), RecordSettings(), base, SETTINGS)
@@ -113,7 +115,7 @@ def test_a_chat_target_writes_its_prompts(ending: Target) -> None:
         found = write_prompts(engine, PromptSettings(count=12, held_out=3))
         again = write_prompts(engine, PromptSettings(count=12, held_out=3))
     assert found == again and found.available is None
-    texts = [row["prompt"] for row in found.rows]
+    texts = [record["prompt"] for record in found.records]
     assert len(texts) == len(set(texts)) == 12 and len(found.held_out) == 3
     assert not {*texts} & {*found.held_out}
     assert not any("<|im_" in text for text in texts)
@@ -122,7 +124,7 @@ def test_a_chat_target_writes_its_prompts(ending: Target) -> None:
 def test_a_base_model_begins_texts(base: Target) -> None:
     with Engine(base, load_drafter("none", target=base), max_batch_size=8) as engine:
         found = write_prompts(engine, PromptSettings(count=6, held_out=1))
-    assert len({row["prompt"] for row in found.rows}) == 6
+    assert len({record["prompt"] for record in found.records}) == 6
 
 
 def test_a_target_that_writes_no_prompts_is_refused(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +138,10 @@ def test_a_target_that_writes_no_prompts_is_refused(target: Target, monkeypatch:
 
 
 def test_stored(tmp_path: Path, target: Target) -> None:
-    rows = [{"prompt": f"say {i} ü"} for i in range(5)]
-    found = read_prompts(source(tmp_path, rows), RecordSettings(), target, SETTINGS)
+    records = [{"prompt": f"say {i} ü"} for i in range(5)]
+    found = read_prompts(source(tmp_path, records), RecordSettings(), target, SETTINGS)
     store(tmp_path / "out", found)
     read = [json.loads(line) for line in (tmp_path / "out" / PROMPTS).read_text(encoding="utf-8").splitlines()]
-    assert read == list(found.rows)
+    assert read == list(found.records)
     held_out = [json.loads(line) for line in (tmp_path / "out" / HELD_OUT).read_text(encoding="utf-8").splitlines()]
-    assert [row["prompt"] for row in held_out] == list(found.held_out)
+    assert [record["prompt"] for record in held_out] == list(found.held_out)

@@ -16,12 +16,12 @@ from blockdraft.tools.fit.steps import Where
 from blockdraft.types import SamplingParams
 
 SILENT: Callable[[str], None] = lambda text: None  # noqa: E731
-ROWS = RecordSettings()
+RECORDS = RecordSettings()
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> str:
-    path = tmp_path / "rows.jsonl"
+    path = tmp_path / "records.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"say {i} the inn"}) + "\n" for i in range(120)))
     return str(path)
 
@@ -36,7 +36,7 @@ def planned(fit: Fit, plan: Plan) -> None:
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").touch()
-    fit = Fit(Where(tmp_path / "out", str(tmp_path / "nowhere")), FitSettings(), (), ROWS)
+    fit = Fit(Where(tmp_path / "out", str(tmp_path / "nowhere")), FitSettings(), (), RECORDS)
     with pytest.raises(ValueError, match=r"(?s)2 things do not fit:.*out holds other files.*nowhere"):
         run_fit(fit, False, SILENT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
@@ -51,7 +51,7 @@ def test_files_are_refused_before_the_target_is_loaded(
     monkeypatch.setattr(run, "load_target", lambda *args, **named: pytest.fail("the target is loaded"))
     with pytest.raises(ValueError, match=name):
         run_fit(
-            Fit(Where(tmp_path / "out", str(tiny_target_dir)), FitSettings(), (f"{tmp_path}/{name}",), ROWS),
+            Fit(Where(tmp_path / "out", str(tiny_target_dir)), FitSettings(), (f"{tmp_path}/{name}",), RECORDS),
             False,
             SILENT,
         )
@@ -70,7 +70,7 @@ def test_bad_prompts_are_refused_before_anything_is_measured(
 ) -> None:
     (tmp_path / "bad.jsonl").write_text(text)
     fit = Fit(
-        Where(tmp_path / "out", str(tiny_target_dir), device="cpu"), FitSettings(), (f"{tmp_path}/bad.jsonl",), ROWS
+        Where(tmp_path / "out", str(tiny_target_dir), device="cpu"), FitSettings(), (f"{tmp_path}/bad.jsonl",), RECORDS
     )
     with pytest.raises(ValueError, match=told):
         run_fit(fit, False, SILENT)
@@ -80,16 +80,16 @@ def test_bad_prompts_are_refused_before_anything_is_measured(
 def test_other_options_than_those_of_the_plan_are_refused(
     tmp_path: Path, make_plan: Callable[..., Plan], source: str
 ) -> None:
-    fit = Fit(Where(tmp_path / "out", "model"), FitSettings(), (source,), ROWS)
+    fit = Fit(Where(tmp_path / "out", "model"), FitSettings(), (source,), RECORDS)
     planned(fit, make_plan())
     assert run_fit(fit, True, SILENT) == ["as planned"]
-    other = Fit(Where(tmp_path / "out", "other"), FitSettings(hours=2.0), (source,), ROWS)
-    with pytest.raises(ValueError, match="target 'model' then and 'other' now; hours 1.0 then and 2.0 now"):
+    other = Fit(Where(tmp_path / "out", "other"), FitSettings(hours=2.0), (source,), RECORDS)
+    with pytest.raises(ValueError, match="target was 'model' and is 'other'; hours was 1.0 and is 2.0"):
         run_fit(other, False, SILENT)
 
 
 def test_one_start_at_a_time(tmp_path: Path, make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = Fit(Where(tmp_path / "out", "model"), FitSettings(), (), ROWS)
+    fit = Fit(Where(tmp_path / "out", "model"), FitSettings(), (), RECORDS)
     planned(fit, make_plan())
 
     def again(*arguments: Any) -> None:
@@ -106,12 +106,12 @@ def test_one_start_at_a_time(tmp_path: Path, make_plan: Callable[..., Plan], mon
 @pytest.mark.usefixtures("fresh_accelerator")
 def test_a_dry_run_measures_and_leaves_nothing(tmp_path: Path, tiny_target_dir: Path, source: str) -> None:
     # The age of this process counts as time that is used up.
-    fit = Fit(Where(tmp_path / "out", str(tiny_target_dir), device="cpu"), FitSettings(hours=8.0), (source,), ROWS)
+    fit = Fit(Where(tmp_path / "out", str(tiny_target_dir), device="cpu"), FitSettings(hours=8.0), (source,), RECORDS)
     notes: list[str] = []
     lines = run_fit(fit, True, notes.append)
     assert any(line.startswith("answers: ") for line in notes) and any(line.startswith("dflash2: ") for line in notes)
     assert any(line.startswith("step train: about ") for line in lines)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl"]
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_a_fit_from_its_plan_to_its_card(
     from blockdraft import Engine, load_drafter, load_target
 
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
-    fit = Fit(Where(tmp_path / "out", str(tiny_target_dir), device="cpu"), FitSettings(), (source,), ROWS)
+    fit = Fit(Where(tmp_path / "out", str(tiny_target_dir), device="cpu"), FitSettings(), (source,), RECORDS)
     planned(fit, make_plan())
     lines = run_fit(fit, False, SILENT)
     assert "same answers: 100 %" in lines[0]

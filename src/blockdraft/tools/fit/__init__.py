@@ -1,1 +1,1 @@
-"""A drafter for any target by one command: what is there, what to do about it, and the commands that do it."""
+"""`blockdraft fit`: survey of target and machine, plan, the plan's commands, and the drafter's card."""

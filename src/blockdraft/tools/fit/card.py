@@ -1,4 +1,4 @@
-"""What a drafter's folder says about it: README.md, and a picture of how it came about."""
+"""Card of a fitted drafter: README.md in its folder, with a picture of its training."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WRITTEN, EXPORTED = "zlab", "speculators"
 METHODS = {
     "none": "plain decoding",
     "chain": "drafts of whole blocks",
-    "chain:auto": 'drafts as long as pay ("auto")',
+    "chain:auto": 'drafts of adaptive length ("auto")',
 }
 
 
 def usage(where: Where, temperature: float = 0.0) -> list[str]:
-    """The lines that use the drafter: to answer as it was trained to, to measure, to write it for other engines."""
+    """Command lines that answer with the drafter, measure it, and export it for other engines."""
     out, target = str(where.out), where.options()
     sampled = ["--temperature", f"{temperature:g}"] if temperature else []
     held_out = str(where.folder / HELD_OUT)
@@ -48,7 +48,8 @@ def usage(where: Where, temperature: float = 0.0) -> list[str]:
 
 
 def _can_be_exported(drafter: Path, target: str | None) -> bool:
-    """Whether that format has words for it; none for a tap on the last layer, scaled embeddings, or GGUF files."""
+    """Whether the export format can describe the drafter: it lacks a tap on the last layer, scaled embeddings and GGUF
+    targets."""
     layers = json.loads((drafter / "config.json").read_text(encoding="utf-8"))["num_target_layers"]
     try:
         find_layout(EXPORTED).check(read_drafter(drafter, None, layers).config, target, ())
@@ -58,7 +59,7 @@ def _can_be_exported(drafter: Path, target: str | None) -> bool:
 
 
 def engines(where: Where) -> dict[str, str]:
-    """How other engines that read it as it is are started with it."""
+    """Command lines that start those other engines that read the drafter's folder as it is."""
     theirs = where.target is not None and not is_gguf(where.target)
     layers = json.loads((where.out / "config.json").read_text(encoding="utf-8"))["num_target_layers"]
     config = read_drafter(where.out, None, layers).config
@@ -96,7 +97,7 @@ def write_card(
         "---",
         f"# A drafter for {name}",
         "",
-        f"It guesses what {name} will say, which then answers with the same tokens in fewer steps. Made by `blockdraft "
+        f"It guesses the next tokens of {name}, which then gives the same answers in fewer steps. Made by `blockdraft "
         f"fit`: {plan.variant} in z-lab's layout, {counted(recipe['layers'], 'layer')}, blocks of "
         f"{recipe['block_size']}, taps {', '.join(map(str, recipe['taps']))}.",
         "",
@@ -118,7 +119,7 @@ def write_card(
         *(f"{line}  # {engine}" for engine, line in elsewhere.items()),
         "```",
         "",
-        "## How it came about",
+        "## Training",
         "",
         f"From {data['counts']['documents']:,} answers of the target ({data['counts']['supervised']:,} tokens) to "
         f"prompts {'from ' + ', '.join(sources) if sources else 'that it wrote itself'}.",
@@ -141,11 +142,11 @@ def _left_out(figures: Mapping[str, Any]) -> str:
     loops = figures["prompts"] - figures["timed_prompts"]
     if not loops:
         return ""
-    return f" Of the {figures['prompts']} answers {loops} ran in circles and count in the last column only."
+    return f" {loops} of the {figures['prompts']} answers loop and count in the last column only."
 
 
 def _row(name: str, figures: Mapping[str, Any]) -> str:
-    """A line of the table; without figures where every answer runs in circles."""
+    """A line of the table, without figures if every answer loops."""
     numbers = [(figures["tokens_per_second"], "{:.0f}"), (figures["speedup"], "{:.2f}"), (figures["tau"], "{:.2f}")]
     cells = ["-" if value is None else form.format(value) for value, form in numbers]
     return f"| {name} | {' | '.join(cells)} | {100 * figures['identical']:.0f} % |"

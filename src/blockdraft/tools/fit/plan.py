@@ -1,4 +1,4 @@
-"""From what there is to what is done: numbers in, a plan out. Nothing here measures or reads anything."""
+"""Planner of a fit: from measured numbers to a plan. It measures and reads nothing itself."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from blockdraft.training.variant import find_variant, fit_gains
 
 Fields: TypeAlias = dict[str, Any]
 
-EXPECTED_TAU = 2.3  # of a DFlash drafter after some hundred steps
-RATE_POWER = 0.25  # four times the training makes 1.43 times the tau
-MOST_LAYERS = 5  # the paper's (arXiv 2602.06036)
+EXPECTED_TAU = 2.3  # tau of a DFlash drafter after some hundred steps
+RATE_POWER = 0.25  # tau grows with this power of the training: four times the tokens give 1.41 times the tau
+MOST_LAYERS = 5  # as in arXiv 2602.06036
 SHORT_BLOCK, LONG_BLOCK = 8, 16
 
-SAFETY = 0.8  # share of the hours that is planned; machines have other things to do at times
-EPOCHS, MOST_EPOCHS = 3, 15  # passes over the answers that are aimed at, and after which there is little to learn
-ANSWERING = 0.4  # most of the time that answers may take
-STEPS = 800  # that are aimed at; where there is time for more, they become larger
-MOST_TOKENS = 65_536  # of a step
-LONG_TRAINING = 50_000_000  # tokens after which a drafter has a use for long blocks
+SAFETY = 0.8  # share of the hours that is planned; the rest is for a machine that gets busy
+EPOCHS, MOST_EPOCHS = 3, 15  # intended and maximum number of passes over the answers
+ANSWERING = 0.4  # maximum share of the time for writing answers
+STEPS = 800  # intended number of steps; with time for more, steps become larger
+MOST_TOKENS = 65_536  # maximum number of tokens of a step
+LONG_TRAINING = 50_000_000  # tokens of training from which on long blocks pay
 FEWEST_ANSWERS, FEWEST_STEPS = 64, 50
 LONG_ANSWER = 512
-PACKED = 0.85  # share of a row that documents fill
+PACKED = 0.85  # share of a row's tokens that belong to documents
 LOOPING, LOOP_TEMPERATURE = 0.2, 0.7
-MEMORY, DISK, LOGITS = 0.4, 0.5, 0.1  # most of what is free that features, files and logits may take
+MEMORY, DISK, LOGITS = 0.4, 0.5, 0.1  # maximum shares of free space for features, files and logits
 CALIBRATION = 40.0  # seconds
 BENCH_SHARE, BENCH_PROMPTS, BENCH_TOKENS = 0.05, 16, 128
-BENCH_RUNS = 12  # three methods, three times and once to warm up
+BENCH_RUNS = 12  # three methods, each with one warm-up run and three timed ones
 EVALUATIONS, EVAL_PROMPTS, EVAL_TOKENS = 6, 16, 64
 SAVE_SECONDS = 30.0
-KEPT = 2  # checkpoints
+KEPT = 2  # number of checkpoints
 KEPT_STATES = {
     None: "computed anew in every step",
     "memory": "computed once, kept in memory",
@@ -47,12 +47,14 @@ KEPT_STATES = {
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """Attributes:
-    context: Tokens of a row at most.
-    chats: Whether it has a chat template.
-    weight_bytes: As it is loaded.
-    running: How it is run, in words.
-    best_block_size: See `Target`.
+    """Properties of the target.
+
+    Attributes:
+        context: Maximum number of tokens of a sequence.
+        chats: Whether it has a chat template.
+        weight_bytes: Size of the loaded weights.
+        running: Backend and kernels, in words.
+        best_block_size: As in `Target`.
     """
 
     layers: int
@@ -67,9 +69,11 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class Machine:
-    """Attributes:
-    device: "cpu", "cuda" or "mps".
-    memory, device_memory, disk: Bytes that are free.
+    """Properties of the machine.
+
+    Attributes:
+        device: "cpu", "cuda" or "mps".
+        memory, device_memory, disk: Free bytes.
     """
 
     device: str
@@ -81,12 +85,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one variant, in the shape that `reference` gives it.
+    """Speeds of a drafter of one variant, in the shape that `reference` gives it.
 
     Attributes:
-        tokens, seconds: Two sizes of training steps and what they take.
-        cycles: What a cycle takes, in plain ones, by block size.
-        parameters: Of the drafter.
+        tokens, seconds: Two sizes of training steps, in tokens, and their durations.
+        cycles: Duration of a cycle over that of a plain one, by block size.
+        parameters: Number of the drafter's parameters.
     """
 
     tokens: tuple[int, ...]
@@ -95,22 +99,24 @@ class Speeds:
     parameters: int
 
     def step(self, tokens: int) -> float:
-        """Seconds of a training step of so many tokens: a fixed part and one that grows."""
+        """Seconds of a training step of `tokens` tokens: a fixed part and one in proportion to the tokens."""
         slope = max((self.seconds[-1] - self.seconds[0]) / (self.tokens[-1] - self.tokens[0]), 0.0)
-        slope = max(slope, 0.5 * self.seconds[-1] / self.tokens[-1])  # two times that are alike say little
+        slope = max(slope, 0.5 * self.seconds[-1] / self.tokens[-1])  # two similar times do not give a slope
         return max(self.seconds[-1] + slope * (tokens - self.tokens[-1]), 0.2 * self.seconds[0])
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Attributes:
-    prompt_tokens, answer_tokens: Of a prompt and an answer on average.
-    long_document: Tokens of a prompt with its answer that few have more than.
-    looping: Share of greedy answers that run in circles.
-    answer_rate: Tokens/s that the target writes, many answers at a time.
-    plain_seconds: Of a token of one answer alone.
-    read_rate: Tokens/s of which the target makes features.
-    speeds: By variant.
+    """Measurements of the target on the machine.
+
+    Attributes:
+        prompt_tokens, answer_tokens: Mean lengths of a prompt and of an answer.
+        long_document: Length of a prompt with its answer that few exceed.
+        looping: Share of greedy answers that loop.
+        answer_rate: Tokens/s of answers, many at a time.
+        plain_seconds: Seconds of a token of one answer alone, without a drafter.
+        read_rate: Tokens/s of features.
+        speeds: Speeds by variant.
     """
 
     prompt_tokens: float
@@ -125,15 +131,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a fit does. All numbers are fixed, so that one that was interrupted ends as any other.
+    """Plan of a fit. It fixes all numbers, so that an interrupted fit ends like any other.
 
     Attributes:
         recipe: Fields of the variant's recipe.
-        answers, held_out: Prompts that the target answers, and those that are kept apart.
-        features: "memory", "disk", or None, which runs the target in the loop.
-        seconds: What each step is expected to take, in their order.
-        disk, memory: Bytes, about.
-        reasons: Why it is so, a sentence each.
+        answers, held_out: Number of prompts that the target answers, and of those that are kept apart.
+        features: Place of the features: "memory", "disk", or None, which runs the target in each training step.
+        seconds: Expected duration of each step, in the order of the steps.
+        disk, memory: Approximate need in bytes.
+        reasons: Reasons for the choices, a sentence each.
     """
 
     variant: str
@@ -155,14 +161,14 @@ class Plan:
 
 
 def taps(layers: int) -> tuple[int, ...]:
-    """Target layers that a drafter reads: up to five as in z-lab's drafters, and all of a target of few."""
+    """Target layers that a drafter reads: up to five, spread as in z-lab's drafters, or all if the target has few."""
     if layers < 4:
         return tuple(range(layers))
     return tuple(sorted({*default_taps(layers, min(5, max(layers - 3, 2)))}))
 
 
 def reference(variant: str, target: TargetFacts, block_size: int = SHORT_BLOCK) -> Fields:
-    """The drafter's shape and how it learns, whatever the time."""
+    """Recipe fields of the drafter's shape and of its training that do not depend on the time."""
     small, middling = target.hidden_size <= 512, target.hidden_size <= 2048
     fields: Fields = {
         "layers": min(max(round(target.layers / 4), 1), MOST_LAYERS),
@@ -179,14 +185,14 @@ def reference(variant: str, target: TargetFacts, block_size: int = SHORT_BLOCK) 
 
 
 def anchors(length: int, block_size: int) -> int:
-    """Blocks of a row that teach each of its tokens about twice."""
+    """Number of blocks of a row that teach each of its tokens about twice."""
     return max(2 * length // block_size, 1)
 
 
 def expected_speedup(variant: str, speeds: Mapping[str, Speeds]) -> float:
-    """Tau over the cost of a cycle, in the block size that is best for it.
+    """Expected tau over the cost of a cycle, at the variant's best block size.
 
-    Guesses are taken to be right independently of each other, and what is trained faster to learn more.
+    Two assumptions: guesses are right independently of each other, and a variant that trains faster learns more.
     """
 
     def pace(name: str) -> float:
@@ -199,7 +205,7 @@ def expected_speedup(variant: str, speeds: Mapping[str, Speeds]) -> float:
 
 
 def answer_length(settings: FitSettings, context: int) -> int:
-    """Tokens after which an answer is cut."""
+    """Maximum number of tokens of an answer."""
     return settings.max_new_tokens or min(LONG_ANSWER, context // 2)
 
 
@@ -215,12 +221,12 @@ def make_plan(
     """Plan a fit.
 
     Args:
-        available: Different prompts that there are; None where the target writes them.
-        start_seconds: From the start of a command to a loaded target.
-        elapsed: Seconds that are used up already.
+        available: Number of different prompts; None if the target writes them.
+        start_seconds: Seconds from the start of a command to a loaded target.
+        elapsed: Seconds that the fit has used so far.
 
     Raises:
-        ValueError: Time, memory or disk do not suffice; all reasons together.
+        UsageError: Time, memory or disk do not suffice; all faults together.
     """
     reasons: list[str] = []
     variant = _variant(settings, measured, reasons)
@@ -251,7 +257,7 @@ def make_plan(
     if available is not None:
         held_out = min(EVAL_PROMPTS, max(available // 10, 1))
         if answers > available - held_out:
-            reasons.append(f"all {available} prompts that the data hold; more would make a better drafter")
+            reasons.append(f"all {available} prompts in the data are used; more would make a better drafter")
         answers = min(answers, available - held_out)
     kept = max(answers * (1 - lost), 1.0) * document  # tokens
 
@@ -261,11 +267,11 @@ def make_plan(
     if features is None and feature_bytes <= DISK * machine.disk:
         features, seconds["features"] = "disk", start_seconds + kept / measured.read_rate
     if features is None:
-        reasons.append(f"features take {size(feature_bytes)}, so they are not kept but computed in every step")
+        reasons.append(f"features would take {size(feature_bytes)}, so they are computed in every step and not kept")
     used = answers * written + seconds["features"] + (kept / measured.read_rate if features == "memory" else 0.0)
 
-    # Rows so long that few documents are cut, since what a step takes grows with them, and so many of them in a step
-    # that there are some hundred steps.
+    # A step's duration grows with the length of its rows, so they are just long enough to cut few documents. Their
+    # number leaves time for some hundred steps.
     length = min(target.context, LONGEST, max(256, 64 * math.ceil(measured.long_document / 64)))
 
     def step_seconds(rows: int) -> float:
@@ -285,7 +291,7 @@ def make_plan(
     if steps * learned >= LONG_TRAINING and target.best_block_size is None:
         block_size = LONG_BLOCK
     else:
-        reasons.append(f"blocks of {SHORT_BLOCK}: after so little training longer ones bring nothing")
+        reasons.append(f"blocks of {SHORT_BLOCK}: longer ones pay after longer training only")
     recipe = reference(variant, target, block_size)
     reasons.append(
         f"{counted(recipe['layers'], 'draft layer')} for the target's {target.layers}: a quarter of them, at most 5"
@@ -299,7 +305,7 @@ def make_plan(
     seconds["data"] += answers * answer_seconds
     seconds["train"] += steps * step + (kept / measured.read_rate if features == "memory" else 0.0)
     blocks = rows * anchors(length, block_size)
-    logits = 16 * block_size * target.vocab_size  # of a block, with their gradients and what the softmax keeps
+    logits = 16 * block_size * target.vocab_size  # bytes of a block's logits, their gradients and softmax
     chunk = max(min(blocks, int(LOGITS * machine.device_memory / logits)), 1)
     recipe |= {
         "length": length,
@@ -316,23 +322,44 @@ def make_plan(
         "save_every": max(int(SAVE_SECONDS / step), 1),
         "keep": KEPT,
     }
-    # Checkpoints have weights and two moments in float32, and one more exists while it is written.
+    # A checkpoint holds weights and two moments in float32. One more than are kept exists while it is written.
     disk = 12 * speed.parameters * (KEPT + 2) + 8 * int(answers * document)
     memory = target.weight_bytes + 16 * speed.parameters + logits * chunk
     disk, memory = disk + feature_bytes * (features == "disk"), memory + feature_bytes * (features == "memory")
 
-    # So few answers as suffice for so few steps, in as much of the time as answers may take.
+    # The fewest steps need the fewest answers, written within the answers' share of the time.
     few = max(FEWEST_ANSWERS, math.ceil(FEWEST_STEPS * learned / (MOST_EPOCHS * (1 - lost) * document)))
     each = max(written + read_seconds + learn_seconds, written / ANSWERING)
     least = (
         (3600 * SAFETY * settings.hours - budget + max(few * each, few * written + FEWEST_STEPS * step)) / SAFETY / 3600
     )
-    _check(settings, machine, target, answers, steps, available, least, disk, memory)
+    _check(
+        settings=settings,
+        machine=machine,
+        target=target,
+        answers=answers,
+        steps=steps,
+        available=available,
+        least=least,
+        disk=disk,
+        memory=memory,
+    )
     expected = {name: round(value, 1) for name, value in seconds.items() if value}
     return Plan(
-        variant, recipe, answers, held_out, tokens, temperature, features, bench_prompts, bench_tokens, expected,
-        disk, memory, tuple(reasons),
-    )  # fmt: skip
+        variant=variant,
+        recipe=recipe,
+        answers=answers,
+        held_out=held_out,
+        max_new_tokens=tokens,
+        temperature=temperature,
+        features=features,
+        bench_prompts=bench_prompts,
+        bench_tokens=bench_tokens,
+        seconds=expected,
+        disk=disk,
+        memory=memory,
+        reasons=tuple(reasons),
+    )
 
 
 def _variant(settings: FitSettings, measured: Measured, reasons: list[str]) -> str:
@@ -340,11 +367,11 @@ def _variant(settings: FitSettings, measured: Measured, reasons: list[str]) -> s
     best: str = settings.variant or max(worth, key=lambda name: worth[name])
     if settings.variant is None:
         told = ", ".join(f"{name} {value:.2f}" for name, value in worth.items())
-        reasons.append(f"{best}: from what guesses bring and cost here, speed-ups of about {told} are expected")
+        reasons.append(f"{best}: expected speed-ups from the costs on this machine are about {told}")
     if worth[best] < 1.05:
         reasons.append(
-            "on this machine guesses cost about what they bring, so answers will hardly come faster here; where a "
-            "forward of some tokens costs about as much as one of one, such as on a GPU, they will"
+            "guesses cost about what they save on this machine, so answers will hardly be faster here; they will be "
+            "on a GPU, where a forward of several tokens costs about as much as one of a single token"
         )
     return best
 
@@ -355,11 +382,12 @@ def _temperature(settings: FitSettings, measured: Measured, reasons: list[str]) 
     if measured.looping <= LOOPING:
         return 0.0
     share = f"{100 * measured.looping:.0f} %"
-    reasons.append(f"answers at temperature {LOOP_TEMPERATURE:g}, since {share} of the greedy ones run in circles")
+    reasons.append(f"answers at temperature {LOOP_TEMPERATURE:g}, since {share} of the greedy ones loop")
     return LOOP_TEMPERATURE
 
 
 def _check(
+    *,
     settings: FitSettings,
     machine: Machine,
     target: TargetFacts,
@@ -372,21 +400,23 @@ def _check(
 ) -> None:
     complaints = Complaints()
     if available is not None and available < FEWEST_ANSWERS and settings.answers is None:
-        complaints.messages.append(f"The data hold {available} different prompts; add some, there should be hundreds.")
+        complaints.messages.append(f"The data hold {available} different prompts; add more, some hundred are needed.")
     elif (answers < FEWEST_ANSWERS and settings.answers is None) or (steps < FEWEST_STEPS and settings.steps is None):
         complaints.messages.append(
-            f"{settings.hours:g} hours leave time for {answers} answers and {steps} training steps, which teach "
-            f"nothing; --hours {math.ceil(100 * least) / 100:g} is about the least."
+            f"{settings.hours:g} hours leave time for {answers} answers and {steps} training steps, which teach a "
+            f"drafter nothing; --hours {math.ceil(100 * least) / 100:g} is about the least."
         )
     if disk > machine.disk:
-        complaints.messages.append(f"It takes {size(disk)} of disk and {size(machine.disk)} are free; free some.")
+        complaints.messages.append(f"The fit needs {size(disk)} of disk and {size(machine.disk)} are free; free some.")
     if machine.device == "cpu" and memory > machine.memory + target.weight_bytes:  # the target is loaded by now
-        complaints.messages.append(f"It takes {size(memory)} of memory and {size(machine.memory)} are free; free some.")
+        complaints.messages.append(
+            f"The fit needs {size(memory)} of memory and {size(machine.memory)} are free; free some."
+        )
     complaints.check()
 
 
 def show(plan: Plan, target: TargetFacts, machine: Machine, sources: Sequence[str], hours: float) -> list[str]:
-    """The plan in lines for people."""
+    """The plan as lines of text."""
     recipe, template = plan.recipe, "with" if target.chats else "without"
     own = "the target writes them itself; name some of your own with --data"
     return [
@@ -397,7 +427,7 @@ def show(plan: Plan, target: TargetFacts, machine: Machine, sources: Sequence[st
         f"prompts: {', '.join(sources) or own}",
         f"drafter: {plan.variant}, {counted(recipe['layers'], 'layer')}, taps {','.join(map(str, recipe['taps']))}, "
         f"blocks of {recipe['block_size']}",
-        f"hidden states: {KEPT_STATES[plan.features]}",
+        f"features: {KEPT_STATES[plan.features]}",
         f"needs: about {size(plan.memory)} of memory, {size(plan.disk)} of disk",
         *(f"why: {reason}" for reason in plan.reasons),
         *(f"step {name}: about {duration(seconds)}" for name, seconds in plan.seconds.items()),
@@ -406,6 +436,7 @@ def show(plan: Plan, target: TargetFacts, machine: Machine, sources: Sequence[st
 
 
 def duration(seconds: float) -> str:
+    """A duration as text."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

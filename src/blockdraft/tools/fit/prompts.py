@@ -1,8 +1,7 @@
-"""Prompts for the target to answer: drawn from data, or written by the target itself.
+"""Prompts that the target answers: drawn from data, or written by the target itself.
 
-A model with a chat template writes a user's message if it is given the template up to the place where one would stand
-(Magpie, arXiv 2406.08464). One without begins a text. So prompts are of the kind that the model was trained on, without
-anybody knowing which kind that is.
+A model with a chat template writes a user's message when it is given the template up to that message (Magpie, arXiv
+2406.08464). A model without one begins a text. Either way prompts are of the kind that the model was trained on.
 """
 
 from __future__ import annotations
@@ -25,36 +24,36 @@ from blockdraft.tools.fit.settings import PromptSettings
 from blockdraft.types import SamplingParams
 
 PROMPTS, HELD_OUT = "prompts.jsonl", "held-out.jsonl"
-BEGINNING = 256  # characters of a plain text between two places where a prompt may begin, at least
-OWN_TOKENS = 96  # most tokens of a prompt that a chat model writes
+BEGINNING = 256  # minimum number of characters between two prompts that are cut from a plain text
+OWN_TOKENS = 96  # maximum length of a prompt that a chat model writes, in tokens
 MARK = "blockdraft-mark"
-ROOM = 128  # tokens of an answer for which a held-out prompt leaves room
-TRIES = 3  # times as many drafts as prompts are wanted; models repeat themselves
+ROOM = 128  # tokens of the context that a held-out prompt leaves for its answer
+TRIES = 3  # maximum number of drafts for each wanted prompt; models repeat themselves
 
 
 @dataclass(frozen=True)
 class Prompts:
     """Attributes:
-    rows: As `blockdraft data` reads them, in random order.
-    held_out: Texts to measure on, none of which is in `rows`.
-    available: Different prompts that the sources hold, held-out ones included; None where the target writes them.
+    records: Prompts in random order, as records that `blockdraft data` reads.
+    held_out: Texts to measure on. None of them is in `records`.
+    available: Number of different prompts in the sources, held-out ones included; None if the target wrote them.
     """
 
-    rows: tuple[dict[str, Any], ...]
+    records: tuple[dict[str, Any], ...]
     held_out: tuple[str, ...]
     available: int | None
 
 
 def read_prompts(
-    sources: Sequence[str], rows: RecordSettings, target: Target | TargetText, settings: PromptSettings
+    sources: Sequence[str], records: RecordSettings, target: Target | TargetText, settings: PromptSettings
 ) -> Prompts:
-    """Prompts of data, each once.
+    """Prompts in data, each once.
 
     Raises:
-        ValueError: A source cannot be read, holds a record of no accepted form, or too few prompts to hold any out.
+        UsageError: A source cannot be read, holds a record of no accepted form, or too few prompts to hold any out.
     """
     found: dict[str, dict[str, Any]] = {}
-    for place, record in read_records(sources, rows):
+    for place, record in read_records(sources, records):
         try:
             for prompt in _of_record(record, target, settings.prompt_tokens):
                 if _first(prompt).strip():
@@ -77,7 +76,7 @@ def write_prompts(
     """Have the target write prompts.
 
     Raises:
-        ValueError: It has no tokenizer, or wrote fewer than half of what was wanted in three times as many tries.
+        UsageError: It has no tokenizer, or wrote fewer than half of what was wanted in three times as many tries.
     """
     wanted = settings.count + settings.held_out
     prefix, params = _beginning(engine.target)
@@ -106,14 +105,14 @@ def write_prompts(
 def store(folder: Path, prompts: Prompts) -> None:
     """Write prompts.jsonl and held-out.jsonl, the former last."""
     make_folder(folder)
-    for name, rows in ((HELD_OUT, [{"prompt": text} for text in prompts.held_out]), (PROMPTS, prompts.rows)):
-        write_file(folder / name, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in rows).encode())
+    for name, records in ((HELD_OUT, [{"prompt": text} for text in prompts.held_out]), (PROMPTS, prompts.records)):
+        write_file(folder / name, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode())
 
 
 def _drawn(
     found: list[dict[str, Any]], target: Target | TargetText, settings: PromptSettings, available: int | None
 ) -> Prompts:
-    """Prompts in random order. Held-out ones leave room for an answer that is worth measuring."""
+    """Prompts in random order. Held-out ones leave room in the context for an answer."""
     random.Random(settings.seed).shuffle(found)
     most = target.max_context - min(ROOM, target.max_context // 2)
     held_out: dict[int, str] = {}
@@ -127,12 +126,12 @@ def _drawn(
         raise UsageError(
             f"All prompts have more than {most} tokens, which leaves no room for answers; give shorter ones."
         )
-    rows = [record for i, record in enumerate(found) if i not in held_out][: settings.count]
-    return Prompts(tuple(rows), tuple(held_out.values()), available)
+    records = [record for i, record in enumerate(found) if i not in held_out][: settings.count]
+    return Prompts(tuple(records), tuple(held_out.values()), available)
 
 
 def _first(record: dict[str, Any]) -> str:
-    """What a user says first."""
+    """The first message of the user."""
     messages: list[Message] = record.get("messages", [])
     return str(next((one["content"] for one in messages if one["role"] == "user"), record.get("prompt")))
 
@@ -145,7 +144,7 @@ def _of_record(record: Record, target: Target | TargetText, tokens: int) -> Iter
     asked = [message for message in record if message["role"] != "assistant"]
     if chats and len(asked) == 1:
         yield {"prompt": asked[0]["content"]}
-    elif chats:  # what others have answered does not matter
+    elif chats:  # the target answers anew
         yield {"messages": [one if one["role"] != "assistant" else {**one, "content": ""} for one in record]}
     if chats:
         return
@@ -156,7 +155,7 @@ def _of_record(record: Record, target: Target | TargetText, tokens: int) -> Iter
 
 
 def beginnings(text: str, target: Target | TargetText, tokens: int) -> Iterator[str]:
-    """Beginnings of so many tokens, at the start of a text and of paragraphs further on."""
+    """Beginnings of `tokens` tokens: that of the text, and those of paragraphs further on."""
     assert target.tokenizer is not None
     place = -BEGINNING
     begin = 0
@@ -165,16 +164,16 @@ def beginnings(text: str, target: Target | TargetText, tokens: int) -> Iterator[
             place = begin
             passage = text[begin : begin + 16 * tokens].strip()
             offsets = target.tokenizer(passage, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-            if len(offsets) > tokens:  # one that fills it: others lie at the end of the text
+            if len(offsets) > tokens:  # shorter ones lie at the end of the text
                 yield passage[: offsets[tokens - 1][1]]
         begin += len(paragraph) + 2
 
 
 def _beginning(target: Target) -> tuple[list[int], dict[str, Any]]:
-    """The tokens behind which the target writes a prompt, and how a prompt ends."""
+    """Tokens after which the target writes a prompt, and sampling parameters that end it."""
     tokenizer = target.tokenizer
     if tokenizer is None:
-        raise UsageError(f"{without_tokenizer(target)}; fitting takes one.")
+        raise UsageError(f"{without_tokenizer(target)}; `fit` needs one.")
     if tokenizer.chat_template is None:
         return list(tokenizer("")["input_ids"]), {"max_new_tokens": PromptSettings.prompt_tokens, "ignore_eos": True}
     chat = tokenizer.apply_chat_template(
@@ -186,7 +185,7 @@ def _beginning(target: Target) -> tuple[list[int], dict[str, Any]]:
 
 
 def _start(prefix: list[int], target: Target, seed: int) -> list[int]:
-    """Without anything to begin with, any token that text is made of will do."""
+    """Tokens to begin with. If there are none, a random token that is not a special one."""
     if prefix:
         return prefix
     assert target.tokenizer is not None

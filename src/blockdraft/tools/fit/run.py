@@ -1,4 +1,4 @@
-"""A fit from beginning to end: survey and plan on the first start, then the plan's steps, then the card."""
+"""A fit as a whole: survey and plan in the first run, then the plan's steps, then the card."""
 
 from __future__ import annotations
 
@@ -34,48 +34,51 @@ from blockdraft.types import DEFAULT_BACKEND
 
 FORMAT = 1
 PLAN = "plan.json"
-SAMPLE = 96  # prompts that are answered for the survey
+SAMPLE = 96  # number of prompts that the survey takes its answers from
 LEAST_CONTEXT = 2 * EVAL_TOKENS
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What is asked for.
+    """A requested fit.
 
     Attributes:
-        sources: Of prompts; none where the target is to write them.
-        rows: How they are read.
+        where: Target and folders.
+        settings: Settings of the fit.
+        sources: Sources of prompts. Empty if the target is to write its own.
+        records: Reading of the sources.
     """
 
     where: Where
     settings: FitSettings
     sources: tuple[str, ...]
-    rows: RecordSettings
+    records: RecordSettings
 
     def asked(self) -> dict[str, Any]:
-        """What must be the same for a fit to go on."""
+        """Values that must stay the same for a fit to be resumed."""
         where = {name: value for name, value in asdict(self.where).items() if name != "out"}
-        rows = {"split": self.rows.split, "subset": self.rows.subset}
-        return {**where, **self.settings.asked(), "data": list(self.sources), **rows}
+        records = {"split": self.records.split, "subset": self.records.subset}
+        return {**where, **self.settings.asked(), "data": list(self.sources), **records}
 
-    def row_options(self) -> list[str]:
-        """`rows` as the commands are told."""
-        subset = [] if self.rows.subset is None else ["--subset", self.rows.subset]
-        return subset if self.rows.split == RecordSettings.split else [*subset, "--split", self.rows.split]
+    def record_options(self) -> list[str]:
+        """Command-line options that stand for `records`."""
+        subset = [] if self.records.subset is None else ["--subset", self.records.subset]
+        return subset if self.records.split == RecordSettings.split else [*subset, "--split", self.records.split]
 
 
 def run_fit(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
-    """Plan if there is no plan yet, do what is not done, and write the card.
+    """Make the plan if there is none yet, run the steps that are not done, and write the card.
 
     Args:
-        dry_run: Stop at the plan, and write nothing.
-        note: Called with sentences about what goes on.
+        dry_run: Whether to stop after planning and to write nothing.
+        note: Called with sentences on the progress.
 
     Returns:
-        Lines about the outcome, and how it is used; about the plan in a dry run.
+        Lines on the outcome and on the use of the drafter; in a dry run, lines on the plan.
 
     Raises:
-        ValueError: Something that is known before the first step does not fit; all of it together.
+        UsageError: Folders, data, target or time do not suffice. All of it is checked before the first step and
+            reported together.
         BlockdraftError: A step failed.
     """
     with held(fit.where.folder, "blockdraft fit"):
@@ -90,14 +93,14 @@ def _run(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
     else:
         _check_same(folder, known["asked"], fit.asked())
         plan, lines = Plan(**known["plan"]), list(known["survey"])
-        note(f"{folder / PLAN} is followed; to begin afresh, delete {folder} and {run_folder(fit.where.out)}.")
+        note(f"The fit follows {folder / PLAN}; to start over, delete {folder} and {run_folder(fit.where.out)}.")
     if dry_run:
         return lines
     if known is None:
         make_folder(folder)
         made = {"format": FORMAT, "asked": fit.asked(), "plan": plan.as_json(), "survey": lines}
         write_file(folder / PLAN, (json.dumps(made, indent=2) + "\n").encode())
-    steps = make_steps(plan, fit.where, fit.sources, fit.row_options())
+    steps = make_steps(plan, fit.where, fit.sources, fit.record_options())
     if all(step.name in done_steps(folder) for step in steps):
         note("All steps are done.")
     else:
@@ -108,7 +111,7 @@ def _run(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
     elsewhere = engines(fit.where)
     return [
         _outcome(methods),
-        f"{fit.where.out} is the drafter; its README.md has the figures.",
+        f"The drafter is {fit.where.out}; its README.md has the figures.",
         "",
         *usage(fit.where, plan.temperature),
         *(f"{name}: {line}" for name, line in elsewhere.items()),
@@ -119,37 +122,37 @@ def _outcome(methods: dict[str, Any]) -> str:
     whole, auto = methods["chain"], methods["chain:auto"]
     same = f"same answers: {100 * min(whole['identical'], auto['identical']):.0f} %"
     if whole["tau"] is None or auto["speedup"] is None:
-        return f"All answers to held-out prompts run in circles, so neither tau nor speed can be told; {same}"
+        return f"All answers to held-out prompts loop, so tau and speed mean nothing; {same}"
     return f'tau {whole["tau"]:.2f}; with "auto" {auto["speedup"]:.2f} times the speed of plain decoding; {same}'
 
 
 def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
-    """Survey and plan. What can be refused is refused here."""
+    """Survey target and machine, and plan. Everything that can be refused is refused here."""
     settings, complaints = fit.settings, Complaints()
     variants: list[str] = [settings.variant] if settings.variant else list(fit_gains())
     scratch = fit.where.folder / "survey"
-    shutil.rmtree(scratch, ignore_errors=True)  # of a start that was killed
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
     with complaints.noting():
         _check_folders(fit.where)
     with complaints.noting():
-        check_sources(fit.sources, fit.rows)
+        check_sources(fit.sources, fit.records)
     with complaints.noting():
         if fit.where.target is not None:
             checked_folder(fit.where.target, fit.where.revision)
-    complaints.check()  # before anything takes long
-    note("loading the target ...")
+    complaints.check()  # before anything slow
+    note("Loading the target ...")
     with complaints.noting():
-        # With torch's own number of threads, as the commands that compute for long.
+        # With torch's default number of threads, as in the commands that follow.
         where, backend = fit.where, fit.where.backend or DEFAULT_BACKEND
         target = load_target(
             where.target, where.dtype, where.device, backend, adapter=where.adapter, revision=where.revision
         )
         start = survey.age()
         _check_target(target, variants, complaints)
-        note("reading the prompts ..." if fit.sources else "the target writes some prompts ...")
+        note("Reading the prompts ..." if fit.sources else "The target writes some prompts ...")
         prompts, available = _sample(fit, target)
     complaints.check()
-    note("measuring how fast the target answers, is read and trained for here ...")
+    note("Measuring the speeds of answers, features, training steps and drafting ...")
     facts, machine = survey.target_facts(target), survey.machine(target, fit.where.out)
     tokens = answer_length(settings, target.max_context)
     try:
@@ -161,30 +164,30 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     del target
     gc.collect()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the steps are processes of their own
+        torch.cuda.empty_cache()  # for the processes of the steps
     plan = make_plan(settings, facts, machine, measured, available, start, survey.age())
     return plan, show(plan, facts, machine, fit.sources, settings.hours)
 
 
 def _sample(fit: Fit, target: Target) -> tuple[list[Any], int | None]:
-    """Some prompts, as the engine takes them, and how many there are."""
+    """Some prompts, as the engine takes them, and the number of all prompts in the sources."""
     if fit.sources:
         pool = PromptSettings.pool
         settings = PromptSettings(count=pool, held_out=1, seed=fit.settings.seed)
-        found = read_prompts(fit.sources, replace(fit.rows, limit=pool), target, settings)
+        found = read_prompts(fit.sources, replace(fit.records, limit=pool), target, settings)
     else:
         with Engine(target, load_drafter("none", target=target), DataSettings.batch_size) as engine:
             found = write_prompts(engine, PromptSettings(count=SAMPLE, held_out=0, seed=fit.settings.seed))
-    rows = found.rows[:SAMPLE]
-    return [row["prompt"] if "prompt" in row else prompts_of(row["messages"])[0] for row in rows], found.available
+    sample = found.records[:SAMPLE]
+    return [one["prompt"] if "prompt" in one else prompts_of(one["messages"])[0] for one in sample], found.available
 
 
 def _check_target(target: Target, variants: list[str], complaints: Complaints) -> None:
     if target.tokenizer is None:
-        raise UsageError(f"{without_tokenizer(target)}, and fitting takes one; put tokenizer.json into its folder.")
+        raise UsageError(f"{without_tokenizer(target)}, and `fit` needs one; put tokenizer.json into its folder.")
     if target.max_context < LEAST_CONTEXT:
         complaints.messages.append(
-            f"The target's context is {target.max_context} tokens; {LEAST_CONTEXT} are the least."
+            f"The target's context is {target.max_context} tokens; `fit` needs {LEAST_CONTEXT} or more."
         )
     for name in variants:
         variant = find_variant(name)
@@ -201,8 +204,8 @@ def _check_folders(where: Where) -> None:
 def _check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     changed = [name for name in ours if theirs.get(name) != ours[name]]
     if changed:
-        told = "; ".join(f"{name} {theirs.get(name)!r} then and {ours[name]!r} now" for name in changed)
+        told = "; ".join(f"{name} was {theirs.get(name)!r} and is {ours[name]!r}" for name in changed)
         raise UsageError(
-            f"{folder} holds a fit that was begun with other options: {told}. Give the former to go on with it, choose "
-            "another --out, or delete the folder."
+            f"{folder} holds a fit with other options: {told}. Give its options to resume it, choose another --out, or "
+            "delete the folder."
         )

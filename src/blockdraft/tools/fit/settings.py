@@ -1,4 +1,4 @@
-"""What `blockdraft fit` and `blockdraft prompts` are told."""
+"""Settings of `blockdraft fit` and `blockdraft prompts`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from blockdraft.settings import Amount, Count, Natural, settings
 
 @settings
 class PromptSettings:
-    """Which prompts the target answers.
+    """Choice of the prompts that the target answers.
 
     Attributes:
-        count: Prompts to make.
-        held_out: Prompts that are kept apart, to measure on.
-        prompt_tokens: Tokens of a beginning that is cut from a plain text.
-        seed: Of the choice of prompts, and of those that the target writes.
-        pool: Rows that are read of all sources together; prompts are drawn from these.
+        count: Number of prompts.
+        held_out: Number of further prompts, kept apart to measure on.
+        prompt_tokens: Length, in tokens, of a prompt that is cut from a plain text.
+        seed: Seed of the choice of prompts, and of the prompts that the target writes.
+        pool: Number of records that are read from all sources together. Prompts are drawn from these.
     """
 
     count: Count = 2000
@@ -32,16 +32,16 @@ class PromptSettings:
 
 @settings
 class FitSettings:
-    """What shapes a fit besides target and machine. What is None is chosen, and said why.
+    """Settings of a fit. A field that is None is chosen by the planner, which gives its reason.
 
     Attributes:
-        hours: Wall time of the whole command, what interruptions take not counted.
-        variant: Kind of drafter, such as "dflash2"; None weighs what each kind accepts and costs here.
-        answers: Answers that the target writes.
-        steps: Training steps.
-        max_new_tokens: Tokens after which an answer is cut; None is 512, and at most half of the target's context.
-        temperature: Of the answers; None is greedy, or 0.7 where greedy answers run in circles.
-        seed: Of everything random.
+        hours: Wall time of the whole command, in hours, without interruptions.
+        variant: Kind of drafter, such as "dflash2". None compares the kinds by what they accept and cost here.
+        answers: Number of answers that the target writes.
+        steps: Number of training steps.
+        max_new_tokens: Maximum length of an answer, in tokens. None is 512, but at most half of the target's context.
+        temperature: Sampling temperature of the answers. None is greedy, or 0.7 if many greedy answers loop.
+        seed: Seed of everything random.
     """
 
     hours: Annotated[float, Field(gt=0)] = 1.0
@@ -55,11 +55,11 @@ class FitSettings:
     def __post_init__(self) -> None:
         if self.variant is None:
             return
-        from blockdraft.training.variant import fit_gains  # imports torch, which the command line's start does without
+        from blockdraft.training.variant import fit_gains  # imports torch, a slow start
 
         if self.variant not in fit_gains():
             raise UsageError(f"variant is {self.variant!r}; it must be one of {', '.join(fit_gains())}.")
 
     def asked(self) -> dict[str, Any]:
-        """The settings as JSON can spell them."""
+        """The settings as JSON values."""
         return asdict(self)

@@ -1,7 +1,6 @@
-"""The commands of a fit, one after the other, and which of them are done.
+"""The commands of a fit, and which of them are done.
 
-Each runs as a process of its own, which gives all memory back, and goes on where it was interrupted when it is run
-again.
+Each runs in a process of its own, which frees all of its memory, and resumes where it was interrupted.
 """
 
 from __future__ import annotations
@@ -31,11 +30,13 @@ DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 @dataclass(frozen=True)
 class Step:
-    """Attributes:
-    name: Of the command.
-    arguments: Of `blockdraft`, the command's name the first.
-    seconds: What it is expected to take.
-    counted: A file that gets a line for each part of it, and how many parts there are.
+    """A command of a fit.
+
+    Attributes:
+        name: Name of the command.
+        arguments: Arguments of `blockdraft`, beginning with the command's name.
+        seconds: Expected duration.
+        counted: File to which the command adds a line for each part of its work, and the number of parts.
     """
 
     name: str
@@ -45,18 +46,23 @@ class Step:
 
     @property
     def line(self) -> str:
-        """As one types it."""
+        """The command as it is typed."""
         return shlex.join(["blockdraft", *self.arguments])
 
     def parts(self) -> int:
-        """Parts that are done."""
+        """Number of parts that are done."""
         if self.counted is None or not self.counted[0].exists():
             return 0
         with self.counted[0].open("rb") as file:
             return sum(1 for _ in file)
 
     def left(self, seconds: float, before: int) -> float:
-        """Seconds that it still takes, so many after its start, when so many parts were done before."""
+        """Expected remaining seconds.
+
+        Args:
+            seconds: Seconds since the start of this run.
+            before: Number of parts that were done before this run.
+        """
         done = self.parts() - before
         if self.counted is None or done <= 0:
             return max(self.seconds - seconds, 0.0)
@@ -65,10 +71,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Where:
-    """Attributes:
-    out: Folder of the drafter.
-    target: As the commands are told; none for the bundled one.
-    dtype, device, backend, adapter, revision: Likewise.
+    """Target and folders of a fit.
+
+    Attributes:
+        out: Folder of the drafter.
+        target: Target, as given on the command line; None is the bundled one.
+        dtype, device, backend, adapter, revision: Options of the target, as given on the command line.
     """
 
     out: Path
@@ -81,7 +89,7 @@ class Where:
 
     @property
     def folder(self) -> Path:
-        """What belongs to the fit and not to the drafter."""
+        """Folder of plan, prompts, data and measurements."""
         return self.out.with_name(f"{self.out.name}.fit")
 
     def options(self, dtype: str = "--dtype") -> list[str]:
@@ -90,12 +98,12 @@ class Where:
         return [part for name, value in named.items() if value is not None for part in (name, value)]
 
 
-def make_steps(plan: Plan, where: Where, sources: Sequence[str], rows: Sequence[str]) -> list[Step]:
+def make_steps(plan: Plan, where: Where, sources: Sequence[str], records: Sequence[str]) -> list[Step]:
     """The commands of a plan.
 
     Args:
-        sources: Of prompts; none where the target writes them.
-        rows: Options that say how the sources are read.
+        sources: Sources of prompts. Empty if the target writes its own.
+        records: Options for reading the sources.
     """
     folder, seed = where.folder, str(plan.recipe["seed"])
     data, held_out, features = str(folder / "data"), str(folder / HELD_OUT), str(folder / "features")
@@ -108,7 +116,7 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], rows: Sequence[
     target, trained = where.options(), where.options("--target-dtype")
     pair = [*target, "--drafter", str(where.out)]
     commands: dict[str, list[str]] = {
-        "prompts": [*sources, *rows, *target, *wanted, "--out", str(folder)],
+        "prompts": [*sources, *records, *target, *wanted, "--out", str(folder)],
         "data": [str(folder / PROMPTS), *target, "--regenerate", *answers, "--out", data],
         "features": ["--data", data, *trained, "--taps", _flag(recipe["taps"]), "--out", features],
         "train": [plan.variant, *fields, *trained, "--data", data, "--prompts", held_out, "--out", str(where.out)],
@@ -126,13 +134,13 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], rows: Sequence[
 def _flag(value: object) -> str:
     if isinstance(value, dict):
         return ",".join(f"{name}={one}" for name, one in value.items())
-    if isinstance(value, list | tuple):  # a list of one ends in a comma, or it would be a number
+    if isinstance(value, list | tuple):  # a list of one ends in a comma, since a number alone means a count
         return ",".join(map(str, value)) + ("," if len(value) == 1 else "")
     return str(value)
 
 
 def done_steps(folder: Path) -> dict[str, float]:
-    """Names of the steps that are done, and the seconds that their last run took."""
+    """Names of the steps that are done, and the seconds that their last runs took."""
     path = folder / DONE
     found: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
@@ -142,7 +150,7 @@ def run_steps(steps: Sequence[Step], folder: Path, note: Callable[[str], None]) 
     """Run the steps that are not done.
 
     Raises:
-        BlockdraftError: One failed; it has said why.
+        BlockdraftError: A step failed. Its own message has been printed.
     """
     done = done_steps(folder)
     for number, step in enumerate(steps, 1):
@@ -163,7 +171,7 @@ def run_steps(steps: Sequence[Step], folder: Path, note: Callable[[str], None]) 
         if code != 0:
             how = f"signal {-code}" if code < 0 else f"status {code}"
             raise BlockdraftError(
-                f"{step.name} ended with {how}; what it said is above. The same command goes on here."
+                f"{step.name} ended with {how}; its message is above. The same command resumes the fit here."
             )
         done[step.name] = round(time.monotonic() - began, 1)
         write_file(folder / DONE, json.dumps(done).encode())
@@ -179,11 +187,11 @@ def _run(arguments: Sequence[str], tell: Callable[[], None] | None) -> int:
             except subprocess.TimeoutExpired:
                 if tell is not None:
                     tell()
-    except KeyboardInterrupt:  # the process has been told as well, and puts away what it has
+    except KeyboardInterrupt:  # the process got the signal too, and saves its work
         process.wait()
         raise
 
 
 def _die_with_parent() -> None:
-    """Two starts of one fit must not write to its folders at a time, so none of its commands outlives it."""
+    """Let the system end this process with its parent, so that two runs never write to the same folders."""
     ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)

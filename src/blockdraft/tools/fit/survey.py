@@ -1,6 +1,6 @@
-"""What there is: the target, the machine, and how fast the one does on the other what a fit consists of.
+"""Survey for a fit: properties of target and machine, and the speeds of answers, features, training and drafting.
 
-Speeds are medians of several short runs of the very code that will run later.
+Speeds are medians of several short runs of the same code that the fit runs.
 """
 
 from __future__ import annotations
