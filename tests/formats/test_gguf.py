@@ -15,7 +15,7 @@ from blockdraft.formats.gguf import READERS, GGUFTensor, open_gguf, read_header
 from blockdraft.nn.quantized import QuantizedWeight, joined_weights
 
 ROWS, INPUTS = 6, 512
-FEW = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
+FEW = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K")
 
 
 def raw_matrix(kind: str, seed: int = 0) -> np.ndarray:
@@ -63,6 +63,9 @@ def test_numbers_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
     ("kind", "bits", "group", "scale", "shifted"),
     [
         ("Q4_0", 4, 32, torch.float16, False),
+        ("Q4_1", 4, 32, torch.float16, True),
+        ("Q5_0", 8, 32, torch.float16, False),
+        ("Q5_1", 8, 32, torch.float16, True),
         ("Q8_0", 8, 32, torch.float16, False),
         ("Q4_K", 4, 32, torch.float32, True),
         ("Q6_K", 8, 16, torch.float32, False),
@@ -73,7 +76,8 @@ def test_layout(kind: str, bits: int, group: int, scale: torch.dtype, shifted: b
     weight = open_gguf(tmp_path / "a.gguf").tensors["x"].read()
     assert isinstance(weight, QuantizedWeight)
     assert (weight.bits, weight.group, weight.scale.dtype, weight.offset is not None) == (bits, group, scale, shifted)
-    low, high = {"Q4_0": (-8, 7), "Q4_K": (0, 15), "Q6_K": (-32, 31), "Q8_0": (-128, 127)}[kind]
+    signed = {"Q4_0": (-8, 7), "Q5_0": (-16, 15), "Q5_1": (0, 31), "Q6_K": (-32, 31), "Q8_0": (-128, 127)}
+    low, high = signed.get(kind, (0, 15))
     assert weight.codes.min() == low and weight.codes.max() == high
 
 
@@ -83,8 +87,8 @@ def test_kinds_joined_keep_their_numbers(tmp_path: Path) -> None:
     both = joined_weights([weight for kind in FEW if isinstance(weight := tensors[kind].read(), QuantizedWeight)])
     # Q4_0 gets an offset of -8 scales, which may round once more.
     assert torch.allclose(both.dequantize(), torch.cat([wanted[kind] for kind in FEW]), rtol=1e-6, atol=1e-7)
-    few = joined_weights([weight for kind in FEW[2:] if isinstance(weight := tensors[kind].read(), QuantizedWeight)])
-    assert torch.equal(few.dequantize(), torch.cat([wanted[kind] for kind in FEW[2:]]))
+    few = joined_weights([weight for kind in FEW[1:] if isinstance(weight := tensors[kind].read(), QuantizedWeight)])
+    assert torch.equal(few.dequantize(), torch.cat([wanted[kind] for kind in FEW[1:]]))
 
 
 def test_metadata(tmp_path: Path) -> None:
@@ -109,7 +113,7 @@ def test_alignment(tmp_path: Path) -> None:
 
 
 def test_parts(tmp_path: Path) -> None:
-    kinds = dict(zip("abcde", (*FEW, "F16"), strict=True))
+    kinds = dict(zip("abcde", (*FEW[-4:], "F16"), strict=True))
     wanted = write(tmp_path / "m.gguf", kinds, parts=2)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
@@ -194,13 +198,13 @@ def test_the_package_writes_big_endian_as_we_think(tmp_path: Path) -> None:
 
 def test_types_that_are_not_read_are_still_named(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    raw = gguf.quantize(np.ones((2, 256), np.float32), GGMLQuantizationType.Q5_0)
-    writer.add_tensor("x", raw, raw_dtype=GGMLQuantizationType.Q5_0)
+    raw = gguf.quantize(np.ones((2, 256), np.float32), GGMLQuantizationType.TQ2_0)
+    writer.add_tensor("x", raw, raw_dtype=GGMLQuantizationType.TQ2_0)
     writer.add_tensor("y", np.ones((2, 3), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     tensors = open_gguf(tmp_path / "a.gguf").tensors
-    assert (tensors["x"].kind, tensors["x"].shape) == ("Q5_0", (2, 256))
+    assert (tensors["x"].kind, tensors["x"].shape) == ("TQ2_0", (2, 256))
     assert numbers_of(tensors["y"]).tolist() == [[1.0] * 3] * 2

@@ -13,7 +13,16 @@ from gguf import GGMLQuantizationType, TokenType
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}  # others go by their model_type
-BLOCKS = {"Q4_K": ("<f2", 2), "Q6_K": ("<f2", 1)}
+# Where the factors in float16 lie in a block, and how many there are.
+FACTORS = {
+    "Q4_0": (0, 1),
+    "Q4_1": (0, 2),
+    "Q5_0": (0, 1),
+    "Q5_1": (0, 2),
+    "Q8_0": (0, 1),
+    "Q4_K": (0, 2),
+    "Q6_K": (208, 1),
+}
 
 
 def random_blocks(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
@@ -21,7 +30,7 @@ def random_blocks(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
     values, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     random = np.random.default_rng(seed)
     raw = random.integers(0, 256, (shape[0], shape[1] // values, size), dtype=np.uint8)
-    place, count = {"Q4_K": (0, 2), "Q6_K": (208, 1), "Q4_0": (0, 1), "Q8_0": (0, 1)}[kind]
+    place, count = FACTORS[kind]
     factors = random.uniform(-2e-4, 2e-4, (*raw.shape[:2], count)).astype("<f2")
     raw[..., place : place + 2 * count] = factors.view(np.uint8)
     return raw.reshape(shape[0], -1)

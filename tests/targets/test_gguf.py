@@ -43,7 +43,9 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("kinds", ["Q4_0", "Q8_0", "Q4_K", "Q6_K", "F16", "BF16", "F32", "mixed"])
+@pytest.mark.parametrize(
+    "kinds", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "F16", "BF16", "F32", "mixed"]
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_weights_are_those_of_the_package(name: str, kinds: str, tmp_path: Path) -> None:
     model, path = model_of(name, **WIDE), tmp_path / "m.gguf"
@@ -63,17 +65,21 @@ def test_weights_are_those_of_the_package(name: str, kinds: str, tmp_path: Path)
         assert torch.equal(weight, wanted), ours
 
 
-@pytest.mark.parametrize("kinds", ["Q4_0", "Q8_0", "mixed", "BF16", "F16"])
+@pytest.mark.parametrize("kinds", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "mixed", "BF16", "F16"])
 def test_compiled(kinds: str, tmp_path: Path) -> None:
     """The kernels give what torch gives; activations are rounded alike."""
     path = tmp_path / "m.gguf"
     write_gguf(path, model_of("llama", **WIDE), MIXED if kinds == "mixed" else kinds)
     compiled, plain = (load_target(path, device="cpu", compile=mode) for mode in ("on", "off"))
-    tokens = torch.randint(0, 96, (1, 20), generator=torch.Generator().manual_seed(1))
-    wanted = scores(plain, tokens)
-    # An input on the edge between two codes may be rounded either way.
-    assert (scores(compiled, tokens) - wanted).norm() < 0.01 * wanted.norm()
-    bits = {"Q4_0": "int4 weights", "Q8_0": "int8 weights", "mixed": "int4 weights", "BF16": "weights kept in bfloat16"}
+    differences = []
+    for seed in range(9):
+        tokens = torch.randint(0, 96, (1, 5), generator=torch.Generator().manual_seed(seed))
+        wanted = scores(plain, tokens)
+        differences.append(float((scores(compiled, tokens) - wanted).norm() / wanted.norm()))
+    # An input on the edge between two codes may be rounded either way, which few sequences meet.
+    assert np.median(differences) < 1e-5 and max(differences) < 0.05, differences
+    bits = dict.fromkeys(("Q5_0", "Q5_1", "Q8_0"), "int8 weights") | {"BF16": "weights kept in bfloat16"}
+    bits |= dict.fromkeys(("Q4_0", "Q4_1", "mixed"), "int4 weights")
     assert compiled.running == ", ".join(["native, compiled", *([bits[kinds]] if kinds in bits else [])])
 
 
@@ -178,8 +184,8 @@ def test_refused_architectures(tmp_path: Path) -> None:
 
 def test_refused_types(tmp_path: Path) -> None:
     model, path = model_of("llama", **WIDE), tmp_path / "m.gguf"
-    write_gguf(path, model, {"ffn_down": "Q5_0", "blk": "Q8_0"})
-    with pytest.raises(UsageError, match=r"of the types Q5_0 \(blk.2.ffn_down.weight\).*llama-quantize.*Q4_0, Q8_0"):
+    write_gguf(path, model, {"ffn_down": "TQ2_0", "blk": "Q8_0"})
+    with pytest.raises(UsageError, match=r"of the types TQ2_0 \(blk.2.ffn_down.weight\).*llama-quantize.*Q4_0, Q8_0"):
         load_target(path, device="cpu")
     write_gguf(path, model, {"attn_q": "Q8_0", "blk": "F16"})
     with pytest.raises(UsageError, match=r"of blk.0.attn_q.weight \(Q8_0\), blk.0.attn_k.weight \(F16\).* all must be"):

@@ -24,9 +24,41 @@ def _halves(raw: Tensor) -> Tensor:
     return raw.contiguous().view(torch.float16)
 
 
+def _nibbles(raw: Tensor) -> Tensor:
+    """Numbers of 4 bits, `[..., n]` to `[..., 2 n]`: those of the low halves of the bytes, then those of the high."""
+    return torch.cat([raw & 15, raw >> 4], -1)
+
+
+def _fifth_bits(raw: Tensor) -> Tensor:
+    """Bits of the bytes, the lowest first, each worth 16, `[..., n]` to `[..., 8 n]`."""
+    return (raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
+
+
+def _signed(codes: Tensor, zero: int, scale: Tensor, bits: int) -> QuantizedWeight:
+    """Weight `scale * (codes - zero)`."""
+    return QuantizedWeight(codes.view(torch.int8).flatten(1) - zero, _halves(scale).flatten(1), None, bits)
+
+
+def _shifted(codes: Tensor, factors: Tensor, bits: int) -> QuantizedWeight:
+    """Weight `scale * codes + offset`; `factors` holds both as float16."""
+    scale, offset = _halves(factors).unbind(-1)
+    return QuantizedWeight(codes.view(torch.int8).flatten(1), scale.contiguous(), offset.float(), bits)
+
+
 def _q4_0(raw: Tensor) -> QuantizedWeight:
-    codes = torch.cat([raw[..., 2:] & 15, raw[..., 2:] >> 4], -1).view(torch.int8) - 8
-    return QuantizedWeight(codes.flatten(1), _halves(raw[..., :2]).flatten(1), None, 4)
+    return _signed(_nibbles(raw[..., 2:]), 8, raw[..., :2], 4)
+
+
+def _q4_1(raw: Tensor) -> QuantizedWeight:
+    return _shifted(_nibbles(raw[..., 4:]), raw[..., :4], 4)
+
+
+def _q5_0(raw: Tensor) -> QuantizedWeight:
+    return _signed(_nibbles(raw[..., 6:]) | _fifth_bits(raw[..., 2:6]), 16, raw[..., :2], 8)
+
+
+def _q5_1(raw: Tensor) -> QuantizedWeight:
+    return _shifted(_nibbles(raw[..., 8:]) | _fifth_bits(raw[..., 4:8]), raw[..., :4], 8)
 
 
 def _q8_0(raw: Tensor) -> QuantizedWeight:
@@ -66,6 +98,9 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READERS: dict[str, Reader] = {
     **{kind: _plain(dtype) for kind, dtype in FLOATS.items()},
     "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
     "Q6_K": _q6_k,
