@@ -14,6 +14,7 @@ def test_no_server_errors(with_tools: Server, tmp_path: Path) -> None:
     program = Path(sys.executable).with_name("st")
     words = [str(program), "run", f"{with_tools.url}/openapi.json", "--header", f"Authorization: Bearer {KEY}"]
     words += ["--checks", "not_a_server_error", "--max-examples", "20", "--seed", "1", "--phases"]
-    words += ["examples,coverage,fuzzing", "--request-timeout", "60", "--workers", "2", "--generation-database", "none"]
+    # One worker: several parse Python source at once, which CPython 3.11 answers with a SystemError now and then.
+    words += ["examples,coverage,fuzzing", "--request-timeout", "60", "--workers", "1", "--generation-database", "none"]
     found = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-1000:]
