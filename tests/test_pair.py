@@ -38,6 +38,7 @@ def test_files_are_small_and_complete() -> None:
     assert sum(file.stat().st_size for file in files) <= 40e6
     for folder in (PAIR / "target", *bundled().values()):
         assert {"README.md", "config.json", "model.safetensors"} <= {file.name for file in folder.iterdir()}
+        assert read_config(folder)["rope_theta"] == 1e4  # where readers of before transformers 5 look for it
     assert read_config(bundled()["bundled-dflash"])["architectures"] == ["DFlashDraftModel"]
 
 

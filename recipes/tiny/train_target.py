@@ -41,6 +41,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.engine import loops
+from blockdraft.formats.folder import with_rope_theta
 from blockdraft.machine import multiplies_bfloat16
 from blockdraft.training.optimizers import Muon
 
@@ -336,6 +337,8 @@ def main() -> None:
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>")]
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.to(torch.bfloat16).save_pretrained(args.out)
+    config = Path(args.out, "config.json")
+    config.write_text(json.dumps(with_rope_theta(json.loads(config.read_text())), indent=2) + "\n")
     print(f"saved {args.out}")
 
 

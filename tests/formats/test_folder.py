@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter
-from blockdraft.formats.folder import check_tensors, clear_remains
+from blockdraft.formats.folder import check_tensors, clear_remains, with_rope_theta
 
 
 def test_remains_go_and_what_they_replaced_comes_back(tmp_path: Path) -> None:
@@ -56,3 +56,24 @@ def test_maps_of_the_vocabulary_may_be_integers() -> None:
     check_tensors(shapes, found)
     with pytest.raises(UsageError, match="x is of type I64, and 1 other tensors are of such a type too; weights"):
         check_tensors(shapes, {"x": found["d2t"], "y": found["d2t"], **found})
+
+
+@pytest.mark.parametrize(
+    ("rope", "old"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e5}, {"rope_theta": 1e5, "rope_scaling": None}),
+        (
+            {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            {"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "partial_rotary_factor": 0.5},
+        ),
+        (
+            {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},
+            {"rope_theta": 1e6, "rope_scaling": None, "rope_local_base_freq": 1e4},
+        ),
+    ],
+)
+def test_rotary_embeddings_are_told_to_older_readers(rope: dict[str, object], old: dict[str, object]) -> None:
+    raw = {"hidden_size": 8, "rope_parameters": rope}
+    assert with_rope_theta(raw) == raw | old
+    assert with_rope_theta(raw | {"rope_theta": 3.0})["rope_theta"] == 3.0  # what is there stays
+    assert with_rope_theta({"hidden_size": 8}) == {"hidden_size": 8}

@@ -124,6 +124,18 @@ def test_keys(tmp_path: Path) -> None:
     assert (spark["markov_rank"], spark["markov_head_type"]) == (3, "vanilla")
 
 
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [((FULL, FULL), True), ((LayerAttention(False, 9), FULL), True), ((LayerAttention(True, 9), FULL), False)],
+)
+def test_only_causal_windows_are_said_to_be_causal(
+    tmp_path: Path, layers: tuple[LayerAttention, ...], said: bool
+) -> None:
+    raw = write(tmp_path / "draft", replace(CONFIG, layers=layers))
+    assert raw["sliding_window_non_causal"] is said
+    assert read_checkpoint(tmp_path / "draft", 8)[0].layers == layers
+
+
 def test_what_equals_the_defaults_of_transformers_may_be_absent() -> None:
     config, _ = parse_config(changed(layers={"head_dim": None, "rope_parameters": None, "rope_scaling": None}), 8)
     assert config.head_dim == 128 and config.rope_theta == 5e5

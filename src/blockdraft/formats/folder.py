@@ -108,6 +108,23 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str,
         raise UsageError(f"{len(wrong)} tensors do not fit the configuration: {told}. Use files that belong together.")
 
 
+def with_rope_theta(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Content of config.json with `rope_theta` and `rope_scaling` beside `rope_parameters`.
+
+    Readers of before transformers 5 (mistral.rs, older vLLM, optimum) know only the first two. What is there stays.
+    """
+    rope = raw.get("rope_parameters")
+    if not isinstance(rope, Mapping):
+        return {**raw}
+    near = rope.get("sliding_attention")  # some nest it by the kind of layer
+    far = dict(rope.get("full_attention", rope))
+    old = {name: far.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in far}
+    old["rope_scaling"] = None if far.get("rope_type", "default") == "default" else far
+    if isinstance(near, Mapping) and "rope_theta" in near:
+        old["rope_local_base_freq"] = near["rope_theta"]
+    return old | raw
+
+
 def write_folder(
     path: str | Path,
     raw: Mapping[str, Any],
@@ -139,7 +156,7 @@ def write_folder(
                 save_file(contiguous, new / "model.safetensors", metadata={"format": "pt"})
             else:
                 torch.save({name: tensor.cpu().clone() for name, tensor in contiguous.items()}, new / pickle)
-            (new / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+            (new / "config.json").write_text(json.dumps(with_rope_theta(raw), indent=2) + "\n", encoding="utf-8")
         except (OSError, RuntimeError, SafetensorError) as error:  # torch raises a RuntimeError for a full disk
             told = "the disk is full, or a file too large" if isinstance(error, RuntimeError) else error
             raise UsageError(

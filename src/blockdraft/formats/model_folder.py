@@ -15,6 +15,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.folders import held
+from blockdraft.formats.folder import with_rope_theta
 from blockdraft.formats.quantized.compressed_tensors import parts_of
 from blockdraft.nn.quantized import QuantizedWeight
 
@@ -60,7 +61,7 @@ class ModelWriter:
         for file in files:
             shutil.copyfile(file, self.folder / file.name)
         config = self.folder / "config.json"
-        config.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        config.write_text(json.dumps(with_rope_theta(raw), indent=2) + "\n", encoding="utf-8")
         for file in self.folder.glob("*.safetensors"):
             file.chmod(config.stat().st_mode)  # safetensors lets only the owner read
 

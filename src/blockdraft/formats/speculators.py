@@ -128,7 +128,8 @@ def config_dict(
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": ids_of(config),
-        "sliding_window_non_causal": sliding == {False},
+        # False means "causal" to vLLM, of layers without a window as well.
+        "sliding_window_non_causal": True not in sliding,
         "sample_from_anchor": kind.from_anchor,
         "tie_word_embeddings": False,
         **{name: fields[name] for name in sorted(architecture.own_keys()) if fields[name] is not None},
