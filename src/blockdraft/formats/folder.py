@@ -122,7 +122,7 @@ def with_rope_theta(raw: Mapping[str, Any]) -> dict[str, Any]:
     old["rope_scaling"] = None if far.get("rope_type", "default") == "default" else far
     if isinstance(near, Mapping) and "rope_theta" in near:
         old["rope_local_base_freq"] = near["rope_theta"]
-    return old | raw
+    return {**old, **raw}
 
 
 def write_folder(
