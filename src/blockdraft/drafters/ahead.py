@@ -1,9 +1,9 @@
-"""While the target verifies, a language model on a device of its own drafts for what may come out of it: speculative
-speculative decoding (arXiv 2603.03251).
+"""Speculative speculative decoding (arXiv 2603.03251): while the target verifies, a draft model on another device
+already drafts for the likeliest outcomes.
 
-An outcome is how many guesses were accepted and the target's token after them. The likeliest ones are drafted for, all
-in one tree, a guess of each a pass. If one of these comes true, its guesses are there at once, and what is lacking of
-them is drafted as usual; else all of it is. So the guesses are those that are made without drafting ahead.
+An outcome is the number of accepted guesses and the bonus token. All outcomes are drafted for in one tree, to which
+each pass adds a guess of each. If one of them comes true, its guesses are used at once, and missing ones are drafted as
+usual; otherwise all are. So the guesses are the same as without drafting ahead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class AheadState:
-    """The state of the draft model, which nobody touches while something is drafted ahead on it."""
+    """State of the draft model. Every change first stops what is being drafted ahead on it."""
 
     def __init__(self, inner: DraftState, work: Work) -> None:
         self.inner, self.work = inner, work
@@ -62,23 +62,23 @@ class AheadState:
 
 
 class AheadDrafter(Drafter):
-    """Drafts as a language model does, and in the meantime for the likeliest outcomes of verification.
+    """Drafts with a smaller language model and, while the target verifies, ahead for the likeliest outcomes.
 
-    A batch is ahead where all of its rows are: one that has to draft lets the others wait. Guesses that are sampled are
-    not drafted ahead, since the numbers that they are sampled with are not known before. Nor is there anything to do
-    ahead near the end of the model's context; near the end of a row's slots fewer guesses are.
+    A batch saves time only if all its rows were drafted for: a row that was not makes the others wait. Sampled guesses
+    are not drafted ahead, because the random numbers for them are not known yet. Nothing is drafted ahead near the end
+    of the model's context, and fewer guesses are near the end of a row's slots.
 
     Args:
-        drafter: Its model must not be the target.
-        target: Whom it drafts for.
-        count: Outcomes that are drafted for in each row, at least 1.
+        drafter: Drafter whose model is not the target.
+        target: Target that it drafts for.
+        count: Number of outcomes to draft for in each row, at least 1.
 
     Attributes:
-        tried: Drafts of which some outcome had been drafted for.
-        foreseen: Those among them whose outcome was, so that their first guesses were there.
+        tried: Number of drafts for which some outcomes had been drafted ahead.
+        foreseen: Number of these whose outcome was among them, so that their first guesses were ready.
 
     Raises:
-        UsageError: The model is the target, or scores no trees.
+        UsageError: The draft model is the target, or its backend cannot score trees.
     """
 
     taps: tuple[int, ...] = ()
@@ -136,7 +136,7 @@ class AheadDrafter(Drafter):
         return proposal
 
     def _begin(self, state: AheadState, proposal: Proposal) -> None:
-        """Begin to draft behind these chains, as far as they go themselves."""
+        """Start drafting for the outcomes of these chains, as many guesses for each as a chain has."""
         guesses = proposal.tokens.size(1) - 1
         chains = [
             ids[: 1 + sum(parent >= 0 for parent in parents)]
@@ -161,18 +161,18 @@ class AheadDrafter(Drafter):
             if branches is not None:
                 self._follow(state, chains, *branches, guesses, outcomes, stop)
         except Exception:
-            for row in state.rows:  # what a forward has left half done must not stay
+            for row in state.rows:  # removes what an unfinished forward may have left
                 state.wipe(row)
             raise
 
     def _likeliest(
         self, state: DraftState, chains: Sequence[list[int]], outcomes: Sequence[Outcomes]
     ) -> tuple[list[list[int]], Tensor] | None:
-        """Read text and chains, and note what is known of the chains themselves.
+        """Read texts and chains, and note the outcomes whose guesses the chains already hold.
 
         Returns:
-            The outcomes, best first, as the places of the last accepted token in the chain and the tokens after it,
-            `[B, K]` each; None where a row has no slots for it.
+            The K likeliest outcomes of each row, best first: the index of the last accepted token in the chain, and the
+            bonus tokens `[B, K]` int64. None if a row has too few slots.
         """
         texts = state.texts
         state.truncate([len(text) for text in texts])  # the chain is read as a part of the tree
@@ -188,10 +188,10 @@ class AheadDrafter(Drafter):
             rest = torch.tensor(chain[1:], device=log_probs.device)[:, None]
             own = log_probs[:-1].gather(1, rest)
             chances = own[:, 0].exp().tolist()
-            for place in range(1, len(rest)):  # where fewer guesses were verified than there are
+            for place in range(1, len(rest)):  # the engine may verify fewer guesses than there are
                 outcomes[row][tuple(chain[: place + 1])] = list(zip(chain[place + 1 :], chances[place:], strict=True))
             survival = torch.cat([own.new_zeros(1), own[:, 0].cumsum(0)])
-            log_probs[:-1].scatter_(1, rest, float("-inf"))  # with the next guess more would be accepted
+            log_probs[:-1].scatter_(1, rest, float("-inf"))  # a bonus equal to the next guess would be accepted
             size = log_probs.size(1)
             best = (survival[:, None] + log_probs).flatten().topk(min(self._count, size - 1)).indices
             places.append((best // size).tolist())
@@ -208,7 +208,7 @@ class AheadDrafter(Drafter):
         outcomes: Sequence[Outcomes],
         stop: Event,
     ) -> None:
-        """Draft behind outcomes, as `_likeliest` returns them, a guess of each a pass."""
+        """Draft for the outcomes that `_likeliest` returns; each pass adds a guess of each."""
         tokens, parents = _filled(chains)
         made = [
             [each.setdefault((*chain[: place + 1], token), []) for place, token in zip(row, ids, strict=True)]
@@ -232,7 +232,7 @@ class AheadDrafter(Drafter):
 
 
 def _filled(chains: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Chains as tokens `[B, N]` and parents `[B, N]`, shorter ones filled up with nodes that nobody sees."""
+    """Tokens and parents of chains, `[B, N]` int64; shorter chains are padded with nodes that no other node sees."""
     count = max(map(len, chains))
     tokens = torch.tensor([[*chain, *[chain[-1]] * (count - len(chain))] for chain in chains])
     parents = torch.tensor([[*range(-1, len(chain) - 1), *[-1] * (count - len(chain))] for chain in chains])
@@ -240,17 +240,16 @@ def _filled(chains: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def hits(drafter: Drafter) -> tuple[int, int]:
-    """Of a drafter, or of those that it is made of, drafts whose outcome had been drafted for, and drafts of which some
-    outcome had."""
+    """Sums of `AheadDrafter.foreseen` and of `AheadDrafter.tried` over the parts of a drafter."""
     found = [part for part in drafter.parts if isinstance(part, AheadDrafter)]
     return sum(part.foreseen for part in found), sum(part.tried for part in found)
 
 
 def on_its_own(device: str | torch.device | None, ahead: int, target: Target) -> torch.device | None:
-    """Where a draft model is to run, None for the target's device.
+    """Device that a draft model runs on; None is the target's device.
 
     Raises:
-        UsageError: The device is not usable, or shared with the target where something is to be drafted ahead on it.
+        UsageError: The device is not usable, or it is the target's although `ahead` is not 0.
     """
     if ahead < 0:
         raise UsageError(f"ahead is {ahead}; it must be at least 0 (nothing is drafted ahead).")
@@ -274,10 +273,10 @@ def on_its_own(device: str | torch.device | None, ahead: int, target: Target) ->
 
 
 def draft_ahead(drafter: Drafter, target: Target, count: int) -> Drafter:
-    """The same drafter, drafting ahead; see `AheadDrafter`.
+    """Make a drafter draft ahead for `count` outcomes; see `AheadDrafter`.
 
     Raises:
-        UsageError: It is none that can.
+        UsageError: The drafter is not a smaller language model.
     """
     if not isinstance(drafter, DraftLMDrafter):
         raise UsageError(f"ahead is {count}; only a smaller language model drafts ahead, since it reads tokens alone.")

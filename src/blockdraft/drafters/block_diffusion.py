@@ -1,5 +1,5 @@
-"""A block-diffusion language model with the target's tokens guesses what is left of its block (BD3-LM, arXiv
-2503.09573). It reads the text alone, where DFlash reads the target's hidden states."""
+"""Block-diffusion language model as drafter (BD3-LM, arXiv 2503.09573). It reads the text alone, whereas DFlash reads
+the target's hidden states."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from blockdraft.targets import Target
 from blockdraft.timing import GUESSES, HEAD, PASS, mark
 from blockdraft.types import RequestDrafting
 
-PIECE = 512  # tokens of a prompt that are read at once, about
+PIECE = 512  # most tokens of a prompt that are read at once, unless a block is larger
 
 
 class BlockState:
-    """Texts of some rows, and keys and values of their whole blocks, or of as many as have been read.
+    """Committed tokens of rows, and the model's keys and values of their first blocks.
 
     Attributes:
-        cache: Of each row the first blocks. Those of other blocks depend on tokens that are still to come.
+        cache: Keys and values of whole blocks only: those of an unfinished block depend on its missing tokens.
         texts: Committed tokens by row.
     """
 
@@ -60,19 +60,20 @@ class BlockState:
 
 
 class BlockDiffusionDrafter(Drafter):
-    """Drafts with a block-diffusion model. Blocks lie as in training, from the beginning of the text on; a cycle
-    guesses the tokens of the anchor's block that are not known, or all of the next one where there are none. A row
-    whose block would reach past the model's context gets no guesses.
+    """Drafts with a block-diffusion model. Blocks are counted from the beginning of the text, as in training. A cycle
+    guesses the missing tokens of the anchor's block, or the whole next block if none are missing. A row whose block
+    would exceed the model's context gets no guesses.
 
-    With `plan.draft_passes` above 1 each pass settles the guesses that are surest and the next one sees them, as in a
-    DFlash drafter; with 1 all come from the same pass.
+    With `plan.draft_passes` above 1, each pass fixes the guesses that it is surest of, and the next one sees them, as
+    in a DFlash drafter. With 1, all guesses come from the same pass.
 
     Args:
-        model: The model, which moves to the target's device and dtype.
-        target: What it drafts for.
+        model: Model, which is moved to the target's device and dtype.
+        target: Target that it drafts for.
+        path: Folder that the model was read from.
 
     Raises:
-        UsageError: The model's tokens are not the target's; a mask token of its own does not matter.
+        UsageError: The model's tokens differ from the target's. A mask token that the target lacks is allowed.
     """
 
     taps: tuple[int, ...] = ()
@@ -102,7 +103,7 @@ class BlockDiffusionDrafter(Drafter):
     def observe(self, state: BlockState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
         for row, new, length in zip(state.cache.rows, tokens.tolist(), lengths, strict=True):
             state.texts[row] += new[:length]
-        # A few tokens are read together with the next block. A prompt is read at once, before its rows join others that
+        # Few tokens are read together with the next block. A prompt is read here, before its row joins others that
         # would have to wait for it.
         size = self.model.config.block_size
         while max(lengths) > self.block_size:
@@ -127,13 +128,16 @@ class BlockDiffusionDrafter(Drafter):
         return cut(proposal, [RequestDrafting(block_size=1 + each) for each in free])
 
     def _free(self, known: int) -> int:
-        """Tokens of the block behind so many known ones; 0 where it has no place in the context."""
+        """Missing tokens of the block that follows `known` tokens; 0 if the block exceeds the model's context."""
         free = self.model.config.block_size - known % self.model.config.block_size
         return free if known + free <= self.model.text.max_context else 0
 
     def _logits(self, state: BlockState, texts: Sequence[list[int]], free: Sequence[int], passes: int) -> Tensor:
-        """Logits `[B, max(free), V]` of the tokens behind the texts after the last pass. One that an earlier pass has
-        settled has one possible token; those past a row's block say nothing."""
+        """Logits `[B, max(free), V]` of the tokens behind the texts, after the last pass.
+
+        At a position that an earlier pass has fixed, only one token is possible. Logits past a row's block have no
+        meaning.
+        """
         share = NOISE_SCHEDULES[NOISE_SCHEDULE]
         settled: list[dict[int, int]] = [{} for _ in texts]
         logits = self._look(state, texts, free, settled)
@@ -156,12 +160,17 @@ class BlockDiffusionDrafter(Drafter):
     def _look(
         self, state: BlockState, texts: Sequence[list[int]], free: Sequence[int], settled: Sequence[dict[int, int]]
     ) -> Tensor:
-        """Logits `[B, max(free), V]` of the tokens behind the texts, some of which are settled, by their places."""
+        """Logits `[B, max(free), V]` of the tokens behind the texts, after one pass.
+
+        Args:
+            free: Number of missing tokens of each row's block.
+            settled: Fixed tokens of each row, by their distance from the first missing token.
+        """
         size, shift = self.model.config.block_size, self.model.config.token_shift
         mask = self.model.config.mask_token_id
         blocks, begins, places = [], [], []
         for text, count, held, fixed in zip(texts, free, state.cache.lengths, settled, strict=True):
-            # With a token shift, what is said about a block begins at the token before it.
+            # With a token shift, the output for the first token of a block is that of the token before it.
             begin = min(held, max(len(text) // size * size - shift, 0)) if count else 0
             blocks.append([*text, *(fixed.get(place, mask) for place in range(count))] if count else [])
             begins.append(begin)
@@ -174,36 +183,36 @@ class BlockDiffusionDrafter(Drafter):
         return logits
 
     def _pass(self, state: BlockState, texts: Sequence[Sequence[int]], begins: Sequence[int]) -> Tensor:
-        """One pass over the tokens of these texts from `begins` on, on top of what is held of those before. Blocks that
-        are whole in the committed texts are held from now on.
+        """Run one pass over the tokens of these texts from `begins` on, which also sees the cached blocks before them.
+        Blocks that are whole in the committed texts are then added to the cache.
 
         Returns:
-            `[B, N, H]`; past a text's end there is nothing of meaning.
+            Hidden states `[B, N, H]`; those past a text's end have no meaning.
         """
         mark(GUESSES)
         size, device = self.model.config.block_size, self._network.device
         count = max(len(text) - begin for text, begin in zip(texts, begins, strict=True))
         new = [[*text[begin:], *[0] * (count + begin - len(text))] for text, begin in zip(texts, begins, strict=True)]
-        # What the target's tokenizer has beyond this one's is read as the last token of all.
+        # A token that only the target has is read as the model's last token.
         tokens = torch.tensor(new, device=device).clamp(max=self._network.vocab_size - 1)
         starts = torch.tensor(begins, device=device)[:, None]
         positions = starts + torch.arange(count, device=device)
         blocks = positions // size
-        ahead = _Ahead(state.cache)
+        new_keys_values = _NewKeysValues(state.cache)
         before = (torch.arange(max(state.cache.lengths), device=device) < starts)[:, None].expand(-1, count, -1)
         visible = torch.cat([before, blocks[:, :, None] >= blocks[:, None, :]], dim=-1)
-        states = self._network.hidden(tokens, positions, visible, ahead)
+        states = self._network.hidden(tokens, positions, visible, new_keys_values)
         wholes = [
             max(held, min(len(text), len(state.texts[row])) // size * size)
             for row, held, text in zip(state.cache.rows, state.cache.lengths, texts, strict=True)
         ]
-        ahead.keep(begins, wholes)
+        new_keys_values.keep(begins, wholes)
         mark(PASS)
         return states
 
 
-class _Ahead:
-    """Keys and values of new tokens behind those that a cache holds. They get slots of it only when they are kept."""
+class _NewKeysValues:
+    """Keys and values of tokens that are not in the cache. They get slots only when they are kept."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -216,7 +225,7 @@ class _Ahead:
         return keys, values
 
     def keep(self, begins: Sequence[int], lengths: Sequence[int]) -> None:
-        """Commit the new tokens of each row, which begin at `begins`, as far as to these lengths."""
+        """Commit the new tokens of each row, which begin at `begins`, up to these lengths."""
         rows, held = self._cache.rows, self._cache.lengths
         for layer, new in self._new.items():
             for store, nodes in zip(self._cache.layer(layer, *new), new, strict=True):

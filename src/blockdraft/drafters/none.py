@@ -12,6 +12,8 @@ from blockdraft.drafters.base import Drafter, Entry
 
 
 class _NoState:
+    """Rows of a drafter that remembers nothing."""
+
     def of(self, rows: Sequence[int]) -> _NoState:
         return self
 
@@ -32,6 +34,8 @@ class _NoState:
 
 
 class NoDrafter(Drafter):
+    """Drafter without guesses."""
+
     path: Path | None = None
     taps: tuple[int, ...] = ()
     block_size = 1

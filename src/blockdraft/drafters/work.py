@@ -1,4 +1,4 @@
-"""A thread beside the one that decodes, for what is drafted ahead."""
+"""Thread that drafts ahead while another one decodes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from blockdraft.errors import describe
 
 NAME = "blockdraft-ahead"
 
-# By the tokens that follow the text a row had: guesses after them, with the model's probabilities.
+# Guesses and the model's probabilities of them, by the tokens between a row's text and the guesses.
 Outcomes: TypeAlias = dict[tuple[int, ...], list[tuple[int, float]]]
 
 log = logging.getLogger(__name__)
 
 
 class Work:
-    """What is drafted ahead for the rows of one store, in a thread that ends with it.
+    """Drafts ahead for the rows of one state.
 
     Attributes:
-        found: By row, how long its text was, and what was drafted. To be read when the work has stopped.
+        found: Length of each row's text when drafting began, and what was drafted. Read it only after `stop`.
     """
 
     def __init__(self) -> None:
@@ -35,20 +35,20 @@ class Work:
         _works.add(self)
 
     def begin(self, draft: Callable[[Event], None]) -> None:
-        """Call this in a thread; it is to end soon after the event is set. What goes wrong in it is logged."""
+        """Call a function in a thread. It must return soon after its event is set. Its errors are logged."""
         self._stop = Event()
-        # A thread that is no daemon would keep a process that ends waiting.
+        # A daemon thread does not keep the process from ending.
         thread = Thread(target=_logged, args=(partial(draft, self._stop),), name=NAME, daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # there are too many, or the process ends, which is no news
+        except RuntimeError as error:  # too many threads, or the process is ending, which needs no warning
             if "shutdown" not in str(error):
                 _tell(error)
         else:
             self._thread = thread
 
     def stop(self) -> None:
-        """Let the thread end after its present pass, and wait for that."""
+        """Make the thread end after its current pass, and wait for it."""
         thread = self._thread
         if thread is not None:
             self._stop.set()
@@ -72,8 +72,8 @@ _works: WeakSet[Work] = WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Before a process ends, since a thread inside of a forward would not survive it, or is forked: the child has no
-    thread that would end its pass and give back the model's lock."""
+    """Stop all threads before the process ends, when a thread inside a forward would crash, and before it is forked: a
+    child would have the model's lock, but not the thread that releases it."""
     for work in list(_works):
         work.stop()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.flow.network import LIKELY, FlowConfig, FlowNetwork, mean_embedding, moved, place_noise
+from blockdraft.drafters.flow.network import LIKELY, FlowConfig, FlowNetwork, mean_embedding, moved, position_noise
 from blockdraft.formats.architectures import tensor_shapes
 from blockdraft.nn.draft_config import LayerAttention
 
@@ -112,8 +112,8 @@ def test_each_pass_sees_what_the_one_before_guessed(monkeypatch: pytest.MonkeyPa
 
 
 def test_noise_is_the_same_each_time_and_spread_as_it_should_be() -> None:
-    noise = place_noise(16)
-    assert torch.equal(noise, place_noise(16)) and noise.dtype == torch.float32
+    noise = position_noise(16)
+    assert torch.equal(noise, position_noise(16)) and noise.dtype == torch.float32
     assert abs(float(noise.mean())) < 0.05 and abs(float(noise.std()) - 1) < 0.05
     assert len(noise.unique(dim=0)) == len(noise)
 

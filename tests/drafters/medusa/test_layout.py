@@ -135,7 +135,9 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 def test_other_configurations_are_refused(tiny_drafter_dir: Path) -> None:
     config = read_drafter(tiny_drafter_dir, None, 3).config
     assert isinstance(config, DraftConfig)
-    with pytest.raises(ValueError, match="DraftConfig is a configuration for which Medusa's layout has no words"):
+    with pytest.raises(
+        ValueError, match="The configuration is DraftConfig; the layout medusa holds MedusaConfig alone"
+    ):
         layouts()["medusa"].check(config, None, [])
 
 

@@ -64,5 +64,5 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], told: str, tmp_pa
 def test_it_goes_by_its_architecture(tiny_drafter_dir: Path) -> None:
     assert layout_of({"architectures": ["MTPDraftModel"]}) is layouts()["mtp"]
     assert layout_of({"architectures": ["Qwen3NextForCausalLM"], "num_nextn_predict_layers": 1}) is None
-    with pytest.raises(ValueError, match="DraftConfig is a configuration for which .* MTP heads has no words"):
+    with pytest.raises(ValueError, match="The configuration is DraftConfig; the layout mtp holds MTPConfig alone"):
         layouts()["mtp"].check(read_drafter(tiny_drafter_dir, None, 3).config, None, [])

@@ -28,7 +28,8 @@ from blockdraft.types import SamplingParams
 class DFlashDrafter(Drafter):
     """Drafts with a DFlash network. Embedding and, unless there is a `reduced_head`, head are the target's.
 
-    Drafters that extend it set `network_class` and override `_guess`, which turns a draft pass into a proposal.
+    Drafters that extend it set `network_class`, `first_guess` (first position of a block that makes a guess: 0, the
+    anchor's, or 1) and override `_guess`, which turns a draft pass into a proposal.
 
     Args:
         network: Draft network, which is moved to the target's device and dtype.
@@ -44,6 +45,7 @@ class DFlashDrafter(Drafter):
     knows_probabilities = True
     knows_lengths = False
     network_class: type[DFlashNetwork] = DFlashNetwork
+    first_guess = 1
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class DFlashDrafter(Drafter):
         self.network = network.eval()
         self.path = path
         self.taps = self.config.taps
-        self.block_size = self.config.block_size
+        self.block_size = self.config.block_size + 1 - self.first_guess
         self.diffusion_steps = diffusion_steps
         self.noise_schedule = noise_schedule
         self.reduced_head = reduced_head and reduced_head.to(target.device, target.dtype)

@@ -1,4 +1,4 @@
-"""DFlash2, whose checkpoints are read wrongly in the same ways as DFlash's."""
+"""Checks of DFlash2: those of DFlash."""
 
 from blockdraft.drafters.dflash.checks import DFlashChecker
 from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network

@@ -1,4 +1,4 @@
-"""DFlash2 on a compiled target: DFlash's pass, with convolutions in its layers."""
+"""Compiled runner of DFlash2: that of DFlash, with convolutions in the layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CompiledConvolvedPass(CompiledDraftPass):
 
     def _convolution(self, module: DynamicConv) -> ConvolutionFields:
         _, taps, groups = module.corrections
-        # Rounding it to few bits would save little, since it is small.
+        # Rounding this small matrix to few bits would save little.
         projection = self._pack(module, "kernel_projection", rounds=False)
         base = self._pointer(module.base_kernel)
         return ConvolutionFields(projection=projection, base=base, taps=taps, groups=groups)

@@ -1,6 +1,7 @@
-"""DFlash2: DFlash whose guesses are chosen with regard to each other, by a selector among each slot's candidates.
+"""DFlash2: DFlash with a selector, which chooses each guess among candidates, given the guess before.
 
-All candidates of a slot are scored after all of the slot before at once, so a walk through them costs no further pass.
+All candidates of a position are scored after each candidate of the position before at once, so following a path through
+them takes no further pass.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from blockdraft.targets import Target
 class DFlash2Drafter(DFlashDrafter):
     """Drafts with a DFlash2 network.
 
-    A chain follows the best candidate after each guess; a sampled one draws among the candidates, and that distribution
-    is q. A tree has each node's children scored given its own token. How likely a guess is, which decides how many pay,
-    is measured over the whole vocabulary, where tokens that are no candidates keep their own logits.
+    A chain follows the best candidate after each guess. A sampled chain samples among the candidates, and q is that
+    distribution. In a tree, the children of a node are scored given its token. The probability of a guess, which
+    decides how many guesses pay, is over the whole vocabulary: tokens that are not candidates keep their own logits.
     """
 
     network: DFlash2Network
@@ -46,7 +47,7 @@ class DFlash2Drafter(DFlashDrafter):
             path_probs = path_BD.cumsum(dim=-1).exp().tolist()
             count = best_count(path_probs, plan.cycle_seconds, plan.trust)
             expected = tuple(sum(probs[:count]) for probs in path_probs)
-        if sampled:  # in chains as long as chosen ones, whatever is sampled, or the output would lose its distribution
+        if sampled:  # the length must not depend on what is sampled, or the output would lose its distribution
             ranks_BD, dists = _draw(ids_BDK, scores_BDKK, plan)
             q, expected = chain_q(dists, count, plan.params), None
         guesses = ids_BDK.gather(2, ranks_BD.unsqueeze(2)).squeeze(2)
@@ -55,18 +56,18 @@ class DFlash2Drafter(DFlashDrafter):
 
 
 def walk(next_BDK: Tensor) -> Tensor:
-    """The path through a table of steps.
+    """Path through a table of steps.
 
     Args:
-        next_BDK: `[b, d, p]` is the candidate that follows candidate p of the slot before; at slot 0, which follows the
-            anchor, the same for every p.
+        next_BDK: `[b, d, p]` is the candidate at position d that follows candidate p of the position before; at
+            position 0, which follows the anchor, it is the same for every p.
 
     Returns:
-        The candidates met at each slot, `[B, D]` int64.
+        Candidate at each position, `[B, D]` int64.
     """
     reach = 1
     while reach < next_BDK.size(1):
-        # An entry leads over `reach` slots. Behind the entry where it begins, over twice as many.
+        # An entry is the result of `reach` steps. Joined with the entry that these steps start from, of twice as many.
         further = next_BDK[:, reach:].gather(2, next_BDK[:, :-reach])
         next_BDK = torch.cat([next_BDK[:, :reach], further], dim=1)
         reach *= 2
@@ -76,8 +77,8 @@ def walk(next_BDK: Tensor) -> Tensor:
 def _draw(ids_BDK: Tensor, scores_BDKK: Tensor, plan: Plan) -> tuple[Tensor, SparseDistribution]:
     """Candidates sampled with `plan.draws`, `[B, D]`, and the distributions `[B, D, K]` that they were sampled from.
 
-    The row's own temperature and cuts make a distribution of scores. Each slot draws after every candidate of the slot
-    before, with one number, and the walk takes what it meets.
+    The row's sampling parameters turn scores into a distribution. With one random number, each position samples a
+    candidate after every candidate of the position before, and the walk follows these.
     """
     assert plan.draws is not None
     count = ids_BDK.size(2)
@@ -88,18 +89,18 @@ def _draw(ids_BDK: Tensor, scores_BDKK: Tensor, plan: Plan) -> tuple[Tensor, Spa
 
 
 def _after(values_BDKK: Tensor, ranks_BD: Tensor) -> Tensor:
-    """The values `[B, D, K]` of each slot's candidates after the slot before on the path `ranks_BD`."""
+    """Values `[B, D, K]` of the candidates at each position, given the candidate of the path `ranks_BD` before it."""
     before = torch.cat([torch.zeros_like(ranks_BD[:, :1]), ranks_BD[:, :-1]], dim=1)
     return values_BDKK.gather(2, before[:, :, None, None].expand(-1, -1, 1, values_BDKK.size(3))).squeeze(2)
 
 
 def lattice_log_probs(scores_BDKK: Tensor, ids_BDK: Tensor, logits_BDV: Tensor, plan: Plan) -> Tensor:
-    """Log probabilities `[B, D, K, K]` at each row's temperature, among all tokens of the vocabulary."""
+    """Log probabilities `[B, D, K, K]` of candidates at each row's temperature, over the whole vocabulary."""
     others_BDV = logits_BDV.float().scatter(2, ids_BDK, -torch.inf)
     temperature_B11 = torch.tensor([params.temperature or 1.0 for params in plan.params], device=others_BDV.device)[
         :, None, None
     ]
-    # All that is no candidate counts as one token of its joint probability.
+    # The other tokens count as one token with their joint probability.
     most_BD1 = others_BDV.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     rest_BD1 = most_BD1 + temperature_B11 * ((others_BDV - most_BD1) / temperature_B11).logsumexp(dim=-1, keepdim=True)
     rest_BDK1 = rest_BD1.unsqueeze(2).expand(-1, -1, ids_BDK.size(2), 1)

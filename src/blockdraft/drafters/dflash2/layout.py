@@ -1,4 +1,4 @@
-"""DFlash2."""
+"""Layout of DFlash2."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from blockdraft.drafters.dflash2.network import DFlash2Config
 from blockdraft.formats.architectures import Architecture, LlamaCpp, Shapes
 from blockdraft.nn.draft_config import need
 
-# z-lab's files and their readers keep all that is the drafter's own in dflash_config.
+# Fields that z-lab's files and their readers keep in `dflash_config`.
 NESTED: tuple[str, ...] = ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 NESTED += ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
 
 def dflash2_shapes(config: DFlash2Config) -> Shapes:
-    """DFlash2: those of v1, 4 more a layer and 3 more for the selector."""
+    """Shapes of DFlash v1, 4 more a layer for the convolutions, and 3 for the selector."""
     hidden, taps, codebook = config.hidden_size, config.conv_kernel_size, (config.vocab_size, config.selector_rank)
     shapes = dflash_shapes(config)
     for name in _convolutions(config):
@@ -32,8 +32,8 @@ def dflash2_shapes(config: DFlash2Config) -> Shapes:
 
 
 def _adapted(config: DFlash2Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Some trainers keep the codebooks in embedding layers, and some the base kernels without their axis of sides: then
-    either both sides share one kernel, or their taps follow each other."""
+    """Tensors in z-lab's form. Some trainers keep the codebooks in embedding layers. Some keep base kernels without the
+    dimension of the sides: either one kernel for both, or the taps of both one after the other."""
     found = dict(tensors)
     for name in ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"):
         if f"{name}.weight" in found and name not in found:
@@ -64,7 +64,7 @@ SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_to
 
 def _written(config: DFlash2Config) -> dict[str, Any]:
     top, hidden = config.selector_top_k, config.hidden_size
-    least = top * (top + 1)  # numbers of a slot, which are handed out in the place of its hidden state
+    least = top * (top + 1)  # llama.cpp returns the numbers of a position in place of its hidden state
     need(hidden >= least, "hidden_size", hidden, f"at least {least} in llama.cpp where selector_top_k is {top}")
     return {name: getattr(config, name) for name in SELECTOR}
 

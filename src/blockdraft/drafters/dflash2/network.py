@@ -1,7 +1,7 @@
 """The DFlash2 draft network: DFlash v1 with convolutions around each sublayer and a selector among candidates.
 
 The architecture is that of z-lab's `dflash` package (`dflash/model.py`). A new network computes what the v1 network in
-it does: its convolutions are the identity and its selector adds nothing. So a v1 checkpoint is a start for training.
+it does: its convolutions are the identity and its selector adds nothing. So training can start from a v1 checkpoint.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from blockdraft.nn.draft_layer import Attend, DraftLayer
 
 @dataclass(frozen=True, kw_only=True)
 class DFlash2Config(DraftConfig):
-    """A DFlash2 draft model: DFlash v1 with convolutions in its layers and a selector among candidates."""
+    """Configuration of a DFlash2 drafter: that of DFlash v1, and sizes of the convolutions and the selector."""
 
-    conv_kernel_size: int  # slots that a convolution reads: its own and those before
+    conv_kernel_size: int  # positions that a convolution reads: its own and those before
     conv_group_size: int  # neighbouring channels that share a correction of the kernel
     selector_rank: int  # width of the codebooks
-    selector_top_k: int  # candidates of a slot
+    selector_top_k: int  # candidates of a position
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,17 +35,17 @@ class DFlash2Config(DraftConfig):
         need(top_k <= vocab, "selector_top_k", top_k, f"at most vocab_size, {vocab}")
 
 
-# Of a new predecessor codebook; the successor codebook begins at 0. In a short warm-started run on the bundled pair (80
-# steps, AdamW 6e-4) the selector came to 50% right choices with 0.5, and to 42% with the 0.02 usual for embeddings.
+# Standard deviation of a new predecessor codebook; a new successor codebook is 0. In a short warm-started run on the
+# bundled pair (80 steps, AdamW 6e-4), 50% of the selector's choices were right with 0.5, and 42% with the usual 0.02.
 CODEBOOK_STD = 0.5
 
 
 class DynamicConv(nn.Module):
-    """Convolutions along the slots of a block, one before and one after a sublayer.
+    """Convolutions along the positions of a block, one before and one after a sublayer.
 
-    Side 0 acts on the sublayer's input x, side 1 on its output: of y it makes the sum over taps o of
-    `(base[side, o] + delta[side, o]) * y[slot - o]`. The corrections delta of both sides come from x, one for each slot
-    and group of channels. Before slot 0 there are zeros: nothing from outside the block comes in.
+    Side 0 acts on the sublayer's input x, side 1 on its output. A side maps y at position j to the sum over taps o of
+    `(base[side, o] + delta[side, o]) * y[j - o]`. The corrections delta of both sides are computed from x, one for each
+    position and group of channels. Before position 0, y is zero, so nothing outside the block is read.
     """
 
     def __init__(self, config: DFlash2Config) -> None:
@@ -59,7 +59,7 @@ class DynamicConv(nn.Module):
         nn.init.zeros_(self.kernel_projection.weight)
 
     def forward(self, x_BNH: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sublayer's output between the convolutions, `[B, N, H]`; each of the B rows is one block."""
+        """Output `[B, N, H]` of the sublayer between the convolutions, for B blocks."""
         delta = self.kernel_projection(x_BNH).unflatten(-1, self.corrections).unsqueeze(-1)
         kernels_BN2KH = (self.base_kernel.unflatten(-1, (self.corrections[2], -1)) + delta).flatten(-2)
         before_BNKH, after_BNKH = kernels_BN2KH.unbind(dim=2)
@@ -74,7 +74,7 @@ def _convolve(x_BNH: Tensor, kernel_BNKH: Tensor) -> Tensor:
 
 
 class ConvolvedLayer(DraftLayer):
-    """A draft layer whose attention and MLP stand between convolutions."""
+    """Draft layer whose attention and MLP are between convolutions."""
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)
@@ -88,9 +88,9 @@ class ConvolvedLayer(DraftLayer):
 
 
 class CandidateSelector(nn.Module):
-    """How well one token follows another at a slot: `<A[a] * H(h), B[b]>` for a before b, h the slot's hidden state.
+    """Score of token b after token a at a position with hidden state h: `<A[a] * H(h), B[b]>`.
 
-    A and B are codebooks of rank r over the vocabulary, H is a projection to r, * goes by element.
+    A and B are codebooks of rank r over the vocabulary, H is a projection to r, and * multiplies element by element.
     """
 
     def __init__(self, config: DFlash2Config) -> None:
@@ -104,7 +104,7 @@ class CandidateSelector(nn.Module):
         """Scores of K candidates after each of P tokens.
 
         Args:
-            hidden: `[..., H]`, of each slot.
+            hidden: `[..., H]`, hidden states of the positions.
             predecessors: `[..., P]` int64.
             candidates: `[..., K]` int64.
 
@@ -118,7 +118,7 @@ class CandidateSelector(nn.Module):
 
 
 class DFlash2Network(DFlashNetwork):
-    """DFlash v1 with convolutions in its layers and a candidate selector. What has v1's parameter names is v1's."""
+    """DFlash v1 with convolutions and a candidate selector. Parameters that v1 has, too, keep their names."""
 
     config_class: type[DraftConfig] = DFlash2Config
     layer_class: type[DraftLayer] = ConvolvedLayer
@@ -129,26 +129,26 @@ class DFlash2Network(DFlashNetwork):
         self.candidate_selector = CandidateSelector(config)
 
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The `selector_top_k` best tokens of each slot, by their ids, and their logits; `[..., K]` both.
+        """The `selector_top_k` best tokens of each position, ascending, int64, and their logits, `[..., K]` each.
 
         Args:
-            logits: `[..., V]`, adjusted.
+            logits: `[..., V]`, from `adjust_logits`.
         """
         ids = logits.topk(self.config.selector_top_k, dim=-1, sorted=False).indices
         ids = ids.sort(dim=-1).values  # so that of equal scores the lowest id wins, as everywhere
         return ids, logits.gather(-1, ids)
 
     def lattice(self, hidden_BDH: Tensor, logits_BDV: Tensor, anchor_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Candidates of the slots behind the anchor, and what they score after each other.
+        """Candidates of the D positions behind the anchor, and their scores after each other.
 
         Args:
-            hidden_BDH: Hidden states of slots 1 to D.
-            logits_BDV: Their adjusted logits.
-            anchor_B: Int64.
+            hidden_BDH: Hidden states of the positions.
+            logits_BDV: Their logits, from `adjust_logits`.
+            anchor_B: int64.
 
         Returns:
-            Tokens `[B, D, K]`, and scores `[B, D, K, K]` float32: `[b, d, p, k]` is that of candidate k of slot d after
-            candidate p of the slot before. What comes before the first slot is the anchor, whichever p.
+            Tokens `[B, D, K]` int64, and scores `[B, D, K, K]` float32: `[b, d, p, k]` is the score of candidate k of
+            position d after candidate p of the position before. Before the first position is the anchor for every p.
         """
         ids, unary = self.candidates(logits_BDV)
         anchors = anchor_B[:, None, None].expand(-1, 1, ids.size(2))

@@ -1,9 +1,8 @@
-"""DFlash2: DFlash v1's losses, which teach the convolutions too, and the selector's choice among the candidates.
+"""Training of DFlash2: the losses of DFlash v1, which also train the convolutions, and a loss of the selector.
 
-The selector is taught with the token of the data before each slot, whatever the slot before would have guessed. A label
-that is not among the candidates takes the place of the least likely one, as in SpecForge and speculators: so every
-taught slot has something to say from the first step on, when few labels are candidates. Guesses and counts go without
-that help, as decoding does.
+The selector learns with the token of the data before each slot, not with the guess there. A label that is not among the
+candidates replaces the least likely one, as in SpecForge and speculators. So the selector learns from every taught slot
+from the first step on, when few labels are candidates. Guesses and metrics are without that help, as in decoding.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ CONV_GROUP = 16
 
 @settings
 class DFlash2Recipe(DFlashRecipe):
-    """Sizes are those of z-lab's DFlash2 drafters.
+    """Recipe of DFlash2, with the sizes of z-lab's drafters: that of DFlash and these fields.
 
     Attributes:
-        conv_kernel_size: Slots that a convolution reads, its own and those before.
-        conv_group_size: Channels that share a correction of the kernel; a divisor of the hidden size. None is 16, or
-            the largest such power of two below.
+        conv_kernel_size: Positions of a block that a convolution reads, its own and those before.
+        conv_group_size: Channels that share a correction of the kernel; a divisor of the hidden size. None is the
+            largest power of two up to 16 that is one.
         selector_rank: Width of the selector's codebooks.
-        selector_top_k: Candidates of a slot.
-        selector_weight: Share of the selector's cross-entropy in the loss.
+        selector_top_k: Candidates of a position.
+        selector_weight: Weight of the selector's cross-entropy in the loss.
     """
 
     conv_kernel_size: Count = 2
@@ -76,7 +75,7 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
         return ids_CKN.gather(-1, best_CK1).squeeze(-1)
 
     def counts(self, network: DFlash2Network, slots: Slots) -> dict[str, Tensor]:
-        """Labels that are candidates; labels that v1's guess, and the selector's choice, hit."""
+        """Labels that are candidates, that have the best logit, and that the selector chooses, `[C, K]` bool."""
         labels_CK = slots.labels_CK
         return {
             "candidate_recall": (network.candidates(slots.logits_CKV)[0] == labels_CK.unsqueeze(-1)).any(dim=-1),
@@ -86,7 +85,7 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
 
 
 def selector_losses(network: DFlash2Network, slots: Slots) -> Tensor:
-    """Cross-entropy of each label among its slot's N candidates, given the token before it, `[C, K]` float32."""
+    """Cross-entropy `[C, K]` float32 of each label among the N candidates of its slot, given the token before it."""
     labels_CK1 = slots.labels_CK.unsqueeze(-1)
     ids_CKN = slots.logits_CKV.topk(network.config.selector_top_k, dim=-1).indices
     is_label_CKN = ids_CKN == labels_CK1
@@ -98,7 +97,7 @@ def selector_losses(network: DFlash2Network, slots: Slots) -> Tensor:
 
 
 def _scores(network: DFlash2Network, slots: Slots, ids_CKN: Tensor, unary_CKN: Tensor) -> Tensor:
-    """Scores `[C, K, N]` float32 of candidates after the tokens of the data before them."""
+    """Scores `[C, K, N]` float32 of candidates, given the token of the data before them."""
     before_CK1 = slots.predecessors_CK.unsqueeze(-1)
     pairs_CKN: Tensor = network.candidate_selector(slots.hidden_CKH, before_CK1, ids_CKN).squeeze(-2)
     return unary_CKN.float() + pairs_CKN.float()

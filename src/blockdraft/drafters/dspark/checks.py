@@ -1,4 +1,4 @@
-"""DSpark, whose checkpoints are read wrongly in the same ways as DFlash's."""
+"""Checks of DSpark: those of DFlash."""
 
 from blockdraft.drafters.dflash.checks import DFlashChecker
 from blockdraft.drafters.dspark.network import DSparkConfig, DSparkNetwork

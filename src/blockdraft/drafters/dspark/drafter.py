@@ -1,6 +1,7 @@
-"""DSpark: DFlash whose guesses are corrected by the guess before, and which knows how far to trust them.
+"""DSpark: DFlash with a Markov head, which corrects each guess given the guess before, and a confidence head, which
+predicts how far guesses are accepted.
 
-The walk from the anchor to the last guess costs a small product a guess; the draft pass is one, as for DFlash.
+There is one draft pass, as in DFlash; the Markov head takes a small matrix product for each guess.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, lattice_tree
-from blockdraft.drafters.base import NOISE_SCHEDULE, Entry
+from blockdraft.drafters.base import Entry
 from blockdraft.drafters.dflash.drafter import DFlashDrafter, log_probabilities
 from blockdraft.drafters.dflash.drafter import load as load_dflash
 from blockdraft.drafters.dflash.network import DFlashNetwork
@@ -23,37 +24,27 @@ from blockdraft.drafters.dflash2.drafter import lattice_log_probs
 from blockdraft.drafters.dspark.network import DSparkNetwork
 from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
 
-CANDIDATES = 16  # tokens of each slot that a tree chooses from
-LEAST = 1e-6  # chance that is left to what the confidence head thinks impossible
+CANDIDATES = 16  # tokens of each position that a tree chooses from
+LEAST = 1e-6  # least probability, where the confidence head says 0, and its distance from 1
 
 
 class DSparkDrafter(DFlashDrafter):
-    """Drafts with a DSpark network, whose B slots guess B tokens: a path has up to B + 1, the anchor included.
+    """Drafts with a DSpark network, which makes a guess at every position of a block, the anchor's included.
 
-    A chain follows the best token after each guess; a sampled one draws from the whole corrected distribution, and that
-    is q. A tree has each node's children scored given its own token. How many guesses pay is decided by the confidence
-    head, or, where the checkpoint has none, by the drafter's probabilities.
+    A chain follows the best token after each guess. A sampled chain samples from the whole corrected distribution,
+    which is q. In a tree, the children of a node are scored given its token. The confidence head decides how many
+    guesses pay or, if the checkpoint has none, the drafter's probabilities do.
     """
 
     network: DSparkNetwork
     network_class: type[DFlashNetwork] = DSparkNetwork
+    first_guess = 0
 
-    def __init__(
-        self,
-        network: DFlashNetwork,
-        target: Target,
-        diffusion_steps: int | None = None,
-        noise_schedule: str = NOISE_SCHEDULE,
-        path: Path | None = None,
-        reduced_head: ReducedHead | None = None,
-        owned: bool = False,
-    ) -> None:
-        super().__init__(network, target, diffusion_steps, noise_schedule, path, reduced_head, owned)
-        self.block_size = self.config.block_size + 1
-        self.knows_lengths = self.network.confidence_head is not None
+    @property
+    def knows_lengths(self) -> bool:  # type: ignore[override]
+        return self.network.confidence_head is not None
 
     def check_steps(self, diffusion_steps: int, noise_schedule: str) -> None:
         if diffusion_steps != 1:
@@ -61,7 +52,7 @@ class DSparkDrafter(DFlashDrafter):
         super().check_steps(diffusion_steps, noise_schedule)
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Hidden states and logits of the D = block_size - 1 guesses; the anchor's slot makes the first."""
+        """Hidden states and logits of the D = block_size - 1 guesses; the anchor's position makes the first."""
         masks = self._masks[:, 1 : plan.block_size - 1].expand(len(anchor), -1)
         return self._draft_pass(state, torch.cat([anchor[:, None], masks], dim=1), window=plan.draft_window)
 
@@ -69,12 +60,12 @@ class DSparkDrafter(DFlashDrafter):
         sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
         count, q, expected = logits.size(1), None, None
         if not sampled or plan.cycle_seconds is not None:
-            guesses, corrected, previous = self._walk(anchor, logits, lambda slot, scores: best_tokens(scores))
+            guesses, corrected, previous = self._walk(anchor, logits, lambda index, scores: best_tokens(scores))
         if plan.tree_budget > 0 and not sampled:
             ids_BDK, log_probs_BDKK = self._lattice(anchor, hidden, logits, corrected, plan)
             return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.trust)
         if plan.cycle_seconds is not None:
-            # Of chosen guesses, even where others are sampled: the length must not depend on what was sampled.
+            # Chances of the chosen guesses, even for a sampled chain: its length must not depend on what was sampled.
             chances = self._chances(hidden, previous)
             if chances is None:
                 chances = log_probabilities(corrected, plan.params).amax(dim=-1).exp()
@@ -90,19 +81,19 @@ class DSparkDrafter(DFlashDrafter):
     def _walk(
         self, anchor: Tensor, logits_BDV: Tensor, pick: Callable[[int, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Guess from left to right.
+        """Make guesses from left to right.
 
         Args:
-            pick: Makes guesses `[B]` of a slot's number and its corrected logits `[B, V]`.
+            pick: Function from the index of a guess and its corrected logits `[B, V]` to the guesses `[B]`.
 
         Returns:
-            Guesses `[B, D]`, corrected logits `[B, D, V]`, and what precedes each slot, `[B, D, r]`.
+            Guesses `[B, D]` int64, corrected logits `[B, D, V]`, and `previous` of the tokens before, `[B, D, r]`.
         """
         token, guesses, corrected, before = anchor, list[Tensor](), list[Tensor](), list[Tensor]()
-        for slot in range(logits_BDV.size(1)):
+        for index in range(logits_BDV.size(1)):
             before.append(self.network.previous(token))
-            corrected.append(logits_BDV[:, slot] + self.network.bias(before[-1]))
-            token = pick(slot, corrected[-1])
+            corrected.append(logits_BDV[:, index] + self.network.bias(before[-1]))
+            token = pick(index, corrected[-1])
             guesses.append(token)
         return torch.stack(guesses, dim=1), torch.stack(corrected, dim=1), torch.stack(before, dim=1)
 
@@ -110,10 +101,10 @@ class DSparkDrafter(DFlashDrafter):
         """Guesses `[B, D]` sampled with `plan.draws`, and the distributions `[B, D, K]` that they were sampled from."""
         dists: list[SparseDistribution] = []
 
-        def pick(slot: int, scores: Tensor) -> Tensor:
+        def pick(index: int, scores: Tensor) -> Tensor:
             assert plan.draws is not None
             dists.append(sparsify(probabilities(scores[:, None], plan.params)))  # [B, 1, K]
-            sampled = draw(dists[-1].probs, plan.draws[:, slot : slot + 1])
+            sampled = draw(dists[-1].probs, plan.draws[:, index : index + 1])
             return dists[-1].ids[:, 0].gather(1, sampled.to(scores.device))[:, 0]
 
         guesses, _, _ = self._walk(anchor, logits_BDV, pick)
@@ -124,10 +115,10 @@ class DSparkDrafter(DFlashDrafter):
     def _lattice(
         self, anchor: Tensor, hidden: Tensor, logits_BDV: Tensor, corrected_BDV: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
-        """Candidates `[B, D, K]` of each slot, and their log probabilities `[B, D, K, K]` as `lattice_tree` wants them.
+        """Candidates `[B, D, K]` of each position, and their log probabilities `[B, D, K, K]` for `lattice_tree`.
 
-        The candidates are the best on the way of the chosen guesses. Tokens that are no candidates count as they do
-        there, whichever candidate comes before.
+        Candidates are the best tokens after the chosen guesses. Other tokens keep their logits after the chosen guess,
+        whichever candidate comes before.
         """
         ids_BDK = corrected_BDV.topk(min(CANDIDATES, corrected_BDV.size(-1)), dim=-1).indices
         first = anchor[:, None, None].expand(-1, 1, ids_BDK.size(2))
@@ -138,12 +129,12 @@ class DSparkDrafter(DFlashDrafter):
         return ids_BDK, log_probs_BDKK if chances_BDK is None else calibrated(log_probs_BDKK, chances_BDK)
 
     def _chances(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """What the confidence head says of each slot, `[B, D, ...]`: the chance that its guess is accepted if those
-        before it are. None where there is no such head.
+        """Probability by the confidence head that a guess is accepted if those before it are, `[B, D, ...]`; None
+        without such a head.
 
         Args:
             hidden: `[B, D, ..., H]`.
-            previous: `[B, D, ..., r]`, of the guesses before the slots.
+            previous: `[B, D, ..., r]`, `previous` of the tokens before the guesses.
         """
         if self.network.confidence_head is None:
             return None
@@ -156,11 +147,10 @@ class DSparkDrafter(DFlashDrafter):
 
 
 def calibrated(log_probs: Tensor, chances: Tensor) -> Tensor:
-    """Distributions whose best token has the chance that the confidence head gives it; the others keep their
-    proportions.
+    """Log probabilities `[..., K]` in which the best token has the probability that the confidence head gives it.
 
-    The others never gain: what a sure head takes from the best one goes to no one, for then the whole distribution is
-    in doubt.
+    The other tokens keep their proportions. They lose if the best one gains, and lose by the same factor if it loses: a
+    low confidence casts doubt on the whole distribution.
 
     Args:
         log_probs: `[..., K]`.

@@ -1,7 +1,7 @@
-"""The DSpark draft network (arXiv 2607.05147): DFlash v1, a bias by the guess before, and a guess at acceptance.
+"""The DSpark draft network (arXiv 2607.05147): DFlash v1 with a Markov head and a confidence head.
 
-The backbone is that of DFlash; only, its slot j stands for the token at anchor + j + 1. A new network adds nothing to
-the backbone's logits.
+Position j of a block guesses the token at anchor + j + 1, one token further than in DFlash. A new network adds nothing
+to the logits of the v1 network in it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from blockdraft.nn.draft_config import DraftConfig, need
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(DraftConfig):
-    """A DSpark draft model: DFlash v1 whose slots guess one token further, with a Markov and a confidence head.
+    """Configuration of a DSpark drafter: that of DFlash v1, and of the two heads.
 
-    Slot j guesses the token at anchor + j + 1, the anchor's own slot included, so that a block holds `block_size`
-    guesses.
+    Every position of a block makes a guess, the anchor's included, so a block has `block_size` guesses.
     """
 
     markov_rank: int  # width of the factors of the bias
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = True
-    confidence_head_with_markov: bool = True  # whether it sees the guess before its own
-    confidence_temperatures: tuple[float, ...] | None = None  # divisors of the confidence's logits, one a slot
+    confidence_head_with_markov: bool = True  # whether it reads the token before its guess
+    confidence_temperatures: tuple[float, ...] | None = None  # divisors of the confidence's logits, one a position
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,15 +37,15 @@ class DSparkConfig(DraftConfig):
         if temperatures is not None:
             one_each = isinstance(temperatures, list | tuple) and len(temperatures) == self.block_size
             sound = one_each and all(type(t) in (int, float) and 0 < t < math.inf for t in temperatures)
-            need(sound, "confidence_temperatures", temperatures, f"{self.block_size} positive numbers, one a slot")
+            need(sound, "confidence_temperatures", temperatures, f"{self.block_size} positive numbers, one a position")
             object.__setattr__(self, "confidence_temperatures", tuple(temperatures))
 
 
-EMBEDDING_STD = 0.01  # of a new Markov embedding; what it is multiplied with begins at 0
+EMBEDDING_STD = 0.01  # of a new first factor of the bias; a new second factor is 0
 
 
 class MarkovHead(nn.Module):
-    """A bias on the logits of a slot by the token before it: `W1[token] W2` of rank r (paper, section 3)."""
+    """Bias on the logits of a guess by the token before it: `W1[token] W2` of rank r (paper, section 3)."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -57,13 +56,15 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
+    """Projection to the logit of the probability that a guess is accepted, given that those before it were."""
+
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.proj = nn.Linear(config.hidden_size + config.confidence_head_with_markov * config.markov_rank, 1)
 
 
 class DSparkNetwork(DFlashNetwork):
-    """DFlash v1 with two heads. What has v1's parameter names is v1's."""
+    """DFlash v1 with two heads. Parameters that v1 has, too, keep their names."""
 
     config_class: type[DraftConfig] = DSparkConfig
     config: DSparkConfig
@@ -74,15 +75,15 @@ class DSparkNetwork(DFlashNetwork):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
 
     def previous(self, tokens: Tensor) -> Tensor:
-        """`[..., r]` of the tokens `[...]` that stand before the slots, int64."""
+        """First factor of the bias after tokens: `[..., r]` for tokens `[...]` int64."""
         return cast(Tensor, self.markov_head.markov_w1(tokens))
 
     def bias(self, previous: Tensor, candidates: Tensor | None = None) -> Tensor:
-        """What is added to the logits of slots after these tokens.
+        """Bias on the logits of the guesses after tokens.
 
         Args:
-            previous: `[..., P, r]`, from `previous`.
-            candidates: `[..., K]` int64, the tokens whose bias is wanted; None is the whole vocabulary.
+            previous: `[..., P, r]`, `previous` of these tokens.
+            candidates: `[..., K]` int64, tokens whose bias is computed; None is the whole vocabulary.
 
         Returns:
             `[..., P, K]` or `[..., P, V]`.
@@ -91,11 +92,11 @@ class DSparkNetwork(DFlashNetwork):
         return previous @ (successors if candidates is None else successors[candidates]).mT
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Logits of the chance that a slot's guess is accepted, given that those before it were; float32.
+        """Logits of the probability that a guess is accepted, given that those before it were, float32.
 
         Args:
-            hidden: `[..., H]`, of the slots, in order of slots in the second last dimension.
-            previous: `[..., r]`, from `previous`.
+            hidden: `[..., H]`, hidden states of the guesses' positions.
+            previous: `[..., r]`, `previous` of the tokens before the guesses.
 
         Returns:
             `[...]`, before `confidence_temperatures`.

@@ -1,11 +1,11 @@
-"""DSpark (arXiv 2607.05147): every slot is taught the token behind its own place, given the token before.
+"""Training of DSpark (arXiv 2607.05147): each position of a block learns the token behind it, given the token there.
 
-The loss is `0.1 CE + 0.9 L1 + 1.0 BCE(confidence, 1 - L1 / 2)`, slot k weighing `exp(-(k - 1) / 4)` (paper, section 3;
-`deepspec/modeling/dspark/loss.py`). L1 is twice the total variation, so half of it is the chance of a rejection, and
-that of the corrected distribution is what the confidence head learns.
+The loss is `0.1 CE + 0.9 L1 + 1.0 BCE(confidence, 1 - L1 / 2)`, with the weight `exp(-(k - 1) / 4)` at slot k (paper,
+section 3; `deepspec/modeling/dspark/loss.py`). L1 is twice the total variation, so half of it is the probability of a
+rejection. The confidence head learns the acceptance of the corrected distribution.
 
-It may begin from a DFlash v1 drafter. The layers then know their work, but slot j of such a drafter stands for the
-token at its own place: what it says is one token late until training has moved it.
+Training may start from a DFlash v1 drafter. Position j of such a drafter guesses the token at its own position, so its
+guesses are one token late until training has moved them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from blockdraft.training.recipe import Recipe
 
 @settings
 class DSparkRecipe(DFlashRecipe):
-    """Defaults are those of the paper.
+    """Recipe of DSpark, with the defaults of the paper: that of DFlash, with these fields new or different.
 
     Attributes:
-        block_size: Slots of a block, which are its guesses.
-        markov_rank: Width of the factors of the bias by the token before.
+        block_size: Positions of a block, each of which makes a guess.
+        markov_rank: Rank of the bias by the token before.
         confidence: Weight of the confidence head's loss; 0 makes a drafter without that head.
     """
 
@@ -55,7 +55,7 @@ class DSparkVariant(DFlashFamily[DSparkRecipe, DSparkNetwork]):
         return {"markov_rank": self.recipe.markov_rank, "enable_confidence_head": self.recipe.confidence > 0}
 
     def is_matrix(self, name: str, parameter: Tensor) -> bool:
-        # The confidence head is a single row. The factors of the bias stay with Muon: at AdamW's rate they lag behind.
+        # The confidence head has one output. The factors of the bias stay with Muon: at AdamW's rate they lag behind.
         return super().is_matrix(name, parameter) and "confidence_head" not in name
 
     def factors(self) -> Mapping[str, float]:

@@ -141,8 +141,8 @@ class Eagle3Base(nn.Module):
         """Output of the layer for entries; arguments as in `AutoregressiveNetwork.forward`."""
         layer = self.midlayer
         normed = layer.hidden_norm(feature)
-        rows = layer.beside(embedded, normed)
-        out = layer.self_attn(rows, *self.rotary(positions, rows.dtype), attend)
+        entries = layer.beside(embedded, normed)
+        out = layer.self_attn(entries, *self.rotary(positions, entries.dtype), attend)
         x = (normed if self.config.norm_before_residual else feature) + out
         return cast(Tensor, x + layer.mlp(layer.post_attention_layernorm(x)))
 
@@ -155,8 +155,8 @@ class Eagle3Network(Eagle3Base, AutoregressiveNetwork):
 
     def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.midlayer
-        rows = layer.beside(embedded, layer.hidden_norm(feature))
-        return layer.self_attn.keys_values(rows, *self.rotary(positions, rows.dtype))
+        entries = layer.beside(embedded, layer.hidden_norm(feature))
+        return layer.self_attn.keys_values(entries, *self.rotary(positions, entries.dtype))
 
     def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self.first(embedded, feature, positions, attend)

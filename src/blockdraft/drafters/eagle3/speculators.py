@@ -13,6 +13,7 @@ from blockdraft.drafters.eagle3.layout import (
     FLAGS,
     IDS,
     NORMS,
+    TABLE,
     EagleLayout,
     check_kind,
     layer_keys,
@@ -28,37 +29,6 @@ from blockdraft.formats.folder import write_folder
 from blockdraft.formats.speculators_config import guesses_said, ids_of, layer_config, named, taps_of
 from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, vllm_alone
 from blockdraft.nn.draft_config import need
-
-MODEL_TYPE, NAME = "eagle3", "Eagle3Speculator"
-
-
-def config_dict(config: Any, target_name: str | None, target_architectures: Sequence[str]) -> dict[str, Any]:
-    """Content of config.json. Raises ValueError if the format cannot express the configuration."""
-    check_kind(config)
-    return {
-        **own_keys(config, MODEL_TYPE, NAME, target_name, target_architectures),
-        "embed_requires_grad": False,
-    }
-
-
-def own_keys(
-    config: Eagle3Config, model_type: str, architecture: str, target_name: str | None, architectures: Sequence[str]
-) -> dict[str, Any]:
-    """Keys of config.json that EAGLE-3 and related networks share.
-
-    Args:
-        architectures: Architecture names of the target.
-    """
-    return {
-        "architectures": [architecture],
-        **named(model_type, config.block_size - 1, target_name, architectures),
-        "transformer_layer_config": {"model_type": "qwen3" if config.qk_norm else "llama", **layer_keys(config)},
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.hidden_size,
-        IDS: ids_of(config),
-        **{key: getattr(config, key) for key in (*FLAGS, *NORMS)},
-        "tie_word_embeddings": False,
-    }
 
 
 def network_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,11 +49,56 @@ def said_taps(raw: Mapping[str, Any], num_target_layers: int | None) -> tuple[tu
     return taps_of(raw, IDS, layers), layers
 
 
-class Eagle3Speculators(EagleLayout):
-    borrows = True
+class SpeculatorsLayout(EagleLayout):
+    """Base of the layouts of EAGLE-3 and related networks in the speculators format.
+
+    Attributes:
+        model_type: `speculators_model_type` in config.json.
+        architecture: Architecture name in config.json.
+        kind: Class of the configurations that the layout can hold.
+    """
+
+    borrows: bool
+    model_type: str
+    architecture: str
+    kind: type[Eagle3Config]
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
-        return raw.get("speculators_model_type") == MODEL_TYPE
+        return raw.get("speculators_model_type") == self.model_type
+
+    def config_dict(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> dict[str, Any]:
+        """Content of config.json. Raises ValueError if the format cannot express the configuration."""
+        check_kind(config, self.kind)
+        return {
+            "architectures": [self.architecture],
+            **named(self.model_type, config.block_size - 1, target_name, target_architectures),
+            "transformer_layer_config": {"model_type": "qwen3" if config.qk_norm else "llama", **layer_keys(config)},
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.hidden_size,
+            IDS: ids_of(config),
+            **{key: getattr(config, key) for key in (*FLAGS, *NORMS)},
+            "tie_word_embeddings": False,
+            "embed_requires_grad": not self.borrows,
+        }
+
+    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
+        self.config_dict(config, target_name, target_architectures)
+
+    def write(
+        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
+    ) -> None:
+        raw = self.config_dict(checkpoint.config, target_name, target_architectures)
+        tensors, dtype = written_tensors(checkpoint.config, checkpoint.tensors)
+        found = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
+        if self.borrows:
+            assert checkpoint.borrowed is not None and checkpoint.borrowed.embedding is not None
+            found[TABLE] = checkpoint.borrowed.embedding.to(getattr(torch, dtype), copy=True)
+        write_folder(path, {**raw, "dtype": dtype}, found, checkpoint.trained_for)
+
+
+class Eagle3Speculators(SpeculatorsLayout):
+    borrows = True
+    model_type, architecture, kind = "eagle3", "Eagle3Speculator", Eagle3Config
 
     def config(
         self,
@@ -100,19 +115,6 @@ class Eagle3Speculators(EagleLayout):
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         other = Start(None, "it reads SafeAILab's layout", None if config.qk_norm else export("eagle3"))
         return {VLLM: vllm_alone(drafter), SGLANG: other, TENSORRT_LLM: other}
-
-    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
-        config_dict(config, target_name, target_architectures)
-
-    def write(
-        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
-    ) -> None:
-        raw = config_dict(checkpoint.config, target_name, target_architectures)
-        tensors, dtype = written_tensors(checkpoint.config, checkpoint.tensors)
-        found = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
-        assert checkpoint.borrowed is not None and checkpoint.borrowed.embedding is not None
-        found["embed_tokens.weight"] = checkpoint.borrowed.embedding.to(getattr(torch, dtype), copy=True)
-        write_folder(path, {**raw, "dtype": dtype}, found, checkpoint.trained_for)
 
 
 def _block_size(raw: Mapping[str, Any]) -> int:

@@ -1,54 +1,48 @@
-"""A flow map drafts: DFlash that begins at noise in place of masks, and comes to tokens in one pass or a few.
+"""Flow map as drafter: DFlash that starts from noise instead of masks and gets to tokens in one pass or a few.
 
-The noise of a position is always the same, so a text is drafted alike each time it is met. Given the noise each slot
-has a distribution of its own, which is q; chains, sampled chains and trees are those of DFlash.
+The noise of a position of the text is always the same, so the same text gets the same guesses. Given the noise, each
+guess has a distribution of its own, which is q. Chains, sampled chains and trees are those of DFlash.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan
-from blockdraft.drafters.base import NOISE_SCHEDULE, NOISE_SCHEDULES, Entry
+from blockdraft.drafters.base import NOISE_SCHEDULES, Entry
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.drafter import load as load_dflash
 from blockdraft.drafters.dflash.network import DFlashNetwork
-from blockdraft.drafters.flow.network import PLACES, FlowConfig, FlowNetwork, mean_embedding, place_noise
+from blockdraft.drafters.flow.network import POSITIONS, FlowConfig, FlowNetwork, mean_embedding, position_noise
 from blockdraft.machine import send
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
 from blockdraft.timing import HEAD, PASS, mark
 
 
 class FlowDrafter(DFlashDrafter):
-    """Drafts with a flow map. Its diffusion steps are jumps, whose times are those of the noise schedule; without a
-    word they are as many as the checkpoint says."""
+    """Drafts with a flow map. Each diffusion step is a jump between two times of the noise schedule; by default there
+    are as many as the checkpoint states."""
 
     network: FlowNetwork
     config: FlowConfig
     network_class: type[DFlashNetwork] = FlowNetwork
 
-    def __init__(
-        self,
-        network: DFlashNetwork,
-        target: Target,
-        diffusion_steps: int | None = None,
-        noise_schedule: str = NOISE_SCHEDULE,
-        path: Path | None = None,
-        reduced_head: ReducedHead | None = None,
-        owned: bool = False,
-    ) -> None:
-        super().__init__(network, target, diffusion_steps, noise_schedule, path, reduced_head, owned)
-        self._noise = place_noise(target.hidden_size).to(target.device)
-        self._mask = target.embed(self._masks[0, 0])
-
     @property
     def usual_steps(self) -> int:
         return self.config.diffusion_steps
+
+    @cached_property
+    def _noise(self) -> Tensor:
+        return position_noise(self.config.hidden_size).to(self._target.device)
+
+    @cached_property
+    def _mask(self) -> Tensor:
+        return self._target.embed(self._masks[0, 0])
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         network, target = self.network, self._target
@@ -66,7 +60,7 @@ class FlowDrafter(DFlashDrafter):
             return logits
 
         places = torch.tensor(state.lengths)[:, None] + torch.arange(1, plan.block_size)
-        noise = self._noise[send(places % PLACES, anchor.device)]
+        noise = self._noise[send(places % POSITIONS, anchor.device)]
         passes, share = plan.draft_passes or self.diffusion_steps, NOISE_SCHEDULES[self.noise_schedule]
         hidden = network.denoised(noise, passes, share, run, lambda out: mean_embedding(scored(out), target.embed))
         return hidden, scored(hidden)

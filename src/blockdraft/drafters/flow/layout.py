@@ -1,4 +1,4 @@
-"""Flow maps, which no other engine reads."""
+"""Layout of flow maps: that of DFlash with two more matrices. No other engine reads it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from blockdraft.formats.architectures import Architecture, Shapes
 
 
 def flow_shapes(config: FlowConfig) -> Shapes:
-    """Flow maps: those of DFlash v1, and one each for states and times."""
+    """Shapes of DFlash v1, and of a projection each for states and times."""
     hidden = config.hidden_size
     return dflash_shapes(config) | {
         "state_proj.weight": (hidden, hidden),

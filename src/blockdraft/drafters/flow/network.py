@@ -1,12 +1,12 @@
-"""The flow-map draft network: DFlash whose slots hold points of the embedding space, on their way from noise to tokens.
+"""The flow-map draft network: DFlash whose positions hold points between noise and the embeddings of tokens.
 
-A block at time s lies at `(1 - s) * noise + s * embeddings of its tokens`. A pass over it is a jump from s to a later
-time t: it guesses the tokens, and the block moves towards the mean of their embeddings (flow maps, arXiv 2602.16813,
-there over one-hot tokens). The noise that a block begins with settles which of the likely texts all its slots go to.
-So guesses may know of each other, and each slot's distribution given the noise is exact, which is all that verification
-needs.
+At time s, the state of a block is `(1 - s) * noise + s * embeddings of its tokens`. A pass is a jump from s to a later
+time t: the network guesses the tokens, and the state moves towards the mean of their embeddings (flow maps, arXiv
+2602.16813, there over one-hot tokens). The first noise decides which of the likely texts all positions of a block move
+to. So the guesses of a block can agree with each other, and yet each has an exact distribution given the noise, which
+is all that verification needs.
 
-A new network leaves states and times out of account: it computes what the v1 network in it does.
+A new network ignores states and times: it computes what the v1 network in it does.
 """
 
 from __future__ import annotations
@@ -27,33 +27,35 @@ from blockdraft.nn.draft_config import DraftConfig
 
 @dataclass(frozen=True, kw_only=True)
 class FlowConfig(DraftConfig):
-    """A flow-map draft model: DFlash v1 whose slots hold noise that its passes carry to the embeddings of tokens."""
+    """Configuration of a flow-map drafter: DFlash v1 whose passes move noise to the embeddings of tokens."""
 
-    noise_std: float  # of the noise, in units of the target's embedding table
+    noise_std: float  # standard deviation of the noise, in units of the target's embedding table
     diffusion_steps: int = 1  # passes of a block, unless decoding asks for another number
 
 
-FREQUENCIES = 32  # by which a time is told from others
+FREQUENCIES = 32  # of the sines and cosines that represent a time
 TIME_FEATURES = 4 * FREQUENCIES  # cos and sin of both times
-LIKELY = 16  # tokens of a slot whose embeddings are averaged
-PLACES = 1024  # positions of a text with noise of their own; behind them the same comes again
+LIKELY = 16  # tokens of a position whose embeddings are averaged
+POSITIONS = 1024  # positions of a text with noise of their own; further positions repeat it
 NOISE_SEED = 0
 
 
 @cache
-def place_noise(size: int) -> Tensor:
-    """Noise of standard deviation 1 by position modulo `PLACES`, `[PLACES, H]` float32 on the CPU, always the same: a
-    text is drafted alike each time, whatever its neighbours."""
-    return torch.randn(PLACES, size, generator=torch.Generator().manual_seed(NOISE_SEED))
+def position_noise(size: int) -> Tensor:
+    """Noise of standard deviation 1 by position modulo `POSITIONS`, `[POSITIONS, H]` float32 on the CPU.
+
+    It is always the same, so that the guesses for a text do not depend on its neighbours in a batch.
+    """
+    return torch.randn(POSITIONS, size, generator=torch.Generator().manual_seed(NOISE_SEED))
 
 
 def moved(state: Tensor, clean: Tensor, begin: Tensor | float, end: Tensor | float) -> Tensor:
-    """Where a jump between two times carries states that are on their way to `clean`."""
+    """States after a jump between two times towards `clean`, the mean embeddings of tokens; `[..., H]` each."""
     return ((1 - end) * state + (end - begin) * clean) / (1 - begin)
 
 
 def mean_embedding(logits: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
-    """Mean of the embeddings of each slot's `LIKELY` likeliest tokens, weighted by how likely they are, `[..., H]`."""
+    """Mean embedding `[..., H]` of the `LIKELY` likeliest tokens of logits `[..., V]`, weighted by probability."""
     best = logits.float().topk(min(LIKELY, logits.size(-1)), dim=-1)
     chances, tokens = best.values.softmax(dim=-1).unbind(-1), best.indices.unbind(-1)
     shares = (chance.unsqueeze(-1) * embed(token).float() for chance, token in zip(chances, tokens, strict=True))
@@ -61,7 +63,7 @@ def mean_embedding(logits: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class FlowNetwork(DFlashNetwork):
-    """DFlash v1 that is told a slot's state and the times of the jump. What has v1's parameter names is v1's."""
+    """DFlash v1 that also reads states and the times of a jump. Parameters that v1 has, too, keep their names."""
 
     config_class: type[DraftConfig] = FlowConfig
     config: FlowConfig
@@ -74,7 +76,7 @@ class FlowNetwork(DFlashNetwork):
         nn.init.zeros_(self.time_proj.weight)
 
     def entering(self, state: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-        """What is added to the mask's embedding in slots of these states, `[..., H]`.
+        """Addition to the mask's embedding at positions with these states, `[..., H]`.
 
         Args:
             state: `[..., H]`, in units of the embedding table.
@@ -84,7 +86,7 @@ class FlowNetwork(DFlashNetwork):
         steps = math.pi * torch.arange(1, 1 + FREQUENCIES, device=weight.device)
         angles = torch.cat([begin, end], dim=-1).unsqueeze(-1) * steps
         times = torch.cat([angles.cos(), angles.sin()], dim=-1).flatten(-2)
-        # Normed, since near noise and near tokens states are of different size.
+        # Normed, because states near the noise and near tokens differ in size.
         seen = F.rms_norm(state.float(), (state.size(-1),)).to(weight.dtype)
         added: Tensor = self.state_proj(seen) + self.time_proj(times.to(weight.dtype))
         return added
@@ -101,13 +103,13 @@ class FlowNetwork(DFlashNetwork):
 
         Args:
             noise: `[..., H]` of standard deviation 1.
-            passes: How many jumps there are.
-            share: The time after a share of them, from 0 to 1.
-            run: The layers, of what is added to the mask's embedding to what comes out of the slots.
-            clean: The mean embedding that such outputs guess.
+            passes: Number of jumps.
+            share: Function from the share of jumps that are done to the time, both from 0 to 1.
+            run: The layers: from the addition to the mask's embedding to hidden states, `[..., H]` each.
+            clean: Function from hidden states to the mean embeddings of the guessed tokens, `[..., H]` each.
 
         Returns:
-            What comes out of the slots in the last pass.
+            Hidden states of the last pass, `[..., H]`.
         """
         state = self.config.noise_std * noise
         *jumps, last = pairwise(state.new_tensor([share(step / passes)]) for step in range(passes + 1))

@@ -1,12 +1,12 @@
-"""Flow maps (arXiv 2602.16813, there over one-hot tokens): what carries noise to the embeddings of a block's tokens.
+"""Training of flow maps (arXiv 2602.16813, there over one-hot tokens), which move noise to the embeddings of a block.
 
-Two things are learned, by some of the blocks each. At a time s, on the way from noise to the tokens of the data, which
-tokens these are: the recipe's objectives. And to jump from s to a later time t as far as two shorter jumps in a row
-lead, from s to some m and from there to t; these are made by the network as it is now and are no part of the gradient.
-Of the tokens' distributions that the shorter jumps end in, the longer one has to come to a mixture: as a jump moves a
-state towards the mean of its distribution, no other distribution leads to the same place.
+Some blocks learn from the data, by the recipe's objectives: their state lies between noise and the embeddings of the
+data, and they learn to guess the tokens. The other blocks learn to jump from a time s to a later time t as far as two
+shorter jumps do, from s to some m and on to t. The present network makes the shorter jumps, without a gradient. The
+longer jump learns a mixture of the token distributions of the shorter ones: a jump moves the state towards the mean
+embedding of its distribution, and the mixture has the mean that leads to the same state.
 
-Figures of training are those of blocks that may be nearly free of noise; those of held-out documents are of drafting.
+Metrics of training include blocks with little noise; those of held-out documents are of drafting from pure noise.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from torch import Tensor
 from blockdraft.drafters.base import NOISE_SCHEDULE, NOISE_SCHEDULES
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash.train import DFlashFamily, DFlashRecipe
-from blockdraft.drafters.flow.network import PLACES, FlowNetwork, mean_embedding, moved, place_noise
+from blockdraft.drafters.flow.network import POSITIONS, FlowNetwork, mean_embedding, moved, position_noise
 from blockdraft.settings import Count, settings
 from blockdraft.targets import Target
 from blockdraft.training.batches import Rows, generator
 from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import Recipe
 
-MEASURED_ROWS = 4096  # of the embedding table, whose spread decides how strong the noise is
-LATEST = 0.99  # time, of 1, at which a jump begins
+MEASURED_TOKENS = 4096  # tokens whose embeddings' spread decides how strong the noise is
+LATEST = 0.99  # latest time, of 1, at which a jump begins
 JUMP = "jump"
 
 
 @settings
 class FlowRecipe(DFlashRecipe):
-    """Fields of DFlash's recipe mean the same here.
+    """Recipe of a flow map: that of DFlash and these fields.
 
     Attributes:
-        diffusion_steps: Draft passes of a block, unless decoding asks for another number; training is the same.
+        diffusion_steps: Draft passes of a block, unless decoding asks for another number. Training does not depend on
+            it.
         jumps: Share of the blocks that learn to jump; the others learn from the data.
     """
 
@@ -49,14 +50,14 @@ class FlowRecipe(DFlashRecipe):
 
 
 class Moments(NamedTuple):
-    """Where blocks are and where they jump, as drawn for training.
+    """Random noise and times of blocks.
 
     Attributes:
-        noise_BAKH: Of standard deviation 1.
-        begin_BA11, middle_BA11, end_BA11: Times of a jump and of the end of its first part; all alike where a block
-            learns from the data.
-        second_BA11: Share of the second part's distribution in what the jump learns; -1 where a block learns from the
-            data.
+        noise_BAKH: Noise of standard deviation 1.
+        begin_BA11, middle_BA11, end_BA11: Times of a jump and of the end of its first part; equal if a block learns
+            from the data.
+        second_BA11: Share of the second part's distribution in the mixture that the jump learns; -1 if a block learns
+            from the data.
     """
 
     noise_BAKH: Tensor
@@ -79,7 +80,7 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
         return {**super().factors(), JUMP: 1.0}
 
     def hidden(self, network: FlowNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
-        """In evaluation what the drafter makes of its own noise, `[B, A, K, H]`. In training three passes side by side,
+        """In evaluation, hidden states that the drafter would make, `[B, A, K, H]`. In training, those of three passes,
         the one that learns and the two parts of its jump, and `second_BA11`: `[B, A, K, 3 * H + 1]`."""
         over_blocks = self.pass_over_blocks(network, target, features_BSF, rows)
 
@@ -105,7 +106,7 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
         return torch.cat([hidden, first, other, second.expand(*hidden.shape[:-1], 1)], dim=-1)
 
     def logits(self, network: FlowNetwork, target: Target, hidden_CKH: Tensor) -> Tensor:
-        """In training with the probabilities behind the logits that a jump learns, `[C, K, 2 * V]`."""
+        """In training, the logits and the probabilities that a jump learns, `[C, K, 2 * V]`."""
         size = network.config.hidden_size
         if hidden_CKH.size(-1) == size:
             return super().logits(network, target, hidden_CKH)
@@ -130,25 +131,25 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
         return slots.logits_CKV[..., : network.config.vocab_size].argmax(dim=-1)
 
     def _own_noise(self, rows: Rows, target: Target) -> Tensor:
-        """That of the positions behind each anchor, `[B, A, K, H]`, as the drafter has it."""
+        """Noise that the drafter uses at the positions behind each anchor, `[B, A, K, H]`."""
         first_BA1 = rows.positions_BS.gather(1, rows.anchors_BA.clamp(min=0)).unsqueeze(-1)
         places = first_BA1 + torch.arange(1, rows.tokens_BAL.size(2), device=first_BA1.device)
-        return place_noise(target.hidden_size).to(places.device)[places % PLACES]
+        return position_noise(target.hidden_size).to(places.device)[places % POSITIONS]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _moments(self, rows: Rows, size: int) -> Moments:
-        """Drawn for each row from the seed, its text and its anchors, so that a run that goes on draws the same."""
+        """Moments that depend on the seed, a row's text and its anchors alone, so that a resumed run has the same."""
         device, (blocks, slots) = rows.anchors_BA.device, rows.taught_BAK.shape[1:]
         order = torch.arange(1, 1 + blocks, device=device)
         texts, anchors = rows.tokens_BS.sum(dim=1), ((1 + rows.anchors_BA) * order).sum(dim=1)
-        noise, drawn = [], []
+        noise, uniforms = [], []
         for text, anchor in torch.stack([texts, anchors], dim=1).tolist():
             seed = generator(self.recipe.seed, text, anchor).initial_seed()
             random = torch.Generator(device).manual_seed(seed)
             noise.append(torch.randn(blocks, slots, size, generator=random, device=device))
-            drawn.append(torch.rand(6, blocks, generator=random, device=device))
-        jumps, from_noise, to_tokens, early, far, part = torch.stack(drawn, dim=1)[..., None, None]
-        # Half of all blocks begin at the noise, and half of the jumps end at the tokens: drafting does both.
+            uniforms.append(torch.rand(6, blocks, generator=random, device=device))
+        jumps, from_noise, to_tokens, early, far, part = torch.stack(uniforms, dim=1)[..., None, None]
+        # Half of all blocks begin at pure noise, and half of the jumps end at the tokens, because drafting does both.
         begin = LATEST * torch.where(from_noise < 0.5, 0.0, early)
         end = torch.where(to_tokens < 0.5, 1.0, begin + (1 - begin) * far)
         middle = begin + (end - begin) * LATEST * part
@@ -160,13 +161,13 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
 
 @torch.no_grad()
 def noise_std(target: Target) -> float:
-    """Noise so strong that half-way a token can just be told from all others, by the spread of the embedding table.
+    """Standard deviation of noise with which, half-way to the tokens, a token can just be told from all others.
 
-    Two of V embeddings of H numbers of standard deviation d lie about `d * sqrt(2 H)` apart. Half-way to the tokens
-    noise is as strong as they are, and takes a point over half of that distance, towards one of V others, where its
-    standard deviation is `d / 2 * sqrt(H / ln V)`.
+    Two embeddings of H numbers of standard deviation d lie about `d * sqrt(2 H)` apart. Half-way to the tokens, noise
+    and embeddings have equal weight. There, noise of standard deviation `d / 2 * sqrt(H / ln V)` just carries a point
+    over half of that distance towards one of V others.
     """
-    some = torch.linspace(0, target.vocab_size - 1, MEASURED_ROWS, device=target.device).long().unique()
+    some = torch.linspace(0, target.vocab_size - 1, MEASURED_TOKENS, device=target.device).long().unique()
     rows = target.embed(some).float()
     spread = float((rows - rows.mean(dim=0)).square().mean().sqrt())
     return float(f"{spread / 2 * math.sqrt(target.hidden_size / math.log(target.vocab_size)):.4g}")

@@ -1,4 +1,4 @@
-"""Medusa's heads: numbered from the token that the target itself says, or fed another hidden state."""
+"""Checks of Medusa's heads: their numbers start at the anchor, or they read another hidden state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MedusaChecker(VariantChecker):
 
     @property
     def compared(self) -> int:
-        """One less where a head may have to be left out."""
+        """Number of compared guesses: one fewer than there are heads, because a check may leave out the first head."""
         return max(1, self.config.num_heads - 1)
 
     def checks(self, longest: int) -> Iterator[Check]:

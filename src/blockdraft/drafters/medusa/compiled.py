@@ -1,4 +1,4 @@
-"""Compiled Medusa heads: the first blocks of all heads, which read the same input, are one product."""
+"""Compiled runner of Medusa's heads. The first blocks of all heads read the same input, so they are one product."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compiled(
         head: Output head that the heads share; None is the target's.
         owned: As in `Target.runner`.
     """
-    weights = list(network.state_dict().values())  # which holds weights that are packed already, too
+    weights = list(network.state_dict().values())  # unlike `parameters`, also holds weights that are packed already
     dtype = weights[0].dtype
     reason = why_not_compiled(dtype, weights[0].device, beside.head_dim)
     if reason is not None:
@@ -38,7 +38,7 @@ def compiled(
 
 
 class CompiledHeads:
-    """A compiled `HeadPass`. Arithmetic is float32, whatever the dtype.
+    """A `HeadRunner` in compiled C. Its arithmetic is float32, whatever the dtype.
 
     Args:
         network: Network whose weights are copied into the library's layout and must not be changed afterwards.
@@ -72,7 +72,7 @@ class CompiledHeads:
         return sum(each.nbytes for each in (self._first, *others, *self._heads))
 
     def __call__(self, hidden: Tensor, count: int) -> Tensor:
-        """As `HeadPass.__call__`."""
+        """As `HeadRunner.__call__`."""
         hidden, (batch, size) = hidden.float().contiguous(), hidden.shape
         fields = self._library.linear(self._first)
         fields = type(fields).from_buffer_copy(fields)

@@ -1,6 +1,9 @@
-"""Medusa: heads on the target's last hidden state, each of which guesses the token at its own distance (arXiv
-2401.10774). Guesses are verified as everyone's are; the paper's typical acceptance, which would change what the target
-says, is not offered."""
+"""Medusa (arXiv 2401.10774): heads on the target's last hidden state, each of which guesses the token at its own
+distance.
+
+Guesses are verified like those of any drafter. The paper's typical acceptance, which would change the target's output,
+is not offered.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from blockdraft.timing import CONTEXT, OBSERVE, mark
 
 
 class MedusaDrafter(Drafter):
-    """Drafts with Medusa's heads: chains of each head's best token, and trees of the heads' likeliest ones, in which
-    the chance of a path is the product of the heads' probabilities.
+    """Drafts with Medusa's heads. A chain holds each head's best token; a tree holds the likeliest paths, whose
+    probability is the product of the heads' probabilities.
 
     Args:
-        network: Moves to the target's device and dtype.
-        target: The target whose hidden states it was trained on.
-        path: Where the network was read from.
+        network: Network, which is moved to the target's device and dtype.
+        target: Target that the network was trained for.
+        path: Folder that the network was read from.
         owned: As in `Target.runner`.
     """
 
@@ -45,7 +48,7 @@ class MedusaDrafter(Drafter):
 
     @property
     def compile_reason(self) -> str | None:
-        """Why the heads are not compiled for a CPU, in words; None where they are."""
+        """Reason why the heads are not compiled for a CPU; None where they are."""
         return self._run.compile_reason
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
@@ -61,7 +64,7 @@ class MedusaDrafter(Drafter):
     def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
         assert features is not None
         mark(OBSERVE)
-        # Only the newest token's is read, but any token may become the newest of a row that begins alike.
+        # Only the last token's feature is read, but any token may become the last one of a row with the same prefix.
         known, count = self._known(state), features.size(1)
         state.check_room(count)
         for row, length, nodes in zip(state.rows, state.lengths, features, strict=True):
@@ -73,13 +76,13 @@ class MedusaDrafter(Drafter):
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        assert min(state.lengths) > 0, "a row is drafted for once its prompt is read"
+        assert min(state.lengths) > 0, "a draft needs the prompt's features"
         newest = [row + length - 1 for row, length in zip(state.rows, state.lengths, strict=True)]
         hidden = self._known(state)[send(torch.tensor(newest), anchor.device)]
         return independent_guesses(anchor, self._run(hidden, plan.block_size - 1), plan)
 
     def _known(self, state: KVCache) -> Tensor:
-        """The target's hidden state at the token in each slot, `[slots, H]`."""
+        """Target's hidden state at the token of each slot, `[slots, H]`."""
         return state.memory(1, 1, self._target.hidden_size, self._like)[0, 0]
 
 

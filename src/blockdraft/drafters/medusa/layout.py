@@ -1,8 +1,7 @@
-"""Medusa's heads as FasterDecoding keeps them: config.json and `medusa_lm_head.pt`.
+"""Layout of FasterDecoding's Medusa heads: config.json and `medusa_lm_head.pt`.
 
-Head i has the tensors `i.j.linear.weight` and `.bias` of its residual blocks j, and `i.n.weight` behind its n blocks.
-Where the last one is absent the head ends in the target's output projection, with which FasterDecoding's loader fills
-up what a file lacks.
+Head i has the tensors `i.j.linear.weight` and `.bias` of its residual blocks j, and `i.n.weight`, the output projection
+behind its n blocks. If the projection is absent, it is the target's; FasterDecoding's loader does the same.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Medusa:
     borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
-        # A model that was trained together with its heads has them, and these keys, in its own folder.
+        # The folder of a model that was trained together with its heads has this key, too.
         return "medusa_num_heads" in raw and raw.get("architectures") in (None, [NAME])
 
     def config(
@@ -60,8 +59,8 @@ class Medusa:
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
         if not isinstance(config, MedusaConfig):
             raise UsageError(
-                f"{type(config).__name__} is a configuration for which Medusa's layout has no words; write the "
-                "drafter in a layout of its own."
+                f"The configuration is {type(config).__name__}; the layout medusa holds MedusaConfig alone. Write the "
+                "drafter in a layout of its own kind."
             )
 
     def write(
@@ -85,9 +84,9 @@ class Medusa:
 def _config(
     raw: Mapping[str, Any], tensors: Mapping[str, Tensor] | Mapping[str, Stored], num_target_layers: int
 ) -> MedusaConfig:
-    """What config.json says, and the tensors where it is silent."""
+    """Configuration from config.json or, where it is silent, from the tensors."""
     layers = whole("medusa_num_layers", raw.get("medusa_num_layers", 1), maximum=MOST_LAYERS)
-    # Published configurations say 2 of files that hold 5 heads.
+    # `medusa_num_heads` is not read: published configurations state 2 for files that hold 5 heads.
     heads = len({name.partition(".")[0] for name in tensors})
     need(heads > 0, "the number of heads", heads, "at least 1; copy the weights again")
     first, last = tensors.get("0.0.linear.weight"), tensors.get(f"0.{layers}.weight")

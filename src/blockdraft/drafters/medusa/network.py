@@ -1,7 +1,7 @@
 """Medusa's heads (arXiv 2401.10774): each guesses the token at its own distance from the target's last hidden state.
 
-What they read is the input of the target's own head, after the last norm, at the token before the anchor. The target's
-head makes the anchor of it, and head k, counted from 0, the token k + 1 behind the anchor.
+They read the input of the target's own head, after the last norm, at the token before the anchor. From it the target's
+head makes the anchor, and head k, counted from 0, the token k + 1 positions behind the anchor.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from blockdraft.timing import HEAD, PASS, mark
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Raises ValueError for what is out of range.
+    """Configuration of Medusa's heads. Raises ValueError for a value out of range.
 
     Attributes:
-        num_heads: Guesses behind the anchor.
+        num_heads: Number of heads, each of which makes a guess.
         num_layers: Residual blocks of each head.
-        shared_head: Whether the target's output projection ends every head, instead of one of its own.
+        shared_head: Whether all heads end in the target's output projection, instead of one of their own each.
     """
 
     hidden_size: int
@@ -46,7 +46,7 @@ class MedusaConfig:
 
 
 class ResidualBlock(nn.Module):
-    """`x + SiLU(W x + b)`; a new one has W = 0."""
+    """`x + SiLU(W x + b)` on `[..., H]`. A new block has W = 0."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaNetwork(nn.ModuleList):
-    """The heads, each a line of residual blocks and, unless it is the target's, the output projection.
+    """Heads, each a sequence of residual blocks and, unless it is the target's, an output projection.
 
     Parameter names equal the tensor names of FasterDecoding's checkpoints, so `state_dict` is the checkpoint.
     """
@@ -75,7 +75,7 @@ class MedusaNetwork(nn.ModuleList):
         self.config = config
 
     def forward(self, hidden: Tensor, count: int | None = None) -> Tensor:
-        """What the first `count` heads, or all, make of hidden states `[..., H]` of the target: `[..., count, H]`."""
+        """States `[..., count, H]` of the first `count` heads, or of all, for the target's hidden states `[..., H]`."""
         heads = self._heads(self.config.num_heads if count is None else count)
         return torch.stack([head[: self.config.num_layers](hidden) for head in heads], dim=-2)
 
@@ -87,7 +87,7 @@ class MedusaNetwork(nn.ModuleList):
         return torch.stack([head[-1](state) for head, state in zip(heads, states.unbind(-2), strict=True)], dim=-2)
 
     def projections(self) -> Iterator[nn.Linear]:
-        """The output projections of its own; none where they are the target's."""
+        """Output projections of the heads; none if they share the target's."""
         return (cast(nn.Linear, head[-1]) for head in self._heads(0 if self.config.shared_head else len(self)))
 
     def runner(
@@ -104,27 +104,27 @@ class MedusaNetwork(nn.ModuleList):
 
 
 class HeadRunner(Protocol):
-    """Runs Medusa's heads, in the target's way of computing.
+    """Runs Medusa's heads by the same means as the target's forward.
 
     Attributes:
-        compile_reason: Why they are not compiled, where they might have been; else None.
+        compile_reason: Reason why heads that could have been compiled are not; else None.
     """
 
     compile_reason: str | None
 
     def weight_bytes(self) -> int:
-        """Memory of weights that it keeps beside the network's own."""
+        """Memory of weights that it keeps in addition to the network's own, in bytes."""
 
     def __call__(self, hidden: Tensor, count: int) -> Tensor:
-        """Logits `[B, count, V]` of the first heads, of the target's hidden states `[B, H]`."""
+        """Logits `[B, count, V]` of the first `count` heads for the target's hidden states `[B, H]`."""
 
 
 class HeadPass:
-    """A `HeadRunner` of torch's operations.
+    """A `HeadRunner` that uses torch's operations.
 
     Args:
-        head: The target's.
-        compile_reason: Why they are not compiled, where they might have been.
+        head: The target's `head`.
+        compile_reason: Reason why heads that could have been compiled are not; else None.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Medusa's heads (arXiv 2401.10774) on a target that stays as it is: head k, counted from 1, is taught the token at
-anchor + k, from the target's last hidden state at the token before the anchor.
+"""Training of Medusa's heads (arXiv 2401.10774): head k, counted from 1, learns the token at anchor + k, from the
+target's last hidden state at the token before the anchor.
 
-That is Medusa-1; Medusa-2 trains the target too, which would not be the same target any more.
+This is Medusa-1. Medusa-2 also trains the target, whose output would change.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from blockdraft.training.variant import Variant, load_init
 
 @settings
 class MedusaRecipe(Recipe):
-    """Rate, warm-up, epochs and heads are those of the authors' own runs.
+    """Recipe of Medusa's heads. Learning rate, warm-up, epochs and number of heads are those of the authors' runs.
 
     Attributes:
-        block_size: Tokens of a block, anchor included: one more than there are heads.
-        gamma: Decay constant of the heads' weights; 4.5 is a factor of 0.8 from each head to the next.
+        block_size: Tokens of a block, anchor included; there are block_size - 1 heads.
+        gamma: Decay constant of the heads' weights in the loss; 4.5 is a factor of 0.8 from each head to the next.
         layers: Residual blocks of each head.
-        share_head: End every head in the target's output projection. Else each has one of its own, which begins as a
-            copy, and which is most of the drafter's size.
-        init: Folder of Medusa's heads whose weights training begins with; None begins anew.
+        share_head: Whether all heads end in the target's output projection. Otherwise each has one of its own, which
+            starts as a copy and is most of the drafter's size.
+        init: Folder of Medusa's heads whose weights training starts from; None starts from new heads.
     """
 
     block_size: Annotated[int, Field(ge=2)] = 4
@@ -72,7 +72,7 @@ class MedusaVariant(Variant[MedusaRecipe, MedusaNetwork, MedusaConfig]):
                 projection.weight.copy_(head)
 
     def is_matrix(self, name: str, parameter: Tensor) -> bool:
-        # What ends in logits, a row a token, is not for Muon.
+        # Muon is not meant for output projections.
         return super().is_matrix(name, parameter) and name.endswith("linear.weight")
 
     def hidden(self, network: MedusaNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:

@@ -1,5 +1,5 @@
-"""MTP heads: the hidden state of the wrong token or from before the norm, halves of a row in the other order, what is
-fed on, and norms that are kept in another way."""
+"""Checks of MTP heads: the hidden state of another token or from before the norm, the order of an entry's halves, the
+state that is fed on, and the form in which norms are stored."""
 
 from __future__ import annotations
 

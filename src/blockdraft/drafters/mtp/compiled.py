@@ -1,4 +1,4 @@
-"""MTP heads that `blockdraft train mtp` makes, on a compiled target."""
+"""Compiled runner of MTP heads of the kind that `blockdraft train mtp` makes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from blockdraft.nn.layers import RMSNorm
 
 
 def compiled(network: MTPNetwork, beside: Beside, head: Any, owned: bool) -> CompiledAutoregressive | str:
-    """As `compiled_runner`; the head is the target's."""
-    if type(network) is not MTPNetwork:  # it may compute otherwise
+    """Compiled runner of a network, or the reason for having none. The head is the target's; see `compiled_runner`."""
+    if type(network) is not MTPNetwork:  # a subclass may compute something else
         return f"it does not know networks of the kind {type(network).__name__}"
     parts = Parts(
         layer=network.layers[0],

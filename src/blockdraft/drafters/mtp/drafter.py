@@ -1,5 +1,5 @@
-"""A multi-token prediction head as drafter: one layer guesses token after token from the target's last hidden state,
-and then from its own output, as EAGLE-3 does. It lies in a folder of its own, or beside the target's layers."""
+"""Multi-token prediction (MTP) head as drafter: one layer guesses one token after the other, first from the target's
+last hidden state, then from its own output, as EAGLE-3 does. It has a folder of its own, or is in the target's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from blockdraft.drafters.mtp.target_network import TargetMTPConfig, TargetMTPNet
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 
-# Model types whose heads we know how to run. In all of them the state that is fed on is normed, as transformers does.
+# Model types whose heads can be run. In all of them, the state that is fed on is the output of the last norm.
 FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
@@ -25,28 +25,29 @@ class MTPDrafter(Eagle3Drafter):
 
 
 def load(path: Path | None, target: Target) -> MTPDrafter:
-    """The head of a folder, or without one that in the target's own."""
+    """Load the head of a folder; None is the target's folder."""
     if path is None:
         return MTPDrafter(own_head(target), target)
     return MTPDrafter(read_network(path, target, lambda config: config.network()), target, path, owned=True)
 
 
 def own_head(target: Target) -> TargetMTPNetwork:
-    """The MTP head in the folder of a target.
+    """Network of the MTP head in the target's folder.
 
     Raises:
-        UsageError: It has no folder, the folder no head, or the head is of a family that is not known here, or broken.
+        UsageError: The target has no folder, or the folder has no head, a broken one, or one of an unsupported family.
     """
     folder = target.path
     if folder is None or not (folder / "config.json").is_file():
         raise UsageError(
-            f"The drafter mtp is the head in the target's own folder, and {folder or 'the target'} is none; load the "
-            "target from a folder with its published files (hf download NAME --local-dir DIR), or use another drafter."
+            f"The drafter mtp is the MTP head in the target's folder, and {folder or 'the target'} is no folder with a "
+            "config.json; load the target from a folder with its published files (hf download NAME --local-dir DIR), "
+            "or use another drafter."
         )
     config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
     if config.model_type not in FAMILIES:
         raise UsageError(
-            f"{folder} is of the family {config.model_type}, whose MTP heads are not known here; those of "
+            f"{folder} is of the family {config.model_type}, whose MTP heads are not supported; those of "
             f"{', '.join(FAMILIES)} are. Use another drafter, such as a head that blockdraft train mtp trains."
         )
     found = find_head(folder, target.num_layers)

@@ -1,4 +1,4 @@
-"""MTP heads in the folders of the models that they were trained with, beside the models' own layers."""
+"""MTP heads in the checkpoints of the models that they were trained with."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from blockdraft.formats.stored import Stored, check_floats, open_tensors
 
 INDEX = "model.safetensors.index.json"
 QWEN, LAYER = "mtp.", "layers.0."
-# DeepSeek's names of what lies around the layer; the layer's own parts stand beside them.
+# DeepSeek's names of the parts around the layer; they have the same prefix as the parts of the layer.
 NEXTN = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "shared_head.norm"}
-# Copies of what the target has, and tables that are computed.
+# Copies of the target's weights, and a table that is computed.
 LEFT_OUT = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
 
 
 def find_head(folder: Path, num_layers: int) -> StoredHead:
-    """The MTP head of a model of so many layers; of its files only those are opened that hold some of the head.
+    """Find the MTP head of a model with `num_layers` layers. Only files that hold tensors of the head are opened.
 
     Raises:
-        UsageError: There is none, or more than one, or one of few bits, or a file cannot be read.
+        UsageError: The folder has no head, several, or a quantized one, or a file cannot be read.
     """
     files = _files(folder)
     prefix = QWEN if any(name.startswith(QWEN) for name in files) else f"model.layers.{num_layers}."
@@ -40,7 +40,7 @@ def find_head(folder: Path, num_layers: int) -> StoredHead:
     second = f"{QWEN}layers.1." if prefix == QWEN else f"model.layers.{num_layers + 1}."
     if any(name.startswith(second) for name in files):
         raise UsageError(
-            f"{folder} has several MTP layers ({second}*), and heads of one layer are read; use another drafter."
+            f"{folder} has several MTP layers ({second}*), and only one is supported; use another drafter."
         )
     opened: dict[str, Stored] = {}
     for file in sorted(set(own.values())):
@@ -55,7 +55,7 @@ def find_head(folder: Path, num_layers: int) -> StoredHead:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Which file holds which tensor."""
+    """File of each tensor by name."""
     if (folder / INDEX).is_file():
         with blaming(folder / INDEX):
             listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -69,12 +69,13 @@ def _files(folder: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class StoredHead:
-    """An MTP head in a checkpoint, of which nothing has been read yet.
+    """MTP head in a checkpoint, whose tensors have not been read yet.
 
     Attributes:
-        tensors: By their names in the checkpoint.
-        layer: What the names of the layer's tensors begin with.
-        around: Names in the checkpoint of what lies around the layer, by those in `MTPHead`.
+        folder: Folder of the checkpoint, for messages.
+        tensors: Tensors by their names in the checkpoint.
+        layer: Prefix of the layer's tensors in the checkpoint.
+        around: Names in the checkpoint of the parts around the layer, by their names in `MTPHead`.
     """
 
     folder: Path
@@ -84,14 +85,17 @@ class StoredHead:
 
     @property
     def has_experts(self) -> bool:
-        """Whether its MLP is one of experts."""
+        """Whether its MLP is a mixture of experts."""
         return any(".mlp.experts." in name for name in self.tensors)
 
     def read(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """The tensors of `MTPHead` by its names, of these shapes, in the checkpoint's dtype.
+        """Read the tensors of `MTPHead` in the checkpoint's dtype, by their names there.
+
+        Args:
+            shapes: Shape of each tensor.
 
         Raises:
-            UsageError: One is missing, of another shape, or none of the head's.
+            UsageError: A tensor is missing, has another shape, or is not one of the head's.
         """
         parts = {name: self._parts(name, shape) for name, shape in shapes.items()}
         expected = {part: shape for of_one in parts.values() for part, shape in of_one.items()}
@@ -109,7 +113,7 @@ class StoredHead:
         }
 
     def _parts(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The tensors of the checkpoint that a parameter is made of, side by side, and their shapes."""
+        """Tensors of the checkpoint that a parameter is concatenated from, and their shapes."""
         stem, _, end = name.rpartition(".")
         whole = self.own(name)
         if not stem.endswith(".experts") or whole in self.tensors:
@@ -119,7 +123,7 @@ class StoredHead:
         return {f"{self.own(stem)}.{i}.{kind}_proj.weight": of_part for i in range(shape[0]) for kind in kinds}
 
     def own(self, name: str) -> str:
-        """The checkpoint's name of a tensor that `MTPHead` calls so."""
+        """Name in the checkpoint of a tensor of `MTPHead`."""
         if name.startswith(LAYER):
             return self.layer + name.removeprefix(LAYER)
         module, _, leaf = name.rpartition(".")

@@ -1,5 +1,5 @@
-"""A multi-token prediction head in a folder of its own: config.json, and tensors named and scaled as those that
-Qwen3-Next's checkpoints hold under `mtp.`: norms are kept as what is added to one."""
+"""Layout of an MTP head in a folder of its own: config.json, and tensors as Qwen3-Next's checkpoints hold them under
+`mtp.`, where a norm's weight is stored as its difference from 1."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MTP:
         return MTPConfig(**given), True
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
-        if not config.normed_feedback:  # for which the speculators format has no words
+        if not config.normed_feedback:  # the speculators format cannot express it
             return nowhere(NOT_RUN)
         reason = "it reads MTP heads in a folder of their own in the speculators format only"
         return nowhere(NOT_RUN) | {VLLM: Start(None, reason, export("mtp_speculators"))}
@@ -62,8 +62,8 @@ class MTP:
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
         if not isinstance(config, MTPConfig):
             raise UsageError(
-                f"{type(config).__name__} is a configuration for which the layout of MTP heads has no words; "
-                "write the drafter in a layout of its own."
+                f"The configuration is {type(config).__name__}; the layout mtp holds MTPConfig alone. Write the "
+                "drafter in a layout of its own kind."
             )
 
     def write(
@@ -77,6 +77,7 @@ class MTP:
 
 
 def _shifted(name: str, tensor: Tensor, by: int) -> Tensor:
+    """The tensor, with `by` added if it is the weight of a norm."""
     return tensor + by if tensor.ndim == 1 and "norm" in name else tensor
 
 

@@ -1,5 +1,5 @@
-"""A multi-token prediction head (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next): a layer that goes on from the
-target's last hidden state, a token at a time. Embedding and output projection are the target's."""
+"""The MTP head (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next): one layer that guesses one token at a time
+from the target's last hidden state. The target lends its embedding and output projection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockdraft.nn.rotary import Rotary
 
 @dataclass(frozen=True, kw_only=True)
 class MTPConfig:
-    """Raises ValueError for what is out of range."""
+    """Configuration of an MTP head. Raises ValueError for a value out of range."""
 
     hidden_size: int
     intermediate_size: int
@@ -34,7 +34,7 @@ class MTPConfig:
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 40960  # tokens
     attention_bias: bool = False
-    normed_feedback: bool = True  # the state that is fed on is behind the last norm, as in Qwen3-Next
+    normed_feedback: bool = True  # the state that is fed on is the output of the last norm, as in Qwen3-Next
 
     def __post_init__(self) -> None:
         check_fields(self, {"block_size": 2})
@@ -51,12 +51,12 @@ class MTPConfig:
 
 
 class MTPHead(AutoregressiveNetwork):
-    """What lies around the layer. Parameter names are those of Qwen3-Next's tensors behind `mtp.`.
+    """Base of MTP heads: everything but the layer. Parameter names are those of Qwen3-Next's tensors under `mtp.`.
 
     Args:
-        config: With `hidden_size`, `vocab_size`, `rms_norm_eps` and `normed_feedback` at least.
-        layer: Makes the layer.
-        norm: Makes a norm of a size and epsilon.
+        config: Configuration with at least `hidden_size`, `vocab_size`, `rms_norm_eps` and `normed_feedback`.
+        layer: Function that makes the layer.
+        norm: Function that makes a norm of a given size and epsilon.
     """
 
     def __init__(
@@ -83,12 +83,15 @@ class MTPHead(AutoregressiveNetwork):
     def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
         return target_head(self.norm(hidden))
 
-    def _rows(self, embedded: Tensor, feature: Tensor) -> Tensor:
+    def _entries(self, embedded: Tensor, feature: Tensor) -> Tensor:
+        """Input of the layer, `[B, N, H]`, from embeddings and features `[B, N, H]`."""
         both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(feature)], dim=-1)
         return cast(Tensor, self.fc(both))
 
 
 class MTPNetwork(MTPHead):
+    """MTP head with a layer of our own, which can be trained."""
+
     config: MTPConfig
     norm: RMSNorm
 
@@ -98,14 +101,14 @@ class MTPNetwork(MTPHead):
 
     def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = cast(DraftLayer, self.layers[0])
-        attention, rows = layer.self_attn, layer.input_layernorm(self._rows(embedded, feature))
+        attention, entries = layer.self_attn, layer.input_layernorm(self._entries(embedded, feature))
         projections = attention.k_proj, attention.v_proj
-        keys, values = (projection(rows).unflatten(-1, (-1, attention.head_dim)) for projection in projections)
+        keys, values = (projection(entries).unflatten(-1, (-1, attention.head_dim)) for projection in projections)
         keys = rotate(attention.k_norm(keys), *self.rotary(positions, keys.dtype))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        rows = self._rows(embedded, feature)
-        angles = self.rotary(positions, rows.dtype)
-        out: Tensor = self.layers[0](rows, *angles, 0, lambda layer, *heads: attend(*heads))
+        entries = self._entries(embedded, feature)
+        angles = self.rotary(positions, entries.dtype)
+        out: Tensor = self.layers[0](entries, *angles, 0, lambda layer, *heads: attend(*heads))
         return out

@@ -1,6 +1,5 @@
-"""MTP heads in the format of vllm-project/speculators, which `speculators.py` tells of: as that trains them for models
-that have one (Qwen3-Next, Qwen3.5), and of the shape that is trained here. Its name sorts before that file's, so it is
-asked first which folders are its own."""
+"""MTP heads in the format of vllm-project/speculators, which `formats/speculators.py` describes: those that speculators
+trains for models that have one (Qwen3-Next, Qwen3.5), and those that are trained here."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from blockdraft.formats.zlab import one_dtype, rope_of
 from blockdraft.nn.draft_config import need
 
 MODEL_TYPE, NAME = "mtp", "MTPDraftModel"
-OURS = "qwen3"  # the kind of layer that is trained here
+OURS = "qwen3"  # type of the layer that is trained here
 OTHERS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LAYERS = "mtp_layers.0."
 AROUND = {"pre_fc_norm_embedding": "token_layernorm", "pre_fc_norm_hidden": "hidden_layernorm"}
@@ -34,10 +33,12 @@ KEYS += ("vocab_size",) + ("rms_norm_eps", "max_position_embeddings", "attention
 
 
 def config_dict(config: Any, target_name: str | None, target_architectures: Sequence[str]) -> dict[str, Any]:
-    """What config.json holds. Raises ValueError where the format has no words for the configuration."""
+    """Content of config.json. Raises ValueError if the format cannot express the configuration."""
     kind = type(config).__name__
-    need(isinstance(config, MTPConfig), "the configuration", kind, "an MTPConfig, all that this layout holds")
-    told = "true, since this format feeds on what is normed; keep the layout mtp"
+    need(
+        isinstance(config, MTPConfig), "the configuration", kind, "an MTPConfig, the only one that this layout can hold"
+    )
+    told = "true, since this format feeds on the output of the last norm; keep the layout mtp"
     need(config.normed_feedback, "normed_feedback", config.normed_feedback, told)
     return {
         "architectures": [NAME],
@@ -46,7 +47,7 @@ def config_dict(config: Any, target_name: str | None, target_architectures: Sequ
         "transformer_layer_config": {
             "model_type": OURS,
             **{key: getattr(config, key) for key in KEYS},
-            "num_hidden_layers": config.num_target_layers,  # by which readers find the state to read
+            "num_hidden_layers": config.num_target_layers,  # tells readers which hidden state the head reads
             "hidden_act": "silu",
             "rope_theta": config.rope_theta,
             "rope_scaling": config.rope_scaling,
@@ -59,17 +60,17 @@ def config_dict(config: Any, target_name: str | None, target_architectures: Sequ
 def parse_config(
     raw: Mapping[str, Any], num_target_layers: int, has_experts: bool = False
 ) -> MTPConfig | TargetMTPConfig:
-    """The configuration from the contents of a config.json.
+    """Configuration of a parsed config.json.
 
     Args:
-        num_target_layers: Of the target.
-        has_experts: Whether there are tensors of experts.
+        num_target_layers: Number of the target's layers.
+        has_experts: Whether the checkpoint has tensors of experts.
 
     Raises:
-        ValueError: The file lacks a value, or asks for the unsupported.
+        ValueError: The file lacks a value or asks for something unsupported.
     """
     heads = raw.get("num_nextn_predict_layers", 1)
-    need(heads == 1, "num_nextn_predict_layers", heads, "1, the one that is supported")
+    need(heads == 1, "num_nextn_predict_layers", heads, "1, the only supported number")
     block_size = 1 + guesses_of(raw)
     layers = layer_config(raw.get("transformer_layer_config"))
     kind = layers.pop("model_type")
@@ -78,8 +79,8 @@ def parse_config(
         return TargetMTPConfig(layer=layer, num_target_layers=num_target_layers, block_size=block_size)
     need(kind == OURS, "model_type of transformer_layer_config", kind, f"one of {', '.join((OURS, *OTHERS))}")
     first = (layers.get("layer_types") or ["full_attention"])[0]
-    need(first == "full_attention", "the first of layer_types", first, "full_attention, which is what is supported")
-    need(layers["hidden_act"] == "silu", "hidden_act", layers["hidden_act"], "silu, the one that is supported")
+    need(first == "full_attention", "the first of layer_types", first, "full_attention, the only supported type")
+    need(layers["hidden_act"] == "silu", "hidden_act", layers["hidden_act"], "silu, the only supported function")
     theta, scaling = rope_of(layers)
     scaling = None if scaling is None or scaling["rope_type"] == "default" else scaling
     own = {key: layers[key] for key in KEYS}

@@ -1,5 +1,5 @@
-"""MTP heads that published models have beside their own layers (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5): those of
-`network.py` around a layer of transformers, which knows latent and gated attention and experts."""
+"""Network of the MTP heads in published models (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5): an `MTPHead` around a layer
+of transformers, which supports latent and gated attention and experts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from blockdraft.nn.autoregressive import Attend, CachedAttention
 
 @dataclass(frozen=True, kw_only=True)
 class TargetMTPConfig:
-    """Attributes:
-    layer: Of a model whose only layer is the head's; from `one_layer`.
-    num_target_layers: Of the target.
-    block_size: Tokens of a path, anchor included; no checkpoint says it.
-    normed_feedback: The state that is fed on is behind the last norm, like the target's that the first step reads.
+    """Configuration of an MTP head in a target's checkpoint.
+
+    Attributes:
+        layer: Configuration of a model whose only layer is the head's; from `one_layer`.
+        num_target_layers: Number of the target's layers.
+        block_size: Tokens of a path, anchor included; checkpoints do not state it.
+        normed_feedback: Whether the state that is fed on is the output of the last norm.
     """
 
     layer: PretrainedConfig
@@ -53,11 +55,11 @@ class TargetMTPConfig:
 
 
 def one_layer(config: PretrainedConfig, experts: bool) -> PretrainedConfig:
-    """The configuration of a model of one layer with full attention, otherwise like this one.
+    """Configuration of a model that has one layer with full attention, and is otherwise like the target.
 
     Args:
-        config: The target's, of its text.
-        experts: Whether the layer's MLP is one of experts.
+        config: Configuration of the target's text model.
+        experts: Whether the layer's MLP is a mixture of experts.
     """
     changes: dict[str, Any] = {
         "layer_types": ["full_attention"],
@@ -75,8 +77,8 @@ def one_layer(config: PretrainedConfig, experts: bool) -> PretrainedConfig:
 
 
 class Angles:
-    """cos and sin of positions by a module of transformers, which is no part of a network: its frequencies must stay
-    float32 when weights are cast."""
+    """Rotary module of transformers that is not a submodule of the network, so that its frequencies stay float32 when
+    the network's weights are cast."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -88,7 +90,7 @@ class Angles:
 
 
 class Writing:
-    """A cache of transformers for one call of a layer, which writes keys and values by a function."""
+    """Cache of transformers that passes keys and values to a function, for one call of a layer."""
 
     def __init__(self, write: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         self._write = write
@@ -98,7 +100,8 @@ class Writing:
 
 
 class TargetMTPNetwork(MTPHead):
-    """The layer attends by itself, over `CachedAttention` alone, so that it decodes and cannot be trained."""
+    """MTP head with a layer of transformers. The layer computes attention itself and needs a `CachedAttention`, so this
+    network cannot be trained."""
 
     config: TargetMTPConfig
 
@@ -107,7 +110,7 @@ class TargetMTPNetwork(MTPHead):
             model: Any = AutoModel.from_config(config.layer, attn_implementation="sdpa")
         layer, norm = type(model.layers[0]), type(model.norm)
         super().__init__(config, lambda: layer(model.config, 0), lambda size, eps: norm(size, eps=eps))
-        with torch.device("cpu"):  # also where the weights are still to come
+        with torch.device("cpu"):  # its frequencies are needed even if the weights are on the meta device
             self._angles = Angles(type(model.rotary_emb)(model.config))
 
     @property
@@ -120,32 +123,30 @@ class TargetMTPNetwork(MTPHead):
 
     def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer: Any = self.layers[0]
-        rows, found = self._rows(embedded, feature), list[Tensor]()
+        entries, found = self._entries(embedded, feature), list[Tensor]()
 
         def keep(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             found.extend((keys, values))
-            return keys[:, :, :1], values[:, :, :1]  # what attention makes of them is not wanted, and shall cost little
+            return keys[:, :, :1], values[:, :, :1]  # keeps the unused attention cheap
 
-        angles = self._angles(positions, rows.dtype)
-        layer.self_attn(
-            layer.input_layernorm(rows), position_embeddings=angles, attention_mask=None, past_key_values=Writing(keep)
-        )
+        normed, angles = layer.input_layernorm(entries), self._angles(positions, entries.dtype)
+        layer.self_attn(normed, position_embeddings=angles, attention_mask=None, past_key_values=Writing(keep))
         return found[0], found[1]
 
     def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         assert isinstance(attend, CachedAttention)
-        rows = self._rows(embedded, feature)
+        entries = self._entries(embedded, feature)
         out: Tensor = self.layers[0](
-            rows,
+            entries,
             attention_mask=attend.visible.unsqueeze(1),
             position_ids=positions,
             past_key_values=Writing(attend.write),
-            position_embeddings=self._angles(positions, rows.dtype),
+            position_embeddings=self._angles(positions, entries.dtype),
         )
         return out
 
     def to(self, *args: Any, **kwargs: Any) -> TargetMTPNetwork:
-        """As ever, but for buffers, which keep their dtype: routers' biases are float32 whatever the weights are."""
+        """Move the network, but keep the dtypes of buffers: routers' biases are float32 whatever the weights are."""
         exact = dict(self.named_buffers())
         super().to(*args, **kwargs)
         for name, buffer in exact.items():

@@ -1,5 +1,5 @@
-"""A multi-token prediction head, for a target that has none or whose head knows other texts: one layer of the target's
-shape, unrolled as it drafts (arXiv 2509.18362 trains one layer for several steps so)."""
+"""Training of an MTP head, for a target that has none or one that was trained on other texts: one layer of the target's
+shape, unrolled over several steps as in drafting (arXiv 2509.18362)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from blockdraft.training.variant import Variant, load_init
 
 @settings
 class MTPRecipe(Recipe):
-    """Steps and their weights are those of arXiv 2509.18362.
+    """Recipe of an MTP head. The number of steps and their weights are those of arXiv 2509.18362.
 
     Attributes:
-        block_size: Tokens of a block, anchor included: one more than there are steps.
-        gamma: Decay constant of the steps' weights; 2 is a factor of 0.6 from each step to the next.
-        normed_feedback: Whether a step goes on from the last one's output after the final norm, or before it.
+        block_size: Tokens of a block, anchor included; training is unrolled for block_size - 1 steps.
+        gamma: Decay constant of the steps' weights in the loss; 2 is a factor of 0.6 from each step to the next.
+        normed_feedback: Whether a step reads the output of the step before after its final norm; otherwise before it.
         intermediate_size: Inner size of the layer's MLP; None is the target's, or three times its hidden size.
         heads: Query heads of the layer; None is the target's.
         kv_heads: Key/value heads of the layer; None is the target's.
         head_dim: Size of a head; None is the target's.
-        init: Folder of an MTP head whose weights training begins with, of any number of steps; None begins at random.
+        init: Folder of an MTP head, of any block size, whose weights training starts from; None starts from random
+            weights.
     """
 
     block_size: Annotated[int, Field(ge=2)] = 4

@@ -1,5 +1,5 @@
-"""P-EAGLE: EAGLE-3 whose entries behind the anchor's are run all at once, with masks for what they do not know yet. So
-it drafts in one pass, and its guesses do not depend on each other."""
+"""P-EAGLE: EAGLE-3 that makes all guesses in one pass, with masks for tokens and features that do not exist yet. So its
+guesses do not depend on each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blockdraft.targets import Target
 
 
 class PEagleDrafter(Eagle3Drafter):
-    """Drafts with a P-EAGLE network. Its state is that of an EAGLE-3 drafter, with keys and values of every layer."""
+    """Drafts with a P-EAGLE network. Its state is that of an EAGLE-3 drafter, with keys and values of all layers."""
 
     knows_lengths = False
     network: PEagleNetwork  # type: ignore[assignment]
@@ -31,7 +31,7 @@ class PEagleDrafter(Eagle3Drafter):
         return independent_guesses(anchor, self.draft_logits(state, anchor, plan), plan)
 
     def draft_logits(self, state: KVCache, anchor: Tensor, plan: Plan) -> Tensor:
-        """Logits `[B, K, V]` of the K guesses that the plan asks for; -inf for tokens that are never guessed."""
+        """Logits `[B, K, V]` of the K = block_size - 1 guesses; -inf for tokens that are never guessed."""
         return self._run.logits(state, anchor, plan.block_size - 1, plan.draft_window)
 
 

@@ -1,5 +1,8 @@
-"""The P-EAGLE draft network: EAGLE-3 with further layers that guesses all its tokens in one pass. An entry
-whose token and feature do not exist yet has a mask token, and a feature that is learned."""
+"""The P-EAGLE draft network: EAGLE-3 with further layers, which makes all guesses in one pass.
+
+An entry whose token and feature do not exist yet has the mask token and a learned feature; see `nn/autoregressive.py`
+for entries.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from blockdraft.timing import HEAD, PASS, mark
 
 @dataclass(frozen=True, kw_only=True)
 class PEagleConfig(Eagle3Config):
-    """A P-EAGLE draft model. A block holds the anchor and as many guesses as the network was trained for."""
+    """Configuration of a P-EAGLE drafter; `block_size` is the anchor and as many guesses as it was trained for."""
 
     mask_token_id: int
     num_hidden_layers: int = 1
@@ -38,10 +41,10 @@ class PEagleConfig(Eagle3Config):
 
 
 class PEagleNetwork(Eagle3Base):
-    """The layers, `fc`, norms, embedding and a head of its own. Names of parameters are as in `Eagle3Network`.
+    """Layers, `fc`, norms, and an embedding and a head of its own. Parameters that EAGLE-3 has, too, keep their names.
 
-    Row s stands for the token x[s], which it sees, and guesses x[s + 1]; it gets the fused features of s - 1. The rows
-    behind the anchor's are `masks`.
+    The entry of token x[s] has the fused features of s - 1 and guesses x[s + 1]. The entries behind the anchor's are
+    `masks`.
     """
 
     config: PEagleConfig
@@ -62,18 +65,17 @@ class PEagleNetwork(Eagle3Base):
         return PEaglePass(self, compile_reason)
 
     def masks(self, batch: int, count: int) -> tuple[Tensor, Tensor]:
-        """Embeddings and features, each `[B, count, H]`, of rows whose tokens are to be guessed."""
+        """Embeddings and features `[B, count, H]` of entries whose tokens do not exist yet."""
         token = torch.tensor(self.config.mask_token_id, device=self.mask_hidden.device)
         embedded, feature = self.embed_tokens(token), self.fuse(self.mask_hidden)
         return embedded.expand(batch, count, -1), feature.expand(batch, count, -1)
 
     def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """States `[B, N, H]` of rows, before the last norm: what `logits` takes.
+        """Hidden states `[B, N, H]` of entries, before the last norm, for `logits`.
 
         Args:
-            embedded, feature: `[B, N, H]`.
-            positions: `[B, N]`.
-            attend: Attention of a layer's rows to those that they see, themselves included.
+            embedded, feature, positions: As in `AutoregressiveNetwork.forward`.
+            attend: Attention of a layer's entries to those that they see, themselves included.
         """
         x = self.first(embedded, feature, positions, lambda *heads: attend(0, *heads))
         angles = self.rotary(positions, x.dtype)
@@ -83,11 +85,12 @@ class PEagleNetwork(Eagle3Base):
 
 
 class PEaglePass:
-    """Decoding with a network: what it keeps of texts, as EAGLE-3 does with keys and values of every layer, and drafts.
+    """Runs a P-EAGLE network by torch's operations. A slot of its state holds what a slot of an `AutoregressiveRunner`
+    does, with the keys and values of all layers.
 
     Args:
-        network: On its device and in its dtype.
-        compile_reason: Why it is not compiled, where it might have been.
+        network: Network on the device and in the dtype to run it.
+        compile_reason: Reason why it is not compiled, where it might have been.
     """
 
     def __init__(self, network: PEagleNetwork, compile_reason: str | None = None) -> None:
@@ -117,7 +120,7 @@ class PEaglePass:
         slots = state.slots(count, device)
         within = torch.ones(count, count, dtype=torch.bool, device=device).tril().expand(len(tokens), -1, -1)
         visible = visible_slots(state.lengths, within)
-        visible[:, :, 0] &= slots == 0  # the first token has no feature before it, so nobody else sees its entry
+        visible[:, :, 0] &= slots == 0  # the first token has no feature before it, so no other entry sees its entry
 
         def attention(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return attend(queries, *state.write(layer, keys, values), visible)
@@ -127,10 +130,11 @@ class PEaglePass:
             store[row + length : row + length + count] = fused[place]
 
     def logits(self, state: KVCache, anchor: Tensor, count: int, window: int | None = None) -> Tensor:
-        """Logits `[B, count, V]` of the guesses behind the anchors `[B]`; -inf for tokens that are never guessed.
+        """Logits `[B, count, V]` of the guesses behind the anchors; -inf for tokens that are never guessed.
 
         Args:
-            window: Committed tokens that are seen, the last ones; None is all.
+            anchor: `[B]` int64.
+            window: Number of each row's last committed tokens that attention reads; None is all of them.
         """
         network, batch = self.network, len(anchor)
         embedded, feature = network.masks(batch, count - 1)

@@ -1,45 +1,22 @@
-"""P-EAGLE drafters in the format of vllm-project/speculators: as EAGLE-3's there (`eagle3_speculators.py`), but with an
-embedding of the drafter's own. Its name sorts before `speculators`, so it is asked first which folders are its own."""
+"""P-EAGLE drafters in the format of vllm-project/speculators, like EAGLE-3 drafters there
+(`drafters/eagle3/speculators.py`), but with an embedding of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from blockdraft.drafters.eagle3.layout import (
-    EagleLayout,
-    check_kind,
-    network_config,
-    renamed,
-    written_tensors,
-)
-from blockdraft.drafters.eagle3.speculators import network_keys, own_keys, said_taps
+from blockdraft.drafters.eagle3.layout import network_config, renamed
+from blockdraft.drafters.eagle3.speculators import SpeculatorsLayout, network_keys, said_taps
 from blockdraft.drafters.peagle.network import PEagleConfig
-from blockdraft.formats.base import Checkpoint
-from blockdraft.formats.folder import write_folder
 from blockdraft.formats.speculators_config import guesses_of
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere, vllm_alone
 from blockdraft.nn.draft_config import whole
 
-MODEL_TYPE, NAME = "peagle", "PEagleSpeculator"
 
-
-def config_dict(config: Any, target_name: str | None, target_architectures: Sequence[str]) -> dict[str, Any]:
-    """What config.json holds. Raises ValueError where the format has no words for the configuration."""
-    check_kind(config, PEagleConfig)
-    return {
-        **own_keys(config, MODEL_TYPE, NAME, target_name, target_architectures),
-        "mask_token_id": config.mask_token_id,
-        "embed_requires_grad": True,
-    }
-
-
-class PEagleSpeculators(EagleLayout):
+class PEagleSpeculators(SpeculatorsLayout):
     borrows = False
-
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
-        return raw.get("speculators_model_type") == MODEL_TYPE
+    model_type, architecture, kind = "peagle", "PEagleSpeculator", PEagleConfig
 
     def config(
         self,
@@ -63,16 +40,11 @@ class PEagleSpeculators(EagleLayout):
         others = nowhere(dict.fromkeys((SGLANG, TENSORRT_LLM, LLAMA_CPP), "it does not run P-EAGLE"))
         return {VLLM: vllm_alone(drafter), **others}
 
-    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
-        config_dict(config, target_name, target_architectures)
-
-    def write(
-        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
-    ) -> None:
-        raw = config_dict(checkpoint.config, target_name, target_architectures)
-        tensors, dtype = written_tensors(checkpoint.config, checkpoint.tensors)
-        found = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
-        write_folder(path, {**raw, "dtype": dtype}, found, checkpoint.trained_for)
+    def config_dict(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> dict[str, Any]:
+        return {
+            **super().config_dict(config, target_name, target_architectures),
+            "mask_token_id": config.mask_token_id,
+        }
 
 
 LAYOUT = PEagleSpeculators()

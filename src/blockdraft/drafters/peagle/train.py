@@ -1,6 +1,8 @@
-"""P-EAGLE: EAGLE-3 that guesses all tokens behind an anchor in one pass, trained in that pass. Behind the row of an
-anchor, which is one of the text's, come rows of masks; each sees the rows of the text up to the anchor, and those of
-masks up to itself."""
+"""Training of P-EAGLE: EAGLE-3 that makes all guesses behind an anchor in one pass.
+
+The entry of an anchor is one of the text's entries. The mask entries behind it see the text's entries up to the anchor,
+and the masks of the same anchor up to themselves.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ from blockdraft.training.variant import Choice, load_init
 
 @settings
 class PEagleRecipe(Eagle3Recipe):
-    """Fields of EAGLE-3's recipe mean the same here, but for these.
+    """Recipe of P-EAGLE: that of EAGLE-3, with these fields new or different.
 
     Attributes:
-        block_size: Tokens of a block, anchor included: one more than there are guesses.
-        layers: Draft layers.
+        block_size: Tokens of a block, anchor included; there are block_size - 1 guesses.
+        layers: Number of draft layers.
         mask_token_id: Token that stands for an unknown one; None is chosen as for DFlash.
-        init: Folder of a P-EAGLE drafter that training begins with; None begins at random, with the target's own
-            embedding and head.
+        init: Folder of a P-EAGLE drafter whose weights training starts from; None starts from random weights and copies
+            of the target's embedding and head.
     """
 
     layers: Count = 4
@@ -59,9 +61,8 @@ class PEagleVariant(Eagle3Variant):
         return PEagleConfig(**values, mask_token_id=mask, num_hidden_layers=self.recipe.layers)
 
     def usual_taps(self, layers: int) -> tuple[int, ...]:
-        return super().usual_taps(
-            layers if layers >= 7 else layers - 1
-        )  # its format cannot list the last layer's output
+        # The speculators format cannot list the last layer's output.
+        return super().usual_taps(layers if layers >= 7 else layers - 1)
 
     def new_network(self, config: PEagleConfig, vocabulary: Mapping[str, int] | None) -> PEagleNetwork:  # type: ignore[override]
         network = PEagleNetwork(config)
@@ -91,7 +92,7 @@ class PEagleVariant(Eagle3Variant):
         later = torch.arange(1, masks + 1, device=device)
         positions = torch.cat([rows.positions_BS, (positions_BA.unsqueeze(2) + later).flatten(1)], dim=1)
 
-        # Of each row, masks behind those of the text: its place in the text or that of its anchor, and its depth.
+        # For each entry, first those of the text, then masks: its index in the text, or that of its anchor; its block.
         places = torch.arange(size, device=device).expand(batch, -1)
         anchor = torch.cat([places, anchors_BA.repeat_interleave(masks, dim=1)], dim=1)
         counts = torch.tensor([size] + [masks] * blocks, device=device)
@@ -104,7 +105,7 @@ class PEagleVariant(Eagle3Variant):
         visible = (text & readable[:, None]) | own | torch.eye(len(order), dtype=torch.bool, device=device)
 
         def attention(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            # Under autocast norms leave queries and keys in float32.
+            # Under autocast, norms return float32.
             return attend(queries.to(values.dtype), keys.to(values.dtype), values, visible)
 
         embedded = torch.cat([network.embed_tokens(rows.tokens_BS), embedded], dim=1)
