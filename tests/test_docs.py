@@ -211,6 +211,34 @@ def test_commands_are_found() -> None:
     assert len(COMMANDS) >= 20 and "README.md" in PAGES and "docs/training.md" in PAGES
 
 
+def prose_of(path: Path) -> str:
+    return re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(path: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose_of(ROOT / page)):
+        name, _, anchor = link.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        known = anchors_of(path) if anchor and path.suffix == ".md" and path.exists() else {anchor}
+        if not link.startswith(("http://", "https://")) and not (path.exists() and anchor in known):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_prose_wraps_at_120(page: str) -> None:
+    lines = [line for line in prose_of(ROOT / page).splitlines() if len(line) > 120]
+    assert [line for line in lines if not line.startswith("|")] == []
+
+
 def test_bodies_are_requests() -> None:
     """The server takes the JSON blocks, and knows each of their fields."""
     blocks = [json.loads(block.text) for block in blocks_of("docs/serve.md") if block.language == "json"]
