@@ -31,7 +31,16 @@ DRAFTERS: dict[str, str | None] = {
     "draft_lm": None,
     "prompt_lookup": None,
 }
-DRAFTER_NAMES = ("DFlash", "DFlash2", "DSpark", "EAGLE-3", "Medusa", "MTP head", "draft LM", "prompt lookup")
+DRAFTER_NAMES = {
+    "dflash": "DFlash",
+    "dflash2": "DFlash2",
+    "dspark": "DSpark",
+    "eagle3": "EAGLE-3",
+    "medusa": "Medusa",
+    "mtp": "MTP head",
+    "draft_lm": "language model as drafter",
+    "prompt_lookup": "prompt lookup",
+}
 FAMILY_NAMES = {
     "llama": "Llama",
     "mistral": "Mistral, sliding window",
@@ -73,18 +82,21 @@ def is_refused(family: str, backend: str) -> bool:
 
 
 def document(outcomes: Mapping[Cell, str]) -> str:
-    """`docs/compatibility.md`, given what the tests found."""
-    parts = [INTRODUCTION]
-    for backend in BACKENDS:
-        parts.append(f"## {backend[0].upper()}{backend[1:]}\n\n{HOW[backend]}\n")
-        rows = [["Family", *DRAFTER_NAMES]]
-        for family in FAMILIES:
-            cells = [outcomes.get(Cell(family, drafter, backend), UNTESTED) for drafter in DRAFTERS]
-            rows.append([f"{FAMILY_NAMES[family]} (`{family}`)", *cells])
-        parts.append(_table(rows))
+    """`docs/compatibility.md`, given what the tests found: a line a family, which names drafters where they differ."""
+
+    def told(family: str, backend: str) -> str:
+        by_drafter = {name: outcomes.get(Cell(family, key, backend), UNTESTED) for key, name in DRAFTER_NAMES.items()}
+        first, *others = sorted(dict.fromkeys(by_drafter.values()), key=[*by_drafter.values()].count, reverse=True)
+        apart = [f"{name}: {outcome}" for name, outcome in by_drafter.items() if outcome in others]
+        return "; ".join([first, *apart])
+
+    families = [
+        [f"{name} (`{family}`)", *(told(family, backend) for backend in BACKENDS)]
+        for family, name in FAMILY_NAMES.items()
+    ]
+    table = _table([["Family", *(f"{name[0].upper()}{name[1:]}" for name in BACKENDS)], *families])
     refused = [[f"`{family}`", reason] for family, reason in sorted(REFUSED_FAMILIES.items())]
-    parts.append(f"{LAST}\n\n{_table([['Family', 'Why'], *refused])}")
-    return "\n".join(parts)
+    return "\n".join([INTRODUCTION, table, f"{LAST}\n\n{_table([['Family', 'Why'], *refused])}"])
 
 
 def expected() -> dict[Cell, str]:
@@ -97,34 +109,37 @@ def _table(rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n"
 
 
-INTRODUCTION = """# What runs with what
+INTRODUCTION = f"""# What runs with what
 
-`python tests/compatibility` runs the tests of these cells and writes this page. *Tested*: with a tiny random model of
-the family, in float32, a batch whose rows draft trees and chains, greedy and at a temperature, gives the tokens of
-plain decoding of each request alone. *Refused*: loading fails, and the message names the family and the reason; with
-the backend "auto" transformers then runs the model. *Untested* says nothing.
+Which families of targets run on which backend, tried with each of these drafters:
+{", ".join(DRAFTER_NAMES.values())}.
 
-Families with recurrent layers (gated delta nets, Mamba-2) keep the state after the committed tokens of each row, which
-no forward changes. Through transformers a forward runs these layers from there, over a chain at once and over each path
-of a tree; what is accepted is then run through these layers alone, and a prompt, of which all is kept, once. Our own
-decoder computes all nodes of a tree at once, and the state behind what is accepted from what it has computed. States
-cannot be cut, so prompts that begin alike are not shared between requests, and such a model cannot be a draft LM.
-`exact` ([exactness.md](exactness.md)) refuses them with transformers, as it does latent attention and attention sinks.
+- *tested*: a tiny random model of the family, in float32, gives the tokens of plain decoding of each request alone, in
+  a batch whose rows draft trees and chains, greedy and at a temperature.
+- *refused*: loading fails, and the message names the family and the reason. With the backend "auto", the default,
+  transformers then runs the model, or the native decoder uncompiled.
+- *untested* says nothing.
 
-Checkpoints that were quantised otherwise than [quantize.md](quantize.md) says run through transformers, as far as it
-can on the device. With torchao's int8 weights on a CPU, drafted answers are tested to be those of the same target's
-plain decoding.
+| Backend | Asked for by |
+|---|---|
+| Transformers | `load_target(path, backend="hf")`: any decoder-only model that attends, and the recurrent ones below |
+| Native | `load_target(path, backend="native", compile="off")`: our own decoder |
+| Compiled for a CPU | `load_target(path, backend="native", compile="on")`: the same decoder, in C |
 """
-HOW = {
-    "transformers": '`load_target(path, backend="hf")`: any decoder-only model whose layers attend, and the '
-    "recurrent ones listed here.",
-    "native": '`load_target(path, backend="native", compile="off")`: our own decoder.',
-    "compiled for a CPU": '`load_target(path, backend="native")`: the same decoder, in C. What it does not know runs '
-    'uncompiled, unless compile is "on".',
-}
-LAST = """## Refused everywhere
+LAST = """Quantised checkpoints of other layouts than [quantize.md](quantize.md) names run through transformers, as far
+as it can on the device. With torchao's int8 weights on a CPU, drafted answers are tested to be those of the same
+target's plain decoding.
 
-Encoder-decoders, and recurrent layers of other families than those above: no test says that their states can be brought
-back to what was accepted. And by name:"""
+## Recurrent layers
+
+Families with gated delta nets or Mamba-2 layers keep a state, which cannot be cut. So prompts that begin alike are not
+shared between requests, and such a model cannot draft for another. Through transformers `exact`
+([exactness.md](exactness.md)) refuses them, as it does latent attention and attention sinks.
+[architecture.md](architecture.md) says how a state is kept for each path of a tree.
+
+## Refused everywhere
+
+Encoder-decoders, and recurrent layers of other families than those above, since no test says that their states can be
+brought back to what was accepted. And by name:"""
 
 assert {*FAMILY_NAMES} == {*FAMILIES} and {*ATTENTION} <= {*FAMILIES}
