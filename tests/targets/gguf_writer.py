@@ -13,26 +13,32 @@ from gguf import GGMLQuantizationType, TokenType
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}  # others go by their model_type
-# Where the factors in float16 lie in a block, and how many there are.
-FACTORS = {
-    "Q4_0": (0, 1),
-    "Q4_1": (0, 2),
-    "Q5_0": (0, 1),
-    "Q5_1": (0, 2),
-    "Q8_0": (0, 1),
-    "Q4_K": (0, 2),
-    "Q6_K": (208, 1),
-}
+# Where the factors in float16 lie in a block, and how many there are; other types have them elsewhere.
+FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 2), "Q3_K": (108, 1), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+FACTORS |= {"Q6_K": (208, 1), "TQ1_0": (52, 1), "TQ2_0": (64, 1)}
+ROUNDED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # by the package
 
 
 def random_blocks(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
-    """Bytes of a matrix of a type for which the package has no rounding, of numbers of about 0.1 in size."""
+    """Bytes of a matrix of random codes in a type of few bits, `[outputs, bytes]`, of numbers of about
+    0.1 in size."""
     values, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     random = np.random.default_rng(seed)
     raw = random.integers(0, 256, (shape[0], shape[1] // values, size), dtype=np.uint8)
-    place, count = FACTORS[kind]
-    factors = random.uniform(-2e-4, 2e-4, (*raw.shape[:2], count)).astype("<f2")
-    raw[..., place : place + 2 * count] = factors.view(np.uint8)
+    if kind == "MXFP4":
+        raw[..., 0] = random.integers(121, 124, raw.shape[:2])  # exponents
+    elif kind == "NVFP4":
+        raw[..., :4] = random.integers(1, 32, (*raw.shape[:2], 4))
+    elif kind == "IQ1_M":  # the factor's parts are the highest bits of four words
+        factors = random.uniform(-0.03, 0.03, raw.shape[:2]).astype("<f2").view(np.uint16)
+        parts = factors[..., None] >> np.array([0, 4, 8, 12], dtype=np.uint16) & 15
+        raw[..., 49::2] = raw[..., 49::2] & 15 | parts.astype(np.uint8) << 4
+    else:
+        place, count = FACTORS.get(kind, (0, 1))
+        factors, own = random.uniform(-1, 1, (*raw.shape[:2], count)), raw[..., place : place + 2 * count]
+        own[:] = factors.astype("<f2").view(np.uint8)
+        size_of_ones = np.abs(gguf.dequantize(raw.reshape(shape[0], -1), GGMLQuantizationType[kind])).mean()
+        own[:] = (factors * 0.1 / size_of_ones).astype("<f2").view(np.uint8)
     return raw.reshape(shape[0], -1)
 
 
@@ -116,7 +122,7 @@ def writer_arch(name: str) -> gguf.MODEL_ARCH:
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, data: np.ndarray, kind: str) -> None:
     number = GGMLQuantizationType[kind]
-    if kind in ("Q4_K", "Q6_K"):
+    if kind not in ROUNDED:
         raw = random_blocks(kind, data.shape, len(name))
     else:
         raw = gguf.quantize(np.ascontiguousarray(data), number)

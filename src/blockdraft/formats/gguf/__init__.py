@@ -6,9 +6,9 @@ drafters, whose kinds `kinds.py` finds in the `gguf.py` of drafters' folders.
 
 from __future__ import annotations
 
-from blockdraft.formats.gguf.blocks import FLOATS, READERS
+from blockdraft.formats.gguf.blocks import FLOATS, READERS, bytes_held
 from blockdraft.formats.gguf.files import GGUFFile, GGUFTensor, is_gguf, open_gguf, read_header
 from blockdraft.formats.gguf.write import new_files, write_gguf
 
-__all__ = ["FLOATS", "READERS", "GGUFFile", "GGUFTensor", "is_gguf", "new_files", "open_gguf", "read_header"]
-__all__ += ["write_gguf"]
+__all__ = ["FLOATS", "READERS", "GGUFFile", "GGUFTensor", "bytes_held", "is_gguf", "new_files", "open_gguf"]
+__all__ += ["read_header", "write_gguf"]

@@ -207,7 +207,7 @@ class _Cursor:
         shape = [self.number("Q") for _ in range(dimensions)]
         number = self.number("I")
         known = number in GGMLQuantizationType.__members__.values()
-        kind = GGMLQuantizationType(number).name if known else f"type {number}"
+        kind = GGMLQuantizationType(number).name if known else str(number)
         return name, tuple(reversed(shape)), kind, self.number("Q")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from blockdraft.cpu.compiled_decoder import why_not
 from blockdraft.cpu.weight_cache import Origin
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, GGUFFile, open_gguf
+from blockdraft.machine import free_bytes
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.targets.base import LoadOptions, NotCovered, TargetText
 from blockdraft.targets.checkpoint import end_tokens, loading, max_context
@@ -24,6 +26,9 @@ from blockdraft.targets.gguf.tensors import decoder_weights, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
 from blockdraft.targets.native_files import Checkpoint, make_decoder
 
+GIB = 2**30
+MUCH_MORE = GIB  # bytes in memory beyond those in the file, from which on it is told
+log = logging.getLogger(__name__)
 AS_STORED = {"F32", "BF16"}  # types whose tensors hold the numbers of the model's own folder
 
 
@@ -44,7 +49,9 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
         ends = end_ids(file.metadata)
     dtype = options.dtype
     matrices = {tensor.kind for tensor in weights.tensors.values() if len(tensor.shape) == 2}
-    kind = torch.bfloat16 if matrices & set(FLOATS) == {"BF16"} else dtype
+    halved = matrices & set(FLOATS) == {"BF16"} and not weights.expanded
+    kind = torch.bfloat16 if halved else dtype
+    check_memory(file, weights.nbytes(kind), free_bytes(options.device))
     reason = "it was not asked for" if options.compile == "off" else why_not(wanted, dtype, options.device)
     store = torch.int8 if options.kv_dtype == "int8" else dtype
     made = None if reason else build(kind, store, wanted.head_dim, not matrices <= set(FLOATS))
@@ -71,6 +78,25 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
         source_fingerprint=None if known else "",
         tokenizer_reason=missing,
     )
+
+
+def check_memory(file: GGUFFile, needed: int, free: int) -> None:
+    """Raise a UsageError if a file's weights need more bytes of memory than are free, and tell where they need much
+    more than in the file."""
+    path, stored = file.path, sum(part.stat().st_size for part in file.parts)
+    if needed > free:
+        raise UsageError(
+            f"The weights of {path} take {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free; close "
+            "other programs, or use a smaller model, or this one in Q4_K_M or Q4_0."
+        )
+    if needed > stored + MUCH_MORE:
+        log.warning(
+            "The weights of %s take %.1f GiB of memory and %.1f GiB in the file: types of fewer than 4 bits, and those "
+            "whose values are a table, are held in 8 bits, and F16 in 32.",
+            path,
+            needed / GIB,
+            stored / GIB,
+        )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,14 +12,15 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.gguf import FLOATS, READERS, GGUFFile, GGUFTensor
+from blockdraft.formats.gguf import FLOATS, READERS, GGUFFile, GGUFTensor, bytes_held
 from blockdraft.formats.gguf.rope import ROPE_FACTORS, paired, rope_factors
 from blockdraft.formats.stored import Stored, stored
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.targets.base import NotCovered
 
-LLAMA_QUANTIZE = "make another with llama-quantize, from the model in F16 or BF16: Q4_0, Q8_0, Q4_K_M or Q6_K"
+# The nearest that somebody can do who has only the file.
+REQUANTIZE = "make another of this file with llama.cpp (llama-quantize --allow-requantize FILE NEW.gguf Q8_0)"
 
 
 @dataclass(frozen=True)
@@ -28,18 +30,31 @@ class GGUFWeights:
     Attributes:
         tensors: Tensors by our names.
         interleaved: Number of heads of the tensors whose channels are interleaved in pairs, by our names.
+        expanded: Our names of tensors of few bits that are read as float32, since they are computed in one product with
+            tensors of floats.
     """
 
     tensors: dict[str, GGUFTensor]
     interleaved: dict[str, int]
+    expanded: frozenset[str] = frozenset()
 
     @property
     def kinds(self) -> set[str]:
         return {tensor.kind for tensor in self.tensors.values()}
 
+    def nbytes(self, floats: torch.dtype) -> int:
+        """Bytes of memory that the weights take, those that are not of few bits in the dtype `floats`."""
+        total = 0.0
+        for name, tensor in self.tensors.items():
+            is_float = tensor.kind in FLOATS or name in self.expanded
+            total += math.prod(tensor.shape) * (floats.itemsize if is_float else bytes_held(tensor.kind))
+        return round(total)
+
     def read(self, name: str) -> Tensor | QuantizedWeight:
         """A weight of the model on the CPU, in its own dtype or in few bits."""
         weight = self.tensors[name].read()
+        if name in self.expanded and isinstance(weight, QuantizedWeight):
+            weight = weight.dequantize()
         heads = self.interleaved.get(name)
         if heads is None:
             return weight
@@ -67,14 +82,14 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
             raise NotCovered(f"{theirs} has the shape {list(found)} instead of {list(shape)}")
     check_kinds(file)
     weights = {ours: file.tensors[theirs] for ours, theirs in names.items()}
+    expanded = set[str]()
     for layer in range(len(config.layers)):
         for parts in config.projections(layer).values():
-            own = [weights[f"{name}.weight"] for name, _ in parts]
-            if len({tensor.kind in FLOATS for tensor in own}) > 1:
-                said = ", ".join(f"{tensor.name} ({tensor.kind})" for tensor in own)
-                raise UsageError(f"{file.path}: of {said} all must be of few bits, or none; {LLAMA_QUANTIZE}.")
+            names_of_one = {f"{name}.weight" for name, _ in parts}
+            few = {name for name in names_of_one if weights[name].kind not in FLOATS}
+            expanded |= few if few != names_of_one else set()
     heads = interleaved(file.metadata["general.architecture"], config)
-    return GGUFWeights(weights, heads)
+    return GGUFWeights(weights, heads, frozenset(expanded))
 
 
 def interleaved(architecture: str, config: DecoderConfig) -> dict[str, int]:
@@ -84,18 +99,15 @@ def interleaved(architecture: str, config: DecoderConfig) -> dict[str, int]:
 
 
 def check_kinds(file: GGUFFile) -> None:
-    """Raise a UsageError unless all tensors are of types that are read, and all vectors of floats."""
-    wrong = {
-        t.kind: t.name
-        for t in file.tensors.values()
-        if t.kind not in READERS or (t.kind not in FLOATS and len(t.shape) != 2)
-    }
-    if wrong:
-        said = ", ".join(f"{kind} ({name})" for kind, name in sorted(wrong.items()))
-        raise UsageError(
-            f"{file.path} holds tensors of the types {said}; matrices of {', '.join(READERS)} and vectors of "
-            f"{', '.join(FLOATS)} are read. To have one, {LLAMA_QUANTIZE}."
-        )
+    """Raise a UsageError unless all tensors are of types that are read, and all but matrices of floats."""
+    for tensor in file.tensors.values():
+        matrix = len(tensor.shape) == 2
+        if tensor.kind not in READERS or (tensor.kind not in FLOATS and not matrix):
+            what = f"{', '.join(READERS)} are read" if matrix else f"vectors are read in {', '.join(FLOATS)}"
+            raise UsageError(
+                f"{file.path}: {tensor.name} is of the type {tensor.kind}, and {what}; use a file of this model in "
+                f"another type, such as Q4_K_M or Q8_0, or {REQUANTIZE}."
+            )
 
 
 def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
