@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "blockdraft"
 LAYERS = [
     {"errors", "machine", "plugins", "timing"},
     {"settings", "folders"},
-    {"types"},
+    {"types", "models"},
     {"decode", "nn"},
     {"cpu", "cuda"},
     {"formats"},

@@ -47,7 +47,10 @@ SUITE = "takes datasets of the hub; tests/cli/test_bench_suite.py has a few rows
 SERVE = "serves until it is told to end; tests/serving/test_run.py does that"
 TWO_DEVICES = "takes a second GPU; tests/cli/test_bench.py does that on a CPU"
 FIT = "takes hours; tests/tools/fit/test_run.py runs the steps"
+PULLS = "downloads a model; tests/models/test_pull.py has an index of its own"
 NOT_RUN = {
+    "blockdraft pull smollm2": PULLS,
+    "blockdraft chat --target smollm2": PULLS,
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 2 --out drafter": FIT,
     'blockdraft generate --target MODEL --drafter drafter "..."': FIT,
     'blockdraft generate --target DIR --drafter mtp --block-size 4 "..."': "the target that stands in has no MTP head; "

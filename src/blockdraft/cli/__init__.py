@@ -22,6 +22,7 @@ from blockdraft.cli.help import Commands, add
 from blockdraft.cli.inspect import inspect as inspect_checkpoint
 from blockdraft.cli.launch import launch
 from blockdraft.cli.machine import cache, calibrate, env
+from blockdraft.cli.models import models, pull
 from blockdraft.cli.quantize import quantize
 from blockdraft.cli.serve import serve
 from blockdraft.cli.train import RecipeCommand, train
@@ -40,6 +41,8 @@ run = partial(add, app, panel="Run models")
 run(generate, short="target drafter quantize max_new_tokens temperature prompts compare as_json")
 run(chat, short="target drafter quantize system max_new_tokens temperature")
 run(serve, short="target drafter quantize host port api_key served_model_name max_batch_size")
+run(models)
+run(pull)
 run(launch, short="dry_run keep prompts out")
 run(quantize, short="bits calibrate")
 app.add_typer(diffusion, name="diffusion", rich_help_panel="Run models")

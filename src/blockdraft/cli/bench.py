@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdraft.cli import loading
+from blockdraft.cli import consoles, loading
 from blockdraft.cli.options import (
     BlockSize,
     DraftPasses,
@@ -179,7 +179,7 @@ def bench(
         if as_json:
             print(found.as_json(), end="")
         else:
-            report.show(display.terminal() if sys.stdout.isatty() else display.plain(), found)
+            report.show(consoles.standard(), found)
         for note in {display.ahead_note(engine.drafter) for engine in engines.values()} - {None}:
             loading.tell(str(note))
         sys.stdout.flush()  # here a closed pipe still ends the command quietly
@@ -320,7 +320,7 @@ def measure_servers(
         if as_json:
             print(report.as_json(found, arguments), end="")
         else:
-            report.show(display.terminal() if sys.stdout.isatty() else display.plain(), found)
+            report.show(consoles.standard(), found)
         sys.stdout.flush()
     if found.stopped:
         kept = "printed" if out is None else f"printed and in {out}"
@@ -417,7 +417,7 @@ def bench_suite(
     if as_json:
         print(found.as_json(), end="")
     else:
-        report.show(display.terminal() if sys.stdout.isatty() else display.plain(), found, tasks)
+        report.show(consoles.standard(), found, tasks)
     sys.stdout.flush()
 
 

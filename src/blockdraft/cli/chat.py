@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
+from blockdraft.cli import consoles
 from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, need_drafter, option
 from blockdraft.settings import Count, settings
 
@@ -40,7 +41,6 @@ def chat(
     how = ChatSettings(system=system, max_new_tokens=max_new_tokens)
     params, drafting = sampling.params(how.max_new_tokens), sampling.drafting
 
-    from blockdraft.cli.display import terminal
     from blockdraft.cli.talk import Talk
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Conversation, chat_engine
@@ -48,4 +48,4 @@ def chat(
     loaded = run.load()
     with chat_engine(loaded, load_drafter(drafter, target=loaded), drafting) as engine:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        Talk(Conversation(engine, how.system), params, terminal() if is_terminal else None).run()
+        Talk(Conversation(engine, how.system), params, consoles.terminal() if is_terminal else None).run()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdraft.cli import loading
+from blockdraft.cli import consoles, loading
 from blockdraft.cli.generate import checked_text, read_prompt, read_prompts
 from blockdraft.cli.help import add
 from blockdraft.cli.options import Adapter, FieldOptions, Revision
@@ -348,7 +348,7 @@ def _shown_steps(model: DiffusionModel) -> Iterator[tuple[Watch, Callable[[Chunk
         with _plainly() as (_, write):
             yield lambda row, block: print(repr(_spelled(model, block)), file=sys.stderr, flush=True), write
         return
-    with Live(written, console=display.terminal(), auto_refresh=False, vertical_overflow="visible") as live:
+    with Live(written, console=consoles.terminal(), auto_refresh=False, vertical_overflow="visible") as live:
 
         def watch(row: int, block: Sequence[int | None]) -> None:
             live.update(written + Text(_spelled(model, block), style=display.DRAFTED), refresh=True)

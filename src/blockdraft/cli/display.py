@@ -36,16 +36,6 @@ WARM_UP_TOKENS = 8
 SLOWER, SLOWER_THAN_STORED = 0.95, 0.85
 
 
-def terminal() -> Console:
-    """Console of a terminal. Brackets in names and tokens are not markup."""
-    return Console(highlight=False, markup=False)
-
-
-def plain() -> Console:
-    """Console without colours and lines, whatever the environment asks for."""
-    return Console(file=sys.stdout, force_terminal=False, highlight=False, markup=False, width=100)
-
-
 def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> Stats:
     """Print the answer as it comes, with guessed tokens in colour, and its statistics, which are also returned."""
     chunks = engine.stream(prompt, params)  # refuses bad requests before anything is printed

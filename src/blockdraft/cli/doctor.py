@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from blockdraft.cli import consoles
 from blockdraft.cli.options import TargetOptions, need_drafter, option
 from blockdraft.evaluation.methods import Settings
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
@@ -61,7 +61,7 @@ def doctor(
     if as_json:
         print(json.dumps(asdict(found), indent=2))
     else:
-        show(display.terminal() if sys.stdout.isatty() else display.plain(), found)
+        show(consoles.standard(), found)
     if found.fault is not None:
         raise typer.Exit(1)
 

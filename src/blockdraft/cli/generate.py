@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from blockdraft.cli import consoles
 from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, need_drafter, option
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import Settings
@@ -80,7 +81,7 @@ def generate(
         return
     [text] = texts
     if sys.stdout.isatty() and not as_json:
-        console, measured = display.terminal(), None
+        console, measured = consoles.terminal(), None
         stats = display.stream_answer(console, engine, text, params)
         if compare:
             with display.notice(console, "measuring ..."):
@@ -98,7 +99,7 @@ def generate(
     else:
         print(completion.text)
         if measured:
-            display.show_comparison(display.plain(), measured)
+            display.show_comparison(consoles.plain(), measured)
     sys.stdout.flush()  # here a closed pipe still ends the command quietly
     _tell(slower_note(engine, completion.stats, measured))
     _tell(display.ahead_note(guesser))

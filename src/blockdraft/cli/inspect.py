@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdraft.cli import loading
+from blockdraft.cli import consoles, loading
 from blockdraft.cli.options import Revision
 
 if TYPE_CHECKING:
@@ -59,9 +59,7 @@ def show(report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from blockdraft.cli import display
-
-    console = display.terminal()
+    console = consoles.terminal()
     console.print(Text.assemble((report.what, "bold"), f", {report.layout}: {report.path}"), soft_wrap=True)
     for title, facts in (("", report.about), ("wants", report.wants), ("conventions", report.conventions)):
         if facts:

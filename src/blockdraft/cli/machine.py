@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from blockdraft.cli import consoles
 from blockdraft.cli.help import add
 from blockdraft.cli.options import DrafterPlace, TargetOptions, need_drafter, option
 from blockdraft.errors import UsageError, counted
@@ -87,7 +88,6 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON o
     """
     from rich.table import Table
 
-    from blockdraft.cli import display
     from blockdraft.machine import CACHED, cache_folder
 
     found = {kind: _summary(_files(kind)) for kind in CACHED}
@@ -100,7 +100,7 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON o
     for kind, one in found.items():
         newest = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["newest"])) if one["newest"] else "-"
         table.add_row(kind, str(one["files"]), _size(one["bytes"]), newest, CACHED[kind])
-    console = display.terminal() if sys.stdout.isatty() else display.plain()
+    console = consoles.standard()
     console.print(str(cache_folder()), soft_wrap=True)
     console.print(table)
 
@@ -109,17 +109,19 @@ def clear(
     kinds: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KIND]...", help="Kinds of files, as `blockdraft cache list` shows them; by default all."
+            metavar="[KIND]...",
+            help="Kinds of files, as `blockdraft cache list` shows them; by default all but models.",
         ),
     ] = None,
 ) -> None:
-    """Delete the files that blockdraft keeps. They are made again when they are needed."""
-    from blockdraft.machine import CACHED
+    """Delete the files that blockdraft keeps. They are made again when they are needed; models have to be pulled
+    again."""
+    from blockdraft.machine import CACHED, MODELS, cache_folder
 
     unknown = [kind for kind in kinds or () if kind not in CACHED]
     if unknown:
         raise UsageError(f"kind is {unknown[0]!r}; it must be one of {', '.join(CACHED)}.")
-    for kind in kinds or CACHED:
+    for kind in kinds or [kind for kind in CACHED if kind != MODELS]:
         files = _files(kind)
         size = _summary(files)["bytes"]
         for file in files:
@@ -127,6 +129,9 @@ def clear(
                 file.unlink(missing_ok=True)
             except OSError as error:
                 raise UsageError(f"{file} cannot be deleted ({error.strerror}); its owner can delete it.") from error
+        for folder in sorted((path for path in (cache_folder() / kind).rglob("*") if path.is_dir()), reverse=True):
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
         print(f"{kind}: {counted(len(files), 'file')}, {_size(size)} deleted")
 
 
@@ -134,8 +139,12 @@ def _files(kind: str) -> list[Path]:
     from blockdraft.machine import cache_folder
 
     folder = cache_folder() / kind
-    found = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
-    return [file for file in found if file.suffix != ".lock" and not (file.suffix == ".partial" and _is_young(file))]
+    found = sorted(file for file in folder.rglob("*") if file.is_file())
+    return [file for file in found if file.suffix != ".lock" and not (_is_partial(file, folder) and _is_young(file))]
+
+
+def _is_partial(file: Path, folder: Path) -> bool:
+    return any(part.endswith(".partial") for part in file.relative_to(folder).parts)
 
 
 def _is_young(file: Path) -> bool:
@@ -193,7 +202,7 @@ def calibrate(
     if as_json:
         print(json.dumps({**asdict(known), "backend": loaded.backend, "running": loaded.running}))
     else:
-        console = display.terminal() if sys.stdout.isatty() else display.plain()
+        console = consoles.standard()
         display.show_costs(console, known, guesser.block_size, loaded.running)
 
 

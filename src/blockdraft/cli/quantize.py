@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli import loading
+from blockdraft.cli import consoles, loading
 from blockdraft.cli.options import Adapter, FieldOptions, Revision
 from blockdraft.tools.quantize.settings import CalibrationSettings, QuantizeSettings
 
@@ -67,7 +67,7 @@ def quantize(
     with display.progress("parts") as progress:
         done = round_checkpoint(BUNDLED if target is None else target, out, settings, text, revision, adapter, progress)
     if done.perplexity is not None:
-        console = display.terminal() if sys.stdout.isatty() else display.plain()
+        console = consoles.standard()
         display.show_perplexity(console, done.perplexity)
     if text is not None:
         looked_at = f"Calibrated on {text.calibration.numel():,} tokens, measured on {text.held_out.numel():,} others."

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from blockdraft.cli import loading
+from blockdraft.cli import consoles, loading
 from blockdraft.cli.help import Command
 from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder
 from blockdraft.errors import Complaints, UsageError
@@ -168,7 +167,7 @@ def train(
             loading.tell(after_interruption(run_folder(out) / "checkpoints"))
         raise typer.Exit(130) from None
     if accelerator.is_main_process:
-        console = display.terminal() if sys.stdout.isatty() else display.plain()
+        console = consoles.standard()
         display.show_training(console, lines)
         console.print(f"\nThe drafter is in {out}, recipe, log and curves are in {run_folder(out)}. Use it:")
         named = f" --target {target}" if target is not None else ""

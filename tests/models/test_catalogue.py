@@ -1,0 +1,102 @@
+"""The catalogue: every entry follows the schema, and names find their models."""
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from blockdraft.drafters import entries
+from blockdraft.errors import UsageError
+from blockdraft.models import Model, catalogue, find, known
+from blockdraft.models.catalogue import FILE, read_catalogue
+
+ENTRY = {"id": "a", "name": "A", "hub": "o/a"}
+EAGLE = {"hub": "o/d", "kind": "eagle3", "layout": "speculators", "source": "https://example.org"}
+
+
+def spelled(value: Any) -> str:
+    """A value in TOML."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {spelled(one)}" for key, one in value.items()) + " }"
+    return "[" + ", ".join(map(spelled, value)) + "]" if isinstance(value, list) else repr(value)
+
+
+def toml(**more: Any) -> str:
+    """A catalogue of one model."""
+    return "[[models]]\n" + "".join(f"{key} = {spelled(value)}\n" for key, value in {**ENTRY, **more}.items())
+
+
+def test_the_file_is_a_catalogue() -> None:
+    models = read_catalogue(FILE.read_text(encoding="utf-8"))
+    assert len(models) >= 36 and sum(len(model.drafters) for model in models) >= 36
+    assert models == catalogue()
+
+
+@pytest.mark.parametrize("model", catalogue(), ids=lambda model: model.id)
+def test_an_entry_holds_together(model: Model) -> None:
+    assert all(find(name) == known(name) == model for name in model.names)
+    assert known(model.hub) == known(model.name) == model
+    alike = not (model.experts or model.recurrent_layers or model.global_kv_heads)
+    if model.parameters and model.layers and model.intermediate_size and model.kv_heads and alike:
+        assert model.hidden_size and model.vocabulary and model.heads and model.head_size
+        attention = model.hidden_size * model.head_size * (2 * model.heads + 2 * model.kv_heads)
+        layer = attention + 3 * model.hidden_size * model.intermediate_size
+        ends = model.vocabulary * model.hidden_size * (1 if model.tied_head else 2)
+        assert model.parameters == pytest.approx(model.layers * layer + ends, rel=0.01)  # norms and biases
+    kinds = {*entries(), "dflash2", "mtp", "medusa"}
+    for drafter in model.drafters:
+        assert drafter.kind in kinds
+        assert (drafter.layout == "in the target") == (drafter.hub == model.hub)
+        for measured in drafter.measured:
+            most = None if measured.block_size is None else measured.block_size + 1  # DSpark's anchor guesses too
+            assert all(most is None or tau <= most for tau in measured.tau.values())
+    if model.file:
+        assert model.file.bytes > 0.9 * sum(wheel.bytes for wheel in model.file.wheels)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"id": "A"}, "id"),  # names are small letters
+        ({"id": "o/a"}, "id"),  # or they would be hub names
+        ({"hub": "a"}, "hub"),
+        ({"wheight": 1}, "wheight"),
+        ({"layers": "30", "source": "https://example.org"}, "layers"),
+        ({"layers": 30}, "dimensions need a source"),
+        ({"licence": "MIT"}, "a licence needs a source"),
+        ({"heads": 9, "kv_heads": 2}, "9 heads cannot share 2"),
+        ({"parameters": 5, "active_parameters": 6}, "more active parameters"),
+        ({"layers": 4, "attention_layers": 3, "recurrent_layers": 2, "source": "https://example.org"}, "its 4 layers"),
+        ({"drafters": [{**EAGLE, "source": "a friend"}]}, "source"),
+        ({"drafters": [{**EAGLE, "measured": [{"tau": {"gsm8k": 4.0}}]}]}, "source"),
+    ],
+)
+def test_what_does_not_follow_the_schema_is_refused(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(said)):
+        read_catalogue(toml(**more))
+
+
+def test_a_name_stands_for_one_model() -> None:
+    assert len(read_catalogue(toml() + toml(id="b"))) == 2
+    with pytest.raises(ValidationError, match="several models are named a"):
+        read_catalogue(toml() + toml(id="b", aliases=["a"]))
+
+
+def test_unknown_names_get_near_ones() -> None:
+    assert find("SmolLM2") is not None and find("HuggingFaceTB/SmolLM2-135M-Instruct") is None
+    with pytest.raises(UsageError, match=r"'smolm2' is no model of the catalogue; did you mean smollm2"):
+        known("smolm2")
+    with pytest.raises(UsageError, match="`blockdraft models` lists"):
+        known("zzzzzz")
+
+
+def test_the_list_needs_no_torch() -> None:
+    code = (
+        "import sys; from blockdraft.cli import app; app(['models'], standalone_mode=False); "
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False" and "smollm2" in done.stdout

