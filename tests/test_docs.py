@@ -251,12 +251,12 @@ def test_bodies_are_requests() -> None:
         assert read == body
 
 
-def test_figures_are_told() -> None:
+def test_metrics_are_told() -> None:
     """Each of the server's metrics stands in the docs, and nothing else does."""
     gauges = ("num_requests_running", "num_requests_waiting", "drafting_on")
     families = list(Metrics({name: ("", lambda: 0.0) for name in gauges}).collect())
     known = {each.name.removeprefix(PREFIX) + "_total" * (each.type == "counter") for each in families}
-    section = (ROOT / "docs/serve.md").read_text(encoding="utf-8").split("## Figures")[1].split("\n## ")[0]
+    section = (ROOT / "docs/serve.md").read_text(encoding="utf-8").split("## Metrics")[1].split("\n## ")[0]
     first_cells = "".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))
     assert set(re.findall(r"`(\w+)(?:\{\w+\})?`", first_cells)) == known
 
