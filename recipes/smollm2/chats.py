@@ -63,7 +63,7 @@ class Chat:
     def _before_user(self) -> str:
         if self.ids:
             return "\n<|im_start|>user\n"
-        # The template ends a message before its line break, and begins with its own system message.
+        # The template puts its own system message before a chat that has none.
         messages = [{"role": "system", "content": self._system}] if self._system else []
         text = self._tokenizer.apply_chat_template([*messages, {"role": "user", "content": "?"}], tokenize=False)
         return str(text).removesuffix("?<|im_end|>\n")

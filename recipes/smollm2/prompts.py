@@ -17,10 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PATTERN = (
-    "magpie instructions magpie gsm8k_train magpie_code magpie thealgorithms_python magpie magpie_maths math_train magpie "
-    "leetcode_python"
-).split()
+PATTERN = ["magpie", "instructions", "magpie", "gsm8k_train", "magpie_code", "magpie"]
+PATTERN += ["thealgorithms_python", "magpie", "magpie_maths", "math_train", "magpie", "leetcode_python"]
 SYSTEM = {  # system messages under which the target writes prompts; None is that of its template
     "magpie": None,
     "magpie_code": "You are an AI assistant that helps people to write, explain and repair Python programs.",
@@ -29,8 +27,8 @@ SYSTEM = {  # system messages under which the target writes prompts; None is tha
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 WRITE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 GRAM = 13  # words that a training prompt may not share with a measured one
-COMMON = frozenset(
-    "the a an of to in is are and for that with what how i you my can be on it this do write which from as your".split()
+COMMON = re.compile(
+    r"\b(the|an?|of|to|in|is|are|and|for|that|with|what|how|i|you|my|can|be|on|it|this|do|which|from|as|your)\b"
 )
 
 
@@ -72,7 +70,9 @@ def unfit(prompt: str, measured: set[tuple[str, ...]], asked: set[str]) -> str |
         return "length"
     if sum(character.isascii() for character in prompt) < 0.97 * len(prompt):
         return "not English"
-    if COMMON.isdisjoint(words):
+    if "<|" in prompt:
+        return "special token"
+    if not COMMON.search(" ".join(words)):
         return "not English"
     if len(set(words)) < 0.25 * len(words):
         return "repeats itself"

@@ -1,0 +1,267 @@
+"""Steps 2 and 3: prompts and the target's answers to them, as lines that `chats.py` explains. Goes on where it stopped;
+SIGTERM and Ctrl-C stop it, and only the chats that are being written are begun again.
+
+Answers are greedy. One that loops is ended there and answered once more with sampling; one that loops even then is cut
+before its loop. Every sixth chat goes on to a second turn, whose prompt the target writes too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Event
+from typing import Any, TypeAlias, cast
+
+from chats import Chat, kept, sha
+from prompts import SYSTEM, PublicPrompts, key, kind_of, measured_grams, unfit
+
+from blockdraft import Engine, SamplingParams, load_target
+from blockdraft.engine import Chunk, Request
+from blockdraft.engine.stats import LOOP_SIZE, LOOP_TIMES
+from blockdraft.targets import Target
+
+PROMPT_TEMPERATURE, PROMPT_TOP_P = 0.9, 0.95
+AGAIN = 0.7  # temperature at which a looping answer is drawn anew
+TWO_TURNS = 6  # of so many chats one has two turns
+
+SECONDS = 20  # between two lines of progress
+
+# A task asks for tokens after a prompt, is sent them, and returns its line at last.
+Asking: TypeAlias = "tuple[list[int], SamplingParams]"
+Task: TypeAlias = "Generator[Asking, list[int], dict[str, Any]]"
+Progress: TypeAlias = "tuple[int, dict[str, Any] | None]"
+
+
+class Loops:
+    """Listener that ends a request as soon as its answer loops, by the measure of `blockdraft.engine.loops`."""
+
+    def __init__(self) -> None:
+        self.at: int | None = None  # where the repeated run stands for the second time
+        self._ids: list[int] = []
+        self._places: dict[tuple[int, ...], list[int]] = {}
+
+    def loops(self, token_ids: Sequence[int]) -> bool:
+        """Take further tokens. Returns whether they loop."""
+        for token in token_ids:
+            self._ids.append(token)
+            begin = len(self._ids) - LOOP_SIZE
+            if begin >= 0 and self.at is None:
+                places = self._places.setdefault(tuple(self._ids[begin:]), [])
+                places.append(begin)
+                if len(places) >= LOOP_TIMES:
+                    self.at = places[1]
+        return self.at is not None
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Most tokens of a prompt that the target writes, and of an answer in a chat's first turn and further on."""
+
+    prompt: int = 128
+    first: int = 512
+    further: int = 320
+
+
+class Writer:
+    """Writer of chats.
+
+    Args:
+        target: The target, whose tokenizer is used.
+        public: Public prompts.
+        measured: Word runs of the prompts that are measured on.
+        seed: Seed of everything that is drawn.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        public: PublicPrompts,
+        measured: set[tuple[str, ...]],
+        seed: int,
+        lengths: Lengths = Lengths(),
+    ) -> None:
+        assert target.tokenizer is not None
+        self._tokenizer = target.tokenizer
+        self._public, self._measured, self._seed, self._lengths = public, measured, seed, lengths
+        self._asked: set[str] = set()
+
+    def remember(self, row: dict[str, Any]) -> None:
+        """Take the prompts of an earlier run's line for asked."""
+        prompts = [turn["prompt"] for turn in row.get("turns", ()) if "prompt" in turn]
+        if "sha" in row:
+            prompts.append(self._public.text(row["source"], row["line"]) or "")
+        self._asked |= set(map(key, prompts))
+
+    def task(self, number: int) -> Task:
+        """Have a prompt written or looked up, and its answers written."""
+        kind, count = kind_of(number)
+        row: dict[str, Any] = {"task": number, "source": kind}
+        if kind in SYSTEM:
+            prompt = yield from self._prompt(Chat(self._tokenizer, SYSTEM[kind]), number, 0)
+        else:
+            name = self._public.name(kind, count)
+            prompt = self._public.text(**name) if name else None
+            row |= name or {}
+        reason = "no prompt" if prompt is None else unfit(prompt, self._measured, self._asked)
+        if prompt is None or reason:
+            return row | {"dropped": reason}
+        if kind not in SYSTEM:
+            row["sha"] = sha(prompt)
+        chat, turns = Chat(self._tokenizer), list[dict[str, Any]]()
+        for turn in range(2 if number % TWO_TURNS == 1 else 1):
+            if turn:
+                prompt = yield from self._prompt(chat, number, 3)
+                if prompt is None or unfit(prompt, self._measured, self._asked):
+                    break
+            self._asked.add(key(prompt))
+            chat.ask(prompt)
+            found = yield from self._answer(chat, number, turn)
+            turns.append(found if "sha" in row and not turn else {"prompt": prompt} | found)
+            if found.get("open"):
+                break
+        return row | {"turns": turns}
+
+    def _prompt(self, chat: Chat, number: int, draw: int) -> Generator[Asking, list[int], str | None]:
+        """Have the user's next message written; None if it does not come to an end."""
+        params = SamplingParams(self._lengths.prompt, PROMPT_TEMPERATURE, top_p=PROMPT_TOP_P)
+        ids = yield chat.user_header(), self._seeded(params, number, draw)
+        return str(self._tokenizer.decode(ids[:-1])).strip() if self._ended(ids) else None
+
+    def _answer(self, chat: Chat, number: int, turn: int) -> Generator[Asking, list[int], dict[str, Any]]:
+        """Have a chat answered, and return the entries of the turn."""
+        longest = self._lengths.further if turn else self._lengths.first
+        found: dict[str, Any] = {}
+        ids = yield chat.ids, SamplingParams(longest)
+        cut = before_loop(ids)
+        if cut is not None:
+            found |= kept(self._tokenizer, "looped", cut) | {"temperature": AGAIN}
+            ids = yield chat.ids, self._seeded(SamplingParams(longest, AGAIN), number, 2 * turn + 1)
+            cut = before_loop(ids)
+            ids = ids if cut is None else cut
+        chat.answer(ids)
+        if self._ended(ids):
+            return found | kept(self._tokenizer, "answer", ids[:-1])
+        return found | kept(self._tokenizer, "answer", ids) | {"open": True}
+
+    def _ended(self, ids: list[int]) -> bool:
+        return ids[-1:] == [self._tokenizer.eos_token_id]
+
+    def _seeded(self, params: SamplingParams, number: int, draw: int) -> SamplingParams:
+        return replace(params, seed=(self._seed * 1_000_003 + number) * 8 + draw)
+
+
+def before_loop(ids: list[int]) -> list[int] | None:
+    """Tokens before a loop; None if there is none."""
+    watch = Loops()
+    return ids[: watch.at] if watch.loops(ids) else None
+
+
+def write(engine: Engine, writer: Writer, numbers: Iterable[int], stopping: Callable[[], bool]) -> Iterator[Progress]:
+    """Do tasks, a few more at a time than the engine decodes together.
+
+    Yields:
+        For every answer that the engine gives, its number of tokens, and the line of a task that ended with it.
+    """
+    ended: SimpleQueue[int] = SimpleQueue()
+    running: dict[int, tuple[Task, Request]] = {}
+
+    def go_on(number: int, task: Task, ids: list[int] | None) -> dict[str, Any] | None:
+        try:
+            asking = next(task) if ids is None else task.send(ids)
+        except StopIteration as end:
+            return cast("dict[str, Any]", end.value)
+        watch, requests = Loops(), list[Request]()
+
+        def listen(chunk: Chunk) -> None:
+            if watch.loops(chunk.token_ids) and requests:
+                requests[0].cancel()
+            if chunk.finish_reason is not None:
+                ended.put(number)
+
+        requests.append(engine.submit(*asking, listen))
+        running[number] = task, requests[0]
+        return None
+
+    waiting = iter(numbers)
+    try:
+        while not stopping():
+            while len(running) < 1.5 * engine.max_batch_size and (number := next(waiting, None)) is not None:
+                if (row := go_on(number, writer.task(number), None)) is not None:
+                    yield 0, row
+            if not running:
+                return
+            try:
+                number = ended.get(timeout=1)
+            except Empty:
+                continue
+            task, request = running.pop(number)
+            ids = request.result().checked().token_ids
+            yield len(ids), go_on(number, task, ids)
+    finally:
+        for _, request in running.values():
+            request.cancel()
+
+
+def whole_lines(file: Path) -> list[dict[str, Any]]:
+    """Lines of an earlier run; what follows the last whole line was being written and is cut off."""
+    if not file.exists():
+        return []
+    whole = file.read_bytes().rpartition(b"\n")[0]
+    file.write_bytes(whole + b"\n" if whole else b"")
+    return [json.loads(line) for line in whole.split(b"\n")] if whole else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="the GGUF file")
+    parser.add_argument("--prompts", type=Path, required=True, help="folder of the public sets")
+    parser.add_argument("--measured", type=Path, nargs="+", required=True, help="JSON-lines files not to be trained on")
+    parser.add_argument("--out", type=Path, default=Path("build/smollm2/answers.jsonl"))
+    parser.add_argument("--tasks", type=int, default=30_000)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+
+    target = load_target(args.target)
+    writer = Writer(target, PublicPrompts(args.prompts), measured_grams(args.measured), args.seed)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    earlier = whole_lines(args.out)
+    for row in earlier:
+        writer.remember(row)
+    done = {row["task"] for row in earlier}
+    left = [number for number in range(args.tasks) if number not in done]
+    stopped = Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: stopped.set())
+    counts, tokens, began = Counter[str](), 0, time.monotonic()
+    told = began
+    with Engine(target, max_batch_size=args.batch) as engine, args.out.open("a", encoding="utf-8") as file:
+        for new, row in write(engine, writer, left, stopped.is_set):
+            tokens += new
+            if row is not None:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.flush()
+                counts["dropped" if "dropped" in row else "answered"] += 1
+                counts["looped"] += sum("looped" in turn for turn in row.get("turns", ()))
+            if time.monotonic() - told > SECONDS:
+                told = time.monotonic()
+                finished = counts["dropped"] + counts["answered"]
+                minutes = (told - began) / max(finished, 1) * (len(left) - finished) / 60
+                print(
+                    f"{len(done) + finished}/{args.tasks} tasks, {counts['answered']} answered now ({counts['looped']} "
+                    f"greedy answers looped), {tokens} tokens, {tokens / (told - began):.0f} a second, {minutes:.0f} "
+                    "min left",
+                    flush=True,
+                )
+    print(f"{'Stopped' if stopped.is_set() else 'Finished'}; the chats are in {args.out}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
