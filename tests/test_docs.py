@@ -237,6 +237,16 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_named_files_are_there(page: str) -> None:
+    """Paths below the folders of this repository or of the package; names without a folder may be of any file."""
+    places = (ROOT, ROOT / "src/blockdraft", (ROOT / page).parent)
+    folders = {path.name for place in places[:2] for path in place.iterdir() if path.is_dir()} - {"build", "data"}
+    named = re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|c|h|sh|toml|md|txt|jinja))`", prose_of(ROOT / page))
+    ours = [name for name in named if name.split("/")[0] in folders]
+    assert [name for name in ours if not any((place / name).exists() for place in places)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_prose_wraps_at_120(page: str) -> None:
     lines = [line for line in prose_of(ROOT / page).splitlines() if len(line) > 120]
     assert [line for line in lines if not line.startswith(("|", "!["))] == []  # a table's row and a picture stay whole

@@ -28,7 +28,7 @@ BACKENDS = ("hf", "native", "captured")
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__, prog="python -m benchmarks.gpu", out=ROOT / "benchmarks")
+    parser = Parser(__doc__, prog="python -m benchmarks.gpu", out=ROOT / "build" / "gpu")
     for name, default, read in (
         ("shapes", "qwen3-8b,qwen3-30b-a3b", listed(known=SHAPES)),
         ("contexts", "512,4096,16384", listed(int)),

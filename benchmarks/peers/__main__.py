@@ -34,7 +34,7 @@ UNFINISHED = BUILD / "unfinished"
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command.Parser(
-        __doc__, prog="python -m benchmarks.peers", threads=command.CORES, out=command.ROOT / "benchmarks"
+        __doc__, prog="python -m benchmarks.peers", threads=command.CORES, out=BUILD
     )
     add = parser.add_argument
     add("--prompts", type=Path, action="append", metavar="FILE", help="as for `blockdraft bench`; may be repeated")
