@@ -33,9 +33,7 @@ UNFINISHED = BUILD / "unfinished"
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = command.Parser(
-        __doc__, prog="python -m benchmarks.peers", threads=command.CORES, out=BUILD
-    )
+    parser = command.Parser(__doc__, prog="python -m benchmarks.peers", threads=command.CORES, out=BUILD)
     add = parser.add_argument
     add("--prompts", type=Path, action="append", metavar="FILE", help="as for `blockdraft bench`; may be repeated")
     add("--limit", type=int, help="prompts taken of each file")
