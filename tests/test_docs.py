@@ -138,7 +138,7 @@ def commands_of_block(page: str, block: Block) -> Iterator[Command]:
 def commands_of(page: str) -> list[Command]:
     found = [command for block in blocks_of(page) for command in commands_of_block(page, block)]
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    inline = re.findall(r"`((?:accelerate launch [^`]*?)?blockdraft [a-z-][^`]*)`", text)
+    inline = re.findall(r"`((?:accelerate launch [^`]*?)?blockdraft\s+[a-z-][^`]*)`", text)
     return found + [Command(page, " ".join(command.split()), in_block=False) for command in inline]
 
 
