@@ -16,7 +16,7 @@ from benchmarks.harness.process import Progress
 from benchmarks.harness.records import Records, whole_lines
 from blockdraft import Drafter, Engine, SamplingParams, Target
 from blockdraft.data.settings import RecordSettings
-from blockdraft.diffusion.convert import convert
+from blockdraft.diffusion.create import convert
 from blockdraft.diffusion.folder import load_model
 from blockdraft.diffusion.model import DiffusionModel
 from blockdraft.diffusion.sampler import Chunk, Sampler

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.diffusion.settings import TextSettings
 from benchmarks.harness.records import Records
-from blockdraft.diffusion.convert import convert
+from blockdraft.diffusion.create import convert
 from blockdraft.diffusion.folder import load_model
 from blockdraft.diffusion.likelihood import likelihood
 from blockdraft.diffusion.model import DiffusionModel

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import pytest
 
 from blockdraft import cli
-from blockdraft.diffusion.convert import convert
+from blockdraft.diffusion.create import convert
 from blockdraft.diffusion.pictures import UNKNOWN
 from blockdraft.diffusion.settings import ConvertSettings
 from blockdraft.training import checkpoints

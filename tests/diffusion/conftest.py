@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import pytest
 
-from blockdraft.diffusion.convert import convert
+from blockdraft.diffusion.create import convert
 from blockdraft.diffusion.folder import load_model
 from blockdraft.diffusion.model import DiffusionModel
 from blockdraft.diffusion.settings import ConvertSettings
@@ -42,4 +42,4 @@ def model_of(folder_of: MakeFolder) -> MakeModel:
 
 @pytest.fixture(autouse=True)
 def _own_accelerator(fresh_accelerator: None) -> None:
-    """What one test says of devices is nothing to the next."""
+    """Accelerate's global state is reset after each test."""

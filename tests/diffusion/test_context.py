@@ -1,4 +1,4 @@
-"""Blocks on top of kept keys and values say what they say without them."""
+"""Key/value cache of a block-diffusion model: same states as without it."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from blockdraft.diffusion import context
 from blockdraft.diffusion.context import Context
-from blockdraft.diffusion.mask import block_causal
+from blockdraft.diffusion.losses import block_causal
 from blockdraft.diffusion.model import DiffusionModel
 
 MASK = 3  # of the tiny tokenizer
 
 
 def uncached(model: DiffusionModel, tokens: Tensor) -> Tensor:
-    """States about the last block of a text, from a pass over all of it."""
+    """States that predict the last block of a text, from a pass over all of it."""
     length, size = len(tokens), model.config.block_size
     positions, visible = torch.arange(length)[None], block_causal(length, size)[None]
     states = model.network.hidden(tokens[None], positions, visible)[0]
@@ -26,7 +26,7 @@ def uncached(model: DiffusionModel, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("size", [1, 4])
 @torch.no_grad()
 def test_cached_is_uncached(model_of: Any, size: int, shift: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of different lengths, passes that commit some of them and not others, after each committed block."""
+    """Rows of different lengths, in passes that commit some of them and not others."""
     monkeypatch.setattr(context, "PIECE", 8)  # a prompt is read in several pieces
     model, random = model_of(size, shift), torch.Generator().manual_seed(0)
     texts = [torch.randint(5, 200, (begin,), generator=random) for begin in (12, 4, 20)]

@@ -1,4 +1,4 @@
-"""How likely a text is."""
+"""Likelihood of texts."""
 
 import math
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from blockdraft.diffusion.likelihood import _summary, likelihood, t_quantile
-from blockdraft.diffusion.mask import block_causal
+from blockdraft.diffusion.losses import block_causal
 from blockdraft.diffusion.settings import LikelihoodSettings
 from blockdraft.diffusion.text import Tokens
 from blockdraft.errors import NumbersError, UsageError
@@ -22,7 +22,7 @@ def text(length: int, seed: int = 0) -> Tokens:
 
 @torch.no_grad()
 def test_blocks_of_one_token_are_the_causal_model(model_of: Any, tiny_target_dir: Path) -> None:
-    """With a token shift a converted model says just what the causal one says."""
+    """A converted model with a token shift has the likelihood of the causal model."""
     theirs, texts = Qwen3ForCausalLM.from_pretrained(tiny_target_dir).eval(), [text(30), text(13, 1)]
     found = likelihood(model_of(1), texts, LikelihoodSettings(length=30, batch=2))
     dists = [theirs(one.ids[None]).logits[0, :-1].clone() for one in texts]
@@ -39,7 +39,7 @@ def test_blocks_of_one_token_are_the_causal_model(model_of: Any, tiny_target_dir
 
 @torch.no_grad()
 def test_blocks_of_one_token_are_autoregressive_without_shift_too(model_of: Any) -> None:
-    """The likelihood is the product of what each token has given those before it, none of which knows a later one."""
+    """The likelihood is the product of each token's probability given those before it, which see no later one."""
     model, one = model_of(1, False), text(8)
     nats = 0.0
     for place in range(1, 8):
@@ -55,7 +55,7 @@ def test_blocks_of_one_token_are_autoregressive_without_shift_too(model_of: Any)
 
 @pytest.mark.slow
 def test_the_interval_holds_the_bound(model_of: Any) -> None:
-    """What very many draws say lies in most of the intervals of few; more draws narrow it."""
+    """The value of very many draws lies in most of the intervals of few; more draws narrow the interval."""
     model, texts = model_of(4), [text(17), text(17, 1)]
     bound = likelihood(model, texts, LikelihoodSettings(draws=400, seed=99)).perplexity
     few = [likelihood(model, texts, LikelihoodSettings(draws=4, seed=seed)) for seed in range(12)]
@@ -68,7 +68,7 @@ def test_the_interval_holds_the_bound(model_of: Any) -> None:
 
 
 def test_interval_of_four_draws() -> None:
-    """That of Student's t distribution, here around means of 1, 2, 3 and 4 nats a token."""
+    """The interval is that of Student's t distribution, here around means of 1, 2, 3 and 4 nats a token."""
     sums = torch.tensor([[0, 5.0, 5], [0, 10, 10], [0, 15, 15], [0, 20, 20]], dtype=torch.float64)
     found = _summary(sums, torch.tensor([0, 5, 5]), 10, 2, False)
     around = 3.182 * (5 / 3) ** 0.5 / 2
@@ -78,7 +78,7 @@ def test_interval_of_four_draws() -> None:
 
 
 def test_each_token_counts_once(model_of: Any) -> None:
-    """However a text is cut; and batches change nothing but which noise is whose."""
+    """Every token but the first counts once, however the text is cut, and whatever the batch."""
     model = model_of(1)
     for length in (2, 5, 40):
         assert likelihood(model, [text(21)], LikelihoodSettings(length=length)).tokens == 20

@@ -1,15 +1,15 @@
-"""What the network is asked, and what becomes of its answers."""
+"""Attention mask, states and losses against slow definitions of them."""
 
 from collections.abc import Iterator
 from itertools import combinations
 from math import comb
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.diffusion.losses import losses, states_about
-from blockdraft.diffusion.mask import block_causal
+from blockdraft.diffusion.losses import block_causal, flex_mask, losses, states_about, training_mask, training_rule
 from blockdraft.diffusion.model import DiffusionModel, hide_mask_token
 from blockdraft.diffusion.noise import Noise, counted_noise
 from blockdraft.errors import UsageError
@@ -55,7 +55,7 @@ def test_one_pass_is_a_pass_for_each_block(model_of, size: int, shift: bool) -> 
 @pytest.mark.parametrize("shift", [True, False])
 @torch.no_grad()
 def test_losses(model_of, shift: bool) -> None:
-    """Of masked tokens -log p without the mask token, times the weight; of the others nothing."""
+    """A masked token's loss is -log p, without the mask token, times the weight; others have none."""
     model, clean = model_of(4, shift), some_tokens(2, 8)
     masked = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0, 0]]).bool()
     weights = torch.rand(2, 8) * masked
@@ -70,7 +70,7 @@ def test_losses(model_of, shift: bool) -> None:
 
 
 def test_gradients_are_those_of_the_loss(model_of) -> None:
-    """Logits that are computed again in the backward pass change nothing."""
+    """Gradients are the same where the backward pass computes logits again."""
     model, clean = model_of(4, False), some_tokens(1, 8)
     masked = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 1]]).bool()
     table = model.network.model.embed_tokens.weight.requires_grad_(True)
@@ -89,8 +89,8 @@ def test_the_mask_token_is_never_guessed() -> None:
 
 
 def masks_of(places: list[int], length: int) -> Iterator[tuple[float, Tensor]]:
-    """Every way to mask some of these places, and what its losses weigh in the bound: over n places, with k masked,
-    1 / k in the mean over which ones they are."""
+    """Every way to mask some of these n positions, with the weight of its losses in the bound: k masked positions weigh
+    1 / k in the mean over all choices of them."""
     for count in range(1, len(places) + 1):
         for chosen in combinations(places, count):
             masked = torch.zeros(1, length, dtype=torch.bool)
@@ -100,7 +100,7 @@ def masks_of(places: list[int], length: int) -> Iterator[tuple[float, Tensor]]:
 
 @torch.no_grad()
 def test_draws_of_the_noise_mean_the_bound(model_of) -> None:
-    """Against the sum over all masks of each block."""
+    """The mean over noise equals the sum over all masks of each block."""
     model, clean = model_of(3, False), some_tokens(1, 6)
     bound = 0.0
     for places in ([1, 2], [3, 4, 5]):
@@ -121,3 +121,45 @@ def test_tokens_that_no_text_may_hold(model_of) -> None:
         model.check_tokens([5, MASK], "It")
     with pytest.raises(UsageError, match="It holds the token id 5000, and the model has those from 0 to 264 only"):
         model.check_tokens([5000], "It")
+
+
+def may_see(query: int, key: int, length: int, size: int) -> bool:
+    """Whether one place of `[x_t ; x_0]` may attend to another one."""
+    own_block, other_block = query % length // size, key % length // size
+    is_noisy, other_is_noisy = query < length, key < length
+    if is_noisy and other_is_noisy:
+        return own_block == other_block
+    if is_noisy:
+        return other_block < own_block
+    return not other_is_noisy and other_block <= own_block
+
+
+@pytest.mark.parametrize(("length", "size"), [(8, 1), (8, 2), (8, 4), (8, 8), (7, 3), (5, 9), (1, 1)])
+def test_mask_is_its_definition(length: int, size: int) -> None:
+    places = range(2 * length)
+    slow = torch.tensor([[may_see(query, key, length, size) for key in places] for query in places])
+    assert torch.equal(training_mask(length, size), slow)
+    assert torch.equal(block_causal(length, size), slow[length:, length:])
+
+
+def test_share_of_the_mask() -> None:
+    """At 1024 tokens in blocks of 16, about a quarter of the square: one attention over the length."""
+    assert training_mask(1024, 16).float().mean().item() == pytest.approx(0.2539, abs=1e-4)
+
+
+@pytest.mark.parametrize(("length", "size"), [(8, 1), (8, 4), (8, 8), (7, 3), (5, 9)])
+def test_the_rule_of_flex_attention_is_the_mask(length: int, size: int) -> None:
+    rule, places, none = training_rule(length, size), torch.arange(2 * length), torch.tensor(0)
+    assert torch.equal(rule(none, none, places[:, None], places[None, :]), training_mask(length, size))
+
+
+@pytest.mark.filterwarnings("ignore")  # that it is slow where it is not compiled
+@torch.no_grad()
+def test_flex_attention_is_the_dense_mask(model_of: Any) -> None:
+    network, length = model_of(4).network, 64
+    tokens = torch.randint(5, 200, (2, 2 * length), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(length).repeat(2)[None]
+    dense = network.hidden(tokens, positions, training_mask(length, 4)[None])
+    flex = network.hidden(tokens, positions, flex_mask(length, 4, torch.device("cpu")))
+    assert torch.allclose(dense, flex, atol=1e-4)
+    assert not torch.allclose(dense, network.hidden(tokens, positions, training_mask(length, 8)[None]), atol=1e-4)

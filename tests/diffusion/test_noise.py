@@ -1,4 +1,4 @@
-"""How many tokens are masked, and what they weigh."""
+"""Noise: masked tokens and their weights."""
 
 import math
 from itertools import pairwise
@@ -6,7 +6,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from blockdraft.diffusion.noise import SCHEDULES, counted_noise, stratified, training_noise
+from blockdraft.diffusion.noise import (
+    ALL_TIMES,
+    SCHEDULES,
+    counted_noise,
+    intervals,
+    steadiest,
+    stratified,
+    training_noise,
+)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -34,8 +42,8 @@ def test_schedules(name: str) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("clip", [(0.001, 1.0), (0.3, 0.8), (1.0, 1.0)])
 def test_a_token_weighs_in_the_mean_what_it_must(name: str, clip: tuple[float, float]) -> None:
-    """Where every token has the loss c, the loss is c times the mean slope of m over the times that are drawn: for all
-    of them c itself, for the linear schedule with any of them."""
+    """If every token has the loss c, the whole loss is c times the mean slope of m over the sampled times: c itself
+    over all times, and with the linear schedule over any of them."""
     eligible = torch.ones(4000, 8, dtype=torch.bool)
     noise = training_noise(eligible, 2, name, clip, seeded())
     low, high = (SCHEDULES[name].rate(torch.tensor(end, dtype=torch.float64)).item() for end in clip)
@@ -75,7 +83,7 @@ def test_complementary_masks_show_each_token_once() -> None:
 
 
 def test_counted_noise() -> None:
-    """Any number of a block's tokens is as likely, any of them are, and in the mean each weighs 1."""
+    """Each number of masked tokens is as likely, so is each token, and the mean weight of each is 1."""
     eligible = torch.ones(3000, 7, dtype=torch.bool)
     eligible[:, 0] = False  # blocks of 3, 4 and none but 3 that may be masked
     noise = counted_noise(eligible, 4, seeded())
@@ -100,3 +108,25 @@ def test_same_seed_same_noise() -> None:
     one, same, other = (training_noise(eligible, 4, "cosine", (0.001, 1.0), seeded(seed)) for seed in (1, 1, 2))
     assert torch.equal(one.weights, same.weights) and not torch.equal(one.weights, other.weights)
     assert math.isfinite(one.weights.sum())
+
+
+def test_grid_of_intervals() -> None:
+    found = intervals()
+    assert found[0] == ALL_TIMES and len(found) == len({*found}) == 1 + 11 + 9 + 7 + 5 + 3
+    assert (0.45, 0.95) in found and (0.3, 0.8) in found and (0.001, 0.5) in found and (0.1, 1.0) in found
+    assert all(0 < low < high <= 1 for low, high in found)
+
+
+def test_steadiest_interval() -> None:
+    """Losses that vary outside of 0.3 to 0.8, and hardly within."""
+    generator = torch.Generator().manual_seed(0)
+    times = torch.rand(4000, generator=generator, dtype=torch.float64)
+    noise = torch.randn(4000, generator=generator, dtype=torch.float64)
+    is_steady = (times > 0.3) & (times < 0.8)
+    assert steadiest(times, 1 + noise * torch.where(is_steady, 0.1, 3.0)) == (0.3, 0.8)
+    # The variance decides, not how large the losses are.
+    assert steadiest(times, torch.where(is_steady, 9.0, 0.0) + noise * torch.where(is_steady, 0.1, 3.0)) == (0.3, 0.8)
+
+
+def test_intervals_of_too_few_blocks_are_ignored() -> None:
+    assert steadiest(torch.linspace(0.1, 0.9, 5), torch.zeros(5)) == ALL_TIMES

@@ -1,4 +1,4 @@
-"""The passes over a text, drawn."""
+"""Pictures of the passes over a text."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_frames_of_an_answer() -> None:
 
 
 def test_frames_of_a_text_with_a_gap() -> None:
-    """It ends where it ended, whatever the last block holds."""
+    """A text with gaps keeps its length, whatever the last block holds."""
     found = list(frames([1, 2, 7, None, 9, None], STEPS, decode))
     assert [len(frame) for frame in found] == [6, 6, 6]
     assert found[0] == [Piece("a", "given"), Piece("b", "given"), Piece("g", "given"), Piece(UNKNOWN, "unknown"),
@@ -52,7 +52,7 @@ def test_drawn(name: str, tmp_path: Path) -> None:
 
 
 def test_a_picture_is_as_wide_as_its_longest_line(tmp_path: Path) -> None:
-    """But never wider than 80 letters."""
+    """Lines have at most 80 characters."""
     widths = []
     for name, text in (("short.gif", "a"), ("short.png", "a"), ("long.gif", "a" * 50)):
         draw_steps(tmp_path / name, [1, 2, 7], STEPS, lambda token, text=text: text)  # type: ignore[misc]

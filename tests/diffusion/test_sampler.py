@@ -1,4 +1,4 @@
-"""Text, block by block."""
+"""Sampling, block by block."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_blocks_of_one_token_answer_as_the_causal_model(
     ],
 )
 def test_rows_are_what_they_are_alone(model_of: Any, strategy: str, shift: bool) -> None:
-    """Prompts of any length, in any company; the seed of row i is the seed + i."""
+    """Batches of prompts of any length give each row the tokens it gets alone; row i has the seed + i."""
     how = {"max_new_tokens": 13, "temperature": 0.7, "strategy": strategy, "ignore_eos": True}
     model = model_of(4, shift)
     together = answers(model, PROMPTS, seed=5, **how)
@@ -73,7 +73,7 @@ def test_rows_are_what_they_are_alone(model_of: Any, strategy: str, shift: bool)
 
 @pytest.mark.parametrize("shift", [True, False])
 def test_passes(model_of: Any, shift: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One a token and one for each block to commit, if one token is settled in each."""
+    """Passes are one for each token and one for each block to commit, if each settles one token."""
     model = model_of(4, shift)
     calls, hidden = [], model.network.hidden
     monkeypatch.setattr(model.network, "hidden", lambda *given: calls.append(given[0].shape) or hidden(*given))
@@ -98,7 +98,7 @@ def test_prompts_fill_the_first_block(model_of: Any) -> None:
 
 
 def ending(model: DiffusionModel, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the model say this token from position 10 on."""
+    """Make the model predict this token from position 10 on."""
     hidden, logits = model.network.hidden, model.network.logits
 
     def marked(tokens: Any, positions: Any, *rest: Any) -> Any:
@@ -116,7 +116,7 @@ def ending(model: DiffusionModel, token: int, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("strategy", ["left_to_right", "threshold=0"])
 def test_each_row_ends_where_it_ends(model_of: Any, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end token, which belongs to the tokens and not to the text; the others go on."""
+    """A row ends at the end token, which is in the tokens and not in the text; other rows go on."""
     model = model_of(4, False)
     ending(model, 2, monkeypatch)
     found = answers(model, PROMPTS, max_new_tokens=16, strategy=strategy)
@@ -128,7 +128,7 @@ def test_each_row_ends_where_it_ends(model_of: Any, strategy: str, monkeypatch: 
 
 
 def test_padding_means_nothing(model_of: Any) -> None:
-    """Where padding is the end token, prompts that hold it are read whole, in any company."""
+    """Prompts that hold the end token are read whole where it is the padding token too."""
     model = model_of(4, False)
     model.text.tokenizer.pad_token = "<|im_end|>"
     prompts = [[2, 40, 2], [40, 2, 41, 42, 2, 43]]
@@ -166,7 +166,7 @@ def test_texts_become_chats(model_of: Any) -> None:
     ],
 )
 def test_bad_prompts(model_of: Any, prompt: list[int], told: str) -> None:
-    """Are refused before anything is sampled."""
+    """Wrong prompts are refused before anything is sampled."""
     with pytest.raises(UsageError, match=told):
         Sampler(model_of(4), SampleSettings(max_new_tokens=8)).stream([[40], prompt])
 
@@ -187,7 +187,7 @@ def test_bad_numbers(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_texts_that_wait_are_what_they_are_alone(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many at once; each place is taken again as soon as a text ends."""
+    """A waiting text takes the place of one that ends at once."""
     model = model_of(4)
     hidden, rows = model.network.hidden, []
     monkeypatch.setattr(model.network, "hidden", lambda *given: rows.append(len(given[0])) or hidden(*given))
@@ -204,7 +204,7 @@ def test_texts_that_wait_are_what_they_are_alone(model_of: Any, monkeypatch: pyt
 
 
 def test_streams_of_one_sampler_know_nothing_of_each_other(model_of: Any) -> None:
-    """Each may be read a little at a time, or by a thread of its own."""
+    """Streams may be read in turns, or by threads of their own."""
     sampler = Sampler(model_of(4), SampleSettings(max_new_tokens=12, seed=1, ignore_eos=True))
     alone = [[chunk.token_ids for chunk in sampler.stream([prompt])] for prompt in PROMPTS[:2]]
     one, two = sampler.stream(PROMPTS[:1]), sampler.stream(PROMPTS[1:2])
@@ -235,7 +235,7 @@ GAPPED = [
 @pytest.mark.parametrize("shift", [True, False])
 @pytest.mark.parametrize("strategy", ["left_to_right", "threshold=0", "first_hitting"])
 def test_gaps_are_filled_and_nothing_else(model_of: Any, shift: bool, strategy: str) -> None:
-    """In any company, however long the texts are, exactly to their ends."""
+    """Texts of any lengths are filled together, exactly to their ends."""
     model = model_of(4, shift)
     together, sampler = filled(model, GAPPED, strategy=strategy)  # type: ignore[arg-type]
     for row, (given, found) in enumerate(zip(GAPPED, together, strict=True)):
@@ -247,7 +247,7 @@ def test_gaps_are_filled_and_nothing_else(model_of: Any, shift: bool, strategy: 
 
 
 def test_end_tokens_that_the_model_lacks_are_no_matter(model_of: Any) -> None:
-    """Generation configurations name such, where a model was cut."""
+    """Generation configurations of cut models name end tokens outside of the vocabulary."""
     model = model_of(4)
     whole = filled(model, [[40, None, None]])[0]
     more = replace(model, text=replace(model.text, eos_token_ids=frozenset({2, 100_000})))
@@ -256,7 +256,7 @@ def test_end_tokens_that_the_model_lacks_are_no_matter(model_of: Any) -> None:
 
 @pytest.mark.parametrize("shift", [True, False])
 def test_a_gap_sees_its_block_and_what_is_before(model_of: Any, shift: bool) -> None:
-    """And not what is behind its block, which may change as it likes."""
+    """A gap does not depend on what follows its block."""
     model = model_of(4, shift)
 
     def said(text: list[int | None]) -> list[Any]:
@@ -278,7 +278,7 @@ def test_a_gap_sees_its_block_and_what_is_before(model_of: Any, shift: bool) -> 
 
 
 def test_the_history_of_an_answer(model_of: Any) -> None:
-    """Each pass is kept, and the last ones hold the answer."""
+    """History keeps each pass, and the last ones hold the answer."""
     sampler = Sampler(model_of(4), SampleSettings(max_new_tokens=8, strategy="left_to_right", ignore_eos=True))
     seen: list[tuple[int | None, ...]] = []
     chunks = list(sampler.stream([PROMPTS[1]], lambda row, block: seen.append(tuple(block))))

@@ -1,4 +1,4 @@
-"""Which guesses become tokens."""
+"""Strategies: choices of guesses that become tokens."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_one_guess_at_least(name: str) -> None:
 
 
 def test_steps_are_equally_likely() -> None:
-    """Of the ancestral strategy: over many tokens each step settles as many."""
+    """Each step of the ancestral strategy settles about as many tokens."""
     left, sizes = torch.rand(9000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), []
     while len(left):
         chosen = read_strategy("ancestral=3").choose(Guesses(left, left, left))

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from blockdraft.data.settings import RecordSettings
-from blockdraft.diffusion.text import gapped, read_texts, row_length, spelled, unseen
+from blockdraft.diffusion.text import Rows, Tokens, gapped, read_texts, row_length, spelled, unseen
 from blockdraft.errors import UsageError
 
 
@@ -57,7 +58,7 @@ def test_texts_with_gaps(model_of: Any) -> None:
 
 
 def test_tokens_are_spelled_as_behind_others() -> None:
-    """With their space, which many decoders leave out of a text's first token."""
+    """A token keeps its space, which many decoders omit at the beginning of a text."""
     made = Tokenizer(models.WordLevel({"▁the": 0, "inn": 1, "▁": 2}))
     made.decoder = decoders.Metaspace()
     model: Any = SimpleNamespace(text=SimpleNamespace(tokenizer=PreTrainedTokenizerFast(tokenizer_object=made)))
@@ -75,3 +76,60 @@ def test_what_cannot_be_seen_from_a_gap() -> None:
     assert unseen(tokens, 4) == (5, 2)  # 3, 4 and 5 share the second block with the gap
     assert unseen(tokens, 1) == (5, 5) and unseen(tokens, 16) == (5, 0)
     assert unseen([1, None], 4) == (0, 0)
+
+
+def text(length: int, begin: int = 0, learned: int = 0) -> Tokens:
+    """Tokens, of which those from `learned` on are to be learned."""
+    ids = torch.arange(length) + begin
+    return Tokens(ids, ids - begin >= learned)
+
+
+def test_texts_are_joined_and_cut() -> None:
+    """The first token of a row is given, and the rest at the end is dropped."""
+    found = Rows([text(7, learned=3), text(4, 20, learned=9)], 5, 0.0, 0)
+    assert found.all.ids.tolist() == [[0, 1, 2, 3, 4], [5, 6, 20, 21, 22]]
+    assert found.all.eligible.int().tolist() == [[0, 0, 0, 1, 1], [0, 1, 0, 0, 0]]
+    assert (found.trained, found.held_out, found.idle) == (2, 0, 0)
+
+
+def test_rows_without_a_token_to_learn_are_left_out() -> None:
+    """A row in the middle of a long question holds nothing to learn, and its first token never counts."""
+    found = Rows([text(11, learned=10), text(9, 20, learned=0)], 5, 0.5, 0)
+    assert found.all.ids.tolist() == [[10, 20, 21, 22, 23], [24, 25, 26, 27, 28]] and found.idle == 2
+    assert (found.trained, found.held_out) == (1, 1)
+
+
+def test_held_out_rows_are_the_last_ones() -> None:
+    found = Rows([text(50)], 5, 0.25, 0)
+    assert (found.trained, found.held_out) == (7, 3)
+    assert [row.ids[0].item() for row in found.held_out_rows()] == [35, 40, 45]
+    seen = {int(row[0]) for step in range(7) for row in found.batch(step, 2).ids}
+    assert seen == {*range(0, 35, 5)}
+    assert found.held_out_batch(0, 4).ids[:, 0].tolist() == [35, 40, 45, 35]
+    assert found.held_out_batch(1, 4).ids[:, 0].tolist() == [40, 45, 35, 40]
+    assert Rows([text(10)], 5, 0.0, 0).held_out_batch(0, 3).ids[:, 0].tolist() == [0, 5, 0]
+
+
+def test_all_rows_once_in_each_epoch() -> None:
+    """The order differs by epoch and seed, also where an epoch ends in the middle of a step."""
+    orders = []
+    for seed in (0, 1):
+        rows = Rows([text(50)], 5, 0.0, seed)
+        drawn = [int(row[0]) for step in range(5) for row in rows.batch(step, 4).ids]
+        assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(0, 50, 5))
+        orders += [drawn[:10], drawn[10:]]
+    assert len({*map(tuple, orders)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("texts", "held_out", "told"),
+    [
+        ([], 0.0, "There are 0 tokens, which make 0 rows of 5 with something to learn, 0 of them held out; give more"),
+        ([text(4)], 0.0, "There are 4 tokens, which make 0 rows"),
+        ([text(20, learned=20)], 0.0, "There are 20 tokens, which make 0 rows"),
+        ([text(20)], 0.9, "which make 4 rows of 5 with something to learn, 4 of them held out"),
+    ],
+)
+def test_nothing_to_learn(texts: Any, held_out: float, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        Rows(texts, 5, held_out, 0)

@@ -1,4 +1,4 @@
-"""Training: it learns, and an interrupted run comes to the same weights."""
+"""Training: it learns, and an interrupted run ends with the same weights."""
 
 import json
 import os
@@ -14,16 +14,17 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
+from torch import nn
 
 from blockdraft.data.settings import RecordSettings
 from blockdraft.diffusion import train as train_module
+from blockdraft.diffusion.create import new_model
 from blockdraft.diffusion.folder import load_model
-from blockdraft.diffusion.intervals import intervals
 from blockdraft.diffusion.likelihood import likelihood
-from blockdraft.diffusion.new import new_model
+from blockdraft.diffusion.noise import intervals
 from blockdraft.diffusion.settings import DiffusionRecipe, LikelihoodSettings, NewSettings
 from blockdraft.diffusion.text import Tokens, read_texts
-from blockdraft.diffusion.train import train
+from blockdraft.diffusion.train import MovingAverage, train
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.training import checkpoints
 from blockdraft.training.graceful_shutdown import FINISH
@@ -59,7 +60,7 @@ class Killed(Exception):
 
 
 def killing(step: int) -> Progress:
-    """Ends the process, as it were, behind this step."""
+    """Progress that ends the process, as it were, after this step."""
 
     def progress(stage: str, done: int, total: int) -> None:
         if stage.startswith(f"step {step} "):
@@ -115,7 +116,7 @@ def test_another_block_size(model_of: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_running_mean(model_of: Any, tmp_path: Path) -> None:
-    """Of the weights behind each step, as far as there are some."""
+    """The file holds the moving average of the weights, which few steps begin."""
     kept = []
     for steps in (1, 2, 3):
         run(model_of, tmp_path / f"plain{steps}", steps)
@@ -201,7 +202,7 @@ def test_a_loss_that_is_no_number(model_of: Any, tmp_path: Path, monkeypatch: py
 
 
 def test_a_model_that_is_not_finite_is_not_trained(model_of: Any, tmp_path: Path) -> None:
-    """It is the model's fault and not the learning rate's, also where no row holds the token at first."""
+    """The message blames the model and not the learning rate, also if no row holds the token at first."""
     model = model_of(4)
     with torch.no_grad():
         model.network.model.embed_tokens.weight[200] = torch.nan
@@ -209,7 +210,7 @@ def test_a_model_that_is_not_finite_is_not_trained(model_of: Any, tmp_path: Path
         train(model, texts(), 1, tmp_path / "out", DiffusionRecipe(**SMALL))
     model = model_of(4)
     model.network.model.norm.weight.data.fill_(3e38)
-    with pytest.raises(NumbersError, match="though nothing was learned yet: .*; begin with another model"):
+    with pytest.raises(NumbersError, match="before anything was learned: .*; begin with another model"):
         train(model, texts(), 1, tmp_path / "out", DiffusionRecipe(**SMALL))
     assert not list(tmp_path.iterdir())
 
@@ -217,7 +218,7 @@ def test_a_model_that_is_not_finite_is_not_trained(model_of: Any, tmp_path: Path
 def test_bfloat16_where_the_processor_multiplies_it(
     model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerator: None
 ) -> None:
-    """As in the training of drafters; losses are about those of float32."""
+    """Losses in bfloat16 are about those in float32."""
     lines = {}
     real = train_module.losses
     for able in (True, False):
@@ -248,7 +249,7 @@ def test_the_folder_that_it_began_with_may_go(folder_of: Any, tmp_path: Path) ->
 
 
 def test_rows_with_nothing_to_learn_are_left_out(model_of: Any, tmp_path: Path) -> None:
-    """Also where all held-out rows would be such, of which there is nothing to measure."""
+    """Rows without a token to learn are left out before rows are held out, so there is something to measure."""
     ids, notes = torch.arange(120) % 5 + 60, list[str]()
     recipe = DiffusionRecipe(**SMALL | {"held_out": 0.2})
     lines = train(
@@ -259,7 +260,7 @@ def test_rows_with_nothing_to_learn_are_left_out(model_of: Any, tmp_path: Path) 
 
 
 def test_told_to_finish(model_of: Any, tmp_path: Path) -> None:
-    """It ends behind the step at hand with a whole model, and the same command goes on."""
+    """The run ends after the present step with a whole model, and the same command resumes it."""
     notes: list[str] = []
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -284,7 +285,7 @@ def test_how_long_it_takes_is_told(model_of: Any, tmp_path: Path) -> None:
 
 
 def test_times_are_searched(model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every so many steps; what was found is drawn from, told, and known when a run goes on."""
+    """The interval found is sampled from, reported, and kept when a run is resumed."""
     clips: list[tuple[float, float]] = []
     real = train_module.training_noise
 
@@ -304,7 +305,7 @@ def test_times_are_searched(model_of: Any, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_blocks_of_one_token_need_no_search(model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All their tokens are masked: any other time only adds variance."""
+    """All tokens of such blocks are masked, since any other time only adds variance."""
     seen: list[torch.Tensor] = []
     real = train_module.losses
 
@@ -318,7 +319,7 @@ def test_blocks_of_one_token_need_no_search(model_of: Any, tmp_path: Path, monke
 
 
 def test_the_papers_network_is_trained_and_read_back(tiny_target_dir: Path, tmp_path: Path) -> None:
-    """With what its checkpoints hold besides weights."""
+    """Buffers of the paper's checkpoints are written too."""
     shape = NewSettings(layers=1, hidden_size=16, heads=2, context=32, block_size=4)
     new_model(tiny_target_dir, tmp_path / "new", shape)
     model = load_model(tmp_path / "new", "cpu")
@@ -332,7 +333,7 @@ def test_the_papers_network_is_trained_and_read_back(tiny_target_dir: Path, tmp_
 
 
 def test_a_length_that_is_no_multiple_of_the_block(model_of: Any, tmp_path: Path) -> None:
-    """The last block of each row is shorter, and all its tokens count."""
+    """The last block of each row is shorter, and all of its tokens count."""
     [line] = run(model_of, tmp_path / "out", 1, length=13, block_size=5)
     assert line["loss"] > 0 and line["held_out_bits"] > 0
 
@@ -371,3 +372,34 @@ def test_shards_are_refused(model_of: Any, tmp_path: Path) -> None:
     sharded: Any = SimpleNamespace(distributed_type=DistributedType.FSDP)
     with pytest.raises(UsageError, match="use --multi_gpu in place of --use_fsdp"):
         train(model_of(4), texts(), 1, tmp_path / "out", accelerator=sharded)
+
+
+def linear(value: float) -> nn.Linear:
+    made = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(made.weight, value)
+    return made
+
+
+def test_moving_average_forgets_the_first_steps() -> None:
+    made = linear(0.0)
+    mean, wanted = MovingAverage(made, 0.15), 0.0
+    for step in range(4):
+        nn.init.constant_(made.weight, step + 1.0)
+        mean.update(step)
+        decay = min(0.15, (1 + step) / (10 + step))
+        wanted = decay * wanted + (1 - decay) * (step + 1)
+        assert abs(mean.weights["weight"].item() - wanted) < 1e-6
+    plain = MovingAverage(made, 0.0)
+    nn.init.constant_(made.weight, 9.0)
+    plain.update(3)
+    assert plain.weights["weight"].item() == 9.0
+
+
+def test_moving_average_replaces_the_weights_for_a_while() -> None:
+    made = linear(5.0).train()
+    mean = MovingAverage(made, 0.9, {"weight": torch.full((1, 1), 2.0)})
+    with mean.applied():
+        assert made.weight.item() == 2.0 and not made.training
+    assert made.weight.item() == 5.0 and made.training
+    mean.load_into_network()
+    assert made.weight.item() == 2.0

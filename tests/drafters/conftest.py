@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from training_fixtures import answered, parity, with_pictures, without_pictures
 
-from blockdraft.diffusion.convert import convert
+from blockdraft.diffusion.create import convert
 from blockdraft.diffusion.settings import ConvertSettings
 
 __all__ = ["answered", "parity", "with_pictures", "without_pictures"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import SPARSE_SIZE, Plan
 from blockdraft.decode.sampling import draw
-from blockdraft.diffusion.convert import convert
+from blockdraft.diffusion.create import convert
 from blockdraft.diffusion.settings import ConvertSettings
 from blockdraft.drafters import block_diffusion, load_drafter
 from blockdraft.drafters.block_diffusion import BlockDiffusionDrafter, BlockState

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.diffusion.mask import block_causal
+from blockdraft.diffusion.losses import block_causal
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dit import DiT, DiTConfig
 

@@ -28,7 +28,7 @@ from blockdraft.errors import UsageError
 from blockdraft.settings import as_toml, read_settings
 
 if TYPE_CHECKING:
-    from blockdraft.diffusion.convert import Converted
+    from blockdraft.diffusion.create import Created
     from blockdraft.diffusion.model import DiffusionModel
     from blockdraft.diffusion.sampler import Chunk, Sampler, Watch
 
@@ -87,7 +87,7 @@ def convert(
 ) -> None:
     """Make a block-diffusion model of a causal language model. It must be trained before it writes well."""
     from blockdraft.cli import display
-    from blockdraft.diffusion.convert import convert as convert_model
+    from blockdraft.diffusion.create import convert as convert_model
 
     loading.quiet()
     with display.progress("tensors") as progress:
@@ -105,7 +105,7 @@ def new(
     settings: NewSettings,
 ) -> None:
     """Make a block-diffusion model with random weights and the tokenizer of another model."""
-    from blockdraft.diffusion.new import new_model
+    from blockdraft.diffusion.create import new_model
 
     loading.quiet()
     _tell_made(out, new_model(like, out, settings))
@@ -218,7 +218,7 @@ def perplexity(
     print(f"{told}{around}, {found.bits_per_token:.4f} bits a token, {found.tokens} tokens")
 
 
-def _tell_made(out: Path, found: Converted) -> None:
+def _tell_made(out: Path, found: Created) -> None:
     new = ", new to the tokenizer" if found.is_new else ""
     shift = "with" if found.config.token_shift else "without"
     loading.tell(

@@ -1,4 +1,4 @@
-"""Texts that grow by whole blocks, as keys and values: each block is computed on top of those before it."""
+"""Key/value cache of texts that grow by whole blocks, each computed on top of those before it."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blockdraft.diffusion.losses import shifted
-from blockdraft.diffusion.mask import block_causal
+from blockdraft.diffusion.losses import block_causal, shifted
 from blockdraft.diffusion.model import DiffusionModel
 from blockdraft.nn.attention import visible_slots
 from blockdraft.nn.cache import KVCache
 
-PIECE = 512  # tokens of a prompt that are read at once, about
+PIECE = 512  # tokens of a prompt per pass, about
 
 
 class Context:
-    """The committed blocks of some rows, which are those of the clean text that a noisy block sees in training.
+    """Committed blocks of a batch of rows: the clean text that a noisy block sees in training.
 
     Args:
         rows: Number of rows.
-        capacity: Tokens of a row at most, the block in the making included.
+        capacity: Most tokens of a row, its present block included.
     """
 
     def __init__(self, model: DiffusionModel, rows: int, capacity: int) -> None:
         self._model, self._capacity = model, capacity
         self._cache = KVCache(rows, capacity)
-        # With a token shift, what is said about the first token of a row's next block.
+        # With a token shift, the state that predicts the first token of each row's next block.
         self._before: list[Tensor | None] = [None] * rows
 
     def length(self, row: int) -> int:
@@ -35,11 +34,11 @@ class Context:
         return self._cache.of([row * self._capacity]).lengths[0]
 
     def knows_first(self, row: int) -> bool:
-        """Whether `first` can tell of the first token of the row's next block."""
+        """Whether there is a state that predicts the first token of the row's next block."""
         return self._before[row] is not None
 
     def clear(self, row: int) -> None:
-        """Forget what was committed of a row, so that another text can take its place."""
+        """Empty a row, so that another text can take its place."""
         self._part([row]).truncate([0])
         self._before[row] = None
 
@@ -56,26 +55,26 @@ class Context:
 
     @torch.no_grad()
     def look(self, rows: Sequence[int], blocks_RN: Tensor, known: Sequence[bool]) -> Tensor:
-        """One pass over the next block of some rows. Those that are wholly known are committed.
+        """Run one pass over the next block of some rows, and commit the blocks that are wholly known.
 
         Args:
-            blocks_RN: Int64 on the CPU, with the mask token where one is not known.
-            known: Which blocks hold none.
+            blocks_RN: Token ids, int64 on the CPU, with the mask token for unknown ones.
+            known: Whether each block is free of mask tokens.
 
         Returns:
-            `[R, N, H]`, what the network thinks of each token that is not known.
+            Hidden states that predict each unknown token, `[R, N, H]`.
         """
         count = blocks_RN.size(1)
         states = self._forward(rows, blocks_RN, torch.ones(count, count, dtype=torch.bool))
         about = states
-        if self._model.config.token_shift:  # of a row's very first token, which is given, anything will do
+        if self._model.config.token_shift:  # a row's very first token is given, so its state is not used
             before = [self.first(row) if self.knows_first(row) else states[i, 0] for i, row in enumerate(rows)]
             about = shifted(states, torch.stack(before)[:, None], count)
         self._commit(rows, [count if each else 0 for each in known], states)
         return about
 
     def first(self, row: int) -> Tensor:
-        """What the network thinks of the first token of the row's next block, `[H]`, without a pass."""
+        """Hidden state that predicts the first token of the row's next block, `[H]`, without a pass."""
         found = self._before[row]
         assert found is not None
         return found

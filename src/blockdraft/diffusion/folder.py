@@ -1,8 +1,8 @@
 """Block-diffusion models on disk.
 
-Converted models: the folder of the causal language model, with a few more keys in its config.json, and `a2d-` before
-the `model_type`, as in dllm, so that nobody takes it for a causal language model. SDAR's folders (`model_type` sdar)
-are read as well. The paper's own models: `model_type` bd3lm.
+A converted model has the folder of its causal language model, with a few more keys in config.json and `a2d-` before the
+`model_type`, as in dllm, so that it is not mistaken for a causal language model. SDAR's folders (`model_type` sdar) and
+the paper's own models (`model_type` bd3lm) are read as well.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def load_model(
 
     Args:
         device, dtype: As for `load_target`.
-        block_size: None is what the folder says.
+        block_size: Tokens of a block; None is the size in config.json.
 
     Raises:
-        UsageError: There is no such folder, it holds another kind of model, or not just the weights that belong there;
-            or device or dtype are none.
+        UsageError: There is no such folder, it holds another kind of model, weights are missing or unknown, or device
+            or dtype are invalid.
     """
     folder = Path(path)
     try:
@@ -66,7 +66,7 @@ def load_model(
         remedy = "that of GPT-2" if family == PAPER else "that of the model it was made of"
         raise UsageError(f"{folder} has no tokenizer; copy {remedy} there.")
     given = {**raw, "block_size": raw.get("block_size") if block_size is None else block_size}
-    given.setdefault("token_shift", False)  # which others do not write
+    given.setdefault("token_shift", False)  # which other projects do not write
     given.setdefault("mask_token_id", network.vocab_size - 1 if family == PAPER else text.tokenizer.mask_token_id)
     for name, remedy in (("block_size", "write it there, or give --block-size"), ("mask_token_id", "write it there")):
         if given[name] is None:
@@ -83,14 +83,14 @@ def load_model(
 
 
 def other_files(folder: Path) -> dict[str, bytes]:
-    """`DiffusionModel.files` of a folder, which need not exist."""
+    """`DiffusionModel.files` of a folder; empty if there is no such folder."""
     return {file.name: file.read_bytes() for file in [folder / "generation_config.json"] if file.is_file()}
 
 
 def _converted(raw: Mapping[str, Any], family: str, folder: Path) -> tuple[Denoiser, PretrainedConfig]:
     try:
         config = AutoConfig.for_model(family, **{key: value for key, value in raw.items() if key != "model_type"})
-    except Exception as error:  # transformers has many kinds
+    except Exception as error:  # transformers raises many kinds
         told = " ".join(str(error).split())
         raise UsageError(f"{folder / 'config.json'} cannot be used: {told}; use the one of these weights.") from error
     try:
@@ -116,33 +116,33 @@ def _paper(raw: Mapping[str, Any], folder: Path) -> tuple[Denoiser, PretrainedCo
 
 
 def _load_weights(network: Denoiser, folder: Path) -> None:
-    """Raises a UsageError unless just the weights of this network are there."""
+    """Load a network's weights. Raises a UsageError if some are missing or unknown."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UsageError(f"{folder} has no *.safetensors; copy the model's weights there.")
     try:
         stored = open_tensors(list(map(str, files)))
         check_floats(stored)
-        # Copied, so that nothing depends on files that may be written anew.
+        # Copied, so that the model does not change when its files are overwritten.
         tensors = {name: each.tensor().to(torch.float32, copy=True) for name, each in stored.items()}
     except (OSError, SafetensorError) as error:
         raise UsageError(f"The weights in {folder} are corrupt or cut short ({error}); copy them again.") from error
     expected = {name: tuple(weight.shape) for name, weight in network.state_dict().items()}
     if HEAD not in expected:
-        tensors.pop(HEAD, None)  # a tied one that was written all the same
+        tensors.pop(HEAD, None)  # written although it is tied to the embedding
     check_tensors(expected, tensors)
     network.load_state_dict(tensors, assign=True)
 
 
 def write_model(model: DiffusionModel, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a model with these weights, whole or not at all, to a folder that is replaced if it is there.
+    """Write a model with these weights, whole or not at all, to a folder, which is replaced if it exists.
 
     Raises:
-        UsageError: The disk is full, or the like. What was there stays.
+        UsageError: The folder cannot be written. What was there stays.
     """
     assert model.text.tokenizer is not None
     folder = folder.absolute()
-    # Hidden, so that nobody's copy with such a name is taken for what a killed process left.
+    # Hidden names, so that a user's copy of the folder is not mistaken for remains of a killed process.
     partial, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
     raw = {**model.raw, **asdict(model.config), "dtype": str(next(iter(tensors.values())).dtype).split(".")[1]}
     try:

@@ -1,4 +1,4 @@
-"""How likely a text is: a bound by draws of the noise, with an interval; at block size 1 the likelihood itself."""
+"""Likelihood of a text: a bound from samples of the noise, with an interval, and exact at block size 1."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from blockdraft.diffusion.settings import LikelihoodSettings
 from blockdraft.diffusion.text import Tokens, row_length
 from blockdraft.errors import UsageError
 
-LEVEL = 0.95  # of the interval
+LEVEL = 0.95  # confidence level of the interval
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Attributes:
-    bits_per_token: Of the tokens that were predicted; an upper bound unless `exact`.
-    low, high: Perplexities between which the bound lies with a probability of 95 %, as far as the draws tell.
-    draws: Of the noise for the whole text.
-    tokens: That were predicted.
-    exact: Whether this is the likelihood itself: so it is with blocks of one token.
-    by_block: Bits per token by the number of the block in its row.
-    by_position: Bits per token by the place in the block.
+    """Likelihood of a text.
+
+    Attributes:
+        perplexity: Perplexity of the predicted tokens; an upper bound unless `exact`.
+        bits_per_token: The same in bits.
+        low, high: 95 % confidence interval of the perplexity, by the spread of the draws.
+        draws: Number of samples of the noise for the whole text.
+        tokens: Number of predicted tokens.
+        exact: Whether this is no bound but the likelihood itself, as with blocks of one token.
+        by_block: Bits per token by the number of the block in its row.
+        by_position: Bits per token by the position in the block.
     """
 
     perplexity: float
@@ -50,17 +53,17 @@ def likelihood(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     compute: Callable[[DiffusionModel, torch.Tensor, Noise], torch.Tensor] = losses,
 ) -> Likelihood:
-    """Measure how likely texts are.
+    """Measure the likelihood of texts.
 
-    Each text is cut into rows, each of which begins with the last token of the one before: the first token of a row is
-    given, so that every token but the first of its text is predicted once.
+    Each text is cut into rows, each of which begins with the last token of the one before. The first token of a row is
+    given, so every token but the first of its text is predicted once.
 
     Args:
-        compute: `losses`, or what comes to the same by other ways.
+        compute: `losses`, or a function with the same results.
 
     Raises:
         UsageError: There is no token to predict, or rows are longer than the context.
-        NumbersError: The model computes no finite numbers.
+        NumbersError: The model computes numbers that are not finite.
     """
     length, size = row_length(model, settings.length), model.config.block_size
     rows = [row for text in texts for row in _rows(text, length)]
@@ -88,23 +91,37 @@ def likelihood(
 
 
 def _summary(sums: torch.Tensor, counts: torch.Tensor, tokens: int, size: int, exact: bool) -> Likelihood:
-    """From `[draws, L]` sums of losses in nats, and how many tokens they are about."""
+    """Likelihood from the sums of the losses in nats.
+
+    Args:
+        sums: By draw and position in the row, `[draws, L]`.
+        counts: Predicted tokens at each position, `[L]`.
+        tokens: Their number.
+        size: Tokens of a block.
+    """
     means = (sums.sum(dim=1) / tokens).tolist()
     nats, around = fmean(means), 0.0
     if not exact:
         around = t_quantile((1 + LEVEL) / 2, len(means) - 1) * stdev(means) / math.sqrt(len(means))
-    places, by = torch.arange(len(counts)), sums.mean(dim=0) / math.log(2)
+    positions, bits = torch.arange(len(counts)), sums.mean(dim=0) / math.log(2)
 
     def table(groups: torch.Tensor) -> list[float | None]:
         number = int(groups.max()) + 1
-        totals = torch.zeros(number, dtype=torch.float64).index_add(0, groups, by).tolist()
+        totals = torch.zeros(number, dtype=torch.float64).index_add(0, groups, bits).tolist()
         found = torch.zeros(number, dtype=torch.int64).index_add(0, groups, counts).tolist()
         return [total / count if count else None for total, count in zip(totals, found, strict=True)]
 
-    perplexities = (math.exp(nats), math.exp(nats - around), math.exp(nats + around))
-    value, low, high = perplexities
-    tables = table(places // size), table(places % size)
-    return Likelihood(value, nats / math.log(2), low, high, len(means), tokens, exact, *tables)
+    return Likelihood(
+        perplexity=math.exp(nats),
+        bits_per_token=nats / math.log(2),
+        low=math.exp(nats - around),
+        high=math.exp(nats + around),
+        draws=len(means),
+        tokens=tokens,
+        exact=exact,
+        by_block=table(positions // size),
+        by_position=table(positions % size),
+    )
 
 
 def _rows(text: Tokens, length: int) -> Iterator[Tokens]:
@@ -116,7 +133,7 @@ def _rows(text: Tokens, length: int) -> Iterator[Tokens]:
 
 
 def _batches(rows: Sequence[Tokens], size: int) -> Iterator[list[Tokens]]:
-    """Rows of equal lengths together, so that none has to be filled up."""
+    """Batches of rows of one length, so that none needs padding."""
     found = list[Tokens]()
     for row in sorted(rows, key=lambda row: len(row.ids), reverse=True):
         if found and (len(found) == size or len(row.ids) != len(found[0].ids)):
@@ -127,8 +144,8 @@ def _batches(rows: Sequence[Tokens], size: int) -> Iterator[list[Tokens]]:
 
 
 def t_quantile(level: float, freedom: int) -> float:
-    """Of Student's t distribution, by its expansion around the normal one (Abramowitz and Stegun 26.7.5): to 1 % from 3
-    degrees of freedom on."""
+    """Quantile of Student's t distribution, by its expansion around the normal one (Abramowitz and Stegun 26.7.5); the
+    error is below 1 % from 3 degrees of freedom on."""
     z = NormalDist().inv_cdf(level)
     terms = (
         (z**3 + z) / 4,

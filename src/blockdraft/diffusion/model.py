@@ -17,13 +17,13 @@ from blockdraft.targets import TargetText
 
 @settings
 class DiffusionConfig:
-    """What the network itself does not show.
+    """Configuration of a block-diffusion model beside its network.
 
     Attributes:
         block_size: Tokens of a block. At 1 the model is autoregressive.
-        mask_token_id: Stands for a token that is not known yet.
-        token_shift: Whether what the network says at a token is about the next one, as in causal language models. What
-            is said about the first token of a block is then said at the last one of the block before.
+        mask_token_id: Token in the place of those that are unknown.
+        token_shift: Whether the state at a token predicts the next one, as in causal language models. The first token
+            of a block is then predicted at the last one of the block before.
     """
 
     block_size: Count
@@ -33,10 +33,12 @@ class DiffusionConfig:
 
 @dataclass(frozen=True)
 class DiffusionModel:
-    """Attributes:
-    text: Tokenizer, context and end tokens; the tokenizer is there.
-    raw: What config.json holds besides `config`.
-    files: Content of other files of its folder by their names, which belong into every folder that it is written to.
+    """A loaded model.
+
+    Attributes:
+        text: Tokenizer, context and end tokens; the tokenizer is never None.
+        raw: Content of config.json, besides `config`.
+        files: Other files of its folder, content by name, which are written along with it.
     """
 
     network: Denoiser
@@ -46,32 +48,26 @@ class DiffusionModel:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     def check_tokens(self, ids: Sequence[int], place: str) -> None:
-        """Raise a UsageError for tokens that no text may hold.
+        """Raise a UsageError if there are tokens outside of the vocabulary, or mask tokens.
 
         Args:
-            place: Where they come from, as the beginning of a sentence.
+            place: Source of the tokens, as the beginning of a sentence.
         """
         mask, size = self.config.mask_token_id, self.network.vocab_size
         wrong = next((token for token in ids if not 0 <= token < size), None)
         if wrong is not None:
             raise UsageError(f"{place} holds the token id {wrong}, and the model has those from 0 to {size - 1} only.")
         if mask in ids:
-            raise UsageError(
-                f"{place} holds the mask token (id {mask}), which stands for tokens that are not known; take it out."
-            )
+            raise UsageError(f"{place} holds the mask token (id {mask}), which stands for unknown tokens; take it out.")
 
     def check_weights(self) -> None:
-        """Raise a NumbersError where a weight is not finite."""
+        """Raise a NumbersError if a weight is not finite."""
         for name, weight in self.network.named_parameters():
             if not weight.isfinite().all():
                 raise NumbersError(f"The model's weight {name} is not finite; copy its files again, or make it anew.")
 
     def check_finite(self, numbers: Tensor) -> None:
-        """Raise a NumbersError that says what can be done where the model has computed NaN or infinity.
-
-        Args:
-            numbers: What it has computed.
-        """
+        """Raise a NumbersError with a remedy if the model has computed NaN or infinity."""
         if numbers.isfinite().all():
             return
         self.check_weights()
@@ -81,7 +77,7 @@ class DiffusionModel:
 
 
 def hide_mask_token(logits: Tensor, mask_token_id: int) -> Tensor:
-    """Logits `[..., V]` float32 of which the mask token has -inf: it is never what a place holds."""
+    """Logits `[..., V]` as float32, with -inf for the mask token, which is never an answer."""
     hidden = torch.zeros(logits.size(-1), dtype=torch.bool, device=logits.device)
     hidden[mask_token_id] = True
     return logits.float().masked_fill(hidden, -torch.inf)

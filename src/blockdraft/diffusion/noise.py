@@ -1,9 +1,9 @@
-"""Noise: how many tokens of a block are masked, which, and what each of them weighs in the bound."""
+"""Noise: which tokens of a block are masked, and their weights in the bound on the likelihood."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,14 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdraft.diffusion.model import DiffusionModel
+from blockdraft.diffusion.text import Tokens
+
+ALL_TIMES = (0.001, 1.0)
+WIDTHS, STEP = (0.5, 0.6, 0.7, 0.8, 0.9), 0.05
+LEAST = 8  # blocks that an interval must hold for its variance to count
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """The probability m(t) that a token is masked at the time t in (0, 1], which rises from 0 to 1.
+    """Noise schedule: the probability m(t) that a token is masked at time t in (0, 1], which rises from 0 to 1.
 
     Attributes:
         rate: m.
-        weight: m' / m: what the loss of a masked token weighs, so that the mean over uniform t is the bound.
+        weight: m' / m, the weight of a masked token's loss with which the mean over uniform t is the bound.
     """
 
     rate: Callable[[Tensor], Tensor]
@@ -38,9 +45,11 @@ SCHEDULES = {
 
 
 class Noise(NamedTuple):
-    """Attributes:
-    masked: `[B, L]` bool.
-    weights: `[B, L]` float32, of the losses of masked tokens; 0 elsewhere.
+    """Noise of B rows of L tokens.
+
+    Attributes:
+        masked: Tokens that are hidden, `[B, L]` bool.
+        weights: Weights of their losses, `[B, L]` float32; 0 elsewhere.
     """
 
     masked: Tensor
@@ -48,9 +57,9 @@ class Noise(NamedTuple):
 
 
 def stratified(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Numbers in (0, 1], float64, one in each of as many equal parts of the interval as there are, in random order.
+    """Stratified random numbers in (0, 1], float64: one in each of as many equal parts of the interval, shuffled.
 
-    Their order matters: left as they are, the blocks of a row would all have about one noise level.
+    Without the shuffle, the blocks of one row would all have about the same noise level.
     """
     count = math.prod(shape)
     places = torch.randperm(count, generator=generator)
@@ -65,13 +74,13 @@ def training_noise(
     generator: torch.Generator,
     complementary: bool = False,
 ) -> Noise:
-    """Each block of each row gets a time t, and each of its tokens is masked with the probability m(t).
+    """Noise of a training step: each block samples a time t, and masks each of its tokens with probability m(t).
 
     Args:
-        eligible_BL: Bool; which tokens may be masked.
+        eligible_BL: Tokens that may be masked, bool.
         schedule: A key of `SCHEDULES`.
-        clip: The times that are drawn lie between these two. Less than (0, 1) is no bound on the likelihood any more,
-            but learns with less variance.
+        clip: Least and largest time. Narrower than (0, 1), the loss is no longer a bound on the likelihood, but has
+            less variance.
         complementary: As in `noise_at`.
     """
     low, high = clip
@@ -88,16 +97,16 @@ def noise_at(
     generator: torch.Generator,
     complementary: bool = False,
 ) -> Noise:
-    """The noise of blocks whose times are known.
+    """Noise of blocks at given times.
 
     Args:
         times_BK: Float64 in (0, 1], one for each block.
         eligible_BL, schedule: As in `training_noise`.
-        complementary: Follow the rows by as many others in which just those are masked that here are not, at the time
-            1 - t; so each token is learned once. It takes the linear schedule.
+        complementary: Append as many rows in which exactly the other tokens are masked, at time 1 - t, so that each
+            token is learned once. Needs the linear schedule.
 
     Returns:
-        Of B rows, or of 2 * B.
+        Noise of B rows, or of 2 * B if `complementary`.
     """
     assert not complementary or schedule == "linear"
     length = eligible_BL.size(1)
@@ -106,16 +115,16 @@ def noise_at(
     masked, weights = chosen & eligible_BL, SCHEDULES[schedule].weight(t)
     if complementary:
         masked = torch.cat([masked, ~chosen & eligible_BL])
-        weights = torch.cat([weights, 1 / (1 - t).clamp(min=1e-9)])  # at t = 1 nothing is left to weigh
+        weights = torch.cat([weights, 1 / (1 - t).clamp(min=1e-9)])  # no division by 0 at t = 1
     return Noise(masked, weights.float().masked_fill(~masked, 0.0))
 
 
 def counted_noise(eligible_BL: Tensor, block_size: int, generator: torch.Generator) -> Noise:
-    """Mask k of the n eligible tokens of each block, with k from 1 to n equally likely, each weighing n / k.
+    """Noise that masks k of the n eligible tokens of each block, k from 1 to n equally likely, with weights n / k.
 
-    In the mean over k and over which tokens these are, the weighted losses are the bound, just as over continuous times
-    of any schedule: the time of the latter only decides how many are masked. But they vary less. Blocks of one token
-    leave no choice, and there the bound is the likelihood itself.
+    The expectation of the weighted losses is the same bound as over continuous times of any schedule, where the time
+    only decides how many tokens are masked, but with less variance. In blocks of one token there is no choice, and the
+    bound is the likelihood itself.
     """
     batch, length = eligible_BL.shape
     blocks = -(-length // block_size)
@@ -127,3 +136,57 @@ def counted_noise(eligible_BL: Tensor, block_size: int, generator: torch.Generat
     weights = (able / count.clamp(min=1))[..., None] * masked
     masked, weights = (each.reshape(batch, -1)[:, :length] for each in (masked, weights))
     return Noise(masked, weights.float())
+
+
+def intervals() -> list[tuple[float, float]]:
+    """Intervals that are compared: all times first, then windows of each width."""
+    found = [ALL_TIMES]
+    for width in WIDTHS:
+        starts = (STEP * place for place in range(round((1 - width) / STEP) + 1))
+        found += [(max(round(start, 2), ALL_TIMES[0]), round(start + width, 2)) for start in starts]
+    return found
+
+
+def steadiest(times: Tensor, losses: Tensor) -> tuple[float, float]:
+    """Interval of times in which the losses of blocks vary least (arXiv 2503.09573).
+
+    The paper samples times anew for each interval. One uniform sample serves all of them, since its times inside an
+    interval are uniform there too.
+
+    Args:
+        times: Time of each block, `[K]` float64, uniform from 0 to 1.
+        losses: Mean loss of each block's tokens, `[K]`, weighted as in the bound.
+    """
+    variances = dict[tuple[float, float], float]()
+    for low, high in intervals():
+        inside = losses[(times >= low) & (times <= high)].double()
+        if len(inside) >= LEAST:
+            variances[low, high] = torch.var(inside).item()
+    return min(variances, key=variances.__getitem__, default=ALL_TIMES)
+
+
+def steadiest_of(
+    model: DiffusionModel,
+    batches: Iterable[Tokens],
+    schedule: str,
+    generator: torch.Generator,
+    compute: Callable[[DiffusionModel, Tensor, Noise], Tensor],
+) -> tuple[float, float]:
+    """`steadiest` over the blocks of some batches.
+
+    Args:
+        batches: Batches of `[B, L]` tokens.
+        schedule: A key of `SCHEDULES`.
+        generator: Source of the noise.
+        compute: `losses`, or a function with the same results.
+    """
+    size, found_times, found_losses = model.config.block_size, [], []
+    for ids, eligible in batches:
+        times = stratified((len(ids), -(-ids.size(1) // size)), generator)
+        noise = noise_at(times, eligible, size, schedule, generator)
+        blocks = torch.arange(ids.size(1)) // size
+        sums = torch.zeros(times.shape).index_add(1, blocks, compute(model, ids, noise).float().cpu())
+        able = torch.zeros(times.shape).index_add(1, blocks, eligible.float())
+        found_times.append(times[able > 0])
+        found_losses.append((sums / able)[able > 0])
+    return steadiest(torch.cat(found_times), torch.cat(found_losses))

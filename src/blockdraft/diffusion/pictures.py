@@ -1,4 +1,4 @@
-"""The passes over a text as a picture: a GIF that moves, or a PNG with one line or more for each pass."""
+"""Pictures of the passes over a text: an animated GIF, or a PNG with one line or more for each pass."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from typing import Any, NamedTuple
 from blockdraft.diffusion.sampler import Step
 from blockdraft.errors import UsageError
 
-UNKNOWN = "░"  # in place of a token that is not known yet
+UNKNOWN = "░"  # in place of an unknown token
 NEW_LINE = "↵"  # in a PNG, where each pass has a line of its own
-COLUMNS, SIZE, MARGIN = 80, 15, 12  # letters of a line at most, pixels
-MILLISECONDS, LAST = 250, 2000  # that a frame stays, and the last one
+COLUMNS, SIZE, MARGIN = 80, 15, 12  # characters of a line at most; pixels; pixels
+MILLISECONDS, LAST = 250, 2000  # duration of a frame, and of the last one
 COLOURS = {"given": "#666666", "known": "#000000", "new": "#0a7d28", "unknown": "#b8b8b8"}
 
 
 class Piece(NamedTuple):
-    """A token as it is shown; `kind` is a key of `COLOURS`."""
+    """Text of a token; `kind` is a key of `COLOURS`."""
 
     text: str
     kind: str
 
 
 def frames(given: Sequence[int | None], steps: Sequence[Step], decode: Callable[[int], str]) -> Iterator[list[Piece]]:
-    """The text after each pass.
+    """Text after each pass.
 
     Args:
-        given: What was there before: a prompt, or a text with gaps, which ends where it ended then.
+        given: Tokens before the first pass: a prompt, or a text with gaps (None), which does not grow.
+        steps: Passes that settled tokens.
+        decode: Text of a token.
     """
     tokens, limit = list(given), len(given) if None in given else None
     for step in steps:
@@ -45,7 +47,7 @@ def frames(given: Sequence[int | None], steps: Sequence[Step], decode: Callable[
 
 
 def check_picture(path: Path) -> None:
-    """Raise a UsageError where no picture can be written to this file."""
+    """Raise a UsageError if no picture can be written to this file."""
     if path.suffix.lower() not in (".gif", ".png"):
         raise UsageError(f"The passes can be drawn as .gif or .png, and {path} is neither; name the file so.")
     if not path.absolute().parent.is_dir():
@@ -55,15 +57,15 @@ def check_picture(path: Path) -> None:
 
 
 def draw_steps(path: Path, given: Sequence[int | None], steps: Sequence[Step], decode: Callable[[int], str]) -> None:
-    """Draw the passes over a text: as a GIF the whole text after each of them, as a PNG the block that each has
-    worked on, one below the other. A file that is there is replaced.
+    """Draw the passes over a text: a GIF shows the whole text after each of them, a PNG the block of each, one below
+    the other. An existing file is replaced. Arguments are those of `frames`.
 
     Raises:
         UsageError: The name ends neither with .gif nor with .png, a package is missing, or the file cannot be written.
     """
     check_picture(path)
     whole, moves = list(frames(given, steps, decode)), path.suffix.lower() == ".gif"
-    if not moves:  # a block each, behind the number of the pass
+    if not moves:  # a block each, after the number of the pass
         parts = [_in_a_line(text[step.begin :][: len(step.block)]) for step, text in zip(steps, whole, strict=True)]
         lines = [[Piece(f"{number:4}  ", "given"), *part, Piece("\n", "given")] for number, part in enumerate(parts, 1)]
         whole = [[piece for line in lines for piece in line]]
@@ -89,7 +91,7 @@ def _in_a_line(text: Sequence[Piece]) -> list[Piece]:
 
 
 def _lines(text: Sequence[Piece]) -> list[list[tuple[str, str]]]:
-    """Letters with their kinds, in lines of at most `COLUMNS`."""
+    """Characters with their kinds, in lines of at most `COLUMNS`."""
     lines: list[list[tuple[str, str]]] = [[]]
     for piece in text:
         for letter in piece.text:

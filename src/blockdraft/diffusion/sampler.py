@@ -1,10 +1,12 @@
-"""Text from a block-diffusion model, block by block, for several prompts at once."""
+"""Sampling from a block-diffusion model, block by block, for several prompts at once."""
 
 from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,28 +17,147 @@ from blockdraft.diffusion.context import Context
 from blockdraft.diffusion.model import DiffusionModel, hide_mask_token
 from blockdraft.diffusion.settings import SampleSettings
 from blockdraft.diffusion.strategies import Guesses, Strategy, read_strategy
-from blockdraft.diffusion.unfinished import Chunk, Step, Unfinished, Watch
 from blockdraft.engine.text import AnswerText, encode
 from blockdraft.errors import UsageError
 from blockdraft.types import Prompt, SamplingParams
 
-__all__ = ["Chunk", "Sampler", "Step", "Watch"]
+
+@dataclass(frozen=True)
+class Step:
+    """A pass that settled tokens of a text.
+
+    Attributes:
+        begin: Position of the block in the text.
+        block: Tokens of the block after the pass; None for unknown ones.
+        settled: Positions in the block of the tokens that the pass settled.
+    """
+
+    begin: int
+    block: tuple[int | None, ...]
+    settled: tuple[int, ...]
+
+
+# Callback of a row's number and block, with None for unknown tokens, after each pass that settled some of them.
+Watch: TypeAlias = Callable[[int, Sequence[int | None]], None]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of one answer.
+
+    Attributes:
+        row: Number of the prompt.
+        token_ids: New tokens, the end token included. Where gaps are filled, given tokens are included too.
+        text: New text, without the end token.
+        finish_reason: "stop" for an end token or a stop text, "length" for as many tokens as were asked for; None
+            before the answer's last chunk.
+        forwards: Passes of the network for the answer so far, without that over the prompt.
+    """
+
+    row: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: Literal["stop", "length"] | None
+    forwards: int
+
+
+@dataclass(eq=False)
+class Unfinished:
+    """A text that is being written.
+
+    Attributes:
+        number: Number of the prompt.
+        tokens: Tokens of the text, at least up to the end of the present block; None for unknown ones.
+        limit: Tokens after which the text ends.
+        generator: Source of its random numbers.
+        text: Text of its answer.
+        is_filled: Whether gaps are filled: then no token is sampled beyond the limit, and no token ends the text.
+        slot: Row of the context that holds it.
+        begin: Position of the present block.
+        emitted: Tokens of earlier chunks, and of the prompt, which no chunk holds.
+        order: Uniform random number of each position of the block.
+        history: Passes that settled tokens.
+    """
+
+    number: int
+    tokens: list[int | None]
+    limit: int
+    generator: torch.Generator
+    text: AnswerText
+    is_filled: bool = False
+    slot: int = 0
+    begin: int = 0
+    emitted: int = 0
+    forwards: int = 0
+    order: Tensor = field(default_factory=lambda: torch.empty(0))
+    history: list[Step] = field(default_factory=list)
+
+    @property
+    def block(self) -> tuple[int | None, ...]:
+        return tuple(self.tokens[self.begin : self.begin + len(self.order)])
+
+    def unknown(self) -> list[int]:
+        """Positions in the block of unknown tokens, up to the limit if gaps are filled."""
+        end = self.limit - self.begin if self.is_filled else len(self.order)
+        return [place for place, token in enumerate(self.block[:end]) if token is None]
+
+    def open_block(self, begin: int, size: int) -> None:
+        self.begin = begin
+        self.tokens += [None] * (begin + size - len(self.tokens))
+        self.order = torch.rand(size, generator=self.generator, dtype=torch.float64)
+
+    def settle(self, new: Mapping[int, int], watch: Watch | None) -> None:
+        """Record tokens that a pass has settled, by their positions in the block."""
+        for place, token in new.items():
+            self.tokens[self.begin + place] = token
+        self.history.append(Step(self.begin, self.block, tuple(new)))
+        if watch is not None:
+            watch(self.number, self.block)
+
+    def chunk(self, ends: frozenset[int]) -> Chunk | None:
+        """New part of the answer: the present block once it is known, or its part up to the text's end; None before.
+
+        Args:
+            ends: Tokens that end a text, unless gaps are filled.
+        """
+        after = self.begin + len(self.order)
+        end = next((at for at in range(self.emitted, after) if self.tokens[at] is None), after)
+        reason: Literal["stop", "length"] | None = None
+        new = [token for token in self.tokens[self.emitted : min(end, self.limit)] if token is not None]
+        stop = next((at for at, token in enumerate(new, 1) if token in ends and not self.is_filled), None)
+        if stop is not None:
+            new, reason = new[:stop], "stop"
+        elif end >= self.limit:
+            reason = "length"
+        elif end < after:
+            new = new[: max(0, self.begin - self.emitted)]
+        if reason is None and not new:
+            return None
+        for number, token in enumerate(new, 1):
+            if stop != number:
+                self.text.push(token)
+            if self.text.stopped:
+                new, reason = new[:number], "stop"
+                break
+        self.emitted += len(new)
+        if reason is not None:
+            self.text.finish()
+        return Chunk(self.number, tuple(new), self.text.take(), reason, self.forwards)
 
 
 class Sampler:
-    """Samples answers of one model in one way.
+    """Sampler of answers.
 
     Args:
-        strategy: None is the one that the settings name.
+        strategy: Choice of the tokens that a pass settles; None is the strategy that the settings name.
         stop: Texts that end an answer, which is cut before them.
 
     Attributes:
-        given: What was there of each text before the last call of `stream` or `fill`, by the number of its row; None
-            for tokens of gaps.
-        history: The passes over each text that settled tokens.
+        given: Tokens of each text before the last call of `stream` or `fill`, by row; None for tokens of gaps.
+        history: Passes over each text that settled tokens, by row.
 
     Raises:
-        UsageError: There is no strategy of the name in the settings.
+        UsageError: The strategy that the settings name is unknown.
     """
 
     def __init__(
@@ -57,34 +178,34 @@ class Sampler:
         self._seed = secrets.randbits(32) if settings.seed is None else settings.seed
 
     def stream(self, prompts: Sequence[Prompt], watch: Watch | None = None) -> Iterator[Chunk]:
-        """Answer prompts together. Each row goes on to its next block as soon as it has one, whatever the others do,
-        and leaves when it ends. Its tokens do not depend on the others, but for rounding.
+        """Answer prompts together. Each row proceeds to its next block as soon as it has one, whatever the others do,
+        and makes room for another when it ends. Its tokens do not depend on the others, but for rounding.
 
         Args:
             prompts: Texts, which become the user's message where there is a chat template; chats; or token ids.
-            watch: See `Watch`.
+            watch: Callback after each pass, see `Watch`.
 
         Raises:
-            UsageError: A prompt is empty, holds the mask token, or is too long for the context. It is raised before
-                anything is sampled.
+            UsageError: A prompt is empty, holds the mask token, or is too long for the context. Raised before anything
+                is sampled.
             NumbersError: The model computes no finite numbers.
         """
         rows = []
         for number, prompt in enumerate(prompts):
             ids = self._checked(prompt)
             limit = len(ids) + self.settings.max_new_tokens
-            rows.append(
-                Unfinished(number, [*ids], limit, self._random(number), self._text(self._params.stop), told=len(ids))
-            )
+            text = self._text(self._params.stop)
+            rows.append(Unfinished(number, [*ids], limit, self._random(number), text, emitted=len(ids)))
         return self._run(rows, watch)
 
     def fill(self, texts: Sequence[Sequence[int | None]], watch: Watch | None = None) -> Iterator[Chunk]:
-        """Fill the gaps of texts, together. A token of a gap is found given all tokens before its block, and those of
-        its block that are known, also behind it; what follows its block it does not see. No token of a gap ends the
-        text. `max_new_tokens`, stop texts and `ignore_eos` mean nothing here.
+        """Fill the gaps of texts, together. A token of a gap is predicted from all tokens before its block and from the
+        known ones of its block, also after it, but not from later blocks. No token of a gap ends the text.
+        `max_new_tokens`, stop texts and `ignore_eos` have no effect.
 
         Args:
-            texts: Token ids, with None for those to be found.
+            texts: Token ids, with None for the tokens of gaps.
+            watch: Callback after each pass, see `Watch`.
 
         Raises:
             UsageError: A text has no gap or begins with one, holds the mask token, or is too long for the context.
@@ -118,7 +239,7 @@ class Sampler:
             raise UsageError(f"{told}, in blocks of {size}, exceed the model's context of {most}; {remedy}.")
 
     def _slots(self, tokens: int) -> int:
-        """Of a row, which ends with a whole block."""
+        """Slots of a row of so many tokens, rounded up to whole blocks."""
         size = self.model.config.block_size
         return -(-tokens // size) * size
 
@@ -149,7 +270,7 @@ class Sampler:
                 self._pass(context, running, watch)
 
     def _begin(self, row: Unfinished, slot: int, context: Context) -> None:
-        """Read what comes before the first block with tokens that are not known."""
+        """Read the blocks before the first one with unknown tokens."""
         size = self.model.config.block_size
         known = row.tokens.index(None) if None in row.tokens else len(row.tokens)
         row.slot = slot
@@ -158,7 +279,7 @@ class Sampler:
         context.read(slot, [token for token in row.tokens[: row.begin] if token is not None])
 
     def _pass(self, context: Context, rows: Sequence[Unfinished], watch: Watch | None) -> None:
-        """One pass over all rows: blocks that are known are committed, in others tokens are settled."""
+        """Run one pass over all rows: known blocks are committed, and tokens of the others settled."""
         size, mask = self.model.config.block_size, self.model.config.mask_token_id
         blocks = [[mask if token is None else token for token in row.block] for row in rows]
         unknown = [row.unknown() for row in rows]
@@ -173,8 +294,9 @@ class Sampler:
                 row.open_block(row.begin + size, size)
 
     def _settle_first(self, context: Context, rows: Sequence[Unfinished], watch: Watch | None) -> None:
-        """With a token shift, what is left to be said of a block whose first token alone is not known is known already:
-        so blocks of one token take one pass each, as in a causal model."""
+        """Settle first tokens of blocks without a pass, where the pass over the block before has predicted them already
+        (with a token shift) and no other token is unknown. So blocks of one token take one pass each, as in a causal
+        model."""
         found = [row for row in rows if row.unknown() == [0] and context.knows_first(row.slot)]
         if found:
             states = torch.stack([context.first(row.slot) for row in found])
@@ -182,11 +304,11 @@ class Sampler:
 
     @torch.no_grad()
     def _settle(self, rows: Sequence[tuple[Unfinished, list[int]]], states_MH: Tensor, watch: Watch | None) -> None:
-        """Guess tokens, and let the strategy choose which of them stand.
+        """Sample guesses of unknown tokens, and settle those that the strategy chooses.
 
         Args:
-            rows: With the places of each block whose tokens are not known, of which there are some.
-            states_MH: What the network thinks of these tokens, row by row.
+            rows: Rows with the positions of their blocks' unknown tokens, at least one each.
+            states_MH: Hidden states that predict these M tokens, row by row.
         """
         logits = self.model.network.logits(states_MH)
         self.model.check_finite(logits)

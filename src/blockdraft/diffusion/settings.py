@@ -1,4 +1,4 @@
-"""How a block-diffusion model is made, trained, measured and sampled."""
+"""Settings of making, training, measuring and sampling block-diffusion models."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from blockdraft.settings import Amount, Count, Natural, Seed, Share, Texts, sett
 
 @settings
 class ConvertSettings:
-    """How a causal language model becomes a block-diffusion model.
+    """Conversion of a causal language model into a block-diffusion model.
 
     Attributes:
         block_size: Tokens of a block; 1 leaves the model autoregressive.
-        token_shift: Go on predicting the next token at each token, which needs the least training; else each place
+        token_shift: Predict the next token at each token, as before, which needs the least training; else each position
             predicts its own token.
         mask_token_id: Token that stands for unknown ones; None is the tokenizer's mask token, or else a new one.
-        seed: Of the embedding of a new mask token.
+        seed: Seed of the embedding of a new mask token.
     """
 
     block_size: Count = 8
@@ -30,18 +30,18 @@ class ConvertSettings:
 
 @settings
 class NewSettings:
-    """The shape of a model that begins with random weights. The defaults are the paper's tiny one.
+    """Shape of a model with random weights. The defaults are the paper's tiny model.
 
     Attributes:
-        kind: "dit" is the paper's network and layout; "causal" the layers of Qwen3, which `convert` makes too.
+        kind: "dit" is the paper's network and layout; "causal" has the layers of Qwen3, as converted models do.
         layers: Number of layers.
-        hidden_size: Size of a state.
+        hidden_size: Size of a hidden state.
         heads: Heads of attention.
-        context: Tokens that a text may have.
+        context: Most tokens of a text.
         block_size: Tokens of a block; 1 makes the model autoregressive.
-        condition_size: Of the dit: size of what its norms listen to.
+        condition_size: Size of the embedding that conditions the norms of the dit.
         mask_token_id: Token that stands for unknown ones; None is the tokenizer's mask token, or else a new one.
-        seed: Of the weights.
+        seed: Seed of the weights.
     """
 
     kind: Literal["dit", "causal"] = "dit"
@@ -58,7 +58,7 @@ class NewSettings:
         if self.hidden_size % (2 * self.heads):
             even = 2 * self.heads
             raise UsageError(
-                f"hidden_size is {self.hidden_size} and heads {self.heads}; heads take an even share of a state each, "
+                f"hidden_size is {self.hidden_size} and heads {self.heads}; each head needs an even share of a state, "
                 f"so give a multiple of {even}, such as {even * max(1, self.hidden_size // even)}."
             )
         if self.block_size > self.context:
@@ -67,14 +67,14 @@ class NewSettings:
 
 @settings
 class LikelihoodSettings:
-    """How the likelihood of a text is measured.
+    """Measurement of a text's likelihood.
 
     Attributes:
-        length: Tokens that are read together, the first of which is given; longer texts are cut. None is 512, or the
-            model's context if that is shorter.
-        draws: Draws of the noise for the whole text, which the interval comes from; blocks of one token need none.
+        length: Tokens of a row, the first of which is given; longer texts are cut. None is 512, or the model's context
+            if that is shorter.
+        draws: Samples of the noise for the whole text, which the interval comes from; blocks of one token need none.
         batch: Rows that are computed at once.
-        seed: Of the noise.
+        seed: Seed of the noise.
     """
 
     length: Annotated[int, Field(ge=2)] | None = None
@@ -85,19 +85,20 @@ class LikelihoodSettings:
 
 @settings
 class SampleSettings:
-    """How text is sampled.
+    """Sampling of text.
 
     Attributes:
         max_new_tokens: Number of tokens after which an answer is cut, exact to the token.
-        strategy: Which tokens of a block are settled in a pass: first_hitting (one, at random), ancestral=STEPS (those
-            whose time has come, of so many steps), static=N (the N surest), threshold=P (all at least as sure as P),
-            entropy=H (the surest whose entropies add up to no more than H nats beside the largest), or left_to_right.
-        temperature: 0 takes the likeliest token of each place; otherwise the divisor of the logits.
+        strategy: Tokens of a block that a pass settles: first_hitting (one, at random), ancestral=STEPS (those of one
+            of so many steps of the reverse process), static=N (the N likeliest), threshold=P (all that have at least
+            probability P), entropy=H (the surest, whose entropies without the largest add up to at most H nats), or
+            left_to_right.
+        temperature: 0 takes the likeliest token at each position; otherwise the divisor of the logits.
         top_k: Keep the k most probable tokens; 0 keeps all.
         top_p: Keep the most probable tokens that together reach this probability; 1 keeps all.
-        seed: Same seed, same tokens; row i of several has the seed + i. None draws one.
+        seed: Same seed, same tokens; row i of several has the seed + i. None samples a seed.
         ignore_eos: Go on past the model's end tokens.
-        batch_size: Texts that are written at once; others wait until one of these ends.
+        batch_size: Texts that are written at once; others wait until one of them ends.
     """
 
     max_new_tokens: Count = 128
@@ -112,35 +113,35 @@ class SampleSettings:
 
 @settings
 class DiffusionRecipe:
-    """How a block-diffusion model is trained. Rate, warm-up, clipping and EMA are those of arXiv 2503.09573.
+    """Training of a block-diffusion model. Rate, warm-up, clipping and EMA are those of arXiv 2503.09573.
 
     Attributes:
-        block_size: Tokens of a block; None is what the model has. The paper trains with one block of the whole length
-            first, and then for the block size that is wanted.
+        block_size: Tokens of a block; None is the model's block size. The paper first trains with one block of the
+            whole length, and then with the block size that is wanted.
         length: Tokens of a row; None is 512, or the model's context if that is shorter.
         batch: Rows of a step, over all processes; None is 16 on a GPU and 4 on a CPU.
-        schedule: How the share of masked tokens rises with the time that is drawn for a block.
-        low: Least time that is drawn.
-        high: Largest time that is drawn. Small blocks learn faster from a part of the times, such as 0.45 to 0.95 for
+        schedule: Rise of the share of masked tokens with the time that is sampled for a block.
+        low: Least time that is sampled.
+        high: Largest time that is sampled. Small blocks learn faster from a part of the times, such as 0.45 to 0.95 for
             blocks of 4.
-        search_every: Steps between searches for the times to draw, which then take the place of `low` and `high`: of
-            many windows the one in which the losses of blocks vary least; 0 never searches.
-        search_batches: Batches of rows that a search looks at.
-        complementary: Learn each row twice at once, masked where it is not masked the other time.
+        search_every: Steps between searches for the interval of times in which the losses of blocks vary least, which
+            then replaces `low` and `high`; 0 never searches.
+        search_batches: Batches of rows that a search reads.
+        complementary: Learn each row twice in a step, masked the second time where it was not masked the first.
         learning_rate: Peak learning rate of AdamW.
         weight_decay: Weight decay of AdamW.
-        warmup: Steps in which the rate rises, after which it stays.
+        warmup: Steps in which the rate rises to its peak, where it stays.
         clip: Largest norm of the gradient; 0 does not clip.
-        ema: Decay of the running mean of the weights, which is what is written; 0 writes the weights themselves.
-        seed: Of the order of the rows and of the noise.
-        held_out: Share of the rows, the last ones, that is kept back to measure on.
+        ema: Decay of the moving average of the weights, which is written; 0 writes the weights themselves.
+        seed: Seed of the order of the rows and of the noise.
+        held_out: Share of the rows, the last ones, that is only measured on.
         eval_every: Steps between measurements; 0 measures at the end alone.
         save_every: Steps between checkpoints; 0 saves at the end alone.
-        keep: Checkpoints that are kept, the newest ones.
+        keep: Number of checkpoints that are kept, the newest ones.
         dtype: Arithmetic: "auto" is bfloat16 on a GPU, and on a CPU with instructions for it (AVX512-BF16, AMX), else
             float32. The weights are float32 either way.
-        save_dtype: Of the weights that are written.
-        trackers: Trackers of Accelerate that are told the figures besides log.jsonl.
+        save_dtype: Numbers of the weights that are written.
+        trackers: Trackers of Accelerate that get the metrics besides log.jsonl.
     """
 
     block_size: Count | None = None

@@ -1,4 +1,4 @@
-"""Which tokens of a block are settled in a pass. A strategy looks at guesses and changes nothing."""
+"""Strategies: choices of the tokens of a block that a pass settles."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from blockdraft.settings import Amount, Count, Share, from_text, settings
 
 @dataclass(frozen=True)
 class Guesses:
-    """What the model says of the M tokens of one block that are not known yet, from left to right.
+    """Guesses of the M unknown tokens of one block, from left to right.
 
     Attributes:
-        confidence: `[M]` probability of each guess under the model's own distribution, before temperature and cuts.
-        entropy: `[M]` nats, of that distribution.
-        order: `[M]` uniform numbers, one of each place of the block, which stay the same in all its passes.
+        confidence: Probability of each guess under the model's own distribution, before temperature and cuts, `[M]`.
+        entropy: Entropy of that distribution in nats, `[M]`.
+        order: Uniform random numbers, `[M]`, one for each position of the block, the same in all its passes.
     """
 
     confidence: Tensor
@@ -30,12 +30,12 @@ class Guesses:
 
 class Strategy(Protocol):
     def choose(self, guesses: Guesses) -> Tensor:
-        """`[M]` bool, at least one of them true: the guesses that become tokens now."""
+        """Guesses that become tokens in this pass, `[M]` bool, at least one of them true."""
 
 
 @settings
 class FirstHitting:
-    """One token a pass, at random: when time runs on to the moment at which the next one is unmasked, this is it."""
+    """One token a pass, at random: time jumps to the moment at which the reverse process unmasks the next token."""
 
     def choose(self, guesses: Guesses) -> Tensor:
         return _one(guesses.order.argmax(), guesses)
@@ -43,11 +43,11 @@ class FirstHitting:
 
 @settings
 class Ancestral:
-    """The reverse process in so many steps of equal length: each token is unmasked in one of them, each equally likely.
-    Steps that unmask nothing need no pass, since the network's input stays.
+    """The reverse process in steps of equal length, each of which unmasks a token with the same probability. Steps that
+    unmask nothing need no pass, since the network's input stays the same.
 
     Attributes:
-        steps: From noise to text, for each block.
+        steps: Steps from noise to text, of each block.
     """
 
     steps: Count = 16
@@ -59,10 +59,10 @@ class Ancestral:
 
 @settings
 class Static:
-    """The surest tokens, equally many in each pass.
+    """The likeliest tokens, as many in each pass.
 
     Attributes:
-        tokens: Of a pass.
+        tokens: Tokens of a pass.
     """
 
     tokens: Count = 2
@@ -75,10 +75,10 @@ class Static:
 
 @settings
 class Threshold:
-    """All tokens that are sure enough, and the surest one in any case.
+    """All tokens with a certain probability, and the likeliest one in any case.
 
     Attributes:
-        threshold: Probability from which on a guess is sure enough.
+        threshold: Least probability.
     """
 
     threshold: Share = 0.9
@@ -89,11 +89,11 @@ class Threshold:
 
 @settings
 class EntropyBounded:
-    """As many tokens, the surest first, as their entropies allow: what all but the least sure have together bounds how
-    much is lost by drawing them as if they did not depend on each other (arXiv 2505.24857).
+    """As many tokens as a bound on their entropies allows, those of least entropy first. The sum of the entropies
+    without the largest bounds the error of sampling the tokens independently of each other (arXiv 2505.24857).
 
     Attributes:
-        bound: Of that sum, in nats.
+        bound: Largest sum, in nats.
     """
 
     bound: Amount = 0.3
@@ -106,7 +106,7 @@ class EntropyBounded:
 
 @settings
 class LeftToRight:
-    """The first token that is not known."""
+    """The first unknown token."""
 
     def choose(self, guesses: Guesses) -> Tensor:
         return _one(torch.zeros((), dtype=torch.int64), guesses)
@@ -123,10 +123,10 @@ STRATEGIES: dict[str, type[Any]] = {
 
 
 def read_strategy(text: str) -> Strategy:
-    """A strategy from its name, and behind an equals sign its one value, if it has one: "threshold=0.9".
+    """Strategy from its name, with its value after an equals sign if it has one, such as "threshold=0.9".
 
     Raises:
-        UsageError: There is none of this name, or its value is none.
+        UsageError: The name is unknown, or the value invalid.
     """
     name, equals, value = text.partition("=")
     if name not in STRATEGIES:

@@ -7,7 +7,7 @@ import hashlib
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,15 +18,12 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from blockdraft.diffusion.folder import write_model
-from blockdraft.diffusion.intervals import steadiest_of
 from blockdraft.diffusion.likelihood import likelihood
 from blockdraft.diffusion.losses import losses
-from blockdraft.diffusion.mean import RunningMean
 from blockdraft.diffusion.model import DiffusionModel
-from blockdraft.diffusion.noise import Noise, training_noise
-from blockdraft.diffusion.rows import Rows, seed_of
+from blockdraft.diffusion.noise import Noise, steadiest_of, training_noise
 from blockdraft.diffusion.settings import DiffusionRecipe, LikelihoodSettings
-from blockdraft.diffusion.text import Tokens, row_length
+from blockdraft.diffusion.text import Rows, Tokens, row_length, seed_of
 from blockdraft.errors import NumbersError, UsageError, counted
 from blockdraft.folders import held
 from blockdraft.settings import as_toml
@@ -41,8 +38,8 @@ from blockdraft.training.progress import Progress, RunLog, run_folder
 BETAS = (0.9, 0.999)
 EVAL_DRAWS = 4
 GPU_BATCH, CPU_BATCH = 16, 4
-TIMED = 3  # steps after which it is told how long a run takes; the first one is no measure
-# Fields that may change when a run goes on: they say how, or how often, not what is learned.
+TIMED = 3  # steps after which the duration of the run is estimated, from all but the first, which is slow
+# Fields that may change when a run is resumed, since they do not change what is learned.
 FREE = {"eval_every", "save_every", "keep", "dtype", "save_dtype", "trackers"}
 
 
@@ -55,37 +52,92 @@ def train(
     progress: Progress = Progress(),  # noqa: B008 (frozen)
     accelerator: Accelerator | None = None,
 ) -> list[dict[str, Any]]:
-    """Train a model, or go on with a run: one that was interrupted, or one that has ended if there are more steps now.
+    """Train a model, or resume a run that was interrupted, or that has ended if more steps are asked for now.
 
-    A run that was interrupted, at whatever moment, comes to the same weights as one that was not: order and noise of a
-    step depend on the seed and its number alone. A file `finish` in the run's folder makes it end behind the step at
-    hand, with all that belongs to an end.
+    A resumed run comes to the same weights as one that was never interrupted: the order of the rows and the noise of a
+    step depend on the seed and the step's number alone. A file `finish` in the run's folder ends the run after the
+    present step, with a whole model and a checkpoint.
 
     Args:
         model: In float32, on the accelerator's device. Its network is changed.
-        texts: They are joined, in their order, and cut into rows.
+        texts: Texts that are joined in this order and cut into rows.
+        steps: Optimizer steps from the beginning of the run, those of earlier calls included.
         out: Folder of the trained model; log and checkpoints lie beside it, in `out`.run.
-        accelerator: From `make_accelerator`; None is this process alone, on the device that the model is on.
+        accelerator: From `make_accelerator`; None is this process alone, on the model's device.
 
     Returns:
-        The figures of all steps, as in log.jsonl; empty in all processes but the main one.
+        Metrics of all steps, as in log.jsonl; empty in all processes but the main one.
 
     Raises:
-        UsageError: Too little text, blocks or rows longer than the context, a batch that the processes cannot share,
-            or that hold shards of the weights, another run or something else in the folder, another process training
-            there, or a full disk.
+        UsageError: The text is too short, blocks or rows are longer than the context, the processes cannot share the
+            batch or hold shards of the weights (FSDP), the folder holds another run or something else, another process
+            trains there, or the disk is full.
         NumbersError: The loss, or a weight of the model, is not finite.
     """
     accelerator = accelerator or make_accelerator(recipe, run_folder(out), model.network.device.type)
     if accelerator.distributed_type == DistributedType.FSDP:
-        raise UsageError("Weights in shards (FSDP) are not for this training; use --multi_gpu in place of --use_fsdp.")
+        raise UsageError("This training takes no weights in shards (FSDP); use --multi_gpu in place of --use_fsdp.")
     main = accelerator.is_main_process
     with held(out, "training") if main else contextlib.nullcontext():
-        return _Training(model, texts, steps, out, recipe, progress if main else Progress(), accelerator).run()
+        return _Training(
+            model=model,
+            texts=texts,
+            steps=steps,
+            out=out,
+            recipe=recipe,
+            progress=progress if main else Progress(),
+            accelerator=accelerator,
+        ).run()
+
+
+class MovingAverage:
+    """Exponential moving average (EMA) of a network's parameters, which a training measures and writes.
+
+    Args:
+        decay: Share of the average that a step keeps; with 0 it is the parameters themselves.
+        weights: Average to go on with, by the names of the parameters; None begins with the parameters.
+    """
+
+    def __init__(self, network: nn.Module, decay: float, weights: Mapping[str, Tensor] | None = None) -> None:
+        self._network, self._decay = network, decay
+        self.weights = _copied(network)
+        for name, weight in self.weights.items():
+            if weights is not None:
+                weight.copy_(weights[name])
+
+    def update(self, step: int) -> None:
+        """Include the parameters after a step, counted from 0. Early steps, which are soon out of date, count less."""
+        decay = min(self._decay, (1 + step) / (10 + step)) if self._decay else 0.0
+        for name, weight in self._network.named_parameters():
+            self.weights[name].lerp_(weight.detach(), 1 - decay)
+
+    def load_into_network(self) -> None:
+        """Make the average the network's parameters."""
+        _load(self._network, self.weights)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Context in which the network computes with the average, in evaluation mode."""
+        own = _copied(self._network)
+        self.load_into_network()
+        self._network.eval()
+        yield
+        self._network.train()
+        _load(self._network, own)
+
+
+def _copied(network: nn.Module) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in network.named_parameters()}
+
+
+@torch.no_grad()
+def _load(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    for name, weight in network.named_parameters():
+        weight.copy_(weights[name])
 
 
 class _Losses(nn.Module):
-    """`losses` as the forward of a module, which is what Accelerate can spread over processes."""
+    """`losses` as the forward of a module, which Accelerate can distribute over processes."""
 
     def __init__(self, model: DiffusionModel) -> None:
         super().__init__()
@@ -96,8 +148,11 @@ class _Losses(nn.Module):
 
 
 class _Training:
+    """State of a run; arguments as in `train`."""
+
     def __init__(
         self,
+        *,
         model: DiffusionModel,
         texts: Sequence[Tokens],
         steps: int,
@@ -135,14 +190,14 @@ class _Training:
             check_same(self.folder, state["identity"], self.identity)
         if self.begin > steps:
             raise UsageError(f"The run in {self.folder} has done {self.begin} steps, and {steps} are asked for.")
-        # At blocks of one token all times but the last add variance and nothing else.
+        # With blocks of one token, times below 1 add nothing but variance.
         self.clip = (1.0, 1.0) if recipe.search_every and size == 1 else (recipe.low, recipe.high)
         optimizer = torch.optim.AdamW(
             self.network.parameters(), recipe.learning_rate, BETAS, weight_decay=recipe.weight_decay
         )
         self.module, wrapped = accelerator.prepare(_Losses(self.model), optimizer, device_placement=[False, False])
         self.optimizer = cast(torch.optim.Optimizer, getattr(wrapped, "optimizer", wrapped))
-        self.mean = RunningMean(self.network, recipe.ema, None if state is None else state["ema"])
+        self.average = MovingAverage(self.network, recipe.ema, None if state is None else state["ema"])
         if state is not None:
             self.clip = tuple(state["clip"])
             restore_state(self.module, self.optimizer, state)
@@ -157,16 +212,16 @@ class _Training:
             (self.folder / "recipe.toml").write_text(as_toml(recipe), encoding="utf-8")
             if recipe.trackers:
                 accelerator.init_trackers("blockdraft")
-        self._tell_beginning()
-        measured, began, step, told = "", time.monotonic(), self.begin, False
-        while step < self.steps and not told:
+        self._report_start()
+        measured, began, step, finish = "", time.monotonic(), self.begin, False
+        while step < self.steps and not finish:
             moment, step = time.monotonic(), step + 1
             figures: dict[str, Any] = {"step": step, **self._step(step - 1)}
             figures["tokens_per_second"] = self.batch * self.rows.length / (time.monotonic() - moment)
             if step == self.begin + 1:
                 began = time.monotonic()
-            told = finish_requested(self.folder, accelerator)
-            end = step == self.steps or told
+            finish = finish_requested(self.folder, accelerator)
+            end = step == self.steps or finish
             if self.rows.held_out and (end or (recipe.eval_every and step % recipe.eval_every == 0)):
                 figures["held_out_bits"] = self._measure()
                 measured = f", held out {figures['held_out_bits']:.3f} bits a token"
@@ -178,19 +233,19 @@ class _Training:
             if end or (recipe.save_every and step % recipe.save_every == 0):
                 self._save(step)
             if step == self.begin + TIMED and not end:
-                self._tell_pace((time.monotonic() - began) / (TIMED - 1), self.steps - step)
+                self._report_speed((time.monotonic() - began) / (TIMED - 1), self.steps - step)
             line = f"step {step} of {self.steps}, loss {figures['loss']:.3f}{measured}"
             self.progress.report(line, step - self.begin, self.steps - self.begin)
-        if told:
+        if finish:
             self.progress.note(f"Told to finish at step {step}; the same command goes on.")
         clear_finish_request(self.folder, accelerator)
-        self.mean.put()
+        self.average.load_into_network()
         self.network.eval().requires_grad_(False)
         if recipe.trackers:
             accelerator.end_training()
         return self.log.lines if self.log is not None else []
 
-    def _tell_beginning(self) -> None:
+    def _report_start(self) -> None:
         note, rows = self.progress.note, self.rows
         size = sum(weight.numel() for weight in self.network.parameters())
         processes = self.accelerator.num_processes
@@ -206,7 +261,7 @@ class _Training:
         elif self.begin:
             note(f"Going on from step {self.begin}; delete {self.folder} to begin afresh.")
 
-    def _tell_pace(self, seconds: float, left: int) -> None:
+    def _report_speed(self, seconds: float, left: int) -> None:
         minutes = seconds * left / 60
         time_left = f"{minutes / 60:.1f} hours" if minutes > 90 else f"{math.ceil(minutes)} min"
         self.progress.note(
@@ -221,12 +276,12 @@ class _Training:
         block_size = self.model.config.block_size
         noise = training_noise(eligible, block_size, recipe.schedule, self.clip, generator, recipe.complementary)
         times = 2 if recipe.complementary else 1
-        # All processes draw the noise of all rows, and each takes its share.
+        # Each process samples the noise of all rows and takes its share, so that the seed alone decides the noise.
         part = self.batch // accelerator.num_processes
         own = torch.arange(part) + accelerator.process_index * part
         places = torch.cat([own + self.batch * again for again in range(times)])
         found = self._losses(self.model, ids.repeat(times, 1)[places], Noise(*(each[places] for each in noise)))
-        # Wrappers for many processes take the mean of their gradients, and the sum is wanted.
+        # Distributed wrappers average the gradients of the processes, and their sum is wanted.
         total = found.sum() / max(int(eligible.sum()) * times, 1)
         accelerator.backward(total * accelerator.num_processes)
         norm = float(accelerator.clip_grad_norm_(self.module.parameters(), recipe.clip or math.inf))
@@ -238,52 +293,52 @@ class _Training:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.mean.update(step)
+        self.average.update(step)
         return {"loss": loss, "rate": rate, "gradient_norm": norm}
 
     def _not_finite(self, step: int, loss: float, norm: float) -> NumbersError:
-        """Why a step failed. Removes the run's folder where this was its first step."""
+        """The error of a failed step. If it was the first of a new run, the run's folder is deleted."""
         told = f"Loss {loss} and gradient norm {norm} at step {step + 1} are not both finite"
         rounded = self.accelerator.mixed_precision == "bf16"
         if step == 0:
             if self.fresh and self.accelerator.is_main_process:
                 shutil.rmtree(self.folder)
             remedy = "use dtype float32, or another model" if rounded else "begin with another model"
-            return NumbersError(f"{told}, though nothing was learned yet: the model computes such numbers; {remedy}.")
+            return NumbersError(f"{told} before anything was learned: the model computes such numbers; {remedy}.")
         kept = f" The checkpoint of step {self.saved} stays as it is." if self.saved else ""
         return NumbersError(f"{told}; lower the learning rate{', or use dtype float32' if rounded else ''}.{kept}")
 
     def _losses(self, model: DiffusionModel, ids: Tensor, noise: Noise) -> Tensor:
-        """`losses`, by the module that may be spread over processes."""
+        """`losses`, computed by the module that may be distributed over processes."""
         device = self.network.device
         found: Tensor = self.module(ids.to(device), *(each.to(device) for each in noise))
         return found
 
     def _measure(self) -> float:
-        """Bits per token of the held-out rows, by the weights that would be written now."""
+        """Bits per token of the held-out rows with the averaged weights."""
         settings = LikelihoodSettings(length=self.rows.length, draws=EVAL_DRAWS, batch=self.batch)
-        with self.mean.in_place():
-            return likelihood(self.model, self.rows.kept_back(), settings, compute=self._losses).bits_per_token
+        with self.average.applied():
+            return likelihood(self.model, self.rows.held_out_rows(), settings, compute=self._losses).bits_per_token
 
     @torch.no_grad()
     def _search(self, step: int) -> tuple[float, float]:
-        """The times that the next steps draw from: where the loss of held-out blocks varies least."""
+        """Interval of times for the next steps: the one in which the loss of held-out blocks varies least."""
         recipe, generator = self.recipe, torch.Generator().manual_seed(seed_of(self.recipe.seed, 2, step))
-        batches = (self.rows.looked_at(number, self.batch) for number in range(recipe.search_batches))
-        with self.mean.in_place():
+        batches = (self.rows.held_out_batch(number, self.batch) for number in range(recipe.search_batches))
+        with self.average.applied():
             low, high = steadiest_of(self.model, batches, recipe.schedule, generator, self._losses)
         self.progress.note(f"Step {step}: noise levels from {low:g} to {high:g} now, where the loss varies least")
         return low, high
 
     def _save(self, step: int) -> None:
-        """Write the model and then a checkpoint, so that a run whose last checkpoint is there has nothing to do."""
-        ema = {name: weight.to("cpu", copy=True) for name, weight in self.mean.weights.items()}
+        """Write the model and then a checkpoint, so that a checkpoint implies that its model is written."""
+        ema = {name: weight.to("cpu", copy=True) for name, weight in self.average.weights.items()}
         state = gather_state(self.module, self.optimizer)
         if self.log is not None:
             dtype = getattr(torch, self.recipe.save_dtype)
             buffers = {name: one.detach().cpu() for name, one in self.network.named_buffers()}
             for name, end in zip(("sampling_eps_min", "sampling_eps_max"), self.clip, strict=True):
-                if name in buffers:  # as the paper's checkpoints say it
+                if name in buffers:  # where the paper's checkpoints keep it
                     buffers[name] = torch.tensor(end)
             write_model(self.model, buffers | {name: weight.to(dtype) for name, weight in ema.items()}, self.out)
             state |= {"step": step, "identity": self.identity, "clip": list(self.clip), "ema": ema}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from blockdraft.diffusion.new import new_model
+from blockdraft.diffusion.create import new_model
 from blockdraft.diffusion.settings import NewSettings
 from blockdraft.drafters import BUNDLED_DFLASH, bundled, load_drafter
 from blockdraft.errors import UsageError

@@ -1,8 +1,7 @@
-"""From a causal model to a block-diffusion model, and its folder read back."""
+"""New block-diffusion models, and their folders read back."""
 
 import json
 import shutil
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.diffusion.convert import convert
+from blockdraft.diffusion import create
+from blockdraft.diffusion.create import convert, new_model
 from blockdraft.diffusion.folder import load_model, write_model
 from blockdraft.diffusion.likelihood import likelihood
 from blockdraft.diffusion.model import DiffusionConfig, DiffusionModel
-from blockdraft.diffusion.new import new_model
 from blockdraft.diffusion.sampler import Sampler
-from blockdraft.diffusion.settings import ConvertSettings, SampleSettings
+from blockdraft.diffusion.settings import ConvertSettings, NewSettings, SampleSettings
 from blockdraft.diffusion.text import Tokens
 from blockdraft.errors import UsageError
+from blockdraft.nn.denoiser import CausalDenoiser
 from blockdraft.nn.dit import DiT, DiTConfig
 from blockdraft.targets import TargetText, load_target
 
@@ -32,7 +32,7 @@ def source(tiny_target_dir: Path, tmp_path: Path) -> Path:
 
 
 def change(file: Path, **values: Any) -> None:
-    """Of a JSON file; None deletes a key."""
+    """Change values of a JSON file; None deletes a key."""
     raw = json.loads(file.read_text())
     file.write_text(json.dumps({name: value for name, value in (raw | values).items() if value is not None}))
 
@@ -184,24 +184,23 @@ def test_a_failing_disk_leaves_what_was_there(folder: Path, monkeypatch: pytest.
 def test_a_folder_that_another_process_made_meanwhile_stays(
     tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though it was not there when the command began."""
-    for module, name in (("convert", "load_target_text"), ("new", "load_text_with")):
-        out, real = tmp_path / module, getattr(sys.modules[f"blockdraft.diffusion.{module}"], name)
+    """A folder that appears after the first check is left alone."""
+    for make, name in ((convert, "load_target_text"), (new_model, "load_text_with")):
+        out, real = tmp_path / name, getattr(create, name)
 
         def other(*given: Any, out: Path = out, real: Any = real) -> Any:
             out.mkdir()
             (out / "file").touch()
             return real(*given)
 
-        monkeypatch.setattr(f"blockdraft.diffusion.{module}.{name}", other)
-        make = convert if module == "convert" else new_model
-        with pytest.raises(UsageError, match=f"{module} exists already; choose another folder"):
+        monkeypatch.setattr(create, name, other)
+        with pytest.raises(UsageError, match=f"{name} exists already; choose another folder"):
             make(tiny_target_dir, out)
         assert [file.name for file in out.iterdir()] == ["file"]
 
 
 def test_copies_beside_a_folder_stay(folder: Path) -> None:
-    """Whatever they are called."""
+    """Folders beside the model's are left alone, whatever their names."""
     model = load_model(folder, "cpu")
     copies = [folder.with_name(f"model.{kind}") for kind in ("old", "partial")]
     for copy in copies:
@@ -238,7 +237,7 @@ def test_weights_that_do_not_all_load_are_no_model(folder: Path) -> None:
 
 
 def test_padding_by_the_mask_token_is_no_matter(folder: Path) -> None:
-    """As the paper's own tokenizer has it: texts are never padded, so the two cannot be mistaken for each other."""
+    """The paper's own tokenizer has such a mask token. Texts are never padded, so nothing is mistaken."""
 
     def answer() -> tuple[int, ...]:
         sampler = Sampler(load_model(folder, "cpu"), SampleSettings(max_new_tokens=8, ignore_eos=True))
@@ -326,3 +325,60 @@ def test_what_the_paper_leaves_to_its_code(paper: DiffusionModel, tmp_path: Path
         file.unlink()
     with pytest.raises(UsageError, match="has no tokenizer; copy that of GPT-2 there"):
         load_model(tmp_path / "paper", "cpu")
+
+
+SMALL = {"layers": 2, "hidden_size": 24, "heads": 3, "context": 32, "block_size": 4}
+
+
+@pytest.mark.parametrize(("kind", "network"), [("dit", DiT), ("causal", CausalDenoiser)])
+def test_new_models_load_and_write(kind: str, network: type, tiny_target_dir: Path, tmp_path: Path) -> None:
+    for name in ("one", "same"):
+        found = new_model(tiny_target_dir, tmp_path / name, NewSettings(kind=kind, **SMALL))  # type: ignore[arg-type]
+    assert (found.mask_token, found.is_new, found.config.block_size, found.config.token_shift) == (
+        "<|mask|>",
+        False,
+        4,
+        False,
+    )
+    model, same = (load_model(tmp_path / name, "cpu") for name in ("one", "same"))
+    assert isinstance(model.network, network) and model.config == found.config
+    assert (model.network.vocab_size, model.text.max_context, model.text.eos_token_ids) == (265, 32, {2})
+    other = new_model(tiny_target_dir, tmp_path / "other", NewSettings(kind=kind, seed=1, **SMALL))  # type: ignore[arg-type]
+    assert other == found
+    theirs, others = same.network.state_dict(), load_model(tmp_path / "other", "cpu").network.state_dict()
+    ours = model.network.state_dict()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+    assert not all(torch.equal(weight, others[name]) for name, weight in ours.items())
+    [chunk] = list(Sampler(model, SampleSettings(max_new_tokens=4, seed=0, ignore_eos=True)).stream([[5, 6, 7, 8]]))
+    assert len(chunk.token_ids) == 4 and 3 not in chunk.token_ids
+
+
+def test_the_papers_layout(tiny_target_dir: Path, tmp_path: Path) -> None:
+    new_model(tiny_target_dir, tmp_path / "out", NewSettings(**SMALL))  # type: ignore[arg-type]
+    raw = json.loads((tmp_path / "out/config.json").read_text())
+    assert raw["model_type"] == "bd3lm" and raw["n_blocks"] == 2 and raw["cond_dim"] == 64 and raw["vocab_size"] == 265
+    weights = load_model(tmp_path / "out", "cpu").network.state_dict()
+    assert not weights["backbone.output_layer.linear.weight"].any()  # all tokens are as likely
+    assert weights["backbone.vocab_embed.embedding"].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"hidden_size": 30, "heads": 4}, "hidden_size is 30 and heads 4; .*a multiple of 8, such as 24"),
+        ({"block_size": 64}, "block_size is 64 and context 32"),
+        ({"kind": "rnn"}, "kind is 'rnn'; it must be 'dit' or 'causal'"),
+        ({"mask_token_id": 2}, "mask_token_id is 2, which ends texts"),
+        ({"layers": 0}, "layers is 0; it must be at least 1"),
+    ],
+)
+def test_bad_shapes(changes: dict[str, Any], told: str, tiny_target_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=told):
+        new_model(tiny_target_dir, tmp_path / "out", NewSettings(**SMALL | changes))
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(UsageError, match="bare has no tokenizer; name a folder with one"):
+        new_model(tmp_path / "bare", tmp_path / "out")
