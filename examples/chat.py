@@ -1,4 +1,4 @@
-"""Talk with the bundled model. Each turn reads only what is new of the conversation.
+"""A conversation with the bundled model, in which each turn reads only the new part.
 
     python examples/chat.py
 
@@ -19,7 +19,7 @@ def main() -> None:
         print("Write a message and press Enter; Ctrl-D ends.")
         for line in sys.stdin:
             turn = conversation.ask(line.strip(), blockdraft.SamplingParams(max_new_tokens=200))
-            answer = conversation.keep(turn)  # waits for it
+            answer = conversation.keep(turn)  # waits for the answer
             print(answer.text)
             print(
                 f"[{answer.prompt_tokens - answer.stats.remembered} tokens read, {answer.stats.remembered} remembered]"

@@ -1,4 +1,4 @@
-"""Decode the same prompts plainly, with chains and with trees of guesses: the tokens are equal, the speeds are not.
+"""Decode the same prompts plainly, with chains and with trees of guesses: equal tokens, different speeds.
 
     python examples/compare_methods.py [TARGET DRAFTER]
 

@@ -1,4 +1,4 @@
-"""Answer many prompts: all at once as a batch, and as they come in an event loop, as a server does.
+"""Answer many prompts: as one batch, and as requests that arrive in an event loop, as in a server.
 
 python examples/many_prompts.py
 """
@@ -12,8 +12,8 @@ PARAMS = blockdraft.SamplingParams(max_new_tokens=96)
 
 
 async def answer(engine: blockdraft.Engine, number: int, prompt: str) -> str:
-    """One user's request; the engine decodes those that are there together."""
-    await asyncio.sleep(0.01 * number)  # users do not come all at once
+    """One user's request; the engine decodes concurrent requests together."""
+    await asyncio.sleep(0.01 * number)  # users do not arrive all at once
     parts = [chunk.text async for chunk in engine.astream(prompt, PARAMS)]
     return "".join(parts)
 

@@ -1,9 +1,9 @@
-"""Train a drafter for a model of your own, with the commands that one would type: data, train, bench.
+"""Train a drafter for a model of your own with three commands: data, train, bench.
 
     python examples/own_drafter.py FOLDER [TARGET]
 
-The settings are tiny, so that it takes a minute with the bundled target: the drafter shows the way and guesses little.
-A real run takes thousands of prompts, more layers and more steps; docs/training.md says which settings matter.
+The settings are tiny, so that it takes a minute with the bundled target, and the drafter guesses little. A real run
+takes thousands of prompts, more layers and more steps; docs/training.md says which settings matter.
 """
 
 import json
@@ -35,7 +35,7 @@ def main(folder: Path, target: str | None = None, steps: int = 30) -> None:
     of = ["--target", target] if target else []
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     (folder / "recipe.toml").write_text(RECIPE)
-    # The target answers the prompts itself: these are the texts that the drafter must learn to guess.
+    # The drafter learns to guess the target's own answers.
     blockdraft("data", folder / "prompts.jsonl", *of, "--regenerate", "--out", folder / "data")
     blockdraft(
         *("train", "dflash", folder / "recipe.toml", *of, "--data", folder / "data"),

@@ -23,7 +23,7 @@ def main() -> None:
     [expected] = plain.generate([QUESTION], params)
     assert answer.token_ids == expected.token_ids
 
-    # As it comes, a few tokens at a time, and sampled.
+    # A stream, sampled, a few tokens at a time.
     for chunk in engine.stream(QUESTION, blockdraft.SamplingParams(temperature=0.7, seed=1)):
         print(chunk.text, end="", flush=True)
     print()

@@ -1,7 +1,7 @@
-"""Step 8: copy the pair into the package and write its model cards from the measured figures.
+"""Step 9: copy the pair into the package and write its model cards from the measured figures.
 
-A second drafter comes along, and then drafts by default, where it decodes the wide pair clearly faster than the DFlash
-one; `figures.json` says so or not.
+A second drafter is bundled, and then drafts by default, where `figures.json` says that it decodes the wide pair clearly
+faster than the DFlash one.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from blockdraft.types import CPU_BLOCK_SIZE
 PACKAGE = Path(__file__).parents[2] / "src/blockdraft/pair"
 KEPT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 KEPT |= {"chat_template.jinja", "special_tokens_map.json"}
-FASTER = 1.10  # than the DFlash drafter, from which on a second one comes along
-MOST_BYTES = 40e6  # of the pair
+FASTER = 1.10  # least speed over the DFlash drafter's for which a second one is bundled
+MAX_BYTES = 40e6  # of the pair
 TARGET, DFLASH = "target", "drafter"
 
 TARGET_CARD = """\
@@ -40,7 +40,7 @@ answers grade-school word problems step by step and completes short Python funct
 for anything but decoding.
 
 Trained on GSM8K's training questions (MIT), short MATH problems (MIT), documented functions of TheAlgorithms/Python
-(MIT), LeetCode solutions (MIT), and program-made word problems and Python tasks of `recipes/tiny`; at last on its own
+(MIT), LeetCode solutions (MIT), and generated word problems and Python tasks of `recipes/tiny`; at last on its own
 greedy answers, which makes it surer of what it says. No benchmark prompt was seen.
 
 | greedy answers of up to {new} tokens | GSM8K test ({gsm8k[prompts]}) | HumanEval ({humaneval[prompts]}) |
@@ -50,7 +50,7 @@ greedy answers, which makes it surer of what it says. No benchmark prompt was se
 | mean length, tokens | {gsm8k[mean_tokens]} | {humaneval[mean_tokens]} |
 | right final answer | {gsm8k[right_answers]:.1%} | not measured |
 
-Of program-made word problems that it was not trained on ({problems[problems]}) it solves
+Of generated word problems that it was not trained on ({problems[problems]}) it solves
 {problems[solved_of_one_or_two_steps]:.0%} of those of one or two steps; by steps: {solved}.
 {making}"""
 
@@ -86,7 +86,7 @@ pair of {wide:.0f} M parameters that says the same words decodes {over:.2f} time
 
 
 def second_facts(config: DraftConfig) -> dict[str, str]:
-    """What a second drafter is, and what it has that a DFlash one has not."""
+    """Kind of a second drafter, and what it adds to DFlash."""
     if isinstance(config, DSparkConfig):
         more = f"a bias of rank {config.markov_rank} by the token before, a confidence head"
         return {"kind": "DSpark drafter (arXiv 2607.05147)", "more": more}
@@ -108,24 +108,24 @@ def parameters(folder: Path) -> float:
 
 
 def second_drafter(figures: dict[str, Any]) -> str | None:
-    """The drafter that comes along beside the DFlash one: the fastest of those that are clearly faster."""
+    """Name of the fastest drafter that is clearly faster than the DFlash one; None where none is."""
     over: dict[str, float] = figures.get("wide", {}).get("over_first", {})
     best = max(over, key=lambda name: over[name], default=None)
     return best if best is not None and over[best] >= FASTER else None
 
 
 def said_of(figures: dict[str, Any], chosen: str | None) -> str:
-    """What is told of the drafters beside the DFlash one."""
+    """Sentence about the drafters beside the DFlash one."""
     over: dict[str, float] = figures.get("wide", {}).get("over_first", {})
     if not over:
-        return f"{DFLASH} comes alone: figures.json compares no other with it (measure.py --wide)"
+        return f"only {DFLASH} is bundled: figures.json compares no other with it (measure.py --wide)"
     speeds = ", ".join(f"{name} {times:.2f} times as fast as {DFLASH}" for name, times in over.items())
-    verdict = f"{chosen} comes along and drafts by default" if chosen else f"{DFLASH} comes alone"
-    return f"{verdict}: the wide pair decodes with {speeds}, and {FASTER:.2f} is asked for"
+    verdict = f"{chosen} is bundled too and drafts by default" if chosen else f"only {DFLASH} is bundled"
+    return f"{verdict}: the wide pair decodes with {speeds}, and {FASTER:.2f} is the threshold"
 
 
 def making_table(rows: list[Took], note: str = "") -> str:
-    """A section of a card; empty where nothing was recorded."""
+    """Section of a card; empty where nothing was recorded."""
     if not rows:
         return ""
     table = "\n".join(["| | steps | tokens | minutes |", "|---|---|---|---|", *(row.row() for row in rows)])
@@ -150,7 +150,7 @@ def target_card(folder: Path, figures: dict[str, Any], making: list[Took]) -> st
 
 
 def rows_of(name: str, sets: list[dict[str, Any]]) -> str:
-    """The table of a drafter's card, a column a prompt set."""
+    """Table of a drafter's card, a column a prompt set."""
     budget, temperature = sets[0]["tree_budget"], sets[0]["temperature"]
 
     def row(title: str, *values: Any) -> str:
@@ -203,10 +203,10 @@ def drafter_card(name: str, folder: Path, figures: dict[str, Any], making: str) 
 
 
 def bundle(build: Path, out: Path) -> str:
-    """Make the package's pair of what `build` holds: all of it, or nothing where something is missing or too large.
+    """Copy the pair from `build` into the package: all of it, or nothing where something is missing or too large.
 
     Returns:
-        What was done, in a sentence or two.
+        Report of what was done.
     """
     figures: dict[str, Any] = json.loads((build / "figures.json").read_text(encoding="utf-8"))
     second = second_drafter(figures)
@@ -214,7 +214,8 @@ def bundle(build: Path, out: Path) -> str:
     for name in names:
         if digest(build / name) != figures["weights"][name]:
             sys.exit(
-                f"figures.json is of other weights of {name} than {build / name} holds; delete it and measure again."
+                f"figures.json was measured with other weights of {name} than {build / name} holds; "
+                "delete it and measure again."
             )
     answers, tokens = answers_kept([build / "answers.jsonl", build / "hard_answers.jsonl"])
     learned = f"Learned from {answers:,} answers, {tokens:,} tokens." if answers else ""
@@ -225,10 +226,10 @@ def bundle(build: Path, out: Path) -> str:
     files = {name: [file for file in sorted((build / name).iterdir()) if file.name in KEPT] for name in names}
     size = sum(file.stat().st_size for each in files.values() for file in each)
     size += sum(len(card.encode()) for card in cards.values())
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         sys.exit(
-            f"The pair would take {size / 1e6:.1f} MB ({', '.join(names)}), and {MOST_BYTES / 1e6:g} MB is the most; "
-            "nothing was copied. Make a drafter smaller (by its TOML file), or measure without the second one."
+            f"The pair would take {size / 1e6:.1f} MB ({', '.join(names)}), and {MAX_BYTES / 1e6:g} MB is the limit; "
+            "nothing was copied. Make a drafter smaller (in its TOML file), or measure without the second one."
         )
     gone = [old for old in out.glob("drafter-*") if old.name != second]
     for old in [*gone, *(out / name for name in names)]:

@@ -1,14 +1,14 @@
 """Step 1: the training text of the bundled target, as chats in one JSONL file.
 
-Four sources, all with licences that allow shipping what was trained on them (MIT), and two generators:
+All sources may be used to train models that are shipped (MIT):
 
 - GSM8K's training questions, answers rewritten in one style (`48 / 2 = 24`, last line `The answer is \\boxed{72}.`);
 - short MATH training problems;
 - documented Python functions of TheAlgorithms/Python, asked for by signature and docstring;
 - LeetCode solutions, as plain Python text;
-- program-made word problems and Python tasks (`word_problems.py`, `python_tasks.py`).
+- generated word problems and Python tasks (`word_problems.py`, `python_tasks.py`).
 
-Each line is `{"kind", "messages"}` or `{"kind", "text"}`. The benchmark prompts are never read here.
+Each line is `{"kind", "messages"}` or `{"kind", "text"}`. Benchmark prompts are never read here.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 from python_tasks import python_task
 from word_problems import word_problem
 
-ODD = 0.7  # of the names in odd tasks
+ODD = 0.7  # share of random names in odd tasks
 MATHS_REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 PYTHON_REQUEST = "Write a solution to the following problem and make sure that it passes the tests:\n"
 
@@ -42,7 +42,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def maths_chat(kind: str, question: str, answer: str, rng: random.Random) -> dict[str, Any]:
-    # A few questions come without the request, so that a bare question is answered in the same way.
+    # Some questions have no request, so that a bare question is answered in the same way.
     return chat(kind, question + (MATHS_REQUEST if rng.random() < 0.85 else ""), answer)
 
 
@@ -53,7 +53,7 @@ def python_chat(kind: str, stub: str, solution: str, rng: random.Random) -> dict
 
 
 def clean_gsm8k(answer: str) -> str:
-    """Drop the calculator marks, space the operators, and end with the boxed result."""
+    """Drop calculator annotations, put spaces around operators, and end with the boxed result."""
     steps, _, result = answer.partition("####")
     steps = re.sub(r"<<[^>]*>>", "", steps).strip()
     number = r"\$?\d[\d,]*(?:\.\d+)?%?"

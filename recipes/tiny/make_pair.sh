@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From text to bundled pair, in the project's environment. Each step is skipped once its result is there; training steps and answers
-# go on where they were interrupted.
+# From text to bundled pair, in the project's environment. Steps whose result is there are skipped; training and answers
+# resume where they were interrupted.
 #
 #   recipes/tiny/make_pair.sh DATA [BUILD]
 #
@@ -23,7 +23,7 @@ fi
 
 answers() { run write_answers.py --corpus "$build/corpus.jsonl" --target "$build/target" --out "$build/$1" "${@:2}"; }
 
-# The target learns from its own answers: not to repeat itself, and to be surer of what it says.
+# The target learns from its own answers not to loop, and to be more certain.
 # own STAGE DONE STEPS RATE ANSWERS...
 own() {
     local answers=("${@:5}")
@@ -44,8 +44,8 @@ if [ ! -f "$build/target/sharpened" ]; then
 fi
 own sharpen sharpened 580 0.25 third_answers.jsonl third_hard_answers.jsonl
 
-# What the drafters learn from: mostly answers that are hard to guess. Features are computed once for all drafters: the
-# layers that they read, and what the head reads, which is distilled.
+# Training data of the drafters: mostly answers that are hard to guess. Features are computed once for all drafters: the
+# layers that they read, and the input of the head for distillation.
 answers hard_answers.jsonl --hard --sampled-share 0.4 --temperature 1 --limit 18000 --seed 6
 answers answers.jsonl --sampled-share 0.3 --temperature 1 --limit 7000 --seed 5
 run pack_answers.py --answers "$build/hard_answers.jsonl" "$build/answers.jsonl" --target "$build/target" --out "$build/data"
@@ -54,7 +54,7 @@ learning=(--target "$build/target" --data "$build/data")
 learning+=(--features "$build/features")
 "$python" -m blockdraft train dflash "$here/drafter.toml" "${learning[@]}" --out "$build/drafter"
 
-# Other kinds, which begin with the DFlash drafter. Whether one is faster is told by wide twins of the pair.
+# Other kinds, which begin with the DFlash drafter. The widened pair decides whether one is faster.
 drafters=("$build/drafter")
 for kind in dspark dflash2; do
     "$python" -m blockdraft train $kind "$here/$kind.toml" --init "$build/drafter" "${learning[@]}" --out "$build/drafter-$kind"

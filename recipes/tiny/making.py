@@ -1,5 +1,7 @@
-"""What making the pair took: `train_target.py` notes it, `blockdraft train` and the answers tell it by themselves.
-And whether figures are of the weights that are there."""
+"""What making the pair took, and whether figures belong to the weights at hand.
+
+`train_target.py` notes its steps here; `blockdraft train` and the answers have logs of their own.
+"""
 
 import hashlib
 import json
@@ -13,11 +15,11 @@ NAME = "making.jsonl"  # in the target's folder
 
 
 class Making:
-    """A line of `making.jsonl`: the steps of a stage that this process did, and the seconds that they took.
+    """A line of `making.jsonl`: the steps of a stage that this process did, and their seconds.
 
     Args:
-        folder: Of the target.
-        start: Steps of the stage that were done before.
+        folder: The target's folder.
+        start: Steps of the stage that earlier processes did.
     """
 
     def __init__(self, folder: Path, stage: str, start: int, tokens_per_step: int) -> None:
@@ -27,7 +29,7 @@ class Making:
         self._began = time.monotonic()
 
     def note(self, step: int) -> None:
-        """So many steps are done; call it when the checkpoint of this step is there."""
+        """Note the number of steps done, after the checkpoint of this step is written."""
         line = {**self._line, "to": step, "seconds": round(time.monotonic() - self._began, 1)}
         partial = self._path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(each) + "\n" for each in (*self._before, line)), encoding="utf-8")
@@ -36,8 +38,10 @@ class Making:
 
 @dataclass(frozen=True)
 class Took:
-    """Attributes:
-    untimed: Steps of which nobody noted how long they took; `minutes` are those of the others.
+    """Steps, tokens and minutes of a stage or drafter.
+
+    Attributes:
+        untimed: Steps whose time was not noted; `minutes` leave them out.
     """
 
     name: str
@@ -47,13 +51,13 @@ class Took:
     untimed: int = 0
 
     def row(self) -> str:
-        """Of a table."""
+        """Row of a Markdown table."""
         without = f" (without {self.untimed:,} steps, which were not timed)" if self.untimed else ""
         return f"| {self.name} | {self.steps:,} | {self.tokens / 1e6:.1f} M | {self.minutes:,.0f}{without} |"
 
 
 def took_target(folder: Path) -> list[Took]:
-    """By stage, in their order. Of a stage that was run again its steps are summed."""
+    """Figures by stage, in their order. Steps of a stage that was run again are summed."""
     found: dict[str, Took] = {}
     done = 0
     for line in read_log(folder / NAME):
@@ -74,7 +78,7 @@ def took_target(folder: Path) -> list[Took]:
 
 
 def took_drafter(drafter: Path) -> Took | None:
-    """By the log of its run, without the evaluations; None where there is none."""
+    """Figures from the log of the drafter's run, without evaluations; None where there is no log."""
     lines = [line for line in read_log(run_folder(drafter) / "log.jsonl") if "tokens" in line]
     if not lines:
         return None
@@ -83,11 +87,11 @@ def took_drafter(drafter: Path) -> Took | None:
 
 
 def digest(folder: Path) -> str:
-    """By which weights are known again."""
+    """Hash of a checkpoint's weights."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def answers_kept(files: list[Path]) -> tuple[int, int]:
-    """Answers that were kept of those in these files, and their tokens."""
+    """Number of kept answers in these files, and of their tokens."""
     lengths = [len(row["ids"]) for file in files for row in read_log(file) if "ids" in row]
     return len(lengths), sum(lengths)

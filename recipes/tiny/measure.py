@@ -1,12 +1,12 @@
-"""Step 7: measure the pair on prompts that it was never trained on, plain and drafted, and write the figures down.
+"""Step 8: measure the pair on prompts that it was not trained on, plain and drafted, and write the figures down.
 
-For each prompt set: right answers, the share of answers that end by themselves and that loop, and of each drafter, in
-turns prompt by prompt, tau over the answers that do not loop, of chains, of trees and of chains at temperature 1,
-acceptance by position, whether drafted and plain tokens are the same, and tokens per second of all. Of the target
-besides, how many program-made problems it solves.
+For each prompt set: right answers, and the shares of answers that end by themselves and that loop. For each drafter, in
+turns prompt by prompt, over answers that do not loop: tau of chains, of trees and of chains at temperature 1,
+acceptance by position, whether tokens are those of plain decoding, and tokens per second. And how many generated
+problems the target solves.
 
-Which drafter is the faster one is told by a pair of 75 M parameters that says the same words (`--wide`), since the
-small one costs so little that guesses hardly pay.
+`--wide` compares the speed of drafters on a pair of 75 M parameters that says the same words, since the small pair
+costs so little that guesses hardly pay.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from blockdraft.drafters import bundled
 from blockdraft.engine import Stats, loops, merge
 from blockdraft.types import CPU_BLOCK_SIZE, Backend, Drafting
 
-# What is timed, and in blocks of which size (None: the drafter's own): as `blockdraft generate` does by default.
+# Timed backends and their block sizes (None: the drafter's own).
 BACKENDS: dict[Backend, int | None] = {"native": CPU_BLOCK_SIZE, "hf": None}
 TREE_BUDGET, TEMPERATURE = 32, 1.0
-# How the wide pairs decode; each drafter is judged by what is fastest for it.
+# Each drafter of a wide pair is judged by the fastest of these.
 WIDE_WAYS = {"auto": Drafting("auto"), "blocks of 4": Drafting(4), "blocks of 8": Drafting(8)}
 PLAIN = "plain"
 
@@ -36,7 +36,7 @@ PLAIN = "plain"
 def speeds(
     engines: Mapping[str, Engine], prompts: Sequence[str], params: SamplingParams, repeats: int
 ) -> dict[str, float]:
-    """Median over `repeats` of each engine's tokens per second over all prompts, first tokens left out."""
+    """Median over repeats of each engine's tokens per second over all prompts, without first tokens."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(repeats):
         stats: dict[str, list[Stats]] = {name: [] for name in engines}
@@ -49,7 +49,7 @@ def speeds(
 
 
 def guessed(completions: Sequence[Completion]) -> tuple[Stats, dict[str, float]]:
-    """What was guessed in answers that do not loop, all together, and the figures of it."""
+    """Statistics of the answers that do not loop, merged, and their figures."""
     sound = [c.stats for c in completions if not loops(c.token_ids)]
     together = merge(sound)
     return together, {
@@ -60,11 +60,11 @@ def guessed(completions: Sequence[Completion]) -> tuple[Stats, dict[str, float]]
 
 
 def over_first(rates: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """How many times as fast as the first drafter the others decode, each in its fastest way.
+    """Speed of each further drafter over the first one's, each in its fastest way.
 
     Args:
         rates: Tokens per second by "NAME, WAY".
-        names: Of the drafters.
+        names: Names of the drafters.
     """
     best = {name: max(rates[f"{name}, {way}"] for way in WIDE_WAYS) for name in names}
     return {name: round(best[name] / best[names[0]], 3) for name in names[1:]}
@@ -76,7 +76,7 @@ def measure_wide(
     """Speeds of a wide target, plain and with each of its drafters, in turns.
 
     Args:
-        folder: Holds `target` and drafters of these names, from `benchmarks/sizes/widen.py`.
+        folder: Holds `target` and these drafters, as `benchmarks/sizes/widen.py` wrote them.
     """
     target = load_target(folder / "target", threads="auto")
     engines = {PLAIN: Engine(target)}
@@ -99,19 +99,19 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with prompts/*.jsonl")
     parser.add_argument("--target", type=Path, default=None, help="default: the bundled target")
     parser.add_argument("--drafters", type=Path, nargs="+", default=None, help="default: the bundled ones")
-    parser.add_argument("--wide", type=Path, default=None, help="folder with wide twins: target, and drafters by name")
-    parser.add_argument("--corpus", type=Path, default=None, help="problems to solve are none of this")
-    parser.add_argument("--problems", type=int, default=500, help="program-made ones to solve")
+    parser.add_argument("--wide", type=Path, default=None, help="folder with the widened target and drafters")
+    parser.add_argument("--corpus", type=Path, default=None, help="corpus whose problems are left out")
+    parser.add_argument("--problems", type=int, default=500, help="number of generated problems to solve")
     parser.add_argument("--sets", nargs="+", default=["gsm8k", "humaneval"])
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--limit", type=int, default=None, help="only so many prompts of each set")
-    parser.add_argument("--skip-plain", action="store_true", help="do not decode all prompts plainly as well")
-    parser.add_argument("--speed", type=int, default=20, help="sound prompts to measure speed on")
-    parser.add_argument("--repeats", type=int, default=3, help="of the measurement of speed")
+    parser.add_argument("--limit", type=int, default=None, help="most prompts of each set")
+    parser.add_argument("--skip-plain", action="store_true", help="do not compare with plain decoding")
+    parser.add_argument("--speed", type=int, default=20, help="number of prompts to measure speed on")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats of the measurement of speed")
     parser.add_argument("--out", type=Path, default=None, help="JSON file for the figures")
     args = parser.parse_args()
     if args.wide and not args.speed:
-        parser.error("--wide is timed on the prompts of --speed; give it some")
+        parser.error("--wide needs prompts to be timed on; --speed is 0")
 
     folders = args.drafters or sorted({*bundled().values()})  # DFlash first
     names = [folder.name for folder in folders]

@@ -1,4 +1,4 @@
-"""Step 5a: the target's answers as training data. Tokens are taken as they were decoded, not made from text anew."""
+"""Step 6: the target's answers as training data. Token ids are kept as they were decoded."""
 
 import argparse
 import fileinput
@@ -11,7 +11,7 @@ from blockdraft import load_target
 from blockdraft.data.documents import Document, tokenizer_fingerprint
 from blockdraft.data.writer import DataWriter
 
-LEAST = 4  # tokens of an answer
+MIN_TOKENS = 4  # of an answer that is kept
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     with fileinput.input(args.answers, encoding="utf-8") as lines:
         for number, line in enumerate(lines):
             row = json.loads(line)
-            if number in writer.done or len(row.get("ids", ())) < LEAST:
+            if number in writer.done or len(row.get("ids", ())) < MIN_TOKENS:
                 continue
             chat = [{"role": "user", "content": row["prompt"]}]
             prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]

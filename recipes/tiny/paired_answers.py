@@ -1,7 +1,7 @@
-"""For benchmarks/train_ablations.py: the same prompts with the target's answers and with those that they came with.
+"""Data of benchmarks/train_ablations.py: the same prompts with the target's answers and with their original ones.
 
-Of each GSM8K and TheAlgorithms prompt of the corpus the first answer counts, greedy or sampled. Both files have rows
-{"prompt", "response"}, in the same order.
+The first answer of each GSM8K and TheAlgorithms prompt of the corpus is taken, greedy or sampled. Both files have
+records {"prompt", "response"}, in the same order.
 """
 
 import argparse
@@ -16,7 +16,7 @@ KINDS = ("gsm8k", "algorithms")
 
 
 def pairs(corpus: Iterable[str], answers: Iterable[str]) -> Iterator[tuple[str, list[int], str]]:
-    """From lines of both files: prompts, the target's answers as token ids, and the original ones."""
+    """Yield prompt, token ids of the target's answer, and the original answer, given the lines of both files."""
     originals: dict[str, str] = {}
     for line in corpus:
         row: dict[str, Any] = json.loads(line)
@@ -25,7 +25,7 @@ def pairs(corpus: Iterable[str], answers: Iterable[str]) -> Iterator[tuple[str, 
             originals.setdefault(prompt, answer)
     for line in answers:
         row = json.loads(line)
-        if "ids" in row and row["prompt"] in originals:  # where all answers looped there are none
+        if "ids" in row and row["prompt"] in originals:  # absent where all answers looped
             yield row["prompt"], row["ids"], originals.pop(row["prompt"])
 
 

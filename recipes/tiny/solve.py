@@ -1,8 +1,8 @@
-"""How many program-made problems a target solves, by their steps: problems of a seed that no corpus is made with.
+"""How many generated problems a target solves, by number of steps. Their seed is that of no corpus.
 
-A problem counts as solved where the box at the end of the greedy answer holds its result. `--drafter` tells how many
-tokens a cycle (tau) it makes on these problems, and `--tasks` how many program-made Python tasks, as they are and with
-names that say nothing, the target writes as their solution has them, word for word.
+A problem is solved where the box at the end of the greedy answer holds its result. `--drafter` adds the drafter's tau
+on these problems. `--tasks` adds the share of generated Python tasks, with usual names and with random ones, that the
+target writes exactly as their solution.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def answer_of(text: str) -> str | None:
 
 
 def problems(count: int, known: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
-    """Problems with their answers, none of them known or twice."""
+    """Distinct problems with their answers, none of them known."""
     rng, seen, found = random.Random(SEED), set(known), list[tuple[str, str]]()
     while len(found) < count:
         question, answer = word_problem(rng)
@@ -48,7 +48,7 @@ def read_questions(corpus: Path) -> frozenset[str]:
 
 
 def solved(target: Target, count: int, corpus: Path | None) -> dict[str, Any]:
-    """Shares of the problems that the target solves greedily. Problems of this corpus are not among them."""
+    """Shares of problems that the target solves greedily, without problems of the corpus."""
     asked = problems(count, read_questions(corpus) if corpus else frozenset())
     with Engine(target, max_batch_size=32) as engine:
         said = engine.generate([question + MATHS_REQUEST for question, _ in asked], SamplingParams(200))
@@ -67,7 +67,7 @@ def solved(target: Target, count: int, corpus: Path | None) -> dict[str, Any]:
 
 
 def tau(target: Target, drafter: str, count: int, corpus: Path | None) -> float:
-    """Tokens a cycle on the same problems."""
+    """Tokens a cycle of a drafter on the same problems."""
     asked = problems(count, read_questions(corpus) if corpus else frozenset())
     with Engine(target, load_drafter(drafter, target=target), max_batch_size=16) as engine:
         said = engine.generate([question + MATHS_REQUEST for question, _ in asked], SamplingParams(200))
@@ -75,10 +75,10 @@ def tau(target: Target, drafter: str, count: int, corpus: Path | None) -> float:
 
 
 def written(target: Target, count: int, odd: float, corpus: Path | None) -> float:
-    """Share of Python tasks whose greedy answer is their solution. Tasks of this corpus are not among them.
+    """Share of Python tasks whose greedy answer is their solution, without tasks of the corpus.
 
     Args:
-        odd: Share of the names that say nothing.
+        odd: Share of names that are random.
     """
     known, asked = set[str](), list[tuple[str, str]]()
     if corpus:
@@ -102,10 +102,10 @@ def written(target: Target, count: int, odd: float, corpus: Path | None) -> floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=None, help="default: the bundled target")
-    parser.add_argument("--corpus", type=Path, default=None, help="leave out its problems")
+    parser.add_argument("--corpus", type=Path, default=None, help="corpus whose problems are left out")
     parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--drafter", default=None, help="tell its tau, too; bundled is the bundled one")
-    parser.add_argument("--tasks", type=int, default=0, help="ask so many Python tasks of each sort, too")
+    parser.add_argument("--drafter", default=None, help="drafter whose tau is measured too; bundled is the bundled one")
+    parser.add_argument("--tasks", type=int, default=0, help="number of Python tasks of each sort to ask as well")
     parser.add_argument("--out", type=Path, default=None, help="JSON file for the figures")
     args = parser.parse_args()
     target = load_target(args.target, threads="auto")

@@ -1,25 +1,21 @@
-"""Step 3: train the target, a small Qwen3 model, on the corpus. Interrupted, it goes on from its last checkpoint.
+"""Steps 3 to 5: train the target, a small Qwen3 model, on the corpus. Resumes from its last checkpoint.
 
-Documents are packed whole into rows that begin with a document, as decoding does; rows are 256 tokens long at first and
-512 for the last 40 % of the steps, when the longer documents join. What the steps took is noted in `making.jsonl`.
+Documents are packed whole into rows that begin with a document, as decoding does. Rows have 256 tokens, and 512 for the
+last 40 % of the steps, when the longer documents join. Steps and seconds are noted in `making.jsonl`.
 
-The stage `main` reads everything, and for its first quarter mostly what is easy: problems of one or two steps, and
-Python tasks. The stage `finish` goes on from its weights with a lower rate and leaves out what a model of this size
-cannot follow (GSM8K answers of more than three steps, most MATH): after `main` alone 29 % of the greedy answers to
-GSM8K questions repeat themselves, because the model writes steps that lead nowhere. It brings tasks whose names can
-only be copied, for without them the model copies no name that it has not seen.
-
-The stage `settle` comes after `write_answers.py` and reads the model's own answers, those that loop replaced by drawn
-ones that do not (rejection-sampling fine-tuning): it takes away more of the loops and changes little else.
-
-The stage `unlearn` lowers besides the likelihood of what repeats in the model's own looping answers (sequence-level
-unlikelihood training, arXiv 1908.04319), a little: with three times the weight and twice the steps, loops of a token or
-two took the place of those that went. It reads more problems than `settle`, so that fewer right answers are lost.
-
-The stage `sharpen` reads the model's own greedy answers to GSM8K and TheAlgorithms prompts, as they are and with other
-numbers (`write_answers.py --hard`): what it says by itself becomes likelier, so that its answers at temperature 1 are
-little worse than its greedy ones. Trained on text alone, a model of this size holds hardly any token for likely. It
-unlearns loops as well, which else come back.
+main     Reads everything; in its first quarter mostly easy documents: problems of one or two steps, and Python tasks.
+finish   Goes on with a lower rate, without what a model of this size cannot follow (GSM8K answers of more than three
+         steps, most MATH): after `main` 29 % of the greedy answers to GSM8K questions loop, because the model writes
+         steps that lead nowhere. Adds tasks with random names, without which the model copies no name that it has not
+         seen.
+settle   Reads the model's own answers (`write_answers.py`), looping ones replaced by sampled ones that do not loop
+         (rejection-sampling fine-tuning). It removes more of the loops and changes little else.
+unlearn  Also lowers the likelihood of what repeats in the model's looping answers (sequence-level unlikelihood
+         training, arXiv 1908.04319), a little: with three times the weight and twice the steps, loops of one or two
+         tokens took their place. Reads more problems than `settle`, so that fewer right answers are lost.
+sharpen  Reads the model's own greedy answers to GSM8K and TheAlgorithms prompts, as they are and with other numbers
+         (`write_answers.py --hard`), so that its answers at temperature 1 are little worse than its greedy ones. It
+         unlearns loops as well, which otherwise come back.
 """
 
 import argparse
@@ -45,7 +41,7 @@ from blockdraft.formats.folder import with_rope_theta
 from blockdraft.machine import multiplies_bfloat16
 from blockdraft.training.optimizers import Muon
 
-# Share of the documents drawn, by kind; of program-made problems those of at most EASY_STEPS are "easy".
+# Shares of the documents drawn, by kind; generated problems of at most EASY_STEPS steps are "easy".
 MIXTURES = {
     "begin": {"easy": 0.6, "problem": 0.15, "task": 0.2, "gsm8k": 0.05},
     "main": {
@@ -71,25 +67,25 @@ MIXTURES = {
     "sharpen": {"own": 0.6, "easy": 0.2, "problem": 0.07, "task": 0.06, "odd_task": 0.07},
 }
 STAGES = [stage for stage in MIXTURES if stage != "begin"]
-BEGINNING = 0.25  # share of the stage `main` in which its mixture comes out of the one that it begins with
+BEGINNING = 0.25  # share of the stage `main` over which its mixture changes from `begin` to `main`
 EASY_STEPS = 2
-MAX_STEPS = 3  # of GSM8K answers after the stage `main`
-RUN = 6  # tokens that, said twice in an answer that loops, are unlearned
-LOOPS_A_STEP = 8  # answers
+MAX_STEPS = 3  # of GSM8K answers in later stages than `main`
+RUN = 6  # tokens; a run of them that occurs again in a looping answer is unlearned
+LOOPS_A_STEP = 8  # looping answers in each step that unlearns
 SHARPENED = {"gsm8k", "gsm8k_other", "algorithms", "algorithms_other"}  # kinds of prompts
-MENDED = 4  # how often an answer comes that was drawn where another had looped
+MENDED = 4  # copies of an answer that was sampled where another had looped
 SHORT, LONG, LONG_SHARE = 256, 512, 0.4
 
 
 def mixture(stage: str, share: float) -> dict[str, float]:
-    """Shares of the documents drawn when so much of a stage is done."""
+    """Shares of the documents drawn when this share of a stage is done."""
     end = MIXTURES[stage]
     old = max(0.0, 1 - share / BEGINNING) if stage == "main" else 0.0
     return {kind: old * MIXTURES["begin"].get(kind, 0.0) + (1 - old) * end[kind] for kind in end}
 
 
 def kind_of(row: dict[str, Any]) -> str:
-    """Of a row of the corpus."""
+    """Kind of a document of the corpus."""
     kind: str = row["kind"]
     if (
         kind == "problem" and row["messages"][1]["content"].count("\n") <= EASY_STEPS
@@ -116,17 +112,16 @@ def tokenized(corpus: Path, tokenizer: PreTrainedTokenizerBase, stage: str) -> d
 
 
 def check_kinds(documents: dict[str, list[list[int]]], stage: str) -> None:
-    """End where a kind is missing that the stage draws from."""
+    """Exit where a kind of documents is missing that the stage needs."""
     if missing := sorted(kind for kind in MIXTURES[stage] if not documents.get(kind)):
-        sys.exit(f"The stage {stage} needs documents of the kinds {', '.join(missing)}; make corpus and answers anew.")
+        sys.exit(f"The stage {stage} needs documents of the kinds {', '.join(missing)}; make corpus and answers again.")
 
 
 def own_answers(paths: list[Path], tokenizer: PreTrainedTokenizerBase, stage: str) -> list[list[int]]:
     """Chats of the model's own answers that ended by themselves and hardly repeat themselves.
 
-    For `sharpen` those that were decoded greedily, of its kinds. For other stages answers to TheAlgorithms prompts are
-    left out: most are empty phrases of checks that it cannot fill. Answers in the place of one that looped come several
-    times there, for there is most to learn from them.
+    `sharpen` takes greedy answers of its kinds. Other stages leave out answers to TheAlgorithms prompts, most of which
+    are checks without content, and take answers in the place of a looping one several times.
     """
     documents = []
     with fileinput.input(paths, encoding="utf-8") as lines:
@@ -147,11 +142,11 @@ def own_answers(paths: list[Path], tokenizer: PreTrainedTokenizerBase, stage: st
 
 
 def loop_rows(paths: list[Path], tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[Tensor, Tensor]:
-    """The model's own answers that loop, and which of their tokens it should not have said.
+    """The model's looping answers, and which of their tokens are unlearned.
 
     Returns:
-        Tokens `[n, length]` int64, prompt first, filled up with zeros; and where a token ends a run of `RUN` tokens
-        that the answer holds already, `[n, length]` bool.
+        Tokens `[n, length]` int64, prompt first, padded with zeros; and `[n, length]` bool, true where a token ends a
+        run of `RUN` tokens that the answer holds before.
     """
     found, wrong = [], []
     with fileinput.input(paths, encoding="utf-8") as lines:
@@ -175,7 +170,7 @@ def loop_rows(paths: list[Path], tokenizer: PreTrainedTokenizerBase, length: int
 def packed_rows(
     documents: dict[str, list[list[int]]], shares: Callable[[], dict[str, float]], seed: int, limit: Callable[[], int]
 ) -> Iterator[list[int]]:
-    """Rows of `limit()` tokens; each begins with a document, and only its last document may be cut."""
+    """Yield rows of `limit()` tokens; each begins with a document, and only its last document may be cut."""
     rng = random.Random(seed)
     queues: dict[str, list[list[int]]] = defaultdict(list)
     row: list[int] = []
@@ -214,7 +209,7 @@ def main() -> None:
         default=[Path("build/tiny/answers.jsonl")],
         help="for settle, unlearn and sharpen",
     )
-    parser.add_argument("--unlearning", type=float, default=0.01, help="weight of what is unlearned")
+    parser.add_argument("--unlearning", type=float, default=0.01, help="weight of unlearning")
     parser.add_argument("--out", type=Path, default=Path("build/tiny/target"), help="holds the tokenizer already")
     parser.add_argument("--stage", choices=STAGES, default="main")
     parser.add_argument("--steps", type=int, default=4000)
@@ -293,7 +288,7 @@ def main() -> None:
         looped = loop_rows(args.answers, tokenizer, SHORT + 1)
         print(f"{len(looped[0])} looping answers, {int(looped[1].sum())} tokens to unlearn", flush=True)
         if not len(looped[0]):
-            sys.exit(f"{args.answers[0]} holds no answer that looped, so nothing is to be unlearned; skip this stage.")
+            sys.exit(f"{args.answers[0]} holds no looping answer, so there is nothing to unlearn; skip this stage.")
     losses, began = [], time.time()
     making = Making(args.out, args.stage, start, args.tokens_per_step)
     for step in range(args.steps):

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
 
-# Words take their leading blank, digits stand alone (a small model adds digit by digit), and runs of
-# line ends and blanks stay together, as indentation needs.
+# Words take their leading space, digits stand alone (a small model adds digit by digit), and runs of line ends and
+# spaces stay together, as indentation needs.
 SPLIT = r"""'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 
-# `generation` marks the assistant's tokens, from which training makes its loss mask.
+# `generation` marks the assistant's tokens, which training supervises.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' }}"

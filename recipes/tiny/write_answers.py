@@ -1,12 +1,11 @@
-"""Step 4: the target's own answers to training prompts, which the drafter learns from. Goes on where it stopped.
+"""Steps 4 to 6: the target's own answers to training prompts. Resumes where it stopped.
 
-Each prompt is answered greedily, and some once more with sampling. Where an answer falls into a loop, others are drawn
-in its place until one does not: what the target has to learn there, as it has to unlearn the one that looped. If all
-loop, the drafter learns from none of them, for it would gain nothing. GSM8K and TheAlgorithms prompts are those of the
-corpus; word problems and Python tasks are drawn anew.
+Each prompt is answered greedily, and some once more by sampling. A looping answer is replaced by sampled ones until one
+does not loop; the target later learns from it, and unlearns the one that looped. If all of them loop, the prompt has no
+answer. GSM8K and TheAlgorithms prompts are those of the corpus; word problems and Python tasks are generated anew.
 
-`--hard` takes the prompts whose answers are hard to guess, GSM8K's and TheAlgorithms', alone: as they are, answered
-with sampling, for their greedy answers are known by heart, and with other numbers, which make them prompts never seen.
+`--hard` takes only GSM8K and TheAlgorithms prompts, whose answers are hard to guess: as they are, answered by sampling,
+since the target knows their greedy answers by heart, and with other numbers, which makes new prompts of them.
 """
 
 import argparse
@@ -29,17 +28,17 @@ from blockdraft.engine import Chunk, Request, loops
 
 FROM_CORPUS = {"gsm8k": 7500, "algorithms": 800}
 DRAWN = {"problem": 6000, "task": 4000, "odd_task": 2000}
-WITH_OTHER_NUMBERS = {"gsm8k": 1, "algorithms": 3}  # how often, each time with others
-NUMBER = re.compile(r"(?<![\w.,])[1-9]\d*(?![\w.,]*\d)")  # no part of a name, a fraction or a number with commas
+WITH_OTHER_NUMBERS = {"gsm8k": 1, "algorithms": 3}  # variants of each prompt
+NUMBER = re.compile(r"(?<![\w.,])[1-9]\d*(?![\w.,]*\d)")  # not part of a name, a fraction or a number with commas
 
 
 def with_other_numbers(prompt: str, rng: random.Random) -> str:
-    """The prompt with each whole number between half of it and twice it and 3."""
+    """Replace each integer n of a prompt by a random one between n // 2 and 2 n + 3."""
     return NUMBER.sub(lambda found: str(rng.randint(max(1, int(found[0]) // 2), 2 * int(found[0]) + 3)), prompt)
 
 
 def hard_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tuple[str, str, bool]]:
-    """As `training_prompts`, of the kinds that are hard to guess."""
+    """Prompts as of `training_prompts`, of the kinds whose answers are hard to guess."""
     rng = random.Random(seed)
     prompts, asked = list[tuple[str, str, bool]](), set[str]()
     with corpus.open(encoding="utf-8") as file:
@@ -51,7 +50,7 @@ def hard_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tuple[st
             prompts.append((kind, prompt, True))
             for _ in range(WITH_OTHER_NUMBERS[kind]):
                 other = with_other_numbers(prompt, rng)
-                if other in asked:  # a prompt without numbers has no others
+                if other in asked:  # a prompt without numbers has no variants
                     continue
                 asked.add(other)
                 prompts.append((f"{kind}_other", other, False))
@@ -88,15 +87,15 @@ def training_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tupl
 def answers(
     engine: Engine, prompts: dict[int, str], params: Callable[[int, int], SamplingParams], again: int
 ) -> Iterator[tuple[int, list[int], list[list[int]]]]:
-    """Answers as they come, all prompts asked at once; those that loop are asked again.
+    """Answers as they come. All prompts are submitted at once, and those whose answer loops again.
 
     Args:
-        prompts: By number.
-        params: Of a prompt's number and how often it was asked before.
-        again: How often at most.
+        prompts: Prompts by number.
+        params: Function of a prompt's number and its number of earlier answers.
+        again: Most times that a prompt is asked again.
 
     Yields:
-        A prompt's number, the tokens of its last answer, which may still loop, and those of the ones before, which do.
+        Number of a prompt, tokens of its last answer, which may loop, and tokens of the earlier ones, which do.
     """
     ended: SimpleQueue[int] = SimpleQueue()
     requests: dict[int, Request] = {}
@@ -128,11 +127,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/tiny/answers.jsonl"))
     parser.add_argument("--max-new-tokens", type=int, default=176)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--sampled-share", type=float, default=0.5, help="of the prompts, answered once more")
+    parser.add_argument(
+        "--sampled-share", type=float, default=0.5, help="share of the prompts that are answered once more"
+    )
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--hard", action="store_true", help="prompts whose answers are hard to guess alone")
-    parser.add_argument("--again", type=int, default=4, help="how often to ask again where an answer loops")
-    parser.add_argument("--limit", type=int, default=None, help="only so many prompts")
+    parser.add_argument("--hard", action="store_true", help="only prompts whose answers are hard to guess")
+    parser.add_argument("--again", type=int, default=4, help="most times to ask again where an answer loops")
+    parser.add_argument("--limit", type=int, default=None, help="most prompts")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
 
@@ -141,11 +142,11 @@ def main() -> None:
     prompts = (hard_prompts if args.hard else training_prompts)(args.corpus, args.seed, args.sampled_share)
     if args.limit is not None and args.limit > len(prompts):
         parser.error(
-            f"--limit is {args.limit}; there are {len(prompts)}, so take at most as many, or draw more (DRAWN)"
+            f"--limit is {args.limit}, and there are {len(prompts)} prompts; lower it, or generate more (DRAWN)"
         )
     prompts = prompts[: args.limit]
     done: set[int] = set()
-    if args.out.exists():  # what follows the last whole line is a row that was being written
+    if args.out.exists():  # an interrupted run may have cut the last line
         whole = args.out.read_bytes().rpartition(b"\n")[0].splitlines(keepends=True)
         args.out.write_bytes(b"".join(whole).rstrip(b"\n") + b"\n" if whole else b"")
         done = {json.loads(line)["number"] for line in whole}
@@ -176,7 +177,7 @@ def main() -> None:
                 seconds = spent / answered * (len(left) - answered)
                 print(
                     f"{len(done) + answered}/{len(prompts)} answers, {tokens} tokens, {tokens / spent:.0f} tokens/s, "
-                    f"{looping} looping, {mended} sound only when asked again, {seconds / 60:.0f} min left",
+                    f"{looping} looping, {mended} not looping when asked again, {seconds / 60:.0f} min left",
                     flush=True,
                 )
 

@@ -1,4 +1,4 @@
-"""What comes along with the package, by the figures that were measured."""
+"""What is bundled with the package, by the figures that were measured."""
 
 import json
 import shutil
@@ -57,7 +57,7 @@ def test_a_clearly_faster_second_drafter_comes_along(
     (folder / "answers.jsonl").write_text('{"ids": [1, 2]}\n')
     (folder / "hard_answers.jsonl").write_text('{"ids": [3]}\n{}\n')
     said = bundle.bundle(folder, out)
-    assert "drafter-dspark comes along and drafts by default" in said and "1.10 times as fast as drafter" in said
+    assert "drafter-dspark is bundled too and drafts by default" in said and "1.10 times as fast as drafter" in said
     assert {each.name for each in out.iterdir()} == {"target", *DRAFTERS}
     assert said.endswith("drafter-dflash2 was removed.")
     monkeypatch.setattr(drafters, "PAIR", out)
@@ -85,7 +85,7 @@ def test_a_card_says_what_the_second_drafter_has_besides(tiny_dflash2_dir: Path,
 @pytest.mark.parametrize(("over", "told"), [(1.09, "drafter-dspark 1.09 times as fast"), (None, "compares no other")])
 def test_others_stay_behind(over: float | None, told: str, build: Build, tmp_path: Path) -> None:
     said = bundle.bundle(build(over), tmp_path / "pair")
-    assert "drafter comes alone" in said and told in said
+    assert "only drafter is bundled" in said and told in said
     assert {each.name for each in (tmp_path / "pair").iterdir()} == {"target", "drafter"}
 
 
@@ -97,13 +97,13 @@ def test_nothing_is_copied_that_is_too_large_or_was_not_measured(
     old.touch()
     with (
         monkeypatch.context() as patch,
-        pytest.raises(SystemExit, match="target, drafter, drafter-dspark.* is the most"),
+        pytest.raises(SystemExit, match="target, drafter, drafter-dspark.* is the limit"),
     ):
-        patch.setattr(bundle, "MOST_BYTES", 10_000)
+        patch.setattr(bundle, "MAX_BYTES", 10_000)
         bundle.bundle(folder, tmp_path / "pair")
     with (folder / "drafter/model.safetensors").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(SystemExit, match="of other weights of drafter than .*; delete it and measure again"):
+    with pytest.raises(SystemExit, match="with other weights of drafter than .*; delete it and measure again"):
         bundle.bundle(folder, tmp_path / "pair")
     assert [each.relative_to(tmp_path / "pair") for each in (tmp_path / "pair").rglob("*.*")] == [] and old.exists()
 
@@ -137,4 +137,4 @@ def test_figures_that_are_measured_make_cards(build: Build, tmp_path: Path, monk
         assert each["drafters"]["drafter"]["tau"] >= 1 and each["tokens_per_second"].keys() >= {"hf, plain"}
     assert figures["wide"]["over_first"]["drafter-dspark"] > 0 and figures["wide"]["prompts"] > 0
     monkeypatch.setattr(bundle, "FASTER", 0.0)
-    assert "drafter-dspark comes along" in bundle.bundle(folder, tmp_path / "pair")
+    assert "drafter-dspark is bundled" in bundle.bundle(folder, tmp_path / "pair")
