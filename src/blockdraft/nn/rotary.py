@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from blockdraft.errors import UsageError, describe
+
+
+def default_frequencies(channels: int, theta: float) -> Tensor:
+    """Radians a position of each pair of `channels`, `[channels / 2]` float32, without scaling.
+
+    Computed here, bit for bit as transformers does: its own code for it stands in the files of its models, which take
+    as long to import as torch itself.
+    """
+    return 1.0 / (theta ** (torch.arange(0, channels, 2, dtype=torch.float) / channels))
 
 
 def rotary_frequencies(
@@ -30,15 +39,17 @@ def rotary_frequencies(
     rope = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
     try:
         with torch.device("cpu"):  # also where a network is made without memory for its weights
-            rotary = Qwen3RotaryEmbedding(
-                Qwen3Config(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=rope)
-            )
+            config = Qwen3Config(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=rope)
+            kind = config.rope_parameters["rope_type"]
+            if kind == "default":
+                return default_frequencies(head_dim, config.rope_parameters["rope_theta"]), 1.0
+            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config)
+            return frequencies, float(scale)
     except Exception as error:  # transformers raises many kinds
         raise UsageError(
             f"rope_scaling is {scaling}, which transformers does not accept ({describe(error)}); name a rope_type "
             "that it knows, with its parameters."
         ) from error
-    return cast(Tensor, rotary.inv_freq), float(rotary.attention_scaling)
 
 
 class Rotary:

@@ -10,10 +10,9 @@ import pkgutil
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
-from transformers import PreTrainedModel
 
 from blockdraft.cpu.threads import let_team_go
 from blockdraft.errors import UsageError
@@ -37,6 +36,9 @@ from blockdraft.targets.fingerprint import other_target_warning, target_fingerpr
 from blockdraft.targets.gguf import gguf_architecture, load_gguf_text, tokenizer_metadata, write_gguf_target
 from blockdraft.targets.weights import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
+
+if TYPE_CHECKING:  # takes as long to import as torch
+    from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUNDLED = Path(__file__).parents[1] / "pair" / "target"
@@ -176,12 +178,14 @@ def as_target(model: PreTrainedModel | Target) -> Target:
     Raises:
         UsageError: The model is neither.
     """
-    if isinstance(model, PreTrainedModel):
-        target: Target = backends()["hf"].HFTarget(model)
-        return target
-    if not hasattr(model, "new_cache"):
+    if hasattr(model, "new_cache"):
+        return model
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
         raise UsageError(f"The target is a {type(model).__name__}; give a model of transformers or use load_target.")
-    return model
+    target: Target = backends()["hf"].HFTarget(model)
+    return target
 
 
 def load_target_text(path: str | Path | None = None, revision: str | None = None) -> TargetText:

@@ -7,14 +7,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
 from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
+
+if TYPE_CHECKING:  # takes as long to import as torch
+    from transformers import PreTrainedModel
 
 R = TypeVar("R", covariant=True)
 

@@ -12,11 +12,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from blockdraft.nn.decoder_config import DecoderConfig, DeltaNet, Experts, LayerKind, Rope
 from blockdraft.nn.decoder_layer import ACTIVATIONS
+from blockdraft.nn.rotary import default_frequencies
 from blockdraft.targets.base import NotCovered
 
 # Rotary scalings whose frequencies do not change with the length of the text, within the context.
@@ -120,9 +119,7 @@ def routed_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
 
 def recurrent_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
     """Layers of Qwen3.5: full attention, or a gated delta net."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
-
-    own = rope(config, default=Qwen3_5TextRotaryEmbedding)
+    own = rope(config, rotated=config.rope_parameters.get("partial_rotary_factor", 1.0))
     return _by_type(
         config,
         full_attention=lambda: LayerKind(own),
@@ -139,12 +136,12 @@ def _by_type(config: PretrainedConfig, **kinds: Callable[[], LayerKind]) -> tupl
     return tuple(made[name] for name in config.layer_types)
 
 
-def rope(config: PretrainedConfig, layer_type: str | None = None, default: Any = LlamaRotaryEmbedding) -> Rope:
+def rope(config: PretrainedConfig, layer_type: str | None = None, rotated: float = 1.0) -> Rope:
     """Rotary embeddings as transformers computes them.
 
     Args:
         layer_type: Kind of layer, where kinds may differ.
-        default: Class of transformers that computes frequencies that are not scaled, where kinds do not differ.
+        rotated: Share of a head's channels that are rotated, where frequencies are not scaled.
     """
     parameters: dict[str, Any] = config.rope_parameters
     nested = layer_type is not None and layer_type in parameters
@@ -153,11 +150,12 @@ def rope(config: PretrainedConfig, layer_type: str | None = None, default: Any =
     longest = of_kind.get("original_max_position_embeddings") or config.max_position_embeddings
     if str(name) not in STATIC_ROPES or (name == "longrope" and config.max_position_embeddings > longest):
         raise NotCovered(f"its rotary embeddings ({name}) change with the length of the text")
-    compute: Any = ROPE_INIT_FUNCTIONS.get(name)
-    if compute is None:
-        compute = (Gemma3RotaryEmbedding if nested else default).compute_default_rope_parameters
     try:
-        frequencies, scale = compute(config, **({"layer_type": layer_type} if nested else {}))
+        if name == "default":
+            head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            frequencies, scale = default_frequencies(int(head * rotated), of_kind["rope_theta"]), 1.0
+        else:
+            frequencies, scale = ROPE_INIT_FUNCTIONS[name](config, **({"layer_type": layer_type} if nested else {}))
     except Exception as error:  # values that are no numbers, sizes that no memory holds
         raise NotCovered(f"its rotary embeddings cannot be computed ({error})") from error
     return Rope(tuple(frequencies.float().tolist()), float(scale))

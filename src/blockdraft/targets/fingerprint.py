@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,8 +56,10 @@ def _digest(prefix: str, weights: Iterable[tuple[str, Tensor]]) -> str:
     lines = {}
     for name, weight in weights:  # one at a time, since they may not fit into memory together
         at = torch.linspace(0, weight.numel() - 1, min(SAMPLE, weight.numel()), dtype=torch.float64).long()
-        places = torch.unravel_index(at.to(weight.device), weight.shape)  # flattening may copy, which takes long
-        values = weight.detach()[places].to("cpu", torch.bfloat16).tolist()
+        # Flattening may copy, which takes long; torch's own unravel_index imports sympy, which takes as long.
+        places = np.unravel_index(at.numpy(), tuple(weight.shape))
+        indices = tuple(torch.as_tensor(each, device=weight.device) for each in places)
+        values = weight.detach()[indices].to("cpu", torch.bfloat16).tolist()
         lines[name] = json.dumps([name, list(weight.shape), values])
     return _hash("".join([prefix, *(lines[name] for name in sorted(lines))]).encode())
 

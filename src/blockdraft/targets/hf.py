@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache as TransformersCache
 
 from blockdraft.decode.proposal import chain_parents, depths, tree_mask
@@ -26,6 +26,9 @@ from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.hf_exact import ExactCache, use_exact_attention
 from blockdraft.targets.hf_states import RECURRENT_FAMILIES, over_trees, recurrent_layers
 from blockdraft.targets.weights import load_model
+
+if TYPE_CHECKING:  # takes as long to import as torch
+    from transformers import PreTrainedModel
 
 RANK = 1  # it runs every model, and other backends run some faster
 MOST_PATHS = 64  # paths of the largest tree that memory is planned for; more nodes are chains of a prompt

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
 from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.exact import ExactAttention
 from blockdraft.targets.hf_states import recurrent_layers
+
+if TYPE_CHECKING:  # takes as long to import as torch
+    from transformers import PreTrainedModel
 
 NAME = "blockdraft_exact"
 HARMLESS = {"position_ids", "cache_position"}  # tensors given to attention that it need not use
@@ -70,9 +72,6 @@ def attend(
     return key.attention.attend(query.transpose(1, 2), key.keys, key.values, scale, softcap), None
 
 
-AttentionInterface.register(NAME, attend)
-
-
 def use_exact_attention(model: PreTrainedModel) -> None:
     """Make a model use `attend`.
 
@@ -93,6 +92,9 @@ def use_exact_attention(model: PreTrainedModel) -> None:
         if each["original_max_position_embeddings"] >= config.max_position_embeddings:
             continue  # no position is beyond the original context
         raise UsageError("exact is refused: the model's position embeddings (longrope) change with the length.")
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
     # Where transformers cannot, `set_attn_implementation` only logs a warning.
     if model._can_set_attn_implementation():
         model.set_attn_implementation(NAME)

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from blockdraft.errors import UsageError, counted
@@ -23,6 +23,9 @@ from blockdraft.targets.base import LoadOptions, NotCovered
 from blockdraft.targets.checkpoint import check_hub, checked_folder, is_hub_name, loading
 from blockdraft.targets.families import decoder_config, text_part
 from blockdraft.targets.fingerprint import weights_fingerprint
+
+if TYPE_CHECKING:  # takes as long to import as torch
+    from transformers import PreTrainedModel
 
 SOURCE = "source_fingerprint"  # our key of quantization_config, which other programs ignore
 TEXT_PART = "model.language_model."  # beginning of the names of the text part beside other parts
