@@ -468,10 +468,9 @@ def test_the_command_line_starts_without_torch() -> None:
 
 def test_decoding_natively_imports_no_code_of_models_nor_what_torch_compiles_with() -> None:
     slow = {"torch._dynamo", "torch.distributed.tensor", "sympy", "transformers.modeling_utils"}
-    code = "import sys; from blockdraft import *; from blockdraft.types import SamplingParams\n"
-    code += (
-        "engine = Engine(load_target(backend='native'), load_drafter()); engine.generate(['Hi'], SamplingParams(4))\n"
-    )
+    code = "import sys; from blockdraft import Engine, SamplingParams, load_drafter, load_target\n"
+    code += "target = load_target(backend='native'); engine = Engine(target, load_drafter(target=target))\n"
+    code += "engine.generate(['Hi'], SamplingParams(4))\n"
     code += f"print(sorted({slow} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

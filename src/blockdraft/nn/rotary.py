@@ -40,10 +40,10 @@ def rotary_frequencies(
     try:
         with torch.device("cpu"):  # also where a network is made without memory for its weights
             config = Qwen3Config(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=rope)
-            kind = config.rope_parameters["rope_type"]
-            if kind == "default":
-                return default_frequencies(head_dim, config.rope_parameters["rope_theta"]), 1.0
-            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config)
+            found: dict[str, Any] = {**(config.rope_parameters or {})}
+            if found["rope_type"] == "default":
+                return default_frequencies(head_dim, found["rope_theta"]), 1.0
+            frequencies, scale = ROPE_INIT_FUNCTIONS[found["rope_type"]](config)
             return frequencies, float(scale)
     except Exception as error:  # transformers raises many kinds
         raise UsageError(

@@ -10,7 +10,7 @@ import pkgutil
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import torch
 
@@ -179,7 +179,7 @@ def as_target(model: PreTrainedModel | Target) -> Target:
         UsageError: The model is neither.
     """
     if hasattr(model, "new_cache"):
-        return model
+        return cast(Target, model)
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):

@@ -57,9 +57,10 @@ def _digest(prefix: str, weights: Iterable[tuple[str, Tensor]]) -> str:
     for name, weight in weights:  # one at a time, since they may not fit into memory together
         at = torch.linspace(0, weight.numel() - 1, min(SAMPLE, weight.numel()), dtype=torch.float64).long()
         # Flattening may copy, which takes long; torch's own unravel_index imports sympy, which takes as long.
-        places = np.unravel_index(at.numpy(), tuple(weight.shape))
-        indices = tuple(torch.as_tensor(each, device=weight.device) for each in places)
-        values = weight.detach()[indices].to("cpu", torch.bfloat16).tolist()
+        whole = weight.detach() if weight.dim() else weight.detach()[None]
+        places = np.unravel_index(at.numpy(), tuple(whole.shape))
+        sample = whole[tuple(torch.as_tensor(each, device=whole.device) for each in places)]
+        values = sample.to("cpu", torch.bfloat16).tolist()
         lines[name] = json.dumps([name, list(weight.shape), values])
     return _hash("".join([prefix, *(lines[name] for name in sorted(lines))]).encode())
 
