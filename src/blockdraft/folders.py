@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from blockdraft.errors import UsageError
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # full disk, exceeded quota, file beyond the largest size
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from blockdraft.training.batches import Batches, Documents
 from blockdraft.training.feature_sources import batch_features, open_source
 from blockdraft.training.loss import DraftLoss, Sums, term_weights
 from blockdraft.training.objectives import Slots
+from blockdraft.training.progress import Progress
 
 RECIPE = DFlashRecipe(
     layers=2,
@@ -35,7 +36,7 @@ def run(recipe: DFlashRecipe, target_dir: Path, data_dir: Path) -> tuple[Sums, d
     documents = Documents(data, recipe.length)
     batch = next(iter(Batches(documents, documents.usable, recipe, variant.taught_slots).run(0)))[1]
     taps = (0, 1, target.num_layers)
-    source = open_source(None, target, data, documents, taps, lambda stage, done, total: None)
+    source = open_source(None, target, data, documents, taps, beside=Path(), reserved=None, progress=Progress())
     features = batch_features(batch, source, len(taps) * target.hidden_size, target)
     tapped = 2 * target.hidden_size
     sums = module(features[:, :, :tapped], features[:, :, tapped:], *batch.on(target.device))

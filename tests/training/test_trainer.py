@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from blockdraft.data.writer import DataWriter
 from blockdraft.folders import held
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, target_fingerprint
-from blockdraft.training import checkpoints, preflight
+from blockdraft.training import checkpoints, feature_sources, preflight
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.graceful_shutdown import FINISH
+from blockdraft.training.feature_sources import FOLDER
+from blockdraft.training.graceful_shutdown import FINISH, Stopped, StopSignals
 from blockdraft.training.progress import Progress, RunLog
-from blockdraft.training.trainer import run_folder, train
+from blockdraft.training.trainer import Trainer, run_folder, train
 from blockdraft.training.variant import find_variant, variant_names
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -141,6 +143,112 @@ def test_a_run_that_stopped_goes_on_to_the_same_weights(
     assert same(tmp_path / "whole", tmp_path / "stopped")
     timeless = [[{k: v for k, v in line.items() if k != "tokens_per_second"} for line in one] for one in (whole, lines)]
     assert timeless[0] == timeless[1]
+
+
+def test_checkpoints_are_written_by_time_too(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, saved = checkpoints.save, []
+
+    def save(folder: Path, step: int, *rest: Any) -> None:
+        original(folder, step, *rest)
+        saved.append(step)
+
+    monkeypatch.setattr(checkpoints, "save", save)
+    run(tmp_path / "hourly", steps="3", save_every="0", save_minutes="60", eval_prompts="0")
+    assert saved == [3]
+    run(tmp_path / "always", steps="3", save_every="0", save_minutes="1e-9", eval_prompts="0")
+    assert saved == [3, 1, 2, 3]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("place", ["forward", "between"])
+def test_a_signal_saves_what_was_learned(
+    place: str, number: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a step, whose start is saved, or while its metrics are logged, which are kept."""
+    rare = {"save_every": "0", "save_minutes": "0", "eval_prompts": "0"}
+    whole = run(tmp_path / "whole", **rare)
+    calls, where = [0], (Trainer, "_forward") if place == "forward" else (RunLog, "add")
+    original = getattr(*where)
+
+    def stop(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            signal.raise_signal(number)
+        return original(*arguments)
+
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patched:
+        patched.setattr(*where, stop)
+        notes: list[str] = []
+        with pytest.raises(Stopped) as stopped:
+            run(tmp_path / "stopped", notes=notes, **rare)  # type: ignore[arg-type]
+    assert stopped.value.exit_status == 128 + number and signal.getsignal(number) is before
+    assert any("stops once its state is saved" in note for note in notes) == (place == "between")
+    state = checkpoints.newest(run_folder(tmp_path / "stopped") / "checkpoints")
+    assert state is not None and state["step"] == (2 if place == "forward" else 3)
+    lines = run(tmp_path / "stopped", **rare)
+    assert same(tmp_path / "whole", tmp_path / "stopped")
+    timeless = [[{k: v for k, v in line.items() if k != "tokens_per_second"} for line in one] for one in (whole, lines)]
+    assert timeless[0] == timeless[1]
+
+
+def test_a_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stops = StopSignals(lambda text: None)
+    with stops.listening(), pytest.raises(Stopped), stops.deferred():
+        signal.raise_signal(signal.SIGINT)
+        assert stops.number == signal.SIGINT
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("the second signal was deferred")
+
+
+def test_a_resumed_run_reads_the_features_that_are_kept_beside_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run(whole, features="memory", eval_prompts="0")
+    assert not (run_folder(whole) / FOLDER).exists()
+    original = checkpoints.save
+
+    def stop(folder: Path, step: int, *rest: Any) -> None:
+        original(folder, step, *rest)
+        if step == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "save", stop)
+        notes: list[str] = []
+        with pytest.raises(KeyboardInterrupt):
+            run(stopped, features="memory", eval_prompts="0", notes=notes)  # type: ignore[arg-type]
+    assert any("features are kept in" in note for note in notes)
+    with monkeypatch.context() as patched:
+        patched.setattr("blockdraft.data.features.tapped_features", lambda *_: pytest.fail("computed again"))
+        run(stopped, features="memory", eval_prompts="0")
+    assert same(whole, stopped)
+    assert not (run_folder(stopped) / FOLDER).exists()
+
+
+def test_features_that_find_no_room_on_the_disk_stay_in_memory(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "whole", features="memory", eval_prompts="0")
+    plan = feature_sources.plan_features
+    with monkeypatch.context() as patched:
+        patched.setattr(feature_sources, "plan_features", lambda *given: replace(plan(*given), free=10**6))
+        patched.setattr("blockdraft.data.features.save", lambda *_: pytest.fail("features are written"))
+        run(tmp_path / "narrow", features="memory", eval_prompts="0")
+    assert same(tmp_path / "whole", tmp_path / "narrow")
+    original, notes = Path.write_bytes, list[str]()
+
+    def full(path: Path, content: bytes) -> int:
+        if "safetensors" in path.name:
+            raise OSError(28, "No space left on device")
+        return original(path, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        run(tmp_path / "full", features="memory", eval_prompts="0", notes=notes)  # type: ignore[arg-type]
+    assert any("computes them again" in note and "No space left" in note for note in notes)
+    assert same(tmp_path / "whole", tmp_path / "full")
 
 
 @pytest.mark.slow
@@ -329,6 +437,25 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(
     assert same(whole, out)
 
 
+def test_a_disk_that_is_full_for_the_log_names_the_last_checkpoint(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, out, add = tmp_path / "whole", tmp_path / "drafter", RunLog.add
+    run(whole)
+
+    def full(log: RunLog, line: Any) -> None:
+        if line["step"] == 4:
+            raise OSError(28, "No space left on device")
+        add(log, line)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunLog, "add", full)
+        with pytest.raises(ValueError, match=r"No space left on device.*newest checkpoint is step-00000002.pt; free"):
+            run(out)
+    run(out)
+    assert same(whole, out)
+
+
 def test_a_drafter_says_what_it_was_trained_for(run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:
     short = {"steps": "1", "eval_prompts": "0", "held_out": "1"}
     run(tmp_path / "first", **short)
@@ -488,6 +615,29 @@ def test_killed_within_any_step_it_goes_on_to_the_same_weights_and_leaves_nothin
     assert same(whole, killed)
     assert sorted(path.name for path in killed.parent.iterdir()) == ["drafter", "drafter.run"]
     assert not list(run_folder(killed).glob(".*")) and not list(run_folder(killed).rglob("*.partial"))
+
+
+@pytest.mark.slow
+def test_ended_by_a_signal_a_command_goes_on_to_the_same_weights(
+    tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    changes = {"steps": "60", "save_every": "0", "eval_every": "0", "eval_prompts": "0", "length": "80"}
+    subprocess.run(command(tiny_target_dir, tiny_data_dir, whole, **changes), check=True, env=ENVIRONMENT)
+    started = command(tiny_target_dir, tiny_data_dir, stopped, **changes)
+    process = subprocess.Popen(started, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    log, deadline = run_folder(stopped) / "log.jsonl", time.monotonic() + 240
+    while not (log.exists() and log.read_text().count("\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, told
+    [saved] = (run_folder(stopped) / "checkpoints").iterdir()
+    assert f"Interrupted; the same command resumes from step {int(saved.stem[5:])}" in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stopped", "stopped.run", "whole", "whole.run"]
+    subprocess.run(started, check=True, env=ENVIRONMENT)
+    assert same(whole, stopped)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from functools import partial
 from importlib.metadata import version
@@ -27,6 +26,7 @@ from blockdraft.cli.quantize import quantize
 from blockdraft.cli.serve import serve
 from blockdraft.cli.train import RecipeCommand, train
 from blockdraft.errors import BlockdraftError
+from blockdraft.folders import FULL
 
 app = typer.Typer(
     cls=Commands,
@@ -35,7 +35,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # disk, quota, or largest size of a file
 
 run = partial(add, app, panel="Run models")
 run(generate, short="target drafter quantize max_new_tokens temperature prompts compare as_json")

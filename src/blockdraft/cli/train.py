@@ -87,7 +87,7 @@ def train(
     `blockdraft train dflash --show-recipe` lists the fields.
 
     `accelerate launch -m blockdraft train ...` trains on several devices. `touch DIR.run/finish`, or the signal USR1,
-    ends the run early with a whole drafter.
+    ends the run early with a whole drafter. Ctrl-C and the signal TERM save the run, which the same command resumes.
     """
     from blockdraft.settings import as_toml, read_settings
     from blockdraft.training.variant import find_variant
@@ -112,7 +112,7 @@ def train(
         from blockdraft.training.checkpoints import after_interruption
         from blockdraft.training.devices import make_accelerator
         from blockdraft.training.export import format_for
-        from blockdraft.training.graceful_shutdown import finish_on_signal
+        from blockdraft.training.graceful_shutdown import Stopped, finish_on_signal
         from blockdraft.training.objectives import find_objective
         from blockdraft.training.progress import Progress, run_folder
         from blockdraft.training.trainer import train as train_drafter
@@ -162,10 +162,10 @@ def train(
                 more=extend,
                 other_answers=other_answers,
             )
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
         if accelerator.is_main_process:
             loading.tell(after_interruption(run_folder(out) / "checkpoints"))
-        raise typer.Exit(130) from None
+        raise typer.Exit(interruption.exit_status if isinstance(interruption, Stopped) else 130) from None
     if accelerator.is_main_process:
         console = consoles.standard()
         display.show_training(console, lines)

@@ -136,7 +136,43 @@ class FeatureCache:
         with held(self.folder, "computing features"):
             now = plan_features(self.folder, self.target, self.data, self.manifest["taps"], self.settings)
             now._check_space()
-            now._write(progress)
+            now._begin()
+            for number, features in now._missing(progress):
+                now._store(number, features)
+
+    def in_memory(
+        self, store: bool, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> tuple[Features, str | None]:
+        """Features of all documents, from the shards that exist, and computed where they are missing.
+
+        Args:
+            store: Whether to write the computed shards too, so that a later call finds them.
+            progress: As in `write`.
+
+        Returns:
+            The features, and the reason why some were not written; None if all were, or if none were to be.
+
+        Raises:
+            NumbersError: Features are not finite.
+        """
+        shards, failure = dict[int, Tensor](), None
+        if store:
+            try:
+                self._begin()
+            except UsageError as error:
+                store, failure = False, str(error)
+        for number, features in self._missing(progress):
+            shards[number] = features
+            if store:
+                try:
+                    self._store(number, features)
+                except UsageError as error:  # the features in memory suffice
+                    store, failure = False, str(error)
+        found = [
+            shards[i] if i in shards else load_file(_shard(self.folder, i))["features"]
+            for i in range(len(self.manifest["lengths"]))
+        ]
+        return Features(self.folder, self.manifest, found), failure
 
     def _check_space(self) -> None:
         if self.need > self.free:
@@ -145,9 +181,15 @@ class FeatureCache:
                 f"choose fewer taps, fewer documents or another disk for --out, or train without a feature cache."
             )
 
-    def _write(self, progress: Callable[[int, int], None]) -> None:
+    def _begin(self) -> None:
         make_folder(self.folder)
         write_file(self.folder / MANIFEST, (json.dumps(self.manifest) + "\n").encode())
+
+    def _store(self, number: int, features: Tensor) -> None:
+        write_file(_shard(self.folder, number), save({"features": features}))
+
+    def _missing(self, progress: Callable[[int, int], None]) -> Iterator[tuple[int, Tensor]]:
+        """Compute the missing shards, and yield the number and the features of each."""
         shards = list(zip(self.manifest["first"], self.manifest["lengths"], strict=True))
         missing = [i for i in range(len(shards)) if not _shard(self.folder, i).exists()]
         done, total = 0, sum(sum(shards[i][1]) for i in missing)
@@ -156,7 +198,7 @@ class FeatureCache:
             for count in self._compute(features, *shards[i]):
                 done += count
                 progress(done, total)
-            write_file(_shard(self.folder, i), save({"features": features}))
+            yield i, features
 
     @property
     def width(self) -> int:
@@ -167,7 +209,7 @@ class FeatureCache:
         """Fill in a shard's features batch by batch, and yield the number of tokens of each batch."""
         taps, parts = self.manifest["taps"], features.split(lengths)
         for group in batches(lengths, self.settings.batch_tokens):
-            tokens = [self.data[first + i].tokens for i in group]
+            tokens = [self.data[first + i].tokens[: lengths[i]] for i in group]
             for i, found in zip(group, tapped_features(self.target, taps, tokens), strict=True):
                 parts[i].copy_(found)
                 if not bool(parts[i].isfinite().all()):
@@ -179,9 +221,17 @@ class FeatureCache:
 
 
 def plan_features(
-    folder: Path, target: Target, data: TokenData, taps: Sequence[int], settings: FeatureSettings
+    folder: Path,
+    target: Target,
+    data: TokenData,
+    taps: Sequence[int],
+    settings: FeatureSettings,
+    longest: int | None = None,
 ) -> FeatureCache:
     """Plan a feature cache, or the missing part of one.
+
+    Args:
+        longest: Number of tokens to which longer documents are cut; None cuts none.
 
     Raises:
         UsageError: The folder holds the cache of another target, other data or taps, or other files; or the target
@@ -191,7 +241,8 @@ def plan_features(
     data.check_tokenizer(target.tokenizer)
     width = len(taps) * target.hidden_size * getattr(torch, settings.dtype).itemsize
     first, groups, held = [0], [list[int]()], 0
-    for i, length in enumerate(data.lengths):
+    for i, whole in enumerate(data.lengths):
+        length = min(whole, longest or whole)
         if groups[-1] and held + length * width > SHARD_BYTES:
             first.append(i)
             groups.append([])
@@ -199,6 +250,8 @@ def plan_features(
         groups[-1].append(length)
         held += length * width
     identity = _identity(target, data, taps) | {"dtype": settings.dtype}
+    if longest is not None:
+        identity["longest"] = longest
     manifest = {"format": FORMAT, **identity, "first": first, "lengths": groups}
     earlier = read_manifest(folder / MANIFEST, FORMAT)
     if earlier is not None:
@@ -238,8 +291,8 @@ def _identity(target: Target, data: TokenData, taps: Sequence[int]) -> dict[str,
 
 def _check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any], names: Sequence[str]) -> None:
     for name in names:
-        if (list(theirs[name]) if name == "taps" else theirs[name]) != ours[name]:
+        if (list(theirs[name]) if name == "taps" else theirs.get(name)) != ours[name]:
             raise UsageError(
-                f"{folder} holds other features: {name} {theirs[name]} instead of {ours[name]}. Give the target, data "
-                f"and taps that they were made for, or make new ones with `blockdraft features` in another folder."
+                f"{folder} holds other features: {name} {theirs.get(name)} instead of {ours[name]}. Give the target, "
+                "data and taps that they were made for, or make new ones with `blockdraft features` in another folder."
             )

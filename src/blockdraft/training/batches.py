@@ -82,6 +82,7 @@ class Documents:
     """Documents to train on, cut to the length of a row.
 
     Attributes:
+        longest: Length of a row.
         usable: Indices of the documents with an eligible anchor.
         lengths: Number of tokens of every document, after cutting.
         cut: Number of documents that were cut.
@@ -90,7 +91,7 @@ class Documents:
     """
 
     def __init__(self, data: Sequence[Document], length: int) -> None:
-        self._data, self._length = data, length
+        self._data, self.longest = data, length
         self.usable: list[int] = []
         self.lengths: list[int] = []
         self.cut = self.tokens = self.supervised = 0
@@ -106,8 +107,8 @@ class Documents:
 
     def __getitem__(self, index: int) -> Document:
         document = self._data[index]
-        cut = len(document.tokens) > self._length
-        return Document(document.tokens[: self._length], document.supervised[: self._length], cut)
+        cut = len(document.tokens) > self.longest
+        return Document(document.tokens[: self.longest], document.supervised[: self.longest], cut)
 
 
 def split(documents: Documents, held_out: int, seed: int) -> tuple[list[int], list[int]]:

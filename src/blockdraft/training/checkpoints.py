@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from blockdraft.errors import UsageError
+from blockdraft.folders import FULL
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -70,8 +72,23 @@ def after_interruption(folder: Path) -> str:
     """Sentence on what the same command will do after an interruption."""
     steps = [int(path.stem.removeprefix("step-")) for path in _checkpoints(folder)]
     if not steps:
-        return "Interrupted before the first checkpoint (--save-every); the same command starts over."
-    return f"Interrupted; the same command resumes from step {steps[-1]}, the newest checkpoint (--save-every)."
+        return "Interrupted before the first checkpoint; the same command starts over."
+    return f"Interrupted; the same command resumes from step {steps[-1]}, the newest checkpoint."
+
+
+@contextmanager
+def named_when_full(folder: Path) -> Iterator[None]:
+    """Context in which a full disk raises a `UsageError` that names the newest checkpoint of the run in `folder`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        kept = _checkpoints(folder / "checkpoints")
+        raise UsageError(
+            f"{folder} cannot be written ({error}). The newest checkpoint is {kept[-1].name if kept else 'none'}; free "
+            "disk space and run the command again to resume from it."
+        ) from error
 
 
 def _checkpoints(folder: Path) -> list[Path]:

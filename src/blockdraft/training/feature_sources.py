@@ -1,7 +1,8 @@
-"""Sources of a batch's features: the target in the loop, memory, or a folder."""
+"""Sources of a batch's features: the target in the loop, features computed once, or a folder of them."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -11,13 +12,15 @@ import torch
 from torch import Tensor
 
 from blockdraft.data.documents import TokenData
-from blockdraft.data.features import read_features
+from blockdraft.data.features import Features, plan_features, read_features, size
+from blockdraft.data.settings import FeatureSettings
 from blockdraft.data.taps import tapped_features
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 from blockdraft.training.batches import Batch, Documents
+from blockdraft.training.progress import Progress
 
-GROUP = 32  # documents per target forward where all features are computed in advance
+FOLDER = "features"  # of features that are kept beside a run
 
 # Features `[S, F]` of the documents with these indices. A document's features may go beyond its end in the row.
 Source: TypeAlias = Callable[[Sequence[int]], list[Tensor]]
@@ -29,45 +32,59 @@ def open_source(
     data: TokenData,
     documents: Documents,
     taps: tuple[int, ...],
-    report: Callable[[str, int, int], None],
+    beside: Path,
+    reserved: int | None,
+    progress: Progress,
 ) -> Source:
     """Open the source that a recipe names in its field `features`.
 
     Args:
         taps: Layers whose outputs are needed; `target.num_layers` is the input of the head.
-        report: Called with the stage, the documents done and those to do.
+        beside: Folder of the run, where computed features are kept for a resumed run.
+        reserved: Bytes of the disk that the run needs for other files; None keeps no features there.
 
     Raises:
         UsageError: Stored features belong to another target, other data or other taps, or memory does not suffice.
     """
     if where is None:
         return lambda chosen: tapped_features(target, taps, [documents[i].tokens for i in chosen])
-    if where == "memory":
-        return _memory(target, documents, taps, report)
-    features = read_features(Path(where))
-    features.check(target, data, taps)
+    if where != "memory":
+        features = read_features(Path(where))
+        features.check(target, data, taps)
+    else:
+        features = _computed(target, data, documents.longest, taps, beside / FOLDER, reserved, progress)
     return lambda chosen: [features[i] for i in chosen]
 
 
-def _memory(
-    target: Target, documents: Documents, taps: tuple[int, ...], report: Callable[[str, int, int], None]
-) -> Source:
-    needed = 2 * documents.tokens * len(taps) * target.hidden_size
+def _computed(
+    target: Target,
+    data: TokenData,
+    longest: int,
+    taps: tuple[int, ...],
+    folder: Path,
+    reserved: int | None,
+    progress: Progress,
+) -> Features:
+    """Features of all documents, read from `folder` as far as an earlier run has left them there."""
+    try:
+        plan = plan_features(folder, target, data, taps, FeatureSettings(), longest)
+    except UsageError:  # features of something else
+        shutil.rmtree(folder)
+        plan = plan_features(folder, target, data, taps, FeatureSettings(), longest)
+    # The features may take half of the disk that the run leaves free.
+    store = reserved is not None and plan.need <= (plan.free - reserved) / 2
     free = psutil.virtual_memory().available
-    if needed > free:
+    if not store and plan.need > free:
         raise UsageError(
-            f"The features of {documents.tokens} tokens take {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} "
-            'GiB are free; leave out features = "memory", or store them with `blockdraft features`.'
+            f"The features need {size(plan.need)} of memory and {size(free)} are free, and the disk is too small to "
+            'keep them; leave out features = "memory", or store them elsewhere with `blockdraft features`.'
         )
-    kept: dict[int, Tensor] = {}
-    # Groups are always the same, because the last bits of a document's features depend on the others in its batch.
-    order = sorted(documents.usable, key=lambda i: documents.lengths[i])
-    for begin in range(0, len(order), GROUP):
-        group = order[begin : begin + GROUP]
-        found = tapped_features(target, taps, [documents[i].tokens for i in group])
-        kept |= {i: features.to("cpu", torch.bfloat16) for i, features in zip(group, found, strict=True)}
-        report("features", len(kept), len(order))
-    return lambda chosen: [kept[i] for i in chosen]
+    if plan.need and store:
+        progress.note(f"The target's features are kept in {folder} ({size(plan.need)}) until the run ends.")
+    features, failure = plan.in_memory(store, lambda done, total: progress.report("features, tokens", done, total))
+    if failure is not None:
+        progress.note(f"Not all features are kept beside the run, so a resumed run computes them again: {failure}")
+    return features
 
 
 def batch_features(batch: Batch, source: Source, width: int, target: Target) -> Tensor:

@@ -21,6 +21,7 @@ from blockdraft.targets import Target, other_target_warning, target_fingerprint
 from blockdraft.training.batches import Documents
 from blockdraft.training.defaults import Resolved, resolve
 from blockdraft.training.export import Format
+from blockdraft.training.feature_sources import FOLDER
 from blockdraft.training.metrics import encode_prompts
 from blockdraft.training.recipe import Recipe
 from blockdraft.types import Prompt
@@ -42,6 +43,7 @@ FREE_FIELDS = {
     "keep",
     "save_dtype",
     "save_every",
+    "save_minutes",
     "steps",
     "trackers",
 }
@@ -181,16 +183,20 @@ def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) ->
         check_writable(folder / "measured")
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror}); choose another --out.") from error
-    weights = sum(parameter.numel() for parameter in network.parameters())
-    # A checkpoint holds float32 weights and two moments, and one more exists while it is written; so does the drafter.
-    needed = 12 * weights * (recipe.keep + 1) + 12 * weights
-    have = shutil.disk_usage(folder)
-    used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    needed, have = disk_bytes(network, recipe), shutil.disk_usage(folder)
+    files = (file for file in folder.rglob("*") if file.is_file() and file.parent.name != FOLDER)
+    used = sum(file.stat().st_size for file in files)
     if needed > have.free + used:
         raise UsageError(
             f"The run needs up to {needed / 2**30:.1f} GiB at {folder} and {(have.free + used) / 2**30:.1f} GiB are "
             "free; free some, keep fewer checkpoints (--keep), or choose another --out."
         )
+
+
+def disk_bytes(network: nn.Module, recipe: Recipe) -> int:
+    """Bytes of a run's files, features not counted. A checkpoint holds float32 weights and two moments, and one more
+    exists while it is written; so does the drafter."""
+    return 12 * sum(parameter.numel() for parameter in network.parameters()) * (recipe.keep + 2)
 
 
 def identity(

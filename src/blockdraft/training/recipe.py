@@ -54,7 +54,8 @@ class Recipe:
         eval_prompts: Held-out prompts that the engine answers in an evaluation.
         eval_tokens: Maximum number of tokens of such an answer.
         eval_temperature: Sampling temperature of such an answer; 0 is greedy.
-        save_every: Steps between checkpoints; 0 saves at the end only.
+        save_every: Steps between checkpoints; 0 saves by time only.
+        save_minutes: Minutes between checkpoints, in addition to those of `save_every`; 0 saves by steps only.
         keep: Number of newest checkpoints that are kept.
         trackers: Trackers of Accelerate that get the metrics in addition to log.jsonl.
     """
@@ -90,6 +91,7 @@ class Recipe:
     eval_tokens: Count = 128
     eval_temperature: Amount = 0.0
     save_every: Natural = 500
+    save_minutes: Amount = 5.0
     keep: Count = 2
     trackers: Texts = ("tensorboard",)
 

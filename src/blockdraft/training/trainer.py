@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from accelerate import Accelerator
@@ -24,8 +25,8 @@ from blockdraft.training import checkpoints, preflight
 from blockdraft.training.batches import Batch, Batches
 from blockdraft.training.devices import begin_trackers, track
 from blockdraft.training.export import Format, export
-from blockdraft.training.feature_sources import batch_features, open_source
-from blockdraft.training.graceful_shutdown import clear_finish_request, finish_requested
+from blockdraft.training.feature_sources import FOLDER, batch_features, open_source
+from blockdraft.training.graceful_shutdown import Stopped, StopSignals, agreed, clear_finish_request, finish_requested
 from blockdraft.training.loss import DraftLoss, Sums
 from blockdraft.training.metrics import (
     held_out_prompts,
@@ -58,7 +59,8 @@ def train(
     """Train a drafter, or resume a run: one that was interrupted, or one that has ended and that the recipe or `more`
     extends.
 
-    A file `finish` in the run's folder (see `run_folder`) ends the run within a few steps.
+    A file `finish` in the run's folder (see `run_folder`) ends the run within a few steps. The signals TERM and INT end
+    it at once, after a checkpoint of all steps that are done.
 
     Args:
         variant_name: Name of the variant.
@@ -81,9 +83,16 @@ def train(
             process is training there. All of it is checked before the first step and reported together where possible.
         NumbersError: The target's outputs or the loss are not finite. A run that fails at its first step leaves no
             files.
+        Stopped: A signal ended the run. The same call resumes it.
     """
     main = accelerator.is_main_process
-    with held(out, "training") if main else contextlib.nullcontext():
+    progress = progress if progress is not None and main else Progress()
+    stops = StopSignals(progress.note)
+    with (
+        held(out, "training") if main else contextlib.nullcontext(),
+        stops.listening(),
+        checkpoints.named_when_full(run_folder(out)),
+    ):
         trainer = Trainer(
             variant_name=variant_name,
             target=target,
@@ -92,7 +101,8 @@ def train(
             recipe=recipe,
             accelerator=accelerator,
             prompts=prompts,
-            progress=progress if progress is not None and main else Progress(),
+            progress=progress,
+            stops=stops,
             written=written,
             more=more,
             other_answers=other_answers,
@@ -114,11 +124,12 @@ class Trainer:
         accelerator: Accelerator,
         prompts: Sequence[Prompt] | None,
         progress: Progress,
+        stops: StopSignals,
         written: Format | None,
         more: int,
         other_answers: bool,
     ) -> None:
-        self.target, self.accelerator, self.progress = target, accelerator, progress
+        self.target, self.accelerator, self.progress, self.stops = target, accelerator, progress, stops
         self.evaluation_format = Format(entries()[variant_name].layouts[0])
         self.written = written or self.evaluation_format
         self.out, self.folder = out, run_folder(out)
@@ -173,7 +184,18 @@ class Trainer:
                 self.taps = taps = (*taps, target.num_layers)
             preflight.check_teacher(target, documents[resolved.trained[0]].tokens)
         self.width = len(taps) * target.hidden_size
-        self.source = open_source(recipe.features, target, data, documents, taps, progress.report)
+        if self.begin < self.schedule.end:
+            alone = accelerator.num_processes == 1
+            self.source = open_source(
+                recipe.features,
+                target,
+                data,
+                documents,
+                taps,
+                beside=self.folder,
+                reserved=preflight.disk_bytes(network, recipe) if alone else None,
+                progress=progress,
+            )
 
         module = DraftLoss(network, self.variant, target)
         named = [(name.removeprefix("network."), parameter) for name, parameter in module.named_parameters()]
@@ -195,15 +217,30 @@ class Trainer:
             begin_trackers(accelerator, self.out.name, self.folder, recipe)
         if self.begin == self.schedule.end:  # a finished run may be asked for another format
             self._export(self.out, self.written)
-        began, tokens, tau, step = time.monotonic(), 0, "", self.begin
+        with self.stops.deferred():
+            self._train()
+        if accelerator.is_main_process:
+            shutil.rmtree(self.folder / FOLDER, ignore_errors=True)
+        clear_finish_request(self.folder, accelerator)
+        if self.log is not None and not draw_curves(self.log, self.folder / "curves.png"):
+            progress.note("The curves are not drawn, because matplotlib is not installed.")
+        accelerator.end_training()
+        return self.log.lines if self.log is not None else []
+
+    def _train(self) -> None:
+        """Do the steps of the run that are left, with evaluations and checkpoints."""
+        recipe, accelerator, progress = self.recipe, self.accelerator, self.progress
+        began, tokens, tau, step, self.saved = time.monotonic(), 0, "", self.begin, (self.begin, time.monotonic())
         stream = self.batches.run(step)
+        progress.report(f"step {step + 1} of {self.schedule.end}", 0, self.schedule.end - step)
         while step < self.schedule.end:
             if not self.schedule.finishing and finish_requested(self.folder, accelerator):
                 self.schedule.finish(step)
                 progress.note(f"Told to finish: the rates fall until step {self.schedule.end}, which is the last.")
-            (epoch, batch), step = next(stream), step + 1
+            epoch, batch = next(stream)
             moment = time.monotonic()
-            metrics = {"step": step, "epoch": epoch, **self._step(batch, step - 1)}
+            metrics = {"step": step + 1, "epoch": epoch, **self._step(batch, step)}
+            step += 1
             count = int((batch.tensors.documents_BS >= 0).sum())
             metrics |= {"tokens": count, "tokens_per_second": count / (time.monotonic() - moment)}
             tokens += count
@@ -214,25 +251,54 @@ class Trainer:
             if self.log is not None:
                 self.log.add(metrics)
                 track(accelerator, metrics)
-            if end or (recipe.save_every and step % recipe.save_every == 0):
+            late = recipe.save_minutes > 0 and time.monotonic() - self.saved[1] >= 60 * recipe.save_minutes
+            late, stopped = agreed(accelerator, late, self.stops.number is not None)
+            if end or late or (recipe.save_every and step % recipe.save_every == 0):
                 self._save(step)
+            if stopped:
+                self._save_and_stop(step)
             speed = tokens / (time.monotonic() - began)
             stage = f"step {step} of {self.schedule.end}, loss {metrics['loss']:.3f}, {speed:,.0f} tokens/s{tau}"
             progress.report(stage, step - self.begin, self.schedule.end - self.begin)
             if step == 1 and (note := preflight.loss_note(metrics["loss"], self.target)):
                 progress.note(note)
-        clear_finish_request(self.folder, accelerator)
-        if self.log is not None and not draw_curves(self.log, self.folder / "curves.png"):
-            progress.note("The curves are not drawn, because matplotlib is not installed.")
-        accelerator.end_training()
-        return self.log.lines if self.log is not None else []
+
+    def _save_and_stop(self, step: int) -> NoReturn:
+        """End the run after a signal, with a checkpoint of the steps that are done."""
+        if step > self.saved[0]:
+            self._save(step)
+        raise Stopped(self.stops.number or signal.SIGTERM)  # another process may have got the signal
 
     def _step(self, batch: Batch, done: int) -> dict[str, Any]:
-        """One optimizer step on a batch, that of all processes together. `done` steps came before it."""
+        """One optimizer step on a batch, that of all processes together. `done` steps came before it.
+
+        Raises:
+            Stopped: A signal came before the weights changed.
+        """
         recipe, accelerator, processes = self.recipe, self.accelerator, self.accelerator.num_processes
         share = self.schedule.rate(done)
         set_rate(self.optimizers, share)
         weights = total_weights(self.variant, [batch])
+        try:
+            with self.stops.deferred(processes > 1):  # several processes stop together, between steps
+                found = self._gradients(batch, weights)
+        except Stopped:
+            if processes == 1:
+                self.module.zero_grad()
+                self._save_and_stop(done)  # the weights have not changed yet
+            raise
+        norm = accelerator.clip_grad_norm_(self.module.parameters(), recipe.clip or math.inf)
+        metrics = step_metrics(self.variant, found, weights, accelerator)
+        if not math.isfinite(metrics["loss"]) or not math.isfinite(float(norm)):
+            raise self._not_finite(batch, done, metrics["loss"], float(norm))
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return {"rate": share, "gradient_norm": float(norm), **metrics}
+
+    def _gradients(self, batch: Batch, weights: Sequence[float]) -> list[Sums]:
+        """Run forward and backward over this process's rows of a batch, and return the sums of each part."""
+        recipe, accelerator, processes = self.recipe, self.accelerator, self.accelerator.num_processes
         self.module.train()
         found: list[Sums] = []
         for part in range(recipe.accumulation):
@@ -244,14 +310,7 @@ class Trainer:
                 # Wrappers for many processes average their gradients, but the sum is needed.
                 accelerator.backward(total_loss(self.variant, sums.terms_T, weights) * processes)
             found.append(Sums(*(one.detach() for one in sums)))
-        norm = accelerator.clip_grad_norm_(self.module.parameters(), recipe.clip or math.inf)
-        metrics = step_metrics(self.variant, found, weights, accelerator)
-        if not math.isfinite(metrics["loss"]) or not math.isfinite(float(norm)):
-            raise self._not_finite(batch, done, metrics["loss"], float(norm))
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return {"rate": share, "gradient_norm": float(norm), **metrics}
+        return found
 
     @torch.no_grad()
     def _not_finite(self, batch: Batch, done: int, loss: float, norm: float) -> NumbersError:
@@ -316,6 +375,7 @@ class Trainer:
             state |= {"step": step, "identity": self.identity, "schedule": self.schedule.saved(), "data": self.manifest}
             checkpoints.save(self.folder / "checkpoints", step, state, self.recipe.keep)
         self.accelerator.wait_for_everyone()
+        self.saved = step, time.monotonic()
 
     def _plan_steps(self, more: int) -> None:
         """Fix the number of steps, and say so where there is something to say."""
