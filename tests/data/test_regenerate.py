@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from blockdraft.data import answerers, regenerate
-from blockdraft.data.answerers import Answer, Answerer, EngineAnswerer, ServerAnswerer
+from blockdraft.data.answerers import CHECKED_TOKENS, Answer, Answerer, EngineAnswerer, ServerAnswerer
 from blockdraft.data.chats import ChatEncoder
 from blockdraft.data.documents import TokenData, read_data
 from blockdraft.data.prepare import Preparation
@@ -313,6 +313,18 @@ def test_loops_and_long_prompts_are_left_out_and_counted(
     assert (counts["rows"], counts["documents"], len(served.requests)) == (8, 5, 7)
 
 
+def test_a_looping_answer_is_written_no_further_and_kept_up_to_its_loop(target: Target) -> None:
+    """How many tokens a cycle commits makes no difference."""
+    found = []
+    for drafter in ("none", "prompt_lookup"):
+        answerer = engine(target, drafter)
+        answerer.ask(0, [], [5, 6, 7, 8], SamplingParams(max_new_tokens=200, logit_bias={7: 100.0}))
+        [(_, answer)] = answerer.answers()
+        assert answer.token_ids is not None and not answer.ended
+        found.append(answer.token_ids)
+    assert found == 2 * [[7] * CHECKED_TOKENS]
+
+
 def test_many_loops_are_told_once_and_early(
     tmp_path: Path, target: Target, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,11 +343,11 @@ def test_many_loops_are_told_once_and_early(
         return told
 
     assert run("a", 3) == [
-        "after 4: 3 of 4 answers run in circles and are left out (75%); --temperature 0.7 (sampling), with another "
-        "--out, makes them fewer."
+        "after 4: 3 of 4 answers loop (75%) and are kept up to where they begin to; --temperature 0.7 (sampling), with "
+        "another --out, makes them fewer."
     ]
     [told] = run("b", 1, replace(SERVER, sampling=SamplingParams(24, 0.9, seed=5)))
-    assert told.endswith("a smaller --max-new-tokens, with another --out, loses fewer.")
+    assert told.endswith("a smaller --max-new-tokens, with another --out, makes them fewer.")
     assert run("c", 0) == []
     assert loops_note(2, 10, 0.0) is None
 

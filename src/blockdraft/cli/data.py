@@ -163,11 +163,9 @@ def data(
 
     from blockdraft.cli import display
     from blockdraft.data.answerers import Answerer, EngineAnswerer, ServerAnswerer
-    from blockdraft.data.documents import LOOPS
     from blockdraft.data.folder import check_writable
     from blockdraft.data.prepare import Preparation, RecordReader
     from blockdraft.data.records import check_sources
-    from blockdraft.data.regenerate import loops_note
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.targets import load_target_text, target_fingerprint
@@ -232,9 +230,6 @@ def data(
         print(f"cut to {reader.length} tokens: {counted(counts['cut'], 'document')}")
     for reason, count in counts["left_out"].items():
         print(f"left out, {reason}: {counted(count, 'record')}")
-    loops = counts["left_out"].get(LOOPS, 0)
-    if advice := loops_note(loops, counts["rows"], temperature):
-        print(advice)
 
 
 def note(text: str) -> None:

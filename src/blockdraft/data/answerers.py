@@ -14,13 +14,14 @@ import httpx
 
 from blockdraft.data.records import Message
 from blockdraft.data.settings import SERVER_KEY
-from blockdraft.engine import Chunk, Engine, Request
+from blockdraft.engine import Chunk, Engine, Request, loops
 from blockdraft.errors import UsageError
 from blockdraft.types import SamplingParams
 
 RETRIES = 6
 FIRST_WAIT = 1.0  # seconds before the first retry; the wait doubles with each further one
 REQUEST_SECONDS = 1800.0
+CHECKED_TOKENS = 32  # tokens of an answer after which it is searched for loops again
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,30 @@ class Answerer(Protocol):
 
 
 class EngineAnswerer:
-    """Answers by our own engine."""
+    """Answers by our own engine. An answer that loops is written no further."""
 
     def __init__(self, engine: Engine) -> None:
         self.at_once = 2 * engine.max_batch_size  # so that a prompt is always waiting for a free row
         self._engine = engine
         self._requests: dict[int, Request] = {}
+        self._loops: dict[int, int] = {}  # number of tokens after which an answer was found to loop
         self._ended: SimpleQueue[int] = SimpleQueue()
 
     def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
+        token_ids, checked = list[int](), 0
+
         def tell(chunk: Chunk) -> None:
+            nonlocal checked
+            token_ids.extend(chunk.token_ids)
             if chunk.finish_reason is not None:
                 self._ended.put(key)
+            elif key not in self._loops and len(token_ids) >= checked + CHECKED_TOKENS:
+                checked = len(token_ids) // CHECKED_TOKENS * CHECKED_TOKENS
+                if loops(token_ids[:checked]):
+                    self._loops[key] = checked  # not how far a cycle happened to get
+
+            if key in self._loops and key in self._requests:
+                self._requests[key].cancel()
 
         self._requests[key] = self._engine.submit(prompt, params, tell)
 
@@ -88,7 +101,11 @@ class EngineAnswerer:
         while not self._ended.empty():
             keys.append(self._ended.get())
         found = [(key, self._requests.pop(key).result().checked()) for key in keys]
-        return [(key, Answer(c.text, c.token_ids, c.finish_reason == "stop")) for key, c in found]
+        ends = [self._loops.pop(key, None) for key in keys]
+        return [
+            (key, Answer(c.text, c.token_ids[:end], end is None and c.finish_reason == "stop"))
+            for (key, c), end in zip(found, ends, strict=True)
+        ]
 
     def close(self) -> None:
         for request in self._requests.values():

@@ -18,9 +18,9 @@ from torch import arange, tensor
 from blockdraft.data.answerers import Answer, Answerer
 from blockdraft.data.chats import ChatEncoder, answer_places
 from blockdraft.data.documents import LOOPS, Document
+from blockdraft.data.loops import before_loop
 from blockdraft.data.records import Message
 from blockdraft.data.writer import DataWriter
-from blockdraft.engine import loops
 from blockdraft.errors import UsageError
 from blockdraft.types import SamplingParams
 
@@ -37,11 +37,13 @@ class Task(Protocol):
         messages: The chat so far; empty if a text is continued.
         documents: Finished documents.
         reason: Reason for which it ended before its first answer; None if it did not.
+        looped: Whether the last answer loops. It is kept up to where the loop begins.
     """
 
     messages: list[Message]
     documents: list[Document]
     reason: str | None
+    looped: bool
 
     def next_prompt(self) -> list[int] | None:
         """Token ids of the next prompt; None if there is nothing left to answer."""
@@ -67,6 +69,7 @@ class Conversation:
         self.messages: list[Message] = []
         self.documents: list[Document] = []
         self.reason: str | None = None
+        self.looped = False
         self._parts, self._encoder, self._length = prompts, encoder, length
         self._ids: list[int] = []
         self._written: list[bool] = []
@@ -102,15 +105,16 @@ class Conversation:
                 )
             if not answer.ended:
                 ids = self._encoder.without_end(ids)
-        if loops(ids) or not ids:
-            self.reason = LOOPS if ids else "no supervised token"
+        ids, self.looped = before_loop(ids)
+        if not ids:
+            self.reason = LOOPS if self.looped else "no supervised token"
             self._parts.clear()
             return
         if prompt[: len(self._ids)] != self._ids:
             self._close()
         self._written += [False] * (len(prompt) - len(self._written)) + [True] * len(ids)
         self._ids = prompt + ids
-        if not answer.ended:
+        if self.looped or not answer.ended:
             self._parts.clear()  # a chat does not go on after half an answer
 
     def _close(self) -> None:
@@ -151,6 +155,7 @@ class Continuation:
         self.messages: list[Message] = []
         self.documents: list[Document] = []
         self.reason: str | None = None
+        self.looped = False
         self._text, self._most, self._encode, self._length = text, most, encode, length
         self._prompt: list[int] | None = None
         self.begun = ""
@@ -183,8 +188,9 @@ class Continuation:
                 f"The server reads a text as {len(answer.prompt_ids)} tokens that differ from the {len(prompt)} that "
                 "were sent; have it use the same model."
             )
-        if loops(ids) or not ids:
-            self.reason = LOOPS if ids else "no supervised token"
+        ids, self.looped = before_loop(ids)
+        if not ids:
+            self.reason = LOOPS if self.looped else "no supervised token"
             return
         whole = tensor(prompt + ids)
         self.documents.append(Document(whole, arange(len(whole)) >= len(prompt)))
@@ -218,10 +224,10 @@ def loops_note(looped: int, total: int, temperature: float) -> str | None:
     """Note on looping answers, with a remedy; None if there are few."""
     if looped <= MANY_LOOPS * total:
         return None
-    found = f"{looped} of {total} answers run in circles and are left out ({looped / total:.0%})"
+    found = f"{looped} of {total} answers loop ({looped / total:.0%}) and are kept up to where they begin to"
     if temperature < SAMPLING:
         return f"{found}; --temperature {SAMPLING} (sampling), with another --out, makes them fewer."
-    return f"{found}; a smaller --max-new-tokens, with another --out, loses fewer."
+    return f"{found}; a smaller --max-new-tokens, with another --out, makes them fewer."
 
 
 def regenerate(
@@ -241,7 +247,7 @@ def regenerate(
             here, the record and the turn.
         length: Maximum number of tokens of a document; answers are cut there.
         progress: Called after each record.
-        note: Called once with a sentence if many answers run in circles.
+        note: Called once with a sentence if many answers loop.
     """
     running: dict[int, Task] = {}
     waiting = iter(tasks)
@@ -269,7 +275,7 @@ def regenerate(
 
     def count(task: Task) -> None:
         nonlocal answered, looped, noted
-        answered, looped = answered + 1, looped + (task.reason == LOOPS)
+        answered, looped = answered + 1, looped + task.looped
         text = loops_note(looped, answered, params.temperature) if answered >= LOOPS_AFTER and not noted else None
         if text is not None:
             noted = True
