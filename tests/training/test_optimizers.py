@@ -10,7 +10,7 @@ from blockdraft.training.recipe import Recipe
 
 def test_muon_trains_matrices() -> None:
     named = [("fc.weight", torch.nn.Parameter(torch.ones(2, 3))), ("norm.weight", torch.nn.Parameter(torch.ones(3)))]
-    recipe = Recipe(optimizer="muon", learning_rate=0.1, muon_learning_rate=0.2)
+    recipe = DFlashRecipe(optimizer="muon", learning_rate=0.1, muon_learning_rate=0.2)
     muon, adamw = make_optimizers(named, DFlashVariant(recipe), recipe)
     assert isinstance(muon, Muon) and muon.param_groups[0]["params"] == [named[0][1]]
     assert isinstance(adamw, torch.optim.AdamW) and adamw.param_groups[0]["params"] == [named[1][1]]

@@ -287,6 +287,29 @@ def test_a_larger_number_of_steps_goes_on_behind_the_end_to_the_same_weights(
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
 
+def test_a_drafter_of_part_of_the_vocabulary_is_written_in_the_format_that_holds_it(
+    run: Run, tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "drafter"
+    lines = run(whole, draft_vocab="50")
+    assert 0.3 < lines[-1]["covered"] <= 1 and "tau" in lines[-1]
+    drafter: Any = load_drafter(whole, target=load_target(tiny_target_dir))
+    assert len(drafter.reduced_head.kept) == 50
+    original = checkpoints.save
+
+    def stop(folder: Path, step: int, *rest: Any) -> None:
+        original(folder, step, *rest)
+        if step == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(out, draft_vocab="50")
+    run(out, draft_vocab="50")
+    assert same(whole, out)
+
+
 def test_told_to_finish_it_ends_within_a_few_steps(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, notes, add = tmp_path / "drafter", list[str](), RunLog.add
 

@@ -148,7 +148,8 @@ def train(
     try:
         with display.progress("done") as progress:
             callbacks = Progress(progress, loading.tell)
-            written = None if to_format is None else format_for(to_format, loaded, target, revision=revision)
+            layout = to_format or find_variant(variant).layout(settings)
+            written = None if layout is None else format_for(layout, loaded, target, revision=revision)
             lines = train_drafter(
                 variant,
                 loaded,

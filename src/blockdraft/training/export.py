@@ -120,7 +120,14 @@ def formats_for(config: Any) -> list[str]:
     return found
 
 
-def export(out: str | Path, written: Format, config: Any, tensors: Mapping[str, Tensor], target: Target) -> None:
+def export(
+    out: str | Path,
+    written: Format,
+    config: Any,
+    tensors: Mapping[str, Tensor],
+    target: Target,
+    kept: Tensor | None = None,
+) -> None:
     """Write a drafter's folder, which appears whole or not at all.
 
     Args:
@@ -129,18 +136,22 @@ def export(out: str | Path, written: Format, config: Any, tensors: Mapping[str, 
         config: Configuration of the draft network.
         tensors: Weights of the draft network.
         target: Target that the drafter was trained for; some formats hold copies of its embedding and head.
+        kept: `[Vd]` int64, ascending, tokens that the drafter can guess by the target's head; None is all of them.
 
     Raises:
         UsageError: The drafter does not fit the target, the format cannot express it, or `out` holds something else.
     """
-    _write(out, written, Checkpoint(config, tensors, trained_for=target.source_fingerprint), target)
+    _write(out, written, Checkpoint(config, tensors, trained_for=target.source_fingerprint), target, kept)
 
 
-def _write(out: str | Path, written: Format, drafter: Checkpoint, target: Target) -> None:
-    """Write a drafter with the target's whole vocabulary."""
+def _write(out: str | Path, written: Format, drafter: Checkpoint, target: Target, kept: Tensor | None = None) -> None:
+    """Write a drafter with the target's head, cut to the tokens that are kept."""
     fits = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
     check_fits(drafter.config, **fits)
-    borrowed = Borrowed(*embedding_and_head(target), kept=None) if written.layout.borrows else None
+    borrowed = None
+    if written.layout.borrows:
+        embedding, head = embedding_and_head(target)
+        borrowed = Borrowed(embedding, head if kept is None else head[kept], kept)
     written.write(out, replace(drafter, borrowed=borrowed))
 
 

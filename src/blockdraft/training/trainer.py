@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from blockdraft.data.documents import TokenData
 from blockdraft.drafters import entries
-from blockdraft.errors import NumbersError
+from blockdraft.errors import NumbersError, UsageError
 from blockdraft.folders import held
 from blockdraft.formats import clear_remains
 from blockdraft.settings import as_toml
@@ -40,6 +40,7 @@ from blockdraft.training.optimizers import make_optimizers, set_rate
 from blockdraft.training.progress import Progress, RunLog, draw_curves, run_folder
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.schedule import Schedule
+from blockdraft.training.variant import find_variant
 from blockdraft.types import Prompt
 
 
@@ -130,7 +131,10 @@ class Trainer:
         other_answers: bool,
     ) -> None:
         self.target, self.accelerator, self.progress, self.stops = target, accelerator, progress, stops
-        self.evaluation_format = Format(entries()[variant_name].layouts[0])
+        only = find_variant(variant_name).layout(recipe)
+        if only is not None and written is not None and written.name != only:
+            raise UsageError(f"The format is {written.name} and draft_vocab needs {only}; leave out one of them.")
+        self.evaluation_format = Format(only or entries()[variant_name].layouts[0])
         self.written = written or self.evaluation_format
         self.out, self.folder = out, run_folder(out)
         state = checkpoints.newest(self.folder / "checkpoints")
@@ -365,7 +369,7 @@ class Trainer:
         tensors = checkpoints.gather_weights(self.module)
         if self.accelerator.is_main_process:
             named = {name.removeprefix("network."): tensor for name, tensor in tensors.items()}
-            export(folder, written, self.config, self.variant.saved(named), self.target)
+            export(folder, written, self.config, self.variant.saved(named), self.target, self.variant.kept)
 
     def _save(self, step: int) -> None:
         """Write the drafter and then a checkpoint, in this order: with the last checkpoint a run has nothing to do."""

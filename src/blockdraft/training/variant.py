@@ -120,6 +120,8 @@ class Variant(ABC, Generic[R, N, C]):
         needs_teacher: Whether `losses` reads `slots.teacher_CKV`, be it for an objective or for a term of its own.
         fit_gain: Accepted guesses over those of DFlash after equal training, by which `blockdraft fit` weighs a kind;
             None if `fit` does not make it.
+        kept: The target's ids of the tokens that the drafter can guess, `[Vd]` int64, ascending, if it runs the
+            target's head for these alone. Set by `fit_data`.
     """
 
     recipe_class: ClassVar[type[Recipe]] = Recipe
@@ -127,11 +129,17 @@ class Variant(ABC, Generic[R, N, C]):
     counted: tuple[str, ...] = ()
     needs_teacher: bool = False
     fit_gain: ClassVar[float | None] = None
+    kept: Tensor | None = None
 
     @classmethod
     def fit_fields(cls, hidden_size: int) -> dict[str, Any]:
         """Fields of its own recipe that `blockdraft fit` sets for a target of this hidden size."""
         return {}
+
+    @classmethod
+    def layout(cls, recipe: R) -> str | None:
+        """The only layout in which drafters of a recipe can be written; None is any of their kind's."""
+        return None
 
     def __init__(self, recipe: R) -> None:
         self.recipe = recipe

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,9 +36,11 @@ from blockdraft.formats.zlab import read_checkpoint, read_config
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
 from blockdraft.nn.draft_layer import DraftLayer
 from blockdraft.settings import Count, Layers, Natural, settings
-from blockdraft.targets import Target
+from blockdraft.targets import Target, embedding_and_head
 from blockdraft.training.batches import Rows
+from blockdraft.training.draft_vocabulary import draft_ids, frequent_tokens, reduced_losses
 from blockdraft.training.mask_token import mask_token
+from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.variant import Choice, Variant
 
@@ -61,6 +64,8 @@ class DFlashRecipe(Recipe):
         heads: Query heads of the draft layers; None is the target's.
         kv_heads: Key/value heads of the draft layers; None is the target's.
         head_dim: Size of a head; None is the target's.
+        draft_vocab: Number of tokens that the drafter can guess, the most frequent supervised ones of the data. Such a
+            drafter, of the kind dflash only, is written in the speculators format. None is all tokens of the target.
         mask_token_id: Token that stands for an unknown one. None is the first of these that exists: the mask token of
             `init`, the tokenizer's mask token, an id of the embedding without a token, a reserved token, a token that
             the data lack.
@@ -78,6 +83,7 @@ class DFlashRecipe(Recipe):
     heads: Count | None = None
     kv_heads: Count | None = None
     head_dim: Count | None = None
+    draft_vocab: Count | None = None
     mask_token_id: Natural | None = None
     init: str | None = None
     checkpoint_activations: bool = False
@@ -134,6 +140,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         first_slot: First position of a block that is taught, 1 or 0.
         own_modules: Substrings of the names of parameters that DFlash v1 lacks. The network initializes them itself,
             and a checkpoint for a warm start may lack them.
+        reducible: Whether it can guess among part of the vocabulary.
     """
 
     recipe_class: ClassVar[type[Recipe]] = DFlashRecipe
@@ -141,11 +148,28 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
     network_class: type[DFlashNetwork] = DFlashNetwork
     first_slot: int = 1
     own_modules: tuple[str, ...] = ()
+    reducible: ClassVar[bool] = False
+
+    def __init__(self, recipe: R) -> None:
+        super().__init__(recipe)
+        self.kept: Tensor | None = None
+        self._head: Tensor | None = None  # the target's, of the draft vocabulary, [Vd, H]
+        if recipe.draft_vocab is not None:
+            self.counted = (*self.counted, "covered")
+
+    @classmethod
+    def layout(cls, recipe: R) -> str | None:
+        return None if recipe.draft_vocab is None else "speculators"
 
     def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
         recipe, found = self.recipe, dict[str, Choice]()
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         init, of_init = None, "that of the drafter to begin with"
+        if recipe.draft_vocab is not None:
+            most = target.vocab_size if self.reducible else 0
+            limit = f"at most the target's {most}" if most else "left out, since only dflash guesses among fewer tokens"
+            with complaints.noting():
+                need(recipe.draft_vocab <= most, "draft_vocab", recipe.draft_vocab, limit)
         if recipe.init is not None:
             with complaints.noting():
                 init = read_config(Path(recipe.init), vocabulary)
@@ -198,7 +222,15 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
             self.warm_start(network, Path(self.recipe.init), vocabulary)
         return cast(N, network)
 
+    def fit_data(self, network: N, data: TokenData) -> None:
+        if self.recipe.draft_vocab is not None:
+            kept = frequent_tokens(data, network.config.vocab_size, self.recipe.draft_vocab)
+            self.kept = kept.to(network.fc.weight.device)
+
+    @torch.no_grad()
     def fit_head(self, network: N, target: Target) -> None:
+        if self.kept is not None:
+            self._head = embedding_and_head(target)[1][self.kept].contiguous()
         if self.recipe.init is None:
             calm(network.norm.weight, target)
 
@@ -262,13 +294,31 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         return lambda added: run(torch.cat([anchors_BA1H, masks_BAKH + added], dim=2))
 
     def logits(self, network: N, target: Target, hidden_CKH: Tensor) -> Tensor:
-        return network.adjust_logits(super().logits(network, target, hidden_CKH))
+        if self._head is None:
+            return network.adjust_logits(super().logits(network, target, hidden_CKH))
+        return network.adjust_logits(F.linear(hidden_CKH.to(self._head.dtype), self._head))
+
+    def losses(self, network: N, slots: Slots) -> dict[str, Tensor]:
+        if self.kept is None:
+            return super().losses(network, slots)
+        plain = partial(super().losses, network)
+        return reduced_losses(plain, slots, self.kept, network.config.vocab_size, self.objectives)
+
+    def guesses(self, network: N, slots: Slots) -> Tensor:
+        found = super().guesses(network, slots)
+        return found if self.kept is None else self.kept[found]
+
+    def counts(self, network: N, slots: Slots) -> Mapping[str, Tensor]:
+        if self.kept is None:
+            return super().counts(network, slots)
+        return {"covered": draft_ids(self.kept, network.config.vocab_size)[slots.labels_CK] >= 0}
 
 
 class DFlashVariant(DFlashFamily[DFlashRecipe, DFlashNetwork]):
     """DFlash v1: the family without additions."""
 
     fit_gain = 1.0
+    reducible = True
 
 
 VARIANT = DFlashVariant

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import field, replace
+from functools import partial
 from typing import Annotated, ClassVar
 
 import torch
@@ -29,6 +30,7 @@ from blockdraft.nn.draft_config import need
 from blockdraft.settings import Amount, Count, Layers, settings
 from blockdraft.targets import Target, embedding_and_head
 from blockdraft.training.batches import Rows
+from blockdraft.training.draft_vocabulary import draft_ids, frequent_tokens, reduced_losses
 from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.unrolled import unrolled
@@ -133,14 +135,9 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         return network
 
     def fit_data(self, network: Eagle3Network, data: TokenData) -> None:
-        """Choose the draft vocabulary by frequency; between equally frequent tokens, lower ids win."""
-        if self.recipe.init is not None:
-            return
-        counts = torch.zeros(network.config.vocab_size, dtype=torch.int64)
-        for document in data:
-            counts += torch.bincount(document.tokens[document.supervised], minlength=len(counts))[: len(counts)]
-        best = counts.sort(descending=True, stable=True).indices[: network.config.draft_vocab_size]
-        network.keep(best.sort().values.to(network.d2t.device))
+        if self.recipe.init is None:
+            tokens = frequent_tokens(data, network.config.vocab_size, network.config.draft_vocab_size)
+            network.keep(tokens.to(network.d2t.device))
 
     @torch.no_grad()
     def fit_head(self, network: Eagle3Network, target: Target) -> None:
@@ -158,27 +155,14 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         return network.logits(hidden_CKH, target.head)  # over the draft vocabulary
 
     def losses(self, network: Eagle3Network, slots: Slots) -> dict[str, Tensor]:
-        draft_ids, teacher = _draft_ids(network), slots.teacher_CKV
-        tokens = draft_ids[slots.tokens_CL]
-        known_CK = {False: tokens[:, 1:] >= 0}
-        if teacher is not None:
-            known_CK[True], teacher = draft_ids[teacher.argmax(dim=-1)] >= 0, teacher[..., network.kept]
-        taught = slots.taught_CK & known_CK[False]  # skips tokens that the drafter cannot guess, not those behind them
-        reduced = replace(slots, tokens_CL=tokens.clamp(min=0), taught_CK=taught, teacher_CKV=teacher)
-        found = super().losses(network, reduced)
-        return {n: loss.masked_fill(~known_CK[self.objectives[n].needs_teacher], 0) for n, loss in found.items()}
+        plain = partial(super().losses, network)
+        return reduced_losses(plain, slots, network.kept, network.config.vocab_size, self.objectives)
 
     def guesses(self, network: Eagle3Network, slots: Slots) -> Tensor:
         return network.kept[slots.logits_CKV.argmax(dim=-1)]
 
     def counts(self, network: Eagle3Network, slots: Slots) -> Mapping[str, Tensor]:
-        return {"covered": _draft_ids(network)[slots.labels_CK] >= 0}
-
-
-def _draft_ids(network: Eagle3Network) -> Tensor:
-    """Index of each token of the target in the draft vocabulary, `[V]`; -1 for a token that is not in it."""
-    kept = network.kept
-    return kept.new_full((network.config.vocab_size,), -1).scatter(0, kept, torch.arange(len(kept), device=kept.device))
+        return {"covered": draft_ids(network.kept, network.config.vocab_size)[slots.labels_CK] >= 0}
 
 
 VARIANT = Eagle3Variant
