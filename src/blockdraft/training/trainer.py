@@ -19,6 +19,7 @@ from blockdraft.drafters import entries
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.folders import held
 from blockdraft.formats import clear_remains
+from blockdraft.machine import wait_for
 from blockdraft.settings import as_toml
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints, preflight
@@ -109,6 +110,27 @@ def train(
             other_answers=other_answers,
         )
         return trainer.run()
+
+
+def measuring(
+    variant_name: str, target: Target, data: TokenData, out: Path, recipe: Recipe, accelerator: Accelerator
+) -> Trainer:
+    """Trainer whose steps are to be timed. Arguments are those of `train`."""
+    progress = Progress()
+    return Trainer(
+        variant_name=variant_name,
+        target=target,
+        data=data,
+        out=out,
+        recipe=recipe,
+        accelerator=accelerator,
+        prompts=None,
+        progress=progress,
+        stops=StopSignals(progress.note),
+        written=None,
+        more=0,
+        other_answers=False,
+    )
 
 
 class Trainer:
@@ -266,6 +288,20 @@ class Trainer:
             progress.report(stage, step - self.begin, self.schedule.end - self.begin)
             if step == 1 and (note := preflight.loss_note(metrics["loss"], self.target)):
                 progress.note(note)
+
+    def timed_step(self, rows: int) -> float:
+        """Do the first step with so many rows of its batch, and return the seconds that it took."""
+        batch, whole = next(self.batches.run(0))[1].rows(0, rows), self.rows
+        wait_for(self.target.device)
+        self.rows, began = rows, time.perf_counter()
+        self._step(batch, 0)
+        wait_for(self.target.device)
+        self.rows = whole
+        return time.perf_counter() - began
+
+    def write(self, folder: Path) -> None:
+        """Write the drafter as it is now."""
+        self._export(folder, self.evaluation_format)
 
     def _save_and_stop(self, step: int) -> NoReturn:
         """End the run after a signal, with a checkpoint of the steps that are done."""

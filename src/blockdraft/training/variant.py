@@ -120,6 +120,7 @@ class Variant(ABC, Generic[R, N, C]):
         needs_teacher: Whether `losses` reads `slots.teacher_CKV`, be it for an objective or for a term of its own.
         fit_gain: Accepted guesses over those of DFlash after equal training, by which `blockdraft fit` weighs a kind;
             None if `fit` does not make it.
+        reducible: Whether its recipe has a field `draft_vocab` that may be set.
         kept: The target's ids of the tokens that the drafter can guess, `[Vd]` int64, ascending, if it runs the
             target's head for these alone. Set by `fit_data`.
     """
@@ -129,6 +130,7 @@ class Variant(ABC, Generic[R, N, C]):
     counted: tuple[str, ...] = ()
     needs_teacher: bool = False
     fit_gain: ClassVar[float | None] = None
+    reducible: ClassVar[bool] = False
     kept: Tensor | None = None
 
     @classmethod

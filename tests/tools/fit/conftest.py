@@ -30,6 +30,7 @@ def make_plan() -> Callable[..., Plan]:
             "disk": 0,
             "memory": 0,
             "reasons": ("because",),
+            "batch_size": 16,
         }
         return Plan(**{**values, **changes})
 

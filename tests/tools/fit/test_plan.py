@@ -92,12 +92,29 @@ def test_prompts_that_the_target_writes_take_time() -> None:
 
 
 def test_looping_answers_are_sampled() -> None:
-    looping = plan(measured=replace(MEASURED, looping=0.5))
+    looping = plan(measured=replace(MEASURED, looping=0.7))
     assert looping.temperature > 0 and plan().temperature == 0
-    assert any("50 % of the greedy ones loop" in reason for reason in looping.reasons)
+    assert any("70 % of the greedy ones loop" in reason for reason in looping.reasons)
     asked = FitSettings(temperature=0.0)
-    greedy = make_plan(asked, TARGET, MACHINE, replace(MEASURED, looping=0.5), 100_000, 8.0, 60.0)
+    greedy = make_plan(asked, TARGET, MACHINE, replace(MEASURED, looping=0.7), 100_000, 8.0, 60.0)
     assert greedy.temperature == 0
+
+
+def test_a_head_that_costs_more_than_the_layers_is_cut() -> None:
+    small = replace(QWEN, layers=30, hidden_size=576, vocab_size=49_152, inner_size=1536)
+    cut = plan(target=small)
+    assert cut.recipe["draft_vocab"] == 8192
+    assert any("8192 most frequent of 49152 tokens" in reason for reason in cut.reasons)
+    both = plan(target=small, measured=replace(MEASURED, speeds={"dflash2": SPEEDS}))
+    assert "draft_vocab" not in both.recipe and any("--variant dflash" in reason for reason in both.reasons)
+    for target in (TARGET, replace(small, hidden_size=2048, inner_size=6144), replace(small, vocab_size=12_000)):
+        assert "draft_vocab" not in plan(target=target).recipe
+
+
+def test_steps_become_larger_where_their_size_hardly_matters() -> None:
+    dear = Speeds((320, 1280), (4.0, 5.0), {2: 1.2, 4: 1.4, 8: 1.6}, 1_400_000)
+    fixed = plan(measured=replace(MEASURED, speeds={"dflash": dear}))
+    assert fixed.recipe["batch"] >= 4 and 150 <= fixed.recipe["steps"] < 800
 
 
 def test_features_lie_where_there_is_room() -> None:

@@ -42,8 +42,8 @@ def test_every_command_is_one(make_plan: MakePlan) -> None:
 def test_what_the_plan_says_is_what_the_commands_get(make_plan: MakePlan) -> None:
     made = {step.name: step for step in make_steps(make_plan(), WHERE, ["chats.jsonl"], [])}
     assert "prompts chats.jsonl --target some/model" in made["prompts"].line
-    assert "--count 24 --held-out 4 --seed 5 --out out.fit" in made["prompts"].line
-    assert "--regenerate --max-new-tokens 16 --temperature 0.7 --seed 5 --out out.fit/data" in made["data"].line
+    assert "--count 24 --held-out 4 --seed 5 --batch-size 16 --out out.fit" in made["prompts"].line
+    assert "--max-new-tokens 16 --temperature 0.7 --seed 5 --batch-size 16 --out out.fit/data" in made["data"].line
     assert "--taps=0,1,2 " in made["train"].line and "--objective=dpace=1.0" in made["train"].line
     assert "--features=memory" in made["train"].line
     assert "--target-dtype bfloat16 --device cpu --backend hf --data out.fit/data" in made["train"].line

@@ -140,7 +140,6 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         first_slot: First position of a block that is taught, 1 or 0.
         own_modules: Substrings of the names of parameters that DFlash v1 lacks. The network initializes them itself,
             and a checkpoint for a warm start may lack them.
-        reducible: Whether it can guess among part of the vocabulary.
     """
 
     recipe_class: ClassVar[type[Recipe]] = DFlashRecipe
@@ -148,7 +147,6 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
     network_class: type[DFlashNetwork] = DFlashNetwork
     first_slot: int = 1
     own_modules: tuple[str, ...] = ()
-    reducible: ClassVar[bool] = False
 
     def __init__(self, recipe: R) -> None:
         super().__init__(recipe)

@@ -14,7 +14,7 @@ from typing import Any
 from blockdraft.data.folder import write_file
 from blockdraft.errors import UsageError, counted
 from blockdraft.evaluation.methods import shape_name
-from blockdraft.formats import find_layout, read_drafter
+from blockdraft.formats import find_layout, read_config
 from blockdraft.formats.engines import OURS, starts
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.tools.fit.plan import Plan
@@ -23,7 +23,8 @@ from blockdraft.tools.fit.steps import Step, Where
 from blockdraft.training.progress import run_folder
 
 README, PICTURE = "README.md", "fit.png"
-WRITTEN, EXPORTED = "zlab", "speculators"
+FORMATS = {"zlab": "z-lab's layout", "speculators": "the speculators format"}
+EXPORTED = "speculators"
 METHODS = {
     "none": "plain decoding",
     "chain": "drafts of whole blocks",
@@ -50,20 +51,28 @@ def usage(where: Where, temperature: float = 0.0) -> list[str]:
 def _can_be_exported(drafter: Path, target: str | None) -> bool:
     """Whether the export format can describe the drafter: it lacks a tap on the last layer, scaled embeddings and GGUF
     targets."""
-    layers = json.loads((drafter / "config.json").read_text(encoding="utf-8"))["num_target_layers"]
+    layout, config = _written(drafter)
+    if layout == EXPORTED:
+        return False
     try:
-        find_layout(EXPORTED).check(read_drafter(drafter, None, layers).config, target, ())
+        find_layout(EXPORTED).check(config, target, ())
     except UsageError:
         return False
     return True
 
 
+def _written(drafter: Path) -> tuple[str, Any]:
+    """Layout and configuration of a drafter that training has written."""
+    raw = read_config(drafter)
+    layout = next(name for name in FORMATS if find_layout(name).recognises(raw))
+    return layout, find_layout(layout).config(raw, {}, None, raw.get("num_target_layers"))[0]
+
+
 def engines(where: Where) -> dict[str, str]:
     """Command lines that start those other engines that read the drafter's folder as it is."""
     theirs = where.target is not None and not is_gguf(where.target)
-    layers = json.loads((where.out / "config.json").read_text(encoding="utf-8"))["num_target_layers"]
-    config = read_drafter(where.out, None, layers).config
-    lines = starts(config, WRITTEN, str(where.out), str(where.target) if theirs else "TARGET")
+    layout, config = _written(where.out)
+    lines = starts(config, layout, str(where.out), str(where.target) if theirs else "TARGET")
     return {name: each.typed for name, each in lines.items() if each.line is not None and name != OURS}
 
 
@@ -98,7 +107,7 @@ def write_card(
         f"# A drafter for {name}",
         "",
         f"It guesses the next tokens of {name}, which then gives the same answers in fewer steps. Made by `blockdraft "
-        f"fit`: {plan.variant} in z-lab's layout, {counted(recipe['layers'], 'layer')}, blocks of "
+        f"fit`: {plan.variant} in {FORMATS[_written(where.out)[0]]}, {counted(recipe['layers'], 'layer')}, blocks of "
         f"{recipe['block_size']}, taps {', '.join(map(str, recipe['taps']))}.",
         "",
         f"## Measured on {counted(plan.bench_prompts, 'prompt')} that it was not trained on",

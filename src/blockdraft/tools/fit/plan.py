@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 from blockdraft.data.features import size
-from blockdraft.data.settings import LONGEST
+from blockdraft.data.settings import LONGEST, DataSettings
 from blockdraft.errors import Complaints, counted
 from blockdraft.nn.draft_config import default_taps
 from blockdraft.tools.fit.settings import FitSettings
@@ -24,19 +24,19 @@ SHORT_BLOCK, LONG_BLOCK = 8, 16
 SAFETY = 0.8  # share of the hours that is planned; the rest is for a machine that gets busy
 EPOCHS, MOST_EPOCHS = 3, 15  # intended and maximum number of passes over the answers
 ANSWERING = 0.4  # maximum share of the time for writing answers
-STEPS = 800  # intended number of steps; with time for more, steps become larger
+STEPS, LARGE_STEPS = 800, 200  # intended number of steps, and of steps whose size hardly matters for their duration
 MOST_TOKENS = 65_536  # maximum number of tokens of a step
 LONG_TRAINING = 50_000_000  # tokens of training from which on long blocks pay
 FEWEST_ANSWERS, FEWEST_STEPS = 64, 50
 LONG_ANSWER = 512
 PACKED = 0.85  # share of a row's tokens that belong to documents
-LOOPING, LOOP_TEMPERATURE = 0.2, 0.7
+LOOPING, LOOP_TEMPERATURE = 0.6, 0.7  # share of greedy answers that loop from which on they are sampled, and how
 MEMORY, DISK, LOGITS = 0.4, 0.5, 0.1  # maximum shares of free space for features, files and logits
 CALIBRATION = 40.0  # seconds
 BENCH_SHARE, BENCH_PROMPTS, BENCH_TOKENS = 0.05, 16, 128
 BENCH_RUNS = 12  # three methods, each with one warm-up run and three timed ones
 EVALUATIONS, EVAL_PROMPTS, EVAL_TOKENS = 6, 16, 64
-SAVE_SECONDS = 30.0
+DRAFT_VOCAB = 8192  # tokens that a drafter can guess where the target's head costs more than its layers
 KEPT = 2  # number of checkpoints
 KEPT_STATES = {
     None: "computed anew in every step",
@@ -55,6 +55,7 @@ class TargetFacts:
         weight_bytes: Size of the loaded weights.
         running: Backend and kernels, in words.
         best_block_size: As in `Target`.
+        inner_size: Inner size of the layers' MLP; 0 is unknown.
     """
 
     layers: int
@@ -65,6 +66,7 @@ class TargetFacts:
     weight_bytes: int
     running: str
     best_block_size: int | None = None
+    inner_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,11 @@ class Measured:
         prompt_tokens, answer_tokens: Mean lengths of a prompt and of an answer.
         long_document: Length of a prompt with its answer that few exceed.
         looping: Share of greedy answers that loop.
-        answer_rate: Tokens/s of answers, many at a time.
+        answer_rate: Tokens/s of answers, `batch_size` at a time, loops left out.
         plain_seconds: Seconds of a token of one answer alone, without a drafter.
         read_rate: Tokens/s of features.
         speeds: Speeds by variant.
+        batch_size: Number of answers at a time that is fastest.
     """
 
     prompt_tokens: float
@@ -127,6 +130,7 @@ class Measured:
     plain_seconds: float
     read_rate: float
     speeds: Mapping[str, Speeds]
+    batch_size: int = DataSettings.batch_size
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,7 @@ class Plan:
         seconds: Expected duration of each step, in the order of the steps.
         disk, memory: Approximate need in bytes.
         reasons: Reasons for the choices, a sentence each.
+        batch_size: Number of answers that are written at a time.
     """
 
     variant: str
@@ -155,6 +160,7 @@ class Plan:
     disk: int
     memory: int
     reasons: tuple[str, ...]
+    batch_size: int = DataSettings.batch_size
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -181,7 +187,16 @@ def reference(variant: str, target: TargetFacts, block_size: int = SHORT_BLOCK) 
         "schedule": "wsd",
         "warmup": 0.03,
     }
+    if find_variant(variant).reducible and reduces(target, fields["layers"]):
+        fields["draft_vocab"] = DRAFT_VOCAB
     return fields | find_variant(variant).fit_fields(target.hidden_size)
+
+
+def reduces(target: TargetFacts, layers: int) -> bool:
+    """Whether the target's head has more weights than so many draft layers, which have the shape of the target's."""
+    inner = target.inner_size or 3 * target.hidden_size
+    weights = layers * target.hidden_size * (4 * target.hidden_size + 3 * inner)
+    return target.vocab_size * target.hidden_size > weights and target.vocab_size >= 2 * DRAFT_VOCAB
 
 
 def anchors(length: int, block_size: int) -> int:
@@ -232,7 +247,6 @@ def make_plan(
     variant = _variant(settings, measured, reasons)
     speed = measured.speeds[variant]
     tokens, temperature = answer_length(settings, target.context), _temperature(settings, measured, reasons)
-    lost = measured.looping / (3 if temperature else 1)
     bench_tokens = min(BENCH_TOKENS, tokens)
     bench_each = BENCH_RUNS * measured.plain_seconds * bench_tokens
     bench_prompts = int(min(max(BENCH_SHARE * 3600 * settings.hours / bench_each, 4), BENCH_PROMPTS))
@@ -259,7 +273,7 @@ def make_plan(
         if answers > available - held_out:
             reasons.append(f"all {available} prompts in the data are used; more would make a better drafter")
         answers = min(answers, available - held_out)
-    kept = max(answers * (1 - lost), 1.0) * document  # tokens
+    kept = max(answers, 1.0) * document  # tokens
 
     drafter = reference(variant, target)
     feature_bytes = int(2 * kept * len(drafter["taps"]) * target.hidden_size)
@@ -279,7 +293,12 @@ def make_plan(
 
     rows, wanted = 1, settings.steps or STEPS
     most_rows = min(MOST_TOKENS / length, MOST_EPOCHS * kept / PACKED / length / wanted)
-    while 2 * rows <= most_rows and step_seconds(2 * rows) * wanted <= budget - used:
+    while 2 * rows <= most_rows:
+        step, left = step_seconds(2 * rows), budget - used
+        # Part of a step's duration, such as the optimizer's, does not depend on its size.
+        cheap = settings.steps is None and step < 1.5 * step_seconds(rows) and step * LARGE_STEPS <= left
+        if step * wanted > left and not cheap:
+            break
         rows *= 2
     step, learned = step_seconds(rows), rows * length * PACKED
     steps = settings.steps or max(int((budget - used) / step), 0)
@@ -293,6 +312,13 @@ def make_plan(
     else:
         reasons.append(f"blocks of {SHORT_BLOCK}: longer ones pay after longer training only")
     recipe = reference(variant, target, block_size)
+    if vocabulary := recipe.get("draft_vocab"):
+        reasons.append(
+            f"the drafter guesses among the {vocabulary} most frequent of {target.vocab_size} tokens, since the "
+            "target's head would cost more than the draft layers"
+        )
+    elif reduces(target, recipe["layers"]):
+        reasons.append("the target's head costs more than the draft layers, which --variant dflash would mend")
     reasons.append(
         f"{counted(recipe['layers'], 'draft layer')} for the target's {target.layers}: a quarter of them, at most 5"
     )
@@ -319,7 +345,6 @@ def make_plan(
         "eval_prompts": EVAL_PROMPTS,
         "eval_tokens": min(EVAL_TOKENS, tokens),
         "eval_temperature": temperature,
-        "save_every": max(int(SAVE_SECONDS / step), 1),
         "keep": KEPT,
     }
     # A checkpoint holds weights and two moments in float32. One more than are kept exists while it is written.
@@ -328,7 +353,7 @@ def make_plan(
     disk, memory = disk + feature_bytes * (features == "disk"), memory + feature_bytes * (features == "memory")
 
     # The fewest steps need the fewest answers, written within the answers' share of the time.
-    few = max(FEWEST_ANSWERS, math.ceil(FEWEST_STEPS * learned / (MOST_EPOCHS * (1 - lost) * document)))
+    few = max(FEWEST_ANSWERS, math.ceil(FEWEST_STEPS * learned / (MOST_EPOCHS * document)))
     each = max(written + read_seconds + learn_seconds, written / ANSWERING)
     least = (
         (3600 * SAFETY * settings.hours - budget + max(few * each, few * written + FEWEST_STEPS * step)) / SAFETY / 3600
@@ -359,6 +384,7 @@ def make_plan(
         disk=disk,
         memory=memory,
         reasons=tuple(reasons),
+        batch_size=measured.batch_size,
     )
 
 

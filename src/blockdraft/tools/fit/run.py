@@ -34,7 +34,7 @@ from blockdraft.types import DEFAULT_BACKEND
 
 FORMAT = 1
 PLAN = "plan.json"
-SAMPLE = 96  # number of prompts that the survey takes its answers from
+SAMPLE = 64  # number of prompts that the survey takes its answers from
 LEAST_CONTEXT = 2 * EVAL_TOKENS
 
 
@@ -140,19 +140,18 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
         if fit.where.target is not None:
             checked_folder(fit.where.target, fit.where.revision)
     complaints.check()  # before anything slow
-    note("Loading the target ...")
     with complaints.noting():
-        # With torch's default number of threads, as in the commands that follow.
-        where, backend = fit.where, fit.where.backend or DEFAULT_BACKEND
-        target = load_target(
-            where.target, where.dtype, where.device, backend, adapter=where.adapter, revision=where.revision
-        )
+        with survey.telling(note, "Loading the target"):
+            # With torch's default number of threads, as in the commands that follow.
+            where, backend = fit.where, fit.where.backend or DEFAULT_BACKEND
+            target = load_target(
+                where.target, where.dtype, where.device, backend, adapter=where.adapter, revision=where.revision
+            )
         start = survey.age()
         _check_target(target, variants, complaints)
-        note("Reading the prompts ..." if fit.sources else "The target writes some prompts ...")
-        prompts, available = _sample(fit, target)
+        with survey.telling(note, "Reading the prompts" if fit.sources else "Writing some prompts with the target"):
+            prompts, available = _sample(fit, target)
     complaints.check()
-    note("Measuring the speeds of answers, features, training steps and drafting ...")
     facts, machine = survey.target_facts(target), survey.machine(target, fit.where.out)
     tokens = answer_length(settings, target.max_context)
     try:

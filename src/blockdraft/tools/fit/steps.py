@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from blockdraft.training.progress import run_folder
 from blockdraft.types import Backend
 
 DONE = "done.json"
-TELL_SECONDS = 60.0
+TELL_SECONDS = 60.0  # between notes on the progress of a command
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -107,6 +108,7 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], records: Sequen
     """
     folder, seed = where.folder, str(plan.recipe["seed"])
     data, held_out, features = str(folder / "data"), str(folder / HELD_OUT), str(folder / "features")
+    at_once = ["--batch-size", str(plan.batch_size)]
     wanted = ["--count", str(plan.answers), "--held-out", str(plan.held_out), "--seed", seed]
     answers = ["--max-new-tokens", str(plan.max_new_tokens), "--temperature", f"{plan.temperature:g}", "--seed", seed]
     recipe = {**plan.recipe, "features": features if plan.features == "disk" else plan.features}
@@ -116,8 +118,8 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], records: Sequen
     target, trained = where.options(), where.options("--target-dtype")
     pair = [*target, "--drafter", str(where.out)]
     commands: dict[str, list[str]] = {
-        "prompts": [*sources, *records, *target, *wanted, "--out", str(folder)],
-        "data": [str(folder / PROMPTS), *target, "--regenerate", *answers, "--out", data],
+        "prompts": [*sources, *records, *target, *wanted, *at_once, "--out", str(folder)],
+        "data": [str(folder / PROMPTS), *target, "--regenerate", *answers, *at_once, "--out", data],
         "features": ["--data", data, *trained, "--taps", _flag(recipe["taps"]), "--out", features],
         "train": [plan.variant, *fields, *trained, "--data", data, "--prompts", held_out, "--out", str(where.out)],
         "calibrate": [*pair, "--anew"],
@@ -180,6 +182,8 @@ def run_steps(steps: Sequence[Step], folder: Path, note: Callable[[str], None]) 
 def _run(arguments: Sequence[str], tell: Callable[[], None] | None) -> int:
     prepare = _die_with_parent if sys.platform == "linux" else None
     process = subprocess.Popen([sys.executable, "-m", "blockdraft", *arguments], preexec_fn=prepare)
+    alone = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate()) if alone else None
     try:
         while True:
             try:
@@ -190,6 +194,9 @@ def _run(arguments: Sequence[str], tell: Callable[[], None] | None) -> int:
     except KeyboardInterrupt:  # the process got the signal too, and saves its work
         process.wait()
         raise
+    finally:
+        if alone:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _die_with_parent() -> None:

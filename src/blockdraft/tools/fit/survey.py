@@ -1,6 +1,7 @@
 """Survey for a fit: properties of target and machine, and the speeds of answers, features, training and drafting.
 
-Speeds are medians of several short runs of the same code that the fit runs.
+Speeds are medians of few short runs of the same code that the fit runs. Each phase of the survey has a share of its
+time: it makes one measurement in any case, and more while its time lasts.
 """
 
 from __future__ import annotations
@@ -8,52 +9,102 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from blockdraft.data.answerers import CHECKED_TOKENS
 from blockdraft.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
-from blockdraft.data.settings import DataSettings
+from blockdraft.data.features import plan_features
+from blockdraft.data.loops import before_loop
+from blockdraft.data.settings import FeatureSettings
 from blockdraft.data.taps import tapped_features
 from blockdraft.data.writer import DataWriter
-from blockdraft.drafters import load_drafter
-from blockdraft.engine import Completion, Engine, loops
+from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.engine import Engine, loops
 from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.engine.text import encode
-from blockdraft.machine import free_bytes, wait_for
+from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 from blockdraft.tools.fit.plan import Machine, Measured, Speeds, TargetFacts, anchors, reference
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.progress import Progress, run_folder
-from blockdraft.training.trainer import train
+from blockdraft.training.trainer import Trainer, measuring
 from blockdraft.training.variant import find_variant
 from blockdraft.types import SamplingParams
 
-RUNS = 3  # of which the median counts
-ANSWER_TOKENS = 256  # of an answer at most while measuring
-SHARE = 0.05  # of the hours that measuring the answers may take
-STEPS = 3  # training steps that are timed in each run
-ROWS = (1, 4)  # of such a step
+SHARE, MOST_SECONDS = 0.1, 300.0  # of the hours, and at most, that the survey takes
+ANSWERS, STEPS, CYCLES = 0.5, 0.35, 0.15  # shares of the survey
+TELL_SECONDS = 10.0  # between notes on what is being measured
+BATCHES = (8, 16, 32, 64)  # numbers of answers at a time that are tried
+TRIED_TOKENS = 16  # of each answer while they are tried
+ANSWER_TOKENS = 384  # maximum length of an answer while measuring
+RUNS = 3  # maximum number of runs of which the median counts
+ROWS = (1, 4)  # sizes of training steps, in rows
 BLOCKS = (2, 4, 8)
-CYCLES = 15
+PROBED = 15  # cycles of a run
 LONG = 0.98  # share of the documents that are no longer than a long one
 CONTEXT = 64  # tokens before the cycles that are timed
 
 
-class Clock:
-    """When a run said that something was done."""
+@contextmanager
+def telling(note: Callable[[str], None], what: str) -> Iterator[None]:
+    """Note what goes on in this context at its beginning, and again every `TELL_SECONDS`."""
+    ended, began = threading.Event(), time.monotonic()
 
-    def __init__(self) -> None:
-        self.moments: list[float] = []
+    def tell() -> None:
+        while not ended.wait(TELL_SECONDS):
+            note(f"{what} ... ({time.monotonic() - began:.0f} s)")
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if done:
-            self.moments.append(time.perf_counter())
+    note(f"{what} ...")
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+class Repeats:
+    """Repetitions of a measurement: one in any case, and up to `RUNS` while these seconds last."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(RUNS):
+            began = time.monotonic()
+            yield number
+            now = time.monotonic()
+            if now + (now - began) > self._end:
+                return
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to some prompts.
+
+    Attributes:
+        prompts, answers: Token ids. Answers are kept up to where they begin to loop.
+        lengths: Lengths of the answers as the fit would write them; those that were cut here may go on.
+        looping: Share of the answers that loop.
+        batch_size: Number of answers at a time that is fastest.
+        rate: Tokens/s of answers that are kept.
+    """
+
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    lengths: list[int]
+    looping: float
+    batch_size: int
+    rate: float
 
 
 def target_facts(target: Target) -> TargetFacts:
@@ -67,6 +118,7 @@ def target_facts(target: Target) -> TargetFacts:
         weight_bytes=sum(sizes),
         running=target.running,
         best_block_size=target.best_block_size,
+        inner_size=int(target.shape.get("intermediate_size") or 0),
     )
 
 
@@ -95,138 +147,180 @@ def measure(
     folder: Path,
     note: Callable[[str], None],
 ) -> Measured:
-    """How fast the target answers these prompts and drafters for it are trained and draft, on this machine.
+    """Measure how fast the target answers these prompts, and how fast drafters for it are trained and draft, on this
+    machine.
 
     Args:
-        prompts: As the engine takes them; the more of them, the better lengths are known.
-        hours: Of the whole fit; measuring takes a small share of it.
-        max_new_tokens: Of an answer later.
-        folder: For data and drafters that are made to be measured; who calls deletes it.
+        prompts: Prompts as the engine takes them. More of them make the lengths of answers surer.
+        hours: Time of the whole fit; measuring takes `SHARE` of it, and `MOST_SECONDS` at most, except where a single
+            measurement takes longer.
+        max_new_tokens: Maximum length of an answer of the fit.
+        variants: Kinds of drafters to compare.
+        folder: Folder for temporary data and drafters, which the caller deletes.
     """
-    answers, rate = _answers(target, prompts, hours, max_new_tokens)
-    # What was cut here may go on later, nobody knows how far.
-    full = [max_new_tokens if cut else len(ids) for _, ids, cut in answers]
-    note(f"answers: {rate:.0f} tokens/s, {statistics.mean(full):.0f} tokens each")
-    data = _documents(folder / "data", target, answers)
-    reading = _read_rate(target, data)
-    speeds, plain = _speeds(variants, target, data, folder)
-    for name, one in speeds.items():
-        note(
-            f"{name}: a training step of {one.tokens[-1]} tokens {one.seconds[-1]:.2f} s, "
-            f"a cycle {' '.join(f'{r:.2f}' for r in one.cycles.values())} times a plain one "
-            f"in blocks of {', '.join(map(str, one.cycles))}"
+    seconds = min(SHARE * 3600 * hours, MOST_SECONDS)
+    with telling(note, "Answering some prompts"):
+        found = _answers(target, prompts, ANSWERS * seconds, max_new_tokens)
+    mean = statistics.mean(found.lengths)
+    note(f"answers: {found.rate:.0f} tokens/s, {found.batch_size} at a time, {mean:.0f} tokens each")
+    data = _documents(folder / "data", target, found)
+    shapes = {name: reference(name, target_facts(target)) for name in variants}
+    with telling(note, "Computing the target's features of these answers, once for all drafters"):
+        features = {taps: folder / f"features-{i}" for i, taps in enumerate({s["taps"] for s in shapes.values()})}
+        rate = max(_features(target, data, taps, each) for taps, each in features.items())
+    note(f"features: {rate:.0f} tokens/s")
+    length = min(target.max_context, max(data.lengths) + 64)
+    steps, drafters = dict[str, dict[int, float]](), dict[str, Drafter]()
+    for name, shape in shapes.items():
+        with telling(note, f"Timing training steps of {name}"):
+            trainer = _trainer(name, shape, length, target, data, features[shape["taps"]], folder / name)
+            steps[name] = _step_seconds(trainer, STEPS * seconds / len(shapes))
+            trainer.write(folder / name / "drafter")
+            drafters[name] = load_drafter(folder / name / "drafter", target=target)
+            del trainer
+        times = ", ".join(f"{took:.2f} s of {rows * length} tokens" for rows, took in steps[name].items())
+        note(f"{name}: training steps take {times}")
+    with telling(note, "Timing cycles of drafting"):
+        cycles, plain = _cycles(target, drafters, CYCLES * seconds)
+    speeds = {}
+    for name, costs in cycles.items():
+        told = ", ".join(f"{cost:.2f} with blocks of {size}" for size, cost in costs.items())
+        note(f"{name}: cycles take, over a plain one, {told}")
+        network: torch.nn.Module = drafters[name].network  # type: ignore[attr-defined]  # of all trained variants
+        speeds[name] = Speeds(
+            tokens=tuple(rows * length for rows in steps[name]),
+            seconds=tuple(steps[name].values()),
+            cycles=costs,
+            parameters=sum(weight.numel() for weight in network.state_dict().values()),
         )
+    lengths = sorted(len(prompt) + more for prompt, more in zip(found.prompts, found.lengths, strict=True))
     return Measured(
-        prompt_tokens=statistics.mean(len(prompt) for prompt, _, _ in answers),
-        long_document=sorted(len(prompt) + more for (prompt, _, _), more in zip(answers, full, strict=True))[
-            int(LONG * len(answers))
-        ],
-        answer_tokens=statistics.mean(full),
-        looping=statistics.mean(loops(ids) for _, ids, _ in answers),
-        answer_rate=rate,
+        prompt_tokens=statistics.mean(map(len, found.prompts)),
+        long_document=lengths[int(LONG * len(lengths))],
+        answer_tokens=mean,
+        looping=found.looping,
+        answer_rate=found.rate,
         plain_seconds=plain,
-        read_rate=reading,
+        read_rate=rate,
         speeds=speeds,
+        batch_size=found.batch_size,
     )
 
 
-def _answers(
-    target: Target, prompts: Sequence[Any], hours: float, max_new_tokens: int
-) -> tuple[list[tuple[list[int], list[int], bool]], float]:
-    """Prompts with the tokens of their answers and whether they were cut here, and tokens/s; from several runs."""
-    engine = Engine(target, load_drafter("none", target=target), max_batch_size=DataSettings.batch_size)
+def _answers(target: Target, prompts: Sequence[Any], seconds: float, max_new_tokens: int) -> Answers:
+    """Find the fastest number of answers at a time, and write as many answers."""
+    began = time.monotonic()
     ids = [encode(prompt, target) for prompt in prompts]
-    ids = [each for each in ids if len(each) + 16 < target.max_context]
-    size = min(DataSettings.batch_size, len(ids))
+    ids = [each for each in ids if len(each) + TRIED_TOKENS < target.max_context]
+    rates = dict[int, float]()
+    with Engine(target, load_drafter("none", target=target), max_batch_size=1) as engine:
+        engine.generate(ids[:1], SamplingParams(max_new_tokens=4))  # compiles and allocates
+    for size in BATCHES:
+        _, rates[size] = _answer(target, ids, size, TRIED_TOKENS)
+        # More at a time do not pay any longer, or there is no time to try.
+        if rates[size] < 1.05 * max([0.0, *(rates[one] for one in rates if one != size)]):
+            break
+        if size >= len(ids) or time.monotonic() - began > seconds / 3:
+            break
+    best = max(rates, key=lambda size: rates[size])
+    left = max(seconds - (time.monotonic() - began), 0.0)
+    tokens = int(left * rates[best] / best)
+    tokens = max(TRIED_TOKENS, min(tokens, ANSWER_TOKENS, max_new_tokens))
+    written, rate = _answer(target, ids, best, tokens)
+    kept, looped = zip(*(before_loop(answer) for _, answer, _ in written), strict=True)
+    # A looping answer ends where the loop is found; one that was cut here may go on, nobody knows how far.
+    full = [max_new_tokens if cut else len(answer) for _, answer, cut in written]
+    lengths = [len(k) if loop else n for k, loop, n in zip(kept, looped, full, strict=True)]
+    spent = [_found_to_loop(w[1]) if loop else n for w, loop, n in zip(written, looped, full, strict=True)]
+    return Answers(
+        prompts=[prompt for prompt, _, _ in written],
+        answers=[answer or w[1] for answer, w in zip(kept, written, strict=True)],
+        lengths=lengths,
+        looping=statistics.mean(looped),
+        batch_size=best,
+        rate=rate * max(sum(lengths), 1) / sum(spent),
+    )
 
-    def run(begin: int, tokens: int) -> tuple[list[Completion], float]:
-        chosen = [ids[(begin + i) % len(ids)] for i in range(size)]
-        params = [SamplingParams(max_new_tokens=min(tokens, target.max_context - len(one))) for one in chosen]
+
+def _answer(
+    target: Target, ids: Sequence[list[int]], size: int, tokens: int
+) -> tuple[list[tuple[list[int], list[int], bool]], float]:
+    """Prompts with the tokens of their answers and whether they were cut at this number of tokens, and tokens/s."""
+    chosen = [ids[i % len(ids)] for i in range(size)]
+    params = [SamplingParams(max_new_tokens=min(tokens, target.max_context - len(one))) for one in chosen]
+    with Engine(target, load_drafter("none", target=target), max_batch_size=size) as engine:
         began = time.perf_counter()
         found = [completion.checked() for completion in engine.generate(chosen, params)]
-        return found, sum(len(one.token_ids) for one in found) / (time.perf_counter() - began)
-
-    with engine:
-        run(0, 8)  # memory, compiled code
-        _, first = run(0, 16)
-        tokens = int(SHARE * 3600 * hours * first / (RUNS * size))
-        tokens = max(16, min(tokens, ANSWER_TOKENS, max_new_tokens))
-        answers, rates = [], []
-        for number in range(RUNS):
-            found, rate = run(number * size, tokens)
-            rates.append(rate)
-            for i, one in enumerate(found):
-                cut = one.finish_reason == "length" and tokens < max_new_tokens
-                answers.append((ids[(number * size + i) % len(ids)], one.token_ids, cut))
-    return answers, statistics.median(rates)
+        rate = sum(len(one.token_ids) for one in found) / (time.perf_counter() - began)
+    ends = [one.finish_reason == "length" for one in found]
+    return [(p, one.token_ids, cut) for p, one, cut in zip(chosen, found, ends, strict=True)], rate
 
 
-def _documents(folder: Path, target: Target, answers: Sequence[tuple[list[int], list[int], bool]]) -> TokenData:
+def _found_to_loop(answer: list[int]) -> int:
+    """Number of tokens after which `EngineAnswerer` finds that a looping answer loops."""
+    places = range(CHECKED_TOKENS, len(answer), CHECKED_TOKENS)
+    return next((place for place in places if loops(answer[:place])), len(answer))
+
+
+def _documents(folder: Path, target: Target, found: Answers) -> TokenData:
     assert target.tokenizer is not None
     writer = DataWriter(folder, {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
     writer.begin()
-    for row, (prompt, answer, _) in enumerate(answers):
+    for record, (prompt, answer) in enumerate(zip(found.prompts, found.answers, strict=True)):
         supervised = torch.arange(len(prompt) + len(answer)) >= len(prompt)
-        writer.add(row, [Document(torch.tensor(prompt + answer), supervised)])
+        writer.add(record, [Document(torch.tensor(prompt + answer), supervised)])
     writer.finish()
     return read_data(folder)
 
 
-def _read_rate(target: Target, data: TokenData) -> float:
-    """Tokens/s of which the target makes features."""
-    tokens = [data[i].tokens for i in range(min(len(data), 8))]
-    rates = []
-    for _ in range(RUNS + 1):
-        began = time.perf_counter()
-        tapped_features(target, [0], tokens)
-        wait_for(target.device)
-        rates.append(sum(map(len, tokens)) / (time.perf_counter() - began))
-    return statistics.median(rates[1:])
+def _features(target: Target, data: TokenData, taps: tuple[int, ...], folder: Path) -> float:
+    """Write the features of the data, and return the tokens/s."""
+    tapped_features(target, taps, [data[0].tokens[:16]])  # compiles and allocates
+    began = time.perf_counter()
+    plan_features(folder, target, data, taps, FeatureSettings()).write()
+    return sum(data.lengths) / (time.perf_counter() - began)
 
 
-def _speeds(variants: Sequence[str], target: Target, data: TokenData, folder: Path) -> tuple[dict[str, Speeds], float]:
-    """Speeds of each variant, of a drafter that has learned nothing yet, which takes as long; and seconds of a plain
-    cycle. All take turns, so that what else the machine does falls on all alike."""
-    length = min(target.max_context, max(data.lengths) + 64)
-    steps: dict[tuple[str, int], list[float]] = {(name, rows): [] for name in variants for rows in ROWS}
-    for turn in range(RUNS):
-        for (name, rows), seconds in steps.items():
-            seconds += _step_seconds(name, rows, length, target, data, folder / f"{name}-{rows}-{turn}")
-    drafters = {name: load_drafter(folder / f"{name}-{ROWS[-1]}-0", target=target) for name in variants}
-    probes = {name: Probe(target, drafter) for name, drafter in drafters.items()}
-    cycles: dict[tuple[str, int], list[float]] = {(name, size): [] for name in variants for size in BLOCKS}
-    plain: list[float] = []
-    for _ in range(RUNS):
-        now = _cycle_seconds(probes[variants[0]], 0)
-        plain.append(now)
-        for (name, size), ratios in cycles.items():
-            ratios.append(_cycle_seconds(probes[name], size - 1) / now)
-    found = {}
-    for name, drafter in drafters.items():
-        times = tuple(statistics.median(steps[name, rows]) for rows in ROWS)
-        costs = {size: statistics.median(cycles[name, size]) for size in BLOCKS}
-        network: torch.nn.Module = drafter.network  # type: ignore[attr-defined]  # of all variants that are trained
-        parameters = sum(weight.numel() for weight in network.state_dict().values())
-        found[name] = Speeds(tuple(rows * length for rows in ROWS), times, costs, parameters)
-    return found, statistics.median(plain)
-
-
-def _step_seconds(variant: str, rows: int, length: int, target: Target, data: TokenData, out: Path) -> list[float]:
-    """What some training steps take; `out` gets the drafter."""
-    chosen = reference(variant, target_facts(target))
-    blocks = anchors(length, chosen["block_size"])
-    fields = {**chosen, "length": length, "batch": rows, "anchors": blocks, "held_out": 1, "chunk": rows * blocks}
-    fields |= {"steps": STEPS + 2, "features": "memory", "trackers": ()}
-    fields |= {"eval_every": 0, "eval_prompts": 0, "save_every": 0}
+def _trainer(
+    variant: str, shape: dict[str, Any], length: int, target: Target, data: TokenData, features: Path, folder: Path
+) -> Trainer:
+    """A trainer of a drafter of this shape, which saves and measures nothing."""
+    blocks = anchors(length, shape["block_size"])
+    fields = {**shape, "length": length, "batch": ROWS[-1], "anchors": blocks, "held_out": 1}
+    fields |= {"chunk": ROWS[-1] * blocks, "steps": 1, "features": str(features), "trackers": ()}
     recipe = find_variant(variant).recipe_class(**fields)
-    accelerator = make_accelerator(recipe, out, "cpu" if target.device.type == "cpu" else None)
-    clock = Clock()
-    train(variant, target, data, out, recipe, accelerator, progress=Progress(clock))
-    shutil.rmtree(run_folder(out))  # the checkpoint, which is large
-    ended = clock.moments[-STEPS - 2 : -1]  # the first step warms up, the last one writes the drafter
-    return [after - before for before, after in pairwise(ended)]
+    accelerator = make_accelerator(recipe, folder, "cpu" if target.device.type == "cpu" else None)
+    return measuring(variant, target, data, folder / "run", recipe, accelerator)
+
+
+def _step_seconds(trainer: Trainer, seconds: float) -> dict[int, float]:
+    """Seconds of a training step by its number of rows."""
+    took: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    trainer.timed_step(ROWS[0])  # compiles and allocates
+    for _ in Repeats(seconds):
+        for rows, times in took.items():
+            times.append(trainer.timed_step(rows))
+    return {rows: statistics.median(times) for rows, times in took.items()}
+
+
+def _cycles(target: Target, drafters: dict[str, Drafter], seconds: float) -> tuple[dict[str, dict[int, float]], float]:
+    """Seconds of a cycle over those of a plain one, by drafter and block size; and seconds of a plain cycle. All take
+    turns, so that other load of the machine falls on all alike."""
+    probes = {name: Probe(target, drafter) for name, drafter in drafters.items()}
+    ratios: dict[str, dict[int, list[float]]] = {name: {size: [] for size in BLOCKS} for name in probes}
+    plain: list[float] = []
+    for _ in Repeats(seconds):
+        now = _cycle_seconds(next(iter(probes.values())), 0)
+        plain.append(now)
+        for name, sizes in ratios.items():
+            for size, found in sizes.items():
+                found.append(_cycle_seconds(probes[name], size - 1) / now)
+    medians = {
+        name: {size: statistics.median(found) for size, found in sizes.items()} for name, sizes in ratios.items()
+    }
+    return medians, statistics.median(plain)
 
 
 def _cycle_seconds(probe: Probe, guesses: int) -> float:
     context = min(CONTEXT, probe.target.max_context // 4)
-    return statistics.median(took for _, took in probe(1, context, guesses, False, CYCLES)[2:])
+    return statistics.median(took for _, took in probe(1, context, guesses, False, PROBED)[2:])
