@@ -31,7 +31,7 @@ from blockdraft.settings import read_settings
 from blockdraft.training.variant import find_variant
 
 ROOT = Path(__file__).parents[1]
-PAIR = Path(blockdraft.__file__).parent / "pair"
+PAIR = Path(blockdraft.__file__).parent / "pair/tiny"
 PAGES = sorted(
     str(path.relative_to(ROOT))
     for pattern in ("*.md", "docs/*.md", "examples/*.md", "recipes/*/README.md", "benchmarks/**/README.md")

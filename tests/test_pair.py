@@ -11,7 +11,7 @@ from blockdraft.drafters import bundled
 from blockdraft.engine import mean_tau
 from blockdraft.formats import read_config
 
-PAIR = Path(blockdraft.__file__).parent / "pair"
+PAIR = Path(blockdraft.__file__).parent / "pair/tiny"
 SHARED = Path(os.environ.get("BLOCKDRAFT_DATA", Path(__file__).parents[2] / "shared/data"))
 PROMPTS = [
     "A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls are left?",

@@ -20,7 +20,7 @@ from blockdraft.formats import read_config, zlab
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.types import CPU_BLOCK_SIZE
 
-PACKAGE = Path(__file__).parents[2] / "src/blockdraft/pair"
+PACKAGE = Path(__file__).parents[2] / "src/blockdraft/pair/tiny"
 KEPT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 KEPT |= {"chat_template.jinja", "special_tokens_map.json"}
 FASTER = 1.10  # least speed over the DFlash drafter's for which a second one is bundled

@@ -7,9 +7,14 @@ import pytest
 
 from benchmarks import wheel
 
-TRACKED = ["README.md", "src/blockdraft/cpu/decoder.c", "src/blockdraft/pair/target/config.json"]
+TRACKED = ["README.md", "src/blockdraft/cpu/decoder.c", "src/blockdraft/pair/tiny/target/config.json"]
 LIBRARY = "blockdraft/cpu/libraries/one.so"
-GOOD = ["blockdraft/cpu/decoder.c", "blockdraft/pair/target/config.json", "blockdraft-0.1.0.dist-info/RECORD", LIBRARY]
+GOOD = [
+    "blockdraft/cpu/decoder.c",
+    "blockdraft/pair/tiny/target/config.json",
+    "blockdraft-0.1.0.dist-info/RECORD",
+    LIBRARY,
+]
 
 
 def made(folder: Path, names: list[str]) -> Path:
@@ -36,7 +41,7 @@ def test_nothing_else_may_be_in_it(tmp_path: Path) -> None:
 
 def test_the_package_is_what_git_knows() -> None:
     names = wheel.tracked()
-    assert {"pyproject.toml", "src/blockdraft/cpu/decoder.c", "src/blockdraft/pair/target/model.safetensors"} <= {
+    assert {"pyproject.toml", "src/blockdraft/cpu/decoder.c", "src/blockdraft/pair/tiny/target/model.safetensors"} <= {
         *names
     }
     assert not any("egg-info" in name or "libraries" in name for name in names)

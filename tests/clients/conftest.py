@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from served import KEY, MODEL, Server
 
 ROOT = Path(__file__).parents[2]
-PAIR = ROOT / "src" / "blockdraft" / "pair"
+PAIR = ROOT / "src" / "blockdraft" / "pair/tiny"
 # The interpreter that has blockdraft.
 PYTHON = os.environ.get("BLOCKDRAFT_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
 os.environ |= {

@@ -21,7 +21,7 @@ from blockdraft.types import Drafting, SamplingParams
 dflash = pytest.importorskip("dflash.model", reason="needs the extra `peers`")
 pytestmark = pytest.mark.peers
 
-PAIR = Path(__file__).parents[2] / "src/blockdraft/pair"
+PAIR = Path(__file__).parents[2] / "src/blockdraft/pair/tiny"
 QUESTIONS = [
     "A robe needs 3 bolts of blue cloth and twice as much white cloth. How many bolts does it need in all?",
     "Sara has 24 stickers. She gives 6 to each of her 3 friends. How many stickers does she have left?",

@@ -75,9 +75,9 @@ def prompts(
         check_sources(sources or (), records)
     complaints.check()
     if sources:
-        found = read_prompts(sources, records, load_target_text(target, revision), settings)
+        found = read_prompts(sources, records, load_target_text(target or "bundled", revision), settings)
     else:
-        loaded = loading.load(target, dtype, device, backend, adapter=adapter, revision=revision)
+        loaded = loading.load(target or "bundled", dtype, device, backend, adapter=adapter, revision=revision)
         with (
             display.progress("prompts") as progress,
             Engine(loaded, load_drafter("none", target=loaded), batch_size) as engine,
@@ -186,12 +186,12 @@ def data(
     with complaints.noting():
         template = None if chat_template is None else _read(chat_template)
     complaints.check()
-    text = load_target_text(target, revision)
+    text = load_target_text(target or "bundled", revision)
     _set_template(text, template)
     RecordReader(text, sources, records, settings).check_first()
     loaded = None
     if writer == "target":
-        loaded = loading.load(target, dtype, device, backend, adapter=adapter, revision=revision)
+        loaded = loading.load(target or "bundled", dtype, device, backend, adapter=adapter, revision=revision)
     if loaded is not None:
         _set_template(loaded, template)
         settings = replace(settings, author=target_fingerprint(loaded))
@@ -279,7 +279,7 @@ def features(
     wanted = FeatureSettings.taps if taps is None else from_text(FeatureSettings, "taps", taps)
     settings = FeatureSettings(wanted, dtype, batch_tokens)
     documents = read_data(data)
-    loaded = loading.load(target, target_dtype, device, backend, adapter=adapter, revision=revision)
+    loaded = loading.load(target or "bundled", target_dtype, device, backend, adapter=adapter, revision=revision)
     layers = chosen_taps(settings.taps, loaded.num_layers)
     cache = plan_features(out, loaded, documents, layers, settings)
     print(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,16 +48,20 @@ def doctor(
     its checkpoint meant something else: taps, slots and features off by one, windows, causality, halves in another
     order, norms, draft vocabulary, rotary base, precision. The exit code is 1 if it finds a fault.
     """
-    need_drafter(run.target, drafter, "leave --target out for the bundled pair")
+    run = replace(run, target=run.target or "bundled")
+    need_drafter(run.target, drafter, "leave --target out for the bundled pair", lookup=False)
     texts = [prompt for one in read_prompt_sets(prompts, limit) for prompt in one.prompts] if prompts else None
 
     from blockdraft.cli import display
     from blockdraft.drafters import BUNDLED_DFLASH, bundled
+    from blockdraft.models import bundled_drafter, model_of
     from blockdraft.tools.deploy.doctor import examine
 
     target = run.load()
+    model = model_of(target.path)
+    examined = drafter or (bundled_drafter(model) if model else None) or bundled()[BUNDLED_DFLASH]
     with display.progress("checks") as progress:
-        found = examine(target, drafter or bundled()[BUNDLED_DFLASH], texts or SAMPLES.prompts, settings, progress)
+        found = examine(target, examined, texts or SAMPLES.prompts, settings, progress)
     if as_json:
         print(json.dumps(asdict(found), indent=2))
     else:

@@ -82,7 +82,7 @@ def export(
         raise UsageError(f"--type {weights} goes with --format {GGUF}; leave it out, since weights keep their dtype.")
     to_format = to_format or usual_format(drafter)
     find_layout(to_format)
-    loaded = loading.load(target, device="cpu", backend=backend, adapter=adapter, revision=revision)
+    loaded = loading.load(target or "bundled", device="cpu", backend=backend, adapter=adapter, revision=revision)
     convert(drafter, out, format_for(to_format, loaded, target, target_name, revision), loaded)
     size = sum(file.stat().st_size for file in Path(out).iterdir())
     print(f"{out}: {size / 1e6:,.1f} MB in the {to_format} format", file=sys.stderr)

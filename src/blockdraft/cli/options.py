@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
@@ -82,16 +83,31 @@ def extent(name: str, text: str | None) -> Any:
         raise UsageError(f"{name} is {text!r}; it must be a whole number or auto.") from None
 
 
-def need_drafter(target: str | None, drafter: str | None, otherwise: str) -> None:
-    """Raise a UsageError if the target is not the bundled one and no drafter is named.
+def need_drafter(target: str | None, drafter: str | None, otherwise: str, lookup: bool = True) -> None:
+    """Raise a UsageError if no drafter is named, and there is none for the target.
 
     Args:
         otherwise: Another remedy, for the message.
+        lookup: Whether prompt_lookup does for a model of the catalogue without a bundled drafter; standard error says
+            so.
     """
     if target is not None and target != "bundled" and drafter is None:
+        from blockdraft.models import bundled_drafter, find, located
+
+        model = None if Path(target).expanduser().exists() else find(target)
+        if model is not None:
+            located(target)
+            bundled = bundled_drafter(model) is not None
+            if lookup and not bundled:
+                loading.tell(f"No drafter is bundled for {model.id}: prompt_lookup drafts, which guesses what repeats.")
+            if lookup or bundled:
+                return
         is_path = target.startswith(("/", "./", "../", "~")) or "/" not in target
         if is_path and not Path(target).expanduser().exists():
-            raise UsageError(f"There is no {target}; --target takes the folder or hub name of a model, or a GGUF file.")
+            raise UsageError(
+                f"There is no {target}; --target takes the folder or hub name of a model, a GGUF file, or a name that "
+                "`blockdraft models` lists."
+            )
         from blockdraft.formats.gguf import is_gguf
 
         folder = "FOLDER" if is_gguf(target) else target  # fit takes the folder that a GGUF file was made from
@@ -104,9 +120,9 @@ def need_drafter(target: str | None, drafter: str | None, otherwise: str) -> Non
 TargetFolder = Annotated[
     str | None,
     typer.Option(
-        metavar="DIR",
-        help="Model whose output counts: a Hugging Face folder or hub name, or a GGUF file. By default the bundled "
-        "one.",
+        metavar="DIR|NAME",
+        help="Model whose output counts: a Hugging Face folder or hub name, a GGUF file, or a name that `blockdraft "
+        "models` lists, once it is pulled. By default the bundled one.",
     ),
 ]
 Adapter = Annotated[
@@ -125,7 +141,7 @@ DrafterPlace = Annotated[
         metavar="DIR|NAME",
         help="Drafter: the folder or GGUF file of one, or the folder of a smaller language model or block-diffusion "
         "model with the target's tokens. Or a name: mtp (the head in the target's own folder), prompt_lookup (repeats "
-        "the text), none (plain decoding), bundled (the default, which fits the bundled target only), bundled-dflash "
+        "the text), none (plain decoding), bundled (the default, for targets that have one), bundled-dflash "
         "(another for that target, which other engines read too). A + joins several, as in prompt_lookup+DIR.",
     ),
 ]
@@ -226,7 +242,11 @@ class TargetOptions:
     exact: Exact = False
 
     def load(self) -> Target:
+        from blockdraft.models import TINY, default_target
+
         how = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.target is None and default_target().is_relative_to(TINY) and sys.stderr.isatty():
+            loading.tell("This is the bundled tiny model; `blockdraft pull smollm2` gets a real one (93 MB).")
         return loading.load(how.pop("target"), **how | {"threads": extent("threads", self.threads)})
 
 

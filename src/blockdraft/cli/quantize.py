@@ -55,7 +55,7 @@ def quantize(
     check_free(out)
     text = None
     if calibrate == [OWN]:
-        loaded = loading.load(target, device="cpu", adapter=adapter, revision=revision)
+        loaded = loading.load(target or "bundled", device="cpu", adapter=adapter, revision=revision)
         with (
             display.progress("prompts, then tokens") as progress,
             Engine(loaded, load_drafter("none", target=loaded), OWN_BATCH) as engine,
@@ -63,7 +63,7 @@ def quantize(
             text = own_text(engine, measured, progress)
         del loaded, engine
     elif calibrate:
-        text = read_text(calibrate, records.settings(), load_target_text(target, revision), measured)
+        text = read_text(calibrate, records.settings(), load_target_text(target or "bundled", revision), measured)
     with display.progress("parts") as progress:
         done = round_checkpoint(BUNDLED if target is None else target, out, settings, text, revision, adapter, progress)
     if done.perplexity is not None:

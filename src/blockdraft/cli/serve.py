@@ -128,7 +128,14 @@ def serve(
 
 def _both(run: TargetOptions) -> tuple[str, ...]:
     """Backends if none are named: both for the bundled pair, so that its page can compare them."""
-    if run.target is None and run.backend == DEFAULT_BACKEND and not (run.quantize or run.kv_dtype):
+    from blockdraft.models import TINY, default_target
+
+    if (
+        run.target is None
+        and default_target().is_relative_to(TINY)
+        and run.backend == DEFAULT_BACKEND
+        and not (run.quantize or run.kv_dtype)
+    ):
         return ("native", "hf")
     return (run.backend,)
 

@@ -142,7 +142,9 @@ def train(
     complaints.check()
     if not documents.finished and accelerator.is_main_process:
         loading.tell(f"{data} is still being made; training takes the {len(documents)} documents that exist now.")
-    loaded = loading.load(target, target_dtype, accelerator.device, backend, adapter=adapter, revision=revision)
+    loaded = loading.load(
+        target or "bundled", target_dtype, accelerator.device, backend, adapter=adapter, revision=revision
+    )
 
     finish_on_signal(out)
     try:

@@ -19,6 +19,7 @@ from blockdraft.diffusion.settings import ConvertSettings, NewSettings
 from blockdraft.errors import UsageError
 from blockdraft.folders import held
 from blockdraft.formats.model_folder import check_free
+from blockdraft.models import located
 from blockdraft.nn.denoiser import CausalDenoiser, Denoiser, why_not_denoiser
 from blockdraft.nn.dit import DiT, DiTConfig
 from blockdraft.targets import (
@@ -71,7 +72,7 @@ def convert(
         UsageError: The model cannot be read or has parts that this network lacks, the mask token cannot be used, blocks
             are longer than the context, or `out` cannot be written.
     """
-    path = BUNDLED if path is None else path
+    path = BUNDLED if path is None else located(path)
     check_free(out)
     text = load_target_text(path, revision)
     if text.tokenizer is None:

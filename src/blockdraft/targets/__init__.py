@@ -17,6 +17,7 @@ import torch
 from blockdraft.cpu.threads import let_team_go
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
+from blockdraft.models import TINY, default_target, located
 from blockdraft.targets.base import (
     Cache,
     LoadOptions,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:  # takes as long to import as torch
     from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BUNDLED = Path(__file__).parents[1] / "pair" / "target"
+BUNDLED = TINY / "target"
 
 
 def backends() -> dict[str, ModuleType]:
@@ -67,8 +68,10 @@ def load_target(
     """Load a target.
 
     Args:
-        path: A Hugging Face model folder or hub name, or a GGUF file, of a split one any part; None or "bundled" is the
-            bundled model. The native backend runs GGUF files, on a CPU, and leaves their weights in few bits.
+        path: A Hugging Face model folder or hub name, a GGUF file, of a split one any part, or a name of the catalogue
+            that has been pulled, such as "smollm2"; "bundled" is the bundled model. None is SmolLM2 if it has been
+            pulled and a drafter for it is bundled, else the bundled model. The native backend runs GGUF files, on a
+            CPU, and leaves their weights in few bits.
         dtype: Dtype of weights and arithmetic, such as `torch.bfloat16` or "bfloat16"; None is float32 on a CPU, where
             greedy output is exact, and bfloat16 elsewhere.
         device: Device to run on; None is the first GPU if there is one, else the CPU.
@@ -105,7 +108,7 @@ def load_target(
     if compile not in get_args(Compile):
         raise UsageError(f"compile is {compile!r}; use one of {sorted(get_args(Compile))}.")
     placed, kind = device_and_dtype(device, dtype)
-    path = BUNDLED if path is None or str(path) == "bundled" else path
+    path = default_target() if path is None else located(path)
     if isinstance(threads, int):
         if threads < 1:
             raise UsageError(f"threads is {threads}; it must be at least 1.")
@@ -190,7 +193,7 @@ def as_target(model: PreTrainedModel | Target) -> Target:
 
 def load_target_text(path: str | Path | None = None, revision: str | None = None) -> TargetText:
     """Load tokenizer and limits of a target, without its weights. Arguments and errors as in `load_target`."""
-    path = BUNDLED if path is None or str(path) == "bundled" else path
+    path = default_target() if path is None else located(path)
     return load_gguf_text(path, revision) if is_gguf(path) else load_text(path, revision)
 
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Pretrained
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
+from blockdraft.models import located
 from blockdraft.targets.base import Target, TargetText
 from blockdraft.targets.fingerprint import weights_fingerprint
 
@@ -75,8 +76,8 @@ def checked_folder(path: str | Path, revision: str | None = None) -> Path:
     Raises:
         UsageError: The path is neither, the hub cannot be reached, or a folder is given with a revision.
     """
-    folder = Path(path)
-    if is_gguf(path):
+    folder = Path(located(path))
+    if is_gguf(folder):
         raise UsageError(f"{path} is a GGUF file, where a Hugging Face model folder or a hub name is wanted.")
     if folder.exists() and not (folder / "config.json").is_file():
         raise UsageError(

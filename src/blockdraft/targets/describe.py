@@ -13,6 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.stored import open_tensors
+from blockdraft.models import located
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.base import NotCovered, TargetText
 from blockdraft.targets.checkpoint import checked_folder, load_text, loading
@@ -60,6 +61,7 @@ def describe_target(path: str | Path, revision: str | None = None) -> Descriptio
     Raises:
         UsageError: There is no such folder, hub name or file, or a file cannot be read.
     """
+    path = located(path)
     if is_gguf(path):
         text = load_gguf_text(path, revision)
         file = open_gguf(path)

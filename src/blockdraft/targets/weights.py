@@ -18,6 +18,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from blockdraft.errors import UsageError, counted
 from blockdraft.formats.quantized import NotRead, read_quantized
 from blockdraft.formats.stored import Stored, open_tensors, stored
+from blockdraft.models import located
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.base import LoadOptions, NotCovered
 from blockdraft.targets.checkpoint import check_hub, checked_folder, is_hub_name, loading
@@ -132,6 +133,7 @@ def open_checkpoint(
     Raises:
         UsageError: The native decoder does not know the model, the model is quantised already, or as in `load_target`.
     """
+    path = located(path)
     checked_folder(path, revision)
     with loading(path):
         config = AutoConfig.from_pretrained(path, revision=revision)

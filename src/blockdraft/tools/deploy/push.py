@@ -20,6 +20,7 @@ from blockdraft.folders import held
 from blockdraft.formats import clear_remains, find_layout
 from blockdraft.formats.engines import starts
 from blockdraft.formats.folder import weight_files
+from blockdraft.models import find
 from blockdraft.tools.deploy.pair import checked_pair
 from blockdraft.tools.fit.steps import Where
 from blockdraft.tools.inspect import Report
@@ -100,7 +101,7 @@ def prepare(
 
     Args:
         drafter: Folder of a drafter.
-        target: Folder or hub name of its target, which must fit.
+        target: Folder, hub name or name in the catalogue of its target, which must fit.
         out: New or empty folder.
         repo: Name on the hub, such as "me/my-drafter"; None if it has none yet.
         known: Records for the card.
@@ -114,6 +115,8 @@ def prepare(
     if repo is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise UsageError(f"repo is {repo!r}; it must have the form OWNER/NAME.")
     report = checked_pair(drafter, target, note)
+    model = None if Path(target).exists() else find(target)
+    target = target if model is None else model.hub
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} holds other files; choose a new or empty folder.")
     card, folder = model_card(report, target, repo, known, licence), Path(report.path)

@@ -145,7 +145,12 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
             # With torch's default number of threads, as in the commands that follow.
             where, backend = fit.where, fit.where.backend or DEFAULT_BACKEND
             target = load_target(
-                where.target, where.dtype, where.device, backend, adapter=where.adapter, revision=where.revision
+                where.target or "bundled",
+                where.dtype,
+                where.device,
+                backend,
+                adapter=where.adapter,
+                revision=where.revision,
             )
         start = survey.age()
         _check_target(target, variants, complaints)

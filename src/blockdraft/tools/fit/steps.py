@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blockdraft.data.folder import write_file
@@ -116,7 +116,8 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], records: Sequen
     limits = ["--limit", str(plan.bench_prompts), "--max-new-tokens", str(plan.bench_tokens)]
     limits += ["--temperature", f"{plan.temperature:g}", "--seed", seed]
     target, trained = where.options(), where.options("--target-dtype")
-    pair = [*target, "--drafter", str(where.out)]
+    # Without a target, commands that decode would take the default one.
+    pair = [*replace(where, target=where.target or "bundled").options(), "--drafter", str(where.out)]
     commands: dict[str, list[str]] = {
         "prompts": [*sources, *records, *target, *wanted, *at_once, "--out", str(folder)],
         "data": [str(folder / PROMPTS), *target, "--regenerate", *answers, *at_once, "--out", data],

@@ -18,6 +18,7 @@ from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import is_drafter
 from blockdraft.formats.starting import Start
 from blockdraft.formats.stored import open_tensors
+from blockdraft.models import located
 from blockdraft.targets import BUNDLED, Description, describe_target
 from blockdraft.tools.inspect.drafters import gguf_report, layout_report
 from blockdraft.tools.inspect.report import Report
@@ -37,10 +38,11 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
     Raises:
         UsageError: There is nothing there that is known, or it cannot be read.
     """
-    place = bundled().get(str(path), Path(path))
-    if str(target) == "bundled" or (target is None and place in bundled().values()):
+    place = bundled().get(str(path)) or Path(located(path))
+    if target is None and place in bundled().values():
         target = BUNDLED
     if target is not None:
+        target = located(target)
         _check_target(Path(target))
     given = None if target is None else describe_target(target, revision)
     if is_gguf(place):

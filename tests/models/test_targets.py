@@ -1,0 +1,84 @@
+"""Names of the catalogue as targets, and the drafters that go with them. A tiny model stands in for a real one."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import blockdraft
+from blockdraft.drafters import load_drafter
+from blockdraft.errors import UsageError
+from blockdraft.models import TINY, bundled_drafter, default_target, known, located, model_of, models_folder, places
+from blockdraft.targets import BUNDLED, describe_target, load_target, load_target_text, open_checkpoint
+from blockdraft.tools.inspect import inspect
+
+
+@pytest.fixture
+def pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, own_cache: Path) -> Path:
+    """SmolLM2 as pulled from the hub; it is a tiny Qwen3."""
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
+    return Path(shutil.copytree(tiny_target_dir, models_folder() / "smollm2"))
+
+
+@pytest.fixture
+def its_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_drafter_dir: Path) -> Path:
+    """A bundled drafter of SmolLM2."""
+    monkeypatch.setattr(places, "PAIRS", tmp_path / "pair")
+    return Path(shutil.copytree(tiny_drafter_dir, tmp_path / "pair/smollm2/drafter"))
+
+
+def test_a_name_is_a_target_wherever_a_folder_is(pulled: Path) -> None:
+    assert load_target("smollm2-135m").path == pulled
+    assert load_target_text("smollm2").path == pulled
+    assert describe_target("SmolLM2").path == str(pulled)
+    with open_checkpoint("smollm2") as checkpoint:
+        assert checkpoint.wanted.hidden_size == 32
+    assert inspect("smollm2").what == "target"
+    assert model_of(pulled) == known("smollm2") and model_of(BUNDLED) is None and model_of(None) is None
+
+
+@pytest.mark.parametrize("load", [load_target, load_target_text, describe_target, inspect])
+def test_what_is_not_here_is_not_fetched(load: Callable[[str], Any], own_cache: Path) -> None:
+    with pytest.raises(UsageError, match="Qwen3-4B is not on this machine yet; `blockdraft pull qwen3-4b` gets it"):
+        load("qwen3-4b")
+
+
+def test_its_drafter_is_the_bundled_one(pulled: Path, its_drafter: Path) -> None:
+    target = load_target("smollm2")
+    assert bundled_drafter(known("smollm2")) == its_drafter
+    assert load_drafter(target=target).path == its_drafter == load_drafter("bundled", target=target).path
+    tiny = load_target("bundled")
+    assert load_drafter(target=tiny).path != its_drafter
+
+
+def test_without_one_the_text_is_looked_up(pulled: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = load_target("smollm2")
+    with caplog.at_level(logging.WARNING):
+        assert type(load_drafter(target=target)).__name__ == "PromptLookupDrafter"
+    with pytest.raises(UsageError, match="does not fit this target"):
+        load_drafter("bundled", target=target)
+
+
+def test_the_default_pair(pulled: Path, its_drafter: Path, tiny_drafter_dir: Path) -> None:
+    """SmolLM2's own file once it is pulled, with its drafter; the tiny pair without either."""
+    file = known("smollm2").file
+    assert file is not None
+    assert default_target() == BUNDLED  # the folder of the hub has other weights than its drafter was made for
+    place = models_folder() / file.name
+    place.touch()
+    assert default_target() == place
+    shutil.rmtree(its_drafter)
+    assert default_target() == BUNDLED
+
+
+def test_paths_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundled pair lay in the folder that holds all pairs now."""
+    folder = Path(blockdraft.__file__).parent / "pair"
+    assert located(folder / "target") == TINY / "target" == located("bundled")
+    target = load_target(folder / "target")
+    assert target.path == BUNDLED
+    assert load_drafter(folder / "drafter", target=target).path == TINY / "drafter"
+    assert inspect(folder / "drafter", folder / "target").what == "drafter"
