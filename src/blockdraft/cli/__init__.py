@@ -12,6 +12,7 @@ import typer
 from blockdraft.cli.bench import bench, bench_server, bench_suite
 from blockdraft.cli.chat import chat
 from blockdraft.cli.data import data, features, prompts
+from blockdraft.cli.demo import demo
 from blockdraft.cli.diffusion import diffusion
 from blockdraft.cli.doctor import doctor
 from blockdraft.cli.export import export, push
@@ -40,6 +41,7 @@ run = partial(add, app, panel="Run models")
 run(generate, short="target drafter quantize max_new_tokens temperature prompts compare as_json")
 run(chat, short="target drafter quantize system max_new_tokens temperature")
 run(serve, short="target drafter quantize host port api_key served_model_name max_batch_size")
+run(demo)
 run(models)
 run(pull)
 run(launch, short="dry_run keep prompts out")

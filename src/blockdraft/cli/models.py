@@ -75,8 +75,8 @@ def pull(
     model = known(name)
     if model.licence is not None:
         _tell(f"{model.name}, {model.licence} ({model.licence_source})")
-    with _progress() as progress:
-        place = get(model, source, accepted=accept_licence, tell=_tell, progress=progress)
+    with progress() as shown:
+        place = get(model, source, accepted=accept_licence, tell=_tell, progress=shown)
     print(place)
     _tell("\n".join(["", "Run it:", *(f"  {command}" for command in commands(model))]))
 
@@ -180,7 +180,7 @@ def _tokens(count: int | None) -> str:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def progress() -> Iterator[Progress]:
     """Show on standard error what is done: a bar on a terminal, else a line at the beginning of each stage."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
