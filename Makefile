@@ -1,10 +1,8 @@
-# make demo: decode with and without the drafter on transformers, then natively, at two sizes.  make test: every test.
+# make demo: three questions of a real model, with and without drafting.  make test: every test.
 # CONTRIBUTING.md says more.
 
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check
-WIDE = --target build/demo/target --drafter build/demo/drafter --dtype bfloat16
-QUESTION = Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?
 
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
@@ -12,13 +10,7 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 .PHONY: demo test lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-models bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
 
 demo: .venv/.installed
-	.venv/bin/blockdraft generate --compare --tree-budget 16 --backend hf "$(QUESTION)"
-	.venv/bin/blockdraft generate --compare "$(QUESTION)"
-	@echo; echo "A forward of 5 M parameters takes so little time that the processor decides what guessing gains."
-	@echo "The same pair, four times as wide, says the same words at the cost of 75 M parameters, in bfloat16 and in 8 bits:"
-	.venv/bin/python -m benchmarks.sizes.widen 4 build/demo
-	.venv/bin/blockdraft generate --compare $(WIDE) "$(QUESTION)"
-	.venv/bin/blockdraft generate --compare $(WIDE) --quantize int8 "$(QUESTION)"
+	.venv/bin/blockdraft demo
 
 test: .venv/.installed
 	$(PYTEST) -m "not peers and not clients and not llamacpp and not models"

@@ -51,6 +51,7 @@ PULLS = "downloads a model; tests/models/test_pull.py has an index of its own"
 NOT_RUN = {
     "blockdraft pull smollm2": PULLS,
     "blockdraft chat --target smollm2": PULLS,
+    "blockdraft demo": PULLS,
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 2 --out drafter": FIT,
     'blockdraft generate --target MODEL --drafter drafter "..."': FIT,
     'blockdraft generate --target DIR --drafter mtp --block-size 4 "..."': "the target that stands in has no MTP head; "
