@@ -16,6 +16,7 @@ from blockdraft.tools.fit.plan import (
     Plan,
     Speeds,
     TargetFacts,
+    candidates,
     duration,
     expected_speedup,
     make_plan,
@@ -104,6 +105,7 @@ def test_a_head_that_costs_more_than_the_layers_is_cut() -> None:
     small = replace(QWEN, layers=30, hidden_size=576, vocab_size=49_152, inner_size=1536)
     cut = plan(target=small)
     assert cut.recipe["draft_vocab"] == 8192
+    assert candidates(small) == ["dflash"] and len(candidates(TARGET)) > 1
     assert any("8192 most frequent of 49152 tokens" in reason for reason in cut.reasons)
     both = plan(target=small, measured=replace(MEASURED, speeds={"dflash2": SPEEDS}))
     assert "draft_vocab" not in both.recipe and any("--variant dflash" in reason for reason in both.reasons)

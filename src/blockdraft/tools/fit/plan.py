@@ -177,7 +177,7 @@ def reference(variant: str, target: TargetFacts, block_size: int = SHORT_BLOCK) 
     """Recipe fields of the drafter's shape and of its training that do not depend on the time."""
     small, middling = target.hidden_size <= 512, target.hidden_size <= 2048
     fields: Fields = {
-        "layers": min(max(round(target.layers / 4), 1), MOST_LAYERS),
+        "layers": draft_layers(target),
         "taps": taps(target.layers),
         "block_size": block_size,
         "objective": {"dpace": 1.0},
@@ -190,6 +190,17 @@ def reference(variant: str, target: TargetFacts, block_size: int = SHORT_BLOCK) 
     if find_variant(variant).reducible and reduces(target, fields["layers"]):
         fields["draft_vocab"] = DRAFT_VOCAB
     return fields | find_variant(variant).fit_fields(target.hidden_size)
+
+
+def candidates(target: TargetFacts) -> list[str]:
+    """Kinds of drafters to compare: those that can do without most of the target's head where it costs most."""
+    if not reduces(target, draft_layers(target)):
+        return list(fit_gains())
+    return [name for name in fit_gains() if find_variant(name).reducible]
+
+
+def draft_layers(target: TargetFacts) -> int:
+    return min(max(round(target.layers / 4), 1), MOST_LAYERS)
 
 
 def reduces(target: TargetFacts, layers: int) -> bool:

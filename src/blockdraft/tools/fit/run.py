@@ -24,12 +24,12 @@ from blockdraft.folders import held
 from blockdraft.targets import Target, checked_folder, load_target, without_tokenizer
 from blockdraft.tools.fit import survey
 from blockdraft.tools.fit.card import engines, usage, write_card
-from blockdraft.tools.fit.plan import EVAL_TOKENS, Plan, answer_length, make_plan, reference, show
+from blockdraft.tools.fit.plan import EVAL_TOKENS, Plan, answer_length, candidates, make_plan, reference, show
 from blockdraft.tools.fit.prompts import read_prompts, write_prompts
 from blockdraft.tools.fit.settings import FitSettings, PromptSettings
 from blockdraft.tools.fit.steps import Where, done_steps, make_steps, run_steps
 from blockdraft.training.progress import run_folder
-from blockdraft.training.variant import find_variant, fit_gains
+from blockdraft.training.variant import find_variant
 from blockdraft.types import DEFAULT_BACKEND
 
 FORMAT = 1
@@ -129,7 +129,6 @@ def _outcome(methods: dict[str, Any]) -> str:
 def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     """Survey target and machine, and plan. Everything that can be refused is refused here."""
     settings, complaints = fit.settings, Complaints()
-    variants: list[str] = [settings.variant] if settings.variant else list(fit_gains())
     scratch = fit.where.folder / "survey"
     shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
     with complaints.noting():
@@ -152,12 +151,13 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
                 adapter=where.adapter,
                 revision=where.revision,
             )
-        start = survey.age()
+        start, facts = survey.age(), survey.target_facts(target)
+        variants = [settings.variant] if settings.variant else candidates(facts)
         _check_target(target, variants, complaints)
         with survey.telling(note, "Reading the prompts" if fit.sources else "Writing some prompts with the target"):
             prompts, available = _sample(fit, target)
     complaints.check()
-    facts, machine = survey.target_facts(target), survey.machine(target, fit.where.out)
+    machine = survey.machine(target, fit.where.out)
     tokens = answer_length(settings, target.max_context)
     try:
         measured = survey.measure(target, prompts, settings.hours, tokens, variants, scratch, note)

@@ -45,6 +45,7 @@ TELL_SECONDS = 10.0  # between notes on what is being measured
 BATCHES = (8, 16, 32, 64)  # numbers of answers at a time that are tried
 TRIED_TOKENS = 16  # of each answer while they are tried
 ANSWER_TOKENS = 384  # maximum length of an answer while measuring
+SAMPLED = 32  # number of answers that tell how long answers are
 RUNS = 3  # maximum number of runs of which the median counts
 ROWS = (1, 4)  # sizes of training steps, in rows
 BLOCKS = (2, 4, 8)
@@ -158,7 +159,7 @@ def measure(
         variants: Kinds of drafters to compare.
         folder: Folder for temporary data and drafters, which the caller deletes.
     """
-    seconds = min(SHARE * 3600 * hours, MOST_SECONDS)
+    seconds, began = min(SHARE * 3600 * hours, MOST_SECONDS), time.monotonic()
     with telling(note, "Answering some prompts"):
         found = _answers(target, prompts, ANSWERS * seconds, max_new_tokens)
     mean = statistics.mean(found.lengths)
@@ -172,6 +173,9 @@ def measure(
     length = min(target.max_context, max(data.lengths) + 64)
     steps, drafters = dict[str, dict[int, float]](), dict[str, Drafter]()
     for name, shape in shapes.items():
+        if steps and time.monotonic() - began > (ANSWERS + STEPS) * seconds:
+            note(f"{name} is left out, since the time for measuring is up; --variant {name} would take it")
+            continue
         with telling(note, f"Timing training steps of {name}"):
             trainer = _trainer(name, shape, length, target, data, features[shape["taps"]], folder / name)
             steps[name] = _step_seconds(trainer, STEPS * seconds / len(shapes))
@@ -216,7 +220,7 @@ def _answers(target: Target, prompts: Sequence[Any], seconds: float, max_new_tok
     with Engine(target, load_drafter("none", target=target), max_batch_size=1) as engine:
         engine.generate(ids[:1], SamplingParams(max_new_tokens=4))  # compiles and allocates
     for size in BATCHES:
-        _, rates[size] = _answer(target, ids, size, TRIED_TOKENS)
+        _, rates[size] = _answer(target, ids, size, size, TRIED_TOKENS)
         # More at a time do not pay any longer, or there is no time to try.
         if rates[size] < 1.05 * max([0.0, *(rates[one] for one in rates if one != size)]):
             break
@@ -224,9 +228,10 @@ def _answers(target: Target, prompts: Sequence[Any], seconds: float, max_new_tok
             break
     best = max(rates, key=lambda size: rates[size])
     left = max(seconds - (time.monotonic() - began), 0.0)
-    tokens = int(left * rates[best] / best)
+    count = min(max(SAMPLED, best), len(ids))
+    tokens = int(left * rates[best] / count)
     tokens = max(TRIED_TOKENS, min(tokens, ANSWER_TOKENS, max_new_tokens))
-    written, rate = _answer(target, ids, best, tokens)
+    written, rate = _answer(target, ids, best, count, tokens)
     kept, looped = zip(*(before_loop(answer) for _, answer, _ in written), strict=True)
     # A looping answer ends where the loop is found; one that was cut here may go on, nobody knows how far.
     full = [max_new_tokens if cut else len(answer) for _, answer, cut in written]
@@ -243,10 +248,14 @@ def _answers(target: Target, prompts: Sequence[Any], seconds: float, max_new_tok
 
 
 def _answer(
-    target: Target, ids: Sequence[list[int]], size: int, tokens: int
+    target: Target, ids: Sequence[list[int]], size: int, count: int, tokens: int
 ) -> tuple[list[tuple[list[int], list[int], bool]], float]:
-    """Prompts with the tokens of their answers and whether they were cut at this number of tokens, and tokens/s."""
-    chosen = [ids[i % len(ids)] for i in range(size)]
+    """Write `count` answers, `size` at a time.
+
+    Returns:
+        Prompts with the tokens of their answers and whether they were cut at `tokens` tokens; and tokens/s.
+    """
+    chosen = [ids[i % len(ids)] for i in range(count)]
     params = [SamplingParams(max_new_tokens=min(tokens, target.max_context - len(one))) for one in chosen]
     with Engine(target, load_drafter("none", target=target), max_batch_size=size) as engine:
         began = time.perf_counter()

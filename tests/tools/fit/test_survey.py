@@ -1,0 +1,70 @@
+"""The survey: what it tells, and that it measures little and computes features once."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockdraft.data.answerers import CHECKED_TOKENS
+from blockdraft.targets import load_target
+from blockdraft.tools.fit import survey
+from blockdraft.training.trainer import Trainer
+
+
+def test_it_tells_what_it_does_at_once_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "TELL_SECONDS", 0.01)
+    told: list[str] = []
+    with survey.telling(told.append, "Waiting"):
+        assert told[0] == "Waiting ..."
+        deadline = time.monotonic() + 30
+        while len(told) < 3 and time.monotonic() < deadline:
+            time.sleep(0.005)
+    assert told[1] == told[2] == "Waiting ... (0 s)"
+    count = len(told)
+    time.sleep(0.05)
+    assert len(told) == count
+
+
+def test_a_measurement_is_made_once_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(survey.time, "monotonic", lambda: now[0])
+
+    def runs(seconds: float, each: float) -> int:
+        count = 0
+        for _ in survey.Repeats(seconds):
+            count, now[0] = count + 1, now[0] + each
+        return count
+
+    assert [runs(10, each) for each in (1, 4, 6, 100)] == [survey.RUNS, 2, 1, 1]
+
+
+@pytest.mark.parametrize("tokens", [20, 100])
+def test_looping_answers_count_as_far_as_they_would_be_written(tokens: int) -> None:
+    assert survey._found_to_loop([*range(tokens), *([7] * 200)]) == (tokens + 11 + CHECKED_TOKENS - 1) // 32 * 32
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_all_candidates_learn_from_the_same_features(
+    tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: dict[str, list[Any]] = {"features": [], "steps": []}
+    plan, step = survey.plan_features, Trainer.timed_step
+    monkeypatch.setattr(survey, "plan_features", lambda *given: calls["features"].append(given) or plan(*given))
+    monkeypatch.setattr(Trainer, "timed_step", lambda trainer, rows: calls["steps"].append(rows) or step(trainer, rows))
+    told: list[str] = []
+    target = load_target(tiny_target_dir, device="cpu")
+    prompts = [f"say {i} the inn" for i in range(12)]
+    monkeypatch.setattr(survey, "RUNS", 1)
+    found = survey.measure(target, prompts, 1.0, 24, ["dflash", "dflash2"], tmp_path / "scratch", told.append)
+    assert len(calls["features"]) == 1 and calls["steps"] == [1, 1, 4] * 2
+    assert set(found.speeds) == {"dflash", "dflash2"} and found.batch_size in survey.BATCHES
+    for speed in found.speeds.values():
+        assert speed.tokens[1] == 4 * speed.tokens[0] and min(speed.seconds) > 0 and min(speed.cycles.values()) > 0
+    assert 0 < found.answer_tokens <= 24 and found.answer_rate > 0 and found.read_rate > 0
+    for part in ("Answering", "answers: ", "Computing the target's features", "Timing training steps of dflash2"):
+        assert any(line.startswith(part) for line in told)
+    calls["steps"].clear()
+    found = survey.measure(target, prompts, 1e-4, 24, ["dflash", "dflash2"], tmp_path / "short", told.append)
+    assert calls["steps"] == [1, 1, 4] and list(found.speeds) == ["dflash"]
+    assert told[-3].startswith("dflash2 is left out, since the time for measuring is up")
