@@ -202,7 +202,6 @@ class Decoding:
         kind: One of `DRAFTERS`.
         rows: By cycle.
         slower: By cycle and guesses, what the machine's times are multiplied by.
-        thought: Seconds that planning takes, and learning as well.
         answer: Cycles after which all requests are new ones; None lets them go on for ever.
     """
 
@@ -215,7 +214,6 @@ class Decoding:
         seed: int = 0,
         rows: Callable[[int], int] = lambda cycle: 1,
         slower: Callable[[int, int | None], float] = lambda cycle, guesses: 1.0,
-        thought: float = 0.0,
         answer: int | None = None,
     ) -> None:
         self.drafter, self.drafting = DRAFTERS[kind]
@@ -225,16 +223,10 @@ class Decoding:
             self.drafting,
             lambda: costs,
             now=lambda: NOW,
-            watch=self._watch,
         )
-        self.thought, self._clock = thought, 0.0
         self.rng = random.Random(seed)
         self.answer, self.requests = answer, [request() for _ in range(64)]
         self.chosen: list[int | None] = []
-
-    def _watch(self) -> float:
-        self._clock += self.thought
-        return self._clock
 
     def run(self, cycles: int) -> Account:
         account = Account()

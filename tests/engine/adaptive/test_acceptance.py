@@ -1,68 +1,79 @@
 import pytest
 
-from blockdraft.engine.adaptive.acceptance import Yields
-from blockdraft.engine.adaptive.cycle_times import Times
+from blockdraft.engine.adaptive.acceptance import Acceptance
 from blockdraft.engine.request import Request
 from blockdraft.types import SamplingParams
-
-TIMES = Times([0, 1, 2, 3], [1.0] * 5, 0.1)
 
 
 def request() -> Request:
     return Request(prompt=[1], params=SamplingParams(9))
 
 
-def fed(accepted: int, expected: float | None = None, cycles: int = 300, knows: bool = False) -> tuple[Yields, Request]:
+def fed(accepted: int, cycles: int = 300) -> tuple[Acceptance, Request]:
     """What is known after cycles of a request of which so many of three guesses were accepted."""
-    found, row = Yields(4, 3, knows), request()
-    for now in range(cycles):
-        found.age(1)
-        found.learn(TIMES, [row], 3, [3], [accepted], None if expected is None else [expected], now, usual=True)
+    found, row = Acceptance(4), request()
+    for _ in range(cycles):
+        found.age()
+        found.learn_paths([row], [3], [accepted])
     return found, row
 
 
 def test_chains_yield_as_many_tokens_as_were_accepted_at_each_position() -> None:
-    assert Yields(4, 3, False).chains() == pytest.approx([1, 1.6, 1.96, 2.176, 2.3056])
-    found, _ = fed(2)
-    one, two, three = (more - less for less, more in zip(found.chains()[:3], found.chains()[1:4], strict=True))
-    assert one > two > 0.85 > 0.15 > three
+    assert Acceptance(3).chains() == pytest.approx([1, 1.6, 1.96, 2.176])
+    found = fed(2)[0].chains().tolist()
+    one, two, three = (more - less for less, more in zip(found[:3], found[1:4], strict=True))
+    assert one > two > 0.8 > 0.2 > three
+
+
+def test_what_was_never_reached_borrows_from_the_others() -> None:
+    assert fed(3)[0].chains()[4] > 4.6
+    assert fed(0)[0].chains()[4] < 1.1
+
+
+def test_a_few_new_guesses_say_much_after_a_long_pause() -> None:
+    found, row = fed(0)
+    for _ in range(1000):
+        found.age()
+    before = found.chains()[3]
+    found.learn_paths([row], [3], [3])
+    assert before < 1.1 and 1.3 < found.chains()[3] < 3
 
 
 def test_trust_is_the_share_of_what_was_expected() -> None:
-    assert fed(2, 4.0)[0].trust == pytest.approx(0.5, rel=0.05)
-    assert fed(3, 2.0)[0].trust == pytest.approx(1.5, rel=0.05)
-    assert fed(0, 1e-4, cycles=3000)[0].trust > 0.9  # cycles of which nothing is expected say nothing
+    for expected, length, trust in ((4.0, 2, 0.5), (2.0, 3, 1.5)):
+        found = Acceptance(4)
+        for _ in range(300):
+            tokens = found.learn_expected(expected, length)
+        assert found.trust == pytest.approx(trust, rel=0.05) and tokens == pytest.approx(1 + length, rel=0.05)
+    found = Acceptance(4)
+    for _ in range(3000):  # cycles of which nothing is expected say nothing
+        found.learn_expected(1e-4, 0)
+    assert found.trust > 0.9
 
 
 def test_what_a_drafter_expects_that_computed_nonsense_is_forgotten() -> None:
-    found, row = fed(1, expected=2.0, knows=True)
-    trust = found.trust
-    for number in (float("nan"), float("inf")):
-        for usual in (True, False):
-            told = found.learn(TIMES, [row], 3, [3], [1], [number], 300, usual=usual)
-            assert 0 < told < 4
-    assert found.trust == trust
+    found = Acceptance(4)
+    for number in (float("nan"), float("inf"), None):
+        assert found.learn_expected(number, 2) == 3.0
+    assert found.trust == 1.0
 
 
 def test_what_is_known_of_a_request_is_told_apart_from_what_is_known_of_all() -> None:
     found, good = fed(3)
     bad = request()
-    assert found.of(bad, 300).mean == pytest.approx(1, abs=0.2)  # as all were so far
-    for now in range(300, 400):
-        found.learn(TIMES, [bad], 3, [3], [0], None, now, usual=True)
-    assert found.of(bad, 400).mean < 0.6 < 0.9 < found.of(good, 400).mean
-    assert found.of(good, 4000).variance > found.of(good, 400).variance
+    assert found.share(bad) == 1.0
+    for _ in range(100):
+        found.age()
+        found.learn_paths([good, bad], [3, 3], [3, 0])
+    assert found.share(bad) < 0.7 < 1.2 < found.share(good)
 
 
-def test_after_many_cycles_one_more_says_little_until_time_has_passed() -> None:
-    found, _ = fed(2)
-    assert not Yields(4, 3, False).sure and found.sure
-    found.age(1000)
-    assert not found.sure
-
-
-def test_a_trial_does_not_change_what_is_usual() -> None:
-    found, row = fed(3, 3.0, knows=True)
-    before = dict(found.usual), found.of(row, 300), found.depth
-    assert found.learn(TIMES, [row], 1, [1], [0], [2.0], 300, usual=False) == pytest.approx(1 + 2.0 * found.trust)
-    assert (found.usual, found.of(row, 300), found.depth) == before
+def test_means_follow_what_drafters_choose() -> None:
+    found, row = Acceptance(15), request()
+    found.learn_usual({row: 3.0}, 6, 4)
+    assert (found.tokens, found.guesses) == (3.0, 6.0)
+    for _ in range(100):
+        found.learn_usual({row: 2.0}, 8, 4)
+    assert [found.tokens, found.guesses, found.depth] == pytest.approx([2.0, 8.0, 4.0], abs=0.01)
+    found.learn_usual({row: 2.0}, 8, 12)
+    assert found.depth == pytest.approx(8.0, abs=0.01)  # it rises fast

@@ -54,13 +54,6 @@ def test_rows_without_times_borrow_from_those_that_have_some() -> None:
     assert COSTS.knows(tree=True) and not Costs((1,), (1.0,), ((),), ((),)).knows(tree=True)
 
 
-def test_old_costs_weigh_less() -> None:
-    ages = [COSTS.variance(5.0 + days * 86400) for days in (-1, 0, 30, 300)]
-    assert ages[0] == ages[1] == stored_costs.FRESH
-    assert ages[2] == pytest.approx((stored_costs.FRESH + stored_costs.AGED) / 2)
-    assert ages[3] == pytest.approx(stored_costs.AGED, rel=0.01)
-
-
 def test_newer_costs_take_the_place_of_older_ones() -> None:
     newer = Costs((2, 4), (11.0, 17.0), ((), ()), (((1, 13.0),), ((1, 19.0),)), 9.0)
     found = COSTS.updated(newer)

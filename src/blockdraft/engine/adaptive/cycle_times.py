@@ -1,231 +1,97 @@
-"""How long cycles take, by their size: learned from the cycles that run."""
+"""How long cycles take, by their number of guesses: the median of the last that ran, beside a prior."""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from bisect import bisect
+from collections import deque
+from collections.abc import Sequence
+from statistics import median_low
 
 import numpy as np
+from numpy.typing import NDArray
 
-# Variances are those of logarithms: 0.01 is a tenth more or less, 0.5 is twice as much or half.
-NOISE = 0.01  # of one cycle's time
-DRIFT = 5e-5  # what a size's grows by in a cycle, since machines get other work and contexts grow
-COMMON_DRIFT = 1e-4  # the same for what all sizes have in common
-SETTLING = 3  # cycles that set the common scale only; the fastest of them counts, as the first ones warm up
-VISIBLE = 0.01  # change of a logarithm that is worth a new curve
-SURPRISE = 0.3  # a cycle that took so much longer than expected counts once others of its size in a row do as well:
-UNSURE, KEPT = 2, 4  # so many where little is known of the size, and else
-INFORMS = 0.04  # variance above which a size's newest cycle says something of other sizes
-ALIKE, NEAR = (
-    0.6,
-    0.7,
-)  # correlation of errors of two sizes, and what it loses where one has twice as many nodes or rows
-OPTIMISM = 2.0  # standard deviations below what is expected, for the least that a cycle may take
-UNKNOWN = 0.9  # variance from which on nothing is known of a size, not even from stored costs
-REACH = 2  # sizes are tried up to about so many times the largest known one
-EXACT, COARSE = 16, 4  # sizes are told apart up to 16 guesses, then in steps of a quarter
+RECENT = 9  # cycles of a size whose median counts
+# By how much the logarithm of a time may be less than expected, and what that grows by with each cycle since the size
+# ran: of a size that ran once at most (a single cycle may have met a delay), and of one that ran more often.
+UNTRIED, UNTRIED_GROWTH = 1.2, 0.02
+TRIED, TRIED_GROWTH = 0.1, 3e-4
 
 
-class Pace:
-    """Times of the cycles of one engine.
+class CycleTimes:
+    """Seconds of the cycles of one number of rows.
 
-    Rows are told apart in steps of half a binary logarithm. Where a number of rows is new, what has been learned of the
-    nearest one corrects the prior.
+    Arrays are by entry: 0 is a cycle that does not draft, 1 + i one that drafts `sizes[i]` guesses a row.
 
     Args:
-        prior: For a number of rows: seconds without drafting, seconds with it by number of guesses, and the variance
-            of these numbers.
-        most: Most guesses of a row.
+        sizes: Numbers of guesses, rising from 0.
+        prior: Seconds `[1 + len(sizes)]` that are expected before any cycle has run.
     """
 
-    def __init__(self, prior: Callable[[int], tuple[float, Sequence[float], float]], most: int) -> None:
-        self._prior = prior
-        self._sizes = sizes(most)
-        self._times: dict[int, Times] = {}
-        self._common = math.inf  # logarithm of what all times are multiplied by
-        self.now = 0  # cycles so far
+    def __init__(self, sizes: Sequence[int], prior: NDArray[np.float64]) -> None:
+        self._sizes, self._prior, self._expected = sizes, prior, prior
+        self._recent = [deque[float](maxlen=RECENT) for _ in prior]
+        self._medians = np.full(len(prior), np.nan)
+        self._counts, self._last = np.zeros(len(prior)), np.zeros(len(prior))  # cycles so far; the newest one's number
 
-    def of(self, rows: int) -> Times:
-        """The times of cycles of so many rows."""
-        step = round(2 * math.log2(rows))
-        if step not in self._times:
-            plain, curve, variance = self._prior(round(2 ** (step / 2)))
-            new = Times(self._sizes, [plain, *(curve[size] for size in self._sizes)], variance)
-            if self._times:
-                near = min(self._times, key=lambda other: abs(other - step))
-                new.follow(self._times[near], NEAR ** (abs(near - step) / 2))
-            self._times[step] = new
-        return self._times[step]
+    def learn(self, guesses: int | None, seconds: float, now: int) -> None:
+        """Take in cycle `now`, in which each row had so many guesses; None did not draft."""
+        entry = 0 if guesses is None else bisect(self._sizes, guesses)
+        if guesses is not None and guesses != self._sizes[entry - 1]:  # stands for the nearest size below
+            seconds *= self._expected[entry] / self.at(self._expected, guesses)
+        self._recent[entry].append(seconds)
+        self._medians[entry] = median_low(self._recent[entry])
+        self._counts[entry] += 1
+        self._last[entry] = now
 
-    def learn(self, rows: int, guesses: int | None, seconds: float) -> None:
-        """Take in a cycle.
+    def at(self, seconds: NDArray[np.float64], guesses: float | None) -> float:
+        """The entry of so many guesses, interpolated."""
+        return float(seconds[0] if guesses is None else np.interp(guesses, self._sizes, seconds[1:]))
 
-        Args:
-            guesses: Of a row; None where the cycle did not draft.
-        """
-        self.now += 1
-        times, reading = self.of(rows), math.log(seconds)
-        if self.now <= SETTLING:
-            self._common = min(self._common, times.error(guesses, reading))
-        else:
-            self._common += times.learn(guesses, reading - self._common, self.now)
-
-    def learned(self) -> dict[int, tuple[float, list[tuple[int, float]]]]:
-        """By rows the seconds of a plain cycle, and the guesses and seconds of cycles of the sizes that are known."""
-        scale = math.exp(self._common) if self.now else 1.0
-        found = {}
-        for step, times in sorted(self._times.items()):
-            plain, curve = times.expected()
-            found[round(2 ** (step / 2))] = plain * scale, [(size, curve[size] * scale) for size in times.known()]
+    def curve(self, seconds: NDArray[np.float64], last: int) -> list[float]:
+        """Seconds by guesses, one by one, up to those of entry `last`."""
+        found: list[float] = np.interp(range(self._sizes[last - 1] + 1), self._sizes, seconds[1:]).tolist()
         return found
 
+    def correction(self) -> NDArray[np.float64]:
+        """What the prior is multiplied by: the same factor as at the nearest sizes that have run."""
+        [ran] = np.nonzero(self._counts)
+        if not len(ran):
+            return np.ones(len(self._prior))
+        found: NDArray[np.float64] = np.exp(
+            np.interp(range(len(self._prior)), ran, np.log(self._medians[ran] / self._prior[ran]))
+        )
+        return found
 
-class Times:
-    """Times of cycles of one number of rows, over what all times have in common.
+    def expected(self) -> NDArray[np.float64]:
+        """Seconds of each entry. None takes longer than a larger one that has run, or less than a smaller one."""
+        seconds = self._prior * self.correction()
+        ran = np.where(self._counts > 0, seconds, np.inf)
+        seconds = np.minimum(seconds, np.minimum.accumulate(ran[::-1])[::-1])
+        self._expected = np.maximum.accumulate(seconds)
+        return self._expected
 
-    Each size has the logarithm of its time and the variance of this estimate, as in a Kalman filter: one that was never
-    or long ago tried believes its newest cycle, one that is often tried takes in a little of each.
+    def least(self, now: int) -> NDArray[np.float64]:
+        """What each entry takes if it is as much faster than was `expected` lately as it may be."""
+        tried, age = self._counts > 1, now - self._last
+        doubt = np.where(
+            tried,
+            TRIED / np.sqrt(np.clip(self._counts, 1, RECENT)) + TRIED_GROWTH * age,
+            UNTRIED + UNTRIED_GROWTH * age,
+        )
+        seconds = self._expected * np.exp(-doubt)
+        return np.maximum(seconds, np.maximum.accumulate(np.where(tried, seconds, 0.0)))
 
-    Args:
-        sizes: Numbers of guesses.
-        seconds: Of a cycle that does not draft, then of one that does, by `sizes`.
-        variance: Of these numbers.
-    """
+    def affordable(self, seconds: float) -> int:
+        """The last entry that takes less than so many seconds, or the next one if that has hardly run: what is
+        expected of it may be wrong. At least one guess is affordable."""
+        entry = int(np.count_nonzero(self._expected < seconds))
+        entry = max(entry if entry < len(self._counts) and self._counts[entry] < 2 else entry - 1, 2)
+        return min(entry, len(self._counts) - 1)
 
-    def __init__(self, sizes: Sequence[int], seconds: Sequence[float], variance: float) -> None:
-        self._sizes = sizes
-        self._steps = [0.0, *(math.log2(size + 1) for size in sizes)]
-        self._prior = [math.log(each) for each in seconds]
-        self._levels = list(self._prior)
-        self._variances = [variance] * len(seconds)
-        self._seen = [0] * len(seconds)  # the cycle in which each was last tried
-        self._slow: list[list[float]] = [[] for _ in seconds]  # the last readings, as long as they are surprising
-        self._moved = math.inf  # what levels have changed by since the last curve
-
-    def follow(self, near: Times, correlation: float) -> None:
-        """Correct the prior as that of another number of rows was corrected."""
-        for entry, prior in enumerate(self._prior):
-            self._levels[entry] = prior + correlation * (near._levels[entry] - near._prior[entry])
-            self._variances[entry] -= correlation**2 * max(self._variances[entry] - near._variances[entry], 0.0)
-
-    def learn(self, guesses: int | None, reading: float, now: int) -> float:
-        """Take in a cycle, the number `now`; returns what the common part changes by."""
-        entry = self._entry(guesses)
-        error = self.error(guesses, reading)
-        variance = self._variances[entry] = self._variance(entry, now)
-        self._seen[entry] = now
-        if error <= SURPRISE:
-            self._slow[entry].clear()
-        else:  # a stray delay, unless it lasts
-            slow = self._slow[entry] = [*self._slow[entry], error + self._levels[entry]][-KEPT:]
-            if len(slow) < (UNSURE if variance > INFORMS else KEPT):
-                return 0.0
-            error = min(slow) - self._levels[entry]
-        if abs(error) > SURPRISE:  # no noise: what was known of the size no longer holds
-            variance = self._variances[entry] = max(variance, INFORMS)
-        total = variance + COMMON_DRIFT + NOISE
-        if entry and variance > INFORMS:
-            self._inform(entry, error / total)
-            self._moved = math.inf  # more sizes may be known now
-        self._levels[entry] += variance / total * error
-        self._variances[entry] -= variance**2 / total
-        self._moved += abs(variance / total * error)
-        return COMMON_DRIFT / total * error
-
-    def _inform(self, entry: int, error: float) -> None:
-        """Let a size of which little was known tell those near it."""
-        variance = self._variances[entry]
-        for other in range(1, len(self._levels)):
-            if other != entry:
-                shared = ALIKE * NEAR ** abs(self._steps[other] - self._steps[entry])
-                shared *= math.sqrt(self._variances[other] * variance)
-                self._levels[other] += shared * error
-                self._variances[other] -= shared**2 / (variance + COMMON_DRIFT + NOISE)
-
-    def error(self, guesses: int | None, reading: float) -> float:
-        """By how much a logarithm of seconds is above what was expected."""
-        entry = self._entry(guesses)
-        expected = self._levels[entry]
-        if guesses is not None and self._sizes[entry - 1] != guesses:  # one in between stands for the nearest
-            _, curve = self.expected()
-            if max(guesses, self._sizes[entry - 1]) < len(curve):
-                expected += math.log(curve[guesses] / curve[self._sizes[entry - 1]])
-        return reading - expected
-
-    def known(self) -> list[int]:
-        """Numbers of guesses of which something is known."""
-        return [size for size, variance in zip(self._sizes, self._variances[1:], strict=True) if variance < UNKNOWN]
-
-    def expected(self) -> tuple[float, list[float]]:
-        """Seconds of a cycle that does not draft, and of one that does by guesses a row, as far as sizes are tried."""
-        if self._moved > VISIBLE:
-            self._moved = 0.0
-            self._rising = isotonic(self._levels, [1 / variance for variance in self._variances])
-            self._curve = self._interpolated(self._rising)
-        return self._curve
-
-    def least(self, now: int) -> tuple[float, list[float]]:
-        """The least that these may be, given how well they are known."""
-        self.expected()
-        found, floor = [], -math.inf
-        for entry, level in enumerate(self._rising):  # no size takes less than a smaller one may
-            floor = max(floor, level - OPTIMISM * math.sqrt(self._variance(entry, now)))
-            found.append(floor)
-        return self._interpolated(found)
-
-    def _entry(self, guesses: int | None) -> int:
-        """Where the nearest size stands."""
-        if guesses is None:
-            return 0
-        at = bisect_left(self._sizes, guesses)
-        return 1 + at - (at > 0 and self._sizes[at] - guesses > guesses - self._sizes[at - 1])
-
-    def _variance(self, entry: int, now: int) -> float:
-        return self._variances[entry] + DRIFT * (now - self._seen[entry])
-
-    def _interpolated(self, levels: list[float]) -> tuple[float, list[float]]:
-        limit = min(REACH * max(self.known(), default=0) + 2, self._sizes[-1])
-        seconds = [math.exp(level) for level in levels]
-        if limit <= EXACT:
-            return seconds[0], seconds[1 : limit + 2]
-        curve: list[float] = np.interp(range(limit + 1), self._sizes, seconds[1:]).tolist()
-        return seconds[0], curve
-
-
-def sizes(most: int) -> list[int]:
-    """Numbers of guesses of which times are kept, from 0 to `most`."""
-    found = [0]
-    while found[-1] < most:
-        found.append(min(found[-1] + (1 if found[-1] < EXACT else found[-1] // COARSE), most))
-    return found
-
-
-def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The rising sequence that is closest to these values, by weighted squares: more work never takes less time."""
-    pools: list[tuple[float, float, int]] = []
-    for value, weight in zip(values, weights, strict=True):
-        count = 1
-        while pools and pools[-1][0] > value:
-            other, others, members = pools.pop()
-            value = (value * weight + other * others) / (weight + others)
-            weight, count = weight + others, count + members
-        pools.append((value, weight, count))
-    return [value for value, _, count in pools for _ in range(count)]
-
-
-def best_guesses(tokens: Sequence[float], seconds: Sequence[float]) -> int:
-    """Guesses, at least one, that yield the most tokens over time; both are by their number."""
-    best, best_rate = 1, 0.0
-    for guesses in range(1, min(len(tokens), len(seconds))):
-        rate = tokens[guesses] / seconds[guesses]
-        if rate > best_rate:
-            best, best_rate = guesses, rate
-    return best
-
-
-def seconds_at(curve: Sequence[float], guesses: float) -> float:
-    """An entry of a curve, interpolated; beyond its end the last one."""
-    below = min(int(guesses), len(curve) - 1)
-    above = min(below + 1, len(curve) - 1)
-    return curve[below] + (guesses - int(guesses)) * (curve[above] - curve[below])
+    def learned(self) -> tuple[float, tuple[tuple[int, float], ...]] | None:
+        """Seconds without drafting, and guesses and seconds of the sizes that have run; None if nothing has."""
+        if not self._counts.any():
+            return None
+        seconds, ran = self.expected().tolist(), self._counts[1:] > 0
+        points = zip(self._sizes, seconds[1:], ran, strict=True)
+        return seconds[0], tuple((size, each) for size, each, known in points if known)

@@ -32,9 +32,6 @@ MOST_GUESSES = 512  # of all rows together; larger trees are extrapolated
 CONTEXT = 128  # committed tokens of each row while measuring
 REPEATS = 7
 LIMIT_SECONDS = 25.0  # once measuring has taken so long, larger batches are left to extrapolation
-# Variances of the logarithms of stored times: when new, what they grow to, and the seconds in which half is done.
-FRESH, AGED, HALF_LIFE = 0.5, 1.0, 30 * 86400.0
-
 DRAFT_PASS = 0.2  # of a plain cycle's time, where nothing is known of the machine
 GUESS = 0.05  # the same of each guess
 
@@ -67,10 +64,6 @@ class Costs:
         """Whether there are times of cycles that draft chains, or trees."""
         return any(self.tree if tree else self.chain)
 
-    def variance(self, now: float) -> float:
-        """That of the logarithms of these times, which grows with their age."""
-        return AGED - (AGED - FRESH) * math.pow(0.5, max(now - self.date, 0.0) / HALF_LIFE)
-
     def updated(self, newer: Costs) -> Costs:
         """These costs, with those that are newer in the place of what they know of the same numbers of rows."""
         known: dict[int, tuple[float, Points, Points]] = {}
@@ -92,21 +85,20 @@ class Costs:
         return found
 
 
-def prior(costs: Costs | None, rows: int, most: int, tree: bool, now: float) -> tuple[float, list[float], float]:
+def prior(costs: Costs | None, rows: int, most: int, tree: bool) -> tuple[float, list[float]]:
     """What is taken for the times of cycles before any has run.
 
     Args:
         costs: What is stored of the machine, if anything.
         most: Most guesses of a row.
-        now: Seconds since 1970.
 
     Returns:
-        Seconds of a plain cycle, seconds of one that drafts by its number of guesses, and the variance of these.
+        Seconds of a plain cycle, and seconds of one that drafts by its number of guesses.
     """
     plain = costs.plain_cycle(rows) if costs else 1.0
     if costs is None or not costs.knows(tree):
-        return plain, [plain * (1 + DRAFT_PASS + GUESS * rows * n) for n in range(most + 1)], 1.0
-    return plain, costs.cycle(rows, most, tree), costs.variance(now)
+        return plain, [plain * (1 + DRAFT_PASS + GUESS * rows * n) for n in range(most + 1)]
+    return plain, costs.cycle(rows, most, tree)
 
 
 def _costs(known: dict[int, tuple[float, Points, Points]], date: float) -> Costs:
