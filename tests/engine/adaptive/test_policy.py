@@ -12,6 +12,7 @@ from simulation import (
     GPU,
     KINDS,
     MACHINES,
+    MOST,
     NOW,
     PAIR,
     TEXTS,
@@ -232,6 +233,14 @@ def test_who_knows_probabilities_of_trees_alone_does_not_choose_the_length_of_ch
         Controller(Trees(), drafting, lambda: stored(PAIR)).plan([request()]) for drafting in (Drafting("auto"), TREE)
     ]  # type: ignore[arg-type]
     assert [plan.cycle_seconds is None for plan in plans] == [True, False]
+
+
+def test_who_knows_no_probabilities_gets_trees_of_as_many_guesses_as_pay() -> None:
+    plan = Controller(Lookup(), TREE, lambda: stored(PAIR)).plan([request()])  # type: ignore[arg-type]
+    assert plan.tree_budget == MOST and plan.cycle_seconds is None
+    drafting = Drafting(None, "auto")
+    plan = Controller(Lookup(), drafting, lambda: stored(PAIR)).plan([request()])  # type: ignore[arg-type]
+    assert plan.tree_budget == plan.block_size - 1 < BLOCK_SIZE
 
 
 def test_guesses_past_the_length_limit_are_not_asked_for() -> None:

@@ -87,7 +87,7 @@ class Controller:
             self._block_size = drafting.block_size
         self._knows = self.automatic and (drafter.knows_probabilities if self._tree else drafter.knows_lengths)
         self._costs, self._clock = cache(costs), now
-        most = self.most_guesses if self._knows else self._block_size - 1
+        most = self.most_guesses if self._knows else min(self.most_guesses, self._block_size - 1)
         self._sizes = [*(size for size in SIZES if size < most), most]
         self._times: dict[int, CycleTimes] = {}  # by number of rows, in steps of half a binary logarithm
         self._acceptance = Acceptance(self._block_size - 1)
@@ -155,6 +155,7 @@ class Controller:
             return Plan(1, params)
         # A tree is no deeper than it has guesses, and a shorter block makes a cheaper draft pass.
         block_size, curve, trust = min(self._block_size, 1 + self.most_guesses), None, 1.0
+        budget = self.most_guesses if self._tree else 0
         if not self._drafting.sampled:  # how a sampled chain is judged must not depend on the other rows
             # Guesses past the length limit would be cut; the anchor is there already.
             block_size = min(block_size, 1 + max(map(self._reach, requests)))
@@ -163,6 +164,8 @@ class Controller:
                 before, self._requests = self._decide(requests), list(requests)
             self._decision, self._held = before, self._held - 1
             block_size, curve = min(block_size, 1 + before.guesses), before.curve
+            if curve is None and self._drafting.tree_budget == "auto":
+                budget = before.guesses
             if curve is not None:
                 trust = self._acceptance.trust
                 if before.trial and self._paused:
@@ -174,7 +177,7 @@ class Controller:
         return Plan(
             block_size=block_size,
             params=params,
-            tree_budget=self.most_guesses if self._tree else 0,
+            tree_budget=budget,
             cycle_seconds=curve,
             trust=trust,
             draft_window=self._drafting.draft_window,
@@ -277,7 +280,7 @@ class Controller:
             return
         self._cycle += 1
         known.age()
-        drafted = guesses if plan.block_size > 1 else None
+        drafted = min(guesses, decision.guesses) if plan.block_size > 1 else None
         free = [place for place, request in enumerate(requests) if request.drafting is None]
         times = self._times_of(len(requests))
         cost = times.at(times.expected(), drafted) if decision.trial else 0.0
