@@ -24,7 +24,8 @@ import blockdraft
 from blockdraft import cli
 from blockdraft.cli.options import extent
 from blockdraft.diffusion.settings import DiffusionRecipe
-from blockdraft.evaluation.methods import Settings, parse_methods
+from blockdraft.evaluation.methods import parse_methods
+from blockdraft.evaluation.settings import Settings
 from blockdraft.serving.api.openai_requests import ChatRequest
 from blockdraft.serving.core.metrics import PREFIX, Metrics
 from blockdraft.settings import read_settings

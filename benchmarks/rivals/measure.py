@@ -23,8 +23,8 @@ from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine, loops, merge
 from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.evaluation.methods import PLAIN as NONE
-from blockdraft.evaluation.methods import Settings
 from blockdraft.evaluation.prompts import PromptSet
+from blockdraft.evaluation.settings import Settings
 from blockdraft.evaluation.speed import figures
 from blockdraft.evaluation.speed import measure as measure_speeds
 from blockdraft.nn.autoregressive import AutoregressiveNetwork, DraftNodes

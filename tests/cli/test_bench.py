@@ -11,7 +11,7 @@ import pytest
 
 from blockdraft import cli
 from blockdraft.cli import display
-from blockdraft.evaluation import folder, speed
+from blockdraft.evaluation import report, speed
 
 METHOD_KEYS = {"tokens_per_second", "speedup", "tau", "acceptance_by_position", "cycle_cost", "identical", "looping"}
 METHODS = ["none", "chain", "chain:3"]
@@ -118,7 +118,7 @@ def test_a_failed_write_still_prints_what_was_measured(
     def full(*_: Any) -> None:
         raise ValueError("no space")
 
-    monkeypatch.setattr(folder, "write", full)
+    monkeypatch.setattr(report, "write", full)
     result = bench("--out", tmp_path, "--no-pictures", "--limit", 1)
     assert (result.code, result.err.splitlines()[-1]) == (2, "error: no space")
     assert "chain:3" in result.out
@@ -164,7 +164,7 @@ def test_ctrl_c(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--prompts", "/no/such/file"], "/no/such/file cannot be read"),
         (["--max-new-tokens", "250"], "Prompt 1 of first: The prompt's"),
-        (["--out", "/dev/null", "--no-pictures"], "/dev/null is no writable folder"),
+        (["--out", "/dev/null", "--no-pictures"], "/dev/null is no folder"),
     ],
 )
 def test_bad_input(bench: Run, args: list[str], message: str) -> None:

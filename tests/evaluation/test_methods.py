@@ -1,6 +1,7 @@
 import pytest
 
-from blockdraft.evaluation.methods import Method, Settings, parse_methods, shape_name
+from blockdraft.evaluation.methods import Method, parse_methods, shape_name
+from blockdraft.evaluation.settings import Settings
 from blockdraft.types import Drafting
 
 

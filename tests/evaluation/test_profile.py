@@ -3,9 +3,10 @@ from pathlib import Path
 import pytest
 
 from blockdraft.engine import Engine
-from blockdraft.evaluation.methods import Settings, parse_methods
+from blockdraft.evaluation.methods import parse_methods
 from blockdraft.evaluation.profile import host_share, profiles
 from blockdraft.evaluation.prompts import PromptSet
+from blockdraft.evaluation.settings import Settings
 from blockdraft.evaluation.speed import load_methods, measure
 from blockdraft.targets import load_target
 from blockdraft.timing import CONTEXT, FORWARD, GUESSES, HEAD, PARTS, PASS, listening
@@ -37,7 +38,7 @@ def test_every_part_of_a_cycle_is_found(engines: dict[str, Engine]) -> None:
         assert one.host == pytest.approx(host_share(one.seconds)) and 0 < one.host < 1
 
 
-def test_the_host_is_what_is_no_network() -> None:
+def test_host_share_excludes_networks() -> None:
     assert (
         host_share(dict.fromkeys(PARTS, 0.0) | {FORWARD: 6.0, PASS: 1.0, HEAD: 0.5, CONTEXT: 0.5, GUESSES: 2.0}) == 0.2
     )

@@ -1,4 +1,4 @@
-"""Measuring on tiny random models, and figures from made-up trials whose numbers can be checked by hand."""
+"""Measurements of tiny random models, and figures of made-up trials that can be checked by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Completion, Engine, Stats, runner
 from blockdraft.engine.runner import Runner
-from blockdraft.evaluation import lossless, speed
-from blockdraft.evaluation.methods import Settings, parse_methods
+from blockdraft.evaluation import speed
+from blockdraft.evaluation.methods import parse_methods
 from blockdraft.evaluation.prompts import PromptSet
-from blockdraft.evaluation.speed import Trial, figures, load_methods, measure
+from blockdraft.evaluation.settings import Settings
+from blockdraft.evaluation.speed import Trial, figures, identical_share, load_methods, looping_share, measure
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -82,8 +83,7 @@ def test_prompts_that_loop_are_decoded_once_and_never_timed(
     one_set = [PromptSet("a", ("one", "two", "three", "four"))]
     plain = Engine(target, load_drafter("none", target=target)).generate(one_set[0].prompts, SHORT)
     looping = [plain[i].token_ids for i in (0, 2)]
-    for module in (speed, lossless):
-        monkeypatch.setattr(module, "loops", lambda token_ids: token_ids in looping)
+    monkeypatch.setattr(speed, "loops", lambda token_ids: token_ids in looping)
     steps: list[tuple[str, int, int]] = []
     settings = Settings(repeats=2)
     trials = measure(engines(target, tiny_drafter_dir), one_set, SHORT, settings, lambda *step: steps.append(step))
@@ -111,7 +111,7 @@ def test_an_engine_that_is_not_lossless_is_found_out(
     faults = 0
 
     def gullible(proposal: Proposal, distributions: Distributions, uniforms: Tensor, tests: Tensor | None) -> Verdict:
-        """Accepts one wrong guess, in one cycle of all."""
+        """Walk that accepts one wrong guess, in one of all cycles."""
         nonlocal faults
         verdict = verify(proposal, distributions, uniforms, tests)
         if proposal.tokens.size(1) > 1 and verdict.path[0] == [0] and faults == 0:
@@ -156,7 +156,7 @@ def trial(
     prompts: tuple[int, ...] = (),
     token: int = 0,
 ) -> Trial:
-    """A batch that took this long after a prefill of 1 second, with these tokens of each row's cycles."""
+    """Batch that took this long after a prefill of 1 second, with these tokens of each row's cycles."""
     completions = tuple(
         Completion("", [token] * (1 + sum(c)), "stop", [], Stats(c, [3] * len(c), prefill_seconds=1.0))
         for c in committed
@@ -213,3 +213,17 @@ def test_where_all_prompts_loop_there_is_no_speed() -> None:
         None,
         1.0,
     )
+
+
+LOOP = [*range(8)] * 4
+
+
+def test_a_prompt_is_identical_if_all_of_its_answers_are() -> None:
+    reference = {"a": [1, 2], "b": [1, 2], "c": [1, 2], "d": [1, 2]}
+    assert identical_share({key: [[1, 2], [1, 2]] for key in reference}, reference) == 1
+    answers = {"a": [[1, 2], [1, 2]], "b": [[1, 2], [1, 3]], "c": [[1]], "d": [[1, 2, 3]]}
+    assert identical_share(answers, reference) == 0.25
+
+
+def test_a_prompt_loops_if_one_of_its_answers_does() -> None:
+    assert looping_share({"a": [[1], LOOP], "b": [[1]], "c": [[2]], "d": [[3]]}) == 0.25

@@ -26,17 +26,16 @@ from blockdraft.cli.options import (
 )
 from blockdraft.data.settings import SERVER_KEY
 from blockdraft.errors import UsageError
-from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method, Settings, parse_methods
+from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
-from blockdraft.evaluation.servers.settings import LoadSettings
-from blockdraft.evaluation.suite.settings import SuiteSettings
-from blockdraft.evaluation.suite.tasks import SUITES
+from blockdraft.evaluation.settings import LoadSettings, Settings, SuiteSettings
+from blockdraft.evaluation.suite.paper import SUITES
 from blockdraft.settings import from_text
 from blockdraft.types import DraftModel, SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.evaluation.prompts import PromptSet
-    from blockdraft.evaluation.servers.measure import Place
+    from blockdraft.evaluation.servers.measure import Server
 
 DISCARDED = "Interrupted; what was measured is discarded, and nothing was written."
 
@@ -127,13 +126,14 @@ def bench(
     sets = read_prompt_sets(prompts, limit)
 
     from blockdraft.cli import display
-    from blockdraft.evaluation import folder, report, speed
+    from blockdraft.data.folder import check_overwrite
+    from blockdraft.evaluation import report, speed
     from blockdraft.evaluation.pictures import require_pictures
     from blockdraft.evaluation.profile import profiles as speed_profiles
     from blockdraft.evaluation.results import results
 
     if out is not None:
-        folder.check_folder(out, overwrite)
+        check_overwrite(out, [report.RESULTS], overwrite)
         if pictures:
             require_pictures()
     loaded = run.load()
@@ -174,7 +174,7 @@ def bench(
     found = results(trials, arguments, loaded.device, profiles, _sampled(chosen))
     try:
         if out is not None:
-            folder.write(out, found, pictures)
+            report.write(out, found, pictures)
     finally:  # also if the disk is full
         if as_json:
             print(found.as_json(), end="")
@@ -262,12 +262,12 @@ def bench_server(
         "seed": seed,
     }
 
-    from blockdraft.evaluation.servers.measure import Place
+    from blockdraft.evaluation.servers.measure import Server
 
     key = os.environ.get(SERVER_KEY)
-    places = [Place(each, model, key, raw) for each in (url, against) if each is not None]
+    servers = [Server(each, model, key, raw) for each in (url, against) if each is not None]
     if measure_servers(
-        places, sets, sampling, settings, arguments=arguments, out=out, overwrite=overwrite, as_json=as_json
+        servers, sets, sampling, settings, arguments=arguments, out=out, overwrite=overwrite, as_json=as_json
     ):
         raise typer.Exit(1)
 
@@ -281,7 +281,7 @@ def temperatures(text: str) -> list[float]:
 
 
 def measure_servers(
-    places: Sequence[Place],
+    servers: Sequence[Server],
     sets: Sequence[PromptSet],
     params: Sequence[SamplingParams],
     settings: LoadSettings,
@@ -301,14 +301,15 @@ def measure_servers(
             is written and printed.
     """
     from blockdraft.cli import display
+    from blockdraft.data.folder import check_overwrite
     from blockdraft.evaluation.servers import report
     from blockdraft.evaluation.servers.measure import measure
 
     if out is not None:
-        report.check_folder(out, overwrite)
+        check_overwrite(out, (report.JSON, report.CSV), overwrite)
     try:
         with display.progress("requests") as progress:
-            found = measure(places, sets, params, settings, progress)
+            found = measure(servers, sets, params, settings, progress)
     except KeyboardInterrupt:
         loading.tell(DISCARDED)
         raise typer.Exit(130) from None
@@ -369,7 +370,7 @@ def bench_suite(
     from blockdraft.cli import display
     from blockdraft.evaluation.results import hardware
     from blockdraft.evaluation.speed import load_methods
-    from blockdraft.evaluation.suite import measure, report, results
+    from blockdraft.evaluation.suite import measure, results
     from blockdraft.evaluation.suite.paper import model_of
     from blockdraft.evaluation.suite.reading import chosen_tasks, read_tasks
     from blockdraft.folders import held
@@ -417,7 +418,7 @@ def bench_suite(
     if as_json:
         print(found.as_json(), end="")
     else:
-        report.show(consoles.standard(), found, tasks)
+        results.show(consoles.standard(), found, tasks)
     sys.stdout.flush()
 
 

@@ -11,8 +11,8 @@ import typer
 
 from blockdraft.cli import consoles
 from blockdraft.cli.options import TargetOptions, need_drafter, option
-from blockdraft.evaluation.methods import Settings
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
+from blockdraft.evaluation.settings import Settings
 from blockdraft.tools.deploy.settings import DoctorSettings
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import typer
 from blockdraft.cli import consoles
 from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, need_drafter, option
 from blockdraft.errors import UsageError
-from blockdraft.evaluation.methods import Settings
+from blockdraft.evaluation.settings import Settings
 from blockdraft.types import DraftModel, SamplingParams
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from blockdraft.cli.bench import (
 )
 from blockdraft.cli.options import option
 from blockdraft.errors import UsageError, counted
-from blockdraft.evaluation.methods import Settings
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
+from blockdraft.evaluation.settings import Settings
 from blockdraft.tools.deploy.settings import LaunchSettings
 from blockdraft.types import SamplingParams
 
@@ -67,8 +67,9 @@ def launch(
     sampling = [SamplingParams(max_new_tokens, each, seed=seed) for each in temperatures(temperature)]
     sets = read_prompt_sets(prompts, limit) if prompts else [SAMPLES]
 
+    from blockdraft.data.folder import check_overwrite
     from blockdraft.evaluation.servers import report
-    from blockdraft.evaluation.servers.measure import Place
+    from blockdraft.evaluation.servers.measure import Server
     from blockdraft.tools.deploy.launch import Running, command
 
     loading.quiet()
@@ -77,7 +78,7 @@ def launch(
         print(found.shell())
         return
     if out is not None:
-        report.check_folder(out, overwrite)
+        check_overwrite(out, (report.JSON, report.CSV), overwrite)
     try:
         with ExitStack() as stack:
             line = found.placed(Path(stack.enter_context(TemporaryDirectory())))
@@ -85,7 +86,7 @@ def launch(
             running = stack.enter_context(Running(line, settings.port, settings.patience))
             try:
                 failed = measure_servers(
-                    [Place(running.url)],
+                    [Server(running.url)],
                     sets,
                     sampling,
                     measured,

@@ -20,7 +20,7 @@ from blockdraft.cli import consoles
 from blockdraft.cli.help import add
 from blockdraft.cli.options import DrafterPlace, TargetOptions, need_drafter, option
 from blockdraft.errors import UsageError, counted
-from blockdraft.evaluation.methods import Settings
+from blockdraft.evaluation.settings import Settings
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "accelerate", "torchao")
 VARIABLES = (

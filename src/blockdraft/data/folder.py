@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,21 @@ def check_writable(folder: Path) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "may not be written to" if there.is_dir() else "is no folder"
         raise UsageError(f"{folder} cannot be written to, since {there} {why}; choose another --out.")
+
+
+def check_overwrite(folder: Path, names: Iterable[str], overwrite: bool) -> None:
+    """Check that files can be written to a folder, without making it.
+
+    Args:
+        overwrite: Whether existing files may be replaced.
+
+    Raises:
+        UsageError: The folder cannot be written to, or holds one of the files and `overwrite` is False.
+    """
+    check_writable(folder)
+    for name in names:
+        if (folder / name).exists() and not overwrite:
+            raise UsageError(f"{folder / name} exists; choose another folder, or add --overwrite.")
 
 
 def make_folder(folder: Path) -> None:

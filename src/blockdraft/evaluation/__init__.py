@@ -1,1 +1,1 @@
-"""Measuring methods of decoding against each other: speed, acceptance, and whether the output is the target's own."""
+"""Comparison of decoding methods: speed, acceptance, and whether the output is the target's own."""

@@ -1,5 +1,4 @@
-"""Methods of decoding that a benchmark compares, and how it measures them. Imports no torch, so that the command line
-can read the defaults quickly."""
+"""Decoding methods that a benchmark compares. Imports no torch, so that the command line starts quickly."""
 
 from __future__ import annotations
 
@@ -13,43 +12,20 @@ from blockdraft.errors import UsageError
 from blockdraft.types import JOINT, Drafting
 
 PLAIN, BUNDLED = "none", "bundled"
-# Shapes in which the drafter at hand guesses: chains (arXiv 2602.06036), chains of guesses sampled at random, and trees
-# (arXiv 2604.12989). Any drafter has them.
+# Shapes of proposals, which any drafter can make: chains (arXiv 2602.06036), chains of guesses sampled at random, and
+# trees (arXiv 2604.12989).
 CHAIN, SAMPLED, TREE = "chain", "chain-sampled", "tree"
-ALIASES = {"dflash": CHAIN, "dflash-drawn": SAMPLED, "ddtree": TREE}  # former names, which named drafters
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a benchmark measures.
-
-    Attributes:
-        limit: Prompts taken of each file, from its beginning; None takes all.
-        batch_size: Prompts decoded together.
-        repeats: Rounds; in each of them every method decodes every prompt.
-        tree_budget: Most guesses of a draft tree, the anchor not counted, for `tree` without a number.
-    """
-
-    limit: int | None = None
-    batch_size: int = 1
-    repeats: int = 3
-    tree_budget: int = 32
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise UsageError(f"batch_size is {self.batch_size}; it must be at least 1.")
-        if self.repeats < 1:
-            raise UsageError(f"repeats is {self.repeats}; it must be at least 1.")
+ALIASES = {"dflash": CHAIN, "dflash-drawn": SAMPLED, "ddtree": TREE}  # former names
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to decode.
+    """A decoding method.
 
     Attributes:
-        name: As it was asked for, such as "tree:64"; `results.json` has it under this name.
-        drafter: As `load_drafter` takes it; None is the bundled drafter.
-        drafting: How far it drafts.
+        name: Name that it was asked for by, such as "tree:64", which is its key in `results.json`.
+        drafter: Drafter as `load_drafter` takes it; None is the bundled drafter.
+        drafting: Extent and shape of its proposals.
     """
 
     name: str
@@ -58,7 +34,7 @@ class Method:
 
 
 def shape_name(name: str) -> str:
-    """The name of a method by its shape: "tree:64" for "ddtree:64". Names that are not aliases stay as they are."""
+    """Present name of a method: "tree:64" for its former name "ddtree:64", other names unchanged."""
     kind, setting = _split(name)
     *others, last = kind.split(JOINT)
     return JOINT.join([*others, ALIASES.get(last, last)]) + ("" if setting is None else f":{setting}")
@@ -81,21 +57,21 @@ def parse_methods(
     """Read a list of methods.
 
     Args:
-        names: Methods with commas between them, each with or without a setting behind a colon: `none`; `chain`, the
+        names: Methods with commas between them, each with or without a setting after a colon: `none`; `chain`, the
             drafter's chains, or `chain:8` with this block size; `chain-sampled`, chains of guesses sampled at random;
             `tree`, its trees, or `tree:64` with this budget; any other drafter by folder or name, with or without a
-            block size; `prompt_lookup+chain` and the like, other drafters together with the one at hand, in each of
-            these shapes. `dflash`, `dflash-drawn` and `ddtree` are former names of the three shapes.
-        drafter: The drafter at hand, as in `Method`.
+            block size; `prompt_lookup+chain` and the like, other drafters combined with `drafter`, in each of these
+            shapes. `dflash`, `dflash-drawn` and `ddtree` are former names of the three shapes.
+        drafter: Drafter of the shapes, as in `Method`.
         block_size: As in `Drafting`, for methods without one of their own.
         tree_budget: As in `Drafting`, for `tree` without one of its own.
         draft_window, draft_passes: As in `Drafting`.
 
     Returns:
-        The methods in the order given; `none` is put first where it is missing, since it is the reference.
+        The methods in this order; `none`, the reference, is put first if it is missing.
 
     Raises:
-        ValueError: An empty name, a method that is named twice, or a setting that is out of range or follows `none`.
+        UsageError: A name is empty or repeated, or a setting is out of range or follows `none`.
     """
     wanted = [name.strip() for name in names.split(",")]
     if PLAIN not in wanted:

@@ -1,4 +1,4 @@
-"""The figures of a benchmark as pictures."""
+"""Results of a benchmark as pictures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LABEL_WIDTH = 32  # characters of a method's name
 
 
 def require_pictures() -> None:
-    """Raise a ValueError unless pictures can be drawn."""
+    """Raise a UsageError if pictures cannot be drawn."""
     try:
         import_module("matplotlib.figure")
     except ImportError as error:
@@ -27,7 +27,7 @@ def require_pictures() -> None:
 
 
 def _acceptance(found: Results) -> bytes:
-    """S_i of each method over all sets, as PNG."""
+    """Plot of S_i of each method over all sets, as PNG."""
     figure, axes = _axes(width=5.5, methods=found.methods)
     longest = 1
     for method, one in found.methods.items():
@@ -47,7 +47,7 @@ def _acceptance(found: Results) -> bytes:
 
 
 def _speedups(found: Results) -> bytes:
-    """Speed-ups of each method for each set and for all of them, as PNG."""
+    """Bars of each method's speed-up on each set and on all of them, as PNG."""
     groups = {
         f"{name}\n({counted(one.methods[PLAIN].timed_prompts, 'prompt')})": one.methods
         for name, one in found.sets.items()
@@ -90,7 +90,7 @@ def _speedups(found: Results) -> bytes:
 
 
 def _profiles(found: Results) -> bytes | None:
-    """A bar for each method's cycle, its parts on top of each other, as PNG; None where no one looked."""
+    """Bar for each method's cycle, divided into its parts, as PNG; None without profiles."""
     if not found.profiles:
         return None
     figure, axes = _axes(width=2 + 0.9 * len(found.profiles), methods=dict.fromkeys(PARTS))
@@ -118,8 +118,8 @@ PICTURES: dict[str, Callable[[Results], bytes | None]] = {
 
 
 def _axes(width: float, methods: Mapping[str, object]) -> tuple[Any, Any]:
-    """A plot of this width in inches, with room for a legend of these methods beside it."""
-    # Without pyplot, hence without windows or a global state; saving as PNG takes the Agg backend by itself.
+    """Plot of this width in inches, with room for a legend of these methods beside it."""
+    # Without pyplot there are no windows and no global state; saving as PNG takes the Agg backend by itself.
     legend = 0.6 + 0.09 * max(len(_label(method)) for method in (*methods, "plain decoding"))
     size = (width + legend, 4.5)
     figure = import_module("matplotlib.figure").Figure(figsize=size, dpi=150, layout="constrained")

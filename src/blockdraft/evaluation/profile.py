@@ -1,4 +1,4 @@
-"""Where the time of each method's cycles goes."""
+"""Time of each method's cycles by their parts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from blockdraft.engine import Engine
-from blockdraft.evaluation.methods import PLAIN, Settings
+from blockdraft.evaluation.methods import PLAIN
 from blockdraft.evaluation.prompts import PromptSet
+from blockdraft.evaluation.settings import Settings
 from blockdraft.evaluation.speed import Progress, Run, Trial
 from blockdraft.machine import wait_for
 from blockdraft.timing import NETWORKS, PARTS, listening
@@ -18,14 +19,14 @@ from blockdraft.types import SamplingParams
 
 @dataclass(frozen=True)
 class Profile:
-    """The cycles of one method.
+    """Profile of one method.
 
     Attributes:
-        cycles: Their number.
-        seconds: Of a cycle, by its parts in order, as a mean. Where there is a GPU each part is waited for, so that
-            cycles take longer than when nobody looks.
-        host: Share of the time that is in no network: not in the target's forward, and not in the drafter's pass, its
-            head and the keys and values of its context.
+        cycles: Number of cycles.
+        seconds: Mean seconds of a cycle by its parts, in order. On a GPU each part is waited for, which makes cycles
+            longer than they are without a profile.
+        host: Share of the time outside of all networks, which are the target's forward, and the drafter's pass, head
+            and keys and values of its context.
     """
 
     cycles: int
@@ -45,14 +46,14 @@ def profiles(
     trials: Sequence[Trial],
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Profile]:
-    """Decode the prompts that were timed once more with each method in turn, and listen.
+    """Decode the timed prompts once more with each method in turn, and add up the time of each part.
 
     Args:
         engines, sets, params, settings: As in `speed.measure`.
-        trials: What that measured.
+        trials: Trials that `speed.measure` returned.
 
     Returns:
-        By method; empty where no prompt was timed.
+        Profiles by method; empty if no prompt was timed.
     """
     run = Run(engines, sets, params, settings)
     batches = [(t.prompt_set, t.prompts) for t in trials if t.method == PLAIN and t.repeat == 0]

@@ -12,16 +12,18 @@ from blockdraft.errors import UsageError
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Attributes:
-    name: The file's name without its suffix.
-    prompts: Texts, in the order of the file.
+    """Prompts of one file.
+
+    Attributes:
+        name: Name of the file without its suffix.
+        prompts: Texts, in the order of the file.
     """
 
     name: str
     prompts: tuple[str, ...]
 
 
-# For where none are given.
+# Prompts to use if none are given.
 SAMPLES = PromptSet(
     "samples",
     (
@@ -43,11 +45,11 @@ def read_prompt_sets(paths: Sequence[Path], limit: int | None = None) -> list[Pr
     Args:
         paths: Files of lines `{"turns": ["a user's text", ...]}`, of which the first turn is the prompt, or
             `{"prompt": "a text"}`. Other keys are ignored.
-        limit: Prompts taken of each file, from its beginning; None takes all. The lines behind are checked as well.
+        limit: Most prompts of each file, from its beginning; None takes all. Later lines are checked as well.
 
     Raises:
-        ValueError: No file, an unreadable or empty file, a line of another form, two files of one name, or a limit
-            below 1.
+        UsageError: There is no file, a file is empty or cannot be read, a line has another form, two files have one
+            name, or the limit is below 1.
     """
     if not paths:
         raise UsageError("There are no prompts; give at least one file.")
@@ -81,16 +83,16 @@ def _read(path: Path) -> list[str]:
 
 def _prompt(line: str) -> str:
     try:
-        entry = json.loads(line)
+        record = json.loads(line)
     except json.JSONDecodeError as error:
         raise UsageError(
             f'this is no JSON ({error}); each line must be {{"prompt": "text"}} or {{"turns": ["text", ...]}}.'
         ) from error
-    if not isinstance(entry, dict) or ("turns" in entry) == ("prompt" in entry):
+    if not isinstance(record, dict) or ("turns" in record) == ("prompt" in record):
         raise UsageError('an object with either "turns" or "prompt" is needed.')
-    if "turns" in entry and not (isinstance(entry["turns"], list) and entry["turns"]):
+    if "turns" in record and not (isinstance(record["turns"], list) and record["turns"]):
         raise UsageError('"turns" must be a list of texts that is not empty.')
-    text = entry["turns"][0] if "turns" in entry else entry["prompt"]
+    text = record["turns"][0] if "turns" in record else record["prompt"]
     if not isinstance(text, str) or not text.strip():
         raise UsageError(f"the prompt is {text!r}; it must be a text that is not empty.")
     try:

@@ -1,20 +1,24 @@
-"""The figures of a benchmark as tables."""
+"""Results of a benchmark: tables in a terminal, and a folder with results.json and pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from blockdraft.data.folder import make_folder, write_file
 from blockdraft.errors import counted
 from blockdraft.evaluation.methods import PLAIN, shape_name
+from blockdraft.evaluation.pictures import PICTURES
 from blockdraft.evaluation.profile import Profile
 from blockdraft.evaluation.results import Results
 from blockdraft.evaluation.speed import Figures
 from blockdraft.timing import PARTS
 
+RESULTS = "results.json"
 SHOWN_POSITIONS = 4  # of S_i; the JSON has all
 
 NOTES = (
@@ -36,8 +40,25 @@ PROFILE_NOTES = (
 )
 
 
+def write(folder: Path, found: Results, with_pictures: bool) -> None:
+    """Write results.json, and pictures if wanted, to a folder, which is made if need be. Each file appears whole or not
+    at all. Pictures of earlier results are deleted.
+
+    Raises:
+        UsageError: A file cannot be written, for instance because the disk is full.
+    """
+    make_folder(folder)
+    for name in PICTURES:
+        (folder / name).unlink(missing_ok=True)
+    write_file(folder / RESULTS, found.as_json().encode())
+    if with_pictures:
+        for name, draw in PICTURES.items():
+            if (picture := draw(found)) is not None:
+                write_file(folder / name, picture)
+
+
 def show(console: Console, found: Results) -> None:
-    """Print a table for each prompt set, one for all together where there are several, and what the columns mean."""
+    """Print a table for each prompt set, one for all together if there are several, and the meaning of the columns."""
     tables = {name: one.methods for name, one in found.sets.items()}
     if len(tables) > 1:
         tables["all sets"] = found.methods

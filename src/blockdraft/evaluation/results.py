@@ -1,4 +1,4 @@
-"""The figures of a benchmark, as results.json holds them."""
+"""Results of a benchmark, as results.json holds them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class SetFigures:
 
 @dataclass(frozen=True)
 class Results:
-    """What results.json holds.
+    """Content of results.json.
 
     Attributes:
         methods: Figures by method, over all sets.
-        sets: The same for each prompt set.
-        arguments: What was asked for.
-        versions: Of blockdraft, torch, transformers and python.
-        hardware: See `hardware`.
-        profiles: Where the time of each method's cycles goes, where that was asked for.
+        sets: Figures by method, for each prompt set.
+        arguments: Options of the benchmark.
+        versions: Versions of blockdraft, torch, transformers and python.
+        hardware: Machine, as in `hardware`.
+        profiles: Time of each method's cycles by their parts, if that was asked for.
     """
 
     methods: dict[str, Figures]
@@ -53,11 +53,11 @@ def results(
     profiles: dict[str, Profile] | None = None,
     sampled: Collection[str] = (),
 ) -> Results:
-    """Everything about one benchmark.
+    """Collect the results of a benchmark.
 
     Args:
-        arguments: What was asked for; they say with `temperature` whether it was greedy.
-        sampled: Methods whose guesses are sampled at random, where decoding is not greedy.
+        arguments: Options of the benchmark, `temperature` among them.
+        sampled: Methods whose guesses are sampled at random if decoding is not greedy.
     """
     incomparable = () if arguments["temperature"] == 0 else sampled
     sets = list(dict.fromkeys(t.prompt_set for t in trials))
@@ -77,8 +77,8 @@ def results(
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """The machine: processor, its cores and logical cores, threads that torch uses, memory in bytes, and the GPU's
-    name where the device is one."""
+    """Machine: processor, its cores and logical cores, threads that torch uses, memory in bytes, and the GPU's name if
+    the device is one."""
     return {
         "cpu": _cpu_name(),
         "cores": psutil.cpu_count(logical=False),

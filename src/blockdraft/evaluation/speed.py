@@ -1,4 +1,4 @@
-"""Several methods on the same prompts, in turns, and what comes out of it."""
+"""Decoding methods measured in turns on the same prompts."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from dataclasses import dataclass, replace
 from operator import truediv
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Completion, Engine, loops, merge
 from blockdraft.errors import UsageError
-from blockdraft.evaluation.lossless import identical_share, looping_share
-from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method, Settings
+from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method
 from blockdraft.evaluation.prompts import PromptSet
+from blockdraft.evaluation.settings import Settings
 from blockdraft.targets import Target
 from blockdraft.types import DraftModel, SamplingParams
 
 WARM_UP_TOKENS = 8
 
-# Told what is going on, answers decoded so far, and answers to decode.
+# Callback of the present stage, answers decoded so far, and answers to decode.
 Progress = Callable[[str, int, int], None]
+Key = TypeVar("Key")
+Tokens = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Trial:
     Attributes:
         prompt_set: Name of the set.
         prompts: Indices of the batch's prompts in their set.
-        repeat: The round that it was timed in; None for a batch that was decoded for its tokens alone.
+        repeat: Round in which it was timed; None for a batch that was decoded for its tokens alone.
         seconds: Wall time of `Engine.generate`.
     """
 
@@ -45,7 +48,7 @@ class Trial:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the cycles yielded; each answer's first token comes from the prompt's forward."""
+        """Tokens of the cycles; each answer's first token comes from the prompt's forward instead."""
         return sum(sum(c.stats.committed) for c in self.completions)
 
     @property
@@ -55,34 +58,34 @@ class Trial:
 
     @property
     def cycles(self) -> int:
-        """Cycles of the batch; its longest row took part in all of them."""
+        """Cycles of the batch, which are those of its longest row."""
         return max(len(c.stats.committed) for c in self.completions)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one method did. Prompts whose plain answer loops are not timed, with any method: such answers are easy to
-    guess. They count in `prompts`, `identical` and `looping`, and in nothing else.
+    """Figures of one method. No method is timed on prompts whose plain answer loops, since such answers are easy to
+    guess. These prompts count in `prompts`, `identical` and `looping` alone.
 
     Attributes:
         prompts: Number of prompts.
-        timed_prompts: Those among them whose plain answer does not loop. Where none is left, or no answer has more
-            than its first token, the figures of speed and acceptance are None.
-        tokens_per_second: Tokens after each answer's first one, over the wall time of decoding them, prefill left out;
-            of all rows of a batch together. The median of the repeats.
-        tokens_per_second_range: Of the slowest and of the fastest repeat.
-        tokens_per_second_by_repeat: Of each repeat.
+        timed_prompts: Number of prompts whose plain answer does not loop. If there is none, or no answer has more than
+            its first token, the figures of speed and acceptance are None.
+        tokens_per_second: Tokens after each answer's first one, of all rows of a batch, over the wall time of decoding
+            them, without prefill. Median of the repeats.
+        tokens_per_second_range: Values of the slowest and of the fastest repeat.
+        tokens_per_second_by_repeat: Value of each repeat.
         speedup: Tokens per second over those of plain decoding in the same repeat, so that a machine that is slower for
-            a while slows both; the median of the repeats.
-        speedup_by_repeat: Of each repeat.
+            a while slows both. Median of the repeats.
+        speedup_by_repeat: Value of each repeat.
         tau: Tokens committed per cycle and row, bonus included, over all cycles of timed answers.
         acceptance_by_position: S_1, S_2, ... over the same cycles.
-        cycle_seconds: Wall time of decoding over the cycles that the batches took; the median of the repeats.
-        cycle_cost: R, time of a cycle over that of plain decoding in the same repeat; the median of the repeats. With
-            one prompt a batch, speedup = tau / R.
-        batch_seconds: Mean wall time of a batch, prefill included: how long a user waits. The median of the repeats.
-        identical: Share of the prompts of which every answer equals the plain one, of the same seed when sampling;
-            None for guesses sampled at random then. For plain decoding itself it says whether that is repeatable.
+        cycle_seconds: Wall time of decoding over the cycles of the batches. Median of the repeats.
+        cycle_cost: R, time of a cycle over that of plain decoding in the same repeat. Median of the repeats. With one
+            prompt a batch, speedup = tau / R.
+        batch_seconds: Mean wall time of a batch, prefill included, which a user waits for. Median of the repeats.
+        identical: Share of the prompts of which every answer equals the plain one, with the same seed when sampling;
+            None for guesses sampled at random then. For plain decoding it tells whether that is repeatable.
         looping: Share of the prompts of which some answer loops, as `lossless.loops` has it.
     """
 
@@ -105,10 +108,13 @@ class Figures:
 def load_methods(
     methods: Sequence[Method], target: Target, batch_size: int, model: DraftModel | None = None
 ) -> dict[str, Engine]:
-    """An engine for each method, by its name; methods with the same drafter share it. `model` is of all that draft.
+    """Engines of the methods, by name. Methods with the same drafter share it.
+
+    Args:
+        model: Where and how drafters run.
 
     Raises:
-        ValueError: An unknown method, a drafter that does not load, or a setting beyond what its drafter can do.
+        UsageError: A method is unknown, a drafter does not load, or a setting exceeds what its drafter can do.
     """
     drafters: dict[str | None, Drafter] = {}
     engines, model = {}, model or DraftModel()
@@ -136,18 +142,18 @@ def measure(
 ) -> list[Trial]:
     """Decode all prompts with all methods.
 
-    Plain decoding answers every prompt once, untimed: these answers are the reference, and tell which prompts loop.
-    After a short warm-up come the rounds. In each of them every method in turn decodes each batch of prompts, and
-    from round to round another method begins. Prompts that loop are decoded once by each method, untimed.
+    Plain decoding first answers every prompt once, untimed. These answers are the reference, and show which prompts
+    loop. After a short warm-up come the rounds, in each of which every method in turn decodes each batch of prompts;
+    another method begins each round. Prompts that loop are decoded once by each method, untimed.
 
     Args:
-        engines: By method, `none` among them, with `max_batch_size` of the settings.
-        params: Prompt i of a set is decoded with the seed `params.seed` + i, so that all methods and repeats share
-            it; the seed must be set unless decoding is greedy.
+        engines: Engines by method, `none` among them, with `max_batch_size` of the settings.
+        params: Sampling of all methods and repeats; prompt i of a set has the seed `params.seed` + i, which must be set
+            unless decoding is greedy.
 
     Raises:
-        ValueError: A prompt that the target cannot take, named by set and place, before anything is decoded; or too
-            little memory.
+        UsageError: The target cannot take a prompt, which is named before anything is decoded; or there is too little
+            memory.
     """
     assert params.temperature == 0 or params.seed is not None
     run = Run(engines, sets, params, settings)
@@ -189,7 +195,7 @@ def measure(
 
 
 class Run:
-    """How batches of prompts are decoded; arguments as in `measure`."""
+    """Decoding of batches of prompts; arguments as in `measure`."""
 
     def __init__(
         self, engines: Mapping[str, Engine], sets: Sequence[PromptSet], params: SamplingParams, settings: Settings
@@ -214,7 +220,7 @@ class Run:
             engine.generate(first, short)
 
     def batches(self, chosen: Mapping[str, list[int]]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Sets and indices, batch by batch; a batch never holds prompts of two sets."""
+        """Batches as name of the set and indices of prompts; no batch has prompts of two sets."""
         for name, indices in chosen.items():
             for start in range(0, len(indices), self.batch_size):
                 yield name, tuple(indices[start : start + self.batch_size])
@@ -232,10 +238,10 @@ class Run:
 
 
 def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict[str, Figures]:
-    """The figures of each method, `none` among them, over these trials: those of all sets, or of one.
+    """Figures of each method, over trials of all sets or of one. `none` must be among the methods.
 
     Args:
-        incomparable: Methods whose tokens need not be those of plain decoding: they have its distribution only.
+        incomparable: Methods whose tokens need not be those of plain decoding, but only have their distribution.
     """
     by_method: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
@@ -269,12 +275,23 @@ def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict
     return found
 
 
+def identical_share(answers: Mapping[Key, Sequence[Tokens]], reference: Mapping[Key, Tokens]) -> float:
+    """Share of the prompts to which every answer equals the reference, token by token."""
+    same = [all(list(tokens) == list(reference[key]) for tokens in each) for key, each in answers.items()]
+    return sum(same) / len(same)
+
+
+def looping_share(answers: Mapping[Key, Sequence[Tokens]]) -> float:
+    """Share of the prompts to which an answer loops."""
+    return sum(any(map(loops, each)) for each in answers.values()) / len(answers)
+
+
 def _median(values: Sequence[float]) -> float | None:
     return median(values) if values else None
 
 
 def _answers(trials: Sequence[Trial]) -> dict[tuple[str, int], list[list[int]]]:
-    """All answers to each prompt, by set and index."""
+    """Token ids of all answers to each prompt, by set and index."""
     answers = defaultdict(list)
     for trial in trials:
         for i, completion in zip(trial.prompts, trial.completions, strict=True):
@@ -283,7 +300,7 @@ def _answers(trials: Sequence[Trial]) -> dict[tuple[str, int], list[list[int]]]:
 
 
 def _repeats(trials: Sequence[Trial]) -> list[list[Trial]]:
-    """The timed trials by repeat."""
+    """Timed trials of each repeat."""
     repeats: dict[int, list[Trial]] = defaultdict(list)
     for trial in trials:
         if trial.repeat is not None:
@@ -296,6 +313,6 @@ def _tokens_per_second(repeats: list[list[Trial]]) -> tuple[float, ...]:
 
 
 def _cycle_seconds(repeats: list[list[Trial]]) -> tuple[float, ...]:
-    """Of each repeat; empty where a method took no cycle, which its answers being wrong can cause."""
+    """Seconds of a cycle in each repeat; empty if a method took no cycle, as with wrong answers that end at once."""
     totals = [(sum(t.decode_seconds for t in each), sum(t.cycles for t in each)) for each in repeats]
     return tuple(seconds / cycles for seconds, cycles in totals) if all(cycles for _, cycles in totals) else ()

@@ -1,4 +1,4 @@
-"""For fake_server.py beside this file."""
+"""Import path of fake_server.py beside this file."""
 
 import sys
 from pathlib import Path

@@ -128,7 +128,7 @@ class FakeServer:
 
 @contextmanager
 def serve(app: FastAPI) -> Iterator[str]:
-    """Its address, while it runs."""
+    """Address of the server, for as long as the context lasts."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -1,4 +1,4 @@
-"""Servers that say odd things, without a network."""
+"""Client of servers with odd answers, without a network, and the counters that it reads."""
 
 import asyncio
 import json
@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from blockdraft.errors import UsageError
-from blockdraft.evaluation.servers.client import Client, Heard
-from blockdraft.evaluation.servers.metrics import acceptance, parse
+from blockdraft.evaluation.servers.client import Answer, Client
+from blockdraft.evaluation.servers.metrics import Acceptance, acceptance, cached_tokens, drafted, parse
 from blockdraft.types import SamplingParams
 
 Serve = Callable[[Callable[[httpx.Request], httpx.Response]], None]
@@ -19,7 +19,7 @@ Serve = Callable[[Callable[[httpx.Request], httpx.Response]], None]
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """Lets a function answer all requests."""
+    """Function that has all requests answered by a given function."""
 
     def answering(answer: Callable[[httpx.Request], httpx.Response]) -> None:
         monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, transport=httpx.MockTransport(answer)))
@@ -32,25 +32,25 @@ def stream(usage: Any, **choice: Any) -> str:
     return f"data: {json.dumps(said)}\n\ndata: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
 
 
-def ask(**given: Any) -> Heard:
-    async def asked() -> Heard:
+def ask(**given: Any) -> Answer:
+    async def asked() -> Answer:
         async with Client("http://there/v1/", "m", **given) as client:
             return await client.ask("hello", SamplingParams(8))
 
     return asyncio.run(asked())
 
 
-def test_what_is_heard(serve: Serve) -> None:
+def test_whole_answer(serve: Serve) -> None:
     serve(lambda request: httpx.Response(200, text=stream({"completion_tokens": 4})))
-    heard = ask()
-    assert (heard.problem, heard.text, heard.tokens, heard.cached) == ("", "four tokens", 4, None)
+    answer = ask()
+    assert (answer.problem, answer.text, answer.tokens, answer.cached) == ("", "four tokens", 4, None)
     serve(lambda request: httpx.Response(200, text=stream({"completion_tokens": 4, "prompt_tokens_details": None})))
     assert not ask().problem
 
 
 @pytest.mark.parametrize("count", ["4", None, -4, 0, 4.5, 1e999])
 def test_no_count_of_tokens(serve: Serve, count: Any) -> None:
-    """A figure that is none fails the request, and does not get into the others'."""
+    """A count that is no number fails the request and leaves other requests' figures alone."""
     serve(lambda request: httpx.Response(200, text=stream({"completion_tokens": count})))
     assert f"completion_tokens is {count!r} for 11 characters" in ask().problem
 
@@ -61,8 +61,8 @@ def test_cached_tokens_in_another_form_are_not_known(serve: Serve) -> None:
             200, text=stream({"completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": "2"}})
         )
     )
-    heard = ask()
-    assert not heard.problem and heard.cached is None
+    answer = ask()
+    assert not answer.problem and answer.cached is None
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_no_answer_of_this_form(serve: Serve, text: str) -> None:
 
 
 def test_comments_are_no_answer(serve: Serve) -> None:
-    """Servers send them while they compute, and one that hangs goes on sending them."""
+    """Comments come from servers that compute, and also from one that hangs."""
 
     async def comments() -> AsyncIterator[bytes]:
         for _ in range(1000):
@@ -96,7 +96,7 @@ def test_comments_are_no_answer(serve: Serve) -> None:
 
 
 async def drips() -> AsyncIterator[bytes]:
-    """Something all the time, and no end of a line."""
+    """Bytes all the time, and no end of a line."""
     for _ in range(1000):
         yield b"data: "
         await asyncio.sleep(0.002)
@@ -120,7 +120,7 @@ def test_metrics_that_never_end(serve: Serve) -> None:
 
 
 def test_lines_that_come_may_take_longer_in_all(serve: Serve) -> None:
-    """Patience begins anew with each."""
+    """The time limit begins anew with each line."""
 
     async def words() -> AsyncIterator[bytes]:
         for line in stream({"completion_tokens": 4}).splitlines(keepends=True):
@@ -132,7 +132,7 @@ def test_lines_that_come_may_take_longer_in_all(serve: Serve) -> None:
 
 
 def test_metrics_of_a_web_page_are_none(serve: Serve) -> None:
-    """Some gateways answer any address with their page."""
+    """Gateways that answer any address with their page have no metrics."""
 
     async def metrics() -> Any:
         async with Client("http://there") as client:
@@ -145,10 +145,61 @@ def test_metrics_of_a_web_page_are_none(serve: Serve) -> None:
         asyncio.run(metrics())
 
 
-def test_a_server_that_began_anew_meanwhile() -> None:
-    """Its counters fall, and what was accepted is not known."""
+def test_restarted_server() -> None:
+    """Counters that have fallen leave the acceptance unknown."""
     text = "vllm:spec_decode_num_drafts_total {}\nvllm:spec_decode_num_accepted_tokens_total {}\n"
     before, after = (parse(text.format(*counts)) for counts in ((100, 200), (10, 30)))
     assert acceptance(before, after).tau is None
     assert acceptance(before, parse(text.format("NaN", "NaN"))).tau is None
     assert acceptance(parse(text.format(0, 0)), after).tau == 4
+
+
+OURS = """# TYPE blockdraft:num_cycles counter
+blockdraft:num_cycles_total {cycles}
+# TYPE blockdraft:num_cycle_tokens counter
+blockdraft:num_cycle_tokens_total {tokens}
+# TYPE blockdraft:spec_decode_num_drafts counter
+blockdraft:spec_decode_num_drafts_total {drafts}
+# TYPE blockdraft:spec_decode_num_accepted_tokens counter
+blockdraft:spec_decode_num_accepted_tokens_total {accepted}
+# TYPE blockdraft:spec_decode_num_accepted_tokens_per_pos counter
+blockdraft:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {accepted}
+"""
+
+
+def test_our_cycles_count_whether_they_drafted_or_not() -> None:
+    before = parse(OURS.format(cycles=10, tokens=12, drafts=2, accepted=2))
+    after = parse(OURS.format(cycles=30, tokens=52, drafts=22, accepted=22))
+    assert (after.engine, after.caches) == ("blockdraft", None)
+    assert acceptance(before, after) == Acceptance(2.0, (1.0,))
+    assert drafted(before, after) and not drafted(after, after)
+
+
+def test_others_count_cycles_that_drafted() -> None:
+    text = '# TYPE vllm:{0} counter\nvllm:{0}_total{{engine="0"}} {1}\nvllm:{0}_total{{engine="1"}} {1}\n'
+    name = "spec_decode_num_accepted_tokens_per_pos"
+    places = f'# TYPE vllm:{name} counter\nvllm:{name}_total{{position="0"}} 6\nvllm:{name}_total{{position="1"}} 2\n'
+    drafts, accepted = (f"spec_decode_num_{each}" for each in ("drafts", "accepted_tokens"))
+    before, after = parse(text.format(drafts, 0) + text.format(accepted, 0)), None
+    after = parse(text.format(drafts, 5) + text.format(accepted, 4) + places)
+    assert acceptance(before, after) == Acceptance(1.8, (0.6, 0.2))
+    assert acceptance(after, after) == Acceptance(1.0)
+
+
+def test_sglang_mean_leaves_out_zeros() -> None:
+    gauges = 'sglang:spec_accept_length{tp_rank="0"} 3.5\nsglang:spec_accept_length{tp_rank="1"} 0.0\n'
+    found = parse(f"# TYPE sglang:spec_accept_length gauge\n{gauges}")
+    assert (found.engine, acceptance(found, found)) == ("SGLang", Acceptance(3.5))
+
+
+def test_unknown_counters() -> None:
+    found = parse("# TYPE process_cpu_seconds counter\nprocess_cpu_seconds_total 3\n")
+    assert found.engine is None and acceptance(found, found) == acceptance(None, found) == Acceptance()
+    assert cached_tokens(found, found) is None and not drafted(found, found)
+    with pytest.raises(UsageError, match="not in Prometheus' format"):
+        parse("<html>{ not found</html>")
+
+
+def test_cached_tokens() -> None:
+    text = '# TYPE sglang:cached_tokens counter\nsglang:cached_tokens_total{{cache_source="device"}} {}\n'
+    assert cached_tokens(parse(text.format(3)), parse(text.format(20))) == ("sglang:cached_tokens_total", 17)

@@ -13,10 +13,9 @@ from rich.console import Console
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.prompts import PromptSet
 from blockdraft.evaluation.servers import report
-from blockdraft.evaluation.servers.client import Heard
-from blockdraft.evaluation.servers.figures import speeds
-from blockdraft.evaluation.servers.measure import Measured, Place, measure
-from blockdraft.evaluation.servers.settings import LoadSettings
+from blockdraft.evaluation.servers.client import Answer
+from blockdraft.evaluation.servers.measure import Measured, Server, measure, speeds
+from blockdraft.evaluation.settings import LoadSettings
 from blockdraft.types import SamplingParams
 
 GREEDY, SAMPLED = SamplingParams(16, seed=5), SamplingParams(16, 1.0, seed=5)
@@ -25,7 +24,7 @@ PROMPTS = PromptSet("first", ("a", "b", "c"))
 
 def load(*urls: str, sets: Any = (PROMPTS,), params: Any = (GREEDY,), raw: bool = False, **given: Any) -> Measured:
     settings = LoadSettings(**{"concurrency": (1, 3), "requests": 6, **given})
-    return measure([Place(url, raw=raw) for url in urls], sets, params, settings)
+    return measure([Server(url, raw=raw) for url in urls], sets, params, settings)
 
 
 @pytest.mark.parametrize(("engine", "name"), [("vllm", "vLLM"), ("llamacpp", "llama.cpp"), ("sglang", "SGLang")])
@@ -118,7 +117,7 @@ def test_a_server_that_dies_leaves_the_levels_before() -> None:
                 server.close()
 
         settings = LoadSettings(concurrency=(1, 3), requests=6)
-        found = measure([Place(url)], [PROMPTS], [GREEDY], settings, progress)
+        found = measure([Server(url)], [PROMPTS], [GREEDY], settings, progress)
     [level] = found.levels
     assert (level.concurrency, level.failed) == (1, 0) and level.tokens_per_second
     assert "cannot be reached" in found.stopped and "This was at first, temperature 0, 3 at a time." in found.stopped
@@ -138,10 +137,10 @@ def test_no_server() -> None:
 
 
 def test_tokens_behind_the_busy_time_do_not_count() -> None:
-    """Two answers of four tokens; of the second, half its text came when fewer streams were busy."""
-    first = Heard(0.0, 2.0, [(1.0, 5), (2.0, 15)], "x" * 20, "stop", 4)
-    second = Heard(1.0, 4.0, [(2.0, 10), (4.0, 10)], "y" * 20, "stop", 4)
-    found = speeds([first, second, Heard(0.0, problem="broken")], 0.0, 3.0)
+    """Two answers of four tokens; half of the second's text came when fewer streams were busy."""
+    first = Answer(0.0, 2.0, [(1.0, 5), (2.0, 15)], "x" * 20, "stop", 4)
+    second = Answer(1.0, 4.0, [(2.0, 10), (4.0, 10)], "y" * 20, "stop", 4)
+    found = speeds([first, second, Answer(0.0, problem="broken")], 0.0, 3.0)
     assert found["tokens_per_second"] == pytest.approx((4 + 2) / 3)
     assert found["first_median"] == pytest.approx(1.0)
     assert found["token_median"] == pytest.approx((1 / 3 + 2 / 2) / 2)

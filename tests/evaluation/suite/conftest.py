@@ -1,4 +1,4 @@
-"""Copies of the datasets as the hub lays them out, each with a few rows."""
+"""Copies of the datasets as the hub lays them out, each with a few records."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,21 +9,21 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-Rows = Sequence[Mapping[str, Any]]
-Write = Callable[[str, Rows], Path]
+Records = Sequence[Mapping[str, Any]]
+Write = Callable[[str, Records], Path]
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes a file of the data folder, `tmp_path / "data"`, as Parquet or JSON lines."""
+    """Function that writes a file of the data folder, `tmp_path / "data"`, as Parquet or JSON lines."""
 
-    def written(name: str, rows: Rows) -> Path:
+    def written(name: str, records: Records) -> Path:
         path = tmp_path / "data" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".parquet":
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*rows]), path)
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*records]), path)
         else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         return path
 
     return written

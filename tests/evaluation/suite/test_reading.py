@@ -1,4 +1,4 @@
-"""Prompts out of the hub's own files."""
+"""Prompts read from files in the hub's layout."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any
 import datasets
 import pytest
 
+from blockdraft.evaluation.suite.paper import PAPER, Turns
 from blockdraft.evaluation.suite.reading import chosen_tasks, read_tasks
-from blockdraft.evaluation.suite.tasks import PAPER, Turns
 
 Write = Callable[[str, Sequence[Mapping[str, Any]]], Path]
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-# Of each set a file as the hub has it, a row in it, and what is asked.
+# Of each set a file as the hub has it, a record of it, and what is asked.
 SETS: dict[str, tuple[str, dict[str, object], Turns]] = {
     "gsm8k": (
         "openai/gsm8k/main/test-00000-of-00001.parquet",
@@ -63,8 +63,8 @@ def read(folder: Path, names: str, limit: int | None = None) -> dict[str, list[T
 
 
 def test_every_set_has_the_papers_prompts(write: Write, tmp_path: Path) -> None:
-    for file, row, _ in SETS.values():
-        write(file, [row])
+    for file, record, _ in SETS.values():
+        write(file, [record])
     for number in ("", 2, 3, 4, 5, 6):
         starter = "class A:" if number == "" else ""
         write(
@@ -79,14 +79,14 @@ def test_every_set_has_the_papers_prompts(write: Write, tmp_path: Path) -> None:
 
 
 def test_what_is_taken_is_what_the_authors_take(write: Write, tmp_path: Path) -> None:
-    rows = [{"prompt": f"Write {i}."} for i in range(200)]
-    write("google-research-datasets/mbpp/sanitized/test-00000-of-00002.parquet", rows[:150])
-    write("google-research-datasets/mbpp/sanitized/test-00001-of-00002.parquet", rows[150:])
-    shuffled = datasets.Dataset.from_list(rows).shuffle(seed=0)["prompt"]
+    records = [{"prompt": f"Write {i}."} for i in range(200)]
+    write("google-research-datasets/mbpp/sanitized/test-00000-of-00002.parquet", records[:150])
+    write("google-research-datasets/mbpp/sanitized/test-00001-of-00002.parquet", records[150:])
+    shuffled = datasets.Dataset.from_list(records).shuffle(seed=0)["prompt"]
     found = read(tmp_path / "data", "mbpp")["mbpp"]
     assert found == [(text,) for text in shuffled[:128]]
     assert read(tmp_path / "data", "mbpp", 3)["mbpp"] == found[:3]
-    assert read(tmp_path / "data", "mbpp", 500)["mbpp"] == [(row["prompt"],) for row in rows]
+    assert read(tmp_path / "data", "mbpp", 500)["mbpp"] == [(record["prompt"],) for record in records]
     assert {task.name: task.samples for task in PAPER} == {
         **dict.fromkeys(("gsm8k", "math500", "mbpp", "livecodebench", "alpaca"), 128),
         "aime24": 30,
@@ -115,20 +115,20 @@ def test_bad_data_is_named(write: Write, data: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "file", "rows", "message"),
+    ("names", "file", "records", "message"),
     [
         ("alpaca", "alpaca/train.jsonl", [{"instruction": " ", "input": ""}], "train.jsonl asks nothing"),
-        ("mt-bench", "mt_bench_prompts/train.jsonl", [{"prompt": 5}], "row 1 of .*train.jsonl asks nothing: .*5"),
+        ("mt-bench", "mt_bench_prompts/train.jsonl", [{"prompt": 5}], "record 1 of .*train.jsonl asks nothing: .*5"),
         ("mt-bench", "mt_bench_prompts/train.jsonl", [{"text": "a"}], "has no column 'prompt' or 'turns'"),
         ("alpaca", "alpaca/notes.txt", [], "holds no .parquet or .jsonl file"),
-        ("math500", "MATH-500/test.jsonl", [], "test.jsonl cannot be read|holds no rows of HuggingFaceH4/MATH-500"),
+        ("math500", "MATH-500/test.jsonl", [], "test.jsonl cannot be read|holds no records of HuggingFaceH4/MATH-500"),
         ("livecodebench", "code_generation_lite/test.jsonl", [{}], "lacks test2.jsonl, test3.jsonl"),
     ],
 )
 def test_bad_files(
-    write: Write, tmp_path: Path, names: str, file: str, rows: list[dict[str, object]], message: str
+    write: Write, tmp_path: Path, names: str, file: str, records: list[dict[str, object]], message: str
 ) -> None:
-    write(file, rows)
+    write(file, records)
     with pytest.raises(ValueError, match=message):
         read(tmp_path / "data", names)
 

@@ -1,4 +1,4 @@
-"""Figures as the paper counts them, its own among them, and the file that a run goes on with."""
+"""Figures as the paper counts them, the paper's own, and the file that a resumed run reads."""
 
 import io
 import json
@@ -10,11 +10,10 @@ from rich.console import Console
 
 from blockdraft.engine import Completion, Stats
 from blockdraft.evaluation.speed import Trial
-from blockdraft.evaluation.suite import report, results
+from blockdraft.evaluation.suite import results
 from blockdraft.evaluation.suite.measure import Row, rows_of
-from blockdraft.evaluation.suite.paper import FIGURES, TASKS, model_of
+from blockdraft.evaluation.suite.paper import FIGURES, MEASURED_TASKS, PAPER, model_of
 from blockdraft.evaluation.suite.results import Results
-from blockdraft.evaluation.suite.tasks import PAPER
 
 # Speed-up and tau of the last column of the paper's tables.
 AVERAGES = {
@@ -39,9 +38,8 @@ def row(task: str, method: str, speedup: float | None = 1.0, tau: float | None =
 def test_the_papers_averages_come_out() -> None:
     for (model, temperature), averages in AVERAGES.items():
         rows = FIGURES[model][temperature]
-        assert {name: report._mean([one[task] for task in TASKS]) for name, one in rows.items()} == pytest.approx(
-            averages
-        ), model
+        found = {name: results._mean([one[task] for task in MEASURED_TASKS]) for name, one in rows.items()}
+        assert found == averages, model
 
 
 def test_answers_count_alike() -> None:
@@ -77,11 +75,11 @@ def test_the_model_of_the_paper() -> None:
 
 def shown(found: Results) -> str:
     out = io.StringIO()
-    report.show(Console(file=out, width=140, force_terminal=False), found, PAPER)
+    results.show(Console(file=out, width=140, force_terminal=False), found, PAPER)
     return out.getvalue()
 
 
-def test_the_paper_stands_beside_ours() -> None:
+def test_table_beside_the_papers() -> None:
     rows = [row(task, name, *figures) for task in ("gsm8k", "mt-bench", "alpaca") for name, figures in METHODS.items()]
     text = shown(Results({}, ABOUT, "Qwen3-4B", tuple(rows)))
     lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
@@ -100,7 +98,7 @@ def test_the_paper_stands_beside_ours() -> None:
 METHODS = {"none": (1.0, 1.0), "chain": (2.0, 3.0)}
 
 
-def test_what_is_settled_is_gone_on_with(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_rows(tmp_path: Path) -> None:
     asked = {"drafter": "a", "limit": None, "methods": {"none": {}, "chain": {}}}
     new = Results(asked, ABOUT, None)
     done = new.plus([row("gsm8k", "none"), row("gsm8k", "chain")]).plus([row("gsm8k", "none", temperature=1.0)])

@@ -1,1 +1,1 @@
-"""Servers with OpenAI's API under load: speed, acceptance, and whether drafting changes what they say."""
+"""Servers with OpenAI's API under load: speed, acceptance, and whether drafting changes their answers."""

@@ -1,4 +1,4 @@
-"""One streamed request to a server with OpenAI's API, and what was heard when."""
+"""Client of a server with OpenAI's API, which records when each piece of an answer arrives."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ import httpx
 
 from blockdraft.errors import UsageError, describe
 from blockdraft.evaluation.servers.metrics import Snapshot, parse
-from blockdraft.evaluation.servers.settings import LoadSettings
+from blockdraft.evaluation.settings import LoadSettings
 from blockdraft.types import SamplingParams
 
 CONNECT_SECONDS = 30.0
 MOST_TOKENS = 2**31  # of an answer
-TOLD = 200  # characters of what a server says that went wrong
+SHOWN = 200  # characters of a server's error message
 
 
 @dataclass
-class Heard:
-    """An answer. Times are those of `time.perf_counter`.
+class Answer:
+    """A streamed answer. Times are those of `time.perf_counter`, in seconds.
 
     Attributes:
-        pieces: When something of the answer came, and how many characters.
-        finish: Its finish reason.
-        tokens: Of the answer, as the server counts them; 0 where it does not.
-        cached: Tokens of the prompt that the server had in a cache, where it tells.
-        problem: What went wrong; empty where nothing did.
+        sent: Time of the request.
+        ended: Time of the answer's end.
+        pieces: Time and number of characters of each piece of the answer.
+        text: The whole answer.
+        finish: Finish reason.
+        tokens: Tokens of the answer, as the server counts them; 0 if it does not.
+        cached: Tokens of the prompt that the server had cached; None if it does not say.
+        problem: Description of a failure; empty if there was none.
     """
 
     sent: float
@@ -44,12 +47,12 @@ class Heard:
 
 
 class Client:
-    """A server, for `async with`.
+    """Client of one server, for `async with`.
 
     Args:
-        url: Such as http://localhost:8000, with or without /v1.
-        model: By the server's name; None is the first that it lists.
-        key: That it asks for; None sends none.
+        url: Address such as http://localhost:8000, with or without /v1.
+        model: Name of the model; None is the first that the server lists.
+        key: API key; None sends none.
         raw: Send prompts as they are to /v1/completions, instead of as chats.
         silence: As in `LoadSettings`.
     """
@@ -68,7 +71,7 @@ class Client:
         self._model = model
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # for what comes after, see `silence`
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # later waits are limited by `silence`
             limits=httpx.Limits(max_connections=None),
         )
 
@@ -79,7 +82,7 @@ class Client:
         await self._http.aclose()
 
     async def model(self) -> str:
-        """The model's name. Raises UsageError where the server lists none, or cannot be reached."""
+        """Name of the model. Raises a UsageError if the server lists none, or cannot be reached."""
         if self._model is None:
             listed = await self._get("/v1/models")
             try:
@@ -87,13 +90,13 @@ class Client:
                 self._model = str(listed.json()["data"][0]["id"])
             except (httpx.HTTPStatusError, ValueError, LookupError, TypeError, RecursionError) as error:
                 raise UsageError(
-                    f"{self.url}/v1/models names no model (status {listed.status_code}: {listed.text[:TOLD]}); give "
+                    f"{self.url}/v1/models names no model (status {listed.status_code}: {listed.text[:SHOWN]}); give "
                     "the model's name (--model), and the key ($BLOCKDRAFT_SERVER_KEY) if there is one."
                 ) from error
         return self._model
 
     async def metrics(self) -> Snapshot | None:
-        """What /metrics says; None where the server has no such page, or a web page at any address."""
+        """Counters of /metrics; None if the server has no such page, or shows a web page at any address."""
         answer = await self._get("/metrics")
         is_web_page = "html" in answer.headers.get("content-type", "")
         return parse(answer.text) if answer.status_code == 200 and not is_web_page else None
@@ -115,36 +118,36 @@ class Client:
             "it, or wait longer by --silence SECONDS."
         )
 
-    async def ask(self, prompt: str, params: SamplingParams) -> Heard:
-        """Have a prompt answered. Raises UsageError where the server is silent too long; what else goes wrong is the
+    async def ask(self, prompt: str, params: SamplingParams) -> Answer:
+        """Request an answer. Raises a UsageError if the server is silent too long; other failures are the answer's
         `problem`."""
         body = self._body(prompt, await self.model(), params)
         lines = list[tuple[float, str]]()
-        heard = Heard(time.perf_counter())
+        answer = Answer(time.perf_counter())
         try:
             path = "/v1/completions" if self.raw else "/v1/chat/completions"
             with anyio.fail_after(self.silence) as patience:
                 async with self._http.stream("POST", self.url + path, json=body) as response:
                     if response.status_code != 200:
                         told = (await response.aread()).decode(errors="replace")
-                        heard.problem = f"status {response.status_code}: {told[:TOLD]}"
+                        answer.problem = f"status {response.status_code}: {told[:SHOWN]}"
                     else:
                         async for line in response.aiter_lines():
-                            # Comments keep connections open, whatever hangs behind them, and so do bytes of no line.
+                            # Only data counts: comments and incomplete lines also come from a server that hangs.
                             if line.startswith("data:"):
                                 lines.append((time.perf_counter(), line))
                                 patience.deadline = anyio.current_time() + self.silence
         except TimeoutError as error:
             raise self._hangs() from error
         except httpx.HTTPError as error:
-            heard.problem = describe(error)
-        heard.ended = time.perf_counter()
-        if not heard.problem:
+            answer.problem = describe(error)
+        answer.ended = time.perf_counter()
+        if not answer.problem:
             try:
-                _read(heard, lines)
+                _read(answer, lines)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-                heard.problem = f"an answer in another form than OpenAI's ({describe(error)})"
-        return heard
+                answer.problem = f"an answer in another form than OpenAI's ({describe(error)})"
+        return answer
 
     def _body(self, prompt: str, model: str, params: SamplingParams) -> dict[str, Any]:
         asked = {"prompt": prompt} if self.raw else {"messages": [{"role": "user", "content": prompt}]}
@@ -161,8 +164,8 @@ class Client:
         }
 
 
-def _read(heard: Heard, lines: list[tuple[float, str]]) -> None:
-    """Take the events of a stream apart."""
+def _read(answer: Answer, lines: list[tuple[float, str]]) -> None:
+    """Fill an answer from the events of its stream, each with its time."""
     usage: Mapping[str, Any] = {}
     done = False
     for moment, line in lines:
@@ -172,22 +175,22 @@ def _read(heard: Heard, lines: list[tuple[float, str]]) -> None:
             continue
         event = json.loads(data)
         if "error" in event:
-            heard.problem = f"an error: {str(event['error'])[:TOLD]}"
+            answer.problem = f"an error: {str(event['error'])[:SHOWN]}"
             return
         for choice in event.get("choices") or ():
             text = _text(choice)
             if text:
-                heard.pieces.append((moment, len(text)))
-                heard.text += text
-            heard.finish = choice.get("finish_reason") or heard.finish
+                answer.pieces.append((moment, len(text)))
+                answer.text += text
+            answer.finish = choice.get("finish_reason") or answer.finish
         usage = event.get("usage") or usage
-    heard.tokens, heard.cached = _tokens(usage, heard.text), _cached(usage)
-    missing = {"finish reason": heard.finish, "end": done, "count of tokens (usage)": usage}
-    heard.problem = ", ".join(f"no {name}" for name, there in missing.items() if not there)
+    answer.tokens, answer.cached = _tokens(usage, answer.text), _cached(usage)
+    missing = {"finish reason": answer.finish, "end": done, "count of tokens (usage)": usage}
+    answer.problem = ", ".join(f"no {name}" for name, there in missing.items() if not there)
 
 
 def _tokens(usage: Mapping[str, Any], text: str) -> int:
-    """Of an answer. Raises ValueError where that is no count of the tokens of this text."""
+    """Number of tokens of an answer. Raises a ValueError if the server's count cannot be that of this text."""
     found = usage.get("completion_tokens", 0)
     if type(found) is not int or not 0 <= found <= MOST_TOKENS or (usage and text and not found):
         raise ValueError(f"completion_tokens is {found!r} for {len(text)} characters")
@@ -200,7 +203,7 @@ def _cached(usage: Mapping[str, Any]) -> int | None:
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    """What a part of an answer says, reasoning included, which servers name in two ways or in both."""
+    """Text of an answer's piece, reasoning included, which servers name in two ways or in both."""
     if "text" in choice:
         return choice["text"] or ""
     delta = choice.get("delta") or {}

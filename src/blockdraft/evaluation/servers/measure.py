@@ -1,4 +1,4 @@
-"""Servers under load, one or two in turns, and whether they say the same."""
+"""Measurement of a server under load, or of two in turns, with a comparison of their answers."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.prompts import PromptSet
-from blockdraft.evaluation.servers.client import Client, Heard
-from blockdraft.evaluation.servers.figures import Level, speeds
+from blockdraft.evaluation.servers.client import Answer, Client
 from blockdraft.evaluation.servers.metrics import acceptance, cached_tokens, drafted
-from blockdraft.evaluation.servers.settings import LoadSettings
+from blockdraft.evaluation.settings import LoadSettings
 from blockdraft.types import SamplingParams
 
 URL, AGAINST = "url", "against"
-ROUNDS = 4  # requests of a level over those under way, at least
-PROBE_TOKENS = 8  # of the answers that tell whether a server caches prefixes
-SHOWN = 60  # characters of answers that differ
+ROUNDS = 4  # least requests of a level, in multiples of its concurrency
+PROBE_TOKENS = 8  # of the answers that show whether a server caches prefixes
+SHOWN = 60  # characters shown of answers that differ
 WITHOUT_CACHE = (
     "start it with --no-enable-prefix-caching (vLLM), --disable-radix-cache (SGLang), --no-cache-prompt --cache-ram 0 "
     "(llama.cpp) or --prefix-tokens 0 (blockdraft serve)"
 )
 
-# Told what is going on, requests answered so far, and requests to answer.
+# Callback of the present stage, requests answered so far, and requests to answer.
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a server is, and how it is asked; as in `Client`."""
+class Server:
+    """Address of a server, and how requests are sent to it; fields as in `Client`."""
 
     url: str
     model: str | None = None
@@ -43,13 +45,15 @@ class Place:
 
 
 @dataclass(frozen=True)
-class About:
-    """What is known of a server.
+class ServerInfo:
+    """Properties of a server.
 
     Attributes:
-        engine: By the names of its metrics; None where it shows none that are known.
-        prefix_caching: Whether a prompt that was asked twice was read twice; None where that cannot be seen.
-        seen_by: How that was seen, in words.
+        url: Its address.
+        model: Name of its model.
+        engine: Engine, recognized by the names of its metrics; None if it is unknown.
+        prefix_caching: Whether the server caches prefixes of prompts; None if that cannot be seen.
+        seen_by: Evidence of that, in words.
     """
 
     url: str
@@ -64,9 +68,10 @@ class Difference:
     """A prompt that two servers answer differently.
 
     Attributes:
-        prompt: Its place in the set, from 1 on.
-        at: Characters that both answers begin with.
-        text, other: What follows there, on the first and on the second server, cut.
+        prompt_set: Name of its set.
+        prompt: Number of the prompt in its set, counted from 1.
+        at: Number of characters that both answers begin with.
+        text, other: Next characters of the first and of the second server's answer.
     """
 
     prompt_set: str
@@ -78,7 +83,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Equality:
-    """Greedy answers of two servers, one request at a time."""
+    """Comparison of two servers' greedy answers, made one request at a time."""
 
     prompts: int
     identical: int
@@ -86,14 +91,53 @@ class Equality:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Attributes:
-    servers: By "url" and, where there is a second one, "against".
-    problems: What went wrong with requests, each once.
-    stopped: Why the last levels are missing; empty where none is.
+class Level:
+    """Results of one prompt set at one temperature and one concurrency. Figures without any data are None.
+
+    Attributes:
+        server: "url" or "against", as in the options.
+        prompt_set: Name of the set.
+        temperature: Temperature of the requests.
+        concurrency: Requests at a time.
+        requests: Number of requests.
+        failed: Requests without a whole answer, which count in nothing else.
+        tokens_per_second: Tokens of all requests together, during the time with full concurrency.
+        first_median, first_p95: Seconds from sending a request to the first piece of its answer.
+        token_median, token_p95: Mean seconds between an answer's tokens after its first piece, over answers.
+        tau: Tokens of a cycle; None if the server does not count them.
+        acceptance_by_position: S_1, S_2, ...; empty if the server does not count them.
+        speedup: Tokens per second over those of the second server.
     """
 
-    servers: dict[str, About]
+    server: str
+    prompt_set: str
+    temperature: float
+    concurrency: int
+    requests: int
+    failed: int
+    tokens_per_second: float | None
+    first_median: float | None
+    first_p95: float | None
+    token_median: float | None
+    token_p95: float | None
+    tau: float | None
+    acceptance_by_position: tuple[float, ...]
+    speedup: float | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Results of a measurement.
+
+    Attributes:
+        servers: Servers by "url" and, if there is a second one, "against".
+        equality: Comparison of two servers' answers; None for one server.
+        levels: Results by level.
+        problems: Failures of requests, each once.
+        stopped: Reason why the last levels are missing; empty if none is.
+    """
+
+    servers: dict[str, ServerInfo]
     equality: Equality | None
     levels: tuple[Level, ...]
     problems: tuple[str, ...]
@@ -101,30 +145,30 @@ class Measured:
 
 
 def measure(
-    places: Sequence[Place],
+    servers: Sequence[Server],
     sets: Sequence[PromptSet],
     params: Sequence[SamplingParams],
     settings: LoadSettings,
     progress: Progress = lambda stage, done, total: None,
 ) -> Measured:
-    """Put a server under load, or two in turns.
+    """Measure a server under load, or two in turns.
 
     Args:
-        places: One server, or two of the same model, of which the second does not draft.
-        params: A series of levels each; they differ in temperature. Request i is sent with `seed` + i.
+        servers: One server, or two of the same model, of which the second does not draft.
+        params: Sampling of each series of levels, which differ in temperature. Request i has the seed `seed` + i.
 
     Returns:
-        Where a server dies or hangs behind the first level, the levels before that, and `stopped`.
+        Results of all levels; if a server dies or hangs after the first one, of the levels before, with `stopped`.
 
     Raises:
-        ValueError: A server cannot be reached or does not answer, keeps prefixes though that is not allowed, or the
+        UsageError: A server cannot be reached or does not answer, caches prefixes although that is not allowed, or the
             second one drafts.
     """
-    return asyncio.run(_measure(dict(zip((URL, AGAINST), places, strict=False)), sets, params, settings, progress))
+    return asyncio.run(_measure(dict(zip((URL, AGAINST), servers, strict=False)), sets, params, settings, progress))
 
 
 async def _measure(
-    places: Mapping[str, Place],
+    servers: Mapping[str, Server],
     sets: Sequence[PromptSet],
     params: Sequence[SamplingParams],
     settings: LoadSettings,
@@ -132,17 +176,17 @@ async def _measure(
 ) -> Measured:
     async with AsyncExitStack() as stack:
         clients = {
-            name: await stack.enter_async_context(place.client(settings.silence)) for name, place in places.items()
+            name: await stack.enter_async_context(server.client(settings.silence)) for name, server in servers.items()
         }
         longest = max((prompt for one in sets for prompt in one.prompts), key=len)
-        servers = {name: await _about(client, longest, settings) for name, client in clients.items()}
+        inspected = {name: await _inspect(client, longest, settings) for name, client in clients.items()}
         equality = await _compare(clients, sets, params[0], progress) if AGAINST in clients else None
         plan = [(one, how, n) for one in sets for how in params for n in settings.concurrency]
         total = len(clients) * sum(_requests(one, n, settings) for one, _, n in plan)
         levels, problems, done, stopped = list[Level](), dict[str, None](), 0, ""
         for number, (one, how, n) in enumerate(plan):
             found = dict[str, Level]()
-            names = list(clients)[:: 1 if number % 2 == 0 else -1]  # another one begins
+            names = list(clients)[:: 1 if number % 2 == 0 else -1]  # servers begin in turns
             for name in names:
                 count = _requests(one, n, settings)
                 stage = f"{one.name}, temperature {how.temperature:g}, {n} at a time"
@@ -160,7 +204,13 @@ async def _measure(
             levels += _with_speedup(found)
             if stopped:
                 break
-    return Measured(servers, equality, tuple(levels), tuple(problems), stopped)
+    return Measured(
+        servers=inspected,
+        equality=equality,
+        levels=tuple(levels),
+        problems=tuple(problems),
+        stopped=stopped,
+    )
 
 
 def _requests(one: PromptSet, at_once: int, settings: LoadSettings) -> int:
@@ -173,17 +223,17 @@ def _with_speedup(found: Mapping[str, Level]) -> list[Level]:
     return [replace(found[name], speedup=speedup if name == URL else None) for name in (URL, AGAINST) if name in found]
 
 
-async def _about(client: Client, prompt: str, settings: LoadSettings) -> About:
-    """Ask a prompt twice, which warms the server up too, and see whether the second time it was read."""
+async def _inspect(client: Client, prompt: str, settings: LoadSettings) -> ServerInfo:
+    """Properties of a server, found by sending a prompt twice, which also warms the server up."""
     short = SamplingParams(max_new_tokens=PROBE_TOKENS)
-    snapshots, heard = [], list[Heard]()
+    snapshots, answers = [], list[Answer]()
     for _ in range(2):
         snapshots.append(await client.metrics())
-        heard.append(await client.ask(prompt, short))
-        if heard[-1].problem:
-            raise UsageError(f"{client.url} does not answer a prompt ({heard[-1].problem}).")
+        answers.append(await client.ask(prompt, short))
+        if answers[-1].problem:
+            raise UsageError(f"{client.url} does not answer a prompt ({answers[-1].problem}).")
     after = await client.metrics()
-    counter, told = cached_tokens(snapshots[1], after), heard[1].cached
+    counter, told = cached_tokens(snapshots[1], after), answers[1].cached
     on: bool | None
     if after is not None and after.caches is not None:
         on, how = after.caches, "the label enable_prefix_caching of its metric vllm:cache_config_info"
@@ -197,13 +247,19 @@ async def _about(client: Client, prompt: str, settings: LoadSettings) -> About:
             "or add --allow-prefix-cache."
         )
     engine = None if after is None else after.engine
-    return About(client.url, await client.model(), engine, on, how if on is not None else "nothing shows it")
+    return ServerInfo(
+        url=client.url,
+        model=await client.model(),
+        engine=engine,
+        prefix_caching=on,
+        seen_by=how if on is not None else "nothing shows it",
+    )
 
 
 async def _compare(
     clients: Mapping[str, Client], sets: Sequence[PromptSet], params: SamplingParams, progress: Progress
 ) -> Equality:
-    """Ask both servers each prompt greedily, one at a time."""
+    """Compare the greedy answers of both servers, one prompt at a time."""
     greedy = replace(params, temperature=0.0, seed=None)
     before = await clients[AGAINST].metrics()
     differences, count = list[Difference](), sum(len(one.prompts) for one in sets)
@@ -211,9 +267,9 @@ async def _compare(
     for one in sets:
         for number, prompt in enumerate(one.prompts, 1):
             answers = [await client.ask(prompt, greedy) for client in clients.values()]
-            for client, heard in zip(clients.values(), answers, strict=True):
-                if heard.problem:
-                    raise UsageError(f"{client.url} does not answer prompt {number} of {one.name} ({heard.problem}).")
+            for client, answer in zip(clients.values(), answers, strict=True):
+                if answer.problem:
+                    raise UsageError(f"{client.url} does not answer prompt {number} of {one.name} ({answer.problem}).")
             done += 1
             progress("the same answers", done, count)
             first, second = answers
@@ -230,25 +286,33 @@ async def _compare(
 async def _level(
     client: Client, name: str, one: PromptSet, params: SamplingParams, at_once: int, count: int
 ) -> tuple[Level, list[str]]:
-    """Keep so many requests under way until `count` are answered."""
+    """Measure one level.
+
+    Args:
+        at_once: Requests at a time.
+        count: Number of requests.
+
+    Returns:
+        The level, and the problems of its requests.
+    """
     numbers = iter(range(count))
-    heard, idle = list[Heard](), list[float]()
+    answers, idle = list[Answer](), list[float]()
 
     async def stream() -> None:
         for number in numbers:
             own = params if params.seed is None else replace(params, seed=params.seed + number)
-            heard.append(await client.ask(one.prompts[number % len(one.prompts)], own))
+            answers.append(await client.ask(one.prompts[number % len(one.prompts)], own))
         idle.append(time.perf_counter())
 
     before, began = await client.metrics(), time.perf_counter()
     streams = [asyncio.create_task(stream()) for _ in range(at_once)]
     try:
         await asyncio.gather(*streams)
-    finally:  # where one has failed, the others need not go on
+    finally:  # the others end if one has failed
         for each in streams:
             each.cancel()
     found = acceptance(before, await client.metrics())
-    problems = [each.problem for each in heard if each.problem]
+    problems = [each.problem for each in answers if each.problem]
     level = Level(
         server=name,
         prompt_set=one.name,
@@ -256,8 +320,33 @@ async def _level(
         concurrency=at_once,
         requests=count,
         failed=len(problems),
-        **speeds(heard, began, min(idle)),
+        **speeds(answers, began, min(idle)),
         tau=found.tau,
         acceptance_by_position=found.by_position,
     )
     return level, problems
+
+
+def speeds(answers: Sequence[Answer], began: float, busy_until: float) -> dict[str, Any]:
+    """Fields of a `Level` about time. Tokens count until `busy_until`, when the first of the concurrent streams has
+    nothing left to send. A piece of text holds the same share of its answer's tokens as of its characters."""
+    tokens, firsts, between = 0.0, list[float](), list[float]()
+    for answer in answers:
+        size = sum(count for _, count in answer.pieces)
+        if answer.problem or not size:
+            continue
+        tokens += answer.tokens * sum(count for moment, count in answer.pieces if moment <= busy_until) / size
+        firsts.append(answer.pieces[0][0] - answer.sent)
+        after_first = answer.tokens * (1 - answer.pieces[0][1] / size)
+        if after_first >= 1:
+            between.append((answer.pieces[-1][0] - answer.pieces[0][0]) / after_first)
+    spread = {"first": firsts, "token": between}
+    found = {f"{name}_{what}": _middle(values, share) for name, values in spread.items() for what, share in SHARES}
+    return found | {"tokens_per_second": tokens / (busy_until - began) if tokens else None}
+
+
+SHARES = (("median", 50), ("p95", 95))
+
+
+def _middle(values: list[float], share: int) -> float | None:
+    return float(np.percentile(values, share)) if values else None

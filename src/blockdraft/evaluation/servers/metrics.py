@@ -1,4 +1,4 @@
-"""What servers count at /metrics: guesses and what became of them, and tokens of prompts that were in a cache."""
+"""Counters of a server's /metrics page: guesses, accepted guesses, and cached tokens of prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from blockdraft.errors import UsageError
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "blockdraft": "blockdraft"}
-# Tokens of prompts that were not read again.
+# Counters of tokens of prompts that were cached.
 CACHED = (
     "vllm:prefix_cache_hits_total",
     "vllm:gpu_prefix_cache_hits_total",
@@ -27,10 +27,10 @@ class Snapshot:
     """Counters at one moment.
 
     Attributes:
-        prefix: What the names of this engine's metrics begin with; None for an engine that is not known here.
-        values: By name, one for each combination of labels.
-        accepted_at: How often the guess at each place, from 0 on, was accepted.
-        caches: Whether the server says that it caches prefixes; None where it does not say.
+        prefix: Beginning of the names of this engine's metrics; None for an unknown engine.
+        values: Values by name, one for each combination of labels.
+        accepted_at: Number of accepted guesses by position in the block, counted from 0.
+        caches: Whether the server says that it caches prefixes; None if it does not say.
     """
 
     prefix: str | None
@@ -45,9 +45,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Attributes:
-    tau: Tokens of a cycle; None where the server does not count.
-    by_position: S_1, S_2, ...; empty likewise.
+    """Acceptance of guesses.
+
+    Attributes:
+        tau: Tokens of a cycle; None if the server does not count them.
+        by_position: S_1, S_2, ...; empty if the server does not count them.
     """
 
     tau: float | None = None
@@ -55,7 +57,7 @@ class Acceptance:
 
 
 def parse(text: str) -> Snapshot:
-    """Read what /metrics says. Raises ValueError where it is not in Prometheus' format."""
+    """Read the text of a /metrics page. Raises a UsageError if it is not in Prometheus' format."""
     values: dict[str, list[float]] = defaultdict(list)
     accepted_at: dict[int, float] = defaultdict(float)
     caches = None
@@ -73,7 +75,7 @@ def parse(text: str) -> Snapshot:
 
 
 def acceptance(before: Snapshot | None, after: Snapshot | None) -> Acceptance:
-    """What was accepted between two moments. SGLang tells of its newest cycles alone, and of no positions."""
+    """Acceptance between two moments. SGLang counts only its newest cycles, and no positions."""
     if before is None or after is None or after.prefix is None:
         return Acceptance()
     if after.prefix == "sglang":
@@ -85,7 +87,7 @@ def acceptance(before: Snapshot | None, after: Snapshot | None) -> Acceptance:
     if drafts is None or accepted is None:
         return Acceptance()
     cycles, tokens = (grown(before, after, f"blockdraft:num_{name}_total") for name in ("cycles", "cycle_tokens"))
-    if not cycles or tokens is None:  # the others count cycles that drafted, and no others
+    if not cycles or tokens is None:  # other engines count only cycles that drafted
         cycles, tokens = drafts, drafts + accepted
     places = range(max(after.accepted_at, default=-1) + 1)
     counts = [after.accepted_at.get(i, 0.0) - before.accepted_at.get(i, 0.0) for i in places]
@@ -93,8 +95,8 @@ def acceptance(before: Snapshot | None, after: Snapshot | None) -> Acceptance:
 
 
 def grown(before: Snapshot, after: Snapshot, name: str) -> float | None:
-    """By how much a counter has grown; None where the server has none of this name, or began anew meanwhile. One that a
-    server shows from its first event on began at 0."""
+    """Growth of a counter; None if the server has none of this name, or was restarted meanwhile. A counter that is only
+    shown after its first event began at 0."""
     if name not in after.values:
         return None
     count = sum(after.values[name]) - sum(before.values.get(name, ()))
@@ -102,13 +104,13 @@ def grown(before: Snapshot, after: Snapshot, name: str) -> float | None:
 
 
 def drafted(before: Snapshot | None, after: Snapshot | None) -> bool:
-    """Whether the server is known to have drafted between two moments."""
+    """Whether counters show that the server has drafted between two moments."""
     found = acceptance(before, after)
     return found.tau is not None and (found.tau > 1 or any(found.by_position))
 
 
 def cached_tokens(before: Snapshot | None, after: Snapshot | None) -> tuple[str, float] | None:
-    """The counter of cached tokens and by how much it has grown; None where the server has none."""
+    """Name and growth of the counter of cached tokens; None if the server has none."""
     for name in CACHED if before is not None and after is not None else ():
         assert before is not None and after is not None
         count = grown(before, after, name)

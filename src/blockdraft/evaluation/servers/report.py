@@ -1,4 +1,4 @@
-"""What was measured of servers, as a table, as JSON and as CSV."""
+"""Results of servers under load, as a table, as JSON and as CSV."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from blockdraft.data.folder import check_writable, make_folder, write_file
-from blockdraft.errors import UsageError, counted
-from blockdraft.evaluation.servers.figures import Level
-from blockdraft.evaluation.servers.measure import Measured
+from blockdraft.data.folder import make_folder, write_file
+from blockdraft.errors import counted
+from blockdraft.evaluation.servers.measure import Level, Measured
 
 JSON, CSV = "server.json", "server.csv"
 SHOWN_POSITIONS = 4  # of S_i in the table; the files have all
@@ -36,7 +35,7 @@ def as_json(found: Measured, arguments: Mapping[str, Any]) -> str:
 
 
 def as_csv(found: Measured) -> str:
-    """A line for each level; S_1, S_2, ... stand in one cell with spaces between them."""
+    """CSV with a line for each level; S_1, S_2, ... are in one cell with spaces between them."""
     text = io.StringIO()
     table = csv.DictWriter(text, [field.name for field in fields(Level)], lineterminator="\n")
     table.writeheader()
@@ -44,15 +43,6 @@ def as_csv(found: Measured) -> str:
         shares = " ".join(f"{share:.4f}" for share in level.acceptance_by_position)
         table.writerow(asdict(level) | {"acceptance_by_position": shares})
     return text.getvalue()
-
-
-def check_folder(folder: Path, overwrite: bool) -> None:
-    """Refuse, before anything is measured, a folder that results could not or must not be written to. Raises
-    ValueError where it holds results and `overwrite` is False, or is not writable."""
-    check_writable(folder)
-    for name in (JSON, CSV):
-        if (folder / name).exists() and not overwrite:
-            raise UsageError(f"{folder / name} exists; choose another folder, or add --overwrite.")
 
 
 def write(folder: Path, found: Measured, arguments: Mapping[str, Any]) -> None:
@@ -63,7 +53,7 @@ def write(folder: Path, found: Measured, arguments: Mapping[str, Any]) -> None:
 
 
 def show(console: Console, found: Measured) -> None:
-    """Print what was measured."""
+    """Print the results."""
     for name, about in found.servers.items():
         caching = {True: "on", False: "off", None: "not known"}[about.prefix_caching]
         console.print(

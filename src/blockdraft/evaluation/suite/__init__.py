@@ -1,1 +1,1 @@
-"""The sets that papers on drafting measure, with their prompts, and what a paper reports beside what we measure."""
+"""Prompt sets of papers on drafting, measured as the papers do, with their figures beside ours."""

@@ -1,4 +1,4 @@
-"""A set decoded by all methods, and figures as the paper counts them."""
+"""Measurement of a prompt set with all methods, with figures as the paper counts them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ from blockdraft.engine.text import check_request
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import PLAIN
 from blockdraft.evaluation.speed import WARM_UP_TOKENS, Progress, Trial
-from blockdraft.evaluation.suite.tasks import Task, Turns
+from blockdraft.evaluation.suite.paper import Task, Turns
 from blockdraft.targets import Target, without_tokenizer
 from blockdraft.types import SamplingParams
 
-THINKING = '{"enable_thinking": false}'  # as in the paper; templates that know of no thinking do not look at it
+THINKING = '{"enable_thinking": false}'  # as in the paper; templates without thinking ignore it
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one method did on one set.
+    """Figures of one method on one set at one temperature, a row of suite.csv. Speed and tau are None if no answer has
+    more than its first token.
 
     Attributes:
-        prompts: Of the set; a prompt of several turns has as many answers.
-        answers: Their number.
-        tokens: Of all answers, without the first of each, which the prompt's forward gives.
-        tokens_per_second: Over the time from each answer's first token to its last.
+        task: Name of the set.
+        temperature: Temperature of sampling.
+        method: Name of the method.
+        prompts: Number of prompts; a prompt of several turns has as many answers.
+        answers: Number of answers.
+        tokens: Tokens of all answers, without the first of each, which the prompt's forward gives.
+        tokens_per_second: Tokens over the time from each answer's first token to its last.
         speedup: Mean time of a token with plain decoding over that with this method; each answer counts alike.
         tau: Tokens of a cycle, bonus included: mean over answers of the answer's own mean.
-        identical: Share of the answers that are those of plain decoding, token by token, with the same seed; None for
-            guesses sampled at random, where decoding is not greedy.
+        identical: Share of the answers that equal those of plain decoding, token by token, with the same seed; None for
+            guesses sampled at random if decoding is not greedy.
         looping: Share of the answers in which a run of 8 tokens occurs 4 times or more. They count like all others.
-        Speed and tau are None where no answer has more than its first token.
     """
 
     task: str
@@ -52,7 +55,7 @@ class Row:
 
 
 def chat_encoder(target: Target) -> ChatEncoder:
-    """Raises ValueError where the target has no chat template."""
+    """Encoder of the suite's chats. Raises a UsageError if the target has no chat template."""
     if target.tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}; the suite's prompts are texts.")
     if target.tokenizer.chat_template is None:
@@ -61,7 +64,7 @@ def chat_encoder(target: Target) -> ChatEncoder:
 
 
 def check_prompts(target: Target, prompts: Mapping[str, Sequence[Turns]], params: SamplingParams) -> None:
-    """Raise a ValueError, before anything is decoded, where the first turn of a prompt is too long for the target."""
+    """Raise a UsageError, before anything is decoded, if the first turn of a prompt is too long for the target."""
     encoder = chat_encoder(target)
     for name, asked in prompts.items():
         for i, turns in enumerate(asked):
@@ -75,16 +78,16 @@ def decode_task(
     params: SamplingParams,
     progress: Progress = lambda stage, done, total: None,
 ) -> list[Trial]:
-    """Decode each prompt of a set with all methods, one right after the other, and after a warm-up.
+    """Decode each prompt of a set with all methods in turn, after a warm-up.
 
-    A later turn is asked behind the answer of plain decoding, which greedily is everyone's.
+    Later turns follow the answer of plain decoding, which all methods give when decoding is greedy.
 
     Args:
-        engines: By method, `none` among them.
-        params: With a seed, unless decoding is greedy; prompt i has it + i.
+        engines: Engines by method, `none` among them.
+        params: Sampling, with a seed unless decoding is greedy; prompt i has the seed + i.
 
     Raises:
-        ValueError: A later turn is too long for the target.
+        UsageError: A later turn is too long for the target.
     """
     encoder = chat_encoder(engines[PLAIN].target)
     warm = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens))
@@ -124,17 +127,17 @@ def _checked(ids: list[int], params: SamplingParams, target: Target, place: str)
 
 
 def rows_of(task: str, temperature: float, trials: Sequence[Trial], sampled: Collection[str] = ()) -> list[Row]:
-    """The figures of each method.
+    """Figures of each method.
 
     Args:
-        trials: As of `decode_task`.
+        trials: Trials that `decode_task` returned.
         sampled: Methods whose guesses are sampled at random.
     """
     by_method: dict[str, list[Trial]] = {}
     for trial in trials:
         by_method.setdefault(trial.method, []).append(trial)
     plain = by_method[PLAIN]
-    # A method that went wrong may have other answers than the plain ones; only pairs are compared.
+    # Only answers with timed tokens from every method are compared, since a faulty method may end at once.
     timed = [i for i in range(len(plain)) if all(own[i].tokens for own in by_method.values())]
     rows = []
     for method, own in by_method.items():
@@ -143,9 +146,9 @@ def rows_of(task: str, temperature: float, trials: Sequence[Trial], sampled: Col
         seconds = sum(own[i].decode_seconds for i in timed)
         rows.append(
             Row(
-                task,
-                temperature,
-                method,
+                task=task,
+                temperature=temperature,
+                method=method,
                 prompts=len({trial.prompts for trial in own}),
                 answers=len(own),
                 tokens=sum(trial.tokens for trial in own),

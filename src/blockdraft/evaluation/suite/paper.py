@@ -1,21 +1,126 @@
-"""What the DFlash paper reports (arXiv 2602.06036): transformers on an H200, a prompt at a time, answers of at most
-2048 tokens without thinking. EAGLE-3 (N) has trees of N guesses, DFlash (16) blocks of 16."""
+"""The benchmark of the DFlash paper (arXiv 2602.06036): its prompt sets, and the figures that it reports.
+
+Sets, prompts, their order and numbers are those of the authors' benchmark (z-lab/dflash, `model/utils.py` and
+`run_benchmark.sh` of its first release). Figures are of transformers on an H200, with one prompt at a time and answers
+of at most 2048 tokens without thinking. EAGLE-3 (N) has trees of N guesses, DFlash (16) blocks of 16.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+SHUFFLE_SEED = 0  # of a set's order, from which its first prompts are taken
+STEPS = "Please reason step by step, and put your final answer within \\boxed{}."
+LIVE_CODE = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
+    "correct Python program that matches the specification and passes all tests. You will NOT return anything except "
+    "for the program"
+)
+
+Turns = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A set of prompts.
+
+    Attributes:
+        name: Name on the command line.
+        title: Name in the paper.
+        hub: Name of the dataset on the hub.
+        split: Split of the dataset, with which the names of its files begin.
+        columns: Columns that a record must have. A tuple among them names columns of which one is enough.
+        turns: Function from a record to the user's turns.
+        samples: Most prompts that the paper takes.
+        subset: Subset of the dataset, and folder of its files; None if there is only one.
+        files: Files of a dataset that the hub's library cannot open by name.
+    """
+
+    name: str
+    title: str
+    hub: str
+    split: str
+    columns: tuple[str | tuple[str, ...], ...]
+    turns: Callable[[Mapping[str, Any]], Turns]
+    samples: int = 128
+    subset: str | None = None
+    files: tuple[str, ...] = ()
+
+
+def _steps(column: str) -> Callable[[Mapping[str, Any]], Turns]:
+    return lambda record: (f"{record[column]}\n{STEPS}",)
+
+
+def _human_eval(record: Mapping[str, Any]) -> Turns:
+    asked = "Write a solution to the following problem and make sure that it passes the tests:"
+    return (f"{asked}\n```python\n{record['prompt']}\n```",)
+
+
+def _live_code(record: Mapping[str, Any]) -> Turns:
+    starter = record.get("starter_code")
+    how = "Use the following code structure:" if starter else "Write your code in the following format:"
+    parts = (
+        LIVE_CODE,
+        f"### Question:\n{record['question_content']}",
+        f"### Format: {how}\n```python\n{starter or '# YOUR CODE HERE'}\n```",
+        "### Answer: (use the provided format with backticks)",
+    )
+    return ("\n\n".join(parts),)
+
+
+def _alpaca(record: Mapping[str, Any]) -> Turns:
+    given = record.get("input")
+    return (f"{record['instruction']}\n\nInput:\n{given}" if given else record["instruction"],)
+
+
+def _mt_bench(record: Mapping[str, Any]) -> Turns:
+    return tuple(record["prompt"] if record.get("prompt") is not None else record["turns"])
+
+
+PAPER = (
+    Task("gsm8k", "GSM8K", "openai/gsm8k", "test", ("question",), _steps("question"), subset="main"),
+    Task("math500", "MATH-500", "HuggingFaceH4/MATH-500", "test", ("problem",), _steps("problem")),
+    Task("aime24", "AIME24", "HuggingFaceH4/aime_2024", "train", ("problem",), _steps("problem"), 30),
+    Task("aime25", "AIME25", "MathArena/aime_2025", "train", ("problem",), _steps("problem"), 30),
+    Task("humaneval", "HumanEval", "openai/openai_humaneval", "test", ("prompt",), _human_eval, 164),
+    Task(
+        "mbpp",
+        "MBPP",
+        "google-research-datasets/mbpp",
+        "test",
+        ("prompt",),
+        lambda record: (record["prompt"],),
+        128,
+        "sanitized",
+    ),
+    Task(
+        "livecodebench",
+        "LiveCodeBench",
+        "livecodebench/code_generation_lite",
+        "test",
+        ("question_content", "starter_code"),
+        _live_code,
+        files=tuple(f"test{number}.jsonl" for number in ("", 2, 3, 4, 5, 6)),
+    ),
+    # FastChat's own file, which the hub's folder holds too, has a column `turns` instead.
+    Task("mt-bench", "MT-Bench", "HuggingFaceH4/mt_bench_prompts", "train", (("prompt", "turns"),), _mt_bench, 80),
+    Task("alpaca", "Alpaca", "tatsu-lab/alpaca", "train", ("instruction", "input"), _alpaca),
+)
+SUITES = {"paper": PAPER}
+
 SOURCE = "arXiv 2602.06036; transformers, H200"
-TASKS = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench")
+MEASURED_TASKS = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench")
 
 
 @dataclass(frozen=True)
 class Published:
-    """Attributes:
-    speedup: Over plain decoding.
-    tau: Tokens of a cycle.
+    """Published figures of a method on a set.
+
+    Attributes:
+        speedup: Speed-up over plain decoding.
+        tau: Tokens of a cycle.
     """
 
     speedup: float
@@ -23,13 +128,13 @@ class Published:
 
 
 def _row(text: str) -> dict[str, Published]:
-    """Figures of all `TASKS`, as the paper's table has them."""
+    """Figures of all `MEASURED_TASKS`, as the paper's table has them."""
     cells = [Published(*map(float, cell.split("/"))) for cell in text.split()]
-    return dict(zip(TASKS, cells, strict=True))
+    return dict(zip(MEASURED_TASKS, cells, strict=True))
 
 
-# By model and temperature, then by method and task. Of EAGLE-3 at temperature 1 averages alone are known here; they are
-# left out.
+# Figures by model and temperature, then by method and task. EAGLE-3 at temperature 1 is left out, since only averages
+# are published.
 FIGURES: dict[str, dict[float, dict[str, dict[str, Published]]]] = {
     "Qwen3-4B": {
         0.0: {
@@ -52,9 +157,9 @@ SHAPES = {("qwen3", 2560, 36): "Qwen3-4B", ("qwen3", 4096, 36): "Qwen3-8B"}  # m
 
 
 def model_of(architecture: Mapping[str, Any]) -> str | None:
-    """The model of the paper that has this shape.
+    """Model of the paper that has this shape; None if there is none.
 
     Args:
-        architecture: As `Target` has it.
+        architecture: Shape as `Target.architecture` has it.
     """
     return SHAPES.get(tuple(architecture.get(key) for key in ("model_type", "hidden_size", "num_hidden_layers")))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Prompts of the sets, from the hub or from a folder with copies of its datasets."""
+"""Prompts of the sets, read from the hub or from a folder with copies of its datasets."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import numpy
 
 from blockdraft.errors import Complaints, UsageError, describe
-from blockdraft.evaluation.suite.tasks import SHUFFLE_SEED, SUITES, Task, Turns
+from blockdraft.evaluation.suite.paper import SHUFFLE_SEED, SUITES, Task, Turns
 
 KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 
 def chosen_tasks(suite: str, names: str | None) -> list[Task]:
-    """The sets of a suite that are named, with commas between them; None is all. Raises ValueError for unknown ones."""
+    """Sets of a suite with these names, which commas separate; None is all. Raises a UsageError for unknown names."""
     if suite not in SUITES:
         raise UsageError(f"suite is {suite!r}; it must be {' or '.join(SUITES)}.")
     known = {task.name: task for task in SUITES[suite]}
@@ -27,16 +27,18 @@ def chosen_tasks(suite: str, names: str | None) -> list[Task]:
 
 
 def read_tasks(tasks: Sequence[Task], folder: Path | None, limit: int | None) -> dict[str, list[Turns]]:
-    """The prompts of all sets, by their names. Nothing is taken of a set twice, and what is taken, and in which order,
-    is the same each time.
+    """Read the prompts of all sets. Each call takes the same prompts in the same order, and none twice.
 
     Args:
-        folder: Holds the datasets, each in a folder of its name on the hub, with or without the owner; None asks the
-            hub.
-        limit: Prompts of a set at most; None takes as many as the paper.
+        folder: Folder with the datasets, each in a folder of its name on the hub, with or without the owner; None asks
+            the hub.
+        limit: Most prompts of a set; None takes as many as the paper.
+
+    Returns:
+        Prompts by the name of their set.
 
     Raises:
-        ValueError: Sets that cannot be read, or lack columns; all of them together.
+        UsageError: Sets cannot be read, or lack columns; the message names all of them.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"limit is {limit}; it must be at least 1.")
@@ -51,43 +53,43 @@ def read_tasks(tasks: Sequence[Task], folder: Path | None, limit: int | None) ->
 
 
 def _taken(prompts: list[Turns], count: int) -> list[Turns]:
-    """Like the authors' benchmark: shuffled by a seed where not all are wanted."""
+    """Prompts that are measured: shuffled by a seed if not all are wanted, as in the authors' benchmark."""
     if len(prompts) <= count:
         return prompts
-    order = numpy.random.default_rng(SHUFFLE_SEED).permutation(len(prompts))  # that of datasets' `shuffle`
+    order = numpy.random.default_rng(SHUFFLE_SEED).permutation(len(prompts))  # as in datasets' `shuffle`
     return [prompts[place] for place in order[:count]]
 
 
 def _prompts(task: Task, folder: Path | None) -> Iterator[Turns]:
     empty = True
-    for source, rows in _sources(task, folder):
-        for number, row in enumerate(_safely(source, task, rows), 1):
+    for source, records in _sources(task, folder):
+        for number, record in enumerate(_safely(source, task, records), 1):
             empty = False
-            yield _turns(task, row, source, number)
+            yield _turns(task, record, source, number)
     if empty:
-        raise UsageError(f"{task.title}: {folder or task.hub} holds no rows of {task.hub}; {_fetch(task)}.")
+        raise UsageError(f"{task.title}: {folder or task.hub} holds no records of {task.hub}; {_fetch(task)}.")
 
 
-def _turns(task: Task, row: Mapping[str, Any], source: str, number: int) -> Turns:
+def _turns(task: Task, record: Mapping[str, Any], source: str, number: int) -> Turns:
     for column in task.columns:
         names = (column,) if isinstance(column, str) else column
-        if not any(name in row for name in names):
+        if not any(name in record for name in names):
             raise UsageError(
                 f"{task.title}: {source} has no column {' or '.join(map(repr, names))}, and "
-                f"{', '.join(map(repr, row))} instead; {_fetch(task)}."
+                f"{', '.join(map(repr, record))} instead; {_fetch(task)}."
             )
     try:
-        turns = task.turns(row)
+        turns = task.turns(record)
     except TypeError:  # a column of another kind
         turns = ()
     if not turns or not all(isinstance(text, str) and text.strip() for text in turns):
-        wrong = {name: row[name] for name in row if any(name in column for column in task.columns)}
-        raise UsageError(f"{task.title}: row {number} of {source} asks nothing: {str(wrong)[:200]}; {_fetch(task)}.")
+        wrong = {name: record[name] for name in record if any(name in column for column in task.columns)}
+        raise UsageError(f"{task.title}: record {number} of {source} asks nothing: {str(wrong)[:200]}; {_fetch(task)}.")
     return turns
 
 
 def _sources(task: Task, folder: Path | None) -> Iterator[tuple[str, Iterable[Mapping[str, Any]]]]:
-    """Files or datasets, and their rows."""
+    """Files or datasets, with their records."""
     if folder is None:
         if task.files:
             files = [f"hf://datasets/{task.hub}/{file}" for file in task.files]
@@ -100,7 +102,7 @@ def _sources(task: Task, folder: Path | None) -> Iterator[tuple[str, Iterable[Ma
 
 
 def _files(task: Task, folder: Path) -> list[Path]:
-    """A dataset's files: those named after its split, or all, in the folder of its subset where there is one."""
+    """Files of a dataset: those named after its split, or else all, in the folder of its subset if there is one."""
     places = [folder / task.hub, folder / task.hub.partition("/")[2]]
     place = next((place for place in places if place.is_dir()), None)
     if place is None:
@@ -134,15 +136,15 @@ def _load(task: Task, source: str, *given: Any, **named: Any) -> Iterable[Mappin
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     try:
-        rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(*given, **named, streaming=True)
-    except Exception as error:  # there are many kinds
+        records: Iterable[Mapping[str, Any]] = datasets.load_dataset(*given, **named, streaming=True)
+    except Exception as error:  # datasets raises many kinds
         raise _unreadable(task, source, error) from error
-    return rows
+    return records
 
 
-def _safely(source: str, task: Task, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def _safely(source: str, task: Task, records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     try:
-        yield from rows
+        yield from records
     except UsageError:
         raise
     except Exception as error:  # of pyarrow, of json, of the hub, ...
