@@ -1,4 +1,4 @@
-"""Peers and answers without a model."""
+"""Fake peers and answers, without a model."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ FAKE = Path(__file__).with_name("fake_peer.py")
 
 
 def fake(name: str, **options: object) -> Peer:
-    """A peer that decodes at once; `options` say how it behaves, see fake_peer.py."""
+    """Peer that answers at once; for `options` see fake_peer.py."""
     return Peer(name, OURS, str(FAKE), "a fake", options)
 
 

@@ -1,4 +1,4 @@
-"""Runs without a model."""
+"""Made-up runs, without a model."""
 
 from benchmarks.sizes.measure import ANSWERS, Run
 from benchmarks.sizes.ways import LLAMA, OURS, PLAIN, Way
@@ -19,7 +19,7 @@ def run(
     cycles: int = 2,
     forced: int = 0,
 ) -> Run:
-    """An answer of 5 tokens, whose last 4 took so many seconds."""
+    """Run with an answer of 5 tokens, whose last 4 took so many seconds."""
     numbers = {"forced": forced, "new_tokens": 5, "cycles": cycles, "prefill_seconds": 0.5, "decode_seconds": seconds}
     place = {"size": size, "parameters": parameters, "set": name, "prompt": prompt, "repeat": repeat}
     return Run(**vars(way), **place, **numbers, peak_bytes=2**30, answer=answer)

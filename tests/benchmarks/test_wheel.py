@@ -1,4 +1,4 @@
-"""What is checked of a wheel. That one can be built and used, `make wheel` shows."""
+"""Checks of a wheel. `make wheel` builds one and uses it."""
 
 import zipfile
 from pathlib import Path

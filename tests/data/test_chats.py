@@ -1,4 +1,4 @@
-"""Chat templates to loss masks: marked ones, unmarked ones, and those that are refused."""
+"""Loss masks of chats by their template: with marks, without marks, and refused."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, template: str, template_args: st
 
 
 def written(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> list[str]:
-    """The runs of tokens that the mask holds, as text."""
+    """Text of each run of tokens in the mask."""
     runs: list[list[int]] = [[]]
     for token, inside in zip(ids, mask, strict=True):
         if inside:
@@ -89,7 +89,7 @@ def test_a_template_that_changes_earlier_turns_is_refused(tokenizer: PreTrainedT
 
 @pytest.mark.parametrize("template", [MARKED.replace("== 'assistant'", "== 'nobody'"), "{{ messages[0]['content'] }}"])
 def test_a_template_that_marks_nothing_is_refused(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """The first has marks that never apply, the second shows no answers."""
+    """The first template has marks that never apply, the second shows no answers."""
     with pytest.raises(ValueError, match=r"marks no assistant tokens|cannot be told from the prompt"):
         encoder(tokenizer, template).chat(CHAT)
 

@@ -1,4 +1,4 @@
-"""Texts that a target without a chat template continues: what is read, what is learned, what is refused."""
+"""Texts for a target without a chat template, which continues them: reading, loss masks and refusals."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ STORY = "the cat sat on the mat and then it went into the thicket to hunt for mi
 
 @pytest.fixture(scope="module")
 def base_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny target as a base model: no chat template, and a token that begins each text."""
+    """The tiny target as a base model, without chat template and with a token that begins each text."""
     folder = tmp_path_factory.mktemp("base") / "target"
     shutil.copytree(tiny_target_dir, folder)
     (folder / "chat_template.jinja").unlink()
@@ -71,7 +71,7 @@ def read(folder: Path) -> list[tuple[list[int], list[int]]]:
 
 
 def test_the_target_goes_on_as_decoding_would(tmp_path: Path, base: Target) -> None:
-    """Prompt and answer are those of an engine that is given the same raw text."""
+    """Prompt and answer are those of an engine for the same raw text."""
     rows = [{"text": STORY}, {"prompt": "q: why is the sky so very blue? a:"}, {"turns": ["said the "]}]
     manifest = Preparation(
         tmp_path / "a", base, [source(tmp_path, rows)], RecordSettings(), settings(continued=10)

@@ -1,4 +1,4 @@
-"""Data folders: read as one, as they are and as they were, refused."""
+"""Reading of data folders: several as one, former forms, and refusals."""
 
 import json
 import pickle
@@ -55,7 +55,7 @@ def test_documents_are_mapped_and_not_read(tmp_path: Path) -> None:
 
 
 def test_how_much_has_come_since(tmp_path: Path) -> None:
-    """Since any state, finished or not, over interruptions; None for a state of something else."""
+    """New documents since any state, finished or not, over interruptions; None for a state of other data."""
     seen: dict[str, tuple[int, int]] = {}  # documents and tokens by fingerprint
 
     def look() -> None:
@@ -88,7 +88,7 @@ def test_how_much_has_come_since(tmp_path: Path) -> None:
 
 
 def test_data_that_are_being_made(tmp_path: Path) -> None:
-    """What is there stays as it is in whoever opened it, other processes included, whatever comes."""
+    """An opened folder does not change when more is written, in other processes either."""
     writer = DataWriter(tmp_path, IDENTITY)
     writer.begin()
     with pytest.raises(ValueError, match="is unfinished and holds nothing to learn from yet; wait until"):
@@ -111,7 +111,7 @@ def test_data_that_are_being_made(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_no_manifest_knows_yet(tmp_path: Path) -> None:
-    """Readers pass it over, and a writer that goes on counts it."""
+    """Readers skip a record without a document, and a resumed writer counts it."""
     write(tmp_path, [[0]])
     before = (tmp_path / "data.json").read_bytes()
     write(tmp_path, [[1]])

@@ -1,4 +1,4 @@
-"""Features on disk, of the right target, data and taps."""
+"""Features on disk, checked for target, data and taps."""
 
 import pickle
 import shutil

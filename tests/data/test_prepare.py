@@ -1,4 +1,4 @@
-"""Rows to data folders without anyone writing responses anew."""
+"""Records to data folders, with the responses that they have."""
 
 import json
 from pathlib import Path

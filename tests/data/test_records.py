@@ -1,4 +1,4 @@
-"""Rows from files and folders, in every accepted form."""
+"""Records from files and folders, in every accepted form."""
 
 import json
 from pathlib import Path
@@ -132,7 +132,7 @@ def test_all_files_are_tried_before_anything_takes_long(tmp_path: Path, monkeypa
 
 
 def test_text_files(tmp_path: Path) -> None:
-    """Each is one text, in a folder as well, unless that holds other data."""
+    """A text file is one record, in a folder too, unless that holds other data."""
     (tmp_path / "b").mkdir()
     for name, text in (("b/two.txt", "two\n\nlines"), ("b/one.txt", "ünö")):
         (tmp_path / name).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Responses written anew, by our own engine and by a server, on a tiny random model."""
+"""Responses written anew by a tiny random model, in our engine and by a server."""
 
 import json
 import threading
@@ -36,7 +36,7 @@ def target(tiny_target_dir: Path) -> Target:
 
 @pytest.fixture(scope="module")
 def ending(tiny_target_dir: Path) -> Target:
-    """One that ends its answers at one in ten tokens; at random it would hardly ever."""
+    """Target that ends its answers at one in ten tokens; a random one would hardly ever."""
     target = load_target(tiny_target_dir, device="cpu")
     target.eos_token_ids = frozenset({2, *range(10, target.vocab_size, 10)})
     return target
@@ -53,7 +53,7 @@ def engine(target: Target, drafter: str | Path = "none") -> EngineAnswerer:
 
 
 def contents(data: TokenData) -> list[tuple[list[int], list[int]]]:
-    """Prompt and answer of documents that hold one of each."""
+    """Prompts and answers of documents that hold one of each."""
     found = []
     for one in data:
         at = one.supervised.long().argmax()
@@ -216,7 +216,7 @@ def test_what_comes_before_each_answer() -> None:
 
 
 class Served:
-    """A local server. `reply` gets a request's number and body, and gives status and body, or None to hang up."""
+    """Local server. `reply` gets a request's number and body, and returns status and body, or None to hang up."""
 
     def __init__(self, reply: Callable[[int, dict[str, Any]], tuple[int, Any] | None]) -> None:
         served, self.requests, lock = self, list[dict[str, Any]](), threading.Lock()

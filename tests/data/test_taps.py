@@ -1,4 +1,4 @@
-"""Which layers are tapped, and what they say."""
+"""Choice of tapped layers, and their states."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Data folders: written in pieces, gone on with, refused."""
+"""Writing of data folders: in pieces, resumed, and refused."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_folders_without_a_history_have_one_from_now_on(tmp_path: Path) -> None:
 
 
 def test_shards_are_written_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By size, and by the work that would be lost."""
+    """Shards end by size, and by the work that would be lost."""
     monkeypatch.setattr(writing, "SHARD_TOKENS", 4)
     writer = write(tmp_path / "size", [])
     writer.add(0, DOCUMENTS[0])

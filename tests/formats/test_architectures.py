@@ -1,4 +1,4 @@
-"""What DFlash2 has beyond v1 in z-lab's layout."""
+"""Values of DFlash2 beyond DFlash in z-lab's layout."""
 
 import json
 from dataclasses import asdict, replace

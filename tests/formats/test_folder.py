@@ -1,4 +1,4 @@
-"""Folders that appear whole, and what is left beside them."""
+"""Folders that appear whole or not at all, and remains beside them."""
 
 import shutil
 from pathlib import Path

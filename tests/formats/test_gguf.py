@@ -1,4 +1,4 @@
-"""GGUF files: headers, parts, and blocks that become weights of the same numbers."""
+"""GGUF files: headers, parts, and blocks, which become weights of the same numbers."""
 
 import struct
 from contextlib import suppress

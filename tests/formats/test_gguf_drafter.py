@@ -1,4 +1,4 @@
-"""Drafters in GGUF files: what llama.cpp is told, and that we read back what was written."""
+"""Drafters in GGUF files: metadata for llama.cpp, written and read back."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def make(request: pytest.FixtureRequest) -> Make:
-    """A drafter by the name of its fixture."""
+    """Drafter by the name of its fixture."""
 
     def read(name: str, **differences: Any) -> Checkpoint:
         config, tensors = zlab.read_checkpoint(request.getfixturevalue(name))
@@ -160,7 +160,7 @@ def test_a_selector_needs_a_wide_network(make: Make) -> None:
 
 
 def test_files_of_other_programs(make: Make, tmp_path: Path) -> None:
-    """They say neither how many layers the target has nor whose drafter it is, and may hold what is not known here."""
+    """Such files have neither the target's number of layers nor its name, and may have unknown keys."""
     drafter = make(KINDS[0])
     path = write(tmp_path / "d.gguf", drafter)
     file = open_gguf(path)

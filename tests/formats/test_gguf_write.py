@@ -1,4 +1,4 @@
-"""Writing GGUF files: what is in them, and that nothing half-written stays."""
+"""Writing of GGUF files: content, and nothing half-written after a failure."""
 
 from pathlib import Path
 from typing import get_args

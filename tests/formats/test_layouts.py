@@ -1,4 +1,4 @@
-"""Layouts are found by their files, and a folder's layout by its config.json."""
+"""Layouts, found by their files, and a folder's layout by its config.json."""
 
 from pathlib import Path
 

@@ -142,7 +142,7 @@ CONV = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 2, "select
 
 
 def with_draft(raw: dict[str, Any], **draft: Any) -> dict[str, Any]:
-    """With keys set in dflash_config."""
+    """Config with keys set in dflash_config."""
     return raw | {"dflash_config": raw["dflash_config"] | draft}
 
 

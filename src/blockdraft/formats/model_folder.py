@@ -1,4 +1,4 @@
-"""Checkpoint folders in the layout of compressed-tensors, written a shard at a time and whole or not at all."""
+"""Model folders, written a shard at a time and whole or not at all."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ from blockdraft.formats.folder import with_rope_theta
 from blockdraft.formats.quantized.compressed_tensors import parts_of
 from blockdraft.nn.quantized import QuantizedWeight
 
-SHARD = 2_000_000_000  # bytes of a file, about; so much is in memory
+SHARD = 2_000_000_000  # bytes of a file, about, which are in memory together
 
 
 class ModelWriter:
-    """Collects the tensors of a checkpoint and writes them to `folder` in files of about `SHARD` bytes."""
+    """Writer of a checkpoint's tensors to `folder`, in files of about `SHARD` bytes. Quantized weights are written in
+    the layout of compressed-tensors.
+
+    Attributes:
+        bytes: Bytes of the tensors written so far.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,6 +37,7 @@ class ModelWriter:
         self._pending: dict[str, Tensor] = {}
 
     def take(self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]) -> None:
+        """Add tensors, and write them whenever there are enough for a file."""
         for name, weight in weights:
             if isinstance(weight, QuantizedWeight):
                 self._pending |= parts_of(name.removesuffix(".weight"), weight)
@@ -41,13 +47,13 @@ class ModelWriter:
                 self._write()
 
     def clear(self) -> None:
-        """Forget what was taken."""
+        """Delete all tensors taken so far."""
         for number in range(1, len(self._shards) + 1):
             self._shard(number).unlink()
         self.bytes, self._shards, self._pending = 0, [], {}
 
     def finish(self, raw: Mapping[str, Any], files: Sequence[Path]) -> None:
-        """Write what is left, config.json, and copies of these files."""
+        """Write the tensors that are left, config.json with the content `raw`, and copies of these files."""
         self._write()
         count = len(self._shards)
         places: dict[str, str] = {}
@@ -63,7 +69,7 @@ class ModelWriter:
         config = self.folder / "config.json"
         config.write_text(json.dumps(with_rope_theta(raw), indent=2) + "\n", encoding="utf-8")
         for file in self.folder.glob("*.safetensors"):
-            file.chmod(config.stat().st_mode)  # safetensors lets only the owner read
+            file.chmod(config.stat().st_mode)  # since safetensors lets only the owner read
 
     def _write(self) -> None:
         if self._pending:
@@ -78,27 +84,27 @@ class ModelWriter:
 
 
 def check_free(out: Path) -> None:
-    """Raise a UsageError where a new folder cannot take this place because something is there."""
+    """Raise a UsageError if a path is neither free nor an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already; choose another folder for --out.")
 
 
 @contextmanager
 def new_folder(out: Path, need: int) -> Iterator[Path]:
-    """A folder beside `out`, named `out.partial`, that takes its place if all goes well and else is deleted.
+    """Context with a folder `out.partial`, which is renamed to `out` at its end, or deleted after an error.
 
     Args:
         need: Bytes that will be written, about.
 
     Raises:
-        UsageError: `out` holds something, another process writes it, or the disk has not so much room.
+        UsageError: `out` holds something, another process writes it, or the disk has too little room.
     """
     out = out.absolute()
     partial = out.with_name(f"{out.name}.partial")
     check_free(out)
     with held(out, "quantizing"):
         try:
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
             partial.mkdir(parents=True)
             free = shutil.disk_usage(partial).free
             if need > free:

@@ -17,11 +17,11 @@ TENSORRT_LLM_FILE = "trtllm.yaml"
 class Start:
     """How to start an engine with a drafter, or why it cannot be started.
 
-        Attributes:
-            line: Command line that starts the engine; None if it does not read the drafter in this form.
-    reason: Reason why it does not.
-    remedy: Command that writes the drafter in a form that the engine reads; None if there is none.
-    files: Contents, by name, of files that the command line names.
+    Attributes:
+        line: Command line that starts the engine; None if it does not read the drafter in this form.
+        reason: Reason why it does not.
+        remedy: Command that writes the drafter in a form that the engine reads; None if there is none.
+        files: Contents, by name, of files that the command line names.
     """
 
     line: str | None
@@ -54,9 +54,9 @@ def vllm_alone(drafter: str) -> Start:
 def sglang(target: str, algorithm: str, drafter: str, tokens: int, more: Mapping[str, int] | None = None) -> Start:
     """Start of SGLang.
 
-        Args:
-            tokens: Tokens of a proposal, anchor included.
-    more: Further options.
+    Args:
+        tokens: Tokens of a proposal, anchor included.
+        more: Further options.
     """
     line = ["python", "-m", "sglang.launch_server", "--model-path", target]
     line += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", drafter]
@@ -67,9 +67,9 @@ def sglang(target: str, algorithm: str, drafter: str, tokens: int, more: Mapping
 def tensorrt_llm(target: str, kind: str, drafter: str, guesses: int, more: Mapping[str, Any] | None = None) -> Start:
     """Start of TensorRT-LLM.
 
-        Args:
-            kind: TensorRT-LLM's `decoding_type`.
-    more: Further keys of its speculative configuration.
+    Args:
+        kind: TensorRT-LLM's `decoding_type`.
+        more: Further keys of its speculative configuration.
     """
     said = {"decoding_type": kind, "speculative_model": drafter, "max_draft_len": guesses, **(more or {})}
     line = shlex.join(["trtllm-serve", target, "--config", TENSORRT_LLM_FILE])

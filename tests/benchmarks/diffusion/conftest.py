@@ -1,4 +1,4 @@
-"""A text of few characters, and models of it that take no time."""
+"""A text of few characters, and tiny models of it."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def tiny() -> TextSettings:
 
 @pytest.fixture(scope="session")
 def text_folder(corpus: Corpus, tiny: TextSettings, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of models that were trained and measured."""
+    """Folder of models that were trained and measured."""
     folder = tmp_path_factory.mktemp("models") / "text"
     compare(corpus, tiny, folder, lambda *told: None)
     return folder

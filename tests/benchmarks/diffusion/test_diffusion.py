@@ -1,4 +1,4 @@
-"""The command as a whole; each part has tests of its own."""
+"""The whole command; each part has tests of its own."""
 
 import csv
 import json
@@ -58,7 +58,7 @@ def test_parts_one_after_the_other(text_file: Path, tmp_path: Path, capsys: pyte
     program.run(program.arguments(["strategies", *words]))
     page = capsys.readouterr().out
     assert page == (tmp_path / "diffusion.md").read_text() + "\n"
-    assert "A quick run" in page and "## Bits per character" in page and "| block 4 | static=2 |" in page
+    assert "A quick run" in page and "## Bits per character" in page and "static=2" in page
     assert (tmp_path / "diffusion.png").stat().st_size > 1000
     with (tmp_path / "text" / "runs.csv").open() as file:
         assert [row["model"] for row in csv.DictReader(file)] == ["autoregressive", "block 4"]
@@ -80,6 +80,5 @@ def test_a_model_is_converted(
     words += ["--new-tokens", "8", "--ways", "static=2", "--asked", "2", "--out", str(tmp_path / "out")]
     program.run(program.arguments(words))
     page = capsys.readouterr().out
-    assert "| autoregressive | 0.0% ± 0.0% | 1.00 |" in page
-    assert f"| drafted by {tiny_drafter_dir.name} |" in page and "| drafted by the converted model |" in page
-    assert "| static=2 |" in page
+    ways = ("autoregressive", f"drafted by {tiny_drafter_dir.name}", "drafted by the converted model", "static=2")
+    assert all(way in page for way in ways)

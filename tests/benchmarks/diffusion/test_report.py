@@ -30,11 +30,8 @@ ANSWERS = [
 ]
 
 
-def test_the_page_has_what_was_measured() -> None:
-    text = page(Found(RUNS, SAMPLES, ANSWERS))
-    assert "| block 4 | static=2 | 2.00 | 16 | 3.000 ± 0.980 | 0.30 | 2.300 | 2 |" in text
-    assert "| autoregressive | 25.0% ± 30.0% | 1.00 | 100.0% | 0.0% | 8 |" in text
-    assert "quick" not in text and "quick" in page(Found(RUNS, quick=True))
+def test_page_has_the_parts_that_were_measured() -> None:
+    assert "quick" not in page(Found(RUNS, SAMPLES, ANSWERS)) and "quick" in page(Found(RUNS, quick=True))
     assert "strategy" not in page(Found(RUNS)) and "Bits" not in page(Found(answers=ANSWERS))
 
 
@@ -45,7 +42,7 @@ def test_the_published_bits_are_those_of_the_published_runs() -> None:
     assert parts[0] == parts[1] != ""
 
 
-def test_the_order_is_told_as_it_is() -> None:
+def test_order_of_the_models() -> None:
     names = list(BITS)
     assert (
         f"- Order without clipping: {' < '.join(names)}. Expected of arXiv 2503.09573: {' < '.join(names)}; so it was "

@@ -52,7 +52,7 @@ def test_all_models_of_all_seeds_are_equal_but_for_their_blocks(text_folder: Pat
 
 
 def test_bits_are_those_of_the_model_that_is_kept(text_folder: Path, corpus: Corpus) -> None:
-    """And of text that it was not trained on."""
+    """Bits are of held-out text, which training does not see."""
     run = next(run for run in text_runs(text_folder).all if run.model == "autoregressive")
     model = load_model(model_folder(text_folder, run.model, run.seed), "cpu")
     text = Tokens(*(part[:100] for part in corpus.held_out))
@@ -71,7 +71,7 @@ def test_only_the_autoregressive_model_says_the_next_token(text_folder: Path) ->
 def test_a_comparison_goes_on_where_it_was(
     text_folder: Path, corpus: Corpus, tiny: TextSettings, tmp_path: Path
 ) -> None:
-    """To the same figures, and without doing anything twice."""
+    """A resumed run has the same figures, and repeats nothing."""
     told = list[tuple[str, int, int]]()
 
     def interrupt(stage: str, done: int, total: int) -> None:

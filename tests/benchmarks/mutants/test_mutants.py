@@ -1,4 +1,4 @@
-"""The tool on a small tree of its own, and whether every mutation still fits the code."""
+"""The tool on a small tree of its own, and a check that every mutation fits the code."""
 
 import subprocess
 from pathlib import Path

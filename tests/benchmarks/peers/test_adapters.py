@@ -1,4 +1,4 @@
-"""The adapters of packages that this environment has, on tiny random models."""
+"""Adapters of installed packages, on tiny random models."""
 
 import sys
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How llama.cpp's files are made; what rounds them is llama.cpp's."""
+"""Making of llama.cpp's files, with a stand-in for its quantiser."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from blockdraft.formats.gguf import open_gguf
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the quantiser would have been asked; it writes a file in any case, and fails where threads are 0."""
+    """Recorder of the quantiser's arguments, which writes a file in any case and fails if threads are 0."""
     asked: list[dict[str, Any]] = []
 
     def run(command: list[str], **others: Any) -> Any:

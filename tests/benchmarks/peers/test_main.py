@@ -1,4 +1,4 @@
-"""One command with fake peers; what they are, and how a page is written of it."""
+"""The whole command, with fake peers."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from benchmarks.peers.registry import PEERS, PLAIN, REFERENCE, choose
 
 @pytest.fixture
 def command(tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A run of fake peers; their answers begin with the prompt's first token, which the chat template sets."""
+    """Command for fake peers, whose answers begin with the first token of the prompt, set by the chat template."""
     monkeypatch.setattr(program, "BUILD", tmp_path / "build")
     monkeypatch.setattr(program, "UNFINISHED", tmp_path / "build" / "unfinished")
     prompts = tmp_path / "sums.jsonl"
@@ -39,8 +39,7 @@ def test_one_command_measures_and_writes(
     assert found["missing"] == {"b": "no | wheel", "c": "failed: it ended with 1: out of memory"}
     assert [(one["peer"], one["place"], one["margin"]) for one in found["differences"]] == [("a", 3, 0.25)] * 2
     assert found["settings"]["prompts"] == {"sums": 2} and found["looping"] == {"sums": 0}
-    page = capsys.readouterr().out
-    assert "| b | missing: no / wheel |" in page and "left out: 0 of 2" in page and f"a, c, {PLAIN}: fake 1.0" in page
+    assert f"a, c, {PLAIN}: fake 1.0" in capsys.readouterr().out
     for file in ("peers.json", "peers.md"):
         assert str(tmp_path) not in (tmp_path / "out" / file).read_text()
     assert (tmp_path / "out" / "peers.png").read_bytes().startswith(b"\x89PNG")

@@ -75,7 +75,7 @@ ANSWERS = [trial(REFERENCE, i) for i in range(2)]
 
 
 def rounds(peer: str, *seconds: float) -> list[Trial]:
-    """A round of two prompts for each of these times."""
+    """Rounds of two prompts, one for each of these times."""
     return [trial(peer, i, repeat, seconds=each / 2) for repeat, each in enumerate(seconds) for i in range(2)]
 
 

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,16 +23,6 @@ def test_the_published_tables_are_made_of_the_published_records(tmp_path: Path) 
     assert "Left out, since the plain answer loops: " in text and "with a *" not in text
     draw(found, tmp_path / "rivals.png", quick=False)
     assert (tmp_path / "rivals.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_is_not_compiled_and_what_has_another_size_is_told() -> None:
-    found = figures()
-    text = page(found, 500, "", quick=False)
-    assert text.count("With a * the drafter is not compiled") == 2 and "| EAGLE-3* |" in text
-    assert "60% (its shape allows none nearer)" in text
-    all_of_it = replace(found, cycles=[replace(each, compiled=1) for each in found.cycles])
-    text = page(all_of_it, 320, "", quick=False)
-    assert "With a *" not in text and "| EAGLE-3* |" not in text and "shape allows" not in text
 
 
 def test_a_quick_run_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Answers are taken apart as they came, whole and broken off."""
+"""Reading of streamed answers, whole and broken off."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def body(events: list[dict[str, object]], done: bool = True) -> bytes:
 
 
 def came(*pieces: bytes) -> Answer:
-    """An answer of which a piece came each second."""
+    """Answer of which a piece arrived each second."""
     found = Exchange(post("127.0.0.1", 1, "/", b""), 10.0)
     found.pieces = [(11.0 + i, piece) for i, piece in enumerate(pieces)]
     return parse(found)

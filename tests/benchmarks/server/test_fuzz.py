@@ -1,4 +1,4 @@
-"""Fuzzed requests come from the document, again and again the same."""
+"""Fuzzed requests, made from the API's document by a seed."""
 
 import json
 from random import Random

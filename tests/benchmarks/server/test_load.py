@@ -1,8 +1,7 @@
-"""What is asked, in which order, and what is made of the runs."""
+"""Order of the requests of a load, and figures of its runs."""
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,14 +34,8 @@ RUNS = [
 ]
 
 
-def test_the_page_says_what_holds() -> None:
+def test_ratios_are_taken_within_repeats() -> None:
     assert ratios(RUNS, 4, 16, SERVER, ENGINE) == [95 / 100, 96 / 101, 97 / 102]
-    text = page(RUNS, {"llama-server-drafting": "not built"})
-    assert "| server / engine | 4 | 16 | at least 0.9 | 0.95 (0.95 to 0.95) | yes |" in text
-    assert "| server / llama-server | 4 | 16 | at least 2 | 1.57 (1.56 to 1.58) | NO |" in text
-    assert "- llama-server-drafting: not built" in text
-    small = page([replace(each, width=1) for each in RUNS], {})
-    assert "| server / engine | 1 | 16 |  | 0.95 (0.95 to 0.95) | reported |" in small
 
 
 def test_the_published_page_is_made_of_the_published_runs(tmp_path: Path) -> None:
@@ -76,7 +69,7 @@ def test_an_answer_must_be_its_own() -> None:
 
 @pytest.mark.parametrize(("way", "error"), [(LLAMA, PeerError), (SERVER, ValueError)])
 def test_a_server_that_ended_under_load_has_no_figures(way: str, error: type[Exception]) -> None:
-    """Theirs is started again; that ours ends is a failure."""
+    """Another engine's server that ends is started again; ours fails the run."""
     process = SimpleNamespace(pid=1 << 30, poll=lambda: -6)
     started: list[str] = []
     ways: Any = SimpleNamespace(
@@ -93,7 +86,7 @@ def test_a_server_that_ended_under_load_has_no_figures(way: str, error: type[Exc
 
 
 def test_the_engine_alone(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
-    """The closed loop hears what plain decoding says, and never has more than its streams under way."""
+    """Closed loop: same answers as plain decoding, and never more requests than streams at a time."""
     target = load_target(tiny_target_dir)
     drafter = load_drafter(tiny_drafter_dir, target=target)
     asked = [{"messages": [{"role": "user", "content": text}], "max_tokens": 6} for text in ("One", "Two")]

@@ -52,13 +52,6 @@ def test_equal_answers_and_ways_that_change_tokens() -> None:
     assert changed([*runs, run(CHAIN, 1, 3, answer="1 9")]) == ["bfloat16 chain:3 at 1"]
 
 
-def test_auto_stands_beside_the_fastest_chain() -> None:
-    slower, auto = Way(CHAIN.side, CHAIN.kind, "chain:7"), Way(CHAIN.side, CHAIN.kind, "chain:auto")
-    runs = [run(way, seconds) for way, seconds in ((PLAIN_WAY, 9), (CHAIN, 2), (slower, 4), (auto, 8))]
-    assert f"| {CHAIN.kind} | {CHAIN.method} | 0.25 (0.25 to 0.25) |" in page(runs, {})
-    assert "Not measured." in page(runs[:3], {})
-
-
 def test_the_published_page_is_made_of_the_published_runs(tmp_path: Path) -> None:
     folder = Path(report.__file__).parent
     runs = Records(Run, folder / "runs.csv").all

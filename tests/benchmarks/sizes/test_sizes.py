@@ -1,4 +1,4 @@
-"""What is measured, with fake processes; measuring itself is `make bench-sizes ARGS=--quick`."""
+"""Plan of the measurements, with fake processes; `make bench-sizes ARGS=--quick` measures."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

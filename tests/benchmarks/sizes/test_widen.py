@@ -1,4 +1,4 @@
-"""The wide pair says what the bundled one says."""
+"""Widened pairs have the outputs of the bundled one."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_a_wide_pair_says_the_same_with_the_same_tau(tmp_path: Path) -> None:
 def test_wide_drafters_guess_the_same(
     drafter: str, tmp_path: Path, tiny_target_dir: Path, request: pytest.FixtureRequest
 ) -> None:
-    """In trees, which DSpark's confidence shapes."""
+    """Trees, which DSpark's confidence shapes, are the same too."""
     found = []
     for factor in (1, 2):
         sources = (tiny_target_dir, request.getfixturevalue(drafter))

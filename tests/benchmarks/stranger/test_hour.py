@@ -1,4 +1,4 @@
-"""Tests of the comparison with the recipe that was made by hand."""
+"""Comparison with the recipe that was made by hand."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A fit that is killed goes on, and ends with the same drafter bit for bit."""
+"""Killed fits: resumed, they end with the same drafter, bit for bit."""
 
 import json
 from pathlib import Path

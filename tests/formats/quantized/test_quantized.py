@@ -1,4 +1,4 @@
-"""Weights of few bits as other programs write them, against packing that is written value by value."""
+"""Weights of few bits as other programs write them, against packing done value by value."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ Parts = dict[str, Tensor]
 
 
 def word(values: list[int], bits: int) -> int:
-    """Values from 0 up in one int32, the first in the lowest bits."""
+    """Values from 0 up, packed into one int32, the first in the lowest bits."""
     number = sum(value << bits * place for place, value in enumerate(values))
     return number - (1 << 32) if number >= 1 << 31 else number
 
@@ -303,7 +303,7 @@ PROJECTIONS = {
 def quantised_model(
     folder: Path, plain: Path, raw: dict[str, Any], pack: Callable[[Drawn, str], Parts], keep: str = "none"
 ) -> dict[str, Tensor]:
-    """A copy of a model of which all linear layers are random ones of few bits. Returns their numbers by name."""
+    """Copy a model with all linear layers replaced by random ones of few bits. Returns their numbers by name."""
     shutil.copytree(plain, folder)
     tensors, numbers = load_file(plain / "model.safetensors"), {}
     for name in [name for name in tensors if name.endswith("proj.weight") and keep not in name]:

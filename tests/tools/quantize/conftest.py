@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each, with weights that all matter."""
+    """Checkpoint of each family, with weights that all matter."""
     made = {}
     for name, fields in MODELS.items():
         config = AutoConfig.for_model(name, **SMALL | fields)

@@ -1,4 +1,4 @@
-"""Checkpoints of few bits that we write: what is in them, what it costs, and what happens when writing fails."""
+"""Checkpoints of few bits: content, perplexity, and failures of writing."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ QUICK = {"device": "cpu", "compile": "off"}
 
 
 def text_of(path: Path, rows: int = 24) -> Text:
-    """A text that this model wrote."""
+    """Text that this model wrote."""
     target, tokens = load(path), torch.arange(2, rows + 2)[:, None]
     generator = torch.Generator().manual_seed(0)
     for _ in range(15):
@@ -119,7 +119,7 @@ def test_transformers_reads_the_same_numbers(models: dict[str, Path], tmp_path: 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "gemma2", "gemma3_text"])
 def test_perplexity_is_that_of_the_models(models: dict[str, Path], tmp_path: Path, name: str) -> None:
-    """Layer by layer as by whole targets; and calibration follows the text."""
+    """Perplexity layer by layer is that of whole targets, and calibration depends on the text."""
     text = text_of(models[name])
     done = quantize(models[name], tmp_path / "few", QuantizeSettings(4, 8), text)
     assert done.perplexity is not None
@@ -159,9 +159,9 @@ def test_what_calibration_makes_worse_is_not_taken(
 
     seen, moments = [], run.moments
 
-    def watched(passage: Any, layer: Any, states: Tensor) -> Any:
+    def watched(forward: Any, layer: Any, states: Tensor) -> Any:
         seen.append(states.clone())
-        return moments(passage, layer, states)
+        return moments(forward, layer, states)
 
     plain = quantize(models["llama"], tmp_path / "plain")
     monkeypatch.setattr(run, "compensated", spoilt)
@@ -171,7 +171,7 @@ def test_what_calibration_makes_worse_is_not_taken(
     assert done.perplexity is not None and not done.is_calibrated
     assert done.perplexity.source < done.perplexity.nearest < done.perplexity.calibrated
     assert done.bytes == plain.bytes
-    # Text goes on through the layers as they were rounded, which add nothing here.
+    # The text passes the rounded layers, which add nothing here.
     assert len(seen) == 3 and torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
     theirs = dict(load(tmp_path / "plain").named_weights())
     assert all(torch.equal(weight, theirs[name]) for name, weight in load(tmp_path / "few").named_weights())

@@ -1,1 +1,1 @@
-"""Checkpoints rounded to few bits, in the layout of compressed-tensors, which other engines read, too."""
+"""Rounding of checkpoints to few bits, in the layout of compressed-tensors, which other engines read too."""

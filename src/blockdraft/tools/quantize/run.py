@@ -1,4 +1,4 @@
-"""From a checkpoint in 16 or 32 bits to one of few bits, a layer at a time."""
+"""Rounding of a checkpoint in 16 or 32 bits to few bits, a layer at a time."""
 
 from __future__ import annotations
 
@@ -28,14 +28,19 @@ from blockdraft.tools.quantize.text import Text
 Weight: TypeAlias = Tensor | QuantizedWeight
 Progress: TypeAlias = Callable[[str, int, int], None]
 TABLE_BITS = 8
-TOKENS = 4096  # that go through a layer at once
-LOGITS = 1 << 24  # numbers that a head makes at once
+TOKENS = 4096  # that pass a layer at once
+LOGITS = 1 << 24  # that a head computes at once
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of the held-out text, by the model as it was, with each number rounded to the nearest, and with errors that make
-    up for each other."""
+    """Perplexity of the held-out text.
+
+    Attributes:
+        source: Perplexity with the model as it was.
+        nearest: Perplexity with each number rounded to the nearest.
+        calibrated: Perplexity with errors that compensate each other.
+    """
 
     source: float
     nearest: float
@@ -44,12 +49,13 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Attributes:
-    group: Inputs that share a scale.
-    bytes: Of the weights.
-    bytes_before: Of the weights as they were.
-    perplexity: None without a text.
-    is_calibrated: Whether the text helped, and what was written follows it.
+    """A rounded checkpoint.
+
+    Attributes:
+        group: Inputs that share a scale.
+        bytes: Bytes of the weights.
+        bytes_before: Bytes of the weights before.
+        perplexity: Perplexity of the held-out text; None without a text.
     """
 
     group: int
@@ -59,7 +65,7 @@ class Quantized:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the text helped, and what was written follows it."""
+        """Whether the written weights are those with compensated errors, since they have the lower perplexity."""
         return self.perplexity is not None and self.perplexity.calibrated < self.perplexity.nearest
 
 
@@ -72,10 +78,10 @@ def quantize(
     adapter: str | Path | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> Quantized:
-    """Round a checkpoint to few bits, and write it where `load_target` and other engines find it.
+    """Round a checkpoint to few bits, and write it in a layout that `load_target` and other engines read.
 
-    Weights are read and written a layer at a time. With a text, errors of one weight are made up for by others, as far
-    as the text's perplexity is lower for it; else each number is rounded to the nearest.
+    Weights are read and written a layer at a time. With a text, errors of one weight are compensated by others if that
+    lowers the text's perplexity; else each number is rounded to the nearest.
 
     Args:
         path: A model folder or hub name, of a family that the native decoder knows.
@@ -83,7 +89,7 @@ def quantize(
         revision, adapter: As for `load_target`.
 
     Raises:
-        UsageError: The model cannot be read or rounded so, `out` holds something, or the disk is full.
+        UsageError: The model cannot be read or rounded like this, `out` holds something, or the disk is full.
     """
     with open_checkpoint(path, revision, adapter) as source, torch.no_grad():
         group, found = _group(source.wanted, settings), None
@@ -91,19 +97,19 @@ def quantize(
         with new_folder(Path(out), _bytes(source, settings, group)) as folder:
             writer = ModelWriter(folder)
             if text is not None:
-                passing = _Passing(source, settings, group, text)
-                writer.take(passing.weights(progress))
-                found = passing.perplexity
+                calibrated = _CalibratedRounding(source, settings, group, text)
+                writer.take(calibrated.weights(progress))
+                found = calibrated.perplexity
             if found is None or found.calibrated >= found.nearest:
                 writer.clear()
                 writer.take(_nearest(source, settings, group, progress))
             writer.finish(raw, source.files)
         before = sum(source.tensors[name].tensor().nbytes for name in source.wanted.tensor_shapes())
-    return Quantized(group, writer.bytes, before, found)
+    return Quantized(group=group, bytes=writer.bytes, bytes_before=before, perplexity=found)
 
 
 def quantization_config(source: OpenCheckpoint, settings: QuantizeSettings, group: int) -> dict[str, Any]:
-    """What config.json says, in the words of compressed-tensors."""
+    """`quantization_config` of config.json, in the layout of compressed-tensors."""
 
     def rounding(targets: list[str], bits: int) -> dict[str, Any]:
         weights = {
@@ -141,14 +147,14 @@ def _group(wanted: DecoderConfig, settings: QuantizeSettings) -> int:
 
 
 def _bits(name: str, shape: tuple[int, ...], settings: QuantizeSettings) -> int | None:
-    """Of a tensor; None where it stays as it is."""
+    """Bits of a tensor; None if it is not rounded."""
     if name in (TABLE, HEAD):
         return TABLE_BITS if settings.tables == "8" else None
     return settings.bits if len(shape) == 2 else None
 
 
 def _bytes(source: OpenCheckpoint, settings: QuantizeSettings, group: int) -> int:
-    """Of the weights that will be written, about."""
+    """Bytes of the weights that will be written, about."""
     total = 0
     for name, shape in source.wanted.tensor_shapes().items():
         bits = _bits(name, shape, settings)
@@ -159,7 +165,7 @@ def _bytes(source: OpenCheckpoint, settings: QuantizeSettings, group: int) -> in
 def _nearest(
     source: OpenCheckpoint, settings: QuantizeSettings, group: int, progress: Progress
 ) -> Iterator[tuple[str, Weight]]:
-    """All tensors of a checkpoint, of which each number is rounded to the nearest."""
+    """All tensors of a checkpoint, with each number rounded to the nearest."""
     shapes = source.wanted.tensor_shapes()
     for done, (name, shape) in enumerate(shapes.items()):
         progress("rounding", done, len(shapes))
@@ -168,11 +174,11 @@ def _nearest(
     progress("rounding", len(shapes), len(shapes))
 
 
-class Passage:
-    """Rows of one length `[rows, N]` as they pass through the layers, with float32 arithmetic.
+class LayerwiseForward:
+    """Forward pass, a layer at a time, over rows of one length, with float32 arithmetic.
 
     Args:
-        length: N.
+        length: Tokens of a row, N.
     """
 
     def __init__(self, config: DecoderConfig, length: int) -> None:
@@ -188,11 +194,11 @@ class Passage:
             self._masks.append(None if visible is None else grouped_mask(visible, group, torch.float32))
 
     def embed(self, table: PackedLinear, tokens: Tensor) -> Tensor:
-        """`[rows, N]` int64 to `[rows, N, H]`."""
+        """Embeddings `[rows, N, H]` of token ids `[rows, N]` int64."""
         return table.lookup(tokens) * self.config.embedding_scale
 
-    def through(self, layer: DecoderLayer, states: Tensor) -> Tensor:
-        """States `[rows, N, H]` behind a layer."""
+    def apply(self, layer: DecoderLayer, states: Tensor) -> Tensor:
+        """Output `[rows, N, H]` of a layer for an input of this shape."""
         config, out = self.config, torch.empty_like(states)
         batch = max(1, TOKENS // self.length)
         for begin in range(0, len(states), batch):
@@ -203,7 +209,12 @@ class Passage:
         return out
 
     def perplexity(self, norm: Norm, head: PackedLinear, states: Tensor, tokens: Tensor) -> float:
-        """Of tokens `[rows, N]`, each after those before it, by the states behind the last layer."""
+        """Perplexity of the tokens of all rows but the first of each.
+
+        Args:
+            states: Output of the last layer, `[rows, N, H]`.
+            tokens: Token ids, `[rows, N]` int64.
+        """
         total, cap = 0.0, self.config.final_softcap
         rows, following = states[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
         size = max(1, LOGITS // self.config.vocab_size)
@@ -214,11 +225,11 @@ class Passage:
         return exp(min(total / len(following), 700))
 
 
-def moments(passage: Passage, layer: DecoderLayer, states: Tensor) -> Mapping[str, Tensor]:
-    """The sum of `x x^T` over the inputs x of each projection of a layer, `[in, in]`."""
+def moments(forward: LayerwiseForward, layer: DecoderLayer, states: Tensor) -> Mapping[str, Tensor]:
+    """Sums of `x x^T`, `[in, in]`, over the inputs x of each projection of a layer whose input is `states`."""
     found: dict[str, Tensor] = {}
     hooks = []
-    for name in passage.config.projections(layer.number):
+    for name in forward.config.projections(layer.number):
 
         def add(module: PackedLinear, given: tuple[Tensor, ...], name: str = name) -> None:
             product = given[0].T @ given[0]
@@ -226,18 +237,18 @@ def moments(passage: Passage, layer: DecoderLayer, states: Tensor) -> Mapping[st
 
         hooks.append(getattr(layer, name).register_forward_pre_hook(add))
     try:
-        passage.through(layer, states)
+        forward.apply(layer, states)
     finally:
         for hook in hooks:
             hook.remove()
     return found
 
 
-class _Passing:
-    """A text on its way through a checkpoint, whose layers are rounded as it comes by.
+class _CalibratedRounding:
+    """Rounding of a checkpoint layer by layer, with errors that are compensated for the inputs that a text has there.
 
     Attributes:
-        perplexity: Of the held-out text, once all `weights` were taken.
+        perplexity: Perplexity of the held-out text, set once all `weights` have been taken.
     """
 
     perplexity: Perplexity
@@ -248,41 +259,42 @@ class _Passing:
     def weights(self, progress: Progress) -> Iterator[tuple[str, Weight]]:
         """All tensors, layer by layer."""
         source, wanted, text = self.source, self.source.wanted, self.text
-        passage, layers = Passage(wanted, text.held_out.size(1)), len(wanted.layers)
-        plain = PackedLinear(self._exact(TABLE))
+        forward, layers = LayerwiseForward(wanted, text.held_out.size(1)), len(wanted.layers)
+        exact_table = PackedLinear(self._exact(TABLE))
         table = self._nearest(TABLE)
         yield TABLE, table
-        few = PackedLinear(_in_float(table))
-        learnt = passage.embed(few, text.calibration)
-        # Of the held-out text, in the order of `Perplexity`.
-        states = [passage.embed(embedding, text.held_out) for embedding in (plain, few, few)]
+        rounded_table = PackedLinear(_in_float(table))
+        calibration = forward.embed(rounded_table, text.calibration)
+        # Tables and states of the held-out text, by the names of `Perplexity`.
+        heads = {"source": exact_table, "nearest": rounded_table, "calibrated": rounded_table}
+        states = {name: forward.embed(embedding, text.held_out) for name, embedding in heads.items()}
         for number in range(layers):
             progress("layers", number, layers)
             exact = DecoderLayer(wanted, number, self._exact)
             nearest = DecoderLayer(wanted, number, lambda name: _in_float(self._nearest(name)))
-            sums = moments(passage, exact, learnt)
+            sums = moments(forward, exact, calibration)
             found = dict(self._compensated(number, exact, sums))
             yield from found.items()
-            ours = DecoderLayer(wanted, number, lambda name, found=found: _in_float(found[name]))  # type: ignore[misc]
-            learnt = passage.through(ours, learnt)
-            for at, layer in enumerate((exact, nearest, ours)):
-                states[at] = passage.through(layer, states[at])
+            calibrated = DecoderLayer(wanted, number, lambda name, found=found: _in_float(found[name]))  # type: ignore[misc]
+            calibration = forward.apply(calibrated, calibration)
+            for name, layer in {"source": exact, "nearest": nearest, "calibrated": calibrated}.items():
+                states[name] = forward.apply(layer, states[name])
         progress("layers", layers, layers)
         norm = Norm(wanted, [self._exact("model.norm.weight")])
         yield "model.norm.weight", source.tensors["model.norm.weight"].tensor()
-        heads = [plain, few, few]
         if not wanted.tied_head:
             head = self._nearest(HEAD)
             yield HEAD, head
-            heads = [PackedLinear(self._exact(HEAD)), *[PackedLinear(_in_float(head))] * 2]
+            rounded_head = PackedLinear(_in_float(head))
+            heads = {"source": PackedLinear(self._exact(HEAD)), "nearest": rounded_head, "calibrated": rounded_head}
         self.perplexity = Perplexity(
-            *(passage.perplexity(norm, head, of, text.held_out) for head, of in zip(heads, states, strict=True))
+            **{name: forward.perplexity(norm, heads[name], states[name], text.held_out) for name in states}
         )
 
     def _compensated(
         self, number: int, layer: DecoderLayer, sums: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Weight]]:
-        """The tensors of a layer."""
+        """All tensors of a layer, with weights whose errors compensate each other."""
         wanted, settings = self.source.wanted, self.settings
         for projection, parts in wanted.projections(number).items():
             whole: PackedLinear = getattr(layer, projection)

@@ -1,4 +1,4 @@
-"""How a checkpoint is rounded to few bits: the settings of `blockdraft quantize`."""
+"""Settings of `blockdraft quantize`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Tables: TypeAlias = Literal["8", "keep"]
 
 @settings
 class QuantizeSettings:
-    """How weights are rounded.
+    """Rounding of weights.
 
     Attributes:
-        bits: Of a weight: 4 or 8.
-        group: Inputs that share a scale; a multiple of 8 that divides the rows of all layers. None is the largest of
+        bits: Bits of a weight: 4 or 8.
+        group: Inputs that share a scale; a multiple of 8 that divides the inputs of all layers. None is the largest of
             128, 64, 32, 16 and 8 that does. Smaller groups are more exact and take more memory.
-        tables: Embedding and head: "8" rounds them to 8 bits, "keep" leaves them as they are.
-        zero_points: Let the range of each group begin and end where its numbers do, instead of about 0.
+        tables: Rounding of embedding and head: "8" bits, or "keep" for none.
+        zero_points: Fit the range of each group to its least and largest number, instead of centring it at 0.
     """
 
     bits: Bits = 4
@@ -32,13 +32,13 @@ class QuantizeSettings:
 
 @settings
 class CalibrationSettings:
-    """What text is looked at.
+    """Text for calibration.
 
     Attributes:
-        tokens: Of the text that errors are weighed on.
-        length: Tokens of it that are read together.
+        tokens: Tokens of the text by which errors are weighted.
+        length: Tokens that are read together.
         held_out: Further tokens, on which perplexity is measured.
-        seed: Of the order in which the rows of a text are taken.
+        seed: Seed of the order in which the records of a text are taken.
     """
 
     tokens: Count = 32768

@@ -1,4 +1,4 @@
-"""Text to calibrate on and to measure on, as rows of token ids."""
+"""Text for calibration and for measuring, as rows of token ids."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from blockdraft.tools.fit.settings import PromptSettings
 from blockdraft.tools.quantize.settings import CalibrationSettings
 from blockdraft.types import SamplingParams
 
-MOST_RECORDS = 100_000  # of the sources
-OWN_TOKENS = 64  # of a prompt and its answer that the target writes, at least, on average
-MOST_ANSWER = 512
+MOST_RECORDS = 100_000  # that are read from the sources
+OWN_TOKENS = 64  # least mean number of tokens of a prompt that the target writes, and of its answer
+MOST_ANSWER = 512  # tokens of an answer
 
 
 @dataclass(frozen=True)
 class Text:
-    """Attributes:
-    calibration, held_out: `[rows, length]` int64.
+    """Rows of token ids.
+
+    Attributes:
+        calibration, held_out: Token ids, `[rows, length]` int64.
     """
 
     calibration: Tensor
@@ -40,10 +42,10 @@ class Text:
 def read_text(
     sources: Sequence[str], records: RecordSettings, target: TargetText, settings: CalibrationSettings
 ) -> Text:
-    """Texts, conversations or prompts, one behind the other in random order.
+    """Read texts, conversations or prompts, and join them in random order.
 
     Args:
-        sources: As for `read_records`.
+        sources, records: As for `read_records`.
 
     Raises:
         UsageError: A source cannot be read, the target has no tokenizer, or there is too little text.
@@ -66,10 +68,10 @@ def own_text(
     settings: CalibrationSettings,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Text:
-    """Prompts of the kind that the target was trained on and its answers, all written by itself.
+    """Let the target write prompts of the kind that it was trained on, and answer them.
 
     Args:
-        engine: Without a drafter's help or with it; what is written is the same.
+        engine: Engine of the target, with any drafter; the text is the same.
 
     Raises:
         UsageError: The target has no tokenizer, or writes too little that is of use.
@@ -95,7 +97,12 @@ def own_text(
 
 
 def cut_text(ids: list[int], source: str, most: int, settings: CalibrationSettings) -> Text:
-    """Token ids as rows of equal length, the last of them held out. Raises a UsageError where they are too few."""
+    """Cut token ids into rows of equal length, the last of them held out. Raises a UsageError if they are too few.
+
+    Args:
+        source: Name of the text, for the message.
+        most: Most tokens of a row.
+    """
     length = min(settings.length, most)
     count = min(len(ids), settings.tokens + settings.held_out) // length
     share = settings.held_out / (settings.tokens + settings.held_out)
