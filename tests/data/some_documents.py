@@ -19,12 +19,12 @@ DOCUMENTS = {0: [document(1, 2, 3)], 1: [document(4, 5), document(6, 7, 8, 9, cu
 
 
 def write(folder: Path, order: list[list[int]]) -> DataWriter:
-    """The rows of `DOCUMENTS`, and row 2, which gave none, in shards of these."""
+    """Folder with the records of `DOCUMENTS`, and record 2, which has none, written in this order."""
     writer = DataWriter(folder, IDENTITY)
     writer.begin(target="somewhere")
-    for rows in order:
-        for row in rows:
-            writer.add(row, DOCUMENTS.get(row, []), "answer loops" if row == 2 else None)
+    for records in order:
+        for record in records:
+            writer.add(record, DOCUMENTS.get(record, []), "answer loops" if record == 2 else None)
         writer.flush()
     return writer
 

@@ -18,9 +18,9 @@ def made(folder: Path, target: Target, seed: int = 0) -> TokenData:
     assert target.tokenizer is not None
     writer = DataWriter(folder, {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
     writer.begin()
-    for row, length in enumerate(LENGTHS):
+    for record, length in enumerate(LENGTHS):
         tokens = torch.randint(target.vocab_size, (length,), generator=generator)
-        writer.add(row, [Document(tokens, tokens > 0)])
+        writer.add(record, [Document(tokens, tokens > 0)])
     writer.finish()
     return read_data(folder)
 

@@ -54,9 +54,9 @@ def settings(**named: Any) -> DataSettings:
     return DataSettings(writer="target", sampling=SAMPLED, batch_size=3, **named)
 
 
-def source(folder: Path, rows: list[dict[str, Any]]) -> str:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def source(folder: Path, records: list[dict[str, Any]]) -> str:
+    path = folder / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
 
 
@@ -72,16 +72,16 @@ def read(folder: Path) -> list[tuple[list[int], list[int]]]:
 
 def test_the_target_goes_on_as_decoding_would(tmp_path: Path, base: Target) -> None:
     """Prompt and answer are those of an engine for the same raw text."""
-    rows = [{"text": STORY}, {"prompt": "q: why is the sky so very blue? a:"}, {"turns": ["said the "]}]
+    records = [{"text": STORY}, {"prompt": "q: why is the sky so very blue? a:"}, {"turns": ["said the "]}]
     manifest = Preparation(
-        tmp_path / "a", base, [source(tmp_path, rows)], RecordSettings(), settings(continued=10)
+        tmp_path / "a", base, [source(tmp_path, records)], RecordSettings(), settings(continued=10)
     ).run(engine(base))
     # Ten tokens with the first, which begins each text; the story is in pieces of 4 * (10 + 12) characters.
     begun = ["the cat sat", "all night", "and voles", "q: why is", "said the "]
     assert len(read(tmp_path / "a")) == manifest["counts"]["documents"] == len(begun)
-    for row, (text, (prompt, answer)) in enumerate(zip(begun, read(tmp_path / "a"), strict=True)):
+    for number, (text, (prompt, answer)) in enumerate(zip(begun, read(tmp_path / "a"), strict=True)):
         assert prompt == encode(text, base) and len(prompt) <= 10
-        seed = ((5 * 1_000_003 + row) * 1_009) % 2**31
+        seed = ((5 * 1_000_003 + number) * 1_009) % 2**31
         [plain] = Engine(base, load_drafter("none", target=base)).generate(
             [text], SamplingParams(12, temperature=1.0, seed=seed)
         )
@@ -89,8 +89,8 @@ def test_the_target_goes_on_as_decoding_would(tmp_path: Path, base: Target) -> N
 
 
 def test_a_prompt_is_continued_as_a_whole_by_default(tmp_path: Path, base: Target) -> None:
-    rows = [{"prompt": STORY[:150]}, {"text": STORY[:150]}, {"text": "  "}, {"prompt": STORY + STORY}]
-    preparation = Preparation(tmp_path / "a", base, [source(tmp_path, rows)], RecordSettings(), settings(length=200))
+    records = [{"prompt": STORY[:150]}, {"text": STORY[:150]}, {"text": "  "}, {"prompt": STORY + STORY}]
+    preparation = Preparation(tmp_path / "a", base, [source(tmp_path, records)], RecordSettings(), settings(length=200))
     assert preparation.reader.continued == 50  # a quarter of the length
     assert (
         "first 50 tokens of each text; a {prompt} record is continued as a whole" in preparation.reader.continued_note
@@ -100,7 +100,7 @@ def test_a_prompt_is_continued_as_a_whole_by_default(tmp_path: Path, base: Targe
     assert whole == encode(STORY[:150], base)
     assert 40 < len(cut) <= 50 and cut[:30] == whole[:30]
     assert counts["left_out"] == {"no supervised token": 1, "prompt too long": 1}
-    assert RecordReader(base, [source(tmp_path, rows)], RecordSettings(), settings()).continued == 64
+    assert RecordReader(base, [source(tmp_path, records)], RecordSettings(), settings()).continued == 64
 
 
 def test_a_target_with_a_template_continues_where_it_is_asked_to(

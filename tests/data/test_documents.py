@@ -13,7 +13,7 @@ from blockdraft.data.writer import DataWriter
 from blockdraft.targets import load_target_text
 
 
-def test_documents_come_in_the_order_of_their_rows(tmp_path: Path) -> None:
+def test_documents_come_in_the_order_of_their_records(tmp_path: Path) -> None:
     manifest = write(tmp_path / "a", [[3, 1], [0, 2]]).finish()
     read = read_data(tmp_path / "a")
     assert ids(tmp_path / "a") == [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
@@ -34,8 +34,8 @@ def test_the_fingerprint_is_of_the_contents(tmp_path: Path) -> None:
     assert first["fingerprint"] == second["fingerprint"] == read_data(tmp_path / "b").fingerprint
     others = DataWriter(tmp_path / "c", IDENTITY)
     others.begin()
-    for row, made in DOCUMENTS.items():
-        others.add(row, [Document(one.tokens, ~one.supervised) for one in made])
+    for record, made in DOCUMENTS.items():
+        others.add(record, [Document(one.tokens, ~one.supervised) for one in made])
     assert others.finish()["fingerprint"] != first["fingerprint"]
 
 

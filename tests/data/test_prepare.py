@@ -20,9 +20,11 @@ def target(tiny_target_dir: Path) -> TargetText:
     return load_target_text(tiny_target_dir)
 
 
-def prepared(folder: Path, target: TargetText, rows: list[dict[str, Any]], **settings: Any) -> tuple[Preparation, Path]:
-    source = folder.parent / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def prepared(
+    folder: Path, target: TargetText, records: list[dict[str, Any]], **settings: Any
+) -> tuple[Preparation, Path]:
+    source = folder.parent / "records.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
     return Preparation(folder, target, [str(source)], RecordSettings(), DataSettings(**settings)), source
 
 
@@ -33,14 +35,14 @@ def texts(target: TargetText, data: TokenData, supervised_only: bool = False) ->
 
 
 def test_chats_and_texts(tmp_path: Path, target: TargetText) -> None:
-    rows: list[dict[str, Any]] = [
+    records: list[dict[str, Any]] = [
         {"prompt": "q", "response": "the answer"},
         {"text": LONG},
         {"messages": [{"role": "user", "content": "only a prompt"}]},
         {"prompt": LONG, "response": "never reached"},
         {"prompt": "r", "response": LONG},
     ]
-    counts = prepared(tmp_path / "a", target, rows, length=40)[0].run()["counts"]
+    counts = prepared(tmp_path / "a", target, records, length=40)[0].run()["counts"]
     data = read_data(tmp_path / "a")
     found = texts(target, data, supervised_only=True)
     assert found[0] == "the answer<|im_end|>"
@@ -52,49 +54,49 @@ def test_chats_and_texts(tmp_path: Path, target: TargetText) -> None:
 
 def test_split_turns(tmp_path: Path, target: TargetText) -> None:
     roles = ["user", "assistant"] * 2
-    rows = [{"messages": [{"role": role, "content": str(i)} for i, role in enumerate(roles)]}]
-    prepared(tmp_path / "together", target, rows)[0].run()
+    records = [{"messages": [{"role": role, "content": str(i)} for i, role in enumerate(roles)]}]
+    prepared(tmp_path / "together", target, records)[0].run()
     assert texts(target, read_data(tmp_path / "together"), supervised_only=True) == ["1<|im_end|>3<|im_end|>"]
-    prepared(tmp_path / "split", target, rows, split_turns=True)[0].run()
+    prepared(tmp_path / "split", target, records, split_turns=True)[0].run()
     split = read_data(tmp_path / "split")
     assert texts(target, split, supervised_only=True) == ["1<|im_end|>", "3<|im_end|>"]
     assert "1<|im_end|>" in texts(target, split)[1]
 
 
 def test_all_rows_are_checked_before_the_first_is_encoded(tmp_path: Path, target: TargetText) -> None:
-    rows: list[dict[str, Any]] = [{"text": "fine"}] * 3
-    with pytest.raises(ValueError, match=r"rows\.jsonl, record 4: it has the fields"):
-        prepared(tmp_path / "a", target, [*rows, {"nothing": 1}])
+    records: list[dict[str, Any]] = [{"text": "fine"}] * 3
+    with pytest.raises(ValueError, match=r"records\.jsonl, record 4: it has the fields"):
+        prepared(tmp_path / "a", target, [*records, {"nothing": 1}])
     with pytest.raises(ValueError, match=r"record 4: this is a prompt without a response; add --regenerate"):
-        prepared(tmp_path / "a", target, [*rows, {"turns": ["q"]}])
+        prepared(tmp_path / "a", target, [*records, {"turns": ["q"]}])
     with pytest.raises(ValueError, match=r"record 1: this is a plain text, which cannot be answered"):
-        prepared(tmp_path / "a", target, rows, writer="target")
+        prepared(tmp_path / "a", target, records, writer="target")
     assert not (tmp_path / "a").exists()
 
 
 def test_other_rows_are_refused_and_further_ones_added(tmp_path: Path, target: TargetText) -> None:
-    rows = [{"text": "one"}, {"text": "two"}]
-    first = prepared(tmp_path / "a", target, rows)[0].run()
-    assert prepared(tmp_path / "a", target, rows)[0].run() == first
-    for others in ([{"text": "one"}, {"text": "three"}], rows[:1]):
+    records = [{"text": "one"}, {"text": "two"}]
+    first = prepared(tmp_path / "a", target, records)[0].run()
+    assert prepared(tmp_path / "a", target, records)[0].run() == first
+    for others in ([{"text": "one"}, {"text": "three"}], records[:1]):
         with pytest.raises(ValueError, match="was made from 2 records, and the first 2 of these are others"):
             prepared(tmp_path / "a", target, others)
-    prepared(tmp_path / "a", target, [*rows, {"text": "three"}])[0].run()
+    prepared(tmp_path / "a", target, [*records, {"text": "three"}])[0].run()
     assert texts(target, read_data(tmp_path / "a")) == ["one", "two", "three"]
     with pytest.raises(ValueError, match="was made with length 256, not 100"):
-        prepared(tmp_path / "a", target, rows, length=100)
+        prepared(tmp_path / "a", target, records, length=100)
 
 
 def test_interrupted_it_goes_on(tmp_path: Path, target: TargetText) -> None:
-    rows = [{"text": f"row {i}"} for i in range(5)]
+    records = [{"text": f"row {i}"} for i in range(5)]
 
     def stop(stage: str, done: int, total: int) -> None:
         if done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepared(tmp_path / "a", target, rows)[0].run(progress=stop)
-    again = prepared(tmp_path / "a", target, rows)[0]
+        prepared(tmp_path / "a", target, records)[0].run(progress=stop)
+    again = prepared(tmp_path / "a", target, records)[0]
     assert again.missing == 3
     again.run()
     assert texts(target, read_data(tmp_path / "a")) == [f"row {i}" for i in range(5)]
@@ -112,9 +114,9 @@ def test_one_process_at_a_time_makes_data(tmp_path: Path, target: TargetText) ->
 
 
 def test_no_usable_token_is_refused(tmp_path: Path, target: TargetText) -> None:
-    rows = [{"messages": [{"role": "user", "content": "only a prompt"}]}]
+    records = [{"messages": [{"role": "user", "content": "only a prompt"}]}]
     with pytest.raises(ValueError, match="None of the 1 records has a token to learn from"):
-        prepared(tmp_path / "a", target, rows)[0].run()
+        prepared(tmp_path / "a", target, records)[0].run()
 
 
 def test_a_refused_chat_is_named(tmp_path: Path, target: TargetText) -> None:
@@ -123,7 +125,9 @@ def test_a_refused_chat_is_named(tmp_path: Path, target: TargetText) -> None:
         target.tokenizer.chat_template
     )
     chat = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
-    with pytest.raises(ValueError, match=r"rows\.jsonl, record 1: the chat template refuses these messages: too many"):
+    with pytest.raises(
+        ValueError, match=r"records\.jsonl, record 1: the chat template refuses these messages"
+    ):
         prepared(tmp_path / "a", target, [{"messages": chat}])[0].run()
 
 

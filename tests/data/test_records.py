@@ -20,7 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "row"),
+    ("raw", "record"),
     [
         ({"messages": CHAT, "prompt": "never read"}, CHAT),
         ({"messages": [CHAT[0] | {"tool_calls": None}, CHAT[1]], "text": None}, CHAT),
@@ -34,8 +34,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"text": "t"}, "t"),
     ],
 )
-def test_accepted_forms(raw: dict[str, Any], row: object) -> None:
-    assert parse_record(raw, PLAIN) == row
+def test_accepted_forms(raw: dict[str, Any], record: object) -> None:
+    assert parse_record(raw, PLAIN) == record
 
 
 def test_named_fields() -> None:
@@ -69,9 +69,9 @@ def test_other_forms_are_refused(raw: dict[str, Any], message: str) -> None:
 
 
 def test_kinds_of_sources(tmp_path: Path) -> None:
-    rows = [{"text": "one"}, {"messages": CHAT}, {"text": "zwei \u2028 ü"}]
+    records = [{"text": "one"}, {"messages": CHAT}, {"text": "zwei \u2028 ü"}]
     lines = tmp_path / "a.jsonl"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    lines.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     (tmp_path / "b.json").write_text(json.dumps([{"text": "three"}]), encoding="utf-8")
     table = datasets.Dataset.from_list([{"text": "four"}])
     table.to_parquet(tmp_path / "c.parquet")
@@ -81,9 +81,9 @@ def test_kinds_of_sources(tmp_path: Path) -> None:
     (tmp_path / "f/train.jsonl").write_text('{"text": "six"}\n')
     names = ["a.jsonl", "b.json", "c.parquet", "d", "e", "f"]
     found = list(read_records([str(tmp_path / name) for name in names], PLAIN))
-    assert [row for _, row in found] == ["one", CHAT, "zwei \u2028 ü", "three", "four", "four", "four", "six"]
+    assert [record for _, record in found] == ["one", CHAT, "zwei \u2028 ü", "three", "four", "four", "four", "six"]
     assert found[2][0] == f"{lines}, record 3" and found[3][0].endswith("b.json, record 1")
-    assert [row for _, row in read_records([str(tmp_path / "d")], RecordSettings(split="test"))] == ["five"]
+    assert [record for _, record in read_records([str(tmp_path / "d")], RecordSettings(split="test"))] == ["five"]
     assert len(list(read_records([str(lines), str(tmp_path / "b.json")], RecordSettings(limit=2)))) == 2
 
 
@@ -136,13 +136,13 @@ def test_text_files(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     for name, text in (("b/two.txt", "two\n\nlines"), ("b/one.txt", "ünö")):
         (tmp_path / name).write_text(text, encoding="utf-8")
-    assert [row for _, row in read_records([str(tmp_path / "b/two.txt")], PLAIN)] == ["two\n\nlines"]
+    assert [record for _, record in read_records([str(tmp_path / "b/two.txt")], PLAIN)] == ["two\n\nlines"]
     assert list(read_records([str(tmp_path / "b")], PLAIN)) == [
         (f"{tmp_path / 'b'}, record 1", "ünö"),
         (f"{tmp_path / 'b'}, record 2", "two\n\nlines"),
     ]
     (tmp_path / "b/train.jsonl").write_text('{"text": "three"}\n')
-    assert "three" in [row for _, row in read_records([str(tmp_path / "b")], PLAIN)]
+    assert "three" in [record for _, record in read_records([str(tmp_path / "b")], PLAIN)]
 
 
 def test_texts_that_are_continued_come_in_pieces(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_texts_that_are_continued_come_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(raw) + "\n" for raw in raws))
     found = list(read_records([str(tmp_path / "a.jsonl")], PLAIN, piece=8))
     prompt = [{"role": "user", "content": "one two three four"}]
-    assert [row for _, row in found] == ["one two ", "three ", "four", prompt, " "]
+    assert [record for _, record in found] == ["one two ", "three ", "four", prompt, " "]
     assert [place.partition("a.jsonl, ")[2] for place, _ in found[:3]] == [
         "record 1",
         "record 1, piece 2",
