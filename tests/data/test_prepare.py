@@ -126,7 +126,7 @@ def test_a_refused_chat_is_named(tmp_path: Path, target: TargetText) -> None:
     )
     chat = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
     with pytest.raises(
-        ValueError, match=r"records\.jsonl, record 1: the chat template refuses these messages"
+        ValueError, match="record 1: the chat template refuses these messages: too many"
     ):
         prepared(tmp_path / "a", target, [{"messages": chat}])[0].run()
 
