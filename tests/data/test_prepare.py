@@ -125,9 +125,7 @@ def test_a_refused_chat_is_named(tmp_path: Path, target: TargetText) -> None:
         target.tokenizer.chat_template
     )
     chat = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
-    with pytest.raises(
-        ValueError, match="record 1: the chat template refuses these messages: too many"
-    ):
+    with pytest.raises(ValueError, match="record 1: the chat template refuses these messages: too many"):
         prepared(tmp_path / "a", target, [{"messages": chat}])[0].run()
 
 
