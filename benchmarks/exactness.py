@@ -2,10 +2,9 @@
 
     python benchmarks/exactness.py --prompts FILE [--limit 24] [--tokens 64] [--dtype bfloat16] [--json FILE]
 
-The bundled pair decodes the prompts greedily, uncompiled, by both backends, with and without `exact`. Counted are the
-answers that differ from those of plain decoding alone by the same target. Speeds are tokens a second over all prompts;
-ways take turns on each prompt (batches on each group), so that other work on the machine meets all of them alike.
-Prints a table, and writes JSON where that is asked for.
+The bundled pair decodes the prompts greedily, uncompiled, by both backends, with and without `exact`. Answers are
+counted that differ from plain decoding of each prompt alone by the same target. Speeds are tokens a second over all
+prompts; ways take turns on each prompt, or on each group for batches. Prints a table; `--json` writes the figures.
 """
 
 from __future__ import annotations

@@ -1,22 +1,20 @@
-"""Would it pay to draft while the target verifies? `python -m benchmarks.overlap --prompts FILE`
+"""Whether drafting while the target verifies would pay: `python -m benchmarks.overlap --prompts FILE`.
 
 Speculative speculative decoding (arXiv 2603.03251) drafts on a device of its own for the k likeliest outcomes of a
 verification, while that runs. Where the real outcome is among them, the next draft is there at once; else it is made
 afterwards, as usual. Smaller language models do so (`load_drafter(..., device=..., ahead=k)`); other drafters do not.
-Here it is computed, from what is measured on this machine, how much faster such decoding is, and from which share of
-the draft in a cycle on.
+Times measured on this machine give the speed-up, and the share of the draft in a cycle from which on it pays.
 
-Measured: how often the outcome, which is how many guesses were accepted and the target's token after them, is among
-the k that the drafter thinks likeliest, by its own probabilities (a prompt set, one request at a time); the time of a
-draft, of k drafts in one batch, and of the rest of a cycle. With --drafter-device a language model drafts ahead there
-while this is counted, and what was not ready in time counts as not foreseen. Computed, with h the share of outcomes
-that were foreseen:
+Measured are the share h of outcomes (the number of accepted guesses, and the target's token after them) among the k
+that the drafter thinks likeliest, one request at a time, and the seconds of a draft, of k drafts in one batch, and of
+the rest of a cycle. With --drafter-device a language model really drafts ahead there, and outcomes that were not ready
+in time count as not foreseen. Computed:
 
     cycle = handover + h * max(rest, k drafts) + (1 - h) * (rest + draft)
 
-The blocks drafted ahead are taken to be accepted as far as others. That favours a drafter that reads the target's
-hidden states, since those of the tokens under verification are not known yet; for one that reads tokens only, such as
-a smaller language model, nothing is lost. On one device for both, k drafts come on top of the rest.
+Blocks drafted ahead are assumed to be accepted as far as others. That favours drafters that read the target's hidden
+states, which are not known yet for tokens under verification; one that reads tokens only loses nothing. On one device
+for both, k drafts come on top of the rest.
 
 Written: overlap.md, overlap.json and overlap.png.
 """
@@ -47,8 +45,8 @@ from blockdraft.timing import GUESSES, HEAD, PASS, listening
 from blockdraft.types import Drafting, SamplingParams
 
 COUNTS = (1, 2, 4, 8)  # outcomes that are drafted for
-TREE = 256  # guesses among which the likeliest outcomes are looked for
-AHEAD = (PASS, HEAD, GUESSES)  # what of a cycle can be done ahead; keys and values of what was committed cannot
+TREE = 256  # guesses among which the likeliest outcomes are searched
+AHEAD = (PASS, HEAD, GUESSES)  # parts of a cycle that can be done ahead; keys and values of committed tokens cannot
 NOISE = 1.96  # standard deviations of a 95 % interval
 
 Outcome = tuple[int, int]  # guesses accepted, and the target's token after them

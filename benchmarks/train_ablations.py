@@ -9,9 +9,9 @@
         --features features --prompts gsm8k.jsonl --prompts humaneval.jsonl --out build/ablations
 
 Every arm changes one thing of the base recipe. Each seed of an arm is one `blockdraft train` run, or two of half the
-steps each, of which the second begins with the drafter of the first; what is finished is kept, so the command goes on
-where it stopped. It writes results.json, results.md and results.png. A direction counts as found if every seed has it
-on every prompt set, decoded in the first way asked for. Whether it pays that a tree knows which guess follows which:
+steps each, of which the second begins with the drafter of the first. An interrupted command resumes. It writes
+results.json, results.md and results.png. A direction counts as found if every seed has it on every prompt set, in the
+first way of decoding. What trees gain from knowing which guess follows which:
 
     ... --arms base,DFlash2,DSpark --decoding chain,tree:32,path:32,draft:32
 """
@@ -51,9 +51,9 @@ class Arm(NamedTuple):
     """A drafter beside the base.
 
     Attributes:
-        changes: What it changes of the base.
-        worse: Whether the base is expected to accept more than it; None where no direction is claimed.
-        warm: Whether it begins with a drafter of the base after half of the steps, and goes on for the other half.
+        changes: Fields of the base recipe that it changes.
+        worse: Whether the base is expected to accept more; None where no direction is claimed.
+        warm: Whether it begins with the base's drafter after half of the steps.
     """
 
     changes: dict[str, str]
@@ -75,14 +75,14 @@ ARMS = {
     "D-PACE": Arm({"objective": "dpace=1"}, False),
     "half forward KL": Arm(objective("decay=0.5,forward_kl=0.5")),
     "DFlash2": Arm({"variant": "dflash2"}, False),
-    # The codebooks of the selector are most of what DFlash2 adds; with these it has about as many weights as the base.
+    # DFlash2's selector adds most of its weights; with this rank it has about as many as the base.
     "small DFlash2": Arm({"variant": "dflash2", "selector_rank": "16"}, False),
     "1 layer": Arm({"layers": "1"}, True),
     "3 layers": Arm({"layers": "3"}, False),
     "block 8": Arm({"block_size": "8"}, True),
     # Its blocks guess 7 tokens, as those of "block 8" do.
     "DSpark": Arm(DSPARK, False),
-    # Rates rise and fall twice where training begins with a drafter: this one tells what that does alone.
+    # Control for warm arms, whose rates rise and fall twice.
     "DFlash from DFlash": Arm({}, warm=True),
     "DFlash2 from DFlash": Arm({"variant": "dflash2"}, False, warm=True),
     "DSpark from DFlash": Arm(DSPARK, False, warm=True),
@@ -93,8 +93,8 @@ ARMS = {
 }
 FIRST_STAGE = 1000  # added to its seed, so that the second stage does not read the same rows in the same order
 
-# Ways to decode. All but the last are greedy; of trees a number says the most guesses. A tree of DFlash2 or DSpark
-# knows the distribution of each guess after each other one. Two others do not, so as to tell what that is worth.
+# Ways to decode; all but the last are greedy, and N bounds the guesses of trees. Trees of DFlash2 and DSpark know the
+# distribution of each guess after each other one; "path" and "draft" trees do not, for comparison.
 DECODINGS = {
     "chain": "the drafter's chains",
     "tree": "trees of so many guesses",
@@ -102,7 +102,7 @@ DECODINGS = {
     "draft": "trees in which each slot has one distribution, that of the draft pass without selector or Markov head",
     "sampled": "chains sampled from the drafter's distribution, at temperature 1, with block verification",
 }
-RENAMED = {"drawn": "sampled"}  # names before, which commands may use and results may hold
+RENAMED = {"drawn": "sampled"}  # former names, in commands and results
 
 
 def arguments(recipe: Path, data: dict[str, Path], features: Path | None, arm: str) -> list[str]:
@@ -143,7 +143,7 @@ def train(*options: str) -> None:
 
 
 def read_decoding(text: str) -> tuple[str, Drafting, SamplingParams]:
-    """A kind of `DECODINGS`, and what an engine is told of it. Raises ValueError where there is none such."""
+    """A kind of `DECODINGS` and the engine's settings for it. Raises ValueError for an unknown one."""
     text = RENAMED.get(text, text)
     if not re.fullmatch("chain|sampled|(tree|path|draft):[1-9][0-9]*", text):
         raise ValueError(f"decoding is {text!r}; give chain, tree:N, path:N, draft:N or sampled, N guesses at most")

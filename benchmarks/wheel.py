@@ -1,9 +1,9 @@
-"""A source archive and a wheel in dist/, and whether a stranger could use the wheel. `make wheel`.
+"""Makes a source archive and a wheel in dist/, and tries the wheel: `make wheel`.
 
-The wheel carries the forward compiled for common processors (`cpu/prebuilt.py`). It is made in
-`build/wheel`, of the files that git knows, so that no library lies in the working tree. Then it is installed into a new
-environment there, which borrows all other packages of the one that runs this, and decodes with the bundled pair in an
-empty folder, with an empty cache and a compiler that fails. The status is 1 where something is not as it should be.
+The wheel holds the forward compiled for common processors (`cpu/prebuilt.py`). It is made in `build/wheel`, of the
+files that git knows, so that no library lies in the working tree. Then it is installed there into a new environment,
+which takes all other packages from the present one, and decodes with the bundled pair in an empty folder, with an empty
+cache and a compiler that fails. The status is 1 where a check fails.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def tracked() -> list[str]:
 
 
 def setuptools(tree: Path, what: str, *options: str) -> Path:
-    """What setuptools makes of a tree in dist/: its `build_sdist` or `build_wheel`."""
+    """Run `build_sdist` or `build_wheel` of setuptools on a tree, into dist/."""
     code = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2], eval(sys.argv[3]))"
     given = repr({"--build-option": list(options)})
     with tempfile.TemporaryDirectory(dir=WORK) as folder:

@@ -1,9 +1,9 @@
 """Decoding speed of the working tree against another commit: `python -m benchmarks.against COMMIT`.
 
-Both trees load the bundled pair in a process each, which stays, and take turns on the same prompts: old new new old,
-again and again, so that what else the machine does falls on both. The first turn of each does not count. Speed is all
-tokens of the answers over the time of `generate`, prompts included; a ratio is that of two neighbours in time. Host
-time is what a cycle takes outside the target's forward, hence in plain decoding all that is not the network.
+Each tree loads the bundled pair in a process of its own, and they take turns on the same prompts: old new new old,
+again and again. The first turn of each does not count. Speed is all tokens of the answers over the time of `generate`,
+prompts included; a ratio is that of two neighbours in time. Host time is the part of a plain cycle outside the target's
+forward.
 
 It fails where a pair does not run compiled (unless `--backend hf`). Written: against.md and against.json.
 """
@@ -83,7 +83,7 @@ def compare(
         for size in sizes:
             asked = {"method": method, "rows": size, "tokens": tokens}
             asked["prompts"] = list(islice(cycle(prompts), max(size, LEAST)))
-            for tree in (old, new):  # the warm-up
+            for tree in (old, new):  # warm-up
                 tree.ask("measure", asked)
             samples: dict[int, list[Sample]] = {0: [], 1: []}
             for _, _, which in turns.in_turns(["all"], [0, 1], 2 * rounds):
@@ -92,7 +92,7 @@ def compare(
 
 
 def summary(method: str, size: int, old: Sequence[Sample], new: Sequence[Sample]) -> dict[str, Any]:
-    """Medians and ratios of samples of which the i-th of one tree was taken beside the i-th of the other."""
+    """Medians and ratios of samples; the i-th of one tree was taken beside the i-th of the other."""
     ratios = [mine.speed / before.speed for before, mine in zip(old, new, strict=True)]
     found: dict[str, Any] = {"method": method, "rows": size}
     for name, own in (("old", old), ("new", new)):

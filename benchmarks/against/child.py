@@ -17,11 +17,11 @@ METHODS = {
     "chain": (None, Drafting()),
     "tree": (None, Drafting(tree_budget=16)),
 }
-ATTEMPTS, PAUSE_SECONDS = 40, 3.0  # the compiler may still be at work
+ATTEMPTS, PAUSE_SECONDS = 40, 3.0  # the compiler may still be running
 
 
 class Warnings(logging.Handler):
-    """What blockdraft warns of, such as a drafter that runs uncompiled."""
+    """Collects warnings of blockdraft, such as of a drafter that runs uncompiled."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -32,7 +32,7 @@ class Warnings(logging.Handler):
 
 
 class Timed:
-    """Stands in for a method and adds up its time."""
+    """Wraps a method and adds up its time."""
 
     def __init__(self, method: Any) -> None:
         self.method, self.seconds, self.calls = method, 0.0, 0

@@ -8,8 +8,8 @@ convert     --target becomes a block-diffusion model, is fine-tuned on its own a
             problems: right answers and tokens per forward, beside the target itself, plain and drafted for.
 all         One after the other; this is the default.
 
-What is measured is kept at once, and the same command goes on where it was; --anew forgets it. Written to --out: a
-folder for each part, with runs.csv, samples.csv and answers.csv, and diffusion.md and diffusion.png of them all.
+Results are kept at once, and an interrupted run resumes; --anew forgets them. Written to --out: a folder for each part,
+with runs.csv, samples.csv and answers.csv, and diffusion.md and diffusion.png of them all.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from blockdraft.errors import UsageError
 
 TEXT, STRATEGIES, CONVERT = PARTS = ("text", "strategies", "convert")
 SETTINGS = {TEXT: TextSettings, STRATEGIES: StrategySettings, CONVERT: ConvertedSettings}
-# How much is measured, which may grow; figures of other settings are not to be mixed.
+# Amounts, which may grow between runs; figures of other settings must not be mixed.
 MAY_GROW = {"models", "seeds", "sampled", "strategies", "samples", "ways", "together"}
 
 
@@ -69,7 +69,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def fixed(settings: Any, given: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """What all figures of a part have in common."""
+    """Settings that all figures of a part share."""
     values = {name: value for name, value in asdict(settings).items() if name not in MAY_GROW}
     return values | {"quick": given.quick} | more
 
@@ -131,7 +131,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def write(out: Path, quick: bool) -> None:
-    """Write tables and picture of all that is there."""
+    """Write tables and picture of all results."""
     runs, samples, answers = text_runs(out / TEXT), samples_of(out / STRATEGIES), answers_of(out / CONVERT)
     found = report.Found(runs.all, samples.all, answers.all, quick)
     page = report.page(found)

@@ -30,9 +30,9 @@ from blockdraft.training import progress as training_progress
 PLAIN, DRAFTED = "autoregressive", "drafted by "
 TUNED = "tuned"  # folder of the fine-tuned model
 SAVES = 10  # checkpoints of the fine-tune
-# What the bundled target was trained to be asked with, as in recipes/tiny.
+# The request that the bundled target was trained with, as in recipes/tiny.
 REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-ASKED_SEED, LEARNED_SEED = 20_000_003, 20_000_033  # no corpus of recipes/tiny is made with these
+ASKED_SEED, LEARNED_SEED = 20_000_003, 20_000_033  # no corpus of recipes/tiny uses these
 FORM = '{"question": "text", "answer": "text"}'
 
 
@@ -43,7 +43,7 @@ class Problem:
 
 
 def number_in(answer: str) -> str:
-    """What the last box of an answer holds, or else what follows "####", as GSM8K has it; "" where there is neither."""
+    """Content of an answer's last box, or else what follows "####", as in GSM8K; "" where there is neither."""
     _, mark, rest = answer.rpartition("\\boxed{")
     found = rest.partition("}")[0] if mark else answer.rpartition("####")[2] if "####" in answer else ""
     return found.strip().replace(",", "").replace("$", "")
@@ -76,7 +76,7 @@ def read_problems(path: Path) -> list[Problem]:
 
 
 def own_problems(count: int, seed: int, known: Collection[Problem] = ()) -> list[Problem]:
-    """Problems that recipes/tiny makes, none of them known or twice."""
+    """Distinct problems of recipes/tiny, none of them known."""
     recipes = str(Path(__file__).parents[2] / "recipes" / "tiny")
     if recipes not in sys.path:
         sys.path.insert(0, recipes)
@@ -144,7 +144,7 @@ def write_answers(
 def converted(
     target: Path | None, data: Path, settings: ConvertedSettings, out: Path, progress: Progress
 ) -> DiffusionModel:
-    """The model, fine-tuned on these answers; where that was done before, it is loaded."""
+    """The model, fine-tuned on these answers, or loaded where an earlier run did that."""
     begun, tuned = out / "converted", out / TUNED
     if not begun.exists():
         convert(target, begun, ConvertSettings(settings.block_size))

@@ -25,7 +25,7 @@ EXPECTED = (AUTOREGRESSIVE, "block 4", "block 16", "whole")  # arXiv 2503.09573:
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured so far; a part that was not is empty."""
+    """Results so far; parts that were not measured are empty."""
 
     runs: Sequence[TextRun] = ()
     samples: Sequence[Sample] = ()
@@ -34,7 +34,7 @@ class Found:
 
 
 def page(found: Found) -> str:
-    """What was found, as Markdown."""
+    """All results as Markdown."""
     parts = ["# Block-diffusion models"]
     if found.quick:
         parts.append("**A quick run: it shows that all works; its models have learned next to nothing.**")
@@ -48,7 +48,7 @@ def page(found: Found) -> str:
 
 
 def _around(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of their mean."""
+    """Half of the 95 % interval of a mean."""
     return TWO_SIDED * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
 
 
@@ -86,7 +86,7 @@ def _text(runs: Sequence[TextRun]) -> str:
 
 
 def _orders(runs: Sequence[TextRun]) -> list[str]:
-    """Whether the order of the paper was found, with the noise as it is and clipped."""
+    """Whether the results have the paper's order, with all noise and clipped."""
     lines = []
     for title, end in (("without clipping", ""), ("with clipping", CLIPPED)):
         names = [EXPECTED[0], *(name + end for name in EXPECTED[1:])]

@@ -1,4 +1,4 @@
-"""What is trained and measured. The command's options are made of these fields, so no two share a name."""
+"""Settings of training and measuring. They are the command's options, so no two share a name."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class ConvertedSettings:
             read_strategy(way)
 
 
-# In the place of the defaults above, for a run of minutes that says nothing but that all works.
+# Defaults of a quick run, which shows that all works and nothing else.
 QUICK = {"steps": "250", "batch": "8", "length": "64", "hidden": "64", "layers": "2", "heads": "2", "warmup": "25"}
 QUICK |= {"scored": "4000", "draws": "4", "samples": "2", "tune_steps": "25", "tune_batch": "4", "tune_length": "128"}
 QUICK |= {"written": "200", "asked": "16", "new_tokens": "96", "ways": "left_to_right,static=2,threshold=0.9"}

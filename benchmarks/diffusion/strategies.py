@@ -63,7 +63,7 @@ def sample(
     out: Path,
     progress: Callable[[str, int, int], None],
 ) -> Records[Sample]:
-    """Draw what is left. All ways take turns, so that a machine that is slower for a while slows them all.
+    """Draw the samples that are left, all ways in turns.
 
     Args:
         text: What the models were trained with.
@@ -120,7 +120,7 @@ def _strategies(model: str, settings: StrategySettings) -> Sequence[str]:
 
 
 def _rows(corpus: Corpus, length: int, count: int) -> list[torch.Tensor]:
-    """Pieces of the held-out text. The first ones are the same, however many follow, and lie evenly in any case."""
+    """Pieces of the held-out text, evenly spread; the first ones do not depend on the number."""
     text = corpus.held_out.ids
     if len(text) < length:
         raise UsageError(f"The held-out text has {len(text)} characters, and rows have {length}; give more text.")

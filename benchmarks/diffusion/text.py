@@ -51,7 +51,7 @@ class Corpus:
         self.trained, self.held_out = (Tokens(part, part >= 0) for part in (ids[:cut], ids[cut:]))
 
     def random_model(self, settings: TextSettings, seed: int, block_size: int, token_shift: bool) -> DiffusionModel:
-        """A model that has learned nothing. With one seed its weights are the same, whatever its blocks."""
+        """An untrained model. Its weights depend on the seed, not on its blocks."""
         heads = {"num_attention_heads": settings.heads, "num_key_value_heads": settings.heads}
         sizes = {"hidden_size": settings.hidden, "intermediate_size": 3 * settings.hidden}
         config = Qwen3Config(
@@ -68,7 +68,7 @@ class Corpus:
             torch.manual_seed(seed)
             causal, made = Path(folder) / "causal", Path(folder) / "made"
             Qwen3ForCausalLM(config).save_pretrained(causal)
-            (causal / "generation_config.json").unlink()  # would be copied along whenever the model is written
+            (causal / "generation_config.json").unlink()  # would be copied whenever the model is written
             self.tokenizer.save_pretrained(causal)
             convert(causal, made, ConvertSettings(block_size, token_shift))
             return load_model(made, "cpu", "float32")
@@ -158,7 +158,7 @@ def check_models(names: Sequence[str]) -> None:
 def compare(
     corpus: Corpus, settings: TextSettings, out: Path, progress: Callable[[str, int, int], None]
 ) -> Records[TextRun]:
-    """Train and measure what is left, seed after seed, so that an interrupted comparison has seen all kinds alike.
+    """Train and measure what is left, seed after seed, so that an interrupted comparison has all kinds equally often.
 
     Args:
         out: Gets runs.csv and models/.
@@ -172,7 +172,7 @@ def compare(
     for number, (name, seed) in enumerate(left):
 
         def told(stage: str, done: int, steps: int, number: int = number, name: str = name, seed: int = seed) -> None:
-            begun = settings.steps - steps  # by a run that was interrupted
+            begun = settings.steps - steps  # of an interrupted run
             text = f"{name}, seed {seed} ({len(units) - len(left) + number + 1} of {len(units)}), {stage}"
             progress(text, number * settings.steps + begun + done, total)
 

@@ -47,12 +47,12 @@ class Cycle:
 
 
 class Forced:
-    """A drafter whose draft passes run as they are, and whose guesses are then right as often as asked for.
+    """A drafter whose draft passes run as usual, and whose guesses are then replaced to be right as often as asked.
 
     Args:
         inner: The drafter; it drafts chains.
-        answer: What the target is going to say.
-        right: Guesses that are right in each cycle, used in circles.
+        answer: The target's coming tokens.
+        right: Numbers of right guesses in each cycle, used cyclically.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ def clock(device: torch.device) -> Callable[[], float]:
 
 
 def room(probe: Probe, plan: Plan, cycles: int) -> int:
-    """Slots behind a context for so many cycles, the nodes of the last one included."""
+    """Slots after a context for this number of cycles, with the nodes of the last one."""
     return cycles * probe.drafter.block_size + plan.tree_budget
 
 

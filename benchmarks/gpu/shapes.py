@@ -75,7 +75,7 @@ def draft_config(shape: Shape) -> DraftConfig:
 
 
 def build(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device) -> tuple[Target, DFlashDrafter]:
-    """Make the pair, seeded; on the device from the beginning, since weights of this size are not to be moved.
+    """Make the pair, seeded, directly on the device.
 
     Args:
         backend: "hf", "native", or "captured", which is native with CUDA graphs.

@@ -123,7 +123,7 @@ def digest(values: Any) -> str:
 def keep_settings(
     out: Path, measured: dict[str, Any], anew: bool = False, remedy: str = "choose another --out, or add --anew"
 ) -> None:
-    """Write what all results of a folder have in common to its settings.json.
+    """Write the settings that all results of a folder share to its settings.json.
 
     Args:
         anew: Delete the folder first.
@@ -157,6 +157,6 @@ def in_words() -> Iterator[None]:
 
 
 def report_failures(failures: Sequence[str]) -> int:
-    """Print what does not hold; returns the exit status."""
+    """Print failures; returns the exit status."""
     print(*[f"FAILED {failure}" for failure in failures], sep="\n")
     return int(bool(failures))

@@ -1,4 +1,4 @@
-"""Models that are measured: whether they run compiled, and calls of their forwards."""
+"""Models under measurement: whether they run compiled, and calls of their forwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def why_uncompiled(target: Any, *drafters: Any) -> str | None:
     if getattr(target, "compiled", None) is None:
         return f"the target is not compiled: {target.backend_reason or 'there is no reason'}"
     for drafter in drafters:
-        if reason := getattr(drafter, "compile_reason", None):  # of one that has a network
+        if reason := getattr(drafter, "compile_reason", None):  # of a drafter with a network
             return f"the drafter is not compiled: {reason}"
     return None
 

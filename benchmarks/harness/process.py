@@ -1,4 +1,4 @@
-"""A system that is measured: a process of its own that answers JSON lines (protocol: benchmarks/peers/README.md)."""
+"""Processes that are measured; they answer JSON lines (protocol: benchmarks/peers/README.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from threading import Timer
 from typing import Any, TypeVar
 
 T, W = TypeVar("T"), TypeVar("W")
-Progress = Callable[[str, int, int], None]  # told what is going on, how much is done, and how much there is to do
+Progress = Callable[[str, int, int], None]  # stage, steps done, steps in all
 
 REASON_LENGTH = 300  # characters of a failure that are shown
 
@@ -22,7 +22,7 @@ class PeerError(Exception):
 
 
 def peak_bytes(process: int) -> int:
-    """Most memory that a process has had, mapped files included; 0 where the system does not tell."""
+    """Peak memory of a process, mapped files included; 0 where the system does not tell."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:
@@ -38,7 +38,7 @@ def last_words(log: Path, status: int | None) -> str:
 
 
 class PeerProcess:
-    """Starts a process and waits until it has loaded its models; ends it when a `with` block does.
+    """A process that has loaded its models; a context manager ends it.
 
     Args:
         command: The adapter.
@@ -80,7 +80,7 @@ class PeerProcess:
                     text=True,
                     env=variables,
                     cwd=cwd,
-                    start_new_session=True,  # an interrupt on the keyboard is the benchmark's business
+                    start_new_session=True,  # the benchmark handles interrupts
                 )
         except OSError as error:
             raise PeerError(f"{command[0]} cannot be started ({error.strerror})") from error
@@ -96,7 +96,7 @@ class PeerProcess:
     def ask(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer to a request. Raises PeerError where the process fails, ends or exceeds its patience."""
         assert self._process.stdin is not None
-        with suppress(OSError):  # where it has ended, reading tells why
+        with suppress(OSError):  # if it has ended, reading tells why
             self._process.stdin.write(json.dumps({name: request}) + "\n")
             self._process.stdin.flush()
         return self._read()
@@ -125,7 +125,7 @@ class PeerProcess:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
-            with suppress(OSError):  # of what was still to be written to it
+            with suppress(OSError):  # unwritten input
                 stream.close()
 
     def __enter__(self) -> PeerProcess:
@@ -136,7 +136,7 @@ class PeerProcess:
 
 
 class Processes(ExitStack):
-    """Processes by key, started when first needed. One that fails is left out from there on; the others go on.
+    """Processes by key, started when first needed. One that fails is left out from then on.
 
     Args:
         start: Starts the process of a key.

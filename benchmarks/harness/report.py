@@ -1,4 +1,4 @@
-"""Tables in Markdown, pictures, and files that are whole or as they were before."""
+"""Tables in Markdown, pictures, and atomic writes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def number(value: float | None, form: str = ".2f", unknown: str = "") -> str:
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes | Any]) -> list[Path]:
-    """Write files, each under another name until it is whole. Other values than texts and bytes are written as JSON."""
+    """Write files, each to a temporary name and renamed. Values other than texts and bytes are written as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         if not isinstance(content, (str, bytes)):
@@ -50,7 +50,7 @@ def write_files(folder: Path, files: Mapping[str, str | bytes | Any]) -> list[Pa
 
 @contextmanager
 def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """A figure and its panels, an array of these rows and columns, for `with`; afterwards it is written as PNG.
+    """Context manager of a figure and its array of panels, written as PNG at the end.
 
     Args:
         options: As of `matplotlib.pyplot.subplots`.

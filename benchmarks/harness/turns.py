@@ -1,4 +1,4 @@
-"""Turns of what is compared, and what comes out of them: a machine that is slower for a while slows all alike."""
+"""Turns of what is compared, so that a machine that slows down slows all alike, and figures from them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def tau(answers: Sequence[Timed]) -> float:
 
 
 def ratios(rates: Mapping[K, float], others: Mapping[K, float]) -> list[float]:
-    """Ratios of what was measured in the same repeat."""
+    """Ratios within a repeat."""
     return [rate / others[repeat] for repeat, rate in rates.items() if others.get(repeat)]
 
 

@@ -1,1 +1,1 @@
-"""Breaks the code on purpose, one place at a time: tests that let that pass guard nothing."""
+"""Mutation testing: breaks the code on purpose, one place at a time, and runs the tests that should notice."""

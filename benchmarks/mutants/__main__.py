@@ -63,7 +63,7 @@ class Kept:
 def examine(
     mutants: Sequence[Mutant], root: Path, kept: Kept, jobs: int, seconds: float
 ) -> list[tuple[Mutant, Result]]:
-    """Judge what is not yet known, some at a time, each in a copy of its own; report progress."""
+    """Judge unknown mutations in parallel, each in a copy of its own; report progress."""
     results = [(mutant, result) for mutant in mutants if (result := kept.find(mutant)) is not None]
     known = {mutant for mutant, _ in results}
     left = [mutant for mutant in mutants if mutant not in known]
@@ -101,9 +101,9 @@ def examine(
 
 
 def sound(mutants: Sequence[Mutant], root: Path, seconds: float) -> str:
-    """Run all named tests on the code as it is; returns what they print if they fail, since such notice nothing."""
+    """Run all named tests on the unbroken code; returns their output if they fail."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    # A test that is named by itself and within its file runs once.
+    # A test that is named alone and by its file runs once.
     tests = [test for test in tests if not any(test != other and test.startswith(other) for other in tests)]
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
         status, output = run_tests(copied(root, Path(place) / "tree"), tests, Path(place) / "cache", seconds)

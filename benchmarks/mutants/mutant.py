@@ -1,4 +1,4 @@
-"""Mutations of this folder's files, and what becomes of one of them."""
+"""Mutations of this folder's files, and how one is judged."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Mutant:
     Attributes:
         file: What is changed, relative to the root of the repository.
         old, new: The text that is replaced, which must occur exactly once, and what replaces it.
-        tests: What should notice, as pytest takes it.
-        why: What is broken.
+        tests: Tests that should notice, as pytest takes them.
+        why: Description of the fault.
     """
 
     file: str
@@ -88,7 +88,7 @@ class Result:
 
 
 def copied(root: Path, folder: Path) -> Path:
-    """A copy of the files of a working tree, those that git ignores left out."""
+    """A copy of a working tree without files that git ignores."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout.decode()
     for name in filter(None, listed.split("\0")):
@@ -153,7 +153,7 @@ def judge(mutant: Mutant, root: Path, cache: Path, seconds: float) -> Result:
 
 
 def _c_error(folder: Path) -> str:
-    """The first complaint of the compiler, which would fail every test for no good reason; else nothing."""
+    """First error of the C compiler, which would fail every test; empty where it compiles."""
     for source in sorted(folder.glob("*.c")):
         command = [os.environ.get("CC", "cc"), "-fsyntax-only", "-march=native", "-fopenmp", *C_DEFINES, str(source)]
         done = subprocess.run(command, capture_output=True, text=True)

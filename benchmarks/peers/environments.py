@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers.environments [NAME ...]
 
-What is installed already is left alone, and what failed is tried again. A peer that cannot be installed does not stop
-the others: the reason is kept beside it, and the benchmark's table shows it.
+Installed environments are kept, and failed ones are tried again. A peer that cannot be installed does not stop the
+others: the reason is kept beside it, and the benchmark's table shows it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.harness.process import REASON_LENGTH
 HERE = Path(__file__).parent
 BUILD = ROOT / "build" / "peers"
 LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"  # its source package holds llama.cpp
-LLAMA_OPTIONS = "LLAMA_CPP_OPTIONS"  # what the user adds to its build, for processors on which the usual one fails
+LLAMA_OPTIONS = "LLAMA_CPP_OPTIONS"  # CMake options of the user, for processors on which the usual build fails
 
 
 class NotInstalled(Exception):
@@ -89,7 +89,7 @@ def _llama_cpp() -> None:
 
 
 def _with_llama_cpp(name: str, target: str) -> None:
-    """Build another program beside what was built of llama.cpp's sources."""
+    """Build another program of llama.cpp's sources."""
     if failure := install("llama_cpp"):
         raise NotInstalled(failure)
     _build(name, target)

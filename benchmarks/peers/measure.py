@@ -1,4 +1,4 @@
-"""Peers in turns on the same prompts, each answer kept at once, and the figures that come of it."""
+"""Peers in turns on the same prompts, each answer kept at once, and figures from them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from benchmarks.harness.records import Records
 from benchmarks.peers.registry import PLAIN, REFERENCE
 from blockdraft.engine import loops
 
-UNTIMED = -1  # in the place of a repeat: reference answers, which tell the right tokens
+UNTIMED = -1  # instead of a repeat: reference answers, whose tokens are the right ones
 
-# Of a context (token ids) and two tokens: by how much the target's logit of the first exceeds that of the second.
+# Given a context (token ids) and two tokens: the target's logit of the first less that of the second.
 Margin = Callable[[Sequence[int], int, int], float]
 
 
@@ -85,7 +85,7 @@ def measure(
 
     Args:
         processes: By name of the peer, the reference among them.
-        request: What each request holds besides the prompt: max_new_tokens and stops.
+        request: Fields of each request besides the prompt: max_new_tokens and stops.
 
     Raises:
         PeerError: The reference fails.

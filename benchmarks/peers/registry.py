@@ -1,4 +1,4 @@
-"""Who takes part: each peer's name, the environment and adapter it runs in, and what the adapter is told."""
+"""The peers: names, environments, adapters and their options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.peers import environments
 
 OURS = ""  # the environment that the benchmark itself runs in
-REFERENCE = "transformers"  # whose tokens count, and whose speed is 1
+REFERENCE = "transformers"  # whose tokens are the right ones, and whose speed is 1
 PLAIN = "ours plain"
 
 
@@ -22,7 +22,7 @@ class Peer:
     Attributes:
         environment: Its folder under build/peers, or `OURS`.
         adapter: File in adapters/ that speaks for it.
-        does: What a reader of the table wants to know.
+        does: Description in the table.
         options: Options of the adapter.
         speaks_here: Whether its adapter runs in our environment nevertheless.
     """
@@ -55,7 +55,7 @@ def _llama(name: str, does: str, **options: Any) -> Peer:
 
 
 def _ours(name: str, does: str, **options: Any) -> Peer:
-    """Compiled on a CPU, target and drafter both, or not at all: an uncompiled run would pass for a slow one."""
+    """A peer of ours, with target and drafter compiled on a CPU; it is missing rather than run uncompiled."""
     return Peer(name, OURS, "ours.py", does, {"compiled": options.get("backend") != "hf", **options})
 
 

@@ -123,7 +123,7 @@ class Step:
 
 
 class Bench:
-    """A run: its target, its records, and its units of work, each of which is kept once it is done.
+    """A run: its target, its records, and its units of work, each of which is kept when it is done.
 
     Raises:
         UsageError: Data, prompts, recipe and target do not fit together, or the folder holds other figures.
@@ -194,7 +194,7 @@ class Bench:
                 name = f"{width} {running}"
                 found.append(Step("forwards", name, partial(self._time_forwards, width, running)))
                 for kind in given.kinds:
-                    if KINDS[kind].trained:  # what prompt lookup finds hangs on the text
+                    if KINDS[kind].trained:  # what prompt lookup finds depends on the text
                         for batch in given.batches if running == NATIVE else [1]:
                             timing = partial(self._time_cycles, kind, width, running, batch)
                             found.append(Step("cycles", f"{kind} {name} {batch} {ways}", timing))

@@ -25,12 +25,12 @@ Curve = Callable[[float], float]  # time of the target's forward over so many no
 
 
 def straight(cost_of_16: float) -> Curve:
-    """A line through one node, which costs 1, and 16 nodes."""
+    """Cost by number of nodes: a line through 1 at one node and the cost of 16."""
     return lambda nodes: 1 + (cost_of_16 - 1) * (nodes - 1) / 15
 
 
 def measured(forwards: Iterable[Forward]) -> Curve:
-    """Lines between the numbers of nodes that were measured, and on beyond the last."""
+    """Cost by number of nodes: lines between measured numbers, extended beyond the last."""
     ordered = sorted(forwards, key=lambda forward: forward.nodes)
     nodes = [forward.nodes for forward in ordered]
     costs = [forward.seconds / ordered[0].seconds for forward in ordered]

@@ -193,8 +193,7 @@ def fitted(kind: Kind, values: dict[str, Any], target: Target, budget: int) -> R
 
 
 def largest(holds: Callable[[int], bool], most: int | None = None) -> int:
-    """Largest whole number of at least 1, at most `most`, for which something holds that holds up to it and not behind
-    it; 1 where it never holds."""
+    """Largest integer from 1 to `most` for which a monotone predicate holds; 1 where it never does."""
     low, high = 1, 2
     while (most is None or high < most) and holds(high):
         low, high = high, 2 * high
@@ -230,7 +229,7 @@ def target_of(path: str | None, width: int, running: str, insist: bool, folder: 
 
 
 def _widened(source: Path, out: Path, width: int) -> Path:
-    """A wider twin, which an earlier run may have left."""
+    """The widened model, which an earlier run may have written."""
     if not out.exists():
         partial = out.with_name(f"{out.name}.partial")
         widen(source, partial, width).replace(out)

@@ -119,7 +119,7 @@ def _weights_read(kind: Kind, recipe: Recipe, target: Target) -> tuple[int, int]
 
 
 class Clock:
-    """Seconds of all processes that worked on something, on disk. Steps that are done twice count twice."""
+    """Seconds of all processes that worked on a task, on disk. Steps that are done twice count twice."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

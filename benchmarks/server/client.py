@@ -1,8 +1,8 @@
 """Streams that each send a request, read its answer, and send the next: a closed loop, in a process of its own.
 
-Bytes are kept with the time at which they came, and taken apart only afterwards, so that this costs a measurement next
-to nothing. As a program its argument is JSON, {"host", "port"}, and the protocol that of the peers: `load` takes
-{"bodies": [JSON texts], "streams": n, "seconds": s, "first": index} and returns what was heard.
+Bytes are kept with their time and parsed only afterwards, so that parsing does not disturb the measurement. As a
+program its argument is JSON, {"host", "port"}, and the protocol that of the peers: `load` takes {"bodies": [JSON
+texts], "streams": n, "seconds": s, "first": index} and returns what was heard.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Exchange:
     Attributes:
         sent: When the request was written, by `time.monotonic`.
         pieces: Bytes with the time at which they came.
-        error: What broke it off, if anything did.
+        error: What cut it off, if anything did.
     """
 
     request: h11.Request
@@ -43,7 +43,7 @@ class Exchange:
 
 @dataclass
 class Answer:
-    """An answer, taken apart.
+    """A parsed answer.
 
     Attributes:
         status: HTTP status; 0 where none came.
@@ -114,7 +114,7 @@ async def exchange(host: str, port: int, path: str, body: bytes, headers: Mappin
 
 
 def parse(found: Exchange) -> Answer:
-    """Take an answer apart. One that was broken off is not `whole`."""
+    """Parse an answer. One that was cut off is not `whole`."""
     answer, parts = Answer(), list[tuple[float, bytes]]()
     connection = h11.Connection(h11.CLIENT)
     connection.send(found.request)

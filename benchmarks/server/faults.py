@@ -1,7 +1,7 @@
 """Faults of clients and of the engine while others are being answered, whose answers must not change.
 
-As a program this is `blockdraft serve` with a target that fails on purpose where a token of `MARKER` is read: whoever
-sends or says it has a failing request, and nobody else.
+As a program this is `blockdraft serve` with a target that fails where a token of `MARKER` is read or generated, so that
+only that request fails.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GARBAGE: dict[str, bytes] = {
     "a huge number": HEAD + b'"x"}], "max_tokens": ' + b"9" * 400 + b"}",
     "a huge text": HEAD + b'"' + b"x" * 3_000_000 + b'"}]}',
 }
-MAYBE = ("half a character", "a huge number")  # what some of the routes may take, that do not look at it
+MAYBE = ("half a character", "a huge number")  # for routes that ignore the body
 NO_HTTP = (
     b"\x16\x03\x01" + bytes(200),
     b"GET\r\n\r\n",
@@ -153,7 +153,7 @@ async def slow_readers(server: Server) -> list[str]:
 
 
 async def garbage(server: Server) -> list[str]:
-    """Bodies that are none, and bytes that are no HTTP."""
+    """Invalid bodies, and bytes that are not HTTP."""
     problems = []
     for name, body in GARBAGE.items():
         for path in PATHS:
@@ -175,7 +175,7 @@ async def garbage(server: Server) -> list[str]:
 
 
 async def limits(server: Server) -> list[str]:
-    """Prompts and answers that just fit, and ones that just do not."""
+    """Prompts and answers that just fit, and that are one token too long."""
     card = json.loads(await asyncio.to_thread(server.get, "/v1/models"))["data"][0]["blockdraft"]
     context, problems = int(card["max_context"]), list[str]()
     fit = [(context - 1, 1), (context - 40, 40), (1, context - 1)]
@@ -243,7 +243,7 @@ FAULTS: tuple[Fault, ...] = (vanishing, slow_readers, garbage, limits, full_queu
 
 
 async def beside_others(fault: Fault, server: Server, known: Sequence[tuple[bytes, str]]) -> list[str]:
-    """A fault beside others' requests; returns what does not hold."""
+    """Run a fault beside others' requests; returns failures."""
     load = Load(server, known)
     async with load.running():
         found = await asyncio.wait_for(fault(server), 5 * PATIENCE)
@@ -268,7 +268,7 @@ async def all_of_them(server: Server) -> list[str]:
 
 
 def run(out: Path) -> list[str]:
-    """All faults, one after the other; returns what does not hold."""
+    """Run all faults, one after the other; returns failures."""
     with tempfile.TemporaryDirectory() as folder:
         target, drafter = tiny.pair_with_tools(Path(folder) / MODEL), tiny.BUNDLED.parent / "drafter"
         more = ["--max-batch-size", str(ROWS), "--max-queue", str(QUEUE), "--max-body", str(2 * 2**20)]

@@ -1,4 +1,4 @@
-"""Requests made at random from the server's own OpenAPI document, and broken in ways that no document names.
+"""Random requests from the server's own OpenAPI document, and broken ones.
 
 A case is a number: the same seed and number make the same request again. No answer may be 5xx, and none may be missing.
 """
@@ -68,7 +68,7 @@ class Maker:
         return Case(path, body, random.choice(HEADERS) if random.random() < 0.1 else {})
 
     def _settle(self, value: dict[str, Any], random: Random) -> None:
-        """Make most requests ones that come to be answered."""
+        """Make most requests valid."""
         if "model" in value and random.random() < 0.9:
             value["model"] = MODEL
         if random.random() < 0.8 and ("messages" in value or "prompt" in value or "input" in value):
@@ -113,7 +113,7 @@ class Maker:
         return None if kind == "null" else random.choice(WORDS)
 
     def _mutated(self, value: Any, random: Random) -> Any:
-        """The value with something in it broken."""
+        """The value with one part broken."""
         if isinstance(value, dict) and value and random.random() < 0.97:
             name = random.choice(list(value))
             what = random.random()
@@ -146,7 +146,7 @@ def _torn(body: bytes, random: Random) -> bytes:
 
 
 async def send(port: int, case: Case) -> tuple[int, str]:
-    """Status, 0 where there was no whole answer, and what it said."""
+    """Status (0 without a whole answer) and body."""
     try:
         found: Exchange = await asyncio.wait_for(exchange(HOST, port, case.path, case.body, case.headers), PATIENCE)
     except asyncio.TimeoutError:
@@ -161,7 +161,7 @@ async def send(port: int, case: Case) -> tuple[int, str]:
 
 
 async def cases(server: Server, maker: Maker, seed: int, first: int, count: int) -> tuple[Counter[str], list[str]]:
-    """Send so many; returns how often each status came, and what failed."""
+    """Send some cases; returns counts of statuses, and failures."""
     statuses, failures, numbers = Counter[str](), list[str](), iter(range(first, first + count))
 
     async def stream() -> None:
@@ -178,7 +178,7 @@ async def cases(server: Server, maker: Maker, seed: int, first: int, count: int)
 
 
 def run(count: int, seed: int, out: Path) -> list[str]:
-    """Send cases up to this number, going on where the last run was; returns what failed."""
+    """Send cases up to this number, resuming; returns failures."""
     path = out / f"fuzz-{seed}.json"
     kept = json.loads(path.read_text()) if path.exists() else {"done": 0, "statuses": {}, "failures": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The load: ways take turns at each number of streams, and every answer is compared with its own, decoded plainly."""
+"""The load: ways take turns at each number of streams, and every answer is compared with plain decoding."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Run:
 
 
 def peer(module: str, given: Mapping[str, Any], out: Path, patience: float = 3600.0) -> PeerProcess:
-    """A process of this folder that talks as the peers do."""
+    """A process of this folder that speaks the protocol of the peers."""
     command = [sys.executable, "-m", f"benchmarks.server.{module}"]
     return PeerProcess(command, given, given.get("threads", 1), out / "logs" / f"{module}.log", patience)
 
@@ -242,7 +242,7 @@ def measure(how: LoadSettings, out: Path, runs: Records[Run]) -> dict[str, str]:
 
 
 def broken(runs: Sequence[Run]) -> list[str]:
-    """Runs of ours with answers that are not right."""
+    """Runs of ours with wrong answers."""
     return [
         f"{run.way} at {run.streams} streams, width {run.width}: {run.unequal} answers differ, {run.problems} failed"
         for run in runs

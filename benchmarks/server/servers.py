@@ -24,7 +24,7 @@ LISTENING = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 
 class Server:
-    """A server that has said where it listens, and is healthy.
+    """A healthy server at a known port.
 
     Args:
         command: What starts it, at a free port.
@@ -96,7 +96,7 @@ class Server:
             return 0
 
     def close(self, patience: float = 30.0) -> int:
-        """Tell it to end, and kill it where it does not; returns its exit status."""
+        """End it, by force if need be; returns its exit status."""
         if self.process.poll() is None:
             self.process.terminate()
             try:

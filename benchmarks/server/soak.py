@@ -1,4 +1,4 @@
-"""A server under load for long: its memory by time, and every answer its own."""
+"""A server under load for long: its memory over time, and every answer compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PART = 20.0  # seconds after which streams start anew, and answers are compared
 
 
 def soak(minutes: float, how: LoadSettings, out: Path) -> tuple[dict[str, Any], list[str]]:
-    """Run it with the most streams at the largest width; returns numbers to show, and what does not hold.
+    """Run with the most streams at the largest width; returns figures and failures.
 
     Writes samples.csv and soak.png.
     """

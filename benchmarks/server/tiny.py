@@ -1,7 +1,7 @@
-"""Small targets for servers that are tried and not measured: `python -m benchmarks.server.tiny DIR`.
+"""Small targets for tests of servers: `python -m benchmarks.server.tiny DIR`.
 
-DIR/random is a random model of some thousand parameters, DIR/pair the bundled one; both have a chat template that knows
-tools and thinking.
+DIR/random is a random model of some thousand parameters, DIR/pair the bundled one; both have a chat template with tools
+and thinking.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is decoded at a size and by whom, and the record of every answer."""
+"""Tasks of a size, who decodes them, and the record of every answer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from benchmarks.sizes.ways import PLAIN, Way
 
 ANSWERS = "answers"
 MOST_GUESSES = 15
-GOLDEN = (5**0.5 - 1) / 2  # its multiples lie evenly between whole numbers
-FORCED_CYCLES = 500  # after so many the counts of right guesses begin anew
+GOLDEN = (5**0.5 - 1) / 2  # its multiples are evenly spread modulo 1
+FORCED_CYCLES = 500  # period of the counts of right guesses
 
 
 @dataclass(frozen=True)

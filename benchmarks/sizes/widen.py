@@ -1,9 +1,8 @@
-"""The bundled pair made wider, so that speed can be measured at sizes for which there is no trained pair.
+"""Widens the bundled pair, to measure speed at sizes without a trained pair.
 
 Every neuron is repeated `factor` times and every weight that sums over repeated inputs is divided by `factor`, heads
-are repeated, and the final norm is divided, since the head sums too. So each activation stands `factor` times where it
-stood once: the wide pair says the same words, with the same tau, at the cost of its size. A factor that is a power of
-two rounds no weight.
+are repeated, and the final norm is divided, since the head sums too. So each activation occurs `factor` times: the wide
+pair says the same words, with the same tau, at the cost of its size. A factor that is a power of two rounds no weight.
 
     python -m benchmarks.sizes.widen 4 build/wide4
     python -m benchmarks.sizes.widen 4 build/wide4 DIR/target DIR/drafter      # others of the same shape

@@ -2,8 +2,8 @@
 
 The bundled pair, 16 requests at a time from several threads: chats whose turns go on from each other, prompts of random
 length, cancellations; target, drafter and tokenizer raise at random, and NaN turns up among the logits. Every greedy
-answer that ends well must be the beginning of its twin's, decoded plainly and alone beforehand. At the end memory has
-not grown, the faults are switched off and all answers are right, and no thread is left. Written: soak.json, soak.md,
+answer that ends well must be a prefix of the one decoded plainly and alone beforehand. At the end memory must not have
+grown, all answers without faults must be right, and no thread may be left. Written: soak.json, soak.md,
 soak.png. The status is 1 where something does not hold.
 """
 

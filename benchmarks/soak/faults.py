@@ -1,4 +1,4 @@
-"""Targets, drafters and tokenizers that fail at random. They stand before the real ones and pass on all else."""
+"""Wrappers of targets, drafters and tokenizers that fail at random."""
 
 from __future__ import annotations
 

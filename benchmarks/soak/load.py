@@ -1,4 +1,4 @@
-"""Load of an engine: chats of known answers, from several threads at once, some of it called off."""
+"""Load of an engine: chats with known answers, from several threads, some of them cancelled."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Load:
                     time.sleep(random.uniform(0, 0.2))
                     handle.cancel()
                 self._judge(handle, known, params, cancels)
-        except Exception:  # it must not end silently
+        except Exception:  # must not end silently
             with self.tally.lock:
                 self.tally.wrong.append(traceback.format_exc())
 

@@ -1,1 +1,1 @@
-"""What somebody meets who comes with a target of their own: `make try-stranger`."""
+"""`blockdraft fit` on targets that it has not seen: `make try-stranger`."""

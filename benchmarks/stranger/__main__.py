@@ -1,9 +1,9 @@
-"""What a stranger sees: three new targets, and a drafter for each by one command. `make try-stranger`.
+"""Drafters for three new targets, each by one command: `make try-stranger`.
 
 Targets of three families are trained on a text for some minutes (`targets.py`), and `blockdraft fit --hours H` is run
-for each as somebody would run it, for the last of them without data as well. It must end in time; the drafter must load
-as it is, yield 1.7 tokens a cycle, change no token, and cost nothing where "auto" decides how far to draft. The status
-is 1 where something does not hold. What is done is kept in `--out`.
+for each, for the last also without data. It must end in time; the drafter must load, yield 1.7 tokens a cycle, change
+no token, and cost nothing where "auto" decides how far to draft. The status is 1 where a check fails. Finished steps
+are kept in `--out`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def own_text() -> str:
 
 
 def fit(target: Path, data: Path | None, hours: float, out: Path) -> dict[str, Any]:
-    """Run it, and say what came of it and what does not hold."""
+    """Run a fit; returns its figures and failures."""
     command = [sys.executable, "-m", "blockdraft", "fit", "--target", str(target), "--hours", f"{hours:g}"]
     command += ["--out", str(out), *(["--data", str(data)] if data else [])]
     print(shlex.join(["blockdraft", *command[3:]]), flush=True)

@@ -1,10 +1,10 @@
-"""What `fit` makes of an hour, beside the recipe that was made by hand: `python -m benchmarks.stranger.hour --help`.
+"""What `fit` makes of an hour, beside a recipe made by hand: `python -m benchmarks.stranger.hour --help`.
 
 Both make a drafter for the bundled target at the same time, with half of the cores each, and from the same prompts
 (those that the recipe draws from what `recipes/tiny/corpus.py` has written). By hand, the target answers for a fifth of
 the time, and the drafter is trained on its answers for the rest, as `recipes/tiny/drafter.toml` says. Then tau of both
-is measured on prompts that neither was trained on. The status is 1 where that of `fit` is lower. What is done is kept
-in `--out`.
+is measured on prompts that neither was trained on. The status is 1 where that of `fit` is lower. Finished steps are
+kept in `--out`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from blockdraft.targets import BUNDLED
 
 RECIPE = ROOT / "recipes" / "tiny"
 ANSWERING = 0.2  # share of the time in which the target answers
-ENDING = 0.06  # share that is left when the training is told to end: the rates fall, and what is best is written
+ENDING = (
+    0.06  # share of the time left when the training is told to end, for the rates to fall and the drafter to be written
+)
 PYTHON = [sys.executable, "-u"]
 
 
@@ -46,7 +48,7 @@ def done(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def by_hand(corpus: Path, seconds: float, out: Path, threads: int) -> None:
-    """Do the recipe's steps in this time."""
+    """Run the recipe's steps in this time."""
     began, log, answers = time.monotonic(), out / "by-hand.log", out / "answers.jsonl"
     of_target = ["--target", BUNDLED]
     answer = [*PYTHON, RECIPE / "write_answers.py", "--corpus", corpus, *of_target, "--out", answers]

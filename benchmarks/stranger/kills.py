@@ -1,8 +1,7 @@
 """A fit that is killed again and again: `python -m benchmarks.stranger.kills --target DIR --kills 20`.
 
-One fit trains undisturbed. Others follow the same plan and are killed with all their processes at random moments, until
-there were so many kills; then they go on to their end. Every drafter must be the same, bit for bit. The status is 1
-where one is not.
+One fit runs undisturbed. Others follow the same plan and are killed with all their processes at random moments, until
+`--kills` is reached; then they run to their end. Every drafter must be the same, bit for bit; else the status is 1.
 """
 
 from __future__ import annotations

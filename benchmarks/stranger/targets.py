@@ -1,7 +1,7 @@
-"""Three small targets that nobody has seen before, each of another family, trained on a text for so many steps.
+"""Three small new targets, each of another family, trained on a text.
 
-They stand for models of strangers: no chat template but in one, sliding windows in another, no mask token and no unused
-row of the embedding in any of them.
+They stand for models of users: one has a chat template, another sliding windows, and none a mask token or an unused row
+of the embedding.
 """
 
 import random

@@ -1,8 +1,8 @@
 """blockdraft, through its public interface.
 
-Besides what the README says, the settings may hold "quantize", and the options "ways": several ways to decode with one
-target by name, each with options of its own, of which a request then names one as "way". With "accept" in a request
-(a list of counts, used in circles) that many of a cycle's guesses are right, whatever was drafted.
+The settings may also hold "quantize", and the options "ways": ways to decode with one target by name, each with options
+of its own; a request then names one as "way". With "accept" in a request (counts, used cyclically) that many of each
+cycle's guesses are right, whatever was drafted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CODE = (".py", ".c", ".h")
 
 
 def sources() -> str:
-    """Version with a hash of the sources, which tells two states of the package apart."""
+    """Version with a hash of the sources."""
     home = Path(blockdraft.__file__).parent
     found = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(home.rglob("*.*")) if path.suffix in CODE))
     return f"{version('blockdraft')}+{found.hexdigest()[:8]}"

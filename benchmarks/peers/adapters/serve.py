@@ -36,7 +36,7 @@ class Clock:
         self.counts.append(count)
 
     def answer(self, tokens: list[int]) -> Answer:
-        """What came with the first step came with the prompt; the steps after it are the cycles."""
+        """Answer of the protocol: tokens of the first step came with the prompt, later steps are the cycles."""
         return {
             "tokens": tokens,
             "first": self.counts[0],
@@ -53,7 +53,7 @@ def serve(load: Callable[[Request], tuple[dict[str, str], dict[str, Callable[[Re
         load: Gets the first argument of the command line, which is JSON; returns what it tells about itself (versions,
             chosen settings) and the functions that answer requests, by name.
     """
-    # Whatever libraries print must not end up among the answers.
+    # Output of libraries must not mix with the answers.
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
