@@ -271,7 +271,7 @@ def test_refusals_of_gguf(
             (tiny_drafter_dir, "--format", "gguf", "--target-name", "x", "--out", out),
             "--target-name is x, which does not go with --format gguf",
         ),
-        ((tiny_drafter_dir, "--format", "gguf", "--target", "m.gguf", "--out", out), "m.gguf is a GGUF file already"),
+        ((tiny_drafter_dir, "--format", "gguf", "--target", "m.gguf", "--out", out), "There is no file m.gguf"),
     ):
         assert export(*args) == 2
         assert told in capsys.readouterr().err

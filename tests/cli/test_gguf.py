@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from blockdraft import cli
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
+from blockdraft.formats.gguf import open_gguf
 from blockdraft.targets import load_target
+from blockdraft.tools.fit import run as fit_run
 from blockdraft.types import SamplingParams
 
 MORE = ["--compile", "off", "--device", "cpu"]
@@ -95,6 +97,81 @@ def test_data_and_training(
     assert run(monkeypatch, "export", out, "--target", file, *written, "--target-name", "owner/name") == 0
     named = json.loads((tmp_path / "else" / "config.json").read_text())["speculators_config"]["verifier"]
     assert named == {"name_or_path": "owner/name", "architectures": ["Qwen3ForCausalLM"]}
+
+
+def test_looking_at_it(
+    file: Path,
+    tiny_drafter_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    own_cache: Path,
+) -> None:
+    assert run(monkeypatch, "inspect", file) == 0
+    fingerprint = load_target(file, device="cpu", compile="off").source_fingerprint
+    assert fingerprint is not None and fingerprint in capsys.readouterr().out
+    assert run(monkeypatch, "doctor", "--target", file, "--drafter", tiny_drafter_dir) == 1
+    assert "or not trained" in capsys.readouterr().out
+    assert run(monkeypatch, "push", tiny_drafter_dir, "--target", file, "--out", tmp_path / "repository") == 0
+    assert "# A drafter for m.gguf" in (tmp_path / "repository" / "README.md").read_text()
+
+
+def test_export_leaves_its_file(
+    file: Path,
+    tiny_drafter_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The drafter for llama.cpp has the tokenizer of the target's own file."""
+    before, out = file.read_bytes(), tmp_path / "out"
+    args = ["--target", file, "--format", "gguf", "--type", "f32", "--out", out]
+    assert run(monkeypatch, "export", tiny_drafter_dir, *args) == 0
+    assert f"-m {file} -md {out}/drafter-f32.gguf" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["drafter-f32.gguf"] and file.read_bytes() == before
+    drafter, target = (open_gguf(path).metadata for path in (out / "drafter-f32.gguf", file))
+    own = {key for key in target if key.startswith("tokenizer.")}
+    assert own and {key: drafter[key] for key in own} == {key: target[key] for key in own}
+    loaded = load_target(file, device="cpu", compile="off")
+    with Engine(loaded, load_drafter(out / "drafter-f32.gguf", target=loaded), 2) as engine:
+        assert engine.generate(["Hello"], SamplingParams(temperature=0, max_new_tokens=8))[0].token_ids
+
+
+def test_made_into_a_folder(
+    file: Path,
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`quantize` rounds files of floats alone, and `diffusion convert` takes any file."""
+    whole = tmp_path / "whole.gguf"
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
+    write_gguf(whole, model, "F16", AutoTokenizer.from_pretrained(tiny_target_dir), "gpt-2")
+    assert run(monkeypatch, "quantize", whole, "--out", tmp_path / "few") == 0
+    few, own = (load_target(path, device="cpu", compile="off") for path in (tmp_path / "few", whole))
+    assert few.running == "native, int4 weights" and few.tokenizer is not None and own.tokenizer is not None
+    assert few.tokenizer("Hello there").input_ids == own.tokenizer("Hello there").input_ids
+    assert few.source_fingerprint == own.source_fingerprint
+    capsys.readouterr()
+    assert run(monkeypatch, "quantize", file, "--out", tmp_path / "twice") == 2
+    assert "m.gguf is rounded already (Q4_0)" in capsys.readouterr().err and not (tmp_path / "twice").exists()
+    assert run(monkeypatch, "diffusion", "convert", file, "--out", tmp_path / "diffusion", "--block-size", 4) == 0
+    assert run(monkeypatch, "diffusion", "generate", "--model", tmp_path / "diffusion", "Hello") == 0
+
+
+def test_fit_takes_it(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What can be refused before anything slow is not."""
+    asked: list[object] = []
+    monkeypatch.setattr(fit_run, "load_target", lambda path, *_, **__: asked.append(path) or pytest.exit("loading"))
+    args = ["--target", file, "--out", tmp_path / "drafter"]
+    with pytest.raises(pytest.exit.Exception, match="loading"):
+        run(monkeypatch, "fit", *args)
+    assert asked == [str(file)]
+    assert run(monkeypatch, "generate", "Hello", "--target", file) == 2
+    assert f"blockdraft fit --target {file} --out DIR" in capsys.readouterr().err
 
 
 def test_how_it_is_refused(

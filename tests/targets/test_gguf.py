@@ -1,5 +1,7 @@
 """Targets of GGUF files against the models of transformers that the files were made from."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,20 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf_models import MODELS, SMALL, model_of, scores
 from gguf_writer import random_blocks, write_gguf
+from safetensors.torch import save_file
+from tiny_models import tiny_tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, READERS
 from blockdraft.nn.packed import PackedLinear
-from blockdraft.targets import load_target, load_target_text, open_checkpoint
+from blockdraft.targets import (
+    describe_target,
+    load_target,
+    load_target_text,
+    open_checkpoint,
+    weights_fingerprint,
+)
 from blockdraft.targets.gguf import checkpoint
 
 
@@ -36,6 +46,7 @@ def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 FEW = [kind for kind in READERS if kind not in FLOATS]
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 96}
+WORDY = WIDE | {"vocab_size": 300}  # with room for a tokenizer
 MIXED = {
     "attn_v": "Q6_K",
     "attn_": "Q4_K",
@@ -118,18 +129,44 @@ def test_parts_are_one_target(tmp_path: Path) -> None:
     assert load_target_text(last).max_context == 64
 
 
-def test_fingerprint_of_the_source(tmp_path: Path) -> None:
-    """Known where the file has the numbers of the model's folder, and then the same."""
-    model = model_of("llama", **WIDE)
+def test_fingerprints(tmp_path: Path) -> None:
+    """That of the folder where the file has its numbers; another for each rounding; equal however it is computed."""
+    model = model_of("llama", **WORDY)
     model.bfloat16().save_pretrained(tmp_path / "folder")
-    wanted = load_target(tmp_path / "folder", device="cpu", compile="off").source_fingerprint
-    for kinds, known in (("BF16", True), ("F32", True), ("F16", False), ("Q8_0", False)):
-        write_gguf(tmp_path / "m.gguf", model, kinds)
-        target = load_target(tmp_path / "m.gguf", device="cpu", compile="off")
-        assert target.source_fingerprint == (wanted if known else None)
-    gemma = model_of("gemma")
-    write_gguf(tmp_path / "m.gguf", gemma)
-    assert load_target(tmp_path / "m.gguf", device="cpu", compile="off").source_fingerprint is None
+    folder = load_target(tmp_path / "folder", device="cpu", compile="off").source_fingerprint
+    found = {}
+    for kinds in ("BF16", "F32", "Q8_0", "mixed"):
+        path = tmp_path / f"{kinds}.gguf"
+        write_gguf(path, model, MIXED if kinds == "mixed" else kinds, tokenizer=tiny_tokenizer())
+        target = load_target(path, device="cpu", compile="off")
+        found[kinds] = target.source_fingerprint
+        assert found[kinds] == weights_fingerprint(target.named_weights()) == describe_target(path).fingerprint()
+        with open_checkpoint(path, doing="converted") as opened:
+            assert opened.source_fingerprint == found[kinds]
+    assert found["BF16"] == found["F32"] == folder
+    assert len({folder, found["Q8_0"], found["mixed"]}) == 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_folder_of_a_file(name: str, tmp_path: Path) -> None:
+    """Configuration, weights and tokenizer of `open_checkpoint` make a folder of the same model."""
+    model, (_, metadata, extra) = model_of(name, vocab_size=300), MODELS[name]
+    path, folder = tmp_path / "m.gguf", tmp_path / "folder"
+    write_gguf(path, model, metadata=metadata, extra=extra, tokenizer=tiny_tokenizer())
+    folder.mkdir()
+    with open_checkpoint(path) as opened:
+        (folder / "config.json").write_text(json.dumps(opened.raw))
+        tensors = {key: tensor.tensor().contiguous() for key, tensor in opened.tensors.items()}
+        save_file(tensors, folder / "model.safetensors")
+        for file in opened.files:
+            shutil.copy(file, folder)
+    made, own = (load_target(place, device="cpu", compile="off") for place in (folder, path))
+    tokens = torch.randint(0, 300, (1, 40), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(scores(made, tokens), scores(own, tokens), rtol=1e-5, atol=1e-5)
+    text = "One two, and 34!"
+    assert made.tokenizer is not None and own.tokenizer is not None
+    assert made.tokenizer(text).input_ids == own.tokenizer(text).input_ids
+    assert made.eos_token_ids == own.eos_token_ids
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], str]] = {
@@ -264,7 +301,13 @@ def test_refused_options(tmp_path: Path) -> None:
             load_target(path, device="cpu", **options)
     with pytest.raises(UsageError, match="revision is 'main'"):
         load_target_text(path, "main")
-    with pytest.raises(UsageError, match="is a GGUF file, where a Hugging Face model folder"), open_checkpoint(path):
+    for options in ({"revision": "main"}, {"adapter": "x"}):
+        with pytest.raises(UsageError, match="goes with a model folder or hub name"), open_checkpoint(path, **options):
+            pass
+    with pytest.raises(UsageError, match="m.gguf cannot be rounded without its tokenizer"), open_checkpoint(path):
+        pass
+    write_gguf(path, model_of("llama", **WORDY), "Q8_0", tokenizer=tiny_tokenizer())
+    with pytest.raises(UsageError, match=r"m.gguf is rounded already \(Q8_0\).* F16, BF16"), open_checkpoint(path):
         pass
     with pytest.raises(UsageError, match="There is no file"):
         load_target(tmp_path / "absent.gguf", device="cpu")

@@ -108,12 +108,9 @@ def need_drafter(target: str | None, drafter: str | None, otherwise: str, lookup
                 f"There is no {target}; --target takes the folder or hub name of a model, a GGUF file, or a name that "
                 "`blockdraft models` lists."
             )
-        from blockdraft.formats.gguf import is_gguf
-
-        folder = "FOLDER" if is_gguf(target) else target  # fit takes the folder that a GGUF file was made from
         raise UsageError(
             f"No drafter is known for {target}; add --drafter DIR, {otherwise}, or make one: "
-            f"blockdraft fit --target {folder} --out DIR."
+            f"blockdraft fit --target {target} --out DIR."
         )
 
 

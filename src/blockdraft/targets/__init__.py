@@ -7,6 +7,7 @@ the backend cannot run the model. "auto" asks the backends whose rank is not Non
 from __future__ import annotations
 
 import pkgutil
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -34,8 +35,15 @@ from blockdraft.targets.describe import Description, describe_target
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import FAMILIES, decoder_config
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint, weights_fingerprint
-from blockdraft.targets.gguf import gguf_architecture, load_gguf_text, tokenizer_metadata, write_gguf_target
-from blockdraft.targets.weights import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
+from blockdraft.targets.gguf import (
+    gguf_architecture,
+    load_gguf_text,
+    open_gguf_checkpoint,
+    tokenizer_metadata,
+    write_gguf_target,
+)
+from blockdraft.targets.weights import HEAD, SOURCE, TABLE, OpenCheckpoint
+from blockdraft.targets.weights import open_checkpoint as open_folder
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
 
 if TYPE_CHECKING:  # takes as long to import as torch
@@ -197,6 +205,25 @@ def load_target_text(path: str | Path | None = None, revision: str | None = None
     return load_gguf_text(path, revision) if is_gguf(path) else load_text(path, revision)
 
 
+def open_checkpoint(
+    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "rounded"
+) -> AbstractContextManager[OpenCheckpoint]:
+    """Open a model folder, hub name or GGUF file whose tensors are read one at a time; see
+    `blockdraft.targets.weights.open_checkpoint`."""
+    path = located(path)
+    opened = open_gguf_checkpoint if is_gguf(path) else open_folder
+    return opened(path, revision, adapter, doing)
+
+
+def check_target(path: str | Path, revision: str | None = None) -> None:
+    """Raise a UsageError unless a path is that of a target, as far as can be told at once."""
+    path = located(path)
+    if is_gguf(path):
+        load_gguf_text(path, revision)
+    else:
+        checked_folder(path, revision)
+
+
 __all__ = [
     "FAMILIES",
     "HEAD",
@@ -212,7 +239,7 @@ __all__ = [
     "TargetOutput",
     "TargetText",
     "as_target",
-    "checked_folder",
+    "check_target",
     "decoder_config",
     "device_and_dtype",
     "describe_target",

@@ -21,6 +21,7 @@ from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf import load_gguf_text
 from blockdraft.targets.gguf.checkpoint import understanding
 from blockdraft.targets.gguf.config import gguf_config
+from blockdraft.targets.gguf.tensors import decoder_weights, fitted
 from blockdraft.targets.weights import READ, SOURCE, open_checkpoint, weight_files
 
 
@@ -86,8 +87,12 @@ def describe_target(path: str | Path, revision: str | None = None) -> Descriptio
     def fingerprint() -> str | None:
         if few:
             return str(few.get(SOURCE) or "") or None
-        if is_gguf(path) or wanted is None or not size:
+        if wanted is None or not size:
             return None
+        if is_gguf(path):
+            file = open_gguf(path)
+            with understanding(path):
+                return decoder_weights(file, fitted(wanted, file)).fingerprint()
         try:
             with open_checkpoint(path, revision, doing=READ) as source:
                 return source.source_fingerprint

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,22 +48,36 @@ def other_target_warning(drafter: str | Path, trained_for: str | None, target: T
         return None
     return (
         f"{drafter} was trained for another target (fingerprint {trained_for}) than {target.path or 'this one'} "
-        f"({target.source_fingerprint}). Answers stay the target's own, but tau may be low; use a drafter that was "
-        "trained for this target, or train this one on (blockdraft train --init)."
+        f"({target.source_fingerprint}). Answers stay the target's own. Between roundings of one model little is lost; "
+        "else tau may be low: use a drafter that was trained for this target, or train this one on (blockdraft train "
+        "--init)."
     )
 
 
-def _digest(prefix: str, weights: Iterable[tuple[str, Tensor]]) -> str:
+def sampled_fingerprint(samples: Iterable[tuple[str, Sequence[int], Tensor]], base: str = "") -> str:
+    """`weights_fingerprint` from names, shapes, and the numbers at `sampled_places`."""
     lines = {}
-    for name, weight in weights:  # one at a time, since they may not fit into memory together
-        at = torch.linspace(0, weight.numel() - 1, min(SAMPLE, weight.numel()), dtype=torch.float64).long()
-        # Flattening may copy, which takes long; torch's own unravel_index imports sympy, which takes as long.
-        whole = weight.detach() if weight.dim() else weight.detach()[None]
-        places = np.unravel_index(at.numpy(), tuple(whole.shape))
-        sample = whole[tuple(torch.as_tensor(each, device=whole.device) for each in places)]
-        values = sample.to("cpu", torch.bfloat16).tolist()
-        lines[name] = json.dumps([name, list(weight.shape), values])
-    return _hash("".join([prefix, *(lines[name] for name in sorted(lines))]).encode())
+    for name, shape, values in samples:
+        lines[name] = json.dumps([name, list(shape), values.to("cpu", torch.bfloat16).tolist()])
+    return _hash("".join([base, *(lines[name] for name in sorted(lines))]).encode())
+
+
+def sampled_places(shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Indices of the numbers of a weight that count, an int64 tensor for each of its dimensions."""
+    count = math.prod(shape)
+    at = torch.linspace(0, count - 1, min(SAMPLE, count), dtype=torch.float64).long()
+    # Torch's own unravel_index imports sympy, which takes long.
+    return tuple(torch.as_tensor(each) for each in np.unravel_index(at.numpy(), tuple(shape)))
+
+
+def _digest(prefix: str, weights: Iterable[tuple[str, Tensor]]) -> str:
+    return sampled_fingerprint(((name, weight.shape, _sample(weight)) for name, weight in weights), prefix)
+
+
+def _sample(weight: Tensor) -> Tensor:
+    whole = weight.detach() if weight.dim() else weight.detach()[None]
+    # Indexed, and not flattened, which may copy.
+    return whole[tuple(each.to(whole.device) for each in sampled_places(whole.shape))]
 
 
 def _hash(content: bytes) -> str:

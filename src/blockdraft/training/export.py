@@ -26,9 +26,10 @@ from blockdraft.formats import (
     read_drafter,
 )
 from blockdraft.formats.engines import llama_cpp_line
-from blockdraft.formats.gguf import is_gguf, new_files, open_gguf
+from blockdraft.formats.gguf import GGUFFile, is_gguf, new_files, open_gguf
 from blockdraft.formats.gguf.drafter import write_drafter
 from blockdraft.formats.gguf.kinds import kind_in
+from blockdraft.models import located
 from blockdraft.targets import (
     OpenCheckpoint,
     Target,
@@ -224,7 +225,7 @@ class GGUFSource:
 def gguf_source(
     target: str | Path, revision: str | None = None, adapter: str | Path | None = None
 ) -> Iterator[GGUFSource]:
-    """Open a target, by folder or hub name, without loading all of its weights. The native decoder must know its
+    """Open a target, by folder, hub name or GGUF file, without loading its weights. The native decoder must know its
     family.
 
     Raises:
@@ -232,8 +233,16 @@ def gguf_source(
     """
     text = load_target_text(target, revision)
     with open_checkpoint(target, revision, adapter, "exported") as checkpoint:
-        tokenizer, note = tokenizer_metadata(text, checkpoint.wanted.vocab_size, gguf_architecture(checkpoint))
+        if is_gguf(target):
+            tokenizer, note = own_tokenizer(open_gguf(target)), None
+        else:
+            tokenizer, note = tokenizer_metadata(text, checkpoint.wanted.vocab_size, gguf_architecture(checkpoint))
         yield GGUFSource(name=Path(target).name, checkpoint=checkpoint, text=text, tokenizer=tokenizer, note=note)
+
+
+def own_tokenizer(file: GGUFFile) -> dict[str, Any]:
+    """Metadata of a file's tokenizer by their keys."""
+    return {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
 
 
 @dataclass(frozen=True)
@@ -261,7 +270,7 @@ def export_gguf(
     adapter: str | Path | None = None,
 ) -> ExportedGGUF:
     """Write a drafter and its target as `drafter-WEIGHTS.gguf` and `target-WEIGHTS.gguf`. Both appear together or not
-    at all, and replace files of the same names.
+    at all, and replace files of the same names. A target in a GGUF file stays the file that it is.
 
     Args:
         drafter: Drafter in any format that can be read.
@@ -275,14 +284,16 @@ def export_gguf(
     """
     if weights not in get_args(GGUFWeights):
         raise UsageError(f"type is {weights!r}; it must be one of {', '.join(get_args(GGUFWeights))}.")
-    if is_gguf(target):
-        raise UsageError(f"{target} is a GGUF file already; give the folder that it was made from.")
+    target = located(target)
     target_file, drafter_file = (Path(out) / f"{part}-{weights}.gguf" for part in ("target", "drafter"))
+    if is_gguf(target):
+        target_file = Path(target)
     with gguf_source(target, revision, adapter) as source:
         found = source.read_drafter(drafter)
         with new_files(Path(out)) as folder:
             source.write_drafter(folder / drafter_file.name, found, weights)
-            source.write_target(folder / target_file.name, weights)
+            if not is_gguf(target):
+                source.write_target(folder / target_file.name, weights)
         architecture, fingerprint = gguf_architecture(source.checkpoint), source.checkpoint.source_fingerprint
     notes = [] if source.note is None else [source.note]
     if found.trained_for not in (None, fingerprint):

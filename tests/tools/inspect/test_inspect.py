@@ -150,7 +150,9 @@ def test_gguf(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:
     assert verdicts(drafter)["tokenizer"] is True and False not in verdicts(drafter).values()
     assert drafter.starts["llama.cpp"].line == done.line
     assert drafter.starts["vLLM"].remedy is not None
-    assert set(target.about["weights"]) == {"Q8_0", "F32"} and target.about["fingerprint"] is None
+    assert set(target.about["weights"]) == {"Q8_0", "F32"}
+    fingerprint = load_target(done.target, device="cpu", compile="off").source_fingerprint
+    assert target.about["fingerprint"] == fingerprint is not None
     assert target.about["parameters"] == inspect(tiny_target_dir).about["parameters"]
 
 

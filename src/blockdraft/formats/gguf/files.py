@@ -7,6 +7,7 @@ vocabulary: half a gigabyte and many seconds for a common model.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -60,17 +61,26 @@ class GGUFTensor:
     file: mmap.mmap
     place: int
 
-    def read(self) -> Tensor | QuantizedWeight:
-        """Read the tensor, whose type must be one of `READERS` or `INDICES`."""
+    def read(self, channels: Tensor | None = None) -> Tensor | QuantizedWeight:
+        """Read the tensor, whose type must be one of `READERS` or `INDICES`.
+
+        Args:
+            channels: Indices of its first dimension to read, `[n]` int64; None reads all.
+        """
         values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
-        rows, inputs = self.shape[:-1], self.shape[-1]
-        shape = (*rows, inputs // values, size)
-        count = int(np.prod(shape))
-        raw = np.frombuffer(self.file, np.uint8, count, self.place).copy()
+        shape = (*self.shape[:-1], self.shape[-1] // values, size)
+        count = math.prod(shape)
+        raw = np.frombuffer(self.file, np.uint8, count, self.place).reshape(shape)
+        is_vector = len(self.shape) == 1
+        raw = raw.copy() if channels is None or is_vector else raw[channels.numpy()]
         if hasattr(self.file, "madvise"):  # releases the pages of the file that were read
             begin = self.place - self.place % mmap.PAGESIZE
             self.file.madvise(mmap.MADV_DONTNEED, begin, self.place + count - begin)
-        return (READERS | INDICES)[self.kind](torch.from_numpy(raw).view(shape))
+        found = (READERS | INDICES)[self.kind](torch.from_numpy(raw))
+        if is_vector and channels is not None:
+            assert isinstance(found, Tensor), "few bits are for matrices"
+            return found[channels]
+        return found
 
 
 @dataclass(frozen=True)

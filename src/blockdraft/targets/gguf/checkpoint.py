@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,20 +20,21 @@ from blockdraft.cpu.compiled_decoder import why_not
 from blockdraft.cpu.weight_cache import Origin
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, GGUFFile, open_gguf
+from blockdraft.formats.stored import FEW_BITS, Stored
 from blockdraft.machine import free_bytes
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.targets.base import LoadOptions, NotCovered, TargetText
 from blockdraft.targets.checkpoint import end_tokens, loading, max_context
 from blockdraft.targets.families import decoder_config
-from blockdraft.targets.gguf.config import gguf_config
-from blockdraft.targets.gguf.tensors import decoder_weights, fitted
+from blockdraft.targets.gguf.config import describe_fitted, differences, gguf_config
+from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, dense, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
 from blockdraft.targets.native_files import Checkpoint, make_decoder
+from blockdraft.targets.weights import OpenCheckpoint
 
 GIB = 2**30
 MUCH_MORE = GIB  # bytes in memory beyond those in the file, from which on it is told
 log = logging.getLogger(__name__)
-AS_STORED = {"F32", "BF16"}  # types whose tensors hold the numbers of the model's own folder
 
 
 def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
@@ -65,8 +70,6 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
 
     with loading(path), torch.no_grad():
         decoder = make_decoder(wanted, read, library, Origin(file.parts, {"dtype": str(dtype)}))
-    # Norms of Gemma have one added in GGUF files, which changes their last bits.
-    known = weights.kinds <= AS_STORED and not config.model_type.startswith("gemma") and dtype != torch.float16
     return Checkpoint(
         decoder=decoder,
         config=config,
@@ -75,7 +78,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
         folder=file.path,
         build=made,
         reason=reason,
-        source_fingerprint=None if known else "",
+        source_fingerprint="" if dtype == torch.float16 else weights.fingerprint(),
         tokenizer_reason=missing,
     )
 
@@ -150,6 +153,59 @@ def load_gguf_text(path: str | Path, revision: str | None = None) -> TargetText:
         tokenizer, missing = find_tokenizer(file)
         ends = end_tokens(GenerationConfig(eos_token_id=end_ids(file.metadata)), config, tokenizer)
     return TargetText(file.path, tokenizer, max_context(config), ends, missing)
+
+
+@contextmanager
+def open_gguf_checkpoint(
+    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "rounded"
+) -> Iterator[OpenCheckpoint]:
+    """Open the model of a GGUF file as `open_checkpoint` opens a folder, with the files that a folder of it would have.
+
+    Raises:
+        UsageError: config.json cannot describe the model, its tokenizer is not known, its weights are of few bits and
+            are to be rounded, or as in `read_gguf`.
+    """
+    refuse(path, adapter=adapter, revision=revision)
+    file = open_gguf(path)
+    with understanding(path):
+        config = gguf_config(file)
+        found = fitted(decoder_config(config), file)
+        describe_fitted(config, found, file)
+        wanted = decoder_config(config)
+        if others := differences(found, replace(wanted, norm_plus_one=False)):
+            raise NotCovered(f"transformers has no words for its {', '.join(others)}")
+        weights = replace(decoder_weights(file, found), expanded=frozenset())
+        tokenizer, missing = find_tokenizer(file)
+        ends = end_ids(file.metadata)
+    few = sorted(weights.kinds - set(FLOATS))
+    if few and doing == "rounded":
+        raise UsageError(
+            f"{path} is rounded already ({', '.join(few)}), and twice would lose more; give a file of the model in "
+            "F16, BF16 or F32, or its folder."
+        )
+    if tokenizer is None:
+        raise UsageError(f"{path} cannot be {doing} without its tokenizer, and it is not known: {missing}.")
+    tensors = {}
+    for name, tensor in weights.tensors.items():
+        less = wanted.norm_plus_one and name.endswith("norm.weight")
+        read = partial(_minus_one, weights, name) if less else partial(weights.read, name)
+        tensors[name] = Stored(tensor.shape, tensor.kind if tensor.kind in FLOATS else FEW_BITS, read)
+    with tempfile.TemporaryDirectory() as folder:
+        with loading(path):
+            tokenizer.save_pretrained(folder)
+            GenerationConfig(eos_token_id=ends).save_pretrained(folder)
+        yield OpenCheckpoint(
+            wanted=wanted,
+            config=config,
+            raw=json.loads(config.to_json_string()),
+            tensors=tensors,
+            files=sorted(Path(folder).iterdir()),
+            source_fingerprint=weights.fingerprint(),
+        )
+
+
+def _minus_one(weights: GGUFWeights, name: str) -> Tensor:
+    return dense(weights.read(name)).float() - 1
 
 
 def find_tokenizer(file: GGUFFile) -> tuple[PreTrainedTokenizerBase | None, str | None]:

@@ -5,15 +5,18 @@ Transformers has such a mapping, too, but without windows, soft-caps and scaled 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blockdraft.formats.gguf import GGUFFile
-from blockdraft.formats.gguf.rope import ROPE_BASE, rope_metadata
-from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.formats.gguf.rope import ROPE_BASE, ROPE_FACTORS, rope_metadata
+from blockdraft.nn.decoder_config import DecoderConfig, LayerKind
 from blockdraft.targets.base import NotCovered
 
 # Our families by the architectures of llama.cpp.
@@ -84,6 +87,25 @@ def gguf_config(file: GGUFFile) -> PretrainedConfig:
     elif window:
         raise NotCovered(f"it has a sliding window, which llama.cpp ignores in the architecture {name}")
     return AutoConfig.for_model(family, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]], **fields)
+
+
+def describe_fitted(config: PretrainedConfig, found: DecoderConfig, file: GGUFFile) -> None:
+    """Write into a file's configuration what `fitted` reads from its tensors: biases and factors of frequencies."""
+    if hasattr(config, "attention_bias"):
+        config.attention_bias = found.qkv_bias
+    if hasattr(config, "mlp_bias"):
+        config.mlp_bias = found.mlp_bias
+    if ROPE_FACTORS in file.tensors:
+        factors = file.tensors[ROPE_FACTORS].read()
+        assert isinstance(factors, Tensor), "a vector"
+        config.rope_parameters = {
+            "rope_type": "longrope",
+            "rope_theta": config.rope_parameters["rope_theta"],
+            "short_factor": factors.tolist(),
+            "long_factor": factors.tolist(),
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": config.max_position_embeddings,
+        }
 
 
 def check_settings(get: Get, head_dim: int) -> None:
@@ -171,3 +193,17 @@ def gguf_metadata(config: PretrainedConfig, wanted: DecoderConfig) -> dict[str, 
         if "sliding_attention" in rope:
             found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
     return found
+
+
+def differences(one: DecoderConfig, two: DecoderConfig) -> list[str]:
+    """Names of the settings that differ, but for the last digits of frequencies."""
+    names = [each.name for each in fields(one) if each.name != "layers"]
+    found = [name for name in names if getattr(one, name) != getattr(two, name)]
+    alike = len(one.layers) == len(two.layers) and all(map(_alike, one.layers, two.layers))
+    return found if alike else [*found, "windows or rotary embeddings"]
+
+
+def _alike(one: LayerKind, two: LayerKind) -> bool:
+    pairs = zip(one.rope.inverse_frequencies, two.rope.inverse_frequencies, strict=True)
+    same = all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs)
+    return one.window == two.window and math.isclose(one.rope.scale, two.rope.scale, rel_tol=1e-6) and same

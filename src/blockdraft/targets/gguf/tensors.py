@@ -18,6 +18,7 @@ from blockdraft.formats.stored import Stored, stored
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.targets.base import NotCovered
+from blockdraft.targets.fingerprint import sampled_fingerprint, sampled_places
 
 # The nearest that somebody can do who has only the file.
 REQUANTIZE = "make another of this file with llama.cpp (llama-quantize --allow-requantize FILE NEW.gguf Q8_0)"
@@ -50,16 +51,31 @@ class GGUFWeights:
             total += math.prod(tensor.shape) * (floats.itemsize if is_float else bytes_held(tensor.kind))
         return round(total)
 
-    def read(self, name: str) -> Tensor | QuantizedWeight:
-        """A weight of the model on the CPU, in its own dtype or in few bits."""
-        weight = self.tensors[name].read()
-        if name in self.expanded and isinstance(weight, QuantizedWeight):
-            weight = weight.dequantize()
-        heads = self.interleaved.get(name)
-        if heads is None:
-            return weight
-        order = paired(weight.shape[0], heads)
-        return weight.channels(order) if isinstance(weight, QuantizedWeight) else weight[order]
+    def read(self, name: str, channels: Tensor | None = None) -> Tensor | QuantizedWeight:
+        """A weight of the model on the CPU, in its own dtype or in few bits.
+
+        Args:
+            channels: Output channels to read, `[n]` int64; None reads all.
+        """
+        tensor = self.tensors[name]
+        if name in self.interleaved:
+            order = paired(tensor.shape[0], self.interleaved[name])
+            channels = order if channels is None else order[channels]
+        weight = tensor.read(channels)
+        return dense(weight) if name in self.expanded else weight
+
+    def fingerprint(self) -> str:
+        """`Target.source_fingerprint` of the target that is read from the file."""
+        return sampled_fingerprint((name, tensor.shape, self._sample(name)) for name, tensor in self.tensors.items())
+
+    def _sample(self, name: str) -> Tensor:
+        channels, *inputs = sampled_places(self.tensors[name].shape)
+        places = (torch.arange(len(channels)), *inputs)
+        return dense(self.read(name, channels))[places]
+
+
+def dense(weight: Tensor | QuantizedWeight) -> Tensor:
+    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
 
 def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import open_gguf, write_gguf
 from blockdraft.formats.gguf.rope import IN_FACTORS
-from blockdraft.nn.decoder_config import DecoderConfig, LayerKind
+from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.families import decoder_config
-from blockdraft.targets.gguf.config import ARCHITECTURES, gguf_config, gguf_metadata
+from blockdraft.targets.gguf.config import ARCHITECTURES, differences, gguf_config, gguf_metadata
 from blockdraft.targets.gguf.tensors import fitted, gguf_tensors
 from blockdraft.targets.weights import OpenCheckpoint
 from blockdraft.types import GGUFWeights
@@ -54,17 +53,7 @@ def _check(path: Path, wanted: DecoderConfig) -> None:
     except NotCovered as refused:
         wrong = str(refused)
     else:
-        wanted = replace(wanted, norm_plus_one=False)  # the one is added to the weights
-        names = [each.name for each in fields(wanted) if each.name != "layers"]
-        other = [name for name in names if getattr(found, name) != getattr(wanted, name)]
-        if not all(map(_alike, found.layers, wanted.layers)):
-            other.append("windows or rotary embeddings")
+        other = differences(found, replace(wanted, norm_plus_one=False))  # the one is added to the weights
         wrong = f"it would lose {', '.join(other)}" if other else ""
     if wrong:
         raise UsageError(f"The target cannot be written as a GGUF file, which cannot describe it: {wrong}.")
-
-
-def _alike(one: LayerKind, two: LayerKind) -> bool:
-    pairs = zip(one.rope.inverse_frequencies, two.rope.inverse_frequencies, strict=True)
-    same = all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs)
-    return one.window == two.window and math.isclose(one.rope.scale, two.rope.scale, rel_tol=1e-6) and same

@@ -21,7 +21,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import Complaints, UsageError
 from blockdraft.folders import held
-from blockdraft.targets import Target, checked_folder, load_target, without_tokenizer
+from blockdraft.targets import Target, check_target, load_target, without_tokenizer
 from blockdraft.tools.fit import survey
 from blockdraft.tools.fit.card import engines, usage, write_card
 from blockdraft.tools.fit.plan import EVAL_TOKENS, Plan, answer_length, candidates, make_plan, reference, show
@@ -137,7 +137,7 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
         check_sources(fit.sources, fit.records)
     with complaints.noting():
         if fit.where.target is not None:
-            checked_folder(fit.where.target, fit.where.revision)
+            check_target(fit.where.target, fit.where.revision)
     complaints.check()  # before anything slow
     with complaints.noting():
         with survey.telling(note, "Loading the target"):
