@@ -1,4 +1,7 @@
+"""Import paths of draft_sizes.py beside this file, and of gguf_writer.py."""
+
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "targets"))  # for gguf_writer.py
+here = Path(__file__).parent
+sys.path += [str(here), str(here.parent / "targets")]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from draft_sizes import SIZES
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -16,20 +17,12 @@ from blockdraft.formats.zlab import config_dict, parse_config, read_checkpoint, 
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 
 CONFIG = DFlash2Config(
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=64,
+    **SIZES,
     block_size=4,
     mask_token_id=63,
     taps=(1, 5, 7),
-    num_target_layers=8,
     rope_theta=1e7,
     layers=(LayerAttention(causal=False, window=9),) * 2,
-    max_position_embeddings=128,
     conv_kernel_size=3,
     conv_group_size=4,
     selector_rank=5,
@@ -39,15 +32,7 @@ CONFIG = DFlash2Config(
 RAW: dict[str, Any] = {
     "architectures": ["DFlash2DraftModel"],
     "model_type": "qwen3",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "num_target_layers": 8,
-    "max_position_embeddings": 128,
+    **SIZES,
     "is_causal": False,
     "layer_types": ["sliding_attention"] * 2,
     "sliding_window": 9,

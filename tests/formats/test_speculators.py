@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from draft_sizes import SIZES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,20 +18,12 @@ from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 
 FULL = LayerAttention(causal=False, window=None)
 CONFIG = DraftConfig(
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=64,
+    **SIZES,
     block_size=4,
     mask_token_id=63,
     taps=(1, 5, 6),
-    num_target_layers=8,
     rope_theta=5e5,
     layers=(FULL, FULL),
-    max_position_embeddings=128,
 )
 SPARK = DSparkConfig(**vars(CONFIG), markov_rank=3)
 KEPT = torch.tensor([0, 3, 4, 9, 62])

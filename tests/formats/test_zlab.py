@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from draft_sizes import SIZES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,33 +25,17 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 BIDIRECTIONAL = LayerAttention(causal=False, window=None)
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
 CONFIG = DraftConfig(
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=64,
+    **SIZES,
     block_size=4,
     mask_token_id=63,
     taps=(1, 5, 7),
-    num_target_layers=8,
     rope_theta=5e5,
     layers=(BIDIRECTIONAL, BIDIRECTIONAL),
-    max_position_embeddings=128,
 )
 RAW: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
     "model_type": "qwen3",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "num_target_layers": 8,
-    "max_position_embeddings": 128,
+    **SIZES,
     "block_size": 4,
     "rope_theta": 5e5,
     "dflash_config": {"mask_token_id": 63, "target_layer_ids": [1, 5, 7]},
