@@ -1,8 +1,8 @@
-"""What blockdraft raises. Our own bugs are `AssertionError`s; what torch or the operating system raises stays theirs.
+"""Errors that blockdraft raises. Bugs of its own are `AssertionError`s; errors of torch and the system pass unchanged.
 
 BlockdraftError
-|-- UsageError       what a caller can mend; also a ValueError
-|-- NumbersError     a model computed no finite numbers; also a FloatingPointError
+|-- UsageError       a fault that the caller can mend; also a ValueError
+|-- NumbersError     a model computed numbers that are not finite; also a FloatingPointError
 |-- RequestError     one request failed, and no other; also a RuntimeError
 `-- ClosedError      an engine was used after `close`; also a RuntimeError
 """
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 
 class BlockdraftError(Exception):
-    """The base of all."""
+    """Base class of all errors."""
 
 
 class UsageError(BlockdraftError, ValueError):

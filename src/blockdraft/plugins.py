@@ -22,12 +22,12 @@ def plugins(package: str) -> dict[str, ModuleType]:
     return {name: import_module(f"{package}.{name}") for name in plugin_names(package)}
 
 
-def part_names(part: str, package: str = DRAFTERS) -> list[str]:
-    """Names of a package's folders that have a file for this part, such as "train"."""
-    folders = [file.name for file in pkgutil.iter_modules(import_module(package).__path__) if file.ispkg]
-    return sorted(name for name in folders if part in plugin_names(f"{package}.{name}"))
+def part_names(part: str) -> list[str]:
+    """Names of the drafters' folders that have a file for this part, such as "train"."""
+    folders = [file.name for file in pkgutil.iter_modules(import_module(DRAFTERS).__path__) if file.ispkg]
+    return sorted(name for name in folders if part in plugin_names(f"{DRAFTERS}.{name}"))
 
 
-def parts(part: str, package: str = DRAFTERS) -> dict[str, ModuleType]:
-    """Imported files of a package's folders for this part, by the folder's name."""
-    return {name: import_module(f"{package}.{name}.{part}") for name in part_names(part, package)}
+def parts(part: str) -> dict[str, ModuleType]:
+    """Imported files of the drafters' folders for this part, by the folder's name."""
+    return {name: import_module(f"{DRAFTERS}.{name}.{part}") for name in part_names(part)}

@@ -119,7 +119,7 @@ def _sentence(kind: Any, name: str, errors: Sequence[Any]) -> str:
 
 
 def limit_of(error: Any) -> str:
-    """What a refused value must be, from pydantic's error."""
+    """Limit that a refused value must meet, from pydantic's error."""
     kind = error["type"]
     known = LIMITS.get(kind) or LIMITS.get(kind.split("_")[0])
     told: str = error["msg"].removeprefix("Input should be ")

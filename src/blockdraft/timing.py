@@ -1,7 +1,7 @@
-"""Where the time of cycles goes: one timer a cycle, read at the marks between its parts.
+"""Time of cycles by their parts: one timer a cycle, read at the marks between its parts.
 
 The code of a cycle calls `mark` with the name of a part where that part ends, in the engine and in drafters alike. A
-mark outside of any cycle says nothing.
+mark outside of any cycle is ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-# In the order of a cycle. What a drafter does not mark itself counts as its choice of guesses.
+# Parts in the order of a cycle. Time that a drafter does not mark itself counts as its choice of guesses.
 PASS, HEAD, GUESSES = "draft pass", "draft head", "guesses"
 FORWARD, VERIFICATION, COMMIT = "target forward", "verification", "commit"
 CONTEXT, OBSERVE, BOOKKEEPING = "draft context", "observe", "bookkeeping"
@@ -21,10 +21,10 @@ NETWORKS = {PASS, HEAD, FORWARD, CONTEXT}  # the rest is the host's
 
 
 class Cycle:
-    """The timer of one cycle, around which it is a context manager.
+    """Timer and context manager of one cycle.
 
     Attributes:
-        seconds: By part, of those that were marked.
+        seconds: Seconds of the marked parts.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Cycle:
                 self._listener.seconds[part] += seconds
 
     def mark(self, part: str) -> None:
-        """As the function `mark`, for who has the timer at hand."""
+        """Same as the function `mark`, for code that has the timer."""
         if self._wait is not None:
             self._wait()
         now = time.perf_counter()
@@ -53,7 +53,7 @@ class Cycle:
 
     @property
     def total(self) -> float:
-        """Seconds from its beginning to the last mark."""
+        """Seconds from the beginning of the cycle to the last mark."""
         return self._last - self._began
 
     def of(self, parts: Iterable[str]) -> float:
@@ -67,7 +67,7 @@ class _Listener:
 
 
 class _Thread(threading.local):
-    cycle: Cycle | None = None  # that this thread is in
+    cycle: Cycle | None = None  # present cycle of this thread
 
 
 _thread = _Thread()
@@ -75,7 +75,7 @@ _listener: _Listener | None = None
 
 
 def mark(part: str) -> None:
-    """Say that what this thread did since the last mark was this part of its cycle."""
+    """Count the time of this thread since the last mark to this part of its cycle."""
     cycle = _thread.cycle
     if cycle is not None:
         cycle.mark(part)
@@ -83,13 +83,13 @@ def mark(part: str) -> None:
 
 @contextmanager
 def listening(wait: Callable[[], object] = lambda: None) -> Iterator[dict[str, float]]:
-    """Add up the cycles of all threads that begin meanwhile and come to their end.
+    """Context that adds up all cycles that begin and end inside it, in any thread.
 
     Args:
-        wait: Called before the clock is read; for a GPU it has to wait until the work given to it is done.
+        wait: Function called before the clock is read; for a GPU it must wait until the GPU's work is done.
 
     Yields:
-        Seconds by part, in the order of `PARTS`, to be read when it is over.
+        Seconds by part, in the order of `PARTS`, complete at the end of the context.
     """
     global _listener
     assert _listener is None, "one listens at a time"

@@ -16,10 +16,10 @@ PART = 2**22  # probabilities computed at a time, to save memory
 
 
 class Rules(Protocol):
-    """What restricts the tokens of one answer, such as a grammar."""
+    """Restriction of the tokens of one answer, such as a grammar."""
 
     def after(self, tokens: Sequence[int]) -> Tensor | None:
-        """The tokens that may follow the output so far and these, `[V]` bool on the CPU; None if none may."""
+        """Tokens that may follow the output so far and these, `[V]` bool on the CPU; None if none may."""
 
 
 class Distributions:
@@ -31,12 +31,12 @@ class Distributions:
 
     Args:
         logits_BNV: Logits `[B, N, V]` after each node, any float dtype.
-        params: Of each row.
+        params: Sampling parameters of each row.
         tokens_BN, parents_BN: The nodes, as in `Proposal`.
         prompts: Token ids of each row's prompt.
         outputs: Token ids of each row's output so far, of which node 0 is the last.
         best_BN: Argmax of the logits as in `TargetOutput`, if known.
-        rules: Of each row, None for a row without; None if no row has rules.
+        rules: Rules of each row, None for a row without; None if no row has rules.
 
     Attributes:
         tokens: Tokens of the nodes, a list a row.
@@ -219,7 +219,7 @@ def probabilities(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tenso
 
     Args:
         logits_BNV: Logits `[B, N, V]`, any float dtype.
-        params: Of each row. Biases and penalties, which depend on the tokens before a node, are ignored here;
+        params: Parameters of each row. Biases and penalties, which depend on the tokens before a node, are ignored;
             `Distributions` applies them.
 
     Returns:

@@ -24,7 +24,7 @@ class SparseDistribution:
     Attributes:
         ids: `[M, K]` int64, distinct tokens after the first M nodes, the last of which has no sampled child. Before
             there is a proposal `[..., K]`, for several rows or depths.
-        probs: Of the same shape, float32, summing to 1 over K; all other tokens have probability 0.
+        probs: Probabilities of the same shape, float32, summing to 1 over K; all other tokens have probability 0.
     """
 
     ids: Tensor
@@ -125,11 +125,12 @@ def tree_mask(parents_BN: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """How far to draft in one cycle, and how.
+    """Extent and shape of the proposals of one cycle.
 
     Attributes:
         block_size: Most tokens on a path, anchor included. A drafter may return fewer.
-        params: Of each row. A guess is best chosen or sampled from the distribution that these make of its logits.
+        params: Sampling parameters of each row. A guess is best chosen or sampled from the distribution that these
+            make of its logits.
         tree_budget: Most guesses of each row's tree; 0 asks for chains. Drafters without trees return chains.
         cycle_seconds: Time of a whole cycle with 0, 1, 2, ... guesses a row. The drafter then returns as many guesses
             as maximise the expected tokens over this time; None asks for as many as the other limits allow.
@@ -167,7 +168,7 @@ def chain_q(
 
     Args:
         q_BDK: `[B, D, K]`, D at least `count`.
-        params: Of each row. Rows at temperature 0 have no q, since their guesses are chosen.
+        params: Sampling parameters of each row. Rows at temperature 0 have no q, since their guesses are chosen.
     """
     # Node j + 1 is sampled from the distribution of node j. For the last node, which has no child, any will do.
     nodes = [min(node, q_BDK.ids.size(1) - 1) for node in range(1 + count)]

@@ -61,8 +61,8 @@ def lattice_tree(
     cycle_seconds: Sequence[float] | None = None,
     trust: float = 1.0,
 ) -> Proposal:
-    """As `best_first`, for guesses whose distribution depends on the guess before: a node's children are scored given
-    the node's own token.
+    """`best_first` for guesses whose distribution depends on the guess before: a node's children are scored given the
+    node's own token.
 
     Args:
         anchor_B: `[B]` int64.
@@ -183,7 +183,7 @@ def _grow(
     index, and the guess.
 
     Args:
-        log_probs: Of each guess; guess d * ranks + r has rank r at depth d + 1.
+        log_probs: Log probability of each guess; guess d * ranks + r has rank r at depth d + 1.
         children: The best guess after each guess; by default that of the next depth.
     """
     nodes: list[tuple[float, int, int]] = []

@@ -52,15 +52,15 @@ class Memory:
         return taken
 
     def caches(self, slots: int) -> int:
-        """The caches of target and drafter."""
-        # What some targets keep for each row besides its slots, such as recurrent states.
+        """Bytes of the caches of target and drafter."""
+        # Bytes that some targets keep for each row besides its slots, such as recurrent states.
         of_rows = self.target.cache_bytes(self.max_batch_size, 0) - self.target.cache_bytes(1, 0)
         return self.target.cache_bytes(1, slots) + of_rows + self.drafter.state_bytes(1, slots)
 
     def workspace(self, slots: int) -> int:
-        """What a step needs besides the caches: the largest forward; the logits of all nodes, in the target's dtype and
-        twice in float32; the features, by layer and side by side, of all nodes, a part of a prompt, or a pause in
-        drafting, whichever is most; and the workspaces of drafters."""
+        """Bytes that a step needs besides the caches: the largest forward; the logits of all nodes, in the target's
+        dtype and twice in float32; the features, by layer and side by side, of all nodes, a part of a prompt, or a
+        pause in drafting, whichever is most; and the workspaces of drafters."""
         target, rows, size = self.target, self.max_batch_size, self.target.dtype.itemsize
         longest = min(slots, self._most_row_slots)
         forward = max(
@@ -75,7 +75,7 @@ class Memory:
         return forward + logits + features + sum(self._draft_workspace(part, slots) for part in self.drafter.parts)
 
     def _draft_workspace(self, part: Drafter, slots: int) -> int:
-        """What a drafter keeps for its calls of `propose` and `observe`."""
+        """Bytes that a drafter keeps for its calls of `propose` and `observe`."""
         observed = max(self.prefill_tokens, self.max_batch_size * self.nodes, AT_ONCE if self.automatic else 0)
         reached = max(min(slots, self._most_row_slots), observed)
         return part.workspace_bytes(1, observed, reached)

@@ -32,8 +32,8 @@ class Request:
         cycle: The last cycle, where chunks report it, until one has.
         token_ids: The answer so far; the last token is the anchor.
         drafted: For each token, whether the drafter guessed it.
-        logprobs: Of each token, if asked for.
-        prompt_logprobs: Of the prompt's tokens read so far, if asked for; complete before the first token.
+        logprobs: Log probabilities of each token, if asked for.
+        prompt_logprobs: Those of the prompt's tokens read so far, if asked for; complete before the first token.
         finish_reason: None while it waits or runs.
         failure: The error that ended it, where the finish reason is "error"; `error` is its message.
         cancelled: Set by `cancel`; the scheduler ends the request before the next cycle.
@@ -222,16 +222,17 @@ class Completion:
     """An answer.
 
     Attributes:
-        text: Without special tokens and without the stop string that ended it; empty where the target has no tokenizer.
-        token_ids: The stop token, or the tokens of the stop string, included.
+        text: Text without special tokens and without the stop string that ended it; empty if the target has no
+            tokenizer.
+        token_ids: Tokens, with the stop token, or the tokens of the stop string.
         finish_reason: "stop" at a stop token or stop string, "length" at `max_new_tokens`, "cancelled", or "error".
         drafted: For each token, whether the drafter guessed it.
-        stats: Counts and times; `tau` is a short cut to the one most asked for.
+        stats: Counts and times; `tau` is a short cut to the most common one.
         prompt_tokens: Length of the prompt.
-        failure: The error that ended it, where the finish reason is "error"; `error` is its message.
-        logprobs: Of each token, where `SamplingParams` asks for it.
-        prompt_logprobs: Of each token of the prompt, where asked for; None for the first, which follows nothing. Fewer
-            where the request ended before its prompt was read.
+        failure: Error that ended it, if the finish reason is "error"; `error` is its message.
+        logprobs: Log probabilities of each token, if `SamplingParams` asks for them.
+        prompt_logprobs: Those of each token of the prompt, if asked for; None for the first, which follows nothing.
+            Fewer if the request ended before its prompt was read.
     """
 
     text: str
@@ -266,7 +267,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one cycle adds to a streamed answer.
+    """Part of a streamed answer that one cycle adds.
 
     Attributes:
         text: New text. It holds whole characters only, and nothing that may still turn out to be a stop string, so it
@@ -275,10 +276,10 @@ class Chunk:
         drafted: For each new token, whether the drafter guessed it; False for the bonus token.
         stats: Counts and times so far; the same object in every chunk of an answer.
         finish_reason: Set on the last chunk.
-        failure: Set on the last chunk where its finish reason is "error"; `error` is its message.
-        logprobs: Of each new token, where `SamplingParams` asks for it.
-        cycle: The cycle that the tokens come from, where the request was submitted with `trace`; None for the first
-            token, which reading the prompt yields.
+        failure: Set on the last chunk if its finish reason is "error"; `error` is its message.
+        logprobs: Log probabilities of each new token, if `SamplingParams` asks for them.
+        cycle: Cycle that the tokens come from, if the request was submitted with `trace`; None for the first token,
+            which comes from reading the prompt.
     """
 
     text: str

@@ -25,7 +25,7 @@ from blockdraft.types import CycleTrace, TokenLogprob
 
 
 class Outcome(NamedTuple):
-    """What a cycle yielded.
+    """Outcome of a cycle.
 
     Attributes:
         guesses: Guesses a row, padding of shorter rows included.

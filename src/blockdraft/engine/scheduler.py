@@ -24,7 +24,7 @@ _NOT_FINITE = NumbersError("The logits are not finite.")
 
 
 class Source(NamedTuple):
-    """Where a row gets the beginning of its prompt from.
+    """Source of the beginning of a row's prompt.
 
     Attributes:
         row: The running row that holds it or is about to read it; None for a row of a finished request.
@@ -286,7 +286,7 @@ class Scheduler:
 
         Args:
             counts: Tokens of the prompts that were to be read; None for a cycle.
-            error: Of the step; None where each row was alone and had no guesses already, so that it is at fault.
+            error: Error of the step; None if each row was alone and without guesses already, so that it is at fault.
         """
         for i, row in enumerate(rows):
             try:

@@ -213,7 +213,7 @@ class AnswerText:
         return cast(str, self._tokenizer.decode(self._ids, skip_special_tokens=True))
 
     def _first_stop(self, text: str) -> int | None:
-        """Where the first stop string of a text begins."""
+        """Position of the first stop string in a text; None if there is none."""
         return min((at for at in map(text.find, self._stop) if at >= 0), default=None)
 
     def _beginning(self, stop: str) -> int:

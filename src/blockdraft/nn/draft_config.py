@@ -14,7 +14,7 @@ LARGEST, MOST_LAYERS, LARGEST_FLOAT = 2**31, 1024, 1e30
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What one draft layer attends to."""
+    """Attention span of one draft layer."""
 
     causal: bool  # inside the block: the slots up to the query's own; otherwise the whole block
     window: int | None  # sliding window in tokens; None is full attention

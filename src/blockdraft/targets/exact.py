@@ -121,7 +121,7 @@ LENGTH = "how many keys there are and where they lie"
 
 @torch.no_grad()
 def _causes(target: Target, number: int) -> set[str]:
-    """What the numbers of a token depend on, after context `number`."""
+    """Causes, beside its own context, of differences between the numbers of a token after context `number`."""
     random = torch.Generator().manual_seed(number)
     taps = range(target.num_layers + 1)
 

@@ -1,4 +1,4 @@
-"""Reports on drafters: their conventions, the target that each wants, and whether a given one is that."""
+"""Reports on drafters: their conventions, the target that each needs, and checks against a given one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from blockdraft.tools.inspect.report import (
 
 TOKENS = "tokenizer.ggml.tokens"
 HEAD_INPUT = "what the target's head reads"
-# Fields of configurations, by what is said of them.
+# Fields of configurations, by their names in reports.
 SIZES = {"hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "heads": "num_attention_heads"}
 SIZES |= {"key_value_heads": "num_key_value_heads", "head_size": "head_dim", "context": "max_position_embeddings"}
 OWN = ("qk_norm", "norm_before_residual", "norm_output", "fc_norm", "norm_before_fc", "normed_feedback", "shared_head")
@@ -39,19 +39,20 @@ OWN = ("qk_norm", "norm_before_residual", "norm_output", "fc_norm", "norm_before
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A drafter's files.
+    """Content of a drafter's files.
 
     Attributes:
-        layout: How it lies: a layout's name, or "gguf".
-        architecture: What config.json calls it.
-        config: Of its network.
+        path: Folder or file.
+        layout: Name of the layout, or "gguf".
+        architecture: Name of the architecture in config.json.
+        config: Configuration of the network.
         layers_known: Whether the number of target layers in `config` is known.
-        kinds: Numbers that the files hold, by their type.
+        kinds: Number of values in the files, by their type.
         bytes: Size of the files.
-        kept: Tokens that it can guess.
-        target_name: What the files call its target; None where they do not.
-        fingerprint: `Target.source_fingerprint` of its target, where it is known.
-        words: The target's tokens, where a file holds them.
+        kept: Number of tokens that it can guess.
+        target_name: Name of the target in the files; None if they have none.
+        fingerprint: `Target.source_fingerprint` of its target; None if it is unknown.
+        words: The target's tokens; None if the files do not hold them.
     """
 
     path: str
@@ -68,7 +69,7 @@ class Found:
 
 
 def layout_report(path: Path, name: str, layout: Layout, raw: Mapping[str, Any], target: Description | None) -> Report:
-    """Report on a folder of one of the layouts. Raises UsageError where it is incomplete or asks for the
+    """Report on a folder of one of the layouts. Raises a UsageError if it is incomplete or needs something
     unsupported."""
     files = weight_files(path, layout.pickle)
     if not files:
@@ -98,7 +99,7 @@ def layout_report(path: Path, name: str, layout: Layout, raw: Mapping[str, Any],
 
 
 def gguf_report(file: GGUFFile, target: Description | None) -> Report:
-    """Report on a GGUF file. Raises UsageError where it lacks a value or asks for the unsupported."""
+    """Report on a GGUF file. Raises a UsageError if it lacks a value or needs something unsupported."""
     kind = kind_in(file)
     entered = file.metadata.get(f"{kind.architecture}.target_layers") or [0]
     known = file.metadata.get("blockdraft.num_target_layers") or (None if target is None else layers_of(target))
@@ -171,7 +172,7 @@ def _report(found: Found, target: Description | None) -> Report:
 
 
 def _conventions(found: Found, reads_head: bool, target: Description | None) -> dict[str, Any]:
-    """What readers may take differently."""
+    """Values that other readers may understand differently."""
     config, shared = found.config, find_architecture(found.config)
     taps, entered = [*config.taps], [tap + 1 for tap in config.taps]
     vocabulary = {"target": config.vocab_size, "guessed": found.kept}

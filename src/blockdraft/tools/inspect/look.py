@@ -27,16 +27,16 @@ ADAPTER = "adapter_config.json"
 
 
 def inspect(path: str | Path, target: str | Path | None = None, revision: str | None = None) -> Report:
-    """Say what a checkpoint is.
+    """Report on a checkpoint.
 
     Args:
-        path: A folder, a GGUF file, the hub name of a target, or "bundled", the drafter that comes along and drafts by
-            default, or "bundled-dflash", its DFlash drafter.
-        target: What a drafter is to go with: folder, hub name, GGUF file, or "bundled", the one that comes along.
-        revision: Of a hub name.
+        path: A folder, a GGUF file, the hub name of a target, "bundled" for the bundled drafter, which drafts by
+            default, or "bundled-dflash" for the DFlash drafter in it.
+        target: Target to check a drafter against: a folder, hub name, GGUF file, or "bundled" for the bundled one.
+        revision: Revision of a hub name.
 
     Raises:
-        UsageError: There is nothing there that is known, or it cannot be read.
+        UsageError: The checkpoint is missing, of an unknown kind, or cannot be read.
     """
     place = bundled().get(str(path)) or Path(located(path))
     if target is None and place in bundled().values():
@@ -67,7 +67,7 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
 
 
 def _check_target(place: Path) -> None:
-    """Refuse what else a target's place may hold."""
+    """Raise a UsageError if the place of a target holds something else."""
     raw = read_config(place) if (place / "config.json").is_file() else None
     kinds = {
         "a drafter": layout_of(raw) is not None
@@ -85,7 +85,7 @@ def _denoises(raw: Any) -> bool:
 
 
 def _instead(place: Path) -> str:
-    """What else the folder holds that could have been meant."""
+    """Hint at a checkpoint inside the folder that could have been meant; empty if there is none."""
     files = sorted(place.glob("*.gguf"))
     if files:
         return f"; give one of its files, such as {files[0]}"
@@ -161,7 +161,7 @@ def _adapter(place: Path, given: Description | None) -> Report:
     try:
         raw = json.loads((place / ADAPTER).read_text(encoding="utf-8"))
         kind, modules = raw["peft_type"], raw.get("target_modules") or []
-        modules = [modules] if isinstance(modules, str) else sorted(map(str, modules))  # a text stands for several
+        modules = [modules] if isinstance(modules, str) else sorted(map(str, modules))  # a text is a pattern
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{place / ADAPTER} is no adapter's ({error!r}); copy or fetch it again.") from error
     files = sorted(place.glob("*.safetensors"))

@@ -1,5 +1,4 @@
-"""What is found out about a checkpoint: how it lies, whether a drafter goes with a target, and how engines are
-started."""
+"""Reports on checkpoints: their layout, whether a drafter fits a target, and how engines are started."""
 
 from __future__ import annotations
 
@@ -16,11 +15,12 @@ from blockdraft.targets import Description
 
 @dataclass(frozen=True)
 class Check:
-    """Whether a drafter goes with a target, in one respect.
+    """One check of whether a drafter fits a target.
 
     Attributes:
-        holds: None where it is not known.
-        said: What was found, in words.
+        name: Name of the check.
+        holds: Whether it holds; None if that is unknown.
+        said: The values compared, in words.
     """
 
     name: str
@@ -30,17 +30,18 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """A checkpoint. All values but `config` are such that JSON can spell them; lengths are in tokens.
+    """Report on a checkpoint. JSON can represent all values but `config`; lengths are in tokens.
 
     Attributes:
-        what: "drafter", "target", "adapter" or "block-diffusion model".
-        layout: How it lies: a file of `formats`, "gguf", "transformers" or "peft".
-        about: What it is, and how large.
-        wants: The target that a drafter or an adapter is for.
-        conventions: Of a drafter, everything that readers may take differently, as it was resolved.
-        fits: Whether it goes with a given target; empty where none was given.
-        starts: How each engine is started with it.
-        config: Of a drafter's network, for `formats`.
+        path: Folder, hub name or file.
+        what: Kind of checkpoint: "drafter", "target", "adapter" or "block-diffusion model".
+        layout: Layout on disk: a file of `formats`, "gguf", "transformers" or "peft".
+        about: Architecture and sizes.
+        wants: Properties of the target that a drafter or an adapter is for.
+        conventions: Values of a drafter that other readers may understand differently, as they were resolved.
+        fits: Checks against a given target; empty if there is none.
+        starts: Start of each engine with it.
+        config: Configuration of a drafter's network, for `formats`.
     """
 
     path: str
@@ -54,7 +55,7 @@ class Report:
     config: Any = None
 
     def as_dict(self) -> dict[str, Any]:
-        """All but `config`."""
+        """Report without `config`."""
         return {name: value for name, value in asdict(self).items() if name != "config"}
 
 
@@ -65,12 +66,13 @@ def layers_of(target: Description) -> int:
 def checks_of(
     config: Any, taps: Sequence[int], layers_known: bool, fingerprint: str | None, target: Description
 ) -> list[Check]:
-    """Checks that hold for every kind of drafter.
+    """Checks that apply to every kind of drafter.
 
     Args:
-        config: Of the drafter's network.
-        taps: Layers whose outputs it reads, from 0; none where it reads what the target's head does.
+        config: Configuration of the drafter's network.
+        taps: Layers whose outputs it reads, from 0; none if it reads the input of the target's head.
         layers_known: Whether the number of target layers in `config` is known.
+        fingerprint: `Target.source_fingerprint` of the drafter's target; None if it is unknown.
     """
     theirs = {"hidden size": target.config.hidden_size, "vocabulary": target.config.vocab_size}
     ours = {"hidden size": config.hidden_size, "vocabulary": config.vocab_size}
@@ -93,7 +95,7 @@ def checks_of(
 
 
 def word_of(number: int, words: list[str] | None, target: Description | None) -> str | None:
-    """A token as a tokenizer spells it, where there is one: the drafter's own words, or the target's."""
+    """Text of a token, from the drafter's own list or else the target's tokenizer; None if neither has it."""
     if words is not None:
         return words[number] if number < len(words) else None
     if target is None or target.text.tokenizer is None:
@@ -115,7 +117,7 @@ def same_tokenizer(words: list[str] | None, target: Description) -> Check:
 
 
 def same_mask(config: Any, target: Description) -> Check:
-    """The mask stands for what is not said yet, so no text should hold it."""
+    """Check that the mask token, which stands for tokens not known yet, ends no answers."""
     ends = config.mask_token_id in target.text.eos_token_ids
     word = word_of(config.mask_token_id, None, target)
     said = f"{config.mask_token_id} is {'no token of its tokenizer' if word is None else repr(word)}"
@@ -123,10 +125,10 @@ def same_mask(config: Any, target: Description) -> Check:
 
 
 def lines_of(config: Any, layout: str, path: str, wanted: str | None, target: Description | None) -> dict[str, Start]:
-    """The lines that start engines with a drafter, by the engine's name.
+    """Starts of engines with a drafter, by the engine's name.
 
     Args:
-        wanted: What the drafter's files call its target, which stands for one that is not given.
+        wanted: Name of the target in the drafter's files, used if no target is given.
     """
     named = str(wanted or "TARGET") if target is None else target.path
     of_file = target is not None and is_gguf(named)
