@@ -22,8 +22,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.data.documents import Document
-
-LEAST = 16  # tokens of a greedy answer before its loop that are worth a document
+from blockdraft.data.loops import KEPT_TOKENS
 
 
 class Chat:
@@ -107,7 +106,7 @@ def documents(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], first: st
                 "README.md names."
             )
         chat.ask(prompt)
-        if "looped" in turn and len(ids := kept_ids(tokenizer, "looped", turn)) >= LEAST:
+        if "looped" in turn and len(ids := kept_ids(tokenizer, "looped", turn)) >= KEPT_TOKENS:
             other = chat.copy()
             other.answer(ids)
             yield other.document()

@@ -12,10 +12,9 @@ import json
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from threading import Event
 from typing import Any, TypeAlias, cast
 
@@ -23,8 +22,8 @@ from chats import Chat, kept, sha
 from prompts import SYSTEM, PublicPrompts, key, kind_of, measured_grams, unfit
 
 from blockdraft import Engine, SamplingParams, load_target
-from blockdraft.engine import Chunk, Request
-from blockdraft.engine.stats import LOOP_SIZE, LOOP_TIMES
+from blockdraft.data.answerers import Answerer, EngineAnswerer
+from blockdraft.data.loops import loop_begin
 from blockdraft.targets import Target
 
 PROMPT_TEMPERATURE, PROMPT_TOP_P = 0.9, 0.95
@@ -37,27 +36,6 @@ SECONDS = 20  # between two lines of progress
 Asking: TypeAlias = "tuple[list[int], SamplingParams]"
 Task: TypeAlias = "Generator[Asking, list[int], dict[str, Any]]"
 Progress: TypeAlias = "tuple[int, dict[str, Any] | None]"
-
-
-class Loops:
-    """Listener that ends a request as soon as its answer loops, by the measure of `blockdraft.engine.loops`."""
-
-    def __init__(self) -> None:
-        self.at: int | None = None  # where the repeated run stands for the second time
-        self._ids: list[int] = []
-        self._places: dict[tuple[int, ...], list[int]] = {}
-
-    def loops(self, token_ids: Sequence[int]) -> bool:
-        """Take further tokens. Returns whether they loop."""
-        for token in token_ids:
-            self._ids.append(token)
-            begin = len(self._ids) - LOOP_SIZE
-            if begin >= 0 and self.at is None:
-                places = self._places.setdefault(tuple(self._ids[begin:]), [])
-                places.append(begin)
-                if len(places) >= LOOP_TIMES:
-                    self.at = places[1]
-        return self.at is not None
 
 
 @dataclass(frozen=True)
@@ -139,12 +117,10 @@ class Writer:
         longest = self._lengths.further if turn else self._lengths.first
         found: dict[str, Any] = {}
         ids = yield chat.ids, SamplingParams(longest)
-        cut = before_loop(ids)
-        if cut is not None:
-            found |= kept(self._tokenizer, "looped", cut) | {"temperature": AGAIN}
+        if (begin := loop_begin(ids)) is not None:
+            found |= kept(self._tokenizer, "looped", ids[:begin]) | {"temperature": AGAIN}
             ids = yield chat.ids, self._seeded(SamplingParams(longest, AGAIN), number, 2 * turn + 1)
-            cut = before_loop(ids)
-            ids = ids if cut is None else cut
+            ids = ids[: loop_begin(ids)]
         chat.answer(ids)
         if self._ended(ids):
             return found | kept(self._tokenizer, "answer", ids[:-1])
@@ -157,56 +133,39 @@ class Writer:
         return replace(params, seed=(self._seed * 1_000_003 + number) * 8 + draw)
 
 
-def before_loop(ids: list[int]) -> list[int] | None:
-    """Tokens before a loop; None if there is none."""
-    watch = Loops()
-    return ids[: watch.at] if watch.loops(ids) else None
-
-
-def write(engine: Engine, writer: Writer, numbers: Iterable[int], stopping: Callable[[], bool]) -> Iterator[Progress]:
-    """Do tasks, a few more at a time than the engine decodes together.
+def write(
+    answerer: Answerer, writer: Writer, numbers: Iterable[int], stopping: Callable[[], bool]
+) -> Iterator[Progress]:
+    """Do tasks, as many at a time as the answerer wants.
 
     Yields:
-        For every answer that the engine gives, its number of tokens, and the line of a task that ended with it.
+        For every answer, its number of tokens, and the line of a task that ended with it.
     """
-    ended: SimpleQueue[int] = SimpleQueue()
-    running: dict[int, tuple[Task, Request]] = {}
+    running: dict[int, Task] = {}
 
-    def go_on(number: int, task: Task, ids: list[int] | None) -> dict[str, Any] | None:
+    def go_on(number: int, ids: list[int] | None = None) -> dict[str, Any] | None:
         try:
-            asking = next(task) if ids is None else task.send(ids)
+            prompt, params = next(running[number]) if ids is None else running[number].send(ids)
         except StopIteration as end:
+            del running[number]
             return cast("dict[str, Any]", end.value)
-        watch, requests = Loops(), list[Request]()
-
-        def listen(chunk: Chunk) -> None:
-            if watch.loops(chunk.token_ids) and requests:
-                requests[0].cancel()
-            if chunk.finish_reason is not None:
-                ended.put(number)
-
-        requests.append(engine.submit(*asking, listen))
-        running[number] = task, requests[0]
+        answerer.ask(number, (), prompt, params)
         return None
 
     waiting = iter(numbers)
     try:
         while not stopping():
-            while len(running) < 1.5 * engine.max_batch_size and (number := next(waiting, None)) is not None:
-                if (row := go_on(number, writer.task(number), None)) is not None:
+            while len(running) < answerer.at_once and (number := next(waiting, None)) is not None:
+                running[number] = writer.task(number)
+                if (row := go_on(number)) is not None:
                     yield 0, row
             if not running:
                 return
-            try:
-                number = ended.get(timeout=1)
-            except Empty:
-                continue
-            task, request = running.pop(number)
-            ids = request.result().checked().token_ids
-            yield len(ids), go_on(number, task, ids)
+            for number, answer in answerer.answers():
+                assert answer.token_ids is not None
+                yield len(answer.token_ids), go_on(number, answer.token_ids)
     finally:
-        for _, request in running.values():
-            request.cancel()
+        answerer.close()
 
 
 def whole_lines(file: Path) -> list[dict[str, Any]]:
@@ -243,7 +202,7 @@ def main() -> None:
     counts, tokens, began = Counter[str](), 0, time.monotonic()
     told = began
     with Engine(target, max_batch_size=args.batch) as engine, args.out.open("a", encoding="utf-8") as file:
-        for new, row in write(engine, writer, left, stopped.is_set):
+        for new, row in write(EngineAnswerer(engine), writer, left, stopped.is_set):
             tokens += new
             if row is not None:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from blockdraft import Engine, load_target
+from blockdraft.data.answerers import EngineAnswerer
 from blockdraft.data.documents import read_data
 from blockdraft.engine import loops
+from blockdraft.settings import read_settings
 from blockdraft.targets import Target
+from blockdraft.training.variant import find_variant
 
 RECIPE = Path(__file__).parents[2] / "recipes/smollm2"
 
@@ -68,7 +71,8 @@ def written(recipe: Any, target: Target, folder: Path, numbers: range, stop: Cal
     lengths = recipe.write_chats.Lengths(prompt=24, first=60, further=40)
     writer = recipe.write_chats.Writer(target, recipe.prompts.PublicPrompts(folder), set(), 1, lengths)
     with Engine(target, max_batch_size=4) as engine:
-        rows = [row for _, row in recipe.write_chats.write(engine, writer, numbers, stop) if row is not None]
+        found = recipe.write_chats.write(EngineAnswerer(engine), writer, numbers, stop)
+        rows = [row for _, row in found if row is not None]
     return sorted(rows, key=lambda row: row["task"])
 
 
@@ -193,3 +197,8 @@ def test_folders_of_data_and_validation(
         assert (len(data), len(validation)) == (count - 2 - (count == 60), 2)
     assert torch.equal(data[0].tokens[data[0].supervised], data[0].tokens[-2:])
     assert "'documents': 57" in capsys.readouterr().out
+
+
+def test_recipe_of_the_drafter_is_one() -> None:
+    kind = find_variant("dflash").recipe_class
+    assert vars(read_settings(kind, RECIPE / "drafter.toml", {}))["draft_vocab"] == 16384
