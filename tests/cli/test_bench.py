@@ -76,6 +76,8 @@ def test_written_and_printed(bench: Run, tmp_path: Path) -> None:
     arguments = found["arguments"]
     assert arguments["methods"] == METHODS and (arguments["seed"], arguments["tree_budget"]) == (3, 5)
     assert (arguments["dtype"], arguments["device"], arguments["limit"]) == ("float32", "cpu", None)
+    assert arguments["kinds"] == {"none": "none", "chain": "dflash", "chain:3": "dflash"}
+    assert "\nDrafter dflash: chain, chain:3\n" in result.out
     assert len(re.findall(r"^chain:3 +\d+\.\d ", result.out, re.M)) == 3
     assert re.search(r"^round 2 of 2: 21 of 21 answers$", result.err, re.M)
     assert 1 < result.err.count("\n") <= 10

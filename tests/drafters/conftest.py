@@ -13,7 +13,7 @@ __all__ = ["answered", "parity", "with_pictures", "without_pictures"]
 
 @pytest.fixture(scope="session")
 def tiny_block_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """`tiny_target_dir` with blocks of 5 tokens, of which it was never taught."""
+    """Block-diffusion model with blocks of 5 tokens and the weights of `tiny_target_dir`, not trained for blocks."""
     folder = tmp_path_factory.mktemp("tiny") / "blocks"
     convert(tiny_target_dir, folder, ConvertSettings(block_size=5))
     return folder
@@ -21,7 +21,7 @@ def tiny_block_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Pa
 
 @pytest.fixture(scope="session")
 def tiny_lm_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """A language model that often, and not always, agrees with `tiny_target_dir`: its weights, disturbed."""
+    """Language model that agrees with `tiny_target_dir` often, but not always: its weights with noise."""
     folder = tmp_path_factory.mktemp("tiny") / "lm"
     folder.mkdir()
     generator = torch.Generator().manual_seed(2)

@@ -27,7 +27,7 @@ PROMPTS = [[(5 * i * i + 7 * row) % 60 + 4 for i in range(1 + 3 * row)] for row 
 
 
 class Pace:
-    """Counts the forwards of a draft model, and lets those that happen ahead be held up or fail."""
+    """Counts the forwards of a draft model, and can delay those that draft ahead or make them fail."""
 
     def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self._forward, self._free = model.forward, threading.Semaphore(0)
@@ -54,19 +54,19 @@ class Pace:
         return output
 
     def let(self, count: int) -> None:
-        """So many forwards happen, and are over when this returns."""
+        """Allow this number of forwards, and wait for their end."""
         for _ in range(count):
             assert self._waits.acquire(timeout=20)
             self._free.release()
             assert self._over.acquire(timeout=20)
 
     def wait_for_another(self) -> None:
-        """What the last forward said is noted when this returns, since the next one is about to happen."""
+        """Wait until the results of the last forward are stored, which is when the next forward begins."""
         assert self._waits.acquire(timeout=20)
         self._waits.release()
 
     def hurry_when_told_to_stop(self, state: AheadState) -> None:
-        """The forward that is held up goes on when the work is to stop, as would those that followed it."""
+        """Let the delayed forward, and those after it, run as soon as the thread is told to stop."""
         assert self._waits.acquire(timeout=20)
         stop = state.work._stop
 
@@ -112,7 +112,7 @@ def _no_thread_is_left() -> Iterator[None]:
 
 
 def finish(state: AheadState) -> None:
-    """Wait until all is drafted ahead that is to be."""
+    """Wait for the end of drafting ahead."""
     if state.work._thread is not None:
         state.work._thread.join(20)
 
@@ -124,13 +124,13 @@ def observe(drafter: Any, state: Any, rows: list[list[int]]) -> None:
 
 
 def foreseen_of(state: AheadState, row: int = 0) -> list[tuple[int, int]]:
-    """The outcomes that are drafted for, best first: guesses accepted, and the token after them."""
+    """Outcomes that were drafted for, best first: number of accepted guesses, and bonus token."""
     _, outcomes = state.work.found[row]
     return [(len(path) - 2, path[-1]) for path in outcomes][-COUNT:]
 
 
 def begun(drafter: AheadDrafter, block_size: int = 5) -> tuple[AheadState, Tensor]:
-    """A state whose next outcomes are drafted for, and what was proposed."""
+    """State that was drafted ahead for, and the tokens of its proposal."""
     state = drafter.new_state(2, 60).of([60])
     observe(drafter, state, [[9, 8, 7]])
     return state, drafter.propose(state, torch.tensor([5]), Plan(block_size, [GREEDY])).tokens[0]
@@ -148,10 +148,10 @@ def expected_after(usual: DraftLMDrafter, text: list[int], block_size: int = 5) 
 
 
 @pytest.mark.parametrize("seconds", [None, [1.0, 1.1, 1.2, 1.4, 1.7]])
-def test_guesses_are_the_usual_ones_hit_or_miss(
+def test_guesses_are_those_of_usual_drafting(
     drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace, seconds: list[float] | None
 ) -> None:
-    """With rows that leave, come and stand still, outcomes that were foreseen or not, and drafts half done."""
+    """Also with rows that leave, come or commit nothing, outcomes drafted for or not, and unfinished drafts."""
     generator = torch.Generator().manual_seed(3)
     texts = [[9, 8, 7], [4] * 12, [30]]
     params = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams()]
@@ -183,7 +183,7 @@ def test_guesses_are_the_usual_ones_hit_or_miss(
             torch.testing.assert_close(made.expected, expected.expected)
         if cycle in (1, 2, 3, 6, 7, 9, 10, 11):
             assert drafter.foreseen == hits_before + 1, cycle
-        # Outcomes that were foreseen, except in every fourth cycle.
+        # Outcomes that were drafted for, except in every fourth cycle.
         finish(of_ours)
         new, following = list[list[int]](), list[int]()
         for place, row in enumerate(rows):
@@ -199,7 +199,7 @@ def test_guesses_are_the_usual_ones_hit_or_miss(
 
 
 def test_sampled_guesses_are_not_drafted_ahead(drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace) -> None:
-    """The numbers that they are sampled with come with the plan. Rows at temperature 0 wait for those beside them."""
+    """Random numbers come with the plan. Rows at temperature 0 beside sampled ones are not drafted ahead either."""
     params = [SamplingParams(temperature=0.8), GREEDY]
     states: list[tuple[Any, Any]] = [(drafter, drafter.new_state(2, 60)), (usual, usual.new_state(2, 60))]
     for cycle in range(3):
@@ -233,7 +233,7 @@ def test_the_likeliest_outcomes_are_drafted_for(drafter: AheadDrafter, usual: Dr
 
 
 def test_a_request_with_shorter_blocks_finds_its_outcomes_on_the_chain(drafter: AheadDrafter, pace: Pace) -> None:
-    """Where fewer guesses are verified than were made, the next one is the likeliest to come after them."""
+    """If fewer guesses are verified than were made, the likeliest bonus after them is the next guess."""
     state, chain = begun(drafter)
     finish(state)
     observe(drafter, state, [chain[:2].tolist()])
@@ -242,14 +242,14 @@ def test_a_request_with_shorter_blocks_finds_its_outcomes_on_the_chain(drafter: 
     assert (drafter.foreseen, pace.usual) == (1, 0)
 
 
-# When it is ready.
+# Drafts that are not ready.
 
 
 @pytest.mark.parametrize("passes", range(1, 6))  # one for the outcomes, and one for each of four guesses
 def test_what_is_not_ready_is_drafted_as_usual(
     drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace, passes: int
 ) -> None:
-    """The forward that is under way when the target has verified is waited for, and no other."""
+    """Only the forward that runs when the target has verified is waited for."""
     pace.held = True
     state, chain = begun(drafter)
     pace.let(1)
@@ -295,7 +295,7 @@ def test_a_longer_block_goes_on_where_what_was_drafted_ends(
 
 
 @pytest.mark.parametrize("fails_at", [1, 3])
-def test_an_error_ahead_is_told_and_costs_what_it_had_not_reached(
+def test_after_an_error_ahead_missing_guesses_are_drafted_as_usual(
     drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace, fails_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     pace.fails_at = fails_at
@@ -346,7 +346,7 @@ def test_without_a_thread_drafts_are_the_usual_ones(
         lambda state: _stop_all(),
     ],
 )
-def test_nobody_touches_a_state_that_is_drafted_on(
+def test_changes_to_a_state_wait_for_the_draft_on_it(
     drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace, meanwhile: Callable[[AheadState], None]
 ) -> None:
     pace.held = True
@@ -379,13 +379,13 @@ def test_a_row_that_takes_the_place_of_another_finds_nothing(drafter: AheadDraft
     finish(state)
 
 
-# Where there is no room.
+# Too few slots or positions.
 
 
 def test_near_the_end_of_its_slots_fewer_guesses_are_drafted_ahead(
     drafter: AheadDrafter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A branch has a node for each of its guesses but the last."""
+    """A branch has a node for each of its guesses except the last."""
     caplog.clear()
     for slots, guesses in ((30, 4), (8 + 3 * COUNT, 3), (8 + COUNT, 1), (7 + COUNT, 0), (8, 0), (7, None)):
         state = drafter.new_state(1, 60)
@@ -428,7 +428,7 @@ def test_near_the_end_of_its_context_nothing_is_drafted_ahead(
 def test_an_engine_decodes_the_same_in_the_same_cycles(
     target: Target, drafter: AheadDrafter, usual: DraftLMDrafter, temperature: float
 ) -> None:
-    """Guesses are the usual ones whenever the target is done, with requests that come, go and are bounded."""
+    """Guesses do not depend on when the target is done, also with requests that come, go and limit drafting."""
     params = [SamplingParams(20 + 3 * i, temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
     bounds = [None, RequestDrafting(block_size=3), None, RequestDrafting(enabled=False), None]
     found = []
@@ -466,12 +466,13 @@ def test_a_combination_has_a_part_that_drafts_ahead(target: Target, tiny_lm_dir:
     ):
         assert engine.generate(PROMPTS, GREEDY)[3].token_ids == plain.generate(PROMPTS, GREEDY)[3].token_ids
     assert hits(drafter)[1] > 0
+    assert drafter.kind == "prompt_lookup+draft_lm"  # drafting ahead is no kind of its own
 
 
-# How it is asked for.
+# Options.
 
 
-def test_what_makes_no_sense_is_refused(
+def test_senseless_options_are_refused(
     target: Target, tiny_lm_dir: Path, tiny_drafter_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(match: str, path: Path | str = tiny_lm_dir, **given: Any) -> None:
@@ -501,7 +502,9 @@ def test_one_gpu_is_not_enough(target: Target, monkeypatch: pytest.MonkeyPatch) 
     assert on_its_own(None, 0, target) is None
 
 
-def test_models_that_cannot(target: Target, usual: DraftLMDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_draft_ahead_are_refused(
+    target: Target, usual: DraftLMDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UsageError, match="is the target itself"):
         AheadDrafter(DraftLMDrafter(target, target), target, 2)
     monkeypatch.setattr(usual.model, "has_trees", False)
@@ -509,7 +512,7 @@ def test_models_that_cannot(target: Target, usual: DraftLMDrafter, monkeypatch: 
         AheadDrafter(usual, target, 2)
 
 
-def test_a_state_that_nobody_holds_is_gone(drafter: AheadDrafter) -> None:
+def test_an_unused_state_is_freed(drafter: AheadDrafter) -> None:
     state, _ = begun(drafter)
     finish(state)
     work = weakref.ref(state.work)

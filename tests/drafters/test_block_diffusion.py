@@ -1,4 +1,4 @@
-"""A block-diffusion model as a drafter: its guesses are those of a model without a cache, whatever has happened."""
+"""Block-diffusion model as drafter: its guesses are those of a model without a cache."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def observe(drafter: BlockDiffusionDrafter, state: BlockState, rows: list[list[i
 
 
 def dists(drafter: BlockDiffusionDrafter, text: list[int], settled: dict[int, int] | None = None) -> Tensor:
-    """Logits of what is left of the block behind a text, from one pass over all of it."""
+    """Logits of the missing tokens of the block behind a text, from one pass over the whole text."""
     model, size = drafter.model, drafter.model.config.block_size
     free = size - len(text) % size
     tokens = text + [(settled or {}).get(place, MASK) for place in range(free)]
@@ -64,7 +64,7 @@ def dists(drafter: BlockDiffusionDrafter, text: list[int], settled: dict[int, in
 
 
 def slow_guesses(drafter: BlockDiffusionDrafter, text: list[int], passes: int) -> list[int]:
-    """A pass at a time, the surest first, by the cosine."""
+    """Guesses that are fixed pass by pass, the surest first, by the cosine schedule."""
     settled: dict[int, int] = {}
     count = len(dists(drafter, text))
     for step in range(1, passes):
@@ -81,7 +81,7 @@ def slow_guesses(drafter: BlockDiffusionDrafter, text: list[int], passes: int) -
 def test_guesses_equal_those_of_a_model_without_a_cache(
     drafter: BlockDiffusionDrafter, passes: int, scatter: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many were committed, with rows that leave, come, are cut and copied."""
+    """With any number of committed guesses, and rows that leave, come, are cut and copied."""
     monkeypatch.setattr(block_diffusion, "PIECE", 8)  # prompts are read in several pieces
     generator = torch.Generator().manual_seed(4)
     texts: dict[int, list[int]] = {90: [9, 8, 7], 5: [4] * 22, 170: [30]}
@@ -147,7 +147,7 @@ def test_sampled_guesses_follow_their_distributions(drafter: BlockDiffusionDraft
 
 
 def test_more_passes_change_guesses_and_no_token(drafter: BlockDiffusionDrafter, target: Target) -> None:
-    """Greedy and sampled answers, chosen and sampled guesses."""
+    """Holds for greedy and sampled answers, and for chosen and sampled guesses."""
     prompts = [[(7 * i + row) % 60 + 4 for i in range(3 + row)] for row in range(3)]
     params = [SamplingParams(20, (0.0, 0.8, 0.8)[row], seed=row, ignore_eos=True) for row in range(3)]
     plain = Engine(target, load_drafter("none", target=target)).generate(prompts, params)
@@ -161,7 +161,7 @@ def test_more_passes_change_guesses_and_no_token(drafter: BlockDiffusionDrafter,
 
 
 def test_blocks_of_one_token_are_the_target_itself(tiny_target_dir: Path, target: Target, tmp_path: Path) -> None:
-    """With a token shift, which makes every guess right."""
+    """A token shift makes it a plain language model, so every guess is right."""
     convert(tiny_target_dir, tmp_path / "one", ConvertSettings(block_size=1))
     drafter = load_drafter(tmp_path / "one", target=target)
     [found] = Engine(target, drafter, drafting=Drafting(2)).generate([[5, 6, 7]], GREEDY)
@@ -188,8 +188,8 @@ def test_the_state_takes_the_memory_of_its_cache(drafter: BlockDiffusionDrafter)
     assert drafter.state_bytes(2, 50) == sum(store.nbytes for store in state.cache._stores())
 
 
-def test_whose_tokens_it_speaks(tiny_target_dir: Path, target: Target, tmp_path: Path) -> None:
-    """The target's; a mask token that is new to the tokenizer does not matter."""
+def test_a_model_with_other_tokens_is_refused(tiny_target_dir: Path, target: Target, tmp_path: Path) -> None:
+    """Its tokens must be the target's, except for a mask token that the target lacks."""
     source = Path(shutil.copytree(tiny_target_dir, tmp_path / "source"))
     tokenizer = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"mask_token": None}))

@@ -1,4 +1,4 @@
-"""Combinations: whose guesses a tree or chain takes, and that a wrong choice costs tokens and never changes them."""
+"""Combinations: which drafter's guesses a tree or chain takes, and that a bad choice never changes the output."""
 
 import shutil
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ MODEL: Tree = [(5, 0, 0.6), (8, 0, 0.3), (9, 1, 0.3), (6, 2, 0.15)]
 
 
 def test_equal_guesses_are_one_node_and_the_likeliest_are_taken() -> None:
-    """Behind the node 5, of which the model is surer, the text goes on as likely as it does behind its own."""
+    """Node 5 gets the model's higher probability; those of prompt lookup behind it, given the node, stay the same."""
     found = merged(torch.tensor([3]), [proposal(LOOKUP), proposal(MODEL)], plan(7, cycle_seconds=[1.0] * 8))
     assert found.tokens.tolist() == [[3, 5, 6, 7, 8, 9, 6]]
     assert found.parents.tolist() == [[-1, 0, 1, 2, 0, 1, 4]]
@@ -70,7 +70,7 @@ def test_rows_are_cut_to_what_pays_for_all_and_filled_up() -> None:
 
 
 class Scripted(Drafter):
-    """Proposes what it is given, and keeps what it was asked and told."""
+    """Proposes what it is given, and records its plans and observations."""
 
     path, knows_probabilities, knows_lengths = None, True, False
 
@@ -96,7 +96,7 @@ class Scripted(Drafter):
         self.told.append(features)
 
 
-def test_each_is_asked_within_its_block_and_told_its_own_features() -> None:
+def test_each_drafter_gets_its_own_block_size_and_features() -> None:
     first, second = Scripted(proposal(LOOKUP), 4, (2, 0)), Scripted(proposal(MODEL), 9, (1,))
     drafter = CombinedDrafter([first, second])
     assert (drafter.taps, drafter.block_size) == ((0, 1, 2), 9)
@@ -127,7 +127,7 @@ def test_a_chain_is_that_of_the_drafter_that_expects_most() -> None:
 
 
 def test_a_sampled_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
-    """And not by what was sampled."""
+    """The choice does not depend on the sampled tokens."""
     dist = SparseDistribution(torch.tensor([[8, 9], [8, 9]]), torch.tensor([[0.5, 0.5], [0.5, 0.5]]))
     sampled = Proposal(torch.tensor([[0, 8], [0, 9]]), torch.tensor([[-1, 0], [-1, 0]]), (dist, dist))
     chains: list[Tree] = [[(5, 0, 0.9), (6, 1, 0.6), (7, 2, 0.5)], [(5, 0, 0.5)]]
@@ -146,7 +146,7 @@ def test_a_sampled_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
 
 
 def test_chosen_guesses_stand_beside_a_sampled_chain() -> None:
-    """The chain is whole and comes first; what the text repeats goes on from where the two agree."""
+    """The whole chain comes first; guesses of prompt lookup follow its nodes where both agree."""
     dist = SparseDistribution(torch.tensor([[5, 9]] * 3), torch.tensor([[0.5, 0.5]] * 3))
     sampled = Proposal(
         torch.tensor([[0, 5, 9], [0, 4, 9]]), torch.tensor([[-1, 0, 1], [-1, 0, -1]]), (dist, None)
@@ -162,7 +162,7 @@ def test_chosen_guesses_stand_beside_a_sampled_chain() -> None:
     assert fewer.tokens.tolist() == [[3, 5, 9], [4, 4, 6]]
 
 
-def test_where_one_fails_the_others_hear_nothing_twice(
+def test_if_one_drafter_fails_no_other_observes_tokens_twice(
     target: Target, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = load_drafter(f"prompt_lookup+{tiny_drafter_dir}", target=target)
@@ -196,7 +196,7 @@ def test_both_together_accept_more_than_each_alone_where_text_repeats() -> None:
 
 
 def backwards(trees: Any, budget: int) -> list[tuple[float, int, int]]:
-    """The unlikeliest nodes of wrong tokens, all in one chain."""
+    """Nodes with wrong tokens, the least likely first, in one chain."""
     last = [(tokens[node] + 1) % 200 for tokens, _, chances in trees for node in range(len(chances), 0, -1)]
     return [(1e-9, place, token) for place, token in enumerate(last[: min(budget, 7)])]
 
@@ -244,6 +244,10 @@ def test_folders_may_have_the_sign_in_their_names(tmp_path: Path, target: Target
         tiny_drafter_dir,
     ]
     assert paths(load_drafter(odd, target=target)) == [odd]
+
+
+def test_its_kind_names_those_of_its_parts(target: Target, tiny_drafter_dir: Path) -> None:
+    assert load_drafter(f"prompt_lookup+{tiny_drafter_dir}", target=target).kind == "prompt_lookup+dflash"
 
 
 @pytest.mark.parametrize(

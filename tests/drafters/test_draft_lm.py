@@ -37,7 +37,7 @@ def drafter(tiny_lm_dir: Path, target: Target) -> DraftLMDrafter:
 
 
 def altered(folder: Path, copy: Path, vocab_size: int | None = None, **config: object) -> Path:
-    """A copy of a model's folder with another configuration and, if asked, more or fewer rows of embedding and head."""
+    """Copy of a model's folder with another configuration and, if asked, another size of embedding and head."""
     shutil.copytree(folder, copy)
     raw = json.loads((copy / "config.json").read_text())
     if vocab_size is not None:
@@ -59,7 +59,7 @@ def observe(drafter: DraftLMDrafter, state: DraftState, rows: list[list[int]]) -
 
 
 def logits_after(drafter: DraftLMDrafter, ids: list[int]) -> Tensor:
-    """Of the draft model, from scratch."""
+    """Logits of the draft model after a text, without a cache."""
     assert drafter.model.path is not None
     with torch.no_grad():
         logits: Tensor = reference(drafter.model.path)(torch.tensor([ids])).logits
@@ -76,7 +76,7 @@ def reference(folder: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("block_size", [2, 5, BLOCK_SIZE])
 def test_the_target_as_its_own_drafter_is_always_right(target: Target, block_size: int) -> None:
-    """Any mistake in rolling back would cost guesses. Rows of different lengths come and go meanwhile."""
+    """A mistake in rollback would make guesses wrong. Rows of different lengths come and go meanwhile."""
     engine = Engine(target, DraftLMDrafter(target, target), max_batch_size=4, drafting=Drafting(block_size))
     scheduler, requests = engine.scheduler, [engine.request(prompt, GREEDY) for prompt in PROMPTS]
     for request in requests:
@@ -99,7 +99,7 @@ def test_a_similar_model_is_sometimes_right(target: Target, drafter: DraftLMDraf
 def test_guesses_equal_those_of_a_model_without_a_cache(
     drafter: DraftLMDrafter, sampled: bool, scatter: Callable[..., Any]
 ) -> None:
-    """However many guesses were committed, with rows that leave, come, and stand still."""
+    """With any number of committed guesses, and rows that leave, come, or commit nothing."""
     generator = torch.Generator().manual_seed(4)
     params = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=5, top_p=0.9)]
     texts = [[9, 8, 7], [4] * 12, [30]]
@@ -179,7 +179,7 @@ def test_no_token_is_read_twice_for_nothing(drafter: DraftLMDrafter, monkeypatch
 
 
 def test_a_copy_is_the_state_of_a_shorter_text(drafter: DraftLMDrafter, scatter: Callable[..., Any]) -> None:
-    """Also of a row that has given up what lies behind its text."""
+    """Also if the source row has given up the slots behind its text."""
     state = scatter(drafter.new_state(1, 160), (100, 60), (3, 60))
     observe(drafter, state, [[9, 8, 7, 6], list(range(20, 40))])
     drafter.propose(state, torch.tensor([5, 6]), Plan(5, [SamplingParams()] * 2))
@@ -273,13 +273,13 @@ def test_no_more_is_drafted_than_pays(drafter: DraftLMDrafter) -> None:
             survival[row] *= float(prob)
             text.append(int(token))
         expected.append(expected[-1] + sum(survival))
-    # A third guess costs just too much, or just too little to be left out, if it were as likely as the second.
+    # If the third guess is as likely as the second, it costs just too much, or just little enough.
     dear = 1 + (expected[2] - expected[1]) / expected[2]
     assert count([1.0, 1.0, 1.0, dear + 1e-3, 9.0, 9.0]) == 2
     assert count([1.0, 1.0, 1.0, dear - 1e-3, 9.0, 9.0]) == 3
 
 
-# Whose tokens it speaks.
+# Vocabularies.
 
 
 def test_embeddings_padded_to_different_sizes(

@@ -106,7 +106,7 @@ def test_one_alone_can_be_the_default(two_kinds: tuple[Path, Path]) -> None:
         bundled()
 
 
-def test_a_bundled_drafter_that_does_not_fit_is_told_as_such(target: Target) -> None:
+def test_a_bundled_drafter_that_does_not_fit_is_refused_as_bundled(target: Target) -> None:
     for name in (None, "bundled", "bundled-dflash"):
         with pytest.raises(ValueError, match="The bundled drafter does not fit this target; name a drafter"):
             load_drafter(name, target=target)
@@ -178,7 +178,7 @@ def test_a_network_finds_its_drafter(name: str, target: Target, request: pytest.
     assert isinstance(loaded, NetworkDrafter)
 
     class Extended(type(loaded.network)):  # type: ignore[misc]
-        """As those that `compat` reads."""
+        """A subclass, as `compat` has."""
 
     found = drafter_of(Extended(loaded.config), target)
     assert type(found) is type(loaded) and found.block_size == loaded.block_size

@@ -1,4 +1,4 @@
-"""What heads on the target's last hidden state learn is what the engine then uses."""
+"""Training of heads on the target's last hidden state, and decoding with the result."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ FLAGS |= {"objective": "decay=0.5,forward_kl=0.5", "trackers": ""}
 def test_heads_learn_the_targets_answers_and_decode_them_losslessly(
     name: str, tmp_path: Path, tiny_target_dir: Path, answered: Any
 ) -> None:
-    """From features on disk, of which the target's last hidden state is both what is read and what is learned from."""
+    """Trained from features on disk, where the target's last hidden state is both the input and the teacher."""
     target, data = load_target(tiny_target_dir, device="cpu"), read_data(answered.folder)
     plan_features(tmp_path / "features", target, data, (target.num_layers,), FeatureSettings()).write()
     kind, out = find_variant(name).recipe_class, tmp_path / "drafter"

@@ -1,4 +1,4 @@
-"""What must hold for every drafter, whatever it guesses. A new file in `drafters/` needs a line in `FOLDERS`."""
+"""Tests of every drafter, whatever it guesses. A new one in `drafters/` needs a line in `FOLDERS`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
-# By file name, the fixture with a small checkpoint or a combination; None for a drafter that goes by its name.
+# Fixture with a small checkpoint or a combination, by kind; None for a drafter that is loaded by name.
 FOLDERS = {
     "block_diffusion": "tiny_block_dir",
     "combined": "tiny_combination",
@@ -82,10 +82,10 @@ class RecordingState:
 
 
 class Recorder(Drafter):
-    """A drafter that writes down what the engine tells another one.
+    """Drafter that records what the engine passes to another one.
 
     Attributes:
-        texts: What was observed, for each row in the order in which they were opened.
+        texts: Observed tokens of each row, in the order in which rows were opened.
         proposals: What was guessed.
     """
 
@@ -130,7 +130,7 @@ def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
 
 @pytest.fixture(scope="module")
 def plain(target: Target) -> list[list[int]]:
-    """The answers without a drafter, each request alone."""
+    """Answers without a drafter, each request alone."""
     engine = Engine(target, load_drafter("none", target=target))
     return [engine.generate([prompt], params)[0].token_ids for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
 
@@ -157,7 +157,7 @@ def test_answers_are_those_of_plain_decoding(
     drafter: Drafter,
     plain: list[list[int]],
 ) -> None:
-    """Greedy and sampled side by side, in batches whose rows come and go; and what the drafter hears and says."""
+    """Also checks observations and proposals. Greedy and sampled requests share batches, whose rows come and go."""
     count = {1: 3, 3: 7, 16: 16}[rows]
     recorder = Recorder(drafter)
     engine = Engine(target, recorder, max_batch_size=rows, drafting=drafting)
@@ -167,8 +167,8 @@ def test_answers_are_those_of_plain_decoding(
     for prompt, params, expected, completion, text in zip(PROMPTS, PARAMS, plain, completions, heard, strict=False):
         assert completion.token_ids == expected
         assert (len(completion.token_ids), completion.finish_reason) == (params.max_new_tokens, "length")
-        # All that was committed, once, in order. The last path may reach past the end, and what has not been drafted
-        # from is told later or never.
+        # Every committed token, once, in order. The last path may reach past the end of the answer, and the last tokens
+        # may be missing, since no draft needed them.
         told = prompt + completion.token_ids[:-1]
         assert text[: len(told)] == told[: len(text)]
         assert len(text) < len(told) + drafter.block_size
@@ -181,7 +181,7 @@ def test_answers_are_those_of_plain_decoding(
 
 
 def check_tree(tokens: list[int], parents: list[int], most: int, block_size: int) -> None:
-    """At most `most` guesses, no path of more than `block_size` tokens, and no two children of one token."""
+    """Check for at most `most` guesses, paths of at most `block_size` tokens, and siblings of different tokens."""
     guesses = [(parent, token) for parent, token in zip(parents, tokens, strict=True) if parent >= 0]
     assert len(set(guesses)) == len(guesses) <= most
     depths = [0] * len(parents)
@@ -200,7 +200,7 @@ def test_a_stop_token_ends_the_answer(target: Target, drafter: Drafter) -> None:
         assert stopped.finish_reason == "stop"
 
 
-def test_a_remembered_beginning_changes_nothing(target: Target, drafter: Drafter) -> None:
+def test_a_cached_prefix_changes_nothing(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter, prefix_tokens=2000)
     known = engine.generate(PROMPTS[1:3], LONG)
     turns = [PROMPTS[i + 1] + known[i].token_ids[: 7 * i] + [31, 17] for i in range(2)]
@@ -211,7 +211,7 @@ def test_a_remembered_beginning_changes_nothing(target: Target, drafter: Drafter
 
 
 def learn(target: Target, drafter: Drafter, state: Any, texts: Sequence[list[int]]) -> None:
-    """Tell a drafter of these tokens, behind what its rows have, with features that depend on the tokens alone."""
+    """Let a drafter observe these tokens, with features that depend on the tokens alone."""
     longest = max(map(len, texts))
     tokens = torch.tensor([text + [77] * (longest - len(text)) for text in texts])
     features = target.embed(tokens).repeat(1, 1, len(drafter.taps)) if drafter.taps else None
@@ -219,7 +219,7 @@ def learn(target: Target, drafter: Drafter, state: Any, texts: Sequence[list[int
 
 
 def guesses(drafter: Drafter, state: Any, anchors: Sequence[int], budget: int) -> list[list[int]]:
-    """Tokens of each row's tree, but for those that fill it up, with the paths that lead to them."""
+    """Paths to the nodes of each row's tree, padding excluded."""
     plan = Plan(drafter.block_size, [SamplingParams()] * len(anchors), budget)
     proposal, found = drafter.propose(state, torch.tensor(anchors), plan), []
     for tokens, parents in zip(proposal.tokens.tolist(), proposal.parents.tolist(), strict=True):

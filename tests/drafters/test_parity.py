@@ -1,4 +1,4 @@
-"""For every variant: the training forward at an anchor is the draft pass at that anchor."""
+"""Equality of the training pass at an anchor and the draft pass there, for every variant."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from blockdraft.training.export import Format, export
 from blockdraft.training.variant import find_variant, variant_names
 from blockdraft.types import SamplingParams
 
-# Those that z-lab's layout has words for.
+# Variants that z-lab's layout can hold.
 KINDS = {
     "bidirectional": (LayerAttention(False, None),) * 2,
     "causal": (LayerAttention(True, None),) * 2,
@@ -45,7 +45,7 @@ def test_training_pass_of_another_kind_equals_draft_pass(
 
 
 def disturbed(network: Any) -> Any:
-    """The network, in which every part does something."""
+    """Network with random weights in every part."""
     random = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in network.parameters():

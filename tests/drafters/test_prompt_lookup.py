@@ -28,7 +28,7 @@ def guesses(state: Texts, anchor: int, block_size: int = 16) -> list[int]:
 
 
 def matches(text: list[int]) -> list[tuple[int, int]]:
-    """By reading the whole text: each earlier match of its end, as (length, position behind it), best first."""
+    """Earlier matches of the text's end, found by reading all of it: `(length, position behind it)`, best first."""
     found = []
     for length in range(LONGEST, 0, -1):
         ends = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]

@@ -1,6 +1,5 @@
-"""A drafter of another kind takes one folder and nothing else: `toy_kind/toy` holds an autoregressive one, with its
-network, layout, drafter, training and checks. It is trained, measured, resumed, exported, inspected, examined, loaded
-and decoded with."""
+"""Test that a new kind of drafter is one folder and nothing else: `toy_kind/toy` is an autoregressive drafter with its
+network, layout, training and checks. It is trained, resumed, exported, inspected, examined, loaded and run."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ Run = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(autouse=True)
 def toy(fresh_accelerator: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The drafters, with the toy's folder among them."""
+    """Add the toy's folder to the drafters."""
     kinds = [*drafters.__path__, str(Path(__file__).parent / "toy_kind")]
     monkeypatch.setattr(drafters, "__path__", kinds)
     yield
@@ -105,7 +104,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_weights(
 
 
 def written(folder: Path, target: Any) -> tuple[Any, Any]:
-    """A variant and its network with random weights, written to the folder."""
+    """Write a drafter with random weights to the folder; return its variant and network."""
     variant = find_variant("toy")(read_settings(find_variant("toy").recipe_class, flags=FLAGS))
     config = variant.config(target)
     network = variant.network(config)

@@ -16,7 +16,9 @@ from blockdraft.evaluation.results import Results, results
 
 def test_tables(found: Results, capsys: pytest.CaptureFixture[str]) -> None:
     report.show(plain_console(), found)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    told = capsys.readouterr().out
+    assert told.splitlines()[1:3] == ["Drafter eagle3: x", ""]
+    lines = [line.split() for line in told.splitlines()]
     assert [" ".join(line) for line in lines if "timed" in line] == [
         "first: 1 prompt, 1 timed",
         "second: 1 prompt, 1 timed",
@@ -31,7 +33,12 @@ def test_methods_are_shown_by_their_shape(capsys: pytest.CaptureFixture[str]) ->
     found = results(trials, ARGUMENTS, torch.device("cpu"))
     report.show(plain_console(), found)
     told = capsys.readouterr().out
-    assert "tree:8 " in told and "ddtree" not in told and list(found.methods) == ["none", "ddtree:8"]
+    assert (
+        "Drafter dflash: tree:8\n" in told
+        and "tree:8 " in told
+        and "ddtree" not in told
+        and list(found.methods) == ["none", "ddtree:8"]
+    )
 
 
 def test_guesses_sampled_at_random_promise_no_tokens(capsys: pytest.CaptureFixture[str]) -> None:

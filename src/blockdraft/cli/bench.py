@@ -170,6 +170,7 @@ def bench(
         "device": str(loaded.device),
         "backend": loaded.backend,
         "running": loaded.running,
+        "kinds": {name: engine.drafter.kind for name, engine in engines.items()},
     }
     found = results(trials, arguments, loaded.device, profiles, _sampled(chosen))
     try:

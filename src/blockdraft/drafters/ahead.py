@@ -97,6 +97,10 @@ class AheadDrafter(Drafter):
         self.tried = self.foreseen = 0
 
     @property
+    def kind(self) -> str:
+        return self._drafter.kind
+
+    @property
     def device(self) -> torch.device:
         return self._drafter.device
 

@@ -63,6 +63,11 @@ class Drafter(Protocol):
     knows_lengths: bool = False
 
     @property
+    def kind(self) -> str:
+        """Name of its kind: of the file or folder of this package that defines it."""
+        return type(self).__module__.removeprefix(f"{__package__}.").partition(".")[0]
+
+    @property
     def device(self) -> torch.device | None:
         return None
 

@@ -19,6 +19,7 @@ from blockdraft.decode.tree import best_count
 from blockdraft.drafters.base import Drafter, Entry, State
 from blockdraft.errors import UsageError
 from blockdraft.timing import GUESSES, mark
+from blockdraft.types import JOINT
 
 FIRST_YIELD = 1.0  # assumed accepted guesses of a chain, until a chain of its drafter has been verified
 NEWEST = 0.1  # weight of the newest chain in the running mean of accepted guesses
@@ -117,6 +118,10 @@ class CombinedDrafter(Drafter):
     @property
     def parts(self) -> Sequence[Drafter]:
         return self._parts
+
+    @property
+    def kind(self) -> str:
+        return JOINT.join(part.kind for part in self.parts)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return sum(part.state_bytes(batch, capacity) for part in self.parts)

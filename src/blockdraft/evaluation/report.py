@@ -63,7 +63,11 @@ def show(console: Console, found: Results) -> None:
     if len(tables) > 1:
         tables["all sets"] = found.methods
     of = found.arguments
-    console.print(f"Target: backend {of['running']}, {of['dtype']}, on {of['device']}\n")
+    console.print(f"Target: backend {of['running']}, {of['dtype']}, on {of['device']}")
+    kinds = {name: of["kinds"][name] for name in found.methods if name != PLAIN}
+    for kind in dict.fromkeys(kinds.values()):
+        console.print(f"Drafter {kind}: {', '.join(shape_name(name) for name in kinds if kinds[name] == kind)}")
+    console.print()
     for name, methods in tables.items():
         console.print(_table(name, methods, box.SIMPLE if console.is_terminal else None))
         console.print()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,17 @@ class DecoderConfig:
         part is neither compiled, captured, rounded nor written."""
         return "routed experts" if self.experts else "recurrent layers" if self.delta_net else None
 
-    @property
+    @cached_property
     def attention_layers(self) -> int:
         """Number of layers with keys and values."""
         return sum(not kind.recurrent for kind in self.layers)
 
-    @property
+    @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """Windows of the different attention masks, in the order in which `Decoder.forward` takes them."""
         return tuple(dict.fromkeys(kind.window for kind in self.layers))
 
-    @property
+    @cached_property
     def ropes(self) -> tuple[Rope, ...]:
         return tuple(dict.fromkeys(kind.rope for kind in self.layers))
 

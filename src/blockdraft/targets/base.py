@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -201,10 +202,11 @@ class Target(Protocol):
         num_key_value_heads, head_dim, rms_norm_eps, rope_theta, rope_scaling (as in `DraftConfig`)."""
         return {}
 
-    @property
+    @cached_property
     def lock(self) -> AbstractContextManager[Any]:
         """Lock that a caller holds while it computes, so that several engines and threads can share the target."""
-        return cast("AbstractContextManager[Any]", self.__dict__.setdefault("_lock", RLock()))
+        # Two threads that ask first at once get the same lock.
+        return cast("AbstractContextManager[Any]", self.__dict__.setdefault("lock", RLock()))
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Every weight by its name in the checkpoint, whatever the backend; a tied head is not named again."""

@@ -1,4 +1,4 @@
-"""The compiled draft pass where it differs from torch's, with which test_draft_pass.py compares it."""
+"""Behaviour of the compiled draft pass alone; test_draft_pass.py compares it with torch's."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The draft pass as decoding runs it, compiled and not, against the network of training and a readable attention."""
+"""Draft pass of decoding, compiled and not, compared with the network of training and a readable attention."""
 
 import gc
 import re
@@ -51,7 +51,7 @@ CONFIG = DraftConfig(
 
 
 def convolved(config: DraftConfig) -> DFlash2Config:
-    """Convolutions of more slots than some blocks have."""
+    """DFlash2 with convolutions over more positions than some blocks have."""
     sizes = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}
     return DFlash2Config(**vars(config), **sizes)  # type: ignore[arg-type]
 
@@ -96,7 +96,7 @@ def make(request: pytest.FixtureRequest) -> Callable[[DFlashNetwork], Run]:
 
 
 def twin(network: DFlashNetwork, features_TF: Tensor, block_NH: Tensor, window: int | None) -> Tensor:
-    """One row, slot by slot."""
+    """Readable twin of attention: one row, slot by slot."""
     length, count = len(features_TF), len(block_NH)
     context = network.context(features_TF[None], torch.arange(length)[None])
 
@@ -227,7 +227,7 @@ PLACES = ((70, 40), (3, 20), (24, 46))
 def test_rows_at_any_places_are_those_side_by_side(
     network: DFlashNetwork, window: int | None, make: Callable[[DFlashNetwork], Run], scatter: Callable[..., Any]
 ) -> None:
-    """Between others whose numbers must not be seen; compiled the bits are the same."""
+    """Rows between others, whose numbers must not be read. Compiled, the bits are the same."""
     run, features, blocks = make(network), torch.randn(3, 13, 32), torch.randn(3, 4, 16)
     together, apart = run.new_state(3, 46), scatter(run.new_state(1, 120), *PLACES)
     run.observe(apart, features[:, :1])  # so that it has memory
@@ -251,7 +251,7 @@ def test_rows_at_any_places_are_those_side_by_side(
 def test_a_context_that_does_not_fit_is_refused(
     network: DFlashNetwork, make: Callable[[DFlashNetwork], Run], scatter: Callable[..., Any]
 ) -> None:
-    """Though there are slots behind it, of another row."""
+    """Slots of another row behind it must not be written."""
     run = make(network)
     state = scatter(run.new_state(1, 60), (20, 30), (4, 16))
     with pytest.raises(AssertionError, match="17 slots needed, 16 allocated"):
@@ -282,7 +282,7 @@ def test_guesses_are_the_pass_and_the_head_in_one_call(
         expected = run(state, target.embed(tokens), window)[:, first:]
         hidden, logits = run.guesses(state, tokens, first, window)
         assert torch.equal(hidden, expected) and logits.dtype == torch.float32
-        # The head outside of the call reads the hidden states as the dtype rounds them.
+        # A head outside the call reads hidden states that are rounded to the dtype.
         tolerance = 0.0 if target.dtype == torch.float32 else 0.1
         torch.testing.assert_close(logits, target.head(expected).float(), atol=tolerance, rtol=tolerance)
 
@@ -300,7 +300,7 @@ def compiled_pass(
     dtype: torch.dtype | None = None,
     bits: int | None = None,
 ) -> CompiledDraftPass | str:
-    """As `Target.runner` asks for it, with what the target need not have."""
+    """Compiled runner, with options that need not be the target's."""
     dtype = dtype or network.fc.weight.dtype
     beside = Beside(compiled_of(target), target.embed, target.head, 8, dtype, bits)
     make: Any = {**dflash_compiled.RUNNERS, **dflash2_compiled.RUNNERS}[type(network)]
@@ -312,7 +312,7 @@ def compiled_pass(
 def test_a_head_that_is_not_in_the_library_is_called(
     own_head: bool, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a target with another dtype, or of the drafter."""
+    """The head of a target with another dtype, or the drafter's own."""
     dtype = "float32" if own_head else "bfloat16"
     target = load_target(tiny_target_dir, dtype, "cpu", "native", compile="on")
     network = made_network(replace(CONFIG, hidden_size=target.hidden_size, head_dim=8))
@@ -333,7 +333,7 @@ def test_a_head_that_is_not_in_the_library_is_called(
 def test_rounded_where_the_library_of_the_target_has_vectors_for_its_heads(
     head_dim: int, bits: int | None, kind: str, tiny_target_dir: Path
 ) -> None:
-    """The target's heads are of 8."""
+    """The target's attention heads have size 8."""
     target = load_target(tiny_target_dir, "float32", "cpu", "native", "on", "int4")
     network = made_network(replace(KINDS[kind], hidden_size=target.hidden_size, head_dim=head_dim))
     run = compiled_pass(network, target, bits=4)

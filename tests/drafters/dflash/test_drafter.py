@@ -1,4 +1,4 @@
-"""What a DFlash drafter makes of a plan: chains, trees, sampled guesses, and how many."""
+"""Proposals of a DFlash drafter: chains, trees, sampled guesses, and their number."""
 
 import dataclasses
 from pathlib import Path
@@ -24,7 +24,7 @@ def target(tiny_target_dir: Path) -> Target:
 
 
 def make(target: Target, folder: Path, **options: int) -> DFlashDrafter:
-    # Distributions are neither sure nor flat.
+    # Makes distributions neither sharp nor flat.
     config = dataclasses.replace(read_checkpoint(folder)[0], output_multiplier=0.7)
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -37,7 +37,7 @@ def drafter(target: Target, tiny_drafter_dir: Path) -> DFlashDrafter:
 
 
 def propose(drafter: DFlashDrafter, plan: Plan, same: bool = False) -> tuple[Proposal, Tensor]:
-    """A proposal behind random contexts of different lengths, and the logits `[B, DEPTH, V]` of its draft pass."""
+    """Proposal after random contexts of different lengths, and the logits `[B, DEPTH, V]` of its draft pass."""
     batch = len(plan.params)
     generator = torch.Generator().manual_seed(5)
     features = torch.randn(1 if same else batch, 9, 64, generator=generator).expand(batch, -1, -1)
@@ -77,7 +77,7 @@ def test_a_tree_follows_the_distributions_at_each_rows_temperature(drafter: DFla
         for node in range(1, budget + 1):
             score.append(score[parents[node]] * probs[depth[row, node] - 1, tokens[node]].item())
         assert score == sorted(score, reverse=True)
-        # Nothing that could have been added is better than the last that was: siblings, and children of leaves.
+        # No node that could have been added, a sibling or a child of a leaf, is likelier than the last one.
         inside = set(zip(parents, tokens, strict=True))
         missing = [
             score[node] * probs[depth[row, node], token].item()
@@ -166,7 +166,7 @@ def test_how_many_are_sampled_does_not_depend_on_what_is_sampled(drafter: DFlash
     assert counts[0.0] == 8 and 1 < counts[0.1] < 8 and counts[10.0] == 1
 
 
-def test_refinement_settles_the_surest_guesses_for_chains_trees_and_draws(
+def test_refinement_settles_the_surest_guesses_for_chains_trees_and_samples(
     target: Target, tiny_drafter_dir: Path
 ) -> None:
     drafter = make(target, tiny_drafter_dir, diffusion_steps=2)

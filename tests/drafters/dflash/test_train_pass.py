@@ -1,4 +1,4 @@
-"""Who sees whom in training, against a twin that asks the question pair by pair; both kinds of attention agree."""
+"""Attention mask of training, compared with a twin that decides pair by pair, and equality of both attentions."""
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ KINDS = {
     "window": LayerAttention(False, 3),
     "causal window": LayerAttention(True, 4),
 }
-# A row of two documents of 7 and 5 tokens with two places empty, and one of a single document.
+# A row of two documents, of 7 and 5 tokens, and two tokens of padding, and a row of a single document.
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 5 + [-1] * 2, [0] * 14])
 ANCHORS = torch.tensor([[2, 6, 9, -1], [0, 5, 6, 13]])
 SIZE = 4
 
 
 def sees(row: int, block: int, slot: int, key: int, kind: LayerAttention) -> bool:
-    """The same rule, written slot by slot; key S + i is slot i % N of block i // N."""
+    """Readable twin of the mask; key S + i is position i % N of block i // N."""
     length, anchor = DOCUMENTS.size(1), int(ANCHORS[row, block])
     if key >= length:
         other_block, other = divmod(key - length, SIZE)

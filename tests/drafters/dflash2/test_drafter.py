@@ -1,4 +1,4 @@
-"""What a DFlash2 drafter makes of a plan, against walks that go slot by slot."""
+"""Proposals of a DFlash2 drafter, compared with walks that go position by position."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ def drafter(target: Target, tiny_dflash2_dir: Path) -> DFlash2Drafter:
 
 
 def propose(drafter: DFlashDrafter, plan: Plan, same: bool = False) -> tuple[Proposal, Tensor, Tensor]:
-    """A proposal behind random contexts; hidden states `[B, DEPTH, H]` and logits `[B, DEPTH, V]` of its pass."""
+    """Proposal after random contexts, and hidden states `[B, DEPTH, H]` and logits `[B, DEPTH, V]` of its pass."""
     batch = len(plan.params)
     features = torch.randn(1 if same else batch, 9, 64, generator=torch.Generator().manual_seed(5))
     state = drafter.new_state(batch, 40)
@@ -52,7 +52,7 @@ def propose(drafter: DFlashDrafter, plan: Plan, same: bool = False) -> tuple[Pro
 
 
 def score(drafter: DFlash2Drafter, hidden: Tensor, logits: Tensor, before: int) -> Tensor:
-    """Logits `[V]` of a slot after the token `before`: those of the candidates are what the selector makes of them."""
+    """Logits `[V]` of a position after the token `before`, where the selector has changed those of the candidates."""
     selector = drafter.network.candidate_selector
     best = logits.topk(TOP_K).indices
     gate = selector.predecessor_codebook[before] * selector.hidden_projection(hidden)
@@ -214,7 +214,7 @@ def test_how_many_are_sampled_does_not_depend_on_what_is_sampled(drafter: DFlash
 
 @pytest.mark.slow
 def test_sampled_chains_leave_the_targets_distribution(drafter: DFlash2Drafter) -> None:
-    """The first two tokens of many cycles, under a p that shares the candidates with q and else has its own mind."""
+    """The first two tokens of many cycles follow p, which has the candidates of q but other probabilities."""
     rows, vocabulary = 6000, drafter.config.vocab_size
     sampled = SamplingParams(temperature=1.0)
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Convolutions and selector against twins that go slot by slot, and their start as nothing."""
+"""Convolutions and selector, compared with twins that go position by position; a new network adds nothing."""
 
 import dataclasses
 from pathlib import Path
@@ -29,7 +29,7 @@ def disturbed(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def convolved(y: Tensor, base: Tensor, delta: Tensor, group_size: int) -> Tensor:
-    """The readable twin. y `[N, H]`, base `[K, H]`, delta `[N, K, groups]`."""
+    """Readable twin of a convolution: y `[N, H]`, base `[K, H]`, delta `[N, K, groups]`."""
     out = torch.zeros_like(y)
     for slot in range(len(y)):
         for channel in range(y.size(1)):
@@ -116,7 +116,7 @@ def test_parameters_are_the_checkpoint(config: DFlash2Config) -> None:
 
 
 def test_a_new_selector_can_learn(config: DFlash2Config) -> None:
-    """The successor codebook is zero, so it alone has a gradient at first, and the others once it has moved."""
+    """The successor codebook is zero, so it alone has a gradient at first; the others have one once it has changed."""
     selector = CandidateSelector(config)
     tokens = torch.tensor([[3, 4]])
     optimizer = torch.optim.SGD(selector.parameters(), lr=1.0)

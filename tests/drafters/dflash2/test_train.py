@@ -1,4 +1,4 @@
-"""The selector's loss against its definition, and that training and decoding choose alike."""
+"""The selector's loss, compared with its definition, and equality of its choices in training and decoding."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def network(tiny_dflash2_dir: Path) -> DFlash2Network:
 
 
 def make_slots(network: DFlash2Network) -> Slots:
-    """Two blocks of three slots. The labels of the first are the least likely tokens, those of the second the third."""
+    """Two blocks of three slots. The labels are the least likely tokens in the first, the third best in the second."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 3, network.config.hidden_size, generator=generator)
     logits = torch.randn(2, 3, network.config.vocab_size, generator=generator)
@@ -86,7 +86,7 @@ def test_loss_and_counts(network: DFlash2Network) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_chooses_as_decoding_does(kind: str, network: DFlash2Network, target: Target) -> None:
-    """A block taught what the drafter guesses at its anchor guesses the same, slot by slot."""
+    """If the data hold the drafter's guesses, the training pass guesses the same at every slot."""
     config, tensors = replace(network.config, layers=KINDS[kind]), network.state_dict()
     network = DFlash2Network(config)
     network.load_state_dict(tensors)
@@ -112,7 +112,7 @@ def test_training_chooses_as_decoding_does(kind: str, network: DFlash2Network, t
     assert not torch.equal(logits.argmax(dim=-1), slots.labels_CK)
 
 
-def test_a_v1_drafter_is_a_start(tmp_path: Path, target: Target, tiny_drafter_dir: Path) -> None:
+def test_training_starts_from_a_v1_drafter(tmp_path: Path, target: Target, tiny_drafter_dir: Path) -> None:
     variant = DFlash2Variant(replace(RECIPE, init=str(tiny_drafter_dir), save_dtype="float32", kv_heads=2, heads=4))
     v1 = load_drafter(tiny_drafter_dir, target=target)
     config = variant.config(target)

@@ -1,4 +1,4 @@
-"""What a DSpark drafter makes of a plan: its walk, its trees, and how far its confidence carries."""
+"""Proposals of a DSpark drafter: chains, trees, and their size by the confidence head."""
 
 import dataclasses
 from pathlib import Path
@@ -37,7 +37,7 @@ def drafter(target: Target, tiny_dspark_dir: Path) -> DSparkDrafter:
 
 
 def propose(drafter: DSparkDrafter, plan: Plan, same: bool = False) -> tuple[Proposal, Tensor, Tensor]:
-    """A proposal behind random contexts, and hidden states and logits of its draft pass."""
+    """Proposal after random contexts, and hidden states and logits of its draft pass."""
     batch = len(plan.params)
     generator = torch.Generator().manual_seed(5)
     features = torch.randn(1 if same else batch, 9, 64, generator=generator).expand(batch, -1, -1)
@@ -58,7 +58,7 @@ def bias(drafter: DSparkDrafter, before: int) -> Tensor:
 
 
 def dist(drafter: DSparkDrafter, logits: Tensor, before: int, temperature: float = 1.0) -> Tensor:
-    """q of one slot after a token, in plain words."""
+    """Readable twin of q at one position after a token."""
     return ((logits + bias(drafter, before)) / temperature).softmax(dim=-1)
 
 
@@ -159,7 +159,7 @@ def test_the_length_of_a_sampled_chain_does_not_depend_on_what_is_sampled(
     params, lengths, firsts = [SamplingParams(temperature=1.0)], set(), set()
     costs = (0.3 * 0.8**n for n in range(40))
     times = ([1 + cost * n for n in range(DEPTH + 1)] for cost in costs)
-    # Times with which some of the guesses pay, and not all.
+    # With these times, some of the guesses pay, but not all.
     seconds = next(t for t in times if 1 < propose(drafter, Plan(9, params, 0, t))[0].tokens.size(1) < DEPTH + 1)
     for number in (0.001, 0.3, 0.6, 0.8, 0.99, 0.9999):
         draws = torch.full((1, DEPTH), number, dtype=torch.float64)

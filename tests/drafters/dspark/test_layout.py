@@ -1,4 +1,4 @@
-"""DSpark as SpecForge nests it, as DeepSpec writes it flat, and as others name its tensors."""
+"""Layouts of DSpark: SpecForge's nested and DeepSpec's flat configuration, and other tensor names."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What DSpark is taught, against its formula in plain loops; and that training and drafting see the same network."""
+"""Training of DSpark, compared with its formula in plain loops, and equality with drafting."""
 
 import math
 from pathlib import Path
@@ -34,7 +34,7 @@ def drafter(target: Target, tiny_dspark_dir: Path) -> DSparkDrafter:
 
 
 def slots_of(target: Target, drafter: DSparkDrafter, tokens: Tensor, features: Tensor) -> Slots:
-    """The block at `ANCHOR` as training sees it, with some logits for the target's."""
+    """Block at `ANCHOR` as training sees it, with arbitrary logits of the target."""
     network, size = drafter.network, drafter.config.block_size
     length = tokens.size(1)
     anchors = torch.tensor([[ANCHOR]])

@@ -1,4 +1,4 @@
-"""EAGLE-3's guesses against a twin that keeps nothing: it makes every row of a text anew, one at a time."""
+"""Guesses of EAGLE-3, compared with a twin without a cache, which computes every entry of a text anew."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def drafter(tiny_eagle3_dir: Path, target: Target) -> Eagle3Drafter:
 
 
 def with_flags(drafter: Eagle3Drafter, target: Target, **flags: Any) -> Eagle3Drafter:
-    """A random drafter of the same shape but for these fields."""
+    """Random drafter with these fields of the configuration changed."""
     config = Eagle3Config(**{**vars(drafter.config), **flags})
     with torch.random.fork_rng():
         torch.manual_seed(8)
@@ -57,7 +57,7 @@ def with_flags(drafter: Eagle3Drafter, target: Target, **flags: Any) -> Eagle3Dr
 
 
 class Twin:
-    """The network row by row, with a loop over heads."""
+    """Readable twin of the network: one entry at a time, with a loop over heads."""
 
     def __init__(self, drafter: Eagle3Drafter, target: Target) -> None:
         self.config, self.weights, self.target = drafter.config, drafter.network.state_dict(), target
@@ -88,7 +88,7 @@ class Twin:
         return torch.cat(turned, dim=1)
 
     def row(self, token: int, feature: Tensor, position: int, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """The state of a row, which is added to those seen."""
+        """Hidden state of an entry, which is added to those that later entries see."""
         weights, config = self.weights, self.config
         normed = self.norm(feature, "midlayer.hidden_norm.weight")
         embedded = self.target.embed(torch.tensor([token]))[0]
@@ -107,7 +107,7 @@ class Twin:
         return x + weights["midlayer.mlp.down_proj.weight"] @ (torch.nn.functional.silu(gate) * up)
 
     def logits(self, text: Sequence[int], taps: Tensor, path: Sequence[int], window: int | None = None) -> list[Tensor]:
-        """Over the draft vocabulary, after anchor and each guess in `path` behind a text with these tapped outputs."""
+        """Draft-vocabulary logits after the anchor and each guess of `path`, behind a text with these features."""
         features, seen = [self.fused(one) for one in taps], list[tuple[Tensor, Tensor]]()
         for place in range(1, len(text)):
             self.row(text[place], features[place - 1], place - 1, seen)
@@ -126,7 +126,7 @@ def taps_of(count: int, seed: int) -> Tensor:
 
 
 def observe(drafter: Eagle3Drafter, state: Any, texts: list[list[int]], taps: list[Tensor]) -> None:
-    """Rows are filled up with tokens and outputs that must leave no trace."""
+    """Let the drafter observe; rows are padded with tokens and features that must leave no trace."""
     longest = max(map(len, texts))
     tokens = torch.tensor([text + [77] * (longest - len(text)) for text in texts])
     features = torch.stack([torch.cat([one, taps_of(longest - len(one), 9)]) for one in taps])
@@ -138,7 +138,7 @@ def observe(drafter: Eagle3Drafter, state: Any, texts: list[list[int]], taps: li
 def test_chains_equal_those_of_the_twin(
     flags: dict[str, Any], sampled: bool, drafter: Eagle3Drafter, target: Target, scatter: Callable[..., Any]
 ) -> None:
-    """However many guesses were accepted, in rows of different lengths that lie anywhere."""
+    """With any number of accepted guesses, and rows of different lengths at any slots."""
     drafter = with_flags(drafter, target, **flags) if flags else drafter
     twin, kept = Twin(drafter, target), drafter.network.kept
     params = [SamplingParams(), SamplingParams(temperature=0.8), SamplingParams(temperature=1.2, top_k=6)]
@@ -177,7 +177,7 @@ def test_chains_equal_those_of_the_twin(
 def test_trees_are_those_of_the_twin(
     budget: int, drafter: Eagle3Drafter, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Level by level the likeliest guesses are gone on from, and the likeliest of all are proposed."""
+    """The likeliest guesses of each level are continued, and the likeliest of all are proposed."""
     monkeypatch.setattr(eagle3, "WIDTH", 3)
     twin, kept, anchors = Twin(drafter, target), drafter.network.kept, [40, 41]
     texts, taps = [[9, 8, 7, 20], [31, 5]], [taps_of(4, 3), taps_of(2, 4)]
@@ -264,7 +264,7 @@ def test_costs_decide_how_far_is_drafted(drafter: Eagle3Drafter) -> None:
 
 
 def test_a_row_without_a_text_is_drafted_for(drafter: Eagle3Drafter) -> None:
-    """Numbers that earlier rows have left are no feature of it."""
+    """Numbers that an earlier row has left in its slots are not read as features."""
     state, plan = drafter.new_state(1, 20), Plan(6, [SamplingParams()])
     first = drafter.propose(state, torch.tensor([40]), plan).tokens
     observe(drafter, state, [[9, 8, 7]], [taps_of(3, 3)])

@@ -1,4 +1,4 @@
-"""EAGLE-3 in GGUF files: what llama.cpp is told, and that we read back what was written."""
+"""EAGLE-3 in GGUF files: metadata for llama.cpp, and round trips."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -57,7 +57,7 @@ def write(path: Path, one: Checkpoint, weights: Any = "f32") -> Path:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_there_and_back(config: Eagle3Config, tmp_path: Path) -> None:
+def test_round_trip(config: Eagle3Config, tmp_path: Path) -> None:
     expected = drafter(config)
     found = read_drafter(write(tmp_path / "d.gguf", expected), None, 10)
     assert found.config == config and found.trained_for == expected.trained_for
@@ -67,7 +67,7 @@ def test_there_and_back(config: Eagle3Config, tmp_path: Path) -> None:
 
 
 def test_rounded(tmp_path: Path) -> None:
-    """Rows are put into our order after they are made numbers again."""
+    """Rotary channels are put into our order after dequantisation."""
     expected = drafter().tensors
     for weights, near in (("f16", 2e-3), ("bf16", 2e-2), ("q8_0", 2e-2), ("q4_0", 0.4)):
         found = read_drafter(write(tmp_path / f"{weights}.gguf", drafter(), weights), None, 10).tensors
@@ -138,7 +138,7 @@ def test_kinds_that_llama_cpp_has_not() -> None:
 
 
 def test_files_of_other_programs(tmp_path: Path) -> None:
-    """They say no more than llama.cpp needs, and may hold a copy of the embedding."""
+    """They hold only what llama.cpp needs, and maybe a copy of the embedding."""
     file = open_gguf(write(tmp_path / "d.gguf", drafter()))
     kept = {key: value for key, value in file.metadata.items() if not key.startswith("blockdraft.")}
     left_out = dict.fromkeys(f"eagle3.{key}" for key in ("attention.key_length", "rope.freq_base"))

@@ -59,13 +59,13 @@ def write(path: Path, config: Eagle3Config = CONFIG, layout: Any = eagle3.LAYOUT
 
 
 def change(path: Path, **changes: Any) -> None:
-    """Set keys of config.json, or take them out where the value is None."""
+    """Set keys of config.json, or remove those whose value is None."""
     raw = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
 
 
 def rename(path: Path, old: str, new: str | None) -> None:
-    """Rename tensors, or take them out."""
+    """Rename or remove tensors."""
     tensors = load_file(path / "model.safetensors")
     found = {name.replace(old, new or ""): one for name, one in tensors.items() if new is not None or old not in name}
     save_file(found, path / "model.safetensors")
@@ -126,7 +126,7 @@ def test_a_file_without_taps_reads_what_enters_the_usual_layers(
 
 
 def test_early_files_are_plain_and_pickled(tmp_path: Path) -> None:
-    """As SafeAILab's: a Llama by name, without sizes that follow from others, and nothing in safetensors."""
+    """SafeAILab's early files name a Llama, lack sizes that follow from others, and have no safetensors."""
     config = replace(CONFIG, num_key_value_heads=4, head_dim=4, rope_theta=10_000.0, taps=(1, 4, 6))
     write(tmp_path, config)
     silent = ("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "eagle_config", "block_size")

@@ -82,7 +82,7 @@ def test_a_token_that_it_cannot_guess_does_not_count_for_the_slots_behind(target
 
 
 def test_the_draft_vocabulary_is_what_the_answers_say_most(target: Target, tmp_path: Path) -> None:
-    """Not what prompts say; of equally frequent tokens those of lower ids."""
+    """Prompts do not count. Of equally frequent tokens, lower ids win."""
     assert target.tokenizer is not None
     writer = DataWriter(tmp_path, {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
     writer.begin()
@@ -154,7 +154,7 @@ def test_muon_leaves_the_head_alone(target: Target) -> None:
 
 @pytest.fixture
 def answers(target: Target, tmp_path: Path) -> Iterator[tuple[TokenData, list[Any], list[Any], list[Any]]]:
-    """Data of the target's own answers, and their prompts, parameters and completions."""
+    """Data with the target's answers, and their prompts, parameters and completions."""
     assert target.tokenizer is not None
     prompts = [[5 + i, 9, 90 - i] for i in range(12)]
     params = [SamplingParams(20, 0.0 if i % 3 else 0.3, seed=i, ignore_eos=True) for i in range(12)]
@@ -173,7 +173,7 @@ def answers(target: Target, tmp_path: Path) -> Iterator[tuple[TokenData, list[An
 def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
     answers: tuple[TokenData, list[Any], list[Any], list[Any]], target: Target, tmp_path: Path
 ) -> None:
-    """From a folder of features; chains, trees and sampled guesses."""
+    """Trained from a folder of features; decodes with chains, trees and sampled guesses."""
     data, prompts, params, plain = answers
     plan_features(tmp_path / "features", target, data, (0, 1, 2, 3), FeatureSettings(dtype="float32")).write()
     flags = {"block-size": "5", "length": "40", "batch": "4", "anchors": "20", "held-out": "1", "steps": "150"}

@@ -1,5 +1,4 @@
-"""What a flow map makes of a plan: its passes, its noise, and that q is the distribution that its guesses are sampled
-from."""
+"""Proposals of a flow map: passes, noise, and that q is the distribution that guesses are sampled from."""
 
 from pathlib import Path
 
@@ -36,7 +35,7 @@ def drafter(target: Target, tiny_flow_dir: Path) -> FlowDrafter:
 
 
 def observed(drafter: FlowDrafter, batch: int = 1, length: int = CONTEXT) -> object:
-    """A state behind contexts of random features, the same for all rows."""
+    """State after a context of random features, the same for all rows."""
     features = torch.randn(1, length, 64, generator=torch.Generator().manual_seed(3)).expand(batch, -1, -1)
     state = drafter.new_state(batch, 40)
     drafter.observe(state, torch.zeros(batch, length, dtype=torch.long), features, [length] * batch)
@@ -73,7 +72,7 @@ def test_code_written_for_others_gets_the_passes_of_the_checkpoint(tiny_target_d
         assert mixin.drafter.diffusion_steps == steps  # type: ignore[attr-defined]
 
 
-def test_guesses_repeat_and_hang_on_the_noise_of_their_places(drafter: FlowDrafter) -> None:
+def test_guesses_repeat_and_depend_on_the_noise_of_their_positions(drafter: FlowDrafter) -> None:
     first = logits_of(drafter)
     assert torch.equal(first, logits_of(drafter))
     noise = drafter._noise.clone()
@@ -89,12 +88,12 @@ def test_guesses_repeat_and_hang_on_the_noise_of_their_places(drafter: FlowDraft
         drafter._noise.copy_(noise)
 
 
-def test_a_shorter_plan_gets_fewer_slots(drafter: FlowDrafter) -> None:
+def test_a_shorter_plan_runs_fewer_positions(drafter: FlowDrafter) -> None:
     assert logits_of(drafter, Plan(3, [GREEDY])).shape == (2, 265)
 
 
 def sampled(drafter: FlowDrafter, rows: int) -> Proposal:
-    """Chains of as many rows of one context, whose first guess is sampled evenly."""
+    """Sampled chains of rows with the same context, with evenly spread random numbers for their first guesses."""
     draws = torch.rand(rows, drafter.block_size - 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     draws[:, 0] = (torch.arange(rows) + 0.5) / rows
     plan = Plan(drafter.block_size, [SAMPLED] * rows, draws=draws)
@@ -102,7 +101,7 @@ def sampled(drafter: FlowDrafter, rows: int) -> Proposal:
 
 
 def test_q_is_the_distribution_that_guesses_are_sampled_from(drafter: FlowDrafter) -> None:
-    """That of each slot given the noise, whatever the other slots drew."""
+    """The distribution of a position given the noise does not depend on guesses at other positions."""
     rows = 200
     proposal, expected = sampled(drafter, rows), (logits_of(drafter) / 0.7).softmax(dim=-1)
     assert proposal.q is not None
@@ -116,7 +115,7 @@ def test_q_is_the_distribution_that_guesses_are_sampled_from(drafter: FlowDrafte
     assert (shares - whole[0]).abs().max() < 1.01 / rows
 
 
-def test_a_compiled_pass_and_torchs_say_the_same(tiny_target_dir: Path, tiny_flow_dir: Path) -> None:
+def test_a_compiled_pass_equals_torchs(tiny_target_dir: Path, tiny_flow_dir: Path) -> None:
     found = []
     for compile in ("on", "off"):
         target = load_target(tiny_target_dir, "float32", "cpu", "native", compile=compile)

@@ -1,4 +1,4 @@
-"""Jumps of the flow map, and that a new network is the v1 network in it."""
+"""Jumps of flow maps, and equality of a new network with the v1 network in it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def test_a_new_network_adds_nothing_to_the_masks() -> None:
     assert added.shape == (2, 3, 16) and not added.any()
 
 
-def test_slots_tell_states_and_both_times_apart() -> None:
+def test_the_network_tells_states_and_both_times_apart() -> None:
     network = FlowNetwork(CONFIG)
     for weight in (network.state_proj.weight, network.time_proj.weight):
         torch.nn.init.normal_(weight)
@@ -52,7 +52,7 @@ def test_slots_tell_states_and_both_times_apart() -> None:
     found = [network.entering(state, begin, end) for begin in levels for end in levels]
     found += [network.entering(state + 1, levels[0], levels[1])]
     assert all((one - other).abs().max() > 1e-2 for i, one in enumerate(found) for other in found[:i])
-    # Of a state only the direction is seen: near noise they are larger than near tokens.
+    # The network sees only the direction of a state, because states are larger near noise than near tokens.
     torch.testing.assert_close(network.entering(9 * state, levels[1], levels[2]), found[6])
 
 
@@ -80,7 +80,7 @@ def test_the_mean_embedding_is_that_of_the_likeliest_tokens() -> None:
 
 @pytest.mark.parametrize("passes", [1, 2, 5])
 def test_a_block_goes_from_noise_to_tokens_by_as_many_passes(passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one guess all the way, the states lie on the line from the noise to it."""
+    """If all passes guess the same, the states are on the line from the noise to that guess."""
     network, seen = FlowNetwork(CONFIG), list[tuple[float, float]]()
     noise, clean = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
 

@@ -1,4 +1,4 @@
-"""What a flow map is taught: the data's tokens on the way from noise to them, and jumps as far as two shorter ones."""
+"""Training of flow maps: guesses of the data's tokens, and jumps as far as two shorter ones."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,7 +51,7 @@ def made(target: Target, disturbed: bool = True, **changes: Any) -> tuple[FlowVa
 
 
 def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple[Tensor, Rows]) -> None:
-    """Loss and gradient, by hand: one block learns from the data, the others each a jump of their own."""
+    """Loss and gradient equal those by hand. One block learns from the data, the others different jumps."""
     variant, network = made(target)
     features, rows = batch
     random = torch.Generator().manual_seed(1)
@@ -139,7 +139,7 @@ def test_moments_are_of_both_kinds_and_begin_and_end_where_drafting_does(target:
 def test_evaluation_is_drafting(
     target: Target, tmp_path: Path, parity: Callable[..., Any], tiny_flow_dir: Path, batch: tuple[Tensor, Rows]
 ) -> None:
-    """Of a drafter of three passes; and the held-out loss has nothing to say of jumps."""
+    """With three passes. The held-out loss has no part for jumps."""
     variant, network = made(target, diffusion_steps=3)
     config = variant.config(target)
     assert isinstance(config, FlowConfig) and config.diffusion_steps == 3

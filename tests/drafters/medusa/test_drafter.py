@@ -1,4 +1,4 @@
-"""Which hidden state Medusa's heads read, which token each of them guesses, and the trees of their guesses."""
+"""Guesses of Medusa's heads: the hidden state they read, the token each guesses, and trees."""
 
 from itertools import product
 from math import prod
@@ -41,7 +41,7 @@ def distributions(tiny_target_dir: Path, tiny_medusa_dir: Path) -> "Distribution
 
 
 class Distributions:
-    """What each head says after a text, from the files alone."""
+    """Distributions of each head after a text, computed from the files alone."""
 
     def __init__(self, target: Path, heads: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(target).eval()
@@ -49,7 +49,7 @@ class Distributions:
 
     @torch.no_grad()
     def __call__(self, text: list[int]) -> Tensor:
-        """`[3, V]` of the three tokens behind the anchor that follows the text."""
+        """Probabilities `[3, V]` of the three tokens behind the anchor that follows the text."""
         last = self._model.model(torch.tensor([text])).last_hidden_state[0, -1]
         found = []
         for head in "012":
@@ -62,7 +62,7 @@ class Distributions:
 
 
 class Watched(MedusaDrafter):
-    """Writes down what was proposed, and behind how many tokens."""
+    """Records proposals, and the number of tokens before each."""
 
     def __init__(self, network: MedusaNetwork, target: Target) -> None:
         super().__init__(network, target)
@@ -100,7 +100,7 @@ def test_the_network_of_a_loaded_drafter_drafts_again(
 
 
 def test_guesses_are_those_of_heads_that_know_the_answer(target: Target) -> None:
-    """Heads that say what the target's own head says k tokens later: all their guesses stand."""
+    """Heads that guess what the target's head says k tokens later: all their guesses are accepted."""
     [plain] = Engine(target, load_drafter("none", target=target)).generate(
         [PROMPT], SamplingParams(13, ignore_eos=True)
     )

@@ -1,4 +1,4 @@
-"""Medusa's heads on disk, as FasterDecoding keeps them."""
+"""FasterDecoding's layout of Medusa's heads."""
 
 import json
 import pickle
@@ -19,7 +19,7 @@ from blockdraft.targets import load_target
 from blockdraft.training.export import Format, convert
 
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, num_target_layers=3, num_heads=5)
-# As published: two heads by the configuration, five in the file, and no architecture.
+# As published: config.json states two heads and no architecture; the file holds five.
 RAW = {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 1}
 
 
@@ -54,7 +54,7 @@ def test_a_published_folder_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_there_and_back(shared: bool, tmp_path: Path) -> None:
+def test_round_trip(shared: bool, tmp_path: Path) -> None:
     config = MedusaConfig(8, 20, 3, num_heads=2, num_layers=2, shared_head=shared)
     layout = layouts()["medusa"]
     layout.write(tmp_path / "heads", Checkpoint(config, tensors(config), trained_for="abc"), "some/target", [])

@@ -1,4 +1,4 @@
-"""Medusa's training: what the heads see and begin with, and that they learn what the engine then uses."""
+"""Training of Medusa's heads: their input and first weights, and equality with drafting."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,8 +39,8 @@ def test_training_pass_equals_draft_pass(
     parity(variant, network.eval(), load_drafter(tmp_path / "heads", target=target), target)
 
 
-def test_new_heads_say_what_the_targets_head_says(target: Target) -> None:
-    """Behind blocks that are nearly nothing to begin with; so the loss does not begin high."""
+def test_new_heads_guess_what_the_targets_head_guesses(target: Target) -> None:
+    """New residual blocks change little, so the first loss is not high."""
     variant = MedusaVariant(RECIPE)
     network = variant.network(variant.config(target))
     variant.fit_head(network, target)

@@ -1,4 +1,4 @@
-"""Which pairs of state and token an MTP head is run on, against its formula in plain loops over the files."""
+"""Guesses of an MTP head, compared with its formula in plain loops over the files."""
 
 import json
 import shutil
@@ -26,8 +26,8 @@ PROMPT = [7, 60, 33, 12, 9, 21]
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """`tiny_target_dir` with uneven weights in its last norm: even ones would hide on which side of it a
-    state is taken, since the head norms it once more."""
+    """`tiny_target_dir` with uneven weights in its last norm. The head norms its input once more, so even weights would
+    hide whether a state is taken before or after the target's norm."""
     folder = tmp_path_factory.mktemp("uneven") / "target"
     shutil.copytree(tiny_target_dir, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -47,7 +47,7 @@ def twin(target_dir: Path, tiny_mtp_dir: Path) -> "Twin":
 
 
 class Twin:
-    """The head, written for reading: one row, no cache, from the files alone."""
+    """Readable twin of the head: one text, no cache, from the files alone."""
 
     def __init__(self, target: Path, head: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(target).eval()
@@ -101,7 +101,7 @@ class Twin:
 
 
 class Watched(MTPDrafter):
-    """Writes down what was proposed, and behind how many tokens."""
+    """Records proposals, and the number of tokens before each."""
 
     def __init__(self, network: MTPNetwork, target: Target) -> None:
         super().__init__(network, target)
@@ -135,7 +135,7 @@ def test_guesses_are_those_of_the_formula(
 
 
 def test_a_prompt_of_one_token(twin: Twin, target: Target, tiny_mtp_dir: Path) -> None:
-    """The first token has no state before it, so the anchor's pair sees itself alone."""
+    """The first token has no state before it, so the anchor's entry sees itself alone."""
     drafter = load_drafter(tiny_mtp_dir, target=target)
     state = drafter.new_state(1, 20)
     hidden = twin._model.model(torch.tensor([[7]])).last_hidden_state.detach()

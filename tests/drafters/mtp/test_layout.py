@@ -1,4 +1,4 @@
-"""MTP heads on disk."""
+"""Layout of MTP heads in a folder of their own."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_tensors_have_qwen3_nexts_names_and_norms(tiny_mtp_dir: Path) -> None:
     assert torch.equal(written["mtp.fc.weight"], found.tensors["fc.weight"])
 
 
-def test_there_and_back(tmp_path: Path, tiny_mtp_dir: Path, tiny_target_dir: Path) -> None:
+def test_round_trip(tmp_path: Path, tiny_mtp_dir: Path, tiny_target_dir: Path) -> None:
     found, target = read_drafter(tiny_mtp_dir, None, 3), load_target(tiny_target_dir)
     half = {name: tensor.bfloat16() for name, tensor in found.tensors.items()}
     checkpoint = Checkpoint(found.config, half, trained_for="abc")

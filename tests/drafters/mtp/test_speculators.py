@@ -1,4 +1,4 @@
-"""MTP heads in the speculators format."""
+"""Layout of MTP heads in the speculators format."""
 
 import json
 from dataclasses import replace
@@ -88,7 +88,7 @@ def test_copies_of_the_targets_weights_are_left_out(tmp_path: Path) -> None:
         ({"transformer_layer_config": 3}, "transformer_layer_config is 3"),
     ],
 )
-def test_what_the_file_asks_for_and_cannot_have(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_unsupported_values_are_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
     raw = write(tmp_path / "head") | changes
     with pytest.raises(UsageError, match=told):
         parse_config(raw, 5)
@@ -125,7 +125,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         read_drafter(tmp_path / "head", None, 5)
 
 
-def test_what_the_format_cannot_say_is_refused(tmp_path: Path) -> None:
+def test_what_the_format_cannot_express_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="normed_feedback is False; it must be true, .* keep the layout mtp"):
         LAYOUT.check(replace(CONFIG, normed_feedback=False), None, ())
     with pytest.raises(UsageError, match="the configuration is 'dict'; it must be an MTPConfig"):

@@ -1,5 +1,5 @@
-"""The MTP head in a target's own folder: what it guesses, against the head run over whole texts with transformers' own
-layers, and which folders are refused."""
+"""MTP heads in the target's folder: guesses compared with transformers' layers run over whole texts, and refused
+folders."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ AROUND = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_p
 
 
 class Published(NamedTuple):
-    """A model as its makers publish it, and what it was made of: one model whose last layer is the head's."""
+    """Folder of a model as it is published, and the model that it was made of, whose last layer is the head's."""
 
     folder: Path
     whole: Any
@@ -107,7 +107,7 @@ def head_name(family: str, name: str) -> str:
 
 
 def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Tensors in three files, a head's in more than one of them."""
+    """Save tensors in three files, those of the head in more than one."""
     index = {name: f"model-{place % 3}.safetensors" for place, name in enumerate(sorted(tensors))}
     for file in {*index.values()}:
         save_file({name: tensors[name] for name in index if index[name] == file}, folder / file, {"format": "pt"})
@@ -120,7 +120,7 @@ def change(folder: Path, **changes: Any) -> None:
 
 
 class Watched(MTPDrafter):
-    """Writes down what was proposed, behind how many tokens, and the logits of each step."""
+    """Records proposals, the number of tokens before each, and the logits of each step."""
 
     def __init__(self, drafter: MTPDrafter, target: Target) -> None:
         super().__init__(drafter.network, target)
@@ -144,7 +144,7 @@ class Watched(MTPDrafter):
 
 @torch.no_grad()
 def expected(published: Published, text: list[int], count: int) -> Tensor:
-    """Logits of `count` guesses behind a text: the head's layer run over all of it at each step, without a cache."""
+    """Logits of `count` guesses behind a text, from runs of the head's layer over the whole text without a cache."""
     target: Any = AutoModelForCausalLM.from_pretrained(published.folder).eval()
     whole, around = published.whole, published.around
 
@@ -213,7 +213,7 @@ def test_answers_are_those_of_plain_decoding(
 
 
 def test_a_head_of_few_bits_of_precision(publish: Callable[[str], Published]) -> None:
-    """In 16 bits the router's bias, and the angles, stay in 32."""
+    """With weights of 16 bits, the router's bias and the rotary angles stay in 32."""
     target = load_target(publish("deepseek_v3").folder, "bfloat16", backend="hf")
     drafter = load_drafter("mtp", target=target)
     assert isinstance(drafter, MTPDrafter)
@@ -234,7 +234,7 @@ def test_a_dense_layer_is_read_as_one(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_head_in_the_speculators_format_is_the_same(
     family: str, tmp_path: Path, publish: Callable[[str], Published]
 ) -> None:
-    """As speculators saves a head that it took from the target's folder and trained on."""
+    """speculators saves a head that it took from the target's folder and trained further."""
     published = publish(family)
     target = load_target(published.folder, backend="hf")
     own = load_drafter("mtp", target=target)
@@ -264,7 +264,7 @@ def test_a_head_in_the_speculators_format_is_the_same(
 
 
 def remake(published: Published, folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> Target:
-    """The target of a copy whose tensors were edited."""
+    """Target in a copy of the folder with edited tensors."""
     shutil.copytree(published.folder, folder)
     tensors = {name: one for file in sorted(folder.glob("*.safetensors")) for name, one in load_file(file).items()}
     edit(tensors)

@@ -1,4 +1,4 @@
-"""An MTP head's training: what its steps see, and that they guess what the drafter guesses."""
+"""Training of MTP heads: the input of each step, and equality with drafting."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +43,7 @@ def test_training_pass_equals_draft_pass_before_the_norm(
 
 
 def test_steps_see_what_the_drafter_knows_by_then(target: Target) -> None:
-    """States strictly before the anchor, of its own document, and of the block's tokens those up to a step's own."""
+    """A step sees states before the anchor in its document, and the block's tokens up to its own."""
     variant = MTPVariant(RECIPE)
     network = random_network(variant, target)
     tokens, features = torch.arange(12)[None] + 20, torch.randn(1, 12, target.hidden_size)
@@ -65,7 +65,7 @@ def test_steps_see_what_the_drafter_knows_by_then(target: Target) -> None:
         others = tokens.clone()
         others[0, place] += 50
         changed = (hidden(features, others) != before).any(dim=-1).tolist()
-        # The first token of a document is in no pair.
+        # The first token of a document has no entry.
         assert changed == [3 < place <= anchor + step for step in range(4)], place
 
 

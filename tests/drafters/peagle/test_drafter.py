@@ -1,4 +1,4 @@
-"""What a P-EAGLE drafter guesses, against its formula in plain loops over the files."""
+"""Guesses of a P-EAGLE drafter, compared with its formula in plain loops over the files."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def features(length: int) -> Tensor:
 
 
 class Twin:
-    """The network, written for reading: all rows of one text at once, from the files alone."""
+    """Readable twin of the network: all entries of one text at once, from the files alone."""
 
     def __init__(self, folder: Path) -> None:
         self._tensors = load_file(folder / "model.safetensors")
@@ -81,7 +81,7 @@ class Twin:
 
 @pytest.mark.parametrize("parts", [[6], [1, 5], [2, 1, 3]])
 def test_logits_are_those_of_the_formula(drafter: PEagleDrafter, tiny_peagle_dir: Path, parts: list[int]) -> None:
-    """However the text is told."""
+    """The parts in which the text is observed make no difference."""
     state, taps, begin = drafter.new_state(1, 20), features(6), 0
     for count in parts:
         part = slice(begin, begin := begin + count)
@@ -109,7 +109,7 @@ def test_a_window_hides_the_older_text(drafter: PEagleDrafter, tiny_peagle_dir: 
     torch.testing.assert_close(logits, Twin(tiny_peagle_dir)(TEXT, taps[0], COUNT, 2), atol=1e-4, rtol=1e-4)
 
 
-def test_its_state_is_all_that_it_takes(drafter: PEagleDrafter) -> None:
+def test_memory_is_that_of_its_state(drafter: PEagleDrafter) -> None:
     state = drafter.new_state(2, 20)
     drafter.observe(state, torch.tensor([TEXT] * 2), features(7).expand(2, -1, -1), [7, 7])
     assert sum(store.nbytes for store in state._stores()) == drafter.state_bytes(2, 20)

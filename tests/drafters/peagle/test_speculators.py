@@ -1,4 +1,4 @@
-"""P-EAGLE drafters on disk."""
+"""Layout of P-EAGLE drafters."""
 
 import json
 from dataclasses import replace

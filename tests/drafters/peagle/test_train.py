@@ -1,4 +1,4 @@
-"""P-EAGLE's training: what its rows see, what it begins with, and that it learns."""
+"""Training of P-EAGLE: what its entries see, its first weights, and that it learns."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,8 +37,8 @@ def random_network(variant: PEagleVariant, target: Target) -> PEagleNetwork:
     return network.eval()
 
 
-def test_rows_see_the_text_up_to_the_anchor_and_nothing_behind_it(target: Target) -> None:
-    """Features strictly before the anchor and tokens up to it, of its own document; and no other block."""
+def test_entries_see_the_text_up_to_the_anchor_and_nothing_behind_it(target: Target) -> None:
+    """They see features before the anchor and tokens up to it, in its document, and no other block."""
     variant = PEagleVariant(RECIPE)
     network = random_network(variant, target)
     tokens, features = torch.arange(12)[None] + 20, torch.randn(1, 12, 2 * target.hidden_size)
@@ -61,7 +61,7 @@ def test_rows_see_the_text_up_to_the_anchor_and_nothing_behind_it(target: Target
         changed = (hidden(other, tokens) != before).any(dim=-1)
         assert changed.tolist() == [[3 <= place < anchor] * 4 for anchor in (5, 7)], place
         changed = (hidden(features, others) != before).any(dim=-1)
-        # The first token of a document has no row that others see.
+        # The first token of a document has no entry that others see.
         assert changed.tolist() == [[3 < place <= anchor] * 4 for anchor in (5, 7)], place
 
 

@@ -1,4 +1,4 @@
-"""Mistakes in the toy's checkpoints: taps that are one layer off."""
+"""Checks of the toy: taps that are one layer off."""
 
 from __future__ import annotations
 

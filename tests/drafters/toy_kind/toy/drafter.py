@@ -1,4 +1,4 @@
-"""Drafts chains with the toy network, one small pass a guess."""
+"""The toy as drafter: chains, with a small pass for each guess."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blockdraft.targets import Target
 
 
 class ToyState:
-    """The features of each row's committed tokens, `[T, m * H]`, by the row's first slot."""
+    """Features `[T, m * H]` of each row's T committed tokens."""
 
     def __init__(self, starts: Sequence[int], known: dict[int, Tensor], empty: Tensor) -> None:
         self._starts, self._known, self._empty = list(starts), known, empty

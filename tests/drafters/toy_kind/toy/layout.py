@@ -1,4 +1,4 @@
-"""A layout of its own: config.json holds the configuration as it is."""
+"""Layout of the toy: config.json holds the fields of its configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockdraft.formats.folder import PICKLED, TRAINED_FOR, check_tensors, read_
 from blockdraft.formats.starting import Start, nowhere
 
 NAME = "ToyModel"
-OTHERS = ("architectures", TRAINED_FOR)  # keys of config.json besides the configuration
+OTHERS = ("architectures", TRAINED_FOR)  # keys of config.json that are not fields
 
 
 class ToyLayout:

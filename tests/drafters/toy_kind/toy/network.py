@@ -1,4 +1,4 @@
-"""A network that guesses one token after the other from the target's feature before the anchor."""
+"""The toy's network, which guesses one token after the other from the target's feature before the anchor."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class ToyNetwork(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size)
 
     def begin(self, feature: Tensor) -> Tensor:
-        """`[..., H]` of the feature `[..., m * H]` right before the anchor."""
+        """Hidden state `[..., H]` for the feature `[..., m * H]` before the anchor."""
         return cast(Tensor, self.fc(feature))
 
     def step(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """The hidden state that guesses what follows the embedded token, both `[..., H]`."""
+        """Hidden state that guesses the token after the embedded one, `[..., H]` each."""
         mixed = hidden + torch.tanh(self.mix(torch.cat([hidden, embedded], dim=-1)))
         return cast(Tensor, self.norm(mixed.float()))  # under autocast the sum may be in bfloat16

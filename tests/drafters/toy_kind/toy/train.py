@@ -1,4 +1,4 @@
-"""The toy drafter's training: unrolled over the K guesses, each step given the token of the data before it."""
+"""Training of the toy: unrolled over the K guesses, each given the token of the data before it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from blockdraft.training.variant import Variant
 
 @settings
 class ToyRecipe(Recipe):
-    """Attributes:
-    taps: Target layers that the drafter reads.
+    """Recipe of the toy.
+
+    Attributes:
+        taps: Target layers that the drafter reads.
     """
 
     taps: Layers = (0, 1)
