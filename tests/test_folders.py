@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from blockdraft import folders
-from blockdraft.folders import held
+from blockdraft.folders import clear_remains, held, replaced
 
 HOLD = """
 import sys, time
@@ -64,3 +65,54 @@ def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
         held(tmp_path / "file" / "x", ""),
     ):
         pass
+
+
+def test_remains_go_and_what_they_replaced_comes_back(tmp_path: Path) -> None:
+    for name in ("new", "old"):
+        (tmp_path / ".drafter.x" / name).mkdir(parents=True)
+    (tmp_path / ".drafter.mine").mkdir()
+    (tmp_path / ".drafter.mine" / "notes").touch()
+    clear_remains(tmp_path / "drafter")
+    assert {path.name for path in tmp_path.iterdir()} == {"drafter", ".drafter.mine"}
+
+
+def test_what_another_process_takes_away_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = shutil.rmtree
+
+    def late(path: Path) -> None:
+        remove(path)
+        remove(path)
+
+    for name in "ab":
+        (tmp_path / f".drafter.{name}").mkdir()
+    monkeypatch.setattr(shutil, "rmtree", late)
+    clear_remains(tmp_path / "drafter")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_replaced_folder_appears_whole_or_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
+) -> None:
+    folder = tmp_path / "drafter"
+    if exists:
+        folder.mkdir()
+        (folder / "old").touch()
+    rename = Path.rename
+
+    def fail(path: Path, to: Path) -> Path:
+        if path.name == "new":
+            raise OSError("no more")
+        return rename(path, to)
+
+    for patched in (False, True):
+        with pytest.raises(OSError, match="no more"), monkeypatch.context() as patch, replaced(folder) as new:
+            (new / "file").touch()
+            if not patched:
+                raise OSError("no more")
+            patch.setattr(Path, "rename", fail)
+        assert [file.name for file in tmp_path.rglob("*")] == (["drafter", "old"] if exists else [])
+    with replaced(folder) as new:
+        (new / "file").touch()
+        assert not (folder / "file").exists()
+    assert [file.name for file in tmp_path.rglob("*")] == ["drafter", "file"]

@@ -1,14 +1,17 @@
-"""Lock on folders that only one process at a time may write."""
+"""Folders that only one process at a time may write, and that appear whole or not at all."""
 
 from __future__ import annotations
 
 import errno
+import glob
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from filelock import FileLock, Timeout
 
@@ -53,3 +56,32 @@ def held(folder: Path, doing: str) -> Iterator[None]:
         owner.unlink(missing_ok=True)
         path.unlink(missing_ok=True)  # before the release, since it would be another process's lock afterwards
         lock.release()
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Context with a new folder, which takes the place of `path` at the end, whether that exists or not. After an error
+    the new folder is deleted, and `path` is as it was. `clear_remains` tidies up after a process that was killed."""
+    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        new, old = Path(scratch, "new"), Path(scratch, "old")
+        new.mkdir()
+        yield new
+        if path.exists():
+            path.rename(old)
+        try:
+            new.rename(path)
+        finally:
+            if old.exists() and not path.exists():
+                old.rename(path)
+
+
+def clear_remains(path: str | Path) -> None:
+    """Delete what a killed process left in `replaced` beside this folder. No process may be writing the folder now."""
+    path = Path(path).resolve()
+    for scratch in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        with suppress(FileNotFoundError):  # of another process that tests its write access, deleted meanwhile
+            if not scratch.is_dir() or {one.name for one in scratch.iterdir()} - {"new", "old"}:
+                continue
+            if (scratch / "old").exists() and not path.exists():
+                (scratch / "old").rename(path)
+            shutil.rmtree(scratch)

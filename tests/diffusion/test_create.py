@@ -171,7 +171,7 @@ def test_a_failing_disk_leaves_what_was_there(folder: Path, monkeypatch: pytest.
         rename = Path.rename
 
         def fail(path: Path, to: Path) -> Path:
-            if path.name.endswith(".partial"):
+            if path.name == "new":
                 raise OSError("no more")
             return rename(path, to)
 

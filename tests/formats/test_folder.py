@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and remains beside them."""
+"""Folders of config.json and safetensors."""
 
 import shutil
 from pathlib import Path
@@ -9,30 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter
-from blockdraft.formats.folder import check_tensors, clear_remains, with_rope_theta
-
-
-def test_remains_go_and_what_they_replaced_comes_back(tmp_path: Path) -> None:
-    for name in ("new", "old"):
-        (tmp_path / ".drafter.x" / name).mkdir(parents=True)
-    (tmp_path / ".drafter.mine").mkdir()
-    (tmp_path / ".drafter.mine" / "notes").touch()
-    clear_remains(tmp_path / "drafter")
-    assert {path.name for path in tmp_path.iterdir()} == {"drafter", ".drafter.mine"}
-
-
-def test_what_another_process_takes_away_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    remove = shutil.rmtree
-
-    def late(path: Path) -> None:
-        remove(path)
-        remove(path)
-
-    for name in "ab":
-        (tmp_path / f".drafter.{name}").mkdir()
-    monkeypatch.setattr(shutil, "rmtree", late)
-    clear_remains(tmp_path / "drafter")
-    assert not list(tmp_path.iterdir())
+from blockdraft.formats.folder import check_tensors, with_rope_theta
 
 
 @pytest.mark.parametrize(

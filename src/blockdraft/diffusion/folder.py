@@ -8,7 +8,6 @@ the paper's own models (`model_type` bd3lm) are read as well.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -21,6 +20,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from blockdraft.diffusion.model import DiffusionConfig, DiffusionModel
 from blockdraft.errors import UsageError
+from blockdraft.folders import clear_remains, replaced
 from blockdraft.formats.folder import check_tensors
 from blockdraft.formats.model_folder import ModelWriter
 from blockdraft.formats.stored import check_floats, open_tensors
@@ -142,26 +142,16 @@ def write_model(model: DiffusionModel, tensors: Mapping[str, Tensor], folder: Pa
     """
     assert model.text.tokenizer is not None
     folder = folder.absolute()
-    # Hidden names, so that a user's copy of the folder is not mistaken for remains of a killed process.
-    partial, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
     raw = {**model.raw, **asdict(model.config), "dtype": str(next(iter(tensors.values())).dtype).split(".")[1]}
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-        if old.exists() and folder.exists():
-            shutil.rmtree(old)
-        partial.mkdir(parents=True)
-        writer = ModelWriter(partial)
-        writer.take(tensors.items())
-        model.text.tokenizer.save_pretrained(partial)
-        for name, content in model.files.items():
-            (partial / name).write_bytes(content)
-        writer.finish(raw, ())
-        if folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        clear_remains(folder)
+        with replaced(folder) as new:
+            writer = ModelWriter(new)
+            writer.take(tensors.items())
+            model.text.tokenizer.save_pretrained(new)
+            for name, content in model.files.items():
+                (new / name).write_bytes(content)
+            writer.finish(raw, ())
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if old.exists() and not folder.exists():
-            old.rename(folder)
         raise UsageError(f"{folder} cannot be written ({error}); free space or choose another --out.") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import Borrowed, Checkpoint, Layout, check_fits, find_layout, layout_of, layouts
-from blockdraft.formats.folder import check_writable, clear_remains, read_config, trained_for
+from blockdraft.formats.folder import check_writable, read_config, trained_for
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.formats.gguf.drafter import read_gguf_drafter
 
@@ -26,5 +26,5 @@ def read_drafter(path: str | Path, vocabulary: Mapping[str, int] | None, num_tar
     return replace(layout.read(Path(path), vocabulary, num_target_layers), trained_for=trained_for(raw))
 
 
-__all__ = ["Borrowed", "Checkpoint", "Layout", "check_fits", "check_writable", "clear_remains", "find_layout"]
+__all__ = ["Borrowed", "Checkpoint", "Layout", "check_fits", "check_writable", "find_layout"]
 __all__ += ["layout_of", "layouts", "read_config", "read_drafter", "trained_for"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import glob
 import json
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.errors import UsageError
+from blockdraft.folders import replaced
 from blockdraft.formats.base import layout_of
 from blockdraft.formats.stored import Stored, check_floats, open_tensors, stored
 from blockdraft.formats.vocabulary import MAPS
@@ -146,9 +145,7 @@ def write_folder(
     """
     path = Path(path).resolve()
     check_writable(path)
-    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
-        new, old = Path(scratch, "new"), Path(scratch, "old")
-        new.mkdir()
+    with replaced(path) as new:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         raw = raw if trained_for is None else {**raw, TRAINED_FOR: trained_for}
         try:
@@ -164,13 +161,6 @@ def write_folder(
             ) from error
         for file in new.glob("*.safetensors"):
             file.chmod((new / "config.json").stat().st_mode)  # safetensors writes files that only the owner can read
-        if path.exists():
-            path.rename(old)
-        try:
-            new.rename(path)
-        finally:
-            if old.exists() and not path.exists():
-                old.rename(path)
 
 
 def check_writable(path: str | Path) -> None:
@@ -184,18 +174,6 @@ def check_writable(path: str | Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}."):
         pass
-
-
-def clear_remains(path: str | Path) -> None:
-    """Delete what a killed `write_folder` left beside this folder. No process may be writing the folder now."""
-    path = Path(path).resolve()
-    for scratch in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        with suppress(FileNotFoundError):  # of another process that tested its write access, now deleted
-            if not scratch.is_dir() or {one.name for one in scratch.iterdir()} - {"new", "old"}:
-                continue
-            if (scratch / "old").exists() and not path.exists():
-                (scratch / "old").rename(path)
-            shutil.rmtree(scratch)
 
 
 def _holds_drafter(path: Path) -> bool:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.folders import held
+from blockdraft.folders import clear_remains, held, replaced
 from blockdraft.formats.folder import with_rope_theta
 from blockdraft.formats.quantized.compressed_tensors import parts_of
 from blockdraft.nn.quantized import QuantizedWeight
@@ -91,7 +91,7 @@ def check_free(out: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path, need: int) -> Iterator[Path]:
-    """Context with a folder `out.partial`, which is renamed to `out` at its end, or deleted after an error.
+    """Context with a folder that becomes `out` at its end, or is deleted after an error.
 
     Args:
         need: Bytes that will be written, about.
@@ -100,23 +100,17 @@ def new_folder(out: Path, need: int) -> Iterator[Path]:
         UsageError: `out` holds something, another process writes it, or the disk has too little room.
     """
     out = out.absolute()
-    partial = out.with_name(f"{out.name}.partial")
     check_free(out)
     with held(out, "quantizing"):
         try:
-            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-            partial.mkdir(parents=True)
-            free = shutil.disk_usage(partial).free
-            if need > free:
-                raise UsageError(
-                    f"{out} needs {need / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; make room or choose "
-                    "another --out."
-                )
-            yield partial
-            if out.exists():
-                out.rmdir()
-            partial.rename(out)
+            clear_remains(out)
+            with replaced(out) as new:
+                free = shutil.disk_usage(new).free
+                if need > free:
+                    raise UsageError(
+                        f"{out} needs {need / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; make room or "
+                        "choose another --out."
+                    )
+                yield new
         except (OSError, SafetensorError) as error:
             raise UsageError(f"{out} cannot be written ({error}); nothing of it is left.") from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)

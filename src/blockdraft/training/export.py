@@ -13,13 +13,12 @@ from torch import Tensor
 
 from blockdraft.drafters import entries
 from blockdraft.errors import UsageError
-from blockdraft.folders import held
+from blockdraft.folders import clear_remains, held
 from blockdraft.formats import (
     Borrowed,
     Checkpoint,
     Layout,
     check_fits,
-    clear_remains,
     find_layout,
     layouts,
     read_config,

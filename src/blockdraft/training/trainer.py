@@ -17,8 +17,7 @@ from accelerate import Accelerator
 from blockdraft.data.documents import TokenData
 from blockdraft.drafters import entries
 from blockdraft.errors import NumbersError, UsageError
-from blockdraft.folders import held
-from blockdraft.formats import clear_remains
+from blockdraft.folders import clear_remains, held
 from blockdraft.machine import wait_for
 from blockdraft.settings import as_toml
 from blockdraft.targets import Target

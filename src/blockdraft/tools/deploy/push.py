@@ -16,8 +16,8 @@ from blockdraft.compat.generate import write_custom_generate
 from blockdraft.drafters import entries
 from blockdraft.errors import UsageError, counted, describe
 from blockdraft.evaluation.methods import shape_name
-from blockdraft.folders import held
-from blockdraft.formats import clear_remains, find_layout
+from blockdraft.folders import clear_remains, held
+from blockdraft.formats import find_layout
 from blockdraft.formats.engines import starts
 from blockdraft.formats.folder import weight_files
 from blockdraft.models import find
