@@ -184,14 +184,19 @@ ARRAY, UINT32 = 9, 4
 LARGEST = 2**64 - 1
 
 
-def header(*pairs: tuple[str, bytes], tensors: bytes = b"") -> bytes:
-    """Of a file with these keys and values, the latter with their types, and one tensor or none."""
-    begin = b"GGUF" + struct.pack("<IQQ", 3, bool(tensors), len(pairs))
+def header(*pairs: tuple[str, bytes], tensors: bytes = b"", count: int = 1) -> bytes:
+    """Of a file with these keys and values, the latter with their types, and `count` tensors or none."""
+    begin = b"GGUF" + struct.pack("<IQQ", 3, count if tensors else 0, len(pairs))
     return begin + b"".join(text(key) + value for key, value in pairs) + tensors + bytes(64)
 
 
 def text(words: str) -> bytes:
     return struct.pack("<Q", len(words)) + words.encode()
+
+
+def tensor_at(name: str, offset: int) -> bytes:
+    """Of a header: a vector of 8 numbers in float32."""
+    return text(name) + struct.pack("<IQIQ", 1, 8, 0, offset)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +208,9 @@ def text(words: str) -> bytes:
         (header(("a", struct.pack("<I", ARRAY) + struct.pack("<IQ", ARRAY, 1) * 5000)), "recursion"),
         (header(tensors=text("x") + struct.pack("<I", 2**32 - 1)), "x has 4294967295 dimensions"),
         (header(tensors=text("x") + struct.pack("<IQQQ", 2, LARGEST, LARGEST, 0)), "x of the shape|x would end at"),
+        (header(("a", struct.pack("<II", UINT32, 1)), ("a", struct.pack("<II", UINT32, 1))), "it has the key a twice"),
+        (header(tensors=tensor_at("x", 0) + tensor_at("y", 16), count=2), "x and y overlap"),
+        (header(tensors=tensor_at("x", 0) + tensor_at("x", 0), count=2), "it has the tensor x twice"),
         (header(("split.count", struct.pack("<I", 8) + text("x"))), "is one of x parts"),
     ],
 )

@@ -137,3 +137,11 @@ def test_groups_of_which_none_divides_the_other_are_joined() -> None:
     joined = joined_weights(parts)
     assert joined.group == 8
     assert torch.equal(joined.dequantize(), torch.cat([part.dequantize() for part in parts]))
+
+
+def test_other_dtypes_are_named() -> None:
+    codes, scale = torch.zeros(2, 32, dtype=torch.int8), torch.ones(2, 1, dtype=torch.float16)
+    with pytest.raises(AssertionError, match="offset is torch.float16, not float32"):
+        QuantizedWeight(codes, scale, scale, 4)
+    with pytest.raises(AssertionError, match="scale is torch.bfloat16, not float16 or float32"):
+        QuantizedWeight(codes, scale.bfloat16(), None, 4)

@@ -47,9 +47,12 @@ class QuantizedWeight:
         assert self.scale.ndim == 2 and len(self.scale) == len(self.codes), (self.scale.shape, self.codes.shape)
         assert self.codes.size(1) == self.scale.size(1) * self.group, (self.scale.shape, self.codes.shape)
         assert self.group % LEAST_GROUP == 0, self.group
-        assert self.scale.dtype in (torch.float16, torch.float32), self.scale.dtype
+        assert self.scale.dtype in (torch.float16, torch.float32), (
+            f"scale is {self.scale.dtype}, not float16 or float32"
+        )
         if self.offset is not None:
-            assert self.offset.shape == self.scale.shape and self.offset.dtype == torch.float32, self.offset.dtype
+            assert self.offset.shape == self.scale.shape, (self.offset.shape, self.scale.shape)
+            assert self.offset.dtype == torch.float32, f"offset is {self.offset.dtype}, not float32"
 
     @property
     def group(self) -> int:

@@ -143,7 +143,8 @@ def loading(path: str | Path, device: torch.device | str = "cpu") -> Iterator[No
     except torch.OutOfMemoryError as error:
         raise UsageError(f"{path} does not fit into the free memory of {device}: {error}") from error
     except Exception as error:  # transformers, tokenizers and the hub raise many kinds, and bare Exception too
-        raise UsageError(f"{path} cannot be loaded as a causal language model: {error}") from error
+        said = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} cannot be loaded as a causal language model ({said})") from error
 
 
 def load_text(path: str | Path, revision: str | None = None) -> TargetText:

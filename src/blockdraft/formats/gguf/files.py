@@ -168,17 +168,28 @@ class _Cursor:
         metadata: dict[str, Any] = {}
         for _ in range(keys):
             key = self.text()
+            if key in metadata:
+                raise ValueError(f"it has the key {key} twice")
             metadata[key] = self.value(GGUFValueType(self.number("I")))
         found = [self.tensor() for _ in range(count)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"tensors are aligned by {alignment}")
         start = -(-self.place // alignment) * alignment
-        tensors = {}
-        for name, shape, kind, offset in found:
+        tensors: dict[str, GGUFTensor] = {}
+        free, before = (
+            start,
+            "",
+        )  # first byte behind the tensors so far, in the order in which they lie, and the last one
+        for name, shape, kind, offset in sorted(found, key=lambda each: each[-1]):
+            if name in tensors:
+                raise ValueError(f"it has the tensor {name} twice")
             end = start + offset + _bytes(name, kind, shape)
             if end > len(self.data):
                 raise EOFError(f"{name} would end at byte {end} of {len(self.data)}")
+            if start + offset < free:
+                raise ValueError(f"{before} and {name} overlap")
+            free, before = end, name
             tensors[name] = GGUFTensor(name, kind, shape, self.data, start + offset)
         return metadata, tensors
 

@@ -26,7 +26,7 @@ from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.targets.base import LoadOptions, NotCovered, TargetText
 from blockdraft.targets.checkpoint import end_tokens, loading, max_context
 from blockdraft.targets.families import decoder_config
-from blockdraft.targets.gguf.config import describe_fitted, differences, gguf_config
+from blockdraft.targets.gguf.config import EMBEDDING, describe_fitted, differences, gguf_config
 from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, dense, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
 from blockdraft.targets.native_files import Checkpoint, make_decoder
@@ -109,8 +109,9 @@ def understanding(path: str | Path) -> Iterator[None]:
         yield
     except NotCovered as refused:
         raise UsageError(
-            f"{path} cannot be run: {refused}. No other backend runs GGUF files; use the folder of the model "
-            "that it was made from."
+            f"{path} cannot be run: {refused}. No other backend runs GGUF files; use the folder of the model that it "
+            "was made from, or, where transformers knows the architecture, one that it makes of the file "
+            "(AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME), then save_pretrained)."
         ) from refused
     except UsageError:
         raise
@@ -209,7 +210,17 @@ def _minus_one(weights: GGUFWeights, name: str) -> Tensor:
 
 
 def find_tokenizer(file: GGUFFile) -> tuple[PreTrainedTokenizerBase | None, str | None]:
-    """The tokenizer of a file, or the reason for having none."""
+    """The tokenizer of a file, or the reason for having none.
+
+    Raises:
+        UsageError: It has more tokens than the model.
+    """
+    tokens, rows = len(file.metadata.get("tokenizer.ggml.tokens") or ()), file.tensors[EMBEDDING].shape[0]
+    if tokens > rows:
+        raise UsageError(
+            f"{file.path} has a tokenizer of {tokens} tokens and a model of {rows} (rows of {EMBEDDING}), which do not "
+            "belong together; get a file of this model from elsewhere."
+        )
     try:
         return gguf_tokenizer(file.metadata), None
     except UnknownTokenizer as unknown:
