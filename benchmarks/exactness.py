@@ -1,4 +1,4 @@
-"""How often answers change with drafts and batches, and what `exact` costs.
+"""Number of answers that change with drafts and batches, and the price of `exact`.
 
     python benchmarks/exactness.py --prompts FILE [--limit 24] [--tokens 64] [--dtype bfloat16] [--json FILE]
 

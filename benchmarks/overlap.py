@@ -111,12 +111,12 @@ def ranked(proposal: Proposal, guesses: Sequence[int], most: int) -> list[Outcom
 
 
 def speedup(hits: float, rest: float, draft: float, drafts: float, handover: float = 0.0) -> float:
-    """Of drafts on a device of their own over drafting after verification; times in any unit."""
+    """Speed-up of drafts on a device of their own over drafting after verification; times in any unit."""
     return (rest + draft) / (handover + hits * max(rest, drafts) + (1 - hits) * (rest + draft))
 
 
 def one_device(hits: float, rest: float, draft: float, drafts: float) -> float:
-    """The same on one device, which does one thing after the other."""
+    """Speed-up on one device, which does one thing after the other."""
     return (rest + draft) / (rest + drafts + (1 - hits) * draft)
 
 
@@ -138,10 +138,10 @@ def pays_between(hits: float, growth: float, handover: float) -> tuple[float, fl
 
 
 def shares(cycles: Sequence[tuple[Sequence[Outcome], Outcome]]) -> dict[int, float]:
-    """Of outcomes that were foreseen, by the number that is drafted for.
+    """Shares of foreseen outcomes, by the number that is drafted for.
 
     Args:
-        cycles: The outcomes that were thought likeliest, and the real one.
+        cycles: Likeliest outcomes, and the real one, of each cycle.
     """
     return {count: sum(real in foreseen[:count] for foreseen, real in cycles) / len(cycles) for count in COUNTS}
 
@@ -150,8 +150,8 @@ def figures(foreseen: Mapping[int, float], cycles: int, times: Times, handover: 
     """Figures of each number of drafts that was timed.
 
     Args:
-        foreseen: As from `shares`.
-        cycles: Of which these are the shares.
+        foreseen: Shares, as from `shares`.
+        cycles: Number of cycles.
         handover: Seconds.
     """
     draft, rest = times.drafts[1], times.rest
@@ -190,7 +190,7 @@ class Foreseer(Drafter):
 def measure_outcomes(
     target: Target, drafter: Drafter, prompts: Sequence[Any], block_size: int, params: SamplingParams
 ) -> list[tuple[list[Outcome], Outcome]]:
-    """What was foreseen and what came, cycle by cycle."""
+    """Foreseen outcomes and the real one, by cycle."""
     found = []
     with Engine(target, foreseer := Foreseer(drafter), 1, Drafting(block_size)) as engine:
         for prompt in prompts:
@@ -223,7 +223,7 @@ def measure_ahead(
 
 
 def measure_times(target: Target, drafter: Drafter, block_size: int, context: int, cycles: int) -> Times:
-    """Of this machine, by batches of arbitrary tokens."""
+    """Times on this machine, with batches of arbitrary tokens."""
     rests, drafts = list[float](), dict[int, float]()
     for count in COUNTS:
         plan, ahead = Plan(block_size, [SamplingParams()] * count), list[float]()

@@ -175,7 +175,7 @@ def name_of(prompts: str, decoding: str) -> str:
 
 
 def read_taus(file: Path) -> dict[str, float]:
-    """What `measure` found for one run, its names as they are now."""
+    """Results of `measure` for one run, under present names."""
     found = {}
     for name, tau in json.loads(file.read_text()).items():
         prompts, comma, decoding = name.rpartition(", ")

@@ -1,4 +1,4 @@
-"""What block-diffusion models cost and bring: `make bench-diffusion`, or `python -m benchmarks.diffusion [WHAT]`.
+"""Costs and gains of block-diffusion models: `make bench-diffusion`, or `python -m benchmarks.diffusion [WHAT]`.
 
 text        Models of characters of --text, of one size and trained on equally many characters: bits per held-out
             character by block size, from autoregressive to one block for the whole row, with and without clipping.

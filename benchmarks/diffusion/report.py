@@ -166,7 +166,7 @@ def _strategies(samples: Sequence[Sample], runs: Sequence[TextRun]) -> str:
 
 
 def tokens_per_forward(answers: Sequence[Answer]) -> float:
-    """Of those that do not run in circles; tau, where the forwards are a target's."""
+    """Tokens per forward of answers that do not loop; tau, where the forwards are a target's."""
     sound = [one for one in answers if not one.looping]
     return sum(one.counted for one in sound) / max(sum(one.forwards for one in sound), 1)
 

@@ -1,1 +1,1 @@
-"""Where decoding stands against the limits of a device, at the shapes of real models with random weights."""
+"""Decoding against the limits of a device, at the shapes of real models with random weights."""

@@ -1,4 +1,4 @@
-"""How near decoding comes to what a device can do, at the shapes of real models with random weights.
+"""Decoding against the limits of a device, at the shapes of real models with random weights.
 
 For each context: plain decoding as a share of the memory bandwidth, the cost R of cycles with blocks and trees, where
 their time goes, and the tokens per second that published acceptance would give.

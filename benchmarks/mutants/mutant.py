@@ -75,7 +75,7 @@ def read(files: Iterable[Path]) -> list[Mutant]:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutation.
+    """Outcome of a mutation.
 
     Attributes:
         outcome: "caught", "survived", or "stale" where the mutation or its tests no longer fit the code.

@@ -108,7 +108,7 @@ def measure(
 
 @dataclass(frozen=True)
 class Figures:
-    """What one peer did on one set of prompts.
+    """Figures of one peer on one set of prompts.
 
     Attributes:
         prompts: Prompts timed.
@@ -161,7 +161,7 @@ def figures(trials: Sequence[Trial]) -> dict[str, Figures]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer leaves the reference.
+    """First place where an answer differs from the reference.
 
     Attributes:
         place: Of the first token that differs, from 1 on.

@@ -115,7 +115,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Step:
-    """A unit of work: which it is, and what does it."""
+    """A unit of work and the function that does it."""
 
     stage: str
     name: str
@@ -159,7 +159,7 @@ class Bench:
         self._place: tuple[int, str] | None = None
 
     def loaded(self, width: int = 1, running: str = NATIVE) -> Any:
-        """The target, of which one at a time is in memory besides that for training."""
+        """The target. One at a time is in memory, besides that for training."""
         if self._place != (width, running):
             self._measured = None
             insist = not self.given.uncompiled

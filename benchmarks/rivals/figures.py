@@ -82,7 +82,7 @@ def by_weights(
 
 @dataclass(frozen=True)
 class Place:
-    """Where drafters are compared.
+    """A setting in which drafters are compared.
 
     Attributes:
         name: In words.
@@ -157,7 +157,7 @@ class Figures:
         return sorted((name for name in names if parse(name).tree == trees), key=lambda name: parse(name).guesses)
 
     def tau(self, kind: str, temperature: float, way: str, name: str | None = None) -> dict[int, float]:
-        """By seed, of a prompt set or the mean of all."""
+        """tau by seed, of a prompt set or the mean of all."""
         own = [each for each in self.of(kind, temperature, way) if name in (None, each.set)]
         return {seed: mean(each.tau for each in found) for seed, found in groups(own, lambda each: each.seed).items()}
 

@@ -166,7 +166,7 @@ def read_tables(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def recipe_of(kind: Kind, values: dict[str, Any]) -> Recipe:
-    """Raises UsageError for values that are none of this kind's, or that leave open which tokens a step sees."""
+    """Recipe of a kind. Raises UsageError for unknown values, or where they leave open which tokens a step sees."""
     recipe_class: type[Recipe] = SmallLMRecipe if kind.name == SMALL_LM else find_variant(kind.name).recipe_class
     try:
         recipe = recipe_class(**values)
@@ -178,7 +178,7 @@ def recipe_of(kind: Kind, values: dict[str, Any]) -> Recipe:
 
 
 def fitted(kind: Kind, values: dict[str, Any], target: Target, budget: int) -> Recipe:
-    """The recipe with the size that brings the number of weights nearest to a budget, unless it names that size."""
+    """The recipe with the size whose number of weights is nearest to a budget, unless it names that size."""
     recipe = recipe_of(kind, values)
     if kind.free in values:
         return recipe

@@ -38,7 +38,7 @@ NODES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class CountedNodes:
-    """Nodes of a draft that are counted."""
+    """Counter of the nodes of draft passes."""
 
     def __init__(self, inner: DraftNodes, passes: Counter[int]) -> None:
         self._inner, self._passes = inner, passes

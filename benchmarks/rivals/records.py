@@ -1,4 +1,4 @@
-"""What is measured, a line of a CSV file each, and the ways to draft."""
+"""Records, each a line of a CSV file, and the ways to draft."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Way(NamedTuple):
         return f"{'tree' if self.tree else 'chain'}:{self.guesses}"
 
     def drafting(self, block_size: int) -> Drafting:
-        """For a drafter of these blocks, anchor included."""
+        """Drafting settings for a drafter of these blocks, anchor included."""
         return Drafting(block_size, self.guesses) if self.tree else Drafting(min(self.guesses + 1, block_size))
 
     def plan(self, block_size: int, rows: int) -> Plan:
@@ -34,7 +34,7 @@ class Way(NamedTuple):
 
 
 def parse(name: str) -> Way:
-    """Raises UsageError for what is neither `chain:N` nor `tree:N`."""
+    """A way, from `chain:N` or `tree:N`. Raises UsageError for anything else."""
     kind, _, number = name.partition(":")
     if kind not in ("chain", "tree") or not number.isdigit() or number == "0":
         raise UsageError(f"Way {name!r} is unknown; a way is chain:N or tree:N with N guesses.")

@@ -52,7 +52,7 @@ FINISHED = "trained.json"
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """A drafter to train.
 
     Attributes:
         values: Of its recipe, the size and the seed among them.

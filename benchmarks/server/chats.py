@@ -1,4 +1,4 @@
-"""Chats of several kinds, made from a seed, so that no two ask for the same."""
+"""Chats of several kinds, made from a seed, no two alike."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ KINDS = ((question, 64), (code, 96), (long, 64), (third_turn, 96))  # with the m
 
 
 def make(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """So many requests: the chat, and the most tokens of its answer."""
+    """This number of requests: each a chat, and the most tokens of its answer."""
     random, found = Random(seed), list[dict[str, Any]]()
     while len(found) < count:
         kind, tokens = KINDS[len(found) % len(KINDS)]

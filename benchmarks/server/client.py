@@ -153,7 +153,7 @@ def _events(parts: list[tuple[float, bytes]]) -> tuple[list[tuple[float, Any]], 
 
 
 def streamed(index: int, began: float, sent: float, answer: Answer) -> Heard:
-    """What a streamed chat completion said."""
+    """Content of a streamed chat completion."""
     heard = Heard(index, sent - began)
     if answer.status != 200:
         heard.problem = f"status {answer.status}: {answer.body}"[:REASON_LENGTH]

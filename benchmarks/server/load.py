@@ -35,7 +35,7 @@ RAMP = 0.25  # share of a load before anything counts
 
 @settings
 class LoadSettings:
-    """How the load is measured.
+    """Settings of the load.
 
     Attributes:
         widths: How many times as wide as the bundled pair; 4 has 75 M parameters.
@@ -197,7 +197,7 @@ class Ways(ExitStack):
         return [Heard(**each) for each in found["heard"]], peak
 
     def judge(self, all_heard: Sequence[Heard]) -> tuple[int, list[str]]:
-        """How many answers are not their own, and what was wrong with others."""
+        """Number of answers that are not those of plain decoding, and problems of the others."""
         said = [(asdict(heard), self.known[heard.index]) for heard in all_heard if not heard.problem]
         unequal = sum(any(own[name] != known[name] for name in ("text", "finish", "tokens")) for own, known in said)
         return unequal, [heard.problem for heard in all_heard if heard.problem]

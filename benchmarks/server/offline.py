@@ -29,7 +29,7 @@ PATIENCE = 600.0  # seconds that an answer may take
 def closed_loop(
     engine: Engine, requests: Sequence[dict[str, Any]], streams: int, seconds: float, first: int
 ) -> list[Heard]:
-    """What `benchmarks.server.client.closed_loop` does to a server."""
+    """Put the engine under load, as `benchmarks.server.client.closed_loop` a server."""
     began, ended, begun = time.monotonic(), SimpleQueue[Heard](), list[Heard]()
 
     def begin() -> None:

@@ -1,4 +1,4 @@
-"""Tables and a picture of all runs, with what was expected beside what was measured."""
+"""Tables and a picture of all runs, with expected figures beside measured ones."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What drafting brings by the size of the model."""
+"""Decoding speed by the size of the model."""

@@ -52,7 +52,7 @@ def row_lengths(size: str) -> tuple[int, int, int]:
 
 
 def known_shape(name: str) -> Shape:
-    """Raises ValueError for an unknown one."""
+    """A shape by name. Raises ValueError for an unknown one."""
     if name not in SHAPES:
         raise ValueError(f"Size {name!r} is neither a number nor a shape; the shapes are {', '.join(SHAPES)}.")
     return SHAPES[name]

@@ -50,7 +50,7 @@ def known_answers(plain: Engine, texts: Sequence[str], turns: int, tokens: int, 
 
 @dataclass
 class Tally:
-    """What became of the requests.
+    """Outcomes of the requests.
 
     Attributes:
         outcomes: By finish reason, and "error", "wrong", "hung".

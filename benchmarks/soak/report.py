@@ -1,4 +1,4 @@
-"""Samples of a soak: whether memory is flat, a table, a picture."""
+"""Samples of a soak: growth of memory, a table, a picture."""
 
 from __future__ import annotations
 

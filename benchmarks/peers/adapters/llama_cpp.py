@@ -61,7 +61,7 @@ def _round(model: str, given: dict[str, Any]) -> None:
 
 
 def digest(model: str) -> str:
-    """Of a model's weights."""
+    """Hash of a model's weights."""
     found = hashlib.sha256()
     for path in sorted(Path(model).glob("*.safetensors")):
         with path.open("rb") as file:
