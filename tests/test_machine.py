@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blockdraft import machine
-from blockdraft.machine import free_bytes, processor_flags, send
+from blockdraft.machine import free_bytes, processor_flags, processor_name, send
 
 CPU = torch.device("cpu")
 
@@ -96,6 +96,8 @@ def test_flags_are_those_that_all_cores_have(tmp_path: Path, monkeypatch: pytest
     assert processor_flags() == {"fpu", "avx2"}
     info.write_text("processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: 0xd08\n")
     assert processor_flags() == {"fp", "asimd"}
+    info.write_text("model name\t: A Processor\nprocessor\t: 1\nmodel name\t: Another\n")
+    assert processor_name() == "A Processor"
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")

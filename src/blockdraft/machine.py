@@ -45,6 +45,12 @@ def processor() -> str:
     return "\n".join([platform.node(), platform.machine(), platform.processor(), *lines])
 
 
+def processor_name() -> str:
+    """Name of this machine's processor."""
+    names = [line.partition(":")[2].strip() for line in _cpuinfo("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def processor_flags() -> frozenset[str]:
     """Flags that Linux lists for all processors of this machine; empty on other systems."""
     sets = [frozenset(line.partition(":")[2].split()) for line in _cpuinfo("flags", "Features")]

@@ -48,14 +48,13 @@ def facts() -> Iterator[tuple[str, str]]:
     import torch
 
     from blockdraft.cpu.build import build
-    from blockdraft.machine import cache_folder, free_bytes, processor
+    from blockdraft.machine import cache_folder, free_bytes, processor_name
 
     yield "blockdraft", version("blockdraft")
     yield "python", f"{platform.python_version()}, {platform.platform()}"
     for name in PACKAGES:
         yield name, _version(name)
-    models = [line.partition(":")[2].strip() for line in processor().splitlines() if line.startswith("model name")]
-    yield "processor", models[0] if models else platform.processor() or platform.machine()
+    yield "processor", processor_name()
     yield "cores", f"{psutil.cpu_count(logical=False)}, {counted(torch.get_num_threads(), 'thread')} of torch"
     total, free = psutil.virtual_memory().total, free_bytes(torch.device("cpu"))
     yield "memory", f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free for us"

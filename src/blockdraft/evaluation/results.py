@@ -7,7 +7,6 @@ import platform
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,6 +14,7 @@ import torch
 
 from blockdraft.evaluation.profile import Profile
 from blockdraft.evaluation.speed import Figures, Trial, figures
+from blockdraft.machine import processor_name
 
 
 @dataclass(frozen=True)
@@ -80,19 +80,10 @@ def hardware(device: torch.device) -> dict[str, Any]:
     """Machine: processor, its cores and logical cores, threads that torch uses, memory in bytes, and the GPU's name if
     the device is one."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": processor_name(),
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
