@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,24 @@ def test_a_failing_command_is_told(tmp_path: Path) -> None:
     with pytest.raises(BlockdraftError, match="generate ended with status 2"):
         run_steps([Step("generate", ("generate", "--block-size", "x", "hello"), 1.0)], tmp_path, lambda text: None)
     assert done_steps(tmp_path) == {}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+def test_a_command_is_told_of_a_signal_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, script = tmp_path / "started", tmp_path / "command.sh"
+    script.write_text(f"#!/bin/sh\ntrap 'exit 143' TERM\ntouch {started}\nwhile :; do sleep 0.05; done\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+
+    def end() -> None:
+        while not started.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=end, daemon=True).start()
+    assert steps._run(["x"], None) == 143
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.slow
