@@ -305,7 +305,9 @@ def _trainer(
 def _step_seconds(trainer: Trainer, seconds: float) -> dict[int, float]:
     """Seconds of a training step by its number of rows."""
     took: dict[int, list[float]] = {rows: [] for rows in ROWS}
-    trainer.timed_step(ROWS[0])  # compiles and allocates
+    first = trainer.timed_step(ROWS[0])  # compiles and allocates
+    if first > seconds:  # no time for more; a step takes at most in proportion to its rows
+        return {rows: first * rows / ROWS[0] for rows in ROWS}
     for _ in Repeats(seconds):
         for rows, times in took.items():
             times.append(trainer.timed_step(rows))
