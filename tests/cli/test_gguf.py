@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf_writer import write_gguf
@@ -97,6 +98,10 @@ def test_data_and_training(
     assert run(monkeypatch, "export", out, "--target", file, *written, "--target-name", "owner/name") == 0
     named = json.loads((tmp_path / "else" / "config.json").read_text())["speculators_config"]["verifier"]
     assert named == {"name_or_path": "owner/name", "architectures": ["Qwen3ForCausalLM"]}
+    part = ["--draft-vocab", 40, "--out", tmp_path / "part", "--device", "cpu"]  # in a format that names the target
+    assert run(monkeypatch, "train", "dflash", "--data", data, "--target", file, *sizes, *part) == 0
+    drafter: Any = load_drafter(tmp_path / "part", target=load_target(file, device="cpu"))
+    assert len(drafter.reduced_head.kept) == 40
 
 
 def test_looking_at_it(

@@ -107,6 +107,7 @@ def train(
     from blockdraft.drafters import as_given
     from blockdraft.evaluation.prompts import read_prompt_sets
     from blockdraft.formats import find_layout, read_config
+    from blockdraft.formats.gguf import is_gguf
 
     try:
         from blockdraft.training.checkpoints import after_interruption
@@ -150,7 +151,9 @@ def train(
     try:
         with display.progress("done") as progress:
             callbacks = Progress(progress, loading.tell)
-            layout = to_format or find_variant(variant).layout(settings)
+            layout = to_format
+            if loaded.path is None or not is_gguf(loaded.path):  # which the format could not name
+                layout = layout or find_variant(variant).layout(settings)
             written = None if layout is None else format_for(layout, loaded, target, revision=revision)
             lines = train_drafter(
                 variant,

@@ -81,6 +81,8 @@ def _computed(
         )
     if plan.need and store:
         progress.note(f"The target's features are kept in {folder} ({size(plan.need)}) until the run ends.")
+    if plan.need:
+        progress.report("features, tokens", 0, sum(map(sum, plan.manifest["lengths"])))
     features, failure = plan.in_memory(store, lambda done, total: progress.report("features, tokens", done, total))
     if failure is not None:
         progress.note(f"Not all features are kept beside the run, so a resumed run computes them again: {failure}")
