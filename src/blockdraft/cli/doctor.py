@@ -77,7 +77,7 @@ def show(console: Console, found: Diagnosis) -> None:
 
     lines = box.SIMPLE if console.is_terminal else None
     console.print(f"{found.cycles} cycles, of which {100 * found.alike:.0f} % accept as many guesses as the drafter")
-    console.print("alone guesses right at the same places.\n")
+    console.print("alone guesses right at the same positions.\n")
     table = Table(box=lines, pad_edge=False)
     table.add_column("")
     table.add_column(f"S_1..S_{SHOWN_POSITIONS} %", justify="right")

@@ -121,7 +121,7 @@ class DraftNodes(Protocol):
 
         Args:
             tokens: `[B, N]` int64.
-            parents: `[B, N]` int64, the places of the nodes' parents among those of the call before. A node sees its
+            parents: `[B, N]` int64, indices of the nodes' parents among those of the call before. A node sees its
                 ancestors. None is the only node of that call, or in the first call no parent but the text.
         """
 
@@ -268,9 +268,9 @@ class CopiedNodes:
         return logits
 
 
-def picked(nodes: Tensor, places: Tensor) -> Tensor:
-    """Entries `[B, K, D]` of nodes `[B, N, D]` at the places `[B, K]`."""
-    return nodes.gather(1, places.unsqueeze(2).expand(-1, -1, nodes.size(2)))
+def picked(nodes: Tensor, indices: Tensor) -> Tensor:
+    """Values `[B, K, D]` of the nodes `[B, N, D]` with these indices `[B, K]` int64."""
+    return nodes.gather(1, indices.unsqueeze(2).expand(-1, -1, nodes.size(2)))
 
 
 def feature_store(state: KVCache, layer: int, size: int, like: Tensor) -> Tensor:

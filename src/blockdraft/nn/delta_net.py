@@ -161,8 +161,8 @@ class Ancestry:
     Attributes:
         within: `[B, 1, N, N]` bool, as in `delta_rule`. Where all rows are chains, `[1, 1, n, n]` of the first n nodes,
             and n nodes are computed at once.
-        history: `[kernel, B, N]` int64, for each node the places of itself and of the nodes before it on its path,
-            nearest first. Places count from the first of the `kernel - 1` tokens before the nodes.
+        history: `[kernel, B, N]` int64, for each node the indices of itself and of the nodes before it on its path,
+            nearest first. They count from the first of the `kernel - 1` tokens before the nodes.
     """
 
     within: Tensor
@@ -189,7 +189,7 @@ class TreeRecurrence:
         whole = torch.cat([self.state.convolution, self.mixed], dim=1).to(net.wide)
         rows = torch.arange(batch, device=whole.device)[:, None]
         taps = zip(self.ancestry.history, net.kernel.flip(0), strict=True)
-        convolved = sum(whole[rows, places] * weight for places, weight in taps)
+        convolved = sum(whole[rows, indices] * weight for indices, weight in taps)
         assert isinstance(convolved, Tensor)
         entering = net.entering(convolved, shares, decays)
         self.nodes = nodes = Entering(*(each.transpose(1, 2) for each in entering))

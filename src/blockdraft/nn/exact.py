@@ -21,7 +21,7 @@ class PieceRow:
     """Nodes of one row in a piece.
 
     Attributes:
-        nodes: Their places in the piece.
+        nodes: Range of these nodes in the piece.
         slots: Slots of the row, up to that of the last node.
         visible: `[nodes, slots]` bool, which node sees which slot.
     """
