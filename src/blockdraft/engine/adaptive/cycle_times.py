@@ -1,19 +1,19 @@
-"""How long cycles take, by their number of guesses: the median of the last that ran, beside a prior."""
+"""How long cycles take, by their number of guesses: the lower quartile of the last that ran, beside a prior."""
 
 from __future__ import annotations
 
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
-from statistics import median_low
 
 import numpy as np
 from numpy.typing import NDArray
 
-RECENT = 9  # cycles of a size whose median counts
+RECENT = 9  # cycles of a size that count
 # By how much the logarithm of a time may be less than expected, and what that grows by with each cycle since the size
-# ran: of a size that ran once at most (a single cycle may have met a delay), and of one that ran more often.
-UNTRIED, UNTRIED_GROWTH = 1.2, 0.02
+# ran: of a size that ran seldom (all its cycles may have met delays), and of one that ran more often.
+SELDOM = 2
+UNTRIED, UNTRIED_GROWTH = 1.2, 0.05
 TRIED, TRIED_GROWTH = 0.1, 3e-4
 
 
@@ -30,7 +30,7 @@ class CycleTimes:
     def __init__(self, sizes: Sequence[int], prior: NDArray[np.float64]) -> None:
         self._sizes, self._prior, self._expected = sizes, prior, prior
         self._recent = [deque[float](maxlen=RECENT) for _ in prior]
-        self._medians = np.full(len(prior), np.nan)
+        self._quartiles = np.full(len(prior), np.nan)
         self._counts, self._last = np.zeros(len(prior)), np.zeros(len(prior))  # cycles so far; the newest one's number
 
     def learn(self, guesses: int | None, seconds: float, now: int) -> None:
@@ -39,7 +39,8 @@ class CycleTimes:
         if guesses is not None and guesses != self._sizes[entry - 1]:  # stands for the nearest size below
             seconds *= self._expected[entry] / self.at(self._expected, guesses)
         self._recent[entry].append(seconds)
-        self._medians[entry] = median_low(self._recent[entry])
+        # Other work of the machine delays some cycles, the longer ones more often; the others tell what counts.
+        self._quartiles[entry] = sorted(self._recent[entry])[(len(self._recent[entry]) - 1) // 4]
         self._counts[entry] += 1
         self._last[entry] = now
 
@@ -58,7 +59,7 @@ class CycleTimes:
         if not len(ran):
             return np.ones(len(self._prior))
         found: NDArray[np.float64] = np.exp(
-            np.interp(range(len(self._prior)), ran, np.log(self._medians[ran] / self._prior[ran]))
+            np.interp(range(len(self._prior)), ran, np.log(self._quartiles[ran] / self._prior[ran]))
         )
         return found
 
@@ -72,7 +73,7 @@ class CycleTimes:
 
     def least(self, now: int) -> NDArray[np.float64]:
         """What each entry takes if it is as much faster than was `expected` lately as it may be."""
-        tried, age = self._counts > 1, now - self._last
+        tried, age = self._counts > SELDOM, now - self._last
         doubt = np.where(
             tried,
             TRIED / np.sqrt(np.clip(self._counts, 1, RECENT)) + TRIED_GROWTH * age,
@@ -85,7 +86,7 @@ class CycleTimes:
         """The last entry that takes less than so many seconds, or the next one if that has hardly run: what is
         expected of it may be wrong. At least one guess is affordable."""
         entry = int(np.count_nonzero(self._expected < seconds))
-        entry = max(entry if entry < len(self._counts) and self._counts[entry] < 2 else entry - 1, 2)
+        entry = max(entry if entry < len(self._counts) and self._counts[entry] <= SELDOM else entry - 1, 2)
         return min(entry, len(self._counts) - 1)
 
     def learned(self) -> tuple[float, tuple[tuple[int, float], ...]] | None:

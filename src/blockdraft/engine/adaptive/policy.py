@@ -30,7 +30,7 @@ MARGIN = 1.01  # gain below which a change is not worth its risk
 SPARE_DEPTH = 1.25  # slots of a draft pass over the depth that paid lately
 HOLD = 8  # most cycles that a decision holds, since thinking takes time
 EXPLORE = 0.01  # share of the cycles that trials may lose
-CREDIT = 3.0  # cycles that they may lose to begin with; the most that is saved up, or owed
+CREDIT, DEBT = 3.0, 1.0  # cycles that they may lose to begin with, and save up; the most that is owed
 TOO_LONG = 2.5  # times the best cycle: a trial that is expected to take longer is left out
 
 
@@ -307,7 +307,7 @@ class Controller:
             cost = min(cost, times.at(times.expected(), drafted))
             lost = cost / decision.seconds - tokens / decision.tokens
         self._tried = decision.trial and not (self._paused and lost <= 0)  # drafting that pays again goes on at once
-        self._credit = min(max(self._credit + EXPLORE - lost, -CREDIT), CREDIT)
+        self._credit = min(max(self._credit + EXPLORE - lost, -DEBT), CREDIT)
 
     def _times_of(self, rows: int) -> CycleTimes:
         """Times of cycles of so many rows; a new number of rows begins with what was learned of the nearest one."""
