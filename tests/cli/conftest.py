@@ -1,4 +1,4 @@
-"""A command in this process. And for gguf_writer.py and fake_server.py, which lie beside other tests."""
+"""A command in this process, and import paths of standard_stream.py, gguf_writer.py and fake_server.py."""
 
 import functools
 import sys
@@ -11,7 +11,7 @@ import typer.main
 
 from blockdraft import cli
 
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("targets", "evaluation/servers")]
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("cli", "targets", "evaluation/servers")]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,5 @@
 """`blockdraft chat` in pipes and terminals, on tiny random models."""
 
-import io
 import json
 import os
 import pty
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from standard_stream import ESCAPES, Stream
 
 from blockdraft import cli
 from blockdraft.cli import talk
@@ -24,25 +24,9 @@ from blockdraft.errors import RequestError
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 GREEN = "\x1b[32m"
 
 Chat = Callable[..., tuple[int, str, str]]
-
-
-class Stream(io.TextIOWrapper):
-    """A standard stream that is or is not a terminal."""
-
-    def __init__(self, content: bytes = b"", terminal: bool = False) -> None:
-        super().__init__(io.BytesIO(content), encoding="utf-8", newline="")
-        self.terminal = terminal
-
-    def isatty(self) -> bool:
-        return self.terminal
-
-    def text(self) -> str:
-        self.flush()
-        return self.buffer.getvalue().decode()  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """`blockdraft generate` on tiny random models: what it prints, and how it refuses."""
 
-import io
 import json
 import re
 import shutil
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from standard_stream import ESCAPES, Stream
 from transformers import AutoTokenizer
 
 from blockdraft import cli
@@ -36,28 +36,12 @@ KEYS = {
     "running",
 }
 COMPARE_KEYS = {"plain_tokens_per_second", "speedup", "identical"}
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Result(NamedTuple):
     code: int
     out: str
     err: str
-
-
-class Stream(io.TextIOWrapper):
-    """A standard stream that is or is not a terminal."""
-
-    def __init__(self, content: bytes = b"", terminal: bool = False) -> None:
-        super().__init__(io.BytesIO(content), encoding="utf-8", newline="")
-        self.terminal = terminal
-
-    def isatty(self) -> bool:
-        return self.terminal
-
-    def text(self) -> str:
-        self.flush()
-        return self.buffer.getvalue().decode()  # type: ignore[attr-defined, no-any-return]
 
 
 Run = Callable[..., Result]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -78,6 +79,17 @@ def app_of(service: Any) -> FastAPI:
     app.include_router(responses.router(service))
     app.include_router(anthropic.router(service))
     return app
+
+
+def named_events(answer: Any) -> list[dict[str, Any]]:
+    """Events of a streamed HTTP answer, each of which is named by its type."""
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    wires = []
+    for block in answer.text.strip().split("\n\n"):
+        name, line = block.split("\n")
+        wires.append(json.loads(line.removeprefix("data: ")))
+        assert name == f"event: {wires[-1]['type']}"
+    return wires
 
 
 def first_of(stream: Any) -> str:

@@ -1,11 +1,10 @@
 """/v1/responses: requests to jobs, and events to answers."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from scripted import ScriptedService, app_of, finished, first_of
+from scripted import ScriptedService, app_of, finished, first_of, named_events
 from starlette.testclient import TestClient
 
 from blockdraft.errors import RequestError
@@ -44,15 +43,8 @@ def ask(service: ScriptedService, **body: Any) -> Any:
 
 
 def told(service: ScriptedService, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream."""
-    answer = ask(service, stream=True, **body)
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
-    wires = []
-    for block in answer.text.strip().split("\n\n"):
-        name, line = block.split("\n")
-        wires.append(json.loads(line.removeprefix("data: ")))
-        assert name == f"event: {wires[-1]['type']}"
-    return wires
+    """Events of a streamed answer."""
+    return named_events(ask(service, stream=True, **body))
 
 
 def comparable(response: dict[str, Any]) -> dict[str, Any]:
