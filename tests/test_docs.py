@@ -238,6 +238,11 @@ def test_links_lead_somewhere(page: str) -> None:
     assert broken == []
 
 
+def test_every_page_is_in_the_index() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages - set(re.findall(r"\]\(([\w-]+\.md)", prose_of(ROOT / "docs/README.md"))) == set()
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_named_files_are_there(page: str) -> None:
     """Paths below the folders of this repository or of the package; names without a folder may be of any file."""
