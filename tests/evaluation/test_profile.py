@@ -4,10 +4,9 @@ import pytest
 
 from blockdraft.engine import Engine
 from blockdraft.evaluation.methods import parse_methods
-from blockdraft.evaluation.profile import host_share, profiles
 from blockdraft.evaluation.prompts import PromptSet
 from blockdraft.evaluation.settings import Settings
-from blockdraft.evaluation.speed import load_methods, measure
+from blockdraft.evaluation.speed import host_share, load_methods, measure, profiles
 from blockdraft.targets import load_target
 from blockdraft.timing import CONTEXT, FORWARD, GUESSES, HEAD, PARTS, PASS, listening
 from blockdraft.types import SamplingParams

@@ -129,7 +129,6 @@ def bench(
     from blockdraft.data.folder import check_overwrite
     from blockdraft.evaluation import report, speed
     from blockdraft.evaluation.pictures import require_pictures
-    from blockdraft.evaluation.profile import profiles as speed_profiles
     from blockdraft.evaluation.results import results
 
     if out is not None:
@@ -141,7 +140,7 @@ def bench(
     try:
         with display.progress("answers") as progress:
             trials = speed.measure(engines, sets, params, settings, progress)
-            profiles = speed_profiles(engines, sets, params, settings, trials, progress) if profile else None
+            profiles = speed.profiles(engines, sets, params, settings, trials, progress) if profile else None
     except KeyboardInterrupt:
         loading.tell(DISCARDED)
         raise typer.Exit(130) from None

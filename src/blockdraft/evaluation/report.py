@@ -13,9 +13,8 @@ from blockdraft.data.folder import make_folder, write_file
 from blockdraft.errors import counted
 from blockdraft.evaluation.methods import PLAIN, shape_name
 from blockdraft.evaluation.pictures import PICTURES
-from blockdraft.evaluation.profile import Profile
 from blockdraft.evaluation.results import Results
-from blockdraft.evaluation.speed import Figures
+from blockdraft.evaluation.speed import Figures, Profile
 from blockdraft.timing import PARTS
 
 RESULTS = "results.json"

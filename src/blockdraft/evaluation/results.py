@@ -12,8 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from blockdraft.evaluation.profile import Profile
-from blockdraft.evaluation.speed import Figures, Trial, figures
+from blockdraft.evaluation.speed import Figures, Profile, Trial, figures
 from blockdraft.machine import processor_name
 
 

@@ -20,7 +20,7 @@ import psutil
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, TENSORRT_LLM_FILE, VLLM, Start, as_typed
-from blockdraft.tools.deploy.pair import checked_pair
+from blockdraft.tools.inspect import checked_pair
 
 HOST = "127.0.0.1"
 ENGINES = {"vllm": VLLM, "sglang": SGLANG, "trtllm": TENSORRT_LLM}

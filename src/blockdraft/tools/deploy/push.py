@@ -21,9 +21,8 @@ from blockdraft.formats import find_layout
 from blockdraft.formats.engines import starts
 from blockdraft.formats.folder import weight_files
 from blockdraft.models import find
-from blockdraft.tools.deploy.pair import checked_pair
 from blockdraft.tools.fit.steps import Where
-from blockdraft.tools.inspect import Report
+from blockdraft.tools.inspect import Report, checked_pair
 from blockdraft.training.progress import read_log, run_folder
 
 CARD = "README.md"
