@@ -24,7 +24,7 @@ from blockdraft.data.writer import DataWriter
 from blockdraft.folders import held
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, target_fingerprint
-from blockdraft.training import checkpoints, feature_sources, preflight
+from blockdraft.training import checkpoints, feature_sources, preflight, trainer
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.feature_sources import FOLDER
 from blockdraft.training.graceful_shutdown import FINISH, Stopped, StopSignals
@@ -190,6 +190,33 @@ def test_a_signal_saves_what_was_learned(
     assert same(tmp_path / "whole", tmp_path / "stopped")
     timeless = [[{k: v for k, v in line.items() if k != "tokens_per_second"} for line in one] for one in (whole, lines)]
     assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_signal_interrupts_an_evaluation_but_the_last(
+    step: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rare = {"save_every": "0", "save_minutes": "0"}
+    run(tmp_path / "whole", **rare)
+    calls, original = [0], trainer.measure_tau
+
+    def stop(*arguments: Any, **named: Any) -> float:
+        calls[0] += 3
+        if calls[0] == step:
+            signal.raise_signal(signal.SIGTERM)
+        return original(*arguments, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "measure_tau", stop)
+        notes: list[str] = []
+        with pytest.raises(Stopped):
+            run(tmp_path / "stopped", notes=notes, **rare)  # type: ignore[arg-type]
+    state = checkpoints.newest(run_folder(tmp_path / "stopped") / "checkpoints")
+    assert state is not None and state["step"] == step
+    assert ("The evaluation of step 3 is left out." in notes) == (step == 3)
+    lines = run(tmp_path / "stopped", **rare)
+    assert same(tmp_path / "whole", tmp_path / "stopped")
+    assert [line["step"] for line in lines if "tau" in line] == ([6] if step == 3 else [3, 6])
 
 
 def test_a_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,7 +271,7 @@ class Trainer:
             tokens += count
             end = step == self.schedule.end
             if end or (recipe.eval_every and step % recipe.eval_every == 0):
-                metrics |= self._evaluate(step)
+                metrics |= self._evaluate_unless_stopped(step, end)
                 tau = f", tau {metrics['tau']:.2f}" if "tau" in metrics else ""
             if self.log is not None:
                 self.log.add(metrics)
@@ -373,6 +373,20 @@ class Trainer:
             teacher = features[:, :, begin : begin + size]
         sums: Sums = self.module(features[:, :, :tapped], teacher, *rows.on(self.target.device))
         return Sums(*sums)
+
+    def _evaluate_unless_stopped(self, step: int, end: bool) -> dict[str, Any]:
+        """Metrics of `_evaluate`; none if a signal interrupts it, unless it is the last one, which is finished."""
+        hurried = not end and self.accelerator.num_processes == 1
+        if hurried and self.stops.number is not None:
+            return {}
+        try:
+            with self.stops.deferred(not hurried):
+                return self._evaluate(step)
+        except Stopped:
+            if not hurried:
+                raise
+            self.progress.note(f"The evaluation of step {step} is left out.")
+            return {}
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> dict[str, Any]:
