@@ -11,9 +11,20 @@ import pytest
 import blockdraft
 from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
-from blockdraft.models import TINY, bundled_drafter, default_target, known, located, model_of, models_folder, places
+from blockdraft.models import (
+    TINY,
+    bundled_drafter,
+    default_target,
+    known,
+    located,
+    model_of,
+    models_folder,
+    named_for_others,
+    places,
+)
 from blockdraft.targets import BUNDLED, describe_target, load_target, load_target_text, open_checkpoint
 from blockdraft.tools.inspect import inspect
+from blockdraft.training.export import format_for
 
 
 @pytest.fixture
@@ -82,3 +93,12 @@ def test_paths_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert target.path == BUNDLED
     assert load_drafter(folder / "drafter", target=target).path == TINY / "drafter"
     assert inspect(folder / "drafter", folder / "target").what == "drafter"
+
+
+def test_drafters_for_other_engines_name_the_model_on_the_hub(pulled: Path) -> None:
+    """Its place in our cache folder would be none elsewhere."""
+    target = load_target("smollm2")
+    assert format_for("speculators", target, "smollm2").target_name == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert format_for("speculators", load_target("bundled"), None).target_name == str(BUNDLED)
+    assert named_for_others("smollm2-135m") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert named_for_others("some/model") == "some/model"

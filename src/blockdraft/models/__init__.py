@@ -14,8 +14,10 @@ from blockdraft.models.places import (
     located,
     model_of,
     models_folder,
+    named_for_others,
     pulled,
 )
 
 __all__ = ["DEFAULT", "TINY", "Drafter", "Measured", "Model", "WeightFile", "Wheel", "as_moved", "bundled_drafter"]
-__all__ += ["catalogue", "default_target", "find", "known", "located", "model_of", "models_folder", "pulled"]
+__all__ += ["catalogue", "default_target", "find", "known", "located", "model_of", "models_folder"]
+__all__ += ["named_for_others", "pulled"]

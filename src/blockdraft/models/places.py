@@ -80,6 +80,12 @@ def located(path: str | Path) -> str | Path:
     return place
 
 
+def named_for_others(target: str) -> str:
+    """A target as other programs know it: the hub name of a model of the catalogue, anything else as given."""
+    model = None if Path(target).exists() else find(target)
+    return target if model is None else model.hub
+
+
 def as_moved(path: str | Path) -> str | Path:
     """A path into the bundled pair where it lies now; before, its folders lay in that of all pairs."""
     inside = Path(path).absolute()

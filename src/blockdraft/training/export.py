@@ -28,7 +28,7 @@ from blockdraft.formats.engines import llama_cpp_line
 from blockdraft.formats.gguf import GGUFFile, is_gguf, new_files, open_gguf
 from blockdraft.formats.gguf.drafter import write_drafter
 from blockdraft.formats.gguf.kinds import kind_in
-from blockdraft.models import located
+from blockdraft.models import located, model_of
 from blockdraft.targets import (
     OpenCheckpoint,
     Target,
@@ -89,10 +89,13 @@ def format_for(
 
     Args:
         target_path, revision: Folder or hub name that the target was loaded from, and its revision.
-        target_name: See `Format`; None is the place that the target was loaded from.
+        target_name: See `Format`; None is the place that the target was loaded from, or the hub name of a model of the
+            catalogue.
     """
     find_layout(name)
     place = str(target_path) if target.path is None else str(target.path.resolve())  # a hub name has no folder
+    if (model := model_of(target.path)) is not None:
+        place = model.hub
     architectures = target.architecture.get("architectures") or []
     return Format(name, target_name or place, tuple(architectures))
 

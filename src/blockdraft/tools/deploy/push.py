@@ -20,7 +20,7 @@ from blockdraft.folders import clear_remains, held
 from blockdraft.formats import find_layout
 from blockdraft.formats.engines import starts
 from blockdraft.formats.folder import weight_files
-from blockdraft.models import find
+from blockdraft.models import named_for_others
 from blockdraft.tools.fit.steps import Where
 from blockdraft.tools.inspect import Report, checked_pair
 from blockdraft.training.progress import read_log, run_folder
@@ -114,8 +114,7 @@ def prepare(
     if repo is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise UsageError(f"repo is {repo!r}; it must have the form OWNER/NAME.")
     report = checked_pair(drafter, target, note)
-    model = None if Path(target).exists() else find(target)
-    target = target if model is None else model.hub
+    target = named_for_others(target)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} holds other files; choose a new or empty folder.")
     card, folder = model_card(report, target, repo, known, licence), Path(report.path)

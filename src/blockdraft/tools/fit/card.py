@@ -17,6 +17,7 @@ from blockdraft.evaluation.methods import shape_name
 from blockdraft.formats import find_layout, read_config
 from blockdraft.formats.engines import OURS, starts
 from blockdraft.formats.gguf import is_gguf
+from blockdraft.models import named_for_others
 from blockdraft.tools.fit.plan import Plan
 from blockdraft.tools.fit.prompts import HELD_OUT
 from blockdraft.tools.fit.steps import Step, Where
@@ -72,7 +73,7 @@ def engines(where: Where) -> dict[str, str]:
     """Command lines that start those other engines that read the drafter's folder as it is."""
     theirs = where.target is not None and not is_gguf(where.target)
     layout, config = _written(where.out)
-    lines = starts(config, layout, str(where.out), str(where.target) if theirs else "TARGET")
+    lines = starts(config, layout, str(where.out), named_for_others(str(where.target)) if theirs else "TARGET")
     return {name: each.typed for name, each in lines.items() if each.line is not None and name != OURS}
 
 
@@ -100,7 +101,7 @@ def write_card(
     elsewhere = engines(where)
     text = [
         "---",
-        *([] if local else [f"base_model: {where.target}"]),
+        *([] if local else [f"base_model: {named_for_others(str(where.target))}"]),
         "library_name: blockdraft",
         "tags: [speculative-decoding, dflash]",
         "---",
