@@ -13,9 +13,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from blockdraft.training.progress import run_folder
+from blockdraft.training.progress import FINISH, run_folder
 
-FINISH = "finish"  # name of the file in the run's folder
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 

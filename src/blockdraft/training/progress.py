@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+FINISH = "finish"  # file in a run's folder that requests a complete end of the run
 SMOOTHING = 0.9  # weight of the past in the exponential mean that smooths training curves
 
 

@@ -92,7 +92,7 @@ def test_one_start_at_a_time(tmp_path: Path, make_plan: Callable[..., Plan], mon
     fit = Fit(Where(tmp_path / "out", "model"), FitSettings(), (), RECORDS)
     planned(fit, make_plan())
 
-    def again(*arguments: Any) -> None:
+    def again(*arguments: Any, **named: Any) -> None:
         with pytest.raises(ValueError, match="in use by process"):
             run_fit(fit, False, SILENT)
         raise InterruptedError

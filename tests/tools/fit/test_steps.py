@@ -98,6 +98,27 @@ def test_what_is_left_of_a_step_goes_by_what_it_has_done(tmp_path: Path) -> None
     assert step.left(30.0, 4) == 200  # of an earlier start were 4
 
 
+def test_a_step_that_takes_too_long_ends_early(
+    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [step for step in make_steps(make_plan(), Where(tmp_path / "out", None), [], []) if step.name == "train"]
+    now, told = [0.0], list[str]()
+    monkeypatch.setattr(steps.time, "monotonic", lambda: now[0])
+    finish = tmp_path / "out.run" / "finish"
+
+    def run(arguments: tuple[str, ...], tell: Callable[[], None]) -> int:
+        for seconds, asked in ((30.0, False), (49.0, False), (51.0, True), (52.0, True)):
+            finish.parent.mkdir(exist_ok=True)
+            now[0] = seconds
+            tell()
+            assert finish.exists() == asked
+        return 0
+
+    monkeypatch.setattr(steps, "_run", run)
+    run_steps(made, tmp_path, told.append, slack=20.0)  # 30 s are expected
+    assert sum("takes longer than planned" in line for line in told) == 1
+
+
 def test_a_failing_command_is_told(tmp_path: Path) -> None:
     with pytest.raises(BlockdraftError, match="generate ended with status 2"):
         run_steps([Step("generate", ("generate", "--block-size", "x", "hello"), 1.0)], tmp_path, lambda text: None)

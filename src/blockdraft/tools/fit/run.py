@@ -24,7 +24,7 @@ from blockdraft.folders import held
 from blockdraft.targets import Target, check_target, load_target, without_tokenizer
 from blockdraft.tools.fit import survey
 from blockdraft.tools.fit.card import engines, usage, write_card
-from blockdraft.tools.fit.plan import EVAL_TOKENS, Plan, answer_length, candidates, make_plan, reference, show
+from blockdraft.tools.fit.plan import EVAL_TOKENS, SAFETY, Plan, answer_length, candidates, make_plan, reference, show
 from blockdraft.tools.fit.prompts import read_prompts, write_prompts
 from blockdraft.tools.fit.settings import FitSettings, PromptSettings
 from blockdraft.tools.fit.steps import Where, done_steps, make_steps, run_steps
@@ -106,7 +106,7 @@ def _run(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
     else:
         for line in lines:
             note(line)
-    run_steps(steps, folder, note)
+    run_steps(steps, folder, note, slack=(1 - SAFETY) * 3600 * fit.settings.hours)
     methods = write_card(fit.where, plan, steps, done_steps(folder), fit.sources, lines)
     elsewhere = engines(fit.where)
     return [

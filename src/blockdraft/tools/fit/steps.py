@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import shlex
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from blockdraft.data.folder import write_file
 from blockdraft.errors import BlockdraftError
 from blockdraft.tools.fit.plan import Plan, duration
 from blockdraft.tools.fit.prompts import HELD_OUT, PROMPTS
-from blockdraft.training.progress import run_folder
+from blockdraft.training.progress import FINISH, run_folder
 from blockdraft.types import Backend
 
 DONE = "done.json"
@@ -38,12 +39,14 @@ class Step:
         arguments: Arguments of `blockdraft`, beginning with the command's name.
         seconds: Expected duration.
         counted: File to which the command adds a line for each part of its work, and the number of parts.
+        finish: File that requests an early but complete end of the command; None if it has no such end.
     """
 
     name: str
     arguments: tuple[str, ...]
     seconds: float
     counted: tuple[Path, int] | None = None
+    finish: Path | None = None
 
     @property
     def line(self) -> str:
@@ -127,9 +130,10 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], records: Sequen
         "bench": [*pair, "--prompts", held_out, *limits, "--methods", "none,chain,chain:auto"]
         + ["--out", str(folder / "bench"), "--overwrite"],
     }
-    log = run_folder(where.out) / "log.jsonl", int(plan.recipe["steps"])
+    run = run_folder(where.out)
+    own = {"train": {"counted": (run / "log.jsonl", int(plan.recipe["steps"])), "finish": run / FINISH}}
     return [
-        Step(name, (name, *commands[name]), seconds, log if name == "train" else None)
+        Step(name, (name, *commands[name]), seconds, **own.get(name, {}))  # type: ignore[arg-type]
         for name, seconds in plan.seconds.items()
     ]
 
@@ -149,8 +153,11 @@ def done_steps(folder: Path) -> dict[str, float]:
     return found
 
 
-def run_steps(steps: Sequence[Step], folder: Path, note: Callable[[str], None]) -> None:
+def run_steps(steps: Sequence[Step], folder: Path, note: Callable[[str], None], slack: float = math.inf) -> None:
     """Run the steps that are not done.
+
+    Args:
+        slack: Seconds by which a step may take longer than expected before it is told to finish early.
 
     Raises:
         BlockdraftError: A step failed. Its own message has been printed.
@@ -167,10 +174,14 @@ def run_steps(steps: Sequence[Step], folder: Path, note: Callable[[str], None]) 
         def tell(
             step: Step = step, told: str = told, later: float = later, began: float = began, before: int = before
         ) -> None:
-            left = step.left(time.monotonic() - began, before)
-            note(f"{told}; in all about {duration(left + later)} left")
+            seconds = time.monotonic() - began
+            if step.finish is not None and seconds > step.seconds + slack and _request(step.finish):
+                note(f"{told} takes longer than planned, so it ends early, within a tenth of the work that is done.")
+            if not sys.stderr.isatty():  # where the command draws a bar
+                left = step.left(seconds, before)
+                note(f"{told}; in all about {duration(left + later)} left")
 
-        code = _run(step.arguments, None if sys.stderr.isatty() else tell)
+        code = _run(step.arguments, tell)
         if code != 0:
             how = f"signal {-code}" if code < 0 else f"status {code}"
             raise BlockdraftError(
@@ -178,6 +189,14 @@ def run_steps(steps: Sequence[Step], folder: Path, note: Callable[[str], None]) 
             )
         done[step.name] = round(time.monotonic() - began, 1)
         write_file(folder / DONE, json.dumps(done).encode())
+
+
+def _request(finish: Path) -> bool:
+    """Make the file if its folder exists. Returns whether it was not there before."""
+    new = finish.parent.is_dir() and not finish.exists()
+    if new:
+        finish.touch()
+    return new
 
 
 def _run(arguments: Sequence[str], tell: Callable[[], None] | None) -> int:
