@@ -404,7 +404,7 @@ def _variant(settings: FitSettings, measured: Measured, reasons: list[str]) -> s
     best: str = settings.variant or max(worth, key=lambda name: worth[name])
     if settings.variant is None:
         told = ", ".join(f"{name} {value:.2f}" for name, value in worth.items())
-        reasons.append(f"{best}: expected speed-ups from the costs on this machine are about {told}")
+        reasons.append(f"{best}: speed-ups expected from the costs on this machine: {told}")
     if worth[best] < 1.05:
         reasons.append(
             "guesses cost about what they save on this machine, so answers will hardly be faster here; they will be "
