@@ -25,10 +25,10 @@ from blockdraft.targets import load_target
 from blockdraft.types import Drafting, SamplingParams
 
 WAYS = {  # rows of a batch, whether the drafter guesses, how far
-    "plain": (1, False, Drafting()),
+    "plain": (1, False, Drafting(None)),
     "chain": (1, True, Drafting(block_size=4)),
     "tree of 16": (1, True, Drafting(tree_budget=16)),
-    "plain, batch of 8": (8, False, Drafting()),
+    "plain, batch of 8": (8, False, Drafting(None)),
     "chain, batch of 8": (8, True, Drafting(block_size=4)),
 }
 

@@ -149,7 +149,7 @@ def read_decoding(text: str) -> tuple[str, Drafting, SamplingParams]:
         raise ValueError(f"decoding is {text!r}; give chain, tree:N, path:N, draft:N or sampled, N guesses at most")
     kind, _, size = text.partition(":")
     params = SamplingParams(temperature=1.0, seed=0) if kind == "sampled" else SamplingParams()
-    return kind, Drafting(tree_budget=int(size or 0), sampled=kind == "sampled"), params
+    return kind, Drafting(None, tree_budget=int(size or 0), sampled=kind == "sampled"), params
 
 
 def forget_pairs(drafter: Drafter, kind: str) -> None:

@@ -15,11 +15,11 @@ PROMPTS = [
     "Ben reads 15 pages a day. His book has 180 pages. After 7 days, how many pages are left to read?",
 ]
 METHODS = {
-    "plain": ("none", Drafting()),
-    "chains": ("", Drafting()),
+    "plain": ("none", Drafting(block_size=None)),
+    "chains": ("", Drafting(block_size=None)),
     "trees of 16": ("", Drafting(tree_budget=16)),
     "as far as pays": ("", Drafting(tree_budget="auto")),
-    "prompt lookup": ("prompt_lookup", Drafting()),
+    "prompt lookup": ("prompt_lookup", Drafting(block_size=None)),
 }
 
 

@@ -25,7 +25,9 @@ PROMPTS = [
 @pytest.fixture(scope="module", params=sorted({*bundled().values()}), ids=lambda folder: folder.name)
 def engine(request: pytest.FixtureRequest) -> blockdraft.Engine:
     target = blockdraft.load_target()
-    return blockdraft.Engine(target, blockdraft.load_drafter(request.param, target=target))
+    return blockdraft.Engine(
+        target, blockdraft.load_drafter(request.param, target=target), drafting=blockdraft.Drafting(None)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,9 @@ def test_both_backends_say_the_same(engine: blockdraft.Engine, plain: blockdraft
     theirs = blockdraft.load_target(backend="hf")
     sampling = blockdraft.SamplingParams(max_new_tokens=64)
     expected = [
-        blockdraft.Engine(theirs, blockdraft.load_drafter(name, target=theirs)).generate(PROMPTS, sampling)
+        blockdraft.Engine(
+            theirs, blockdraft.load_drafter(name, target=theirs), drafting=blockdraft.Drafting(None)
+        ).generate(PROMPTS, sampling)
         for name in ("none", None)
     ]
     for completions in (*expected, engine.generate(PROMPTS, sampling), plain.generate(PROMPTS, sampling)):
@@ -89,7 +93,10 @@ def test_every_benchmark_prompt(engine: blockdraft.Engine, plain: blockdraft.Eng
     prompts = [json.loads(line)["turns"][0] for line in file.read_text(encoding="utf-8").splitlines()]
     sampling = blockdraft.SamplingParams(max_new_tokens=96)
     drafted, undrafted = (
-        blockdraft.Engine(e.target, e.drafter, max_batch_size=16).generate(prompts, sampling) for e in (engine, plain)
+        blockdraft.Engine(e.target, e.drafter, max_batch_size=16, drafting=blockdraft.Drafting(None)).generate(
+            prompts, sampling
+        )
+        for e in (engine, plain)
     )
     different = [i for i, (a, b) in enumerate(zip(drafted, undrafted, strict=True)) if a.token_ids != b.token_ids]
     assert different == []

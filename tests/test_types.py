@@ -120,6 +120,14 @@ def test_bad_drafting_is_refused(fields: dict[str, Any], message: str) -> None:
         Drafting(**fields)
 
 
+def test_how_far_to_draft_is_chosen_each_cycle_unless_something_else_is_asked_for() -> None:
+    assert Drafting().block_size == Drafting(draft_window=9).block_size == "auto"
+    assert Drafting(None).block_size is None  # whole blocks
+    assert Drafting(tree_budget=4).block_size is Drafting(tree_budget="auto").block_size is None
+    assert Drafting(sampled=True).block_size is Drafting(drawn=True).block_size is None
+    assert Drafting(3).block_size == 3
+
+
 def test_good_drafting() -> None:
     assert Drafting("auto", "auto") == Drafting(block_size="auto", tree_budget="auto")
     assert type(Drafting(np.int64(4)).block_size) is int  # type: ignore[arg-type]

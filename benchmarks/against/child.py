@@ -13,8 +13,8 @@ from typing import Any
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 
 METHODS = {
-    "plain": ("none", Drafting()),
-    "chain": (None, Drafting()),
+    "plain": ("none", Drafting(block_size=None)),
+    "chain": (None, Drafting(block_size=None)),
     "tree": (None, Drafting(tree_budget=16)),
 }
 ATTEMPTS, PAUSE_SECONDS = 40, 3.0  # the compiler may still be running

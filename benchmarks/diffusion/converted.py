@@ -26,6 +26,7 @@ from blockdraft.diffusion.train import train
 from blockdraft.engine import loops
 from blockdraft.errors import UsageError
 from blockdraft.training import progress as training_progress
+from blockdraft.types import Drafting
 
 PLAIN, DRAFTED = "autoregressive", "drafted by "
 TUNED = "tuned"  # folder of the fine-tuned model
@@ -181,7 +182,9 @@ def measure(
     kept, tokens = answers_of(out), settings.new_tokens
     ways: dict[str, Callable[[Sequence[int]], list[Answer]]] = {}
     for way, drafter in {PLAIN: None, **{DRAFTED + name: drafter for name, drafter in drafters.items()}}.items():
-        ways[way] = partial(_by_engine, way, Engine(target, drafter, settings.together), problems, tokens)
+        ways[way] = partial(
+            _by_engine, way, Engine(target, drafter, settings.together, Drafting(None)), problems, tokens
+        )
     for way in settings.ways:
         ways[way] = partial(_by_sampler, way, Sampler(model, SampleSettings(tokens, way)), problems)
     numbers = range(min(settings.asked, len(problems)))

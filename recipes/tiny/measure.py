@@ -129,7 +129,10 @@ def main() -> None:
     greedy, ways = SamplingParams(args.max_new_tokens), {}
     for name in names:
         drafter = timed[f"native, {name}"].drafter
-        chains, trees = Engine(target, drafter), Engine(target, drafter, drafting=Drafting(tree_budget=TREE_BUDGET))
+        chains, trees = (
+            Engine(target, drafter, drafting=Drafting(None)),
+            Engine(target, drafter, drafting=Drafting(tree_budget=TREE_BUDGET)),
+        )
         ways |= {(name, "chain"): (chains, 0.0), (name, "tree"): (trees, 0.0), (name, "sampled"): (chains, TEMPERATURE)}
     figures, to_time = {}, list[str]()
     for set_name in args.sets:

@@ -19,6 +19,7 @@ from word_problems import word_problem
 from blockdraft import Engine, SamplingParams, load_drafter, load_target
 from blockdraft.engine import loops, merge
 from blockdraft.targets import Target
+from blockdraft.types import Drafting
 
 SEED = 20_000_003
 
@@ -69,7 +70,7 @@ def solved(target: Target, count: int, corpus: Path | None) -> dict[str, Any]:
 def tau(target: Target, drafter: str, count: int, corpus: Path | None) -> float:
     """Tokens a cycle of a drafter on the same problems."""
     asked = problems(count, read_questions(corpus) if corpus else frozenset())
-    with Engine(target, load_drafter(drafter, target=target), max_batch_size=16) as engine:
+    with Engine(target, load_drafter(drafter, target=target), 16, Drafting(None)) as engine:
         said = engine.generate([question + MATHS_REQUEST for question, _ in asked], SamplingParams(200))
     return merge(completion.stats for completion in said).tau
 

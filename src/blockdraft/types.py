@@ -194,6 +194,9 @@ def _renamed(old: str, new: str) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
+_NOT_GIVEN: Any = object()
+
+
 @_renamed("drawn", "sampled")
 @dataclass(frozen=True)
 class Drafting:
@@ -201,7 +204,8 @@ class Drafting:
 
     Attributes:
         block_size: Most tokens of a block, anchor included; None is the drafter's trained size. "auto" uses as many in
-            each cycle as pay, or none.
+            each cycle as pay, or none. Where it is not given it is "auto", but None beside a tree budget or with
+            `sampled`.
         tree_budget: Most guesses of a draft tree; 0 drafts chains. "auto" uses as many in each cycle as pay, or none.
         sampled: Sample the guesses of requests with a temperature from the drafter's distribution, in chains, instead
             of taking the likeliest. The distribution of the output stays the same, but which tokens a seed gives then
@@ -214,13 +218,16 @@ class Drafting:
             that guess one token after the other, or take one pass only, ignore it.
     """
 
-    block_size: int | Literal["auto"] | None = None
+    block_size: int | Literal["auto"] | None = _NOT_GIVEN
     tree_budget: int | Literal["auto"] = 0
     sampled: bool = False
     draft_window: int | None = None
     draft_passes: int | None = None
 
     def __post_init__(self) -> None:
+        if self.block_size is _NOT_GIVEN:
+            chains = not self.sampled and self.tree_budget in (0, None)
+            object.__setattr__(self, "block_size", "auto" if chains else None)
         for name, value, least, meaning in (
             ("block_size", self.block_size, 1, "no drafting"),
             ("tree_budget", self.tree_budget, 0, "chains"),

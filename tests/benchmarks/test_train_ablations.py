@@ -74,7 +74,7 @@ def test_an_arm_that_begins_with_a_drafter_takes_as_many_steps() -> None:
 
 def test_ways_to_decode() -> None:
     greedy = SamplingParams()
-    assert read_decoding("chain") == ("chain", Drafting(), greedy)
+    assert read_decoding("chain") == ("chain", Drafting(None), greedy)
     for kind in ("tree", "path", "draft"):
         assert read_decoding(f"{kind}:12") == (kind, Drafting(tree_budget=12), greedy)
     kind, drafting, params = read_decoding("sampled")

@@ -152,7 +152,7 @@ def test_json(generate: Run, expected: dict[str, Any]) -> None:
         ((), Drafting("auto")),
         (("--draft-window", 9), Drafting("auto", draft_window=9)),
         (("--block-size", 4), Drafting(4)),
-        (("--tree-budget", 0), Drafting()),
+        (("--tree-budget", 0), Drafting(None)),
         (("--tree-budget", "auto"), Drafting(tree_budget="auto")),
         (("--block-size", 3, "--tree-budget", 7), Drafting(3, 7)),
     ],
@@ -178,7 +178,7 @@ def test_it_is_told_when_drafting_is_slower(
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     target = load_target(tiny_target_dir, device="cpu")
     drafter = load_drafter(tiny_drafter_dir, target=target)
-    fixed, auto = Engine(target, drafter), Engine(target, drafter, drafting=Drafting("auto"))
+    fixed, auto = Engine(target, drafter, drafting=Drafting(None)), Engine(target, drafter, drafting=Drafting("auto"))
     answer = Stats([2] * 50, [7] * 50, total_seconds=2.0)  # 50 tokens a second
 
     def measured(plain_seconds: float) -> Comparison:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from blockdraft import Engine, SamplingParams, load_drafter
 from blockdraft.drafters.dflash.compiled import CompiledDraftPass
 from blockdraft.targets import Target, load_target
+from blockdraft.types import Drafting
 
 SIZES: dict[str, Any] = {
     "vocab_size": 53,
@@ -91,7 +92,9 @@ def test_drafters_are_rounded_as_their_target_is_unless_they_are_to_be_kept(roun
     assert {packed.bits for packed in run._packed} == {4 if round_drafters else None}
     assert (run.library is target.compiled.library) == round_drafters  # type: ignore[attr-defined]
     answers = [
-        Engine(target, each).generate([[5, 6, 7, 8]], SamplingParams(max_new_tokens=24))[0].token_ids
+        Engine(target, each, drafting=Drafting(None))
+        .generate([[5, 6, 7, 8]], SamplingParams(max_new_tokens=24))[0]
+        .token_ids
         for each in (drafter, load_drafter("none", target=target))
     ]
     assert answers[0] == answers[1]

@@ -285,11 +285,11 @@ def test_stores_take_what_they_say(tiny_target_dir: Path, tiny_drafter_dir: Path
 @pytest.mark.parametrize(
     ("drafter", "drafting"),
     [
-        ("none", Drafting()),
-        ("tiny_drafter_dir", Drafting()),
+        ("none", Drafting(None)),
+        ("tiny_drafter_dir", Drafting(None)),
         pytest.param("tiny_drafter_dir", Drafting(tree_budget=11), marks=pytest.mark.slow),
         ("tiny_drafter_dir", Drafting(block_size=5, draft_window=9)),
-        pytest.param("tiny_dflash2_dir", Drafting(), marks=pytest.mark.slow),
+        pytest.param("tiny_dflash2_dir", Drafting(None), marks=pytest.mark.slow),
         pytest.param("tiny_dspark_dir", Drafting(tree_budget=11), marks=pytest.mark.slow),
     ],
 )

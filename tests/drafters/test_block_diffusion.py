@@ -177,7 +177,7 @@ def test_past_its_context_it_stops_guessing(tiny_target_dir: Path, target: Targe
     observe(drafter, state, [[7] * 13, [7] * 15, [7] * 40])  # type: ignore[arg-type]
     proposal = drafter.propose(state, torch.tensor([6] * 3), Plan(5, [GREEDY] * 3))
     assert [sum(parent >= 0 for parent in parents) for parents in proposal.parents.tolist()] == [2, 0, 0]
-    [found] = Engine(target, drafter).generate([[7] * 9], GREEDY)
+    [found] = Engine(target, drafter, drafting=Drafting(None)).generate([[7] * 9], GREEDY)
     [plain] = Engine(target, load_drafter("none", target=target)).generate([[7] * 9], GREEDY)
     assert found.token_ids == plain.token_ids
 

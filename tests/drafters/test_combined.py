@@ -187,7 +187,7 @@ def test_both_together_accept_more_than_each_alone_where_text_repeats() -> None:
         load_drafter(n, target=pair) for n in ("prompt_lookup", "bundled-dflash", "prompt_lookup+bundled-dflash")
     )
     [plain] = Engine(pair).generate([REPEATING], params)
-    for drafting in (Drafting(), Drafting(tree_budget=16)):
+    for drafting in (Drafting(None), Drafting(tree_budget=16)):
         found = [
             Engine(pair, each, drafting=drafting).generate([REPEATING], params)[0] for each in (lookup, model, both)
         ]
@@ -206,7 +206,7 @@ def backwards(trees: Any, budget: int) -> list[tuple[float, int, int]]:
     [
         pytest.param(broken, drafting, marks=() if (kind + way) % 3 == 0 else pytest.mark.slow)
         for kind, broken in enumerate(["tree", "choice", "deaf", "features"])
-        for way, drafting in enumerate([Drafting(), Drafting(tree_budget=12), Drafting("auto", 12)])
+        for way, drafting in enumerate([Drafting(None), Drafting(tree_budget=12), Drafting("auto", 12)])
     ],
 )
 def test_a_combination_that_is_broken_changes_no_token(

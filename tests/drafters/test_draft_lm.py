@@ -90,7 +90,7 @@ def test_the_target_as_its_own_drafter_is_always_right(target: Target, block_siz
 
 
 def test_a_similar_model_is_sometimes_right(target: Target, drafter: DraftLMDrafter) -> None:
-    completions = Engine(target, drafter).generate(PROMPTS[4:], GREEDY)
+    completions = Engine(target, drafter, drafting=Drafting(None)).generate(PROMPTS[4:], GREEDY)
     taken = {count for completion in completions for count in completion.stats.committed[:-1]}
     assert len(taken) >= 3, "the tests below need guesses that are right and guesses that are wrong"
 
@@ -235,7 +235,7 @@ def test_past_its_context_it_stops_guessing(target: Target, tiny_target_dir: Pat
     proposal = drafter.propose(state, torch.tensor([6] * 4), Plan(6, [GREEDY] * 4))
     assert [sum(parent >= 0 for parent in parents) for parents in proposal.parents.tolist()] == [5, 3, 0, 0]
     assert state.cache.lengths == [len(held) for held in state.held] == [8, 20, 0, 0]
-    completions = Engine(target, drafter).generate([PROMPTS[1], PROMPTS[3], [7] * 30], GREEDY)
+    completions = Engine(target, drafter, drafting=Drafting(None)).generate([PROMPTS[1], PROMPTS[3], [7] * 30], GREEDY)
     for prompt, completion in zip([PROMPTS[1], PROMPTS[3], [7] * 30], completions, strict=True):
         [plain] = Engine(target, load_drafter("none", target=target)).generate([prompt], GREEDY)
         assert completion.token_ids == plain.token_ids
@@ -251,7 +251,9 @@ def test_a_prompt_alone_that_is_longer_than_its_context_is_not_read(
     target: Target, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
     drafter = load_drafter(altered(tiny_target_dir, tmp_path / "short", max_position_embeddings=20), target=target)
-    [completion] = Engine(target, drafter).generate([[7] * 30], SamplingParams(4, ignore_eos=True))
+    [completion] = Engine(target, drafter, drafting=Drafting(None)).generate(
+        [[7] * 30], SamplingParams(4, ignore_eos=True)
+    )
     assert completion.checked().stats.drafted == [0] * 3
 
 
@@ -288,12 +290,12 @@ def test_embeddings_padded_to_different_sizes(
     wide = altered(tiny_lm_dir, tmp_path / "wide", vocab_size=300)
     drafter = load_drafter(wide, target=target)
     params = SamplingParams(20, ignore_eos=True)
-    [completion] = Engine(target, drafter).generate([PROMPTS[2]], params)
+    [completion] = Engine(target, drafter, drafting=Drafting(None)).generate([PROMPTS[2]], params)
     [plain] = Engine(target, load_drafter("none", target=target)).generate([PROMPTS[2]], params)
     assert completion.token_ids == plain.token_ids  # a guess past 265 would have no embedding in the target
     wide_target = load_target(altered(tiny_target_dir, tmp_path / "target", vocab_size=300))
     narrow = load_drafter(tiny_lm_dir, target=wide_target)
-    [completion] = Engine(wide_target, narrow).generate([[299, 5]], params)
+    [completion] = Engine(wide_target, narrow, drafting=Drafting(None)).generate([[299, 5]], params)
     assert max(completion.token_ids) > 264, "the test needs an answer that the draft model has no embedding for"
 
 

@@ -37,7 +37,7 @@ def test_heads_learn_the_targets_answers_and_decode_them_losslessly(
 
     drafter = load_drafter(out, target=target)
     assert type(drafter).__name__.lower() == f"{name}drafter"
-    for drafting in (Drafting(), Drafting(tree_budget=8)):
+    for drafting in (Drafting(None), Drafting(tree_budget=8)):
         drafted = Engine(target, drafter, max_batch_size=3, drafting=drafting).generate(
             answered.prompts, answered.params
         )

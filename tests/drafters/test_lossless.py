@@ -34,7 +34,7 @@ FOLDERS = {
     "prompt_lookup": None,
 }
 FILES = sorted(drafters.entries())
-DRAFTINGS = {"chain": Drafting(), "tree": Drafting(tree_budget=12), "auto": Drafting("auto", 12)}
+DRAFTINGS = {"chain": Drafting(None), "tree": Drafting(tree_budget=12), "auto": Drafting("auto", 12)}
 # Drafting costs little here, so that "auto" drafts, pauses where nothing is accepted, and tries again.
 COSTS = Costs(
     rows=(1, 100),
@@ -192,7 +192,7 @@ def check_tree(tokens: list[int], parents: list[int], most: int, block_size: int
 
 
 def test_a_stop_token_ends_the_answer(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     [whole] = engine.generate([PROMPTS[3]], LONG)
     for stop in whole.token_ids[2], whole.token_ids[11]:
         [stopped] = engine.generate([PROMPTS[3]], replace(LONG, stop_token_ids=(stop,)))
@@ -201,11 +201,11 @@ def test_a_stop_token_ends_the_answer(target: Target, drafter: Drafter) -> None:
 
 
 def test_a_cached_prefix_changes_nothing(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter, prefix_tokens=2000)
+    engine = Engine(target, drafter, prefix_tokens=2000, drafting=Drafting(None))
     known = engine.generate(PROMPTS[1:3], LONG)
     turns = [PROMPTS[i + 1] + known[i].token_ids[: 7 * i] + [31, 17] for i in range(2)]
     for turn, completion in zip(turns, engine.generate(turns, LONG), strict=True):
-        [fresh] = Engine(target, drafter).generate([turn], LONG)
+        [fresh] = Engine(target, drafter, drafting=Drafting(None)).generate([turn], LONG)
         assert completion.token_ids == fresh.token_ids
         assert completion.stats.committed == fresh.stats.committed
 

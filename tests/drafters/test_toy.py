@@ -23,6 +23,7 @@ from blockdraft.training.export import Format, convert, export
 from blockdraft.training.progress import Progress
 from blockdraft.training.trainer import run_folder, train
 from blockdraft.training.variant import find_variant, variant_names
+from blockdraft.types import Drafting
 
 FLAGS = {"block-size": "5", "length": "40", "batch": "4", "anchors": "6", "held-out": "6", "learning-rate": "1e-2"}
 FLAGS |= {"eval-prompts": "2", "eval-tokens": "6", "eval-every": "10", "save-every": "2", "save-dtype": "float32"}
@@ -73,7 +74,9 @@ def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
     assert 1 <= lines[-1]["tau"] <= 5 and len(lines[-1]["held_out_accuracy"]) == 4
     drafter = load_drafter(out, target=target)
     assert type(drafter).__name__ == "ToyDrafter" and drafter.block_size == 5
-    drafted = Engine(target, drafter, max_batch_size=3).generate(answered.prompts, answered.params)
+    drafted = Engine(target, drafter, max_batch_size=3, drafting=Drafting(None)).generate(
+        answered.prompts, answered.params
+    )
     assert [one.token_ids for one in drafted] == answered.answers
     assert sum(one.tau for one in drafted) > 1.15 * len(
         drafted

@@ -94,7 +94,9 @@ def test_log_probabilities_for_which_there_is_no_memory_cost_nothing(
         assert calls > cycle
 
 
-@pytest.mark.parametrize("drafting", [Drafting(1), Drafting(), Drafting(tree_budget=6)], ids=["plain", "chain", "tree"])
+@pytest.mark.parametrize(
+    "drafting", [Drafting(1), Drafting(None), Drafting(tree_budget=6)], ids=["plain", "chain", "tree"]
+)
 def test_a_request_whose_numbers_break_ends_alone(target: Target, drafter: Drafter, drafting: Drafting) -> None:
     """Its prompt holds a token whose embedding is NaN. Rows beside it, and those on its slots later, are as they
     were."""
@@ -151,7 +153,7 @@ def test_a_forward_that_fails_for_one_request_ends_that_one(
     target: Target, drafter: Drafter, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At 1 while the prompts are read. From then on every forward with this request in it fails."""
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
     row: list[int] = []
 
@@ -174,7 +176,7 @@ def test_a_forward_that_fails_for_one_request_ends_that_one(
 def test_a_forward_that_fails_once_changes_nothing(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
 
     def spoil(call: int, tokens: Tensor, cache: Any) -> None:
@@ -197,7 +199,7 @@ def test_a_prompt_that_could_not_be_read_is_not_tried_for_ever(
             raise RuntimeError("not yet")
 
     break_forward(target, monkeypatch, spoil)
-    [completion] = Engine(target, drafter).generate(PROMPTS[:1], SamplingParams(1))
+    [completion] = Engine(target, drafter, drafting=Drafting(None)).generate(PROMPTS[:1], SamplingParams(1))
     assert (completion.finish_reason, completion.token_ids) == ("error", [])
 
 
@@ -211,7 +213,7 @@ def spoil_slots(cache: Any) -> None:
 def test_a_forward_that_fails_half_way_leaves_nothing_behind(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
 
     def spoil(call: int, tokens: Tensor, cache: Any) -> None:
@@ -231,7 +233,7 @@ def test_a_forward_that_fails_half_way_leaves_nothing_behind(
 def test_numbers_that_are_none_in_company_only_are_computed_again_for_each_alone(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
     forward, broken = target.forward, 0
 
@@ -300,7 +302,7 @@ def test_a_drafter_without_numbers_is_told_of_once(
 def test_a_drafter_that_fails_costs_its_drafts_or_its_requests(
     target: Target, drafter: Drafter, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
     inner, calls = getattr(drafter, method), 0
 
@@ -326,7 +328,7 @@ def test_a_drafter_that_fails_costs_its_drafts_or_its_requests(
 def test_a_tokenizer_that_fails_ends_one_request(
     target: Target, drafter: Drafter, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
     requests = [engine.request(prompt, replace(GREEDY, stop=["\0"])) for prompt in PROMPTS]
     read, calls = requests[1].text.read, 0
@@ -347,7 +349,7 @@ def test_a_tokenizer_that_fails_ends_one_request(
 
 
 def test_a_listener_that_fails_ends_its_request(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
     broken = engine.submit(PROMPTS[1], GREEDY, lambda chunk: 1 / 0)
     others = [engine.submit(PROMPTS[i], GREEDY) for i in (0, 2)]
@@ -357,7 +359,7 @@ def test_a_listener_that_fails_ends_its_request(target: Target, drafter: Drafter
 
 def test_an_error_after_the_commit_is_undone(target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that the request does not know of must not stay in its cache."""
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
     requests = [engine.request(prompt, GREEDY) for prompt in PROMPTS]
     extend, calls = requests[1].extend, 0
@@ -379,7 +381,7 @@ def test_an_interrupt_half_way_ends_the_rows_and_not_the_engine(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the commit and the bookkeeping: a row must not go on with tokens that its request does not know."""
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     expected = answers(engine)
     scheduler = engine.scheduler
     requests = [engine.request(prompt, GREEDY) for prompt in PROMPTS]
@@ -400,7 +402,7 @@ def test_an_interrupt_half_way_ends_the_rows_and_not_the_engine(
 def test_an_interrupted_forward_leaves_nothing_behind(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     scheduler = engine.scheduler
     scheduler.add([engine.request(prompt, GREEDY) for prompt in PROMPTS])
     for _ in range(3):
@@ -418,7 +420,7 @@ def test_an_interrupted_forward_leaves_nothing_behind(
 
 
 def test_what_a_broken_request_held_is_not_remembered(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter, prefix_tokens=500)
+    engine = Engine(target, drafter, prefix_tokens=500, drafting=Drafting(None))
     assert engine.submit(list(range(40)), GREEDY, lambda chunk: 1 / 0).result().failure is not None
     assert engine.scheduler._cache_manager._kept == {}
     assert engine.submit(list(range(40)), GREEDY).result().failure is None
@@ -450,7 +452,7 @@ def test_what_a_drafter_could_not_be_told_of_is_not_remembered(
 def test_a_bug_of_ours_in_a_step_ends_the_requests_and_no_one_waits_for_ever(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     monkeypatch.setattr(engine.controller, "plan", lambda requests: 1 / 0)
     for completion in engine.generate(PROMPTS, GREEDY):
         assert completion.error == "Decoding was ended by an error: ZeroDivisionError: division by zero"
@@ -469,7 +471,7 @@ def test_rows_of_sampled_guesses_end_where_a_distribution_is_missing(target: Tar
 
 @pytest.mark.parametrize("beside", [0, 2])
 def test_the_slots_of_a_broken_request_hold_no_nan(target: Target, drafter: Drafter, beside: int) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     poison(target, 99)
     assert engine.generate([[3, 99, 4], *PROMPTS[:beside]], GREEDY)[0].finish_reason == "error"
     runner: Runner = engine.scheduler._runner

@@ -101,7 +101,9 @@ def test_random_drafter_changes_nothing(
 def test_oracle_is_accepted_up_to_its_error(target: Target, wrong_after: int, fork: bool) -> None:
     answer = plain(target, PROMPTS[0], max_new_tokens=41, ignore_eos=True)
     oracle = Oracle(answer, wrong_after, fork)
-    [completion] = Engine(target, oracle).generate([PROMPTS[0]], SamplingParams(41, ignore_eos=True))
+    [completion] = Engine(target, oracle, drafting=Drafting(None)).generate(
+        [PROMPTS[0]], SamplingParams(41, ignore_eos=True)
+    )
     assert completion.token_ids == answer
     assert completion.stats.committed[0] == min(wrong_after, 7) + 1
     assert completion.tau == pytest.approx(40 / len(completion.stats.committed))
@@ -112,7 +114,7 @@ def test_oracle_is_accepted_up_to_its_error(target: Target, wrong_after: int, fo
 def test_sampled_tokens_depend_on_the_seed_alone(
     target: Target, random_drafter: DFlashDrafter, params: SamplingParams
 ) -> None:
-    engine = Engine(target, random_drafter)
+    engine = Engine(target, random_drafter, drafting=Drafting(None))
     [drafted], [again] = engine.generate([PROMPTS[0]], params), engine.generate([PROMPTS[0]], params)
     [undrafted] = Engine(target, NoDrafter()).generate([PROMPTS[0]], params)
     assert drafted.token_ids == again.token_ids == undrafted.token_ids
@@ -126,18 +128,19 @@ def test_rows_of_a_batch_do_not_touch_each_other(target: Target, random_drafter:
         SamplingParams(7, 0.9, seed=1),
         SamplingParams(55, 0.7, top_k=9, seed=2, ignore_eos=True),
     ]
-    engine = Engine(target, random_drafter)
+    engine = Engine(target, random_drafter, drafting=Drafting(None))
     together = engine.generate(PROMPTS, params)
     alone = [engine.generate([prompt], p)[0] for prompt, p in zip(PROMPTS, params, strict=True)]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-    assert [c.token_ids for c in Engine(target, random_drafter, max_batch_size=2).generate(PROMPTS, params)] == [
-        c.token_ids for c in alone
-    ]
+    assert [
+        c.token_ids
+        for c in Engine(target, random_drafter, max_batch_size=2, drafting=Drafting(None)).generate(PROMPTS, params)
+    ] == [c.token_ids for c in alone]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 9])
 def test_length_is_exact_and_a_stop_token_ends(target: Target, random_drafter: DFlashDrafter, count: int) -> None:
-    engine = Engine(target, random_drafter)
+    engine = Engine(target, random_drafter, drafting=Drafting(None))
     [cut] = engine.generate([PROMPTS[0]], SamplingParams(count, ignore_eos=True))
     assert (len(cut.token_ids), cut.finish_reason) == (count, "length")
     stop = cut.token_ids[-1]
@@ -157,13 +160,16 @@ def test_stop_inside_an_accepted_run_drops_what_follows(target: Target) -> None:
     answer = plain(target, PROMPTS[0], max_new_tokens=30, ignore_eos=True)
     first_new = next(i for i in range(3, 30) if answer[i] not in answer[:i])
     params = SamplingParams(30, stop_token_ids=(answer[first_new],), ignore_eos=True)
-    [completion] = Engine(target, Oracle(answer)).generate([PROMPTS[0]], params)
+    [completion] = Engine(target, Oracle(answer), drafting=Drafting(None)).generate([PROMPTS[0]], params)
     assert completion.token_ids == answer[: first_new + 1]
     assert len(completion.drafted) == len(completion.token_ids)
 
 
 def test_stream_joins_to_the_completion(target: Target, random_drafter: DFlashDrafter) -> None:
-    engine, params = Engine(target, random_drafter), SamplingParams(60, 1.0, seed=5, ignore_eos=True)
+    engine, params = (
+        Engine(target, random_drafter, drafting=Drafting(None)),
+        SamplingParams(60, 1.0, seed=5, ignore_eos=True),
+    )
     [completion] = engine.generate(["grüße \U0001f600"], params)
     chunks = list(engine.stream("grüße \U0001f600", params))
     assert "".join(chunk.text for chunk in chunks) == completion.text
@@ -176,7 +182,9 @@ def test_stream_joins_to_the_completion(target: Target, random_drafter: DFlashDr
 
 def test_statistics_add_up(target: Target, random_drafter: DFlashDrafter) -> None:
     answer = plain(target, PROMPTS[0], max_new_tokens=41, ignore_eos=True)
-    [completion] = Engine(target, Oracle(answer, 3)).generate([PROMPTS[0]], SamplingParams(41, ignore_eos=True))
+    [completion] = Engine(target, Oracle(answer, 3), drafting=Drafting(None)).generate(
+        [PROMPTS[0]], SamplingParams(41, ignore_eos=True)
+    )
     stats = completion.stats
     assert stats.tau == pytest.approx(1 + sum(stats.acceptance_by_position))
     assert stats.acceptance_by_position[:4] == [1.0, 1.0, 1.0, 0.0]
@@ -186,7 +194,7 @@ def test_statistics_add_up(target: Target, random_drafter: DFlashDrafter) -> Non
 
 def test_forward_after_commit_leaves_the_caches_as_from_scratch(target: Target, random_drafter: DFlashDrafter) -> None:
     """After decoding, target and drafter know just the committed tokens: the next draft equals one from scratch."""
-    engine = Engine(target, random_drafter)
+    engine = Engine(target, random_drafter, drafting=Drafting(None))
     request = engine.request(PROMPTS[0], SamplingParams(40, ignore_eos=True))
     old = read(target, random_drafter, request)
     for _ in range(6):
@@ -216,7 +224,7 @@ def test_bad_requests_are_refused(
     target: Target, random_drafter: DFlashDrafter, prompt: str | list[int], fields: dict[str, int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        Engine(target, random_drafter).generate([prompt], SamplingParams(**fields))  # type: ignore[arg-type]
+        Engine(target, random_drafter, drafting=Drafting(None)).generate([prompt], SamplingParams(**fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("most_kept", [512, 3])
@@ -224,7 +232,9 @@ def test_what_earlier_cycles_left_to_do_does_not_count_as_this_ones_time(
     target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch, most_kept: int
 ) -> None:
     monkeypatch.setattr("blockdraft.engine.draft_context.MOST_KEPT", most_kept)
-    request = Engine(target, random_drafter).request(PROMPTS[0], SamplingParams(30, ignore_eos=True))
+    request = Engine(target, random_drafter, drafting=Drafting(None)).request(
+        PROMPTS[0], SamplingParams(30, ignore_eos=True)
+    )
     late: list[int] = []
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])

@@ -88,10 +88,10 @@ def test_drafting_changes_no_token(target: Target, tiny_drafter_dir: Path, gramm
             assert follows(own.grammar, one.text) and one.token_ids[-1] in target.eos_token_ids
     assert expected[3].finish_reason == "stop" or grammar == LIST
     random = load_drafter(tiny_drafter_dir, target=target)
-    for drafting in (Drafting(), Drafting(tree_budget=10), Drafting("auto"), Drafting(tree_budget="auto")):
+    for drafting in (Drafting(None), Drafting(tree_budget=10), Drafting("auto"), Drafting(tree_budget="auto")):
         with Engine(target, random, drafting=drafting) as engine:
             assert [c.token_ids for c in engine.generate(PROMPTS, each)] == [c.token_ids for c in expected]
-    for fork, drafting in ((False, Drafting()), (True, Drafting(tree_budget=14))):
+    for fork, drafting in ((False, Drafting(None)), (True, Drafting(tree_budget=14))):
         for wrong_after in (99, 2):
             oracle = Oracle(expected[0].token_ids, wrong_after, fork)
             with Engine(target, oracle, drafting=drafting) as engine:
@@ -161,13 +161,13 @@ def surprise(folder: Path, drafting: Drafting, rows: int, rules: Callable[[], No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafting", [Drafting(sampled=True), Drafting()], ids=["sampled", "chosen"])
+@pytest.mark.parametrize("drafting", [Drafting(sampled=True), Drafting(None)], ids=["sampled", "chosen"])
 def test_answers_have_the_masked_distribution(tmp_path: Path, drafting: Drafting) -> None:
     assert abs(surprise(tmp_path, drafting, 4000, NotTwice)) < NOISE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafting", [Drafting(sampled=True), Drafting()], ids=["sampled", "chosen"])
+@pytest.mark.parametrize("drafting", [Drafting(sampled=True), Drafting(None)], ids=["sampled", "chosen"])
 def test_a_mask_that_forgets_the_path_is_noticed(tmp_path: Path, drafting: Drafting) -> None:
     assert surprise(tmp_path, drafting, 400, lambda: NotTwice(broken=True)) == math.inf
 
@@ -313,7 +313,7 @@ def test_where_no_allowed_token_has_a_finite_logit_the_request_alone_fails(
 
     monkeypatch.setattr(target, "forward", without_b)
     drafter = load_drafter(tiny_drafter_dir, target=target) if drafts else NoDrafter()
-    with Engine(target, drafter) as engine:
+    with Engine(target, drafter, drafting=Drafting(None)) as engine:
         each = [params(Grammar("regex", "[cd]{3}ab")), params(None, ignore_eos=True), params(LETTERS)]
         failed, free, other = engine.generate(PROMPTS[:3], each)
     assert isinstance(failed.failure, NumbersError) and "that the grammar allows" in str(failed.failure)
@@ -345,7 +345,7 @@ def test_cancelled_in_the_middle_it_leaves_the_others_alone(target: Target, tiny
     endless = Grammar("regex", "(ab)*c")
     bias = {target.tokenizer.convert_tokens_to_ids("c"): -100.0}  # type: ignore[union-attr]
     [expected] = Engine(target).generate(PROMPTS[:1], params(PERSON))
-    with Engine(target, drafter) as engine:
+    with Engine(target, drafter, drafting=Drafting(None)) as engine:
         request = engine.submit(PROMPTS[1], params(endless, max_new_tokens=150, logit_bias=bias))
         request.listener = lambda chunk: request.cancel() if len(request.token_ids) > 5 else None
         other = engine.submit(PROMPTS[0], params(PERSON)).result()

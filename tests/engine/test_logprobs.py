@@ -42,7 +42,9 @@ def check(found: list[TokenLogprob | None], tokens: list[int], dists: torch.Tens
         assert [value for _, value in one.top] == pytest.approx([float(dist[i]) for i, _ in one.top], abs=1e-4)
 
 
-@pytest.mark.parametrize("drafting", [Drafting(), Drafting(tree_budget=12), Drafting(sampled=True), Drafting("auto")])
+@pytest.mark.parametrize(
+    "drafting", [Drafting(None), Drafting(tree_budget=12), Drafting(sampled=True), Drafting("auto")]
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_are_those_of_transformers(
     target: Target, reference: torch.nn.Module, tiny_drafter_dir: Path, drafting: Drafting, temperature: float

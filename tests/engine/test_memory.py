@@ -31,12 +31,13 @@ def drafter(tiny_drafter_dir: Path, target: Target) -> Drafter:
 def test_room_for_as_many_longest_requests_as_run_at_once(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter, 3, Drafting(tree_budget=40), prefix_tokens=77)
     assert engine.cache_tokens == 3 * target.row_slots(target.max_context + 41) + 77
-    assert Engine(target, drafter, 3, cache_tokens=500).cache_tokens == 500
+    assert Engine(target, drafter, 3, cache_tokens=500, drafting=Drafting(None)).cache_tokens == 500
 
 
 def test_stores_logits_features_and_forwards_count(target: Target, drafter: Drafter) -> None:
     def meanwhile(**fields: object) -> int:
-        engine = Engine(target, drafter, 2, cache_tokens=1000, **fields)  # type: ignore[arg-type]
+        chains = {"drafting": Drafting(None)}
+        engine = Engine(target, drafter, 2, cache_tokens=1000, **chains | fields)  # type: ignore[arg-type]
         stores = target.cache_bytes(1, 1000) + drafter.state_bytes(1, 1000)
         return engine.memory_bytes() - stores
 
@@ -61,13 +62,13 @@ def test_stores_logits_features_and_forwards_count(target: Target, drafter: Draf
 def test_fewer_slots_where_the_memory_does_not_suffice(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Engine(target, drafter)
+    whole = Engine(target, drafter, drafting=Drafting(None))
     limit = whole.memory_bytes() * 2 // 3
-    part = Engine(target, drafter, memory_limit=limit)
+    part = Engine(target, drafter, memory_limit=limit, drafting=Drafting(None))
     assert 0 < part.cache_tokens < whole.cache_tokens
     assert part.memory_bytes() <= limit < part.memory.bytes(part.cache_tokens + 1)
     monkeypatch.setattr(memory_module, "free_bytes", lambda device: int(limit / memory_module.SHARE) + 1)
-    assert Engine(target, drafter).cache_tokens == part.cache_tokens
+    assert Engine(target, drafter, drafting=Drafting(None)).cache_tokens == part.cache_tokens
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -77,18 +78,18 @@ def test_a_drafter_elsewhere_takes_the_memory_of_its_own_device(
     elsewhere, free = torch.device("cuda:1"), {target.device: 10**12}
     monkeypatch.setattr(type(drafter), "device", elsewhere)
     own = CombinedDrafter([load_drafter("prompt_lookup", target=target), drafter]) if joined else drafter
-    engine = Engine(target, own)
+    engine = Engine(target, own, drafting=Drafting(None))
     free[elsewhere] = drafter.state_bytes(1, 1000) / memory_module.SHARE + 1
     monkeypatch.setattr(memory_module, "free_bytes", free.__getitem__)
-    assert Engine(target, own).cache_tokens == 1000
+    assert Engine(target, own, drafting=Drafting(None)).cache_tokens == 1000
     free[elsewhere], whole = 10**12, engine.memory.bytes(1000) - drafter.state_bytes(1, 1000)
     free[target.device] = whole / memory_module.SHARE + 1
-    assert Engine(target, own).cache_tokens == 1000
+    assert Engine(target, own, drafting=Drafting(None)).cache_tokens == 1000
 
 
 def test_too_little_memory_is_refused_before_decoding(target: Target, drafter: Drafter) -> None:
     with pytest.raises(ValueError, match=r"needs \d+ slots .* the cache has 0; .* more cache_tokens or memory"):
-        Engine(target, drafter, memory_limit=1000).generate([[5, 6, 7]], SamplingParams(20))
+        Engine(target, drafter, memory_limit=1000, drafting=Drafting(None)).generate([[5, 6, 7]], SamplingParams(20))
 
 
 def test_memory_of_a_cpu_is_taken_as_it_is_used(target: Target, drafter: Drafter) -> None:
@@ -116,12 +117,14 @@ def test_the_memory_of_a_gpu_counts_what_torch_keeps(monkeypatch: pytest.MonkeyP
 
 
 def test_what_one_request_takes(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter, 3, cache_tokens=1000)
+    engine = Engine(target, drafter, 3, cache_tokens=1000, drafting=Drafting(None))
     found = engine.memory.of_one(100)
     weights = sum(weight.nbytes for _, weight in target.named_weights())
     assert found["weights"] >= weights + drafter.weight_bytes() > weights
     assert found["caches"] == target.cache_bytes(1, 100) + drafter.state_bytes(1, 100)
-    assert found["workspace"] == Engine(target, drafter, 1, cache_tokens=100).memory.workspace(100)
+    assert found["workspace"] == Engine(target, drafter, 1, cache_tokens=100, drafting=Drafting(None)).memory.workspace(
+        100
+    )
 
 
 @pytest.mark.parametrize("folder", ["tiny_drafter_dir", "tiny_eagle3_dir", "tiny_medusa_dir", "tiny_mtp_dir"])

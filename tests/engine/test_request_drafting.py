@@ -32,7 +32,7 @@ def drafted(engine: Engine, bounds: RequestDrafting | None, params: SamplingPara
 
 @pytest.mark.parametrize(
     "drafting",
-    [Drafting(), Drafting(tree_budget=12), Drafting("auto"), Drafting(tree_budget="auto"), Drafting(sampled=True)],
+    [Drafting(None), Drafting(tree_budget=12), Drafting("auto"), Drafting(tree_budget="auto"), Drafting(sampled=True)],
     ids=["chain", "tree", "auto", "auto-tree", "sampled"],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -116,7 +116,7 @@ def test_the_controller_learns_nothing_of_what_was_cut(drafting: Drafting) -> No
     assert planned([]) == pytest.approx(planned([OFF, RequestDrafting(block_size=2)]), rel=0.02)
 
 
-@pytest.mark.parametrize("drafting", [Drafting(), Drafting("auto"), Drafting(tree_budget=40)])
+@pytest.mark.parametrize("drafting", [Drafting(None), Drafting("auto"), Drafting(tree_budget=40)])
 def test_plans_reach_no_further_than_any_request_may(drafting: Drafting) -> None:
     controller = Controller(Knowing(), drafting, lambda: None)  # type: ignore[arg-type]
 
@@ -128,7 +128,7 @@ def test_plans_reach_no_further_than_any_request_may(drafting: Drafting) -> None
 
     assert plan(OFF, RequestDrafting(block_size=1)).block_size == 1
     assert 1 < plan(OFF, RequestDrafting(block_size=4)).block_size <= 4
-    if drafting == Drafting():
+    if drafting == Drafting(None):
         assert plan(OFF, None).block_size == plan(RequestDrafting(block_size=4), None).block_size == 16
         assert plan(RequestDrafting(tree_budget=1)).block_size == 16  # which bounds trees only
 

@@ -12,7 +12,7 @@ from blockdraft.engine import Engine, Request
 from blockdraft.engine.request import Row
 from blockdraft.engine.runner import Runner
 from blockdraft.targets import Target, TargetOutput, load_target
-from blockdraft.types import SamplingParams
+from blockdraft.types import Drafting, SamplingParams
 
 PROMPTS = [[5, 9, 17, 4], [8, 30], [40, 3, 22, 19, 7, 6, 5]]
 GREEDY = SamplingParams(60, ignore_eos=True)
@@ -30,7 +30,7 @@ def drafter(tiny_drafter_dir: Path, target: Target) -> Drafter:
 
 def made(target: Target, drafter: Drafter, params: SamplingParams = GREEDY) -> tuple[Runner, list[Row]]:
     """A runner with rows of the prompts, none of which is read, and a row's slots besides."""
-    engine, runner = Engine(target, drafter), Runner(target, drafter, 200 * (len(PROMPTS) + 1))
+    engine, runner = Engine(target, drafter, drafting=Drafting(None)), Runner(target, drafter, 200 * (len(PROMPTS) + 1))
     requests: list[Request] = [engine.request(prompt, params) for prompt in PROMPTS]
     rows = [Row(request, 200 * place, 200) for place, request in enumerate(requests)]
     for row in rows:
@@ -64,7 +64,10 @@ def test_prompts_are_filled_up_with_tokens_of_their_own(
 def test_rows_that_have_read_their_prompts_get_their_own_token_beside_one_that_has_not(
     target: Target, drafter: Drafter, params: SamplingParams
 ) -> None:
-    expected = [completion.token_ids[0] for completion in Engine(target, drafter).generate(PROMPTS, params)]
+    expected = [
+        completion.token_ids[0]
+        for completion in Engine(target, drafter, drafting=Drafting(None)).generate(PROMPTS, params)
+    ]
     assert len(set(expected)) == 3
     runner, rows = made(target, drafter, params)
     assert runner.read(rows, [2, 2, 7]) == []

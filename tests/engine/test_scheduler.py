@@ -29,7 +29,7 @@ def greedy(count: int, **fields: object) -> SamplingParams:
 
 
 def alone(target: Target, drafter: Drafter, prompt: list[int], params: SamplingParams) -> list[int]:
-    return Engine(target, drafter).generate([prompt], params)[0].token_ids
+    return Engine(target, drafter, drafting=Drafting(None)).generate([prompt], params)[0].token_ids
 
 
 class ByHand:
@@ -64,7 +64,7 @@ class ByHand:
 
 def test_requests_join_and_leave_between_cycles(target: Target, drafter: Drafter) -> None:
     params = [greedy(40), greedy(9), SamplingParams(25, 0.8, seed=3), greedy(60), SamplingParams(33, 1.0, seed=4)]
-    hand = ByHand(Engine(target, drafter, max_batch_size=3))
+    hand = ByHand(Engine(target, drafter, max_batch_size=3, drafting=Drafting(None)))
     requests: list[Request] = []
     together: set[int] = set()
     for prompt, param in zip(PROMPTS, params, strict=False):
@@ -81,7 +81,7 @@ def test_requests_join_and_leave_between_cycles(target: Target, drafter: Drafter
 def test_who_cancels_all_sees_a_request_that_is_just_let_in(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hand = ByHand(Engine(target, drafter))
+    hand = ByHand(Engine(target, drafter, drafting=Drafting(None)))
     scheduler, runner, seen = hand.scheduler, hand.scheduler._runner, list[list[Request]]()
     opened = runner.open
     monkeypatch.setattr(runner, "open", lambda *args: [seen.append(scheduler.cancel()), opened(*args)])
@@ -112,16 +112,16 @@ def test_who_cancels_all_sees_a_request_that_is_just_let_in(
 
 
 def test_the_first_to_come_is_the_first_to_run(target: Target, drafter: Drafter) -> None:
-    hand = ByHand(Engine(target, drafter, max_batch_size=2))
+    hand = ByHand(Engine(target, drafter, max_batch_size=2, drafting=Drafting(None)))
     requests = [hand.submit(prompt, greedy(20)) for prompt in PROMPTS[:4]]
     hand.scheduler.step()
     assert (hand.scheduler.running, hand.scheduler.waiting) == (requests[:2], requests[2:])
 
 
 def test_a_request_waits_for_slots(target: Target, drafter: Drafter) -> None:
-    probe = Engine(target, drafter)
+    probe = Engine(target, drafter, drafting=Drafting(None))
     large, small = (probe.request(PROMPTS[0], greedy(count)).slots for count in (100, 10))
-    hand = ByHand(Engine(target, drafter, cache_tokens=large + small))
+    hand = ByHand(Engine(target, drafter, cache_tokens=large + small, drafting=Drafting(None)))
     requests = [hand.submit(PROMPTS[0], params) for params in (greedy(100), greedy(10), greedy(10), greedy(10))]
     hand.scheduler.step()
     assert hand.scheduler.running == requests[:2]
@@ -129,12 +129,12 @@ def test_a_request_waits_for_slots(target: Target, drafter: Drafter) -> None:
     assert [len(request.token_ids) for request in requests] == [100, 10, 10, 10]
     assert requests[0].token_ids[:10] == requests[3].token_ids
     with pytest.raises(ValueError, match=rf"needs {large} slots .* the cache has {small}; ask for fewer new tokens"):
-        Engine(target, drafter, cache_tokens=small).submit(PROMPTS[0], greedy(100))
+        Engine(target, drafter, cache_tokens=small, drafting=Drafting(None)).submit(PROMPTS[0], greedy(100))
 
 
 @pytest.mark.parametrize("cycles", [0, 1, 4])
 def test_a_cancelled_request_frees_its_row_at_the_next_step(target: Target, drafter: Drafter, cycles: int) -> None:
-    hand = ByHand(Engine(target, drafter, max_batch_size=2))
+    hand = ByHand(Engine(target, drafter, max_batch_size=2, drafting=Drafting(None)))
     requests = [hand.submit(prompt, greedy(50)) for prompt in PROMPTS[:3]]
     for _ in range(cycles):
         hand.scheduler.step()
@@ -150,16 +150,18 @@ def test_a_cancelled_request_frees_its_row_at_the_next_step(target: Target, draf
 
 
 def test_a_stop_string_inside_an_accepted_path_is_exact(target: Target, drafter: Drafter) -> None:
-    [whole] = Engine(target, drafter).generate([PROMPTS[0]], greedy(60))
+    [whole] = Engine(target, drafter, drafting=Drafting(None)).generate([PROMPTS[0]], greedy(60))
     assert target.tokenizer is not None
     middle = whole.text[len(whole.text) // 2 :][:3]
     at = whole.text.index(middle)
-    [cut] = Engine(target, drafter).generate([PROMPTS[0]], greedy(60, stop=(middle, "never said")))
+    [cut] = Engine(target, drafter, drafting=Drafting(None)).generate(
+        [PROMPTS[0]], greedy(60, stop=(middle, "never said"))
+    )
     assert (cut.text, cut.finish_reason) == (whole.text[:at], "stop")
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
     decode = target.tokenizer.decode
     assert middle in decode(cut.token_ids) and middle not in decode(cut.token_ids[:-1])
-    chunks = list(Engine(target, drafter).stream(PROMPTS[0], greedy(60, stop=(middle,))))
+    chunks = list(Engine(target, drafter, drafting=Drafting(None)).stream(PROMPTS[0], greedy(60, stop=(middle,))))
     assert "".join(chunk.text for chunk in chunks) == cut.text
 
 
@@ -167,7 +169,7 @@ def test_a_stop_string_inside_an_accepted_path_is_exact(target: Target, drafter:
 
 
 def test_a_long_prompt_is_read_between_the_cycles_of_others(target: Target, drafter: Drafter) -> None:
-    hand = ByHand(Engine(target, drafter, prefill_tokens=20))
+    hand = ByHand(Engine(target, drafter, prefill_tokens=20, drafting=Drafting(None)))
     first = hand.submit(PROMPTS[0], greedy(60))
     hand.scheduler.step()
     late = hand.submit(LONG, greedy(10))
@@ -184,7 +186,7 @@ def test_a_long_prompt_is_read_between_the_cycles_of_others(target: Target, draf
 
 
 def test_short_prompts_are_read_together(target: Target, drafter: Drafter) -> None:
-    hand = ByHand(Engine(target, drafter))
+    hand = ByHand(Engine(target, drafter, drafting=Drafting(None)))
     for prompt in PROMPTS:
         hand.submit(prompt, greedy(20))
     hand.scheduler.step()
@@ -193,7 +195,7 @@ def test_short_prompts_are_read_together(target: Target, drafter: Drafter) -> No
 
 def test_prompts_that_are_read_together_keep_to_the_limit(target: Target, drafter: Drafter) -> None:
     """Padding counts."""
-    hand = ByHand(Engine(target, drafter, prefill_tokens=20))
+    hand = ByHand(Engine(target, drafter, prefill_tokens=20, drafting=Drafting(None)))
     for prompt in PROMPTS:
         hand.submit(prompt, greedy(20))
     hand.scheduler.step()
@@ -204,7 +206,7 @@ def test_a_short_row_is_not_read_beside_a_prompt_that_it_has_no_slots_for(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(target, "row_slots", lambda tokens: tokens)  # of some targets they are rounded up
-    hand = ByHand(Engine(target, drafter))
+    hand = ByHand(Engine(target, drafter, drafting=Drafting(None)))
     for prompt in (PROMPTS[0], LONG[:100]):
         hand.submit(prompt, greedy(2))
     hand.scheduler.step()
@@ -229,20 +231,20 @@ def test_prompts_that_begin_at_different_lengths_are_read_together(tiny_target_d
 @pytest.mark.parametrize("shared", [16, 17, 40])
 def test_a_known_beginning_is_not_read_again(target: Target, drafter: Drafter, shared: int) -> None:
     """The next turn of a chat: the same tokens and the same acceptance as without the memory."""
-    engine = Engine(target, drafter, prefix_tokens=500)
+    engine = Engine(target, drafter, prefix_tokens=500, drafting=Drafting(None))
     [first] = engine.generate([PROMPTS[0]], greedy(40))
     turn = (PROMPTS[0] + first.token_ids)[:shared] + [31, 17, 55]
     hand = ByHand(engine)
     again = hand.submit(turn, greedy(40))
     hand.run()
     assert hand.seen[0] == [len(turn) - shared]
-    [fresh] = Engine(target, drafter).generate([turn], greedy(40))
+    [fresh] = Engine(target, drafter, drafting=Drafting(None)).generate([turn], greedy(40))
     assert again.token_ids == fresh.token_ids
     assert again.stats.committed == fresh.stats.committed
 
 
 def test_a_beginning_below_a_block_is_read_again(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter, prefix_tokens=500)
+    engine = Engine(target, drafter, prefix_tokens=500, drafting=Drafting(None))
     engine.generate([PROMPTS[5]], greedy(2))
     hand = ByHand(engine)
     hand.submit(PROMPTS[5] + [3], greedy(2))
@@ -252,7 +254,7 @@ def test_a_beginning_below_a_block_is_read_again(target: Target, drafter: Drafte
 
 def test_what_running_requests_have_in_common_is_read_once(target: Target, drafter: Drafter) -> None:
     """Sixteen requests with one system prompt, and no finished ones remembered."""
-    hand = ByHand(Engine(target, drafter, max_batch_size=16, prefill_tokens=32))
+    hand = ByHand(Engine(target, drafter, max_batch_size=16, prefill_tokens=32, drafting=Drafting(None)))
     prompts = [LONG[:100] + [10 + i, 3] for i in range(16)]
     requests = [hand.submit(prompt, greedy(20)) for prompt in prompts]
     while any(not request.token_ids for request in requests):
@@ -266,7 +268,7 @@ def test_what_running_requests_have_in_common_is_read_once(target: Target, draft
 
 
 def test_who_waits_for_a_beginning_reads_it_when_the_other_has_gone(target: Target, drafter: Drafter) -> None:
-    hand = ByHand(Engine(target, drafter, prefill_tokens=8))
+    hand = ByHand(Engine(target, drafter, prefill_tokens=8, drafting=Drafting(None)))
     first, second = (hand.submit(LONG[:100] + [i], greedy(20)) for i in (4, 5))
     hand.scheduler.step()
     first.cancel()
@@ -276,24 +278,24 @@ def test_who_waits_for_a_beginning_reads_it_when_the_other_has_gone(target: Targ
 
 
 def test_prefix_hits_of_different_lengths_share_a_batch(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter, prefix_tokens=500)
+    engine = Engine(target, drafter, prefix_tokens=500, drafting=Drafting(None))
     known = engine.generate(PROMPTS[:3], greedy(40))
     turns = [PROMPTS[i] + known[i].token_ids[: 20 * i] + [31, 17] for i in range(3)] + [[64, 65]]
     together = engine.generate(turns, greedy(30))
     for turn, completion in zip(turns, together, strict=True):
-        [fresh] = Engine(target, drafter).generate([turn], greedy(30))
+        [fresh] = Engine(target, drafter, drafting=Drafting(None)).generate([turn], greedy(30))
         assert completion.token_ids == fresh.token_ids
         assert completion.stats.committed == fresh.stats.committed
 
 
 def test_a_prompt_that_is_known_as_a_whole_still_yields_logits(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter, prefix_tokens=500)
+    engine = Engine(target, drafter, prefix_tokens=500, drafting=Drafting(None))
     first, again = (engine.generate([LONG[:40]], greedy(30))[0] for _ in range(2))
     assert again.token_ids == first.token_ids
 
 
 def test_the_memory_of_prefixes_is_bounded(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter, prefix_tokens=60)
+    engine = Engine(target, drafter, prefix_tokens=60, drafting=Drafting(None))
     for prompt in PROMPTS:
         engine.generate([prompt], greedy(20))
     kept = list(engine.scheduler._cache_manager._remembered.texts.values())
@@ -303,7 +305,7 @@ def test_the_memory_of_prefixes_is_bounded(target: Target, drafter: Drafter) -> 
 
 def test_the_beginning_that_was_used_last_is_kept(target: Target, drafter: Drafter) -> None:
     """Two are remembered; a third request begins like the older one, and remembering it evicts one of them."""
-    engine = Engine(target, drafter, prefix_tokens=110)
+    engine = Engine(target, drafter, prefix_tokens=110, drafting=Drafting(None))
     older, newer = LONG[:40], LONG[:40:-1][:40]
     for prompt in (older, newer, [*older[:32], *newer[:8]]):
         engine.generate([prompt], greedy(8))
@@ -313,9 +315,9 @@ def test_the_beginning_that_was_used_last_is_kept(target: Target, drafter: Draft
 
 def test_what_is_remembered_makes_room_for_who_runs(target: Target, drafter: Drafter) -> None:
     """One after the other, in a cache for one request and the rest of another."""
-    probe = Engine(target, drafter)
+    probe = Engine(target, drafter, drafting=Drafting(None))
     size = probe.request(LONG, greedy(20)).slots
-    engine = Engine(target, drafter, prefix_tokens=400, cache_tokens=size + 60)
+    engine = Engine(target, drafter, prefix_tokens=400, cache_tokens=size + 60, drafting=Drafting(None))
     for i in range(4):
         prompt = [i + 9, *LONG[1:]]
         [completion] = engine.generate([prompt], greedy(20))
@@ -325,8 +327,8 @@ def test_what_is_remembered_makes_room_for_who_runs(target: Target, drafter: Dra
 
 
 def test_what_is_remembered_stays_where_its_slots_would_not_suffice(target: Target, drafter: Drafter) -> None:
-    size = Engine(target, drafter).request(LONG, greedy(20)).slots
-    engine = Engine(target, drafter, prefix_tokens=400, cache_tokens=size + 60)
+    size = Engine(target, drafter, drafting=Drafting(None)).request(LONG, greedy(20)).slots
+    engine = Engine(target, drafter, prefix_tokens=400, cache_tokens=size + 60, drafting=Drafting(None))
     engine.generate([LONG[:40]], greedy(8))
     hand = ByHand(engine)
     requests = [hand.submit([9, *LONG[1:]], greedy(20)) for _ in range(2)]
@@ -335,7 +337,7 @@ def test_what_is_remembered_stays_where_its_slots_would_not_suffice(target: Targ
     assert [text[:40] for text in hand.scheduler._cache_manager._remembered.texts.values()] == [LONG[:40]]
 
 
-@pytest.mark.parametrize("drafting", [Drafting(), Drafting(tree_budget=6), Drafting("auto")])
+@pytest.mark.parametrize("drafting", [Drafting(None), Drafting(tree_budget=6), Drafting("auto")])
 def test_rows_come_and_go_and_nothing_is_left(target: Target, drafter: Drafter, drafting: Drafting) -> None:
     """Rows of many sizes in a small cache: in the end all slots are free, and all answers are right."""
     engine = Engine(target, drafter, 4, drafting, cache_tokens=900, prefix_tokens=0)

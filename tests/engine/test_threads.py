@@ -34,7 +34,9 @@ def drafter(tiny_drafter_dir: Path, target: Target) -> Drafter:
 
 @pytest.fixture(scope="module")
 def expected(target: Target, drafter: Drafter) -> list[list[int]]:
-    return [Engine(target, drafter).generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
+    return [
+        Engine(target, drafter, drafting=Drafting(None)).generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS
+    ]
 
 
 def in_threads(*work: object) -> None:
@@ -62,7 +64,7 @@ def decoding() -> list[threading.Thread]:
 
 def test_several_threads_share_an_engine(target: Target, drafter: Drafter, expected: list[list[int]]) -> None:
     found: dict[int, list[int]] = {}
-    with Engine(target, drafter, 4) as engine:
+    with Engine(target, drafter, 4, drafting=Drafting(None)) as engine:
 
         def ask(number: int) -> None:
             found[number] = engine.submit(PROMPTS[number], GREEDY).result(60).token_ids
@@ -79,14 +81,14 @@ def test_several_engines_share_a_target(target: Target, drafter: Drafter, expect
 
     def work(number: int) -> None:
         own = drafter if number % 2 else load_drafter("none", target=target)
-        found[number] = [c.token_ids for c in Engine(target, own, 3).generate(PROMPTS, GREEDY)]
+        found[number] = [c.token_ids for c in Engine(target, own, 3, drafting=Drafting(None)).generate(PROMPTS, GREEDY)]
 
     in_threads(*[lambda number=i: work(number) for i in range(4)])  # type: ignore[misc]
     assert list(found.values()) == [expected] * 4
 
 
 def test_no_thread_is_left_when_there_is_nothing_to_do(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     engine.generate(PROMPTS[:2], GREEDY)
     for thread in decoding():
         thread.join(10)
@@ -97,7 +99,7 @@ def test_no_thread_is_left_when_there_is_nothing_to_do(target: Target, drafter: 
 
 
 def test_a_closed_engine_cancels_what_runs_and_takes_no_more(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter, 1)
+    engine = Engine(target, drafter, 1, drafting=Drafting(None))
     requests = [engine.submit(prompt, SamplingParams(200, ignore_eos=True)) for prompt in PROMPTS[:3]]
     engine.close()
     engine.close()
@@ -110,7 +112,7 @@ def test_a_closed_engine_cancels_what_runs_and_takes_no_more(target: Target, dra
 
 
 def test_a_listener_may_close_its_engine(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     requests = [engine.submit(prompt, SamplingParams(200, ignore_eos=True)) for prompt in PROMPTS[:2]]
     requests.append(engine.submit(PROMPTS[2], SamplingParams(200, ignore_eos=True), lambda chunk: engine.close()))
     for request in requests:
@@ -126,7 +128,7 @@ def test_what_auto_has_learned_is_kept_for_the_next_engine(
         engine.generate(PROMPTS, GREEDY)
         assert stored_costs.load(file) is None
     assert stored_costs.load(file) is not None
-    with Engine(target, drafter) as fixed:
+    with Engine(target, drafter, drafting=Drafting(None)) as fixed:
         fixed.generate(PROMPTS[:1], GREEDY)
     assert len(list((tmp_path / "costs").iterdir())) == 1
 
@@ -134,7 +136,7 @@ def test_what_auto_has_learned_is_kept_for_the_next_engine(
 def test_a_stream_that_is_dropped_cancels_its_request(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Engine(target, drafter) as engine:
+    with Engine(target, drafter, drafting=Drafting(None)) as engine:
         request = engine.request(PROMPTS[0], SamplingParams(240, ignore_eos=True))
         monkeypatch.setattr(engine, "request", lambda *args: request)
         chunks = engine.stream(PROMPTS[0])
@@ -147,7 +149,7 @@ def test_a_stream_that_is_dropped_cancels_its_request(
 def test_an_interrupt_while_waiting_cancels_the_requests(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Engine(target, drafter) as engine:
+    with Engine(target, drafter, drafting=Drafting(None)) as engine:
         requests = engine._requests(PROMPTS[:2], SamplingParams(240, ignore_eos=True))
         monkeypatch.setattr(engine, "_requests", lambda *args: requests)
         monkeypatch.setattr(requests[0], "result", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -157,7 +159,7 @@ def test_an_interrupt_while_waiting_cancels_the_requests(
 
 
 def test_waiting_can_time_out(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     request = engine.request(PROMPTS[0], GREEDY)
     with pytest.raises(TimeoutError, match=r"not ended after 0\.01 s"):
         request.result(0.01)
@@ -165,7 +167,7 @@ def test_waiting_can_time_out(target: Target, drafter: Drafter) -> None:
 
 def test_coroutines(target: Target, drafter: Drafter, expected: list[list[int]]) -> None:
     async def main() -> None:
-        with Engine(target, drafter, 4) as engine:
+        with Engine(target, drafter, 4, drafting=Drafting(None)) as engine:
             together, *streamed = await asyncio.gather(
                 engine.agenerate(PROMPTS, GREEDY), *(joined(engine, prompt) for prompt in PROMPTS[:3])
             )
@@ -188,7 +190,7 @@ def test_coroutines(target: Target, drafter: Drafter, expected: list[list[int]])
 
 def test_a_cancelled_coroutine_cancels_its_requests(target: Target, drafter: Drafter) -> None:
     async def main() -> None:
-        with Engine(target, drafter) as engine:
+        with Engine(target, drafter, drafting=Drafting(None)) as engine:
             task = asyncio.create_task(engine.agenerate(PROMPTS, SamplingParams(240, ignore_eos=True)))
             while not engine.scheduler.running:
                 await asyncio.sleep(0.001)
@@ -204,7 +206,7 @@ def test_a_cancelled_coroutine_cancels_its_requests(target: Target, drafter: Dra
 def test_a_coroutine_that_is_called_off_before_its_request_begins_leaves_none_behind(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     inside, go_on, request = threading.Event(), threading.Event(), engine.request
 
     def slow(*args: object) -> Request:
@@ -228,7 +230,7 @@ def test_a_coroutine_that_is_called_off_before_its_request_begins_leaves_none_be
 def test_a_thread_that_did_not_come_along_into_a_forked_process_is_made_anew(
     target: Target, drafter: Drafter, expected: list[list[int]]
 ) -> None:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, drafting=Drafting(None))
     engine._worker.join()
     engine._worker.thread = gone = threading.Thread()
     gone.start()
@@ -290,7 +292,7 @@ for _ in range(8):
 
 
 def test_closing_an_engine_does_not_wait_for_requests_of_another(target: Target, drafter: Drafter) -> None:
-    first, second = Engine(target, drafter), Engine(target, drafter)
+    first, second = Engine(target, drafter, drafting=Drafting(None)), Engine(target, drafter, drafting=Drafting(None))
     first.generate([PROMPTS[0]], GREEDY)
     worker, held, released = worker_of(target), threading.Event(), threading.Event()
 

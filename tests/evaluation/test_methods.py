@@ -10,7 +10,7 @@ def test_settings_of_each_method() -> None:
     assert found == [
         Method("chain", "D", Drafting(8)),
         Method("chain:4", "D", Drafting(4)),
-        Method("none", "none", Drafting()),
+        Method("none", "none", Drafting(None)),
         Method("tree", "D", Drafting(8, 16)),
         Method("tree:64", "D", Drafting(8, 64)),
         Method("look", "look", Drafting(8)),
@@ -22,7 +22,7 @@ def test_settings_of_each_method() -> None:
 
 def test_plain_decoding_is_always_there_and_the_bundled_drafter_is_the_default() -> None:
     assert parse_methods("tree", None, None, 32) == [
-        Method("none", "none", Drafting()),
+        Method("none", "none", Drafting(None)),
         Method("tree", None, Drafting(None, 32)),
     ]
 
@@ -44,7 +44,7 @@ def test_other_drafters_join_the_one_at_hand() -> None:
     names = "prompt_lookup+chain,prompt_lookup+chain:4,prompt_lookup+chain-sampled,prompt_lookup+tree:64,look+/a+b:5"
     [_, *found] = parse_methods(names, "D", None, 16)
     assert [(method.drafter, method.drafting) for method in found] == [
-        ("prompt_lookup+D", Drafting()),
+        ("prompt_lookup+D", Drafting(None)),
         ("prompt_lookup+D", Drafting(4)),
         ("prompt_lookup+D", Drafting(sampled=True)),
         ("prompt_lookup+D", Drafting(tree_budget=64)),

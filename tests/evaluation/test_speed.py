@@ -35,7 +35,7 @@ def engines(target: Target, drafter: Path, names: str = "none,chain", batch_size
 
 def test_engines_share_drafters_and_take_their_settings(target: Target, tiny_drafter_dir: Path) -> None:
     found = engines(target, tiny_drafter_dir, "chain:4,tree:6,none,chain", batch_size=3)
-    assert [e.drafting for e in found.values()] == [Drafting(4), Drafting(None, 6), Drafting(), Drafting()]
+    assert [e.drafting for e in found.values()] == [Drafting(4), Drafting(None, 6), Drafting(None), Drafting(None)]
     assert found["chain"].drafter is found["tree:6"].drafter is not found["none"].drafter
     assert all(e.max_batch_size == 3 for e in found.values())
 

@@ -35,7 +35,7 @@ class Ours:
     ) -> None:
         loaded = load_target(target, dtype="float32", device="cpu")
         params = SamplingParams(tokens, temperature=0, **how)
-        with Engine(loaded, load_drafter(drafter, target=loaded), 8, drafting=Drafting()) as engine:
+        with Engine(loaded, load_drafter(drafter, target=loaded), 8, drafting=Drafting(block_size=None)) as engine:
             done = engine.generate([[*prompt] for prompt in prompts], params)
         self.tokens = [list(one.token_ids) for one in done]
         self.committed = [one.stats.committed for one in done]

@@ -33,7 +33,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["native", pytest.param("hf", mark
 HF_INEXACT = {"qwen3_moe": "the numbers of a token depend on", "qwen3_5_text": "keeps more than keys and values"}
 # With rows of a batch.
 DRAFTINGS = [
-    (8, Drafting()),
+    (8, Drafting(None)),
     (3, Drafting(tree_budget=8)),
     (1, Drafting(tree_budget=40)),
     (3, Drafting("auto", "auto")),

@@ -52,7 +52,9 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
     drafters = {each: blockdraft.load_drafter(each, target=target) for each in set(named.values())}
     if compiled and (reason := why_uncompiled(target, *drafters.values())):
         raise Missing(reason)
-    drafting = {name: blockdraft.Drafting(**way.get("drafting", {})) for name, way in ways.items()}
+    drafting = {
+        name: blockdraft.Drafting(**{"block_size": None} | way.get("drafting", {})) for name, way in ways.items()
+    }
     engines = {name: blockdraft.Engine(target, drafters[named[name]], 1, drafting[name]) for name in ways}
     torch.set_num_threads(settings["threads"])  # once more, for the engine may have chosen another number
     plain: dict[tuple[tuple[int, ...], int], list[int]] = {}

@@ -97,7 +97,7 @@ def _method(
     if kind == PLAIN:
         if setting is not None:
             raise UsageError(f"Method {name!r} has a setting, but {PLAIN} drafts nothing; leave the setting out.")
-        return Method(name, PLAIN, Drafting())
+        return Method(name, PLAIN, Drafting(None))
     if kind == TREE:
         return Method(name, drafter, drafting(block_size, tree_budget if setting is None else setting))
     chains = drafting(block_size if setting is None else setting, sampled=kind == SAMPLED)

@@ -18,7 +18,7 @@ from blockdraft.targets import Target
 from blockdraft.training.batches import Batch, Documents
 from blockdraft.training.loss import Sums, term_weights
 from blockdraft.training.variant import Variant
-from blockdraft.types import Prompt, SamplingParams
+from blockdraft.types import Drafting, Prompt, SamplingParams
 
 BATCH_SIZE = 8  # answers decoded at a time when tau is measured
 
@@ -109,13 +109,13 @@ def encode_prompts(prompts: Sequence[Prompt], target: Target, tokens: int) -> li
 def measure_tau(
     drafter: Path, target: Target, prompts: Sequence[Sequence[int]], tokens: int, temperature: float = 0.0
 ) -> float:
-    """Tokens committed per target forward over all prompts, with the drafter in this folder.
+    """Tokens committed per target forward over all prompts, with the drafter in this folder and whole blocks.
 
     Args:
         tokens: Maximum number of tokens of an answer.
         temperature: Sampling temperature; 0 is greedy. Prompt i is answered with seed i.
     """
-    engine = Engine(target, load_drafter(drafter, target=target), max_batch_size=BATCH_SIZE)
+    engine = Engine(target, load_drafter(drafter, target=target), BATCH_SIZE, Drafting(block_size=None))
     params = [
         SamplingParams(min(tokens, target.max_context - len(prompt)), temperature, seed=number)
         for number, prompt in enumerate(prompts)

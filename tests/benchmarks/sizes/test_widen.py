@@ -20,7 +20,7 @@ def test_a_wide_pair_says_the_same_with_the_same_tau(tmp_path: Path) -> None:
             widen(TARGET, tmp_path / "target", 2)
             widen(DRAFTER, tmp_path / "drafter", 2)
         target = load_target(folder / "target", dtype=torch.float32)
-        engine = Engine(target, load_drafter(folder / "drafter", target=target))
+        engine = Engine(target, load_drafter(folder / "drafter", target=target), drafting=Drafting(None))
         [completion] = engine.generate([QUESTION], SamplingParams(40))
         found.append((completion.token_ids, completion.stats.committed))
     assert found[0] == found[1] and len(found[0][1]) < 30

@@ -186,7 +186,7 @@ def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
     assert sum(line["loss"] for line in lines[-5:]) < 0.5 * sum(line["loss"] for line in lines[:5])
     assert 0.5 < lines[-1]["covered"] <= 1 and len(lines[-1]["accuracy"]) == 4
     drafter = load_drafter(out, target=target)
-    for drafting in (Drafting(), Drafting(tree_budget=8)):
+    for drafting in (Drafting(None), Drafting(tree_budget=8)):
         found = Engine(target, drafter, max_batch_size=5, drafting=drafting).generate(prompts, params)
         assert [one.token_ids for one in found] == [one.token_ids for one in plain]
         tau = sum(one.tau for one in found) / len(found)

@@ -79,7 +79,9 @@ def test_each_head_reads_the_last_state_and_guesses_its_own_token(
 ) -> None:
     target = load_target(tiny_target_dir, backend=backend)
     watched = Watched(read_network(tiny_medusa_dir, target, MedusaNetwork), target)
-    [answer] = Engine(watched._target, watched).generate([PROMPT], SamplingParams(12, ignore_eos=True))
+    [answer] = Engine(watched._target, watched, drafting=Drafting(None)).generate(
+        [PROMPT], SamplingParams(12, ignore_eos=True)
+    )
     text = PROMPT + answer.token_ids
     assert sum(proposal.tokens.size(1) == 4 for _, proposal in watched.seen) > 5
     for [length], proposal in watched.seen:
@@ -94,7 +96,8 @@ def test_the_network_of_a_loaded_drafter_drafts_again(
     again = drafter_of(drafter.network, target)
     assert (again.compile_reason is None) == (drafter.compile_reason is None)
     answers = [
-        Engine(target, each).generate([PROMPT], SamplingParams(12, ignore_eos=True))[0] for each in (drafter, again)
+        Engine(target, each, drafting=Drafting(None)).generate([PROMPT], SamplingParams(12, ignore_eos=True))[0]
+        for each in (drafter, again)
     ]
     assert answers[0].token_ids == answers[1].token_ids and answers[0].stats.committed == answers[1].stats.committed
 
@@ -118,7 +121,7 @@ def test_guesses_are_those_of_heads_that_know_the_answer(target: Target) -> None
             network[k][0].linear.bias.zero_()  # so that the block changes nothing
             labels = F.one_hot(torch.tensor([text[place + 2 + k] for place in wanted]), target.vocab_size).float()
             head.weight.copy_((torch.linalg.pinv(inputs) @ labels).T)
-    [completion] = Engine(target, MedusaDrafter(network, target)).generate(
+    [completion] = Engine(target, MedusaDrafter(network, target), drafting=Drafting(None)).generate(
         [PROMPT], SamplingParams(13, ignore_eos=True)
     )
     assert completion.token_ids == plain.token_ids

@@ -19,7 +19,7 @@ from blockdraft.engine import Engine
 from blockdraft.formats import read_drafter
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target, load_target
-from blockdraft.types import SamplingParams
+from blockdraft.types import Drafting, SamplingParams
 
 PROMPT = [7, 60, 33, 12, 9, 21]
 
@@ -125,7 +125,7 @@ def test_guesses_are_those_of_the_formula(
 ) -> None:
     target = load_target(target_dir, backend=backend)
     watched = Watched(network(tiny_mtp_dir, normed_feedback), target)
-    [answer] = Engine(target, watched).generate([PROMPT], SamplingParams(12, ignore_eos=True))
+    [answer] = Engine(target, watched, drafting=Drafting(None)).generate([PROMPT], SamplingParams(12, ignore_eos=True))
     text = PROMPT + answer.token_ids
     assert sum(proposal.tokens.size(1) == 4 for _, proposal in watched.seen) > 5
     for [length], proposal in watched.seen:

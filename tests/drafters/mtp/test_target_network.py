@@ -196,7 +196,7 @@ def test_logits_are_those_of_the_layer_over_the_whole_text(family: str, publish:
     ("family", "drafting"),
     [
         ("deepseek_v3", Drafting(tree_budget=12)),
-        ("glm4_moe", Drafting()),
+        ("glm4_moe", Drafting(None)),
         ("qwen3_next", Drafting(tree_budget=12)),
     ],
 )

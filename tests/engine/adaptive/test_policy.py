@@ -199,7 +199,7 @@ def test_one_decision_serves_the_whole_batch() -> None:
 @pytest.mark.parametrize(
     ("drafting", "block_size", "budget"),
     [
-        (Drafting(), 16, 0),
+        (Drafting(None), 16, 0),
         (Drafting(4), 4, 0),
         (Drafting(None, 64), 16, 64),
         (Drafting(None, 5), 6, 5),
@@ -242,7 +242,7 @@ def test_who_knows_no_probabilities_gets_trees_of_as_many_guesses_as_pay() -> No
 
 
 def test_guesses_past_the_length_limit_are_not_asked_for() -> None:
-    found = Controller(Lookup(), Drafting(), lambda: None)  # type: ignore[arg-type]
+    found = Controller(Lookup(), Drafting(None), lambda: None)  # type: ignore[arg-type]
     one, two = request(5), request(3)
     one.token_ids = [1]
     assert found.plan([one, two]).block_size == 5

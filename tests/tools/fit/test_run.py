@@ -13,7 +13,7 @@ from blockdraft.tools.fit.plan import Plan
 from blockdraft.tools.fit.run import FORMAT, Fit, run_fit
 from blockdraft.tools.fit.settings import FitSettings
 from blockdraft.tools.fit.steps import Where
-from blockdraft.types import SamplingParams
+from blockdraft.types import Drafting, SamplingParams
 
 SILENT: Callable[[str], None] = lambda text: None  # noqa: E731
 RECORDS = RecordSettings()
@@ -136,7 +136,7 @@ def test_a_fit_from_its_plan_to_its_card(
         assert part in card
     assert (tmp_path / "out" / "fit.png").read_bytes().startswith(b"\x89PNG")
     target = load_target(tiny_target_dir, device="cpu")
-    with Engine(target, load_drafter(tmp_path / "out", target=target)) as engine:
+    with Engine(target, load_drafter(tmp_path / "out", target=target), drafting=Drafting(None)) as engine:
         drafted = engine.generate(["say it"], SamplingParams(max_new_tokens=8))
     with Engine(target, load_drafter("none", target=target)) as engine:
         plain = engine.generate(["say it"], SamplingParams(max_new_tokens=8))

@@ -204,7 +204,7 @@ def conclude(
 def decode(target: Target, drafter: str | Path, prompts: Sequence[str], tokens: int) -> list[Answered]:
     """Answer prompts greedily, with chains as long as the drafter's block."""
     encoded = [encode(prompt, target) for prompt in prompts]
-    with Engine(target, load_drafter(drafter, target=target), ROWS, Drafting()) as engine:
+    with Engine(target, load_drafter(drafter, target=target), ROWS, Drafting(block_size=None)) as engine:
         completions = [each.checked() for each in engine.generate(encoded, SamplingParams(max_new_tokens=tokens))]
     found = []
     for prompt, completion in zip(encoded, completions, strict=True):
