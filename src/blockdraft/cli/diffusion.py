@@ -76,8 +76,8 @@ def convert(
         str | None,
         typer.Argument(
             metavar="[TARGET]",
-            help="Causal language model of the Llama or Qwen families, as a folder or hub name; by default the "
-            "bundled target.",
+            help="Causal language model of the Llama or Qwen families, as a folder, hub name or GGUF file; by default "
+            "the bundled target.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new model, new or empty.")],

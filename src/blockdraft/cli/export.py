@@ -105,7 +105,9 @@ def _write_gguf(
 
 def push(
     drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="Folder of a drafter.")],
-    target: Annotated[str, typer.Option(metavar="DIR", help="Target of the drafter: a model folder or hub name.")],
+    target: Annotated[
+        str, typer.Option(metavar="DIR", help="Target of the drafter: a model folder, hub name or GGUF file.")
+    ],
     repo: Annotated[
         str | None,
         typer.Option(metavar="OWNER/NAME", help="Repository of the hub to push to; without it nothing is sent."),

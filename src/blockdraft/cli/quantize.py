@@ -21,7 +21,11 @@ def quantize(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new checkpoint, new or empty.")],
     target: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="Hugging Face model folder or hub name; by default the bundled target."),
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Hugging Face model folder or hub name, or a GGUF file in F16, BF16 or F32; by default the bundled "
+            "target.",
+        ),
     ] = None,
     settings: QuantizeSettings,
     calibrate: Annotated[
