@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from blockdraft.cli.options import need_drafter
+from blockdraft.errors import UsageError
 from blockdraft.models import catalogue, known, models_folder
 from blockdraft.models import pull as pulling
 
@@ -99,3 +101,19 @@ def test_pull(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_terms_are_told(blockdraft: Run) -> None:
     done = blockdraft("pull", "gemma3-270m")
     assert done.code == 2 and "https://ai.google.dev/gemma/terms" in done.err and "--accept-licence" in done.err
+
+
+def test_a_target_by_name_and_its_drafter(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a bundled one prompt_lookup drafts, and what examines drafters asks for one."""
+    with pytest.raises(UsageError, match="`blockdraft pull smollm2` gets it"):
+        need_drafter("smollm2", None, "")
+    put("smollm2")
+    need_drafter("smollm2", "none", "")
+    need_drafter(None, None, "")
+    assert capsys.readouterr().err == ""
+    need_drafter("smollm2", None, "")
+    assert capsys.readouterr().err.startswith("No drafter is bundled for smollm2: prompt_lookup drafts")
+    with pytest.raises(UsageError, match="No drafter is known for smollm2; add --drafter DIR"):
+        need_drafter("smollm2", None, "", lookup=False)
+    with pytest.raises(UsageError, match="There is no smolm; --target takes .* a name that `blockdraft models` lists"):
+        need_drafter("smolm", None, "")

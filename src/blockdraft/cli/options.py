@@ -102,7 +102,7 @@ def need_drafter(target: str | None, drafter: str | None, otherwise: str, lookup
                 loading.tell(f"No drafter is bundled for {model.id}: prompt_lookup drafts, which guesses what repeats.")
             if lookup or bundled:
                 return
-        is_path = target.startswith(("/", "./", "../", "~")) or "/" not in target
+        is_path = target.startswith(("/", "./", "../", "~")) or ("/" not in target and model is None)
         if is_path and not Path(target).expanduser().exists():
             raise UsageError(
                 f"There is no {target}; --target takes the folder or hub name of a model, a GGUF file, or a name that "
