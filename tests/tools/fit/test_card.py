@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from blockdraft.targets import load_target
 from blockdraft.tools.fit.card import engines, usage
 from blockdraft.tools.fit.steps import Where
+from blockdraft.training.export import Format, convert
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -28,6 +30,23 @@ def test_other_engines_are_not_told_to_load_a_gguf_file(tmp_path: Path, tiny_dra
     assert not any(line.startswith("blockdraft export") for line in usage(Where(out, "m.gguf")))
     told = " ".join(engines(Where(out, "m.gguf")).values())
     assert "m.gguf" not in told and "TARGET" in told
+
+
+def test_a_drafter_that_names_no_target_is_not_started_elsewhere(
+    tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path
+) -> None:
+    """As of part of the vocabulary for a GGUF file."""
+    inside = tmp_path / "inside"
+    shutil.copytree(tiny_drafter_dir, inside)
+    config = json.loads((inside / "config.json").read_text())
+    config["dflash_config"]["target_layer_ids"][-1] = config["num_target_layers"] - 2
+    (inside / "config.json").write_text(json.dumps(config))
+    target = load_target(tiny_target_dir, device="cpu")
+    for name, started in (("some/model", True), (None, False)):
+        out = tmp_path / str(started)
+        convert(inside, out, Format("speculators", name), target)
+        assert bool(engines(Where(out, name or "m.gguf"))) == started
+        assert not any(line.startswith("blockdraft export") for line in usage(Where(out, name or "m.gguf")))
 
 
 def test_the_export_is_for_the_same_model(tmp_path: Path, tiny_drafter_dir: Path) -> None:

@@ -73,6 +73,8 @@ def engines(where: Where) -> dict[str, str]:
     """Command lines that start those other engines that read the drafter's folder as it is."""
     theirs = where.target is not None and not is_gguf(where.target)
     layout, config = _written(where.out)
+    if layout == EXPORTED and read_config(where.out)["speculators_config"]["verifier"]["name_or_path"] is None:
+        return {}  # made for a GGUF file, and other engines take the target's name from the drafter
     lines = starts(config, layout, str(where.out), named_for_others(str(where.target)) if theirs else "TARGET")
     return {name: each.typed for name, each in lines.items() if each.line is not None and name != OURS}
 
