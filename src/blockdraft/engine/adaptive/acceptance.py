@@ -36,6 +36,8 @@ class Acceptance:
         self._came_true = self._expected = PRIOR  # guesses accepted, and those that the drafter expected to be
         self.tokens = self.guesses = 0.0
         self.depth = float(most)
+        self._promised: list[float] = []  # what `chains` told last
+        self.chains()
 
     def age(self) -> None:
         """Let evidence fade, as a cycle has passed."""
@@ -49,7 +51,9 @@ class Acceptance:
         borrow from the others."""
         shared = PRIOR * self._all_accepted / self._all_reached
         rates = (self._accepted + shared) / (self._reached + PRIOR)
-        return np.concatenate(([1.0], 1 + rates.cumprod().cumsum()))
+        found = np.concatenate(([1.0], 1 + rates.cumprod().cumsum()))
+        self._promised = found.tolist()
+        return found
 
     @property
     def trust(self) -> float:
@@ -63,9 +67,8 @@ class Acceptance:
 
     def learn_paths(self, requests: Sequence[Request], depths: Sequence[int], lengths: Sequence[int]) -> None:
         """Take in a path of each request, of `depths` guesses, of which the first `lengths` were accepted."""
-        promised = self.chains().tolist()
         for request, depth, length in zip(requests, depths, lengths, strict=True):
-            self._learn_share(request, 1 + length, promised[depth])
+            self._learn_share(request, 1 + length, self._promised[depth])
             reached = min(length + 1, depth)
             self._reached[:reached] += 1
             self._accepted[:length] += 1

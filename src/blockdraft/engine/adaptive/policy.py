@@ -232,7 +232,7 @@ class Controller:
         all_sizes = times.curve(seconds, len(self._sizes))
         if not known.tokens:
             return Decision(most, all_sizes, False, float(seconds[0]), rows)
-        tokens = float(sum(self._yields([each], np.array([known.tokens]), [most])[0] for each in requests))
+        tokens = float(self._yields(requests, np.array([known.tokens]), [most])[0])
         cost, plain = times.at(seconds, known.guesses), float(seconds[0])
         self._paused = tokens / cost < MARGIN * rows / plain
         if self._paused:
@@ -248,11 +248,10 @@ class Controller:
         self, requests: Sequence[Request], tokens: NDArray[np.float64], guesses: Sequence[int]
     ) -> NDArray[np.float64]:
         """Tokens of all these requests, where a row on average yields `tokens` with so many guesses."""
-        total = np.zeros(len(tokens))
-        for request in requests:
-            own = np.maximum(self._acceptance.share(request) * tokens, 1.0)
-            total += own if request.drafting is None else np.minimum(own, 1 + self._reach(request))
-        return np.where(guesses, total, len(requests))
+        shares = [self._acceptance.share(request) for request in requests]
+        most = [math.inf if request.drafting is None else 1 + self._reach(request) for request in requests]
+        own = np.minimum(np.maximum(np.outer(shares, tokens), 1.0), np.array(most)[:, None])
+        return np.where(guesses, own.sum(axis=0), len(requests))
 
     def learn(
         self,
