@@ -247,11 +247,17 @@ def test_a_resumed_run_reads_the_features_that_are_kept_beside_it(
         with pytest.raises(KeyboardInterrupt):
             run(stopped, features="memory", eval_prompts="0", notes=notes)  # type: ignore[arg-type]
     assert any("features are kept in" in note for note in notes)
+    shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-broken"))
     with monkeypatch.context() as patched:
         patched.setattr("blockdraft.data.features.tapped_features", lambda *_: pytest.fail("computed again"))
         run(stopped, features="memory", eval_prompts="0")
     assert same(whole, stopped)
     assert not (run_folder(stopped) / FOLDER).exists()
+    broken = tmp_path.with_name(f"{tmp_path.name}-broken") / stopped.name
+    [shard] = (run_folder(broken) / FOLDER).glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    run(broken, features="memory", eval_prompts="0")
+    assert same(whole, broken)
 
 
 def test_features_that_find_no_room_on_the_disk_stay_in_memory(

@@ -90,15 +90,11 @@ def read_features(folder: str | Path) -> Features:
         raise UsageError(f"{folder / MANIFEST} does not exist; give a folder made by `blockdraft features`.")
     shards = []
     for i, lengths in enumerate(manifest["lengths"]):
-        path = _shard(folder, i)
-        if not path.exists():
-            raise UsageError(f"{folder} lacks {path.name}; run the `blockdraft features` command that began it again.")
-        try:
-            shards.append(load_file(path)["features"])
-            if len(shards[-1]) != sum(lengths):
-                raise UsageError(f"it holds {len(shards[-1])} tokens instead of {sum(lengths)}")
-        except (OSError, SafetensorError, LookupError, ValueError) as error:
-            raise UsageError(f"{path} is broken ({error}); delete it, and run `blockdraft features` again.") from error
+        if not _shard(folder, i).exists():
+            raise UsageError(
+                f"{folder} lacks {_shard(folder, i).name}; run the `blockdraft features` command that began it again."
+            )
+        shards.append(_read_shard(_shard(folder, i), lengths))
     return Features(folder, manifest, shards)
 
 
@@ -143,7 +139,7 @@ class FeatureCache:
     def in_memory(
         self, store: bool, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> tuple[Features, str | None]:
-        """Features of all documents, from the shards that exist, and computed where they are missing.
+        """Features of all documents, from the shards that exist, and computed where they are missing or broken.
 
         Args:
             store: Whether to write the computed shards too, so that a later call finds them.
@@ -156,6 +152,13 @@ class FeatureCache:
             NumbersError: Features are not finite.
         """
         shards, failure = dict[int, Tensor](), None
+        for i, lengths in enumerate(self.manifest["lengths"]):
+            path = _shard(self.folder, i)
+            if path.exists():
+                try:
+                    shards[i] = _read_shard(path, lengths)
+                except UsageError:  # a machine that lost its power may leave such a file
+                    path.unlink()
         if store:
             try:
                 self._begin()
@@ -168,10 +171,7 @@ class FeatureCache:
                     self._store(number, features)
                 except UsageError as error:  # the features in memory suffice
                     store, failure = False, str(error)
-        found = [
-            shards[i] if i in shards else load_file(_shard(self.folder, i))["features"]
-            for i in range(len(self.manifest["lengths"]))
-        ]
+        found = [shards[i] for i in range(len(self.manifest["lengths"]))]
         return Features(self.folder, self.manifest, found), failure
 
     def _check_space(self) -> None:
@@ -283,6 +283,16 @@ def size(count: int) -> str:
 
 def _shard(folder: Path, number: int) -> Path:
     return folder / f"features-{number:05}.safetensors"
+
+
+def _read_shard(path: Path, lengths: Sequence[int]) -> Tensor:
+    try:
+        features = load_file(path)["features"]
+        if len(features) != sum(lengths):
+            raise UsageError(f"it holds {len(features)} tokens instead of {sum(lengths)}")
+    except (OSError, SafetensorError, LookupError, ValueError) as error:
+        raise UsageError(f"{path} is broken ({error}); delete it, and run `blockdraft features` again.") from error
+    return features
 
 
 def _identity(target: Target, data: TokenData, taps: Sequence[int]) -> dict[str, Any]:
