@@ -143,7 +143,7 @@ def test_interrupted(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("blockdraft.diffusion.train.train", interrupted)
     given = ("train", "--model", model, "--data", "text.txt", "--steps", 3, "--out", "trained")
     code, _, err = run(*given)
-    assert code == 130 and "Interrupted before the first checkpoint (--save-every)" in err
+    assert code == 130 and "Interrupted before the first checkpoint; the same command starts over" in err
     checkpoints.save(Path("trained.run/checkpoints"), 7, {}, keep=1)
     assert "the same command resumes from step 7" in run(*given)[2]
 
