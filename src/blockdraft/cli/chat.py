@@ -37,7 +37,7 @@ def chat(
     lists commands and keys. If standard input or output is not a terminal, each line of the input is a message, and
     only the answers are printed.
     """
-    need_drafter(run.target, drafter, "or --drafter none to decode plainly")
+    need_drafter(run.target, drafter)
     how = ChatSettings(system=system, max_new_tokens=max_new_tokens)
     params, drafting = sampling.params(how.max_new_tokens), sampling.drafting
 

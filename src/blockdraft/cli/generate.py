@@ -51,7 +51,7 @@ def generate(
 
     A terminal shows the answer as it comes, with guessed tokens in green. A pipe gets the answer alone.
     """
-    need_drafter(run.target, drafter, "or --drafter none to decode plainly")
+    need_drafter(run.target, drafter)
     params = sampling.params(max_new_tokens)
     if params.seed is None:  # all runs of a comparison share one
         params = replace(params, seed=secrets.randbits(32))

@@ -172,6 +172,8 @@ def size(model: Model) -> str:
 
 
 def _short(count: int) -> str:
+    if count >= 1e12:
+        return f"{count / 1e12:.3g} T"
     return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
 
 

