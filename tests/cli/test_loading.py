@@ -110,12 +110,10 @@ def test_a_target_without_a_drafter_is_told_how_to_get_one(
     assert "blockdraft fit --target some/model --out DIR" in told
 
 
-def test_the_remedy_for_a_gguf_file_names_the_folder_that_it_was_made_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_remedy_for_a_gguf_file_fits_a_drafter_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model.gguf").touch()
-    with pytest.raises(ValueError, match="blockdraft fit --target FOLDER --out DIR"):
+    with pytest.raises(ValueError, match="blockdraft fit --target model.gguf --out DIR"):
         need_drafter("model.gguf", None, "or none")
 
 

