@@ -361,3 +361,14 @@ def test_names_are_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert located("smollm2-135m") == file
     (tmp_path / "smollm2").mkdir()  # what people have here comes first
     assert located("smollm2") == "smollm2"
+
+
+def test_a_folder_of_a_catalogue_name_comes_before_the_catalogue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="blockdraft pull smollm2"):
+        located("smollm2")
+    (tmp_path / "smollm2").mkdir()
+    assert located("smollm2") == "smollm2"
