@@ -1,5 +1,8 @@
 """Values that are accepted, and how others are refused."""
 
+import copy
+import inspect
+import pickle
 from dataclasses import fields, replace
 from typing import Any
 
@@ -126,6 +129,15 @@ def test_how_far_to_draft_is_chosen_each_cycle_unless_something_else_is_asked_fo
     assert Drafting(tree_budget=4).block_size is Drafting(tree_budget="auto").block_size is None
     assert Drafting(sampled=True).block_size is Drafting(drawn=True).block_size is None
     assert Drafting(3).block_size == 3
+
+
+def test_a_changed_drafting_has_the_defaults_of_what_it_is_now() -> None:
+    assert replace(Drafting(), sampled=True, tree_budget=4) == Drafting(sampled=True, tree_budget=4)
+    assert replace(Drafting(), tree_budget=8).block_size is None
+    assert replace(Drafting("auto"), tree_budget=8).block_size == "auto"  # which was asked for
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(Drafting())))
+    assert copied == Drafting() and replace(copied, tree_budget=8).block_size is None
+    assert inspect.signature(Drafting).parameters["block_size"].default == "auto"
 
 
 def test_good_drafting() -> None:

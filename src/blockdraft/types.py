@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import wraps
 from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from blockdraft.errors import UsageError
 
@@ -194,7 +194,8 @@ def _renamed(old: str, new: str) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
-_NOT_GIVEN: Any = object()
+class _ByDefault(str):
+    """A default, which equals the same text where that is given, and can be told from it."""
 
 
 @_renamed("drawn", "sampled")
@@ -218,16 +219,15 @@ class Drafting:
             that guess one token after the other, or take one pass only, ignore it.
     """
 
-    block_size: int | Literal["auto"] | None = _NOT_GIVEN
+    block_size: int | Literal["auto"] | None = cast(Any, _ByDefault("auto"))
     tree_budget: int | Literal["auto"] = 0
     sampled: bool = False
     draft_window: int | None = None
     draft_passes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_size is _NOT_GIVEN:
-            chains = not self.sampled and self.tree_budget in (0, None)
-            object.__setattr__(self, "block_size", "auto" if chains else None)
+        if isinstance(self.block_size, _ByDefault) and (self.sampled or self.tree_budget not in (0, None)):
+            object.__setattr__(self, "block_size", None)
         for name, value, least, meaning in (
             ("block_size", self.block_size, 1, "no drafting"),
             ("tree_budget", self.tree_budget, 0, "chains"),

@@ -1,5 +1,6 @@
 """The options that say which target is loaded and how, on every command that decodes."""
 
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from blockdraft import cli
 from blockdraft.cli.options import TargetOptions, need_drafter, with_options
 from blockdraft.drafters import BUNDLED_DFLASH, bundled
+from blockdraft.errors import UsageError
 from blockdraft.targets import load_target_text
 
 COMMANDS = {
@@ -112,9 +114,15 @@ def test_a_target_without_a_drafter_is_told_how_to_get_one(
 
 def test_the_remedy_for_a_gguf_file_fits_a_drafter_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("model.gguf").touch()
+    Path("model.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
     with pytest.raises(ValueError, match="blockdraft fit --target model.gguf --out DIR"):
         need_drafter("model.gguf", None, "or none")
+
+
+def test_a_broken_gguf_file_is_told_before_a_drafter_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UsageError, match="is GGUF of version 0"):
+        need_drafter(str(tmp_path / "model.gguf"), None)
 
 
 def test_the_bundled_target_by_name() -> None:

@@ -113,6 +113,10 @@ def need_drafter(
                 f"There is no {target}; --target takes the folder or hub name of a model, a GGUF file, or a name that "
                 "`blockdraft models` lists."
             )
+        if target.endswith(".gguf"):
+            from blockdraft.formats.gguf import open_gguf
+
+            open_gguf(Path(target).expanduser())  # says so where the file is broken
         raise UsageError(
             f"No drafter is known for {target}; add --drafter DIR, {otherwise}, or make one: "
             f"blockdraft fit --target {target} --out DIR."

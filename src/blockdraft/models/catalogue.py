@@ -236,7 +236,7 @@ def known(name: str) -> Model:
             return model
     every = {spelling: model.id for model in catalogue() for spelling in _spellings(model)}
     near = list(dict.fromkeys(every[one] for one in difflib.get_close_matches(wanted, every, n=5, cutoff=0.6)))
-    near = near or [model.id for model in catalogue() if wanted in model.id]
+    near = near or [model.id for model in catalogue() if wanted and wanted in model.id]
     meant = f"did you mean {' or '.join(near[:3])}?" if near else "`blockdraft models` lists those that it knows."
     raise UsageError(f"{name!r} is no model of the catalogue; {meant}")
 

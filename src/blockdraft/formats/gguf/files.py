@@ -177,10 +177,7 @@ class _Cursor:
             raise ValueError(f"tensors are aligned by {alignment}")
         start = -(-self.place // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
-        free, before = (
-            start,
-            "",
-        )  # first byte behind the tensors so far, in the order in which they lie, and the last one
+        free, before = start, ""  # first byte behind the tensors so far, by their offsets, and the last one's name
         for name, shape, kind, offset in sorted(found, key=lambda each: each[-1]):
             if name in tensors:
                 raise ValueError(f"it has the tensor {name} twice")
