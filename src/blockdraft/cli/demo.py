@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field
 
 from blockdraft.cli import consoles, loading
 from blockdraft.cli.models import progress
 from blockdraft.errors import UsageError
-from blockdraft.settings import Count, settings
+from blockdraft.settings import settings
 from blockdraft.types import Drafting, SamplingParams
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ class DemoSettings:
 
     Attributes:
         tiny: Show the bundled tiny model, and download nothing.
-        max_new_tokens: Most tokens of an answer.
+        max_new_tokens: Most tokens of an answer; speeds are taken from the second on.
     """
 
     tiny: bool = False
-    max_new_tokens: Count = 96
+    max_new_tokens: Annotated[int, Field(ge=2)] = 96
 
 
 def demo(*, how: DemoSettings) -> None:
