@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -183,14 +185,23 @@ def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) ->
         check_writable(folder / "measured")
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror}); choose another --out.") from error
-    needed, have = disk_bytes(network, recipe), shutil.disk_usage(folder)
-    files = (file for file in folder.rglob("*") if file.is_file() and file.parent.name != FOLDER)
-    used = sum(file.stat().st_size for file in files)
+    needed, have, used = disk_bytes(network, recipe), shutil.disk_usage(folder), _bytes_used(folder)
     if needed > have.free + used:
         raise UsageError(
             f"The run needs up to {needed / 2**30:.1f} GiB at {folder} and {(have.free + used) / 2**30:.1f} GiB are "
             "free; free some, keep fewer checkpoints (--keep), or choose another --out."
         )
+
+
+def _bytes_used(folder: Path) -> int:
+    """Bytes of a run's files, features not counted. Other processes of the run may try meanwhile whether they can write
+    to the folder, and delete what they wrote."""
+    used = 0
+    for place, _, names in os.walk(folder):  # passes over folders that are gone
+        for name in [] if Path(place).name == FOLDER else names:
+            with suppress(FileNotFoundError):
+                used += Path(place, name).stat().st_size
+    return used
 
 
 def disk_bytes(network: nn.Module, recipe: Recipe) -> int:
