@@ -7,7 +7,7 @@ import pytest
 from blockdraft.engine.adaptive.cycle_times import CycleTimes
 
 SIZES = [0, 1, 2, 3, 4, 5, 7, 11, 15]
-PRIOR = np.array([1.0, *(1.2 + 0.05 * n for n in SIZES)])
+PRIOR = [1.0, *(1.2 + 0.05 * n for n in SIZES)]
 FOUR, FIVE = 1 + SIZES.index(4), 1 + SIZES.index(5)
 
 
@@ -23,9 +23,9 @@ def test_before_any_cycle_the_prior_holds() -> None:
 def test_sizes_that_have_not_run_are_corrected_like_their_neighbours() -> None:
     found = times()
     found.learn(None, 1e-3, 1)
-    assert found.expected() == pytest.approx(1e-3 * PRIOR)
+    assert found.expected() == pytest.approx([1e-3 * each for each in PRIOR])
     found.learn(4, 2e-3 * PRIOR[FOUR], 2)
-    ratio = found.expected() / PRIOR / 1e-3
+    ratio = np.array(found.expected()) / PRIOR / 1e-3
     assert ratio[0] == pytest.approx(1) and 1.2 < ratio[2] < ratio[3] < 2
     assert ratio[FOUR:] == pytest.approx(2)
 
@@ -48,7 +48,7 @@ def test_sizes_between_two_that_have_run_take_no_less_than_the_smaller() -> None
     found = times()
     found.learn(1, 5.0, 1)
     found.learn(15, 5.0, 2)
-    assert found.expected()[2:] == pytest.approx(5.0)
+    assert np.array(found.expected())[2:] == pytest.approx(5.0)
 
 
 def test_noise_is_averaged() -> None:
@@ -62,7 +62,7 @@ def test_more_work_never_takes_less_time() -> None:
     found = times()
     found.learn(4, 9.0, 1)
     found.learn(7, 2.0, 2)  # so what was measured of four guesses was a delay, and five take no longer
-    seconds = found.expected().tolist()
+    seconds = found.expected()
     assert seconds == sorted(seconds) and seconds[FOUR] == seconds[FIVE] == pytest.approx(2.0)
     found.learn(15, 1.0, 3)
     assert found.expected()[FOUR] == pytest.approx(1.0)
@@ -100,7 +100,7 @@ def test_curves_are_interpolated() -> None:
 
 
 def test_what_takes_too_long_is_tried_in_steps_only() -> None:
-    found = CycleTimes(SIZES, np.array([1.0, *(9.0 + 0.1 * n for n in SIZES)]))
+    found = CycleTimes(SIZES, [1.0, *(9.0 + 0.1 * n for n in SIZES)])
     assert found.affordable(2.5) == 2  # one guess, whatever is expected
     for cycle in range(3):
         found.learn(1, 1.3, cycle)
@@ -111,3 +111,18 @@ def test_what_takes_too_long_is_tried_in_steps_only() -> None:
     found.expected()
     assert found.affordable(2.4) == 3  # two guesses, of which little is known
     assert found.affordable(99.0) == len(SIZES)
+
+
+def test_a_slow_stretch_holds_for_the_sizes_that_ran_before_it() -> None:
+    found = times()
+    for cycle in range(20):
+        found.learn(None, PRIOR[0], cycle)
+    for cycle in range(20, 60):
+        found.learn(4, PRIOR[FOUR] * (1 if cycle < 40 else 1.6), cycle)
+    assert found.expected()[0] == pytest.approx(1.6 * PRIOR[0])
+    found.learn(None, 1.6 * PRIOR[0], 60)
+    assert found.expected()[0] == pytest.approx(1.6 * PRIOR[0])
+    for cycle in range(61, 65):  # what was tried a few times tells of itself only
+        found.learn(None, 0.8 * PRIOR[0], cycle)
+    assert found.expected()[0] == pytest.approx(0.8 * PRIOR[0])
+    assert found.expected()[FOUR] == pytest.approx(1.6 * PRIOR[FOUR])

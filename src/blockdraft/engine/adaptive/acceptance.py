@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import isfinite
+from operator import mul
 from weakref import WeakKeyDictionary
-
-import numpy as np
-from numpy.typing import NDArray
 
 from blockdraft.engine.request import Request
 
@@ -15,6 +14,7 @@ FADE = 0.98  # what is left of evidence one cycle later
 NEWEST = 0.1  # weight of the newest cycle in means of what drafters chose
 LEAST = 5.0  # guesses whose evidence stays in any case, so that a few new ones never decide alone
 PRIOR = 10.0  # guesses, or tokens, that count for what is taken before anything is known
+PRIOR_OF_REQUEST = 40.0  # tokens for which a request is taken to be like the others: a few unlucky cycles are no sign
 FIRST_GUESS = 0.6  # share of guesses that is taken to be accepted then
 
 
@@ -30,8 +30,9 @@ class Acceptance:
     """
 
     def __init__(self, most: int) -> None:
-        self._accepted, self._reached = self._evidence = np.zeros((2, most))  # guesses by position, fading
+        self._accepted, self._reached = [0.0] * most, [0.0] * most  # guesses by position
         self._all_accepted, self._all_reached = PRIOR * FIRST_GUESS, PRIOR  # of all positions
+        self._weight = 1.0  # of a new guess: it rises, in the place of all the others fading
         self._shares: WeakKeyDictionary[Request, tuple[float, float]] = WeakKeyDictionary()
         self._came_true = self._expected = PRIOR  # guesses accepted, and those that the drafter expected to be
         self.tokens = self.guesses = 0.0
@@ -41,19 +42,21 @@ class Acceptance:
 
     def age(self) -> None:
         """Let evidence fade, as a cycle has passed."""
-        if self._all_reached > LEAST:
-            self._all_accepted *= FADE
-            self._all_reached *= FADE
-            self._evidence *= FADE
+        if self._all_reached > LEAST * self._weight:
+            self._weight /= FADE
 
-    def chains(self) -> NDArray[np.float64]:
+    def chains(self) -> list[float]:
         """Tokens that a chain can be expected to yield, by its guesses from 0 on. Positions that were seldom reached
         borrow from the others."""
-        shared = PRIOR * self._all_accepted / self._all_reached
-        rates = (self._accepted + shared) / (self._reached + PRIOR)
-        found = np.concatenate(([1.0], 1 + rates.cumprod().cumsum()))
-        self._promised = found.tolist()
-        return found
+        if self._weight > 1e9:
+            scale, self._weight = self._weight, 1.0
+            self._accepted, self._reached = ([each / scale for each in one] for one in (self._accepted, self._reached))
+            self._all_accepted, self._all_reached = self._all_accepted / scale, self._all_reached / scale
+        prior = PRIOR * self._weight
+        shared = prior * self._all_accepted / self._all_reached
+        rates = ((a + shared) / (r + prior) for a, r in zip(self._accepted, self._reached, strict=True))
+        self._promised = list(accumulate(accumulate(rates, mul), initial=1.0))
+        return self._promised
 
     @property
     def trust(self) -> float:
@@ -62,18 +65,19 @@ class Acceptance:
 
     def share(self, request: Request) -> float:
         """Tokens of a request's cycles over those of all requests."""
-        yielded, promised = self._shares.get(request, (PRIOR, PRIOR))
+        yielded, promised = self._shares.get(request, (PRIOR_OF_REQUEST, PRIOR_OF_REQUEST))
         return yielded / promised
 
     def learn_paths(self, requests: Sequence[Request], depths: Sequence[int], lengths: Sequence[int]) -> None:
         """Take in a path of each request, of `depths` guesses, of which the first `lengths` were accepted."""
         for request, depth, length in zip(requests, depths, lengths, strict=True):
             self._learn_share(request, 1 + length, self._promised[depth])
-            reached = min(length + 1, depth)
-            self._reached[:reached] += 1
-            self._accepted[:length] += 1
-            self._all_reached += reached
-            self._all_accepted += length
+            for position in range(reached := min(length + 1, depth)):
+                self._reached[position] += self._weight
+            for position in range(length):
+                self._accepted[position] += self._weight
+            self._all_reached += reached * self._weight
+            self._all_accepted += length * self._weight
 
     def learn_expected(self, expected: float | None, length: int) -> float:
         """Take in what a drafter expected to be accepted of a row; returns the tokens that such a cycle yields."""
@@ -100,6 +104,6 @@ class Acceptance:
             self._learn_share(request, each, self.tokens)
 
     def _learn_share(self, request: Request, tokens: float, promised: float) -> None:
-        yielded, before = self._shares.get(request, (PRIOR, PRIOR))
-        fade = FADE if before > PRIOR else 1.0
+        yielded, before = self._shares.get(request, (PRIOR_OF_REQUEST, PRIOR_OF_REQUEST))
+        fade = FADE if before > PRIOR_OF_REQUEST else 1.0
         self._shares[request] = fade * yielded + tokens, fade * before + promised

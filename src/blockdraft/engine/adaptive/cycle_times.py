@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 RECENT = 9  # cycles of a size that count
+USUAL = 2 * RECENT  # cycles during which `RECENT` of a size are enough to tell how fast the machine is at present
 # By how much the logarithm of a time may be less than expected, and what that grows by with each cycle since the size
 # ran: of a size that ran seldom (all its cycles may have met delays), and of one that ran more often.
 SELDOM = 2
@@ -20,79 +22,105 @@ TRIED, TRIED_GROWTH = 0.1, 3e-4
 class CycleTimes:
     """Seconds of the cycles of one number of rows.
 
-    Arrays are by entry: 0 is a cycle that does not draft, 1 + i one that drafts `sizes[i]` guesses a row.
+    Lists are by entry: 0 is a cycle that does not draft, 1 + i one that drafts `sizes[i]` guesses a row. They are so
+    short that loops of Python take a third of numpy's time, which counts beside cycles of half a millisecond.
 
     Args:
         sizes: Numbers of guesses, rising from 0.
         prior: Seconds `[1 + len(sizes)]` that are expected before any cycle has run.
     """
 
-    def __init__(self, sizes: Sequence[int], prior: NDArray[np.float64]) -> None:
-        self._sizes, self._prior, self._expected = sizes, prior, prior
+    def __init__(self, sizes: Sequence[int], prior: Sequence[float]) -> None:
+        self._sizes, self._prior = sizes, prior
         self._recent = [deque[float](maxlen=RECENT) for _ in prior]
-        self._quartiles = np.full(len(prior), np.nan)
-        self._counts, self._last = np.zeros(len(prior)), np.zeros(len(prior))  # cycles so far; the newest one's number
+        self._quartiles = [math.nan] * len(prior)
+        # Other work slows all sizes alike for a while: a change that the size in use shows is taken to hold for those
+        # that ran before it, too. `_pace` is the product of these changes; each size's is the one when it ran last.
+        self._pace, self._paces = 1.0, [1.0] * len(prior)
+        self._ran = [deque[int](maxlen=RECENT) for _ in prior]  # numbers of the recent cycles
+        self._counts, self._last = [0] * len(prior), [0] * len(prior)  # cycles so far; the newest one's number
+        self._expected: list[float] | None = None  # until the next cycle is learned
 
     def learn(self, guesses: int | None, seconds: float, now: int) -> None:
         """Take in cycle `now`, in which each row had so many guesses; None did not draft."""
         entry = 0 if guesses is None else bisect(self._sizes, guesses)
         if guesses is not None and guesses != self._sizes[entry - 1]:  # stands for the nearest size below
-            seconds *= self._expected[entry] / self.at(self._expected, guesses)
-        self._recent[entry].append(seconds)
+            seconds *= self.expected()[entry] / self.at(self.expected(), guesses)
+        recent, ran, before = self._recent[entry], self._ran[entry], self._quartiles[entry]
+        if (change := self._pace / self._paces[entry]) != 1:
+            recent.extend([each * change for each in recent])
+            before *= change
+        recent.append(seconds)
+        ran.append(now)
         # Other work of the machine delays some cycles, the longer ones more often; the others tell what counts.
-        self._quartiles[entry] = sorted(self._recent[entry])[(len(self._recent[entry]) - 1) // 4]
+        self._quartiles[entry] = sorted(recent)[(len(recent) - 1) // 4]
         self._counts[entry] += 1
         self._last[entry] = now
+        if len(ran) == RECENT and now - ran[0] < USUAL:
+            self._pace *= self._quartiles[entry] / before
+        self._paces[entry] = self._pace
+        self._expected = None
 
-    def at(self, seconds: NDArray[np.float64], guesses: float | None) -> float:
+    def at(self, seconds: Sequence[float], guesses: float | None) -> float:
         """The entry of so many guesses, interpolated."""
-        return float(seconds[0] if guesses is None else np.interp(guesses, self._sizes, seconds[1:]))
+        entry = 0 if guesses is None else bisect(self._sizes, guesses)
+        if guesses is None or entry == len(self._sizes):
+            return seconds[entry]
+        before, after = self._sizes[entry - 1 : entry + 1]
+        return seconds[entry] + (guesses - before) / (after - before) * (seconds[entry + 1] - seconds[entry])
 
-    def curve(self, seconds: NDArray[np.float64], last: int) -> list[float]:
+    def curve(self, seconds: Sequence[float], last: int) -> list[float]:
         """Seconds by guesses, one by one, up to those of entry `last`."""
         found: list[float] = np.interp(range(self._sizes[last - 1] + 1), self._sizes, seconds[1:]).tolist()
         return found
 
-    def correction(self) -> NDArray[np.float64]:
-        """What the prior is multiplied by: the same factor as at the nearest sizes that have run."""
-        [ran] = np.nonzero(self._counts)
-        if not len(ran):
-            return np.ones(len(self._prior))
-        found: NDArray[np.float64] = np.exp(
-            np.interp(range(len(self._prior)), ran, np.log(self._quartiles[ran] / self._prior[ran]))
-        )
-        return found
+    def correction(self) -> list[float]:
+        """What the prior is multiplied by: the same factor as at the nearest sizes that have run, or between theirs."""
+        ran = [entry for entry, count in enumerate(self._counts) if count]
+        if not ran:
+            return [1.0] * len(self._prior)
+        factors = [self._quartiles[n] * self._pace / self._paces[n] / self._prior[n] for n in ran]
+        found = [factors[0]] * ran[0]
+        for entry, after, factor, next_factor in zip(ran, ran[1:], factors, factors[1:], strict=False):
+            step = (next_factor / factor) ** (1 / (after - entry))
+            found += [factor * step**n for n in range(after - entry)]
+        return found + [factors[-1]] * (len(self._prior) - len(found))
 
-    def expected(self) -> NDArray[np.float64]:
+    def expected(self) -> list[float]:
         """Seconds of each entry. None takes longer than a larger one that has run, or less than a smaller one."""
-        seconds = self._prior * self.correction()
-        ran = np.where(self._counts > 0, seconds, np.inf)
-        seconds = np.minimum(seconds, np.minimum.accumulate(ran[::-1])[::-1])
-        self._expected = np.maximum.accumulate(seconds)
+        if self._expected is None:
+            seconds, most = [a * b for a, b in zip(self._prior, self.correction(), strict=True)], math.inf
+            for entry in range(len(seconds) - 1, -1, -1):
+                if self._counts[entry]:
+                    most = min(most, seconds[entry])
+                seconds[entry] = min(seconds[entry], most)
+            self._expected = list(accumulate(seconds, max))
         return self._expected
 
-    def least(self, now: int) -> NDArray[np.float64]:
-        """What each entry takes if it is as much faster than was `expected` lately as it may be."""
-        tried, age = self._counts > SELDOM, now - self._last
-        doubt = np.where(
-            tried,
-            TRIED / np.sqrt(np.clip(self._counts, 1, RECENT)) + TRIED_GROWTH * age,
-            UNTRIED + UNTRIED_GROWTH * age,
-        )
-        seconds = self._expected * np.exp(-doubt)
-        return np.maximum(seconds, np.maximum.accumulate(np.where(tried, seconds, 0.0)))
+    def least(self, now: int) -> list[float]:
+        """What each entry takes if it is as much faster than `expected` as it may be."""
+        found, most = [], 0.0
+        for seconds, count, last in zip(self.expected(), self._counts, self._last, strict=True):
+            if tried := count > SELDOM:
+                doubt = TRIED / math.sqrt(min(count, RECENT)) + TRIED_GROWTH * (now - last)
+            else:
+                doubt = UNTRIED + UNTRIED_GROWTH * (now - last)
+            found.append(max(seconds * math.exp(-doubt), most))
+            if tried:
+                most = found[-1]
+        return found
 
     def affordable(self, seconds: float) -> int:
         """The last entry that takes less than so many seconds, or the next one if that has hardly run: what is
         expected of it may be wrong. At least one guess is affordable."""
-        entry = int(np.count_nonzero(self._expected < seconds))
+        entry = sum(each < seconds for each in self.expected())
         entry = max(entry if entry < len(self._counts) and self._counts[entry] <= SELDOM else entry - 1, 2)
         return min(entry, len(self._counts) - 1)
 
     def learned(self) -> tuple[float, tuple[tuple[int, float], ...]] | None:
         """Seconds without drafting, and guesses and seconds of the sizes that have run; None if nothing has."""
-        if not self._counts.any():
+        if not any(self._counts):
             return None
-        seconds, ran = self.expected().tolist(), self._counts[1:] > 0
-        points = zip(self._sizes, seconds[1:], ran, strict=True)
-        return seconds[0], tuple((size, each) for size, each, known in points if known)
+        plain, *seconds = self.expected()
+        points = zip(self._sizes, seconds, self._counts[1:], strict=True)
+        return plain, tuple((size, each) for size, each, count in points if count)

@@ -13,9 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
-from numpy.typing import NDArray
-
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import Drafter
 from blockdraft.engine.adaptive.acceptance import Acceptance
@@ -90,6 +87,7 @@ class Controller:
         most = self.most_guesses if self._knows else min(self.most_guesses, self._block_size - 1)
         self._sizes = [*(size for size in SIZES if size < most), most]
         self._times: dict[int, CycleTimes] = {}  # by number of rows, in steps of half a binary logarithm
+        self._times_by_rows: dict[int, CycleTimes] = {}
         self._acceptance = Acceptance(self._block_size - 1)
         self._at_first = self._acceptance.chains()
         self._cycle = 0
@@ -196,44 +194,45 @@ class Controller:
         self,
         requests: Sequence[Request],
         times: CycleTimes,
-        seconds: NDArray[np.float64],
-        least: NDArray[np.float64],
+        seconds: list[float],
+        least: list[float],
         may_try: bool,
     ) -> Decision:
-        """Choose the size of chains; arrays are by entry of `times`."""
+        """Choose the size of chains; lists are by entry of `times`."""
         guesses, chains = [0, *self._sizes], self._acceptance.chains()
-        tokens = self._yields(requests, chains[guesses], guesses)
+        tokens = self._yields(requests, [chains[size] for size in guesses], guesses)
         tokens[1] = 0.0  # a draft pass without guesses is no choice
-        best = int(np.argmax(tokens / seconds))
-        if tokens[best] / seconds[best] < MARGIN * len(requests) / seconds[0]:
+        rates = [each / time for each, time in zip(tokens, seconds, strict=True)]
+        best = rates.index(max(rates))
+        if rates[best] < MARGIN * rates[0]:
             best = 0
         self._paused, chosen = best == 0, best
         if may_try:
             hopes = tokens
             if self._paused:  # the text may have become as easy as any
-                hopes = len(requests) * np.maximum(chains, self._at_first)[guesses]
+                hopes = [len(requests) * max(chains[size], self._at_first[size]) for size in guesses]
                 hopes[1] = 0.0
-            rates = hopes / least
-            rates[times.affordable(TOO_LONG * seconds[best]) + 1 :] = 0.0
+            last = times.affordable(TOO_LONG * seconds[best])
+            rates = [hope / time for hope, time in zip(hopes[: last + 1], least, strict=False)]
             rates[best] = MARGIN * tokens[best] / seconds[best]
-            chosen = int(np.argmax(rates))
-        return Decision(guesses[chosen], None, chosen != best, float(seconds[best]), float(tokens[best]))
+            chosen = rates.index(max(rates))
+        return Decision(guesses[chosen], None, chosen != best, seconds[best], tokens[best])
 
     def _decide_pause(
         self,
         requests: Sequence[Request],
         times: CycleTimes,
-        seconds: NDArray[np.float64],
-        least: NDArray[np.float64],
+        seconds: list[float],
+        least: list[float],
         may_try: bool,
     ) -> Decision:
-        """Choose whether to draft, where the drafter sets the number of guesses; arrays are by entry of `times`."""
+        """Choose whether to draft, where the drafter sets the number of guesses; lists are by entry of `times`."""
         known, rows, most = self._acceptance, len(requests), self._sizes[-1]
         all_sizes = times.curve(seconds, len(self._sizes))
         if not known.tokens:
-            return Decision(most, all_sizes, False, float(seconds[0]), rows)
-        tokens = float(self._yields(requests, np.array([known.tokens]), [most])[0])
-        cost, plain = times.at(seconds, known.guesses), float(seconds[0])
+            return Decision(most, all_sizes, False, seconds[0], rows)
+        tokens = self._yields(requests, [known.tokens], [most])[0]
+        cost, plain = times.at(seconds, known.guesses), seconds[0]
         self._paused = tokens / cost < MARGIN * rows / plain
         if self._paused:
             cost, tokens = plain, float(rows)
@@ -244,14 +243,15 @@ class Controller:
             return Decision(0, None, may_try, cost, tokens)
         return Decision(most, all_sizes, False, cost, tokens)
 
-    def _yields(
-        self, requests: Sequence[Request], tokens: NDArray[np.float64], guesses: Sequence[int]
-    ) -> NDArray[np.float64]:
+    def _yields(self, requests: Sequence[Request], tokens: Sequence[float], guesses: Sequence[int]) -> list[float]:
         """Tokens of all these requests, where a row on average yields `tokens` with so many guesses."""
-        shares = [self._acceptance.share(request) for request in requests]
-        most = [math.inf if request.drafting is None else 1 + self._reach(request) for request in requests]
-        own = np.minimum(np.maximum(np.outer(shares, tokens), 1.0), np.array(most)[:, None])
-        return np.where(guesses, own.sum(axis=0), len(requests))
+        found = [0.0] * len(tokens)
+        for request in requests:
+            share = self._acceptance.share(request)
+            most = math.inf if request.drafting is None else 1 + self._reach(request)
+            for entry, each in enumerate(tokens):
+                found[entry] += min(max(share * each, 1.0), most)
+        return [each if drafted else float(len(requests)) for each, drafted in zip(found, guesses, strict=True)]
 
     def learn(
         self,
@@ -310,14 +310,17 @@ class Controller:
 
     def _times_of(self, rows: int) -> CycleTimes:
         """Times of cycles of so many rows; a new number of rows begins with what was learned of the nearest one."""
-        step = round(2 * math.log2(rows))
-        if step not in self._times:
-            plain, curve = prior(self._costs(), round(2 ** (step / 2)), self.most_guesses, self._tree)
-            seconds = np.array([plain, *(curve[size] for size in self._sizes)])
-            if self._times:
-                seconds *= self._times[min(self._times, key=lambda other: abs(other - step))].correction()
-            self._times[step] = CycleTimes(self._sizes, seconds)
-        return self._times[step]
+        if rows not in self._times_by_rows:
+            step = round(2 * math.log2(rows))
+            if step not in self._times:
+                plain, curve = prior(self._costs(), round(2 ** (step / 2)), self.most_guesses, self._tree)
+                seconds = [plain, *(curve[size] for size in self._sizes)]
+                if self._times:
+                    factors = self._times[min(self._times, key=lambda other: abs(other - step))].correction()
+                    seconds = [each * factor for each, factor in zip(seconds, factors, strict=True)]
+                self._times[step] = CycleTimes(self._sizes, seconds)
+            self._times_by_rows[rows] = self._times[step]
+        return self._times_by_rows[rows]
 
     def learned(self) -> Costs | None:
         """What cycles cost, as far as it has been learned, to be stored; None where nothing has."""
