@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import isfinite
+from math import isfinite, sqrt
 from operator import mul
 from weakref import WeakKeyDictionary
 
@@ -45,18 +45,28 @@ class Acceptance:
         if self._all_reached > LEAST * self._weight:
             self._weight /= FADE
 
+    def hopes(self) -> list[float]:
+        """Tokens that chains yield if more guesses are accepted, by two standard errors, than `chains` expects: as evidence
+        fades, this rises."""
+        rate = self._all_accepted / self._all_reached
+        more = 2 * sqrt(rate * (1 - rate) * self._weight / self._all_reached)
+        return list(accumulate(accumulate((min(rate + more, 1.0) for rate in self._rates()), mul), initial=1.0))
+
     def chains(self) -> list[float]:
         """Tokens that a chain can be expected to yield, by its guesses from 0 on. Positions that were seldom reached
         borrow from the others."""
+        self._promised = list(accumulate(accumulate(self._rates(), mul), initial=1.0))
+        return self._promised
+
+    def _rates(self) -> list[float]:
+        """Share of guesses that are accepted, by position."""
         if self._weight > 1e9:
             scale, self._weight = self._weight, 1.0
             self._accepted, self._reached = ([each / scale for each in one] for one in (self._accepted, self._reached))
             self._all_accepted, self._all_reached = self._all_accepted / scale, self._all_reached / scale
         prior = PRIOR * self._weight
         shared = prior * self._all_accepted / self._all_reached
-        rates = ((a + shared) / (r + prior) for a, r in zip(self._accepted, self._reached, strict=True))
-        self._promised = list(accumulate(accumulate(rates, mul), initial=1.0))
-        return self._promised
+        return [(a + shared) / (r + prior) for a, r in zip(self._accepted, self._reached, strict=True)]
 
     @property
     def trust(self) -> float:

@@ -209,8 +209,9 @@ class Controller:
         self._paused, chosen = best == 0, best
         if may_try:
             hopes = tokens
-            if self._paused:  # the text may have become as easy as any
-                hopes = [len(requests) * max(chains[size], self._at_first[size]) for size in guesses]
+            if self._paused:  # the text may have become as easy as any, or may always have been easier than it seemed
+                easier = self._acceptance.hopes()
+                hopes = [len(requests) * max(easier[size], self._at_first[size]) for size in guesses]
                 hopes[1] = 0.0
             last = times.affordable(TOO_LONG * seconds[best])
             rates = [hope / time for hope, time in zip(hopes[: last + 1], least, strict=False)]
