@@ -46,8 +46,8 @@ class Acceptance:
             self._weight /= FADE
 
     def hopes(self) -> list[float]:
-        """Tokens that chains yield if more guesses are accepted, by two standard errors, than `chains` expects: as evidence
-        fades, this rises."""
+        """Tokens that chains yield if more guesses are accepted, by two standard errors, than `chains` expects. As
+        evidence fades, this rises."""
         rate = self._all_accepted / self._all_reached
         more = 2 * sqrt(rate * (1 - rate) * self._weight / self._all_reached)
         return list(accumulate(accumulate((min(rate + more, 1.0) for rate in self._rates()), mul), initial=1.0))

@@ -25,7 +25,8 @@ SIZES = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191)  # guesses a
 MOST_GUESSES = 256  # of a tree whose budget is chosen each cycle
 MARGIN = 1.01  # gain below which a change is not worth its risk
 SPARE_DEPTH = 1.25  # slots of a draft pass over the depth that paid lately
-HOLD = 8  # most cycles that a decision holds, since thinking takes time
+HOLD = 24  # most cycles that a decision holds, since thinking takes time
+HOLD_GROWTH = 8  # cycles after which it holds for one more
 EXPLORE = 0.01  # share of the cycles that trials may lose
 CREDIT, DEBT = 3.0, 1.0  # cycles that they may lose to begin with, and save up; the most that is owed
 TOO_LONG = 2.5  # times the best cycle: a trial that is expected to take longer is left out
@@ -187,7 +188,7 @@ class Controller:
         times = self._times_of(len(requests))
         seconds, least = times.expected(), times.least(self._cycle)
         may_try = self._credit > 0 and not self._tried
-        self._held = min(1 + self._cycle // HOLD, HOLD)
+        self._held = min(1 + self._cycle // HOLD_GROWTH, HOLD)
         return (self._decide_pause if self._knows else self._decide_size)(requests, times, seconds, least, may_try)
 
     def _decide_size(
