@@ -1,4 +1,4 @@
-# make demo: three questions of a real model, with and without drafting.  make test: every test.
+# make demo: three questions of a real model, with and without drafting.  make test: every test but the long ones.
 # CONTRIBUTING.md says more.
 
 PYTHON ?= python3
@@ -7,13 +7,17 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo test lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-models bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
+.PHONY: demo test test-long lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-models bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft demo
 
 test: .venv/.installed
-	$(PYTEST) -m "not peers and not clients and not llamacpp and not models"
+	$(PYTEST) -m "not long and not peers and not clients and not llamacpp and not models"
+
+# More seeds, sizes, combinations and killed processes for tests of which `make test` has a short form.
+test-long: .venv/.installed
+	$(PYTEST) -m "long and not peers and not clients and not llamacpp and not models"
 
 lint: .venv/.installed
 	.venv/bin/ruff check src tests recipes benchmarks examples

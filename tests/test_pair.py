@@ -84,13 +84,14 @@ def test_drafting_pays(engine: blockdraft.Engine) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [16, pytest.param(None, id="all", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["gsm8k", "humaneval"])
-def test_every_benchmark_prompt(engine: blockdraft.Engine, plain: blockdraft.Engine, name: str) -> None:
+def test_benchmark_prompts(engine: blockdraft.Engine, plain: blockdraft.Engine, name: str, count: int | None) -> None:
     """The first 96 tokens of each; `recipes/tiny/measure.py` compares whole answers."""
     file = SHARED / f"prompts/{name}.jsonl"
     if not file.is_file():
         pytest.skip(f"{file} is not there; set BLOCKDRAFT_DATA to the folder that holds prompts/")
-    prompts = [json.loads(line)["turns"][0] for line in file.read_text(encoding="utf-8").splitlines()]
+    prompts = [json.loads(line)["turns"][0] for line in file.read_text(encoding="utf-8").splitlines()[:count]]
     sampling = blockdraft.SamplingParams(max_new_tokens=96)
     drafted, undrafted = (
         blockdraft.Engine(e.target, e.drafter, max_batch_size=16, drafting=blockdraft.Drafting(None)).generate(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from heapq import heappop, heappush
 from itertools import accumulate
 from operator import mul
@@ -112,6 +113,11 @@ class Guesses:
 
     path_probs: tuple[float, ...]
     depths: tuple[int, ...]
+
+    @cached_property
+    def accepted(self) -> tuple[float, ...]:
+        """The expected number of accepted guesses among the first none, 1, 2, ... of them."""
+        return (0.0, *accumulate(self.path_probs))
 
     def survival(self, count: int) -> list[float]:
         """Of the first guesses: the chance that the walk gets to a depth of 1, 2, ..."""
@@ -261,9 +267,10 @@ class Decoding:
         self.controller.learn(requests, plan, guesses or 0, deepest, lengths, expected, measured)
         account.tokens += rows + sum(map(sum, survivals))
         account.seconds += seconds
+        offered = [(self._guesses(chances).accepted, count) for chances, count in Counter(texts).items()]
         for size in (None, *(TREES if self.drafting.tree_budget else CHAINS)):
             whole = account.fixed.setdefault(size, [0.0, 0.0])
-            whole[0] += rows + sum(sum(self._guesses(chances).path_probs[: size or 0]) for chances in texts)
+            whole[0] += rows + sum(count * accepted[size or 0] for accepted, count in offered)
             whole[1] += self.seconds(rows, size)
         self.chosen.append(guesses)
 

@@ -1,6 +1,6 @@
 """Random models, ways of running, drafters, settings and requests: every answer is that of plain decoding.
 
-The same cases each time, in `make test`; `make fuzz` goes on with others, by hand.
+The same cases each time, the first in `make test`, more in `make test-long`; `make fuzz` goes on with others, by hand.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from fuzz_models import DRAFTERS, LATER, NEWEST, WAYS, Models, target_fields
 from blockdraft import Completion, Engine
 from blockdraft.engine import Request
 
-MODELS = 24
+MODELS, MORE_MODELS = 8, 24
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.mark.fuzz
 @pytest.mark.slow
-@pytest.mark.parametrize("model", range(MODELS))
+@pytest.mark.parametrize(
+    "model", [*range(MODELS), *(pytest.param(model, marks=pytest.mark.long) for model in range(MODELS, MORE_MODELS))]
+)
 def test_answers_are_those_of_plain_decoding(model: int, models: Models) -> None:
     outcome = Outcome()
     for seed in range(model * CASES_PER_MODEL, (model + 1) * CASES_PER_MODEL):

@@ -24,9 +24,15 @@ from blockdraft.types import Drafting, SamplingParams
 WIDE = ("llama", "gemma2", "qwen3-window", "mistral-window")  # in float32 too
 QUICK = ("gemma2", "bfloat16")  # windows, a soft-cap, and many near ties
 EVERY_MODEL = [
-    pytest.param(name, dtype, marks=pytest.mark.slow, id=f"{name}-{dtype}")
+    pytest.param(
+        name,
+        dtype,
+        backend,
+        marks=pytest.mark.slow if backend == "native" or name in WIDE else [pytest.mark.slow, pytest.mark.long],
+    )
     for name in MODELS
     for dtype in (("bfloat16", "float32") if name in WIDE else ("bfloat16",))
+    for backend in ("native", "hf")
 ]
 BACKENDS = pytest.mark.parametrize("backend", ["native", pytest.param("hf", marks=pytest.mark.slow)])
 # Transformers computes experts on the rows that chose them, which kernels may tell apart, and knows no exact states.
@@ -111,13 +117,12 @@ def row_dependent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "linear", by_rows)
 
 
-@BACKENDS
-@pytest.mark.parametrize(("name", "dtype"), EVERY_MODEL)
+@pytest.mark.parametrize(("name", "dtype", "backend"), EVERY_MODEL)
 def test_answers_are_those_of_plain_decoding(
     folders: dict[str, Path],  # noqa: F811
     name: str,
-    backend: str,
     dtype: str,
+    backend: str,
     row_dependent: None,
 ) -> None:
     if backend == "hf" and name.partition("-")[0] in HF_INEXACT:

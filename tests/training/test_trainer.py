@@ -629,6 +629,7 @@ ENVIRONMENT["PYTHONPATH"] = str(Path(preflight.__file__).parents[2])
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_at_any_moment_it_goes_on_to_the_same_weights(
     tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
 ) -> None:
@@ -651,14 +652,18 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_weights(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("steps", "kills"),
+    [pytest.param(24, (2, 9), id="twice"), pytest.param(60, (2, 9, 17, 26, 38), id="often", marks=pytest.mark.long)],
+)
 def test_killed_within_any_step_it_goes_on_to_the_same_weights_and_leaves_nothing(
-    tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
+    steps: int, kills: tuple[int, ...], tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
 ) -> None:
     whole, killed, draw = tmp_path / "whole", tmp_path / "killed" / "drafter", random.Random(0)
-    changes = {"steps": "60", "save_every": "1", "eval_every": "1", "eval_prompts": "1", "length": "80"}
+    changes = {"steps": str(steps), "save_every": "1", "eval_every": "1", "eval_prompts": "1", "length": "80"}
     log = run_folder(killed) / "log.jsonl"
     subprocess.run(command(tiny_target_dir, tiny_data_dir, whole, **changes), check=True, env=ENVIRONMENT)
-    for least in (2, 9, 17, 26, 38):
+    for least in kills:
         process = subprocess.Popen(command(tiny_target_dir, tiny_data_dir, killed, **changes), env=ENVIRONMENT)
         deadline = time.monotonic() + 240
         while not (log.exists() and log.read_text().count("\n") >= least):
@@ -712,8 +717,15 @@ def test_a_signal_finishes_the_run(tmp_path: Path, tiny_target_dir: Path, tiny_d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [
+        ("ddp", "muon"),
+        ("fsdp2", "adamw"),
+        pytest.param("ddp", "adamw", marks=pytest.mark.long),
+        pytest.param("fsdp2", "muon", marks=pytest.mark.long),
+    ],
+)
 def test_two_processes_have_the_loss_of_one(
     kind: str, optimizer: str, tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
 ) -> None:
