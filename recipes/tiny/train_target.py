@@ -333,7 +333,9 @@ def main() -> None:
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.to(torch.bfloat16).save_pretrained(args.out)
     config = Path(args.out, "config.json")
-    config.write_text(json.dumps(with_rope_theta(json.loads(config.read_text())), indent=2) + "\n")
+    # Arithmetic in float32, in which the pair's figures are measured; the weights stay in bfloat16.
+    fields = with_rope_theta(json.loads(config.read_text())) | {"dtype": "float32"}
+    config.write_text(json.dumps(fields, indent=2) + "\n")
     print(f"saved {args.out}")
 
 

@@ -1,5 +1,7 @@
 """Which backend runs a model: files of the folder, asked in the order of their ranks."""
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,3 +76,38 @@ def test_models_of_transformers_and_targets_are_targets(tiny_target_dir: Path) -
     assert as_target(native) is native and native.model is None
     with pytest.raises(UsageError, match="The target is a str; give a model of transformers or use load_target"):
         as_target("folder")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("named", "instructions", "wanted", "told"),
+    [
+        ("float32", True, torch.float32, ""),
+        ("bfloat16", True, torch.bfloat16, ""),
+        ("bfloat16", False, torch.float32, "is in bfloat16, for which this processor has no instructions"),
+        ("float16", True, torch.float32, "is in float16, for which this processor has no instructions"),
+        (None, True, torch.float32, ""),
+    ],
+)
+def test_the_dtype_of_the_checkpoint_is_the_default(
+    named: str | None,
+    instructions: bool,
+    wanted: torch.dtype,
+    told: str,
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_target_dir, folder)
+    raw = json.loads((folder / "config.json").read_text()) | {"dtype": named}
+    (folder / "config.json").write_text(json.dumps(raw))
+    monkeypatch.setattr(targets, "multiplies_bfloat16", lambda: instructions)
+    for backend in ("native", "hf"):
+        caplog.clear()
+        assert load_target(folder, device="cpu", backend=backend, compile="off").dtype == wanted
+        assert told in caplog.text and bool(told) == bool(caplog.text)
+    caplog.clear()
+    assert load_target(folder, "float16", "cpu", "hf").dtype == torch.float16 and not caplog.text
+    rounded = load_target(folder, device="cpu", quantize="int8")
+    assert rounded.dtype == torch.float32 and "for which" not in caplog.text

@@ -262,7 +262,9 @@ def features(
     batch_tokens: Annotated[int, option(FeatureSettings, "batch_tokens")] = FeatureSettings.batch_tokens,
     target_dtype: Annotated[
         str | None,
-        typer.Option(help="Numbers of the target's weights; by default float32 on a CPU and bfloat16 elsewhere."),
+        typer.Option(
+            help="Numbers of the target's weights; by default the checkpoint's own, and float32 where a CPU lacks it."
+        ),
     ] = None,
     device: Device = None,
     backend: TargetBackend = DEFAULT_BACKEND,

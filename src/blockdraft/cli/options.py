@@ -168,7 +168,7 @@ Dtype = Annotated[
     str | None,
     typer.Option(
         metavar="float32|bfloat16|float16",
-        help="Numbers of weights and arithmetic; by default float32 on a CPU and bfloat16 elsewhere.",
+        help="Numbers of weights and arithmetic; by default the checkpoint's own, and float32 where a CPU lacks it.",
     ),
 ]
 TargetBackend = Annotated[

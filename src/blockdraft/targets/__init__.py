@@ -6,6 +6,7 @@ the backend cannot run the model. "auto" asks the backends whose rank is not Non
 
 from __future__ import annotations
 
+import logging
 import pkgutil
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -18,6 +19,7 @@ import torch
 from blockdraft.cpu.threads import let_team_go
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
+from blockdraft.machine import multiplies_bfloat16
 from blockdraft.models import TINY, default_target, located
 from blockdraft.targets.base import (
     Cache,
@@ -30,7 +32,7 @@ from blockdraft.targets.base import (
     embedding_and_head,
     without_tokenizer,
 )
-from blockdraft.targets.checkpoint import checked_folder, load_text, load_text_with
+from blockdraft.targets.checkpoint import checked_folder, load_text, load_text_with, own_dtype
 from blockdraft.targets.describe import Description, describe_target
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import FAMILIES, decoder_config
@@ -51,6 +53,7 @@ if TYPE_CHECKING:  # takes as long to import as torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUNDLED = TINY / "target"
+log = logging.getLogger(__name__)
 
 
 def backends() -> dict[str, ModuleType]:
@@ -80,8 +83,9 @@ def load_target(
             that has been pulled, such as "smollm2"; "bundled" is the bundled model. None is SmolLM2 if it has been
             pulled and a drafter for it is bundled, else the bundled model. The native backend runs GGUF files, on a
             CPU, and leaves their weights in few bits.
-        dtype: Dtype of weights and arithmetic, such as `torch.bfloat16` or "bfloat16"; None is float32 on a CPU, where
-            greedy output is exact, and bfloat16 elsewhere.
+        dtype: Dtype of weights and arithmetic, such as `torch.bfloat16` or "bfloat16". None is the checkpoint's own, as
+            its config.json says; where a CPU lacks it, float32, which a warning tells. GGUF files and weights of few
+            bits have none: float32 on a CPU, bfloat16 elsewhere.
         device: Device to run on; None is the first GPU if there is one, else the CPU.
         backend: "native" is our own decoder, for the families that it knows; "hf" is transformers; "auto" is the
             former where it knows the model, else the latter. `Target.backend` says which it is.
@@ -117,6 +121,8 @@ def load_target(
         raise UsageError(f"compile is {compile!r}; use one of {sorted(get_args(Compile))}.")
     placed, kind = device_and_dtype(device, dtype)
     path = default_target() if path is None else located(path)
+    if dtype is None and quantize is None:
+        kind = _default_dtype(path, revision, placed, kind)
     if isinstance(threads, int):
         if threads < 1:
             raise UsageError(f"threads is {threads}; it must be at least 1.")
@@ -181,6 +187,27 @@ def device_and_dtype(
     if name not in DTYPES:
         raise UsageError(f"dtype is {name!r}; use one of {sorted(DTYPES)}.")
     return placed, DTYPES[name]
+
+
+def _default_dtype(path: str | Path, revision: str | None, device: torch.device, otherwise: torch.dtype) -> torch.dtype:
+    """Dtype of a checkpoint on a device that can compute with it; `otherwise` where it has none."""
+    try:
+        own = None if is_gguf(path) else own_dtype(path, revision)
+    except UsageError:  # of which the backend will tell, unless it knows more kinds of paths
+        return otherwise
+    if own not in DTYPES.values():
+        return otherwise
+    lacks = own == torch.float16 or (own == torch.bfloat16 and not multiplies_bfloat16())
+    if device.type == "cpu" and lacks:
+        name = str(own).removeprefix("torch.")
+        log.warning(
+            "%s is in %s, for which this processor has no instructions; it computes in float32. --dtype (dtype=) "
+            "chooses another.",
+            path,
+            name,
+        )
+        return torch.float32
+    return own
 
 
 def as_target(model: PreTrainedModel | Target) -> Target:

@@ -147,6 +147,21 @@ def loading(path: str | Path, device: torch.device | str = "cpu") -> Iterator[No
         raise UsageError(f"{path} cannot be loaded as a causal language model ({said})") from error
 
 
+def own_dtype(path: str | Path, revision: str | None = None) -> torch.dtype | None:
+    """Dtype that a checkpoint's config.json names; None where it names none or the weights are of few bits.
+
+    Raises:
+        UsageError: As in `load_text`.
+    """
+    checked_folder(path, revision)
+    with loading(path):
+        config = AutoConfig.from_pretrained(path, revision=revision)
+        if getattr(config, "quantization_config", None):
+            return None
+        named = config.dtype or config.get_text_config().dtype
+    return getattr(torch, named) if isinstance(named, str) else named
+
+
 def load_text(path: str | Path, revision: str | None = None) -> TargetText:
     """Load tokenizer and configuration of a target.
 
