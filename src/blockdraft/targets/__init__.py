@@ -195,7 +195,7 @@ def _default_dtype(path: str | Path, revision: str | None, device: torch.device,
         own = None if is_gguf(path) else own_dtype(path, revision)
     except UsageError:  # of which the backend will tell, unless it knows more kinds of paths
         return otherwise
-    if own not in DTYPES.values():
+    if own is None or own not in DTYPES.values():
         return otherwise
     lacks = own == torch.float16 or (own == torch.bfloat16 and not multiplies_bfloat16())
     if device.type == "cpu" and lacks:

@@ -158,8 +158,8 @@ def own_dtype(path: str | Path, revision: str | None = None) -> torch.dtype | No
         config = AutoConfig.from_pretrained(path, revision=revision)
         if getattr(config, "quantization_config", None):
             return None
-        named = config.dtype or config.get_text_config().dtype
-    return getattr(torch, named) if isinstance(named, str) else named
+        named: torch.dtype | None = config.dtype or config.get_text_config().dtype
+    return named
 
 
 def load_text(path: str | Path, revision: str | None = None) -> TargetText:
