@@ -28,7 +28,7 @@ LAYERS = [
     {"data"},
     {"training", "evaluation"},
     {"compat", "tools.inspect"},
-    {"tools", "tools.fit"},
+    {"tools", "tools.fit", "radar"},
     {"tools.quantize", "diffusion"},
     {"serving", "tools.deploy", "inspection", "quantize"},
     {"cli"},
