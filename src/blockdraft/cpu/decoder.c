@@ -129,7 +129,7 @@ static void place(const Model *m, const Layer *layer, const Call *call, i64 inde
             int8_t *to = (int8_t *)call->store + at;
             float factor;
             int32_t sum;
-            round_group(x, D, to, &factor, &sum);
+            round_group(x, D, to, 4, &factor, &sum);
             memcpy(to + D, &factor, 4);
         }
         for (i64 i = 0; STORE != INT8 && i < D; i++) store_one(call->store, at + i, STORE, x[i]);
@@ -232,12 +232,12 @@ static int has_integers(const Model *m) {
 }
 
 /* Numbers of `float` that hold rounded rows. */
-static i64 rounded_size(i64 rows, i64 inputs) { return rows * ((inputs + 7) / 8 * 4); }
+static i64 rounded_size(i64 rows, i64 inputs) { return rows * ((inputs + 7) / 8 * 5); }
 
 /* Rounded rows in that memory. */
 static Rounded rounded_at(float *memory, i64 rows, i64 inputs) {
     const i64 groups = rows * ((inputs + 7) / 8);
-    return (Rounded){(int8_t *)(memory + 2 * groups), memory, (int32_t *)(memory + groups)};
+    return (Rounded){(int8_t *)(memory + 3 * groups), memory, memory + groups, (int32_t *)(memory + 2 * groups)};
 }
 
 static i64 widest_input(const Model *m) {

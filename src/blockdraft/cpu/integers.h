@@ -41,15 +41,21 @@ INLINE ints dot4(ints sum, signed_codes w, signed_codes x) {
 #define DOT4(sum, w, x) dot4(sum, (signed_codes)(w), (signed_codes)(x))
 #endif
 
-/* Rounded inputs: codes [rows, inputs], and factors and sums of codes [rows, groups]. */
+#define TILE_ROWS 8 /* most rows that are multiplied at once */
+
+/* Rounded inputs. Rows are split into `TILES(rows)` tiles as even as can be. A tile of R rows has codes
+   [inputs / 4, R, 4], so that all that one step of it needs lies together, and [groups, R] of the others. */
 typedef struct {
     int8_t *codes;
-    float *factors;
-    int32_t *sums;
+    float *factors, *products; /* of codes; of `factors` and the sums of codes */
+    int32_t *sums; /* of codes */
 } Rounded;
 
-/* Round one group of one row. A number that is not finite makes the factor NaN. */
-static void round_group(const float *x, i64 size, int8_t *to, float *factor, int32_t *total) {
+#define TILES(rows) (((rows) + TILE_ROWS - 1) / TILE_ROWS)
+#define TILE_BEGIN(rows, tile) ((rows) * (tile) / TILES(rows))
+
+/* Round one group of one row. Fours of codes are `apart` bytes apart. A number that is not finite makes the factor NaN. */
+static void round_group(const float *x, i64 size, int8_t *to, i64 apart, float *factor, int32_t *total) {
     const i64 whole = size / LANES * LANES;
     vec most = {};
     ints odd = {};
@@ -70,21 +76,21 @@ static void round_group(const float *x, i64 size, int8_t *to, float *factor, int
     }
     *factor = strange ? NAN : largest > 1e-30f ? largest / 127 : 0;
     *total = 0;
-    if (strange || !*factor) {
-        memset(to, 0, size);
-        return;
-    }
-    const float inverse = 127 / largest, shift = 12582912.0f; /* rounds to the nearest integer, ties to even */
+    const float inverse = strange || !*factor ? 0 : 127 / largest;
+    const float shift = 12582912.0f; /* rounds to the nearest integer, ties to even */
     ints sums = {};
     for (i64 i = 0; i < whole; i += LANES) {
-        ints code = (ints)(*(const vec *)(x + i) * inverse + shift) - 0x4b400000;
+        ints code = ((ints)(*(const vec *)(x + i) * inverse + shift) - 0x4b400000) & (inverse ? -1 : 0);
         sums += code;
-        *(small_codes *)(to + i) = __builtin_convertvector(code, small_codes);
+        small_codes small = __builtin_convertvector(code, small_codes);
+        if (apart == 4) *(small_codes *)(to + i) = small;
+        else
+            for (int k = 0; k < LANES; k += 4) memcpy(to + (i + k) / 4 * apart, (const int8_t *)&small + k, 4);
     }
     for (int k = 0; k < LANES; k++) *total += sums[k];
     for (i64 i = whole; i < size; i++) {
-        float code = x[i] * inverse + shift - shift;
-        to[i] = (int8_t)code;
+        float code = inverse ? x[i] * inverse + shift - shift : 0;
+        to[i / 4 * apart + i % 4] = (int8_t)code;
         *total += (int32_t)code;
     }
 }
@@ -98,8 +104,12 @@ static void round_inputs(const Linear *l, const float *x, i64 xs, i64 rows, Roun
     const i64 groups = l->inputs / l->group, unit = whole_rows ? groups : 1;
     SHARE(rows * groups / unit, first, last);
     for (i64 work = first * unit; work < last * unit; work++) {
-        i64 row = work / groups, from = work % groups * l->group;
-        round_group(x + row * xs + from, l->group, in.codes + row * l->inputs + from, in.factors + work, in.sums + work);
+        const i64 row = work / groups, g = work % groups, from = g * l->group;
+        const i64 tile = ((row + 1) * TILES(rows) - 1) / rows, begin = TILE_BEGIN(rows, tile);
+        const i64 R = TILE_BEGIN(rows, tile + 1) - begin, at = begin * groups + g * R + row - begin;
+        round_group(x + row * xs + from, l->group, in.codes + begin * l->inputs + from * R + (row - begin) * 4, 4 * R,
+                    in.factors + at, in.sums + at);
+        in.products[at] = in.factors[at] * (float)in.sums[at];
     }
 }
 
@@ -131,8 +141,7 @@ INLINE ints spread(const int8_t *four) { /* the same 4 bytes for each lane */
 
 #ifdef PAIRS
 /* `group_sums` for at most 32 inputs. */
-INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, int size, ints *sums, const int BITS,
-                      const int R) {
+INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, int size, ints *sums, const int BITS, const int R) {
     shorts pairs[8]; /* with 4 bits: 16 bits hold twice 8 products of at most 15 * 127 */
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) pairs[r] = (shorts){};
@@ -144,13 +153,13 @@ INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, int 
             codes low = own & 15, high = (codes)((shorts)own >> 4) & 15;
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
-                pairs[r] += PAIRS(low, spread(x + r * xs + i)) + PAIRS(high, spread(x + r * xs + i + 4));
+                pairs[r] += PAIRS(low, spread(x + i * R + r * 4)) + PAIRS(high, spread(x + (i + 4) * R + r * 4));
             continue;
         }
         register_ largest = WIDE(abs_epi8)((register_)own);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            ints here = spread(x + r * xs + i);
+            ints here = spread(x + i * R + r * 4);
 #if LANES == 16
             __mmask64 negative = _mm512_movepi8_mask((register_)own);
             here = (ints)_mm512_mask_sub_epi8((register_)here, negative, (register_)(ints){}, (register_)here);
@@ -167,12 +176,13 @@ INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, int 
 
 #if LANES == 4 && defined(__ARM_FEATURE_MATMUL_INT8)
 /* `group_sums` for two rows; one instruction multiplies 8 inputs of both with two outputs. */
-INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 xs, i64 size, ints *sums, const int BITS) {
+INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 size, ints *sums, const int BITS, const int R) {
     int32x4_t first = vdupq_n_s32(0), second = first; /* sums of the first two outputs and of the others, row by row */
     for (i64 i = 0; i < size; i += 8, w += 4 * BITS) {
         codes low = *(const codes *)w, high = *(const codes *)(w + (BITS == 4 ? 0 : 16));
         if (BITS == 4) low &= 15, high >>= 4;
-        const int8x16_t both = vcombine_s8(vld1_s8(x + i), vld1_s8(x + xs + i));
+        const int32x2x2_t rows = vzip_s32((int32x2_t)vld1_s8(x + i * R), (int32x2_t)vld1_s8(x + (i + 4) * R));
+        const int8x16_t both = (int8x16_t)vcombine_s32(rows.val[0], rows.val[1]);
         first = vmmlaq_s32(first, both, (int8x16_t)vzip1q_s32((int32x4_t)low, (int32x4_t)high));
         second = vmmlaq_s32(second, both, (int8x16_t)vzip2q_s32((int32x4_t)low, (int32x4_t)high));
     }
@@ -182,16 +192,15 @@ INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 xs, i64 size, ints 
 #endif
 
 /* sums[r] += codes of a group of weights . codes of R rows. Weights `ahead` bytes further are prefetched. */
-INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, i64 size, ints *sums, const int BITS,
-                       const int R) {
+INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 size, ints *sums, const int BITS, const int R) {
 #ifdef PAIRS
     i64 i = 0;
-    for (; i + 32 <= size; i += 32) add_pairs(w + i * LANES * BITS / 8, ahead, x + i, xs, 32, sums, BITS, R);
-    if (i < size) add_pairs(w + i * LANES * BITS / 8, ahead, x + i, xs, (int)(size - i), sums, BITS, R);
+    for (; i + 32 <= size; i += 32) add_pairs(w + i * LANES * BITS / 8, ahead, x + i * R, 32, sums, BITS, R);
+    if (i < size) add_pairs(w + i * LANES * BITS / 8, ahead, x + i * R, (int)(size - i), sums, BITS, R);
 #else
 #if LANES == 4 && defined(__ARM_FEATURE_MATMUL_INT8)
 #pragma GCC unroll 4
-    for (int r = 0; r + 2 <= R; r += 2) pair_sums(w, x + r * xs, xs, size, sums + r, BITS);
+    for (int r = 0; r + 2 <= R; r += 2) pair_sums(w, x + r * 4, size, sums + r, BITS, R);
     const int begun = R / 2 * 2; /* rows that are done */
     if (begun == R) return;
 #else
@@ -203,40 +212,41 @@ INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, i64
         codes low = BITS == 4 ? own & 15 : own ^ SHIFTED, high = (codes)((shorts)own >> 4) & 15;
 #pragma GCC unroll 8
         for (int r = begun; r < R; r++) {
-            sums[r] = DOT4(sums[r], low, spread(x + r * xs + i));
-            if (BITS == 4) sums[r] = DOT4(sums[r], high, spread(x + r * xs + i + 4));
+            sums[r] = DOT4(sums[r], low, spread(x + i * R + r * 4));
+            if (BITS == 4) sums[r] = DOT4(sums[r], high, spread(x + (i + 4) * R + r * 4));
         }
     }
 #endif
 }
 
-/* `tile` for one block of outputs. Several blocks at once are slower, since one stream of memory is prefetched best. */
-INLINE void integer_tile(const Linear *l, Rounded in, i64 row, i64 block, float *y, i64 ys, int add, const int BITS,
+/* `tile` for one block of outputs, of rows that are a tile of `in`. Several blocks at once are slower, since one stream
+   of memory is prefetched best. */
+INLINE void integer_tile(const Linear *l, Rounded in, i64 block, float *y, i64 ys, int add, const int BITS,
                          const int R) {
     const i64 inputs = l->inputs, group = l->group, groups = inputs / group, ahead = inputs * LANES * BITS / 8;
     const uint8_t *w = (const uint8_t *)l->weight + block * ahead;
-    const int base = BITS == 8 ? SHIFTED : l->offset ? 0 : 8; /* added to the codes for the instruction */
-    vec totals[8];
+    const int base = BITS == 8 ? SHIFTED : 8; /* added to the codes for the instruction */
+    vec totals[TILE_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) totals[r] = (vec){};
     for (i64 g = 0; g < groups; g++) {
         const i64 at = (block * groups + g) * LANES;
-        const float *factors = in.factors + row * groups + g;
-        const int32_t *totals_of_codes = in.sums + row * groups + g;
-        ints sums[8];
+        ints sums[TILE_ROWS];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sums[r] = -base * totals_of_codes[r * groups] - (ints){};
-        group_sums(w + g * group * LANES * BITS / 8, ahead, in.codes + row * inputs + g * group, inputs, group, sums,
-                   BITS, R);
+        for (int r = 0; r < R; r++) sums[r] = (ints){};
+        group_sums(w + g * group * LANES * BITS / 8, ahead, in.codes + g * group * R, group, sums, BITS, R);
+        if (base && (BITS == 8 || !l->offset)) {
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) sums[r] -= (in.sums[g * R + r] - (ints){}) * base;
+        }
         const vec scale = load_scale(l, at);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
-            totals[r] = FMA(__builtin_convertvector(sums[r], vec), scale * splat(factors[r * groups]), totals[r]);
+            totals[r] = FMA(__builtin_convertvector(sums[r], vec), scale * splat(in.factors[g * R + r]), totals[r]);
         if (!l->offset) continue;
         const vec offset = *(const vec *)(l->offset + at);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-            totals[r] = FMA(offset, splat(factors[r * groups] * (float)totals_of_codes[r * groups]), totals[r]);
+        for (int r = 0; r < R; r++) totals[r] = FMA(offset, splat(in.products[g * R + r]), totals[r]);
     }
     for (int r = 0; r < R; r++) put_sums(l, totals[r], block * LANES, y + r * ys, add);
 }
@@ -244,11 +254,11 @@ INLINE void integer_tile(const Linear *l, Rounded in, i64 row, i64 block, float 
 #if INTEGERS
 #define INTEGER_TILE(BITS, R)                                                                             \
     case BITS * 16 + R:                                                                                   \
-        for (; block < last; block++) integer_tile(l, in, row, block, y, ys, add, BITS, R);               \
+        for (; block < last; block++) integer_tile(l, in, block, y, ys, add, BITS, R);                    \
         break;
 
-/* R rows times the blocks from `block` to `last`. */
-static void integer_tiles(const Linear *l, Rounded in, i64 row, i64 block, i64 last, float *y, i64 ys, int add, int R) {
+/* A tile of R rows times the blocks from `block` to `last`. */
+static void integer_tiles(const Linear *l, Rounded in, i64 block, i64 last, float *y, i64 ys, int add, int R) {
     switch ((l->kind == INT4 ? 4 : 8) * 16 + R) {
         INTEGER_TILE(4, 1) INTEGER_TILE(4, 2) INTEGER_TILE(4, 3) INTEGER_TILE(4, 4)
         INTEGER_TILE(4, 5) INTEGER_TILE(4, 6) INTEGER_TILE(4, 7) INTEGER_TILE(4, 8)
@@ -262,12 +272,13 @@ static void integer_tiles(const Linear *l, Rounded in, i64 row, i64 block, i64 l
 /* `project` for a weight of integers. */
 static void integer_project(const Linear *l, Rounded in, i64 rows, float *y, i64 ys, int add) {
     SHARE((l->outputs + LANES - 1) / LANES, first, last);
-    const i64 groups = (rows + 7) / 8, together = groups > 1 ? TOGETHER : last - first;
+    const i64 tiles = TILES(rows), together = tiles > 1 ? TOGETHER : last - first, groups = l->inputs / l->group;
     for (i64 block = first; block < last; block += together) {
         const i64 end = block + together < last ? block + together : last;
-        for (i64 group = 0; group < groups; group++) {
-            i64 row = rows * group / groups, R = rows * (group + 1) / groups - row;
-            integer_tiles(l, in, row, block, end, y + row * ys, ys, add, (int)R);
+        for (i64 tile = 0; tile < tiles; tile++) {
+            const i64 row = TILE_BEGIN(rows, tile), R = TILE_BEGIN(rows, tile + 1) - row, at = row * groups;
+            const Rounded of_tile = {in.codes + row * l->inputs, in.factors + at, in.products + at, in.sums + at};
+            integer_tiles(l, of_tile, block, end, y + row * ys, ys, add, (int)R);
         }
     }
 }
