@@ -41,7 +41,12 @@ INLINE ints dot4(ints sum, signed_codes w, signed_codes x) {
 #define DOT4(sum, w, x) dot4(sum, (signed_codes)(w), (signed_codes)(x))
 #endif
 
-#define TILE_ROWS 8 /* most rows that are multiplied at once */
+/* Most rows that are multiplied at once: as many as fit into registers. */
+#if LANES == 16 || defined(__ARM_NEON)
+#define TILE_ROWS 8
+#else
+#define TILE_ROWS 4
+#endif
 
 /* Rounded inputs. Rows are split into `TILES(rows)` tiles as even as can be. A tile of R rows has codes
    [inputs / 4, R, 4], so that all that one step of it needs lies together, and [groups, R] of the others. */
@@ -261,9 +266,11 @@ INLINE void integer_tile(const Linear *l, Rounded in, i64 block, float *y, i64 y
 static void integer_tiles(const Linear *l, Rounded in, i64 block, i64 last, float *y, i64 ys, int add, int R) {
     switch ((l->kind == INT4 ? 4 : 8) * 16 + R) {
         INTEGER_TILE(4, 1) INTEGER_TILE(4, 2) INTEGER_TILE(4, 3) INTEGER_TILE(4, 4)
-        INTEGER_TILE(4, 5) INTEGER_TILE(4, 6) INTEGER_TILE(4, 7) INTEGER_TILE(4, 8)
         INTEGER_TILE(8, 1) INTEGER_TILE(8, 2) INTEGER_TILE(8, 3) INTEGER_TILE(8, 4)
+#if TILE_ROWS == 8
+        INTEGER_TILE(4, 5) INTEGER_TILE(4, 6) INTEGER_TILE(4, 7) INTEGER_TILE(4, 8)
         INTEGER_TILE(8, 5) INTEGER_TILE(8, 6) INTEGER_TILE(8, 7) INTEGER_TILE(8, 8)
+#endif
     }
 }
 
