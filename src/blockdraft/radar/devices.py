@@ -38,8 +38,8 @@ class Device(BaseModel):
         maker: Who makes it.
         kind: Class of devices that are alike, `class` in the file; workstation cards stand with the consumers'.
         year: Year of its release.
-        memory_gb: Memory for models, in GB as makers count them (2**30 bytes); None for a CPU, whose memory is bought apart. For memory
-            that is shared with a CPU, the most that is sold.
+        memory_gb: Memory for models, in GB as makers count them (2**30 bytes); None for a CPU, whose memory is bought
+            apart. For memory that is shared with a CPU, the most that is sold.
         bandwidth_gbs: Bandwidth of that memory, in GB/s.
         fp32, bf16, fp8, int8, fp4: Dense arithmetic in teraflops (tera-operations for int8), without sparsity; bf16
             is half precision on devices older than bfloat16.
