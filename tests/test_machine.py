@@ -1,3 +1,7 @@
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,3 +121,21 @@ def test_a_peak_is_what_was_taken_at_most_since() -> None:
 def test_a_peak_that_cannot_be_measured_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "PROCESS", tmp_path / "absent")
     assert machine.PeakMemory().bytes() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
+def test_a_child_dies_with_its_parent() -> None:
+    """Even with one that is killed."""
+    code = (
+        "import subprocess, sys; from blockdraft.machine import die_with_parent; "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], preexec_fn=die_with_parent); "
+        "print(child.pid, flush=True); child.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

@@ -6,6 +6,8 @@ import ctypes
 import gc
 import os
 import platform
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -90,6 +92,14 @@ def _process_memory(name: str) -> int:
     lines = (PROCESS / "status").read_text().splitlines()
     [found] = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
     return 1024 * int(found)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+# `preexec_fn` of a child process that the system ends with its parent, however that ends; only Linux can.
+die_with_parent = _die_with_parent if sys.platform == "linux" else None
 
 
 def return_freed() -> None:

@@ -1,4 +1,4 @@
-"""Time of cycles by their parts: one timer a cycle, read at the marks between its parts.
+"""Notes on what takes long, and the time of cycles by their parts: one timer a cycle, read at the marks between them.
 
 The code of a cycle calls `mark` with the name of a part where that part ends, in the engine and in drafters alike. A
 mark outside of any cycle is ignored.
@@ -18,6 +18,27 @@ CONTEXT, OBSERVE, BOOKKEEPING = "draft context", "observe", "bookkeeping"
 PARTS = (PASS, HEAD, GUESSES, FORWARD, VERIFICATION, COMMIT, CONTEXT, OBSERVE, BOOKKEEPING)
 DRAFTING = (PASS, HEAD, GUESSES, CONTEXT, OBSERVE)
 NETWORKS = {PASS, HEAD, FORWARD, CONTEXT}  # the rest is the host's
+TELL_SECONDS = 10.0  # between notes on what takes long
+
+
+@contextmanager
+def telling(note: Callable[[str], None], what: str, at_once: bool = True) -> Iterator[None]:
+    """Note what goes on in this context again every `TELL_SECONDS`, and, if `at_once`, at its beginning."""
+    ended, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(TELL_SECONDS):
+            note(f"{what} ... ({time.monotonic() - began:.0f} s)")
+
+    if at_once:
+        note(f"{what} ...")
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Cycle:

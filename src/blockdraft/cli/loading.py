@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from blockdraft.timing import telling
 from blockdraft.types import DEFAULT_BACKEND, Backend
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ def load(
     backend: Backend = DEFAULT_BACKEND,
     **how: Any,
 ) -> Target:
-    """`load_target` without the messages of transformers. If the native decoder cannot run the target, standard error
-    says why.
+    """`load_target` without the messages of transformers. Standard error says if it takes long, and why if the native
+    decoder cannot run the target.
 
     Args:
         how: More arguments of `load_target`.
@@ -29,7 +30,8 @@ def load(
     from blockdraft.targets import load_target
 
     quiet()
-    target = load_target(path, dtype, device, backend, **how)
+    with telling(tell, "Loading the target", at_once=False):
+        target = load_target(path, dtype, device, backend, **how)
     if target.backend_reason is not None:
         tell(f"The target runs on transformers (backend hf): {target.backend_reason}.")
     return target

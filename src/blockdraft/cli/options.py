@@ -97,9 +97,10 @@ def need_drafter(
             so.
     """
     if target is not None and target != "bundled" and drafter is None:
-        from blockdraft.models import bundled_drafter, find, located
+        from blockdraft.models import bundled_drafter, find, located, model_of
 
-        model = None if Path(target).expanduser().exists() else find(target)
+        path = Path(target).expanduser()
+        model = model_of(path) if path.exists() else find(target)
         if model is not None:
             located(target)
             bundled = bundled_drafter(model) is not None

@@ -136,7 +136,8 @@ class DiffusionRecipe:
         seed: Seed of the order of the rows and of the noise.
         held_out: Share of the rows, the last ones, that is only measured on.
         eval_every: Steps between measurements; 0 measures at the end alone.
-        save_every: Steps between checkpoints; 0 saves at the end alone.
+        save_every: Steps between checkpoints; 0 saves by time only.
+        save_minutes: Minutes between checkpoints, in addition to those of `save_every`; 0 saves by steps only.
         keep: Number of checkpoints that are kept, the newest ones.
         dtype: Arithmetic: "auto" is bfloat16 on a GPU, and on a CPU with instructions for it (AVX512-BF16, AMX), else
             float32. The weights are float32 either way.
@@ -162,6 +163,7 @@ class DiffusionRecipe:
     held_out: Share = 0.02
     eval_every: Natural = 500
     save_every: Natural = 500
+    save_minutes: Amount = 5.0
     keep: Count = 2
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     save_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -31,7 +31,7 @@ from blockdraft.targets import weights_fingerprint
 from blockdraft.training import checkpoints
 from blockdraft.training.checkpoints import gather_state, restore_state
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.graceful_shutdown import clear_finish_request, finish_requested
+from blockdraft.training.graceful_shutdown import agreed, clear_finish_request, finish_requested
 from blockdraft.training.preflight import check_same
 from blockdraft.training.progress import Progress, RunLog, run_folder
 
@@ -40,7 +40,7 @@ EVAL_DRAWS = 4
 GPU_BATCH, CPU_BATCH = 16, 4
 TIMED = 3  # steps after which the duration of the run is estimated, from all but the first, which is slow
 # Fields that may change when a run is resumed, since they do not change what is learned.
-FREE = {"eval_every", "save_every", "keep", "dtype", "save_dtype", "trackers"}
+FREE = {"eval_every", "save_every", "save_minutes", "keep", "dtype", "save_dtype", "trackers"}
 
 
 def train(
@@ -181,6 +181,7 @@ class _Training:
             raise UsageError(f"{out} exists and is no run of this command; choose another --out, or delete it.")
         state = checkpoints.newest(self.folder / "checkpoints")
         self.begin = self.saved = 0 if state is None else int(state["step"])
+        self.saved_at = time.monotonic()
         self.identity = {
             "model": weights_fingerprint(self.network.named_parameters()),
             "data": hashlib.sha256(self.rows.all.ids.numpy().tobytes()).hexdigest()[:16],
@@ -230,7 +231,9 @@ class _Training:
             if self.log is not None:
                 self.log.add(figures)
                 accelerator.log({name: value for name, value in figures.items() if name != "step"}, step=step)
-            if end or (recipe.save_every and step % recipe.save_every == 0):
+            late = recipe.save_minutes > 0 and time.monotonic() - self.saved_at >= 60 * recipe.save_minutes
+            [late] = agreed(accelerator, late)
+            if end or late or (recipe.save_every and step % recipe.save_every == 0):
                 self._save(step)
             if step == self.begin + TIMED and not end:
                 self._report_speed((time.monotonic() - began) / (TIMED - 1), self.steps - step)
@@ -343,5 +346,5 @@ class _Training:
             write_model(self.model, buffers | {name: weight.to(dtype) for name, weight in ema.items()}, self.out)
             state |= {"step": step, "identity": self.identity, "clip": list(self.clip), "ema": ema}
             checkpoints.save(self.folder / "checkpoints", step, state, self.recipe.keep)
-        self.saved = step
+        self.saved, self.saved_at = step, time.monotonic()
         self.accelerator.wait_for_everyone()

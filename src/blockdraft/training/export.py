@@ -130,6 +130,7 @@ def export(
     tensors: Mapping[str, Tensor],
     target: Target,
     kept: Tensor | None = None,
+    with_embedding: bool = True,
 ) -> None:
     """Write a drafter's folder, which appears whole or not at all.
 
@@ -140,21 +141,35 @@ def export(
         tensors: Weights of the draft network.
         target: Target that the drafter was trained for; some formats hold copies of its embedding and head.
         kept: `[Vd]` int64, ascending, tokens that the drafter can guess by the target's head; None is all of them.
+        with_embedding: Whether a drafter that guesses among `kept` tokens gets a copy of the target's whole embedding,
+            which other engines read and `load_drafter` does not need.
 
     Raises:
         UsageError: The drafter does not fit the target, the format cannot express it, or `out` holds something else.
     """
-    _write(out, written, Checkpoint(config, tensors, trained_for=target.source_fingerprint), target, kept)
+    _write(
+        out, written, Checkpoint(config, tensors, trained_for=target.source_fingerprint), target, kept, with_embedding
+    )
 
 
-def _write(out: str | Path, written: Format, drafter: Checkpoint, target: Target, kept: Tensor | None = None) -> None:
+def _write(
+    out: str | Path,
+    written: Format,
+    drafter: Checkpoint,
+    target: Target,
+    kept: Tensor | None = None,
+    with_embedding: bool = True,
+) -> None:
     """Write a drafter with the target's head, cut to the tokens that are kept."""
     fits = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
     check_fits(drafter.config, **fits)
     borrowed = None
     if written.layout.borrows:
         embedding, head = embedding_and_head(target)
-        borrowed = Borrowed(embedding, head if kept is None else head[kept], kept)
+        if kept is None:
+            borrowed = Borrowed(embedding, head, None)
+        else:
+            borrowed = Borrowed(embedding if with_embedding else None, head[kept], kept)
     written.write(out, replace(drafter, borrowed=borrowed))
 
 

@@ -300,7 +300,7 @@ class Trainer:
 
     def write(self, folder: Path) -> None:
         """Write the drafter as it is now."""
-        self._export(folder, self.evaluation_format)
+        self._export(folder, self.evaluation_format, with_embedding=False)
 
     def _save_and_stop(self, step: int) -> NoReturn:
         """End the run after a signal, with a checkpoint of the steps that are done."""
@@ -403,7 +403,7 @@ class Trainer:
             metrics = {f"held_out_{name}": value for name, value in found.items()}
         if self.prompts:
             measured, recipe = self.folder / "measured", self.recipe
-            self._export(measured, self.evaluation_format)
+            self._export(measured, self.evaluation_format, with_embedding=False)
             if self.accelerator.is_main_process:
                 done, total = step - self.begin, self.schedule.end - self.begin
                 self.progress.report(f"step {step}: measuring tau", done, total)
@@ -413,12 +413,13 @@ class Trainer:
             self.accelerator.wait_for_everyone()
         return metrics
 
-    def _export(self, folder: Path, written: Format) -> None:
-        """Write the drafter as it is now."""
+    def _export(self, folder: Path, written: Format, with_embedding: bool = True) -> None:
+        """Write the drafter as it is now; see `export`."""
         tensors = checkpoints.gather_weights(self.module)
         if self.accelerator.is_main_process:
             named = {name.removeprefix("network."): tensor for name, tensor in tensors.items()}
-            export(folder, written, self.config, self.variant.saved(named), self.target, self.variant.kept)
+            tensors = self.variant.saved(named)
+            export(folder, written, self.config, tensors, self.target, self.variant.kept, with_embedding)
 
     def _save(self, step: int) -> None:
         """Write the drafter and then a checkpoint, in this order: with the last checkpoint a run has nothing to do."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from blockdraft import timing
 from blockdraft.data.answerers import CHECKED_TOKENS
 from blockdraft.targets import load_target
 from blockdraft.tools.fit import survey
@@ -13,9 +14,9 @@ from blockdraft.training.trainer import Trainer
 
 
 def test_it_tells_what_it_does_at_once_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey, "TELL_SECONDS", 0.01)
+    monkeypatch.setattr(timing, "TELL_SECONDS", 0.01)
     told: list[str] = []
-    with survey.telling(told.append, "Waiting"):
+    with timing.telling(told.append, "Waiting"):
         assert told[0] == "Waiting ..."
         deadline = time.monotonic() + 30
         while len(told) < 3 and time.monotonic() < deadline:

@@ -5,7 +5,6 @@ Each runs in a process of its own, which frees all of its memory, and resumes wh
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import shlex
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from blockdraft.data.folder import write_file
 from blockdraft.errors import BlockdraftError
+from blockdraft.machine import die_with_parent
 from blockdraft.tools.fit.plan import Plan, duration
 from blockdraft.tools.fit.prompts import HELD_OUT, PROMPTS
 from blockdraft.training.progress import FINISH, run_folder
@@ -27,7 +27,6 @@ from blockdraft.types import Backend
 
 DONE = "done.json"
 TELL_SECONDS = 60.0  # between notes on the progress of a command
-DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 @dataclass(frozen=True)
@@ -200,8 +199,8 @@ def _request(finish: Path) -> bool:
 
 
 def _run(arguments: Sequence[str], tell: Callable[[], None] | None) -> int:
-    prepare = _die_with_parent if sys.platform == "linux" else None
-    process = subprocess.Popen([sys.executable, "-m", "blockdraft", *arguments], preexec_fn=prepare)
+    # Two runs never write to the same folders.
+    process = subprocess.Popen([sys.executable, "-m", "blockdraft", *arguments], preexec_fn=die_with_parent)
     alone = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate()) if alone else None
     try:
@@ -217,8 +216,3 @@ def _run(arguments: Sequence[str], tell: Callable[[], None] | None) -> int:
     finally:
         if alone:
             signal.signal(signal.SIGTERM, before)
-
-
-def _die_with_parent() -> None:
-    """Let the system end this process with its parent, so that two runs never write to the same folders."""
-    ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.engine.text import encode
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
+from blockdraft.timing import telling
 from blockdraft.tools.fit.plan import Machine, Measured, Speeds, TargetFacts, anchors, reference
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.trainer import Trainer, measuring
@@ -41,7 +40,6 @@ from blockdraft.types import SamplingParams
 
 SHARE, MOST_SECONDS = 0.1, 300.0  # of the hours, and at most, that the survey takes
 ANSWERS, STEPS, CYCLES = 0.5, 0.35, 0.15  # shares of the survey
-TELL_SECONDS = 10.0  # between notes on what is being measured
 BATCHES = (8, 16, 32, 64)  # numbers of answers at a time that are tried
 TRIED_TOKENS = 16  # of each answer while they are tried
 ANSWER_TOKENS = 384  # maximum length of an answer while measuring
@@ -52,25 +50,6 @@ BLOCKS = (2, 4, 8)
 PROBED = 15  # cycles of a run
 LONG = 0.98  # share of the documents that are no longer than a long one
 CONTEXT = 64  # tokens before the cycles that are timed
-
-
-@contextmanager
-def telling(note: Callable[[str], None], what: str) -> Iterator[None]:
-    """Note what goes on in this context at its beginning, and again every `TELL_SECONDS`."""
-    ended, began = threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        while not ended.wait(TELL_SECONDS):
-            note(f"{what} ... ({time.monotonic() - began:.0f} s)")
-
-    note(f"{what} ...")
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 class Repeats:
