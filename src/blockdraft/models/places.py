@@ -46,8 +46,9 @@ def model_of(path: str | Path | None) -> Model | None:
     path = Path(path)
     if path.absolute().parent == models_folder().absolute():
         return next((model for model in catalogue() if path.name in (model.id, _file_name(model))), None)
-    named = [each for each in catalogue() if each.file and each.file.name.lower() == path.name.lower()]
-    return next((each for each in named if path.is_file() and each.file.bytes == path.stat().st_size), None)
+    known_as = path.name.lower(), path.stat().st_size if path.is_file() else 0
+    files = {(each.file.name.lower(), each.file.bytes): each for each in catalogue() if each.file}
+    return files.get(known_as)
 
 
 def bundled_drafter(model: Model) -> Path | None:

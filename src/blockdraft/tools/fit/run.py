@@ -22,6 +22,7 @@ from blockdraft.engine import Engine
 from blockdraft.errors import Complaints, UsageError
 from blockdraft.folders import held
 from blockdraft.targets import Target, check_target, load_target, without_tokenizer
+from blockdraft.timing import telling
 from blockdraft.tools.fit import survey
 from blockdraft.tools.fit.card import engines, usage, write_card
 from blockdraft.tools.fit.plan import EVAL_TOKENS, SAFETY, Plan, answer_length, candidates, make_plan, reference, show
@@ -140,7 +141,7 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
             check_target(fit.where.target, fit.where.revision)
     complaints.check()  # before anything slow
     with complaints.noting():
-        with survey.telling(note, "Loading the target"):
+        with telling(note, "Loading the target"):
             # With torch's default number of threads, as in the commands that follow.
             where, backend = fit.where, fit.where.backend or DEFAULT_BACKEND
             target = load_target(
@@ -154,7 +155,7 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
         start, facts = survey.age(), survey.target_facts(target)
         variants = [settings.variant] if settings.variant else candidates(facts)
         _check_target(target, variants, complaints)
-        with survey.telling(note, "Reading the prompts" if fit.sources else "Writing some prompts with the target"):
+        with telling(note, "Reading the prompts" if fit.sources else "Writing some prompts with the target"):
             prompts, available = _sample(fit, target)
     complaints.check()
     machine = survey.machine(target, fit.where.out)
