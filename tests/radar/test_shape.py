@@ -1,0 +1,126 @@
+"""Dimensions of models from the catalogue, configurations and GGUF files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_writer import write_gguf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from blockdraft.errors import UsageError
+from blockdraft.radar.shape import known_shapes, of_config, read_shape
+
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B = {
+    **QWEN3_8B,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+DEEPSEEK_V3 = {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [("qwen3-8b", QWEN3_8B), ("qwen3-30b-a3b", QWEN3_30B_A3B), ("deepseek-v3", DEEPSEEK_V3)]
+)
+def test_configuration_says_what_the_catalogue_says(name: str, config: dict[str, Any]) -> None:
+    listed, counted = read_shape(name), of_config(config, name)
+    assert counted.parameters == pytest.approx(listed.parameters, rel=0.001)
+    assert counted.active == pytest.approx(listed.active, rel=0.01)
+    for field in ("full_layers", "full_numbers", "experts", "experts_per_token", "vocabulary", "context", "tied"):
+        assert getattr(counted, field) == getattr(listed, field), field
+
+
+def test_windows_and_recurrent_layers_of_a_configuration() -> None:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 12
+    windowed = of_config({**QWEN3_8B, "layer_types": kinds, "sliding_window": 1024}, "x")
+    assert (windowed.window_layers, windowed.full_layers, windowed.window) == (24, 12, 1024)
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 9
+    recurrent = of_config({"text_config": {**QWEN3_8B, "layer_types": kinds}}, "x")
+    assert (recurrent.recurrent_layers, recurrent.full_layers) == (27, 9)
+    assert recurrent.state_numbers > 0
+
+
+def test_most_of_the_catalogue_is_known() -> None:
+    assert len(known_shapes()) >= 65
+
+
+def test_folder_and_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    assert read_shape(str(tmp_path)).hidden == 4096
+    assert read_shape(str(tmp_path / "config.json")).layers == 36
+
+
+def test_gguf_file_has_its_own_size(tiny_target_dir: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
+    file = tmp_path / "model.gguf"
+    write_gguf(file, model, tokenizer=AutoTokenizer.from_pretrained(tiny_target_dir))
+    shape = read_shape(str(file))
+    assert shape.stored_bytes == file.stat().st_size
+    assert shape.parameters == model.num_parameters()
+    assert shape.layers == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[1]", "no JSON object"),
+        ("{}", "says no hidden_size"),
+        (json.dumps({**QWEN3_8B, "hidden_size": -1}), "hidden_size is -1"),
+        (json.dumps({**QWEN3_8B, "num_hidden_layers": "36"}), "has to be a positive whole number"),
+        (json.dumps({**QWEN3_8B, "num_experts": 4, "num_experts_per_tok": 8}), "there are 4 experts"),
+    ],
+)
+def test_broken_configuration(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UsageError, match=said):
+        read_shape(str(tmp_path))
+
+
+def test_unknown_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="did you mean qwen3-8b"):
+        read_shape("qwen3-8")
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        read_shape(str(tmp_path))
+    with pytest.raises(UsageError, match="does not exist"):
+        read_shape(str(tmp_path / "model.gguf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UsageError, match="nobody/nothing"):
+        read_shape("nobody/nothing")
