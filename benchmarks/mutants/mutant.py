@@ -109,7 +109,20 @@ def fingerprint(root: Path) -> str:
 
 def run_tests(root: Path, tests: Sequence[str], cache: Path, seconds: float) -> tuple[int | None, str]:
     """Exit status of pytest, stopped at the first failure (None: it took too long), and what it printed."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-m",
+        "not long",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        *tests,
+    ]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(root / "src"), os.environ.get("PYTHONPATH")))),
         "PYTHONDONTWRITEBYTECODE": "1",  # a file changed back within a second must not be read from a stale cache

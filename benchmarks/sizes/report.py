@@ -46,6 +46,10 @@ class Figures:
     def _by_way(self) -> dict[tuple[str, Way, str], list[Run]]:
         return turns.groups(self.runs, lambda run: (run.size, run.way, run.set))
 
+    @cached_property
+    def _by_bits(self) -> dict[tuple[str, int, str], list[Run]]:
+        return turns.groups(self.runs, lambda run: (run.size, run.way.bits, run.set))
+
     def of(self, size: str, way: Way, name: str) -> list[Run]:
         return self._by_way.get((size, way, name), [])
 
@@ -62,7 +66,7 @@ class Figures:
 
     def rates(self, size: str, way: Way, name: str) -> dict[int, float]:
         """Tokens per second of each complete repeat, the first token of an answer left out."""
-        prompts = {run.prompt for run in self.runs if (run.size, run.set, run.way.bits) == (size, name, way.bits)}
+        prompts = {run.prompt for run in self._by_bits.get((size, way.bits, name), ())}
         return turns.rates(self.of(size, way, name), len(prompts))
 
     def speed(self, size: str, way: Way, name: str) -> float | None:

@@ -31,6 +31,7 @@ def rows(out: str) -> list[list[str]]:
     return [line.split() for line in lines[head + 1 : head + 4]]
 
 
+@pytest.mark.slow
 def test_the_bundled_model(blockdraft: Run) -> None:
     done = blockdraft("demo", "--tiny", "--max-new-tokens", 64)
     assert done.code == 0 and "boxes" in done.out and "Drafter: its own." in done.out

@@ -450,6 +450,7 @@ def test_the_command_line_starts_without_torch() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_decoding_natively_imports_no_code_of_models_nor_what_torch_compiles_with() -> None:
     slow = {"torch._dynamo", "torch.distributed.tensor", "sympy", "transformers.modeling_utils"}
     code = "import sys; from blockdraft import Engine, SamplingParams, load_drafter, load_target\n"

@@ -58,6 +58,7 @@ def test_generate(
     assert found["identical"] and found["running"] == "native, int4 weights"
 
 
+@pytest.mark.slow
 def test_data_and_training(
     file: Path,
     tmp_path: Path,

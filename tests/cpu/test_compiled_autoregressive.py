@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from thinned import thinned
 from torch import Tensor
 
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter
@@ -89,9 +90,7 @@ def logits_of(run: Any, network: AutoregressiveNetwork, window: int | None = Non
     return found
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize(("name", "window", "store"), thinned(CONFIGS, [None, 7], STORES, keep=3))
 def test_logits_are_torchs(name: str, window: int | None, store: str, tiny_target_dir: Path) -> None:
     target: Any = load_target(tiny_target_dir, backend="native", compile="on", **STORES[store][0])
     network = network_of(name).to(target.dtype)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from thinned import thinned
 
 from blockdraft.cpu.library import INTEGERS, Library
 from blockdraft.cpu.sources import FLAGS, PARALLEL, SOURCE, VECTORS, command
@@ -52,14 +53,7 @@ def weights() -> Iterator[QuantizedWeight]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
-@pytest.mark.parametrize(
-    ("processor", "lanes"),
-    [
-        pytest.param(processor, lanes, marks=() if (place + way) % 3 == 0 else pytest.mark.long)
-        for place, processor in enumerate(PROCESSORS)
-        for way, lanes in enumerate((4, 8, 16))
-    ],
-)
+@pytest.mark.parametrize(("processor", "lanes"), thinned(PROCESSORS, (4, 8, 16), keep=3, mark=pytest.mark.long))
 def test_each_processor_computes_what_torch_computes(processor: str, lanes: int, tmp_path: Path) -> None:
     name, needed = PROCESSORS[processor]
     if not {*needed} <= processor_flags():

@@ -83,7 +83,7 @@ def test_weights_of_few_bits_give_what_torch_gives(tmp_path: Path, family: str, 
         assert 1e-4 < float((a - right).norm() / right.norm()) < (0.05 if quantize == "int8" else 0.5)
 
 
-@pytest.mark.parametrize("round_drafters", [True, False])
+@pytest.mark.parametrize("round_drafters", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_drafters_are_rounded_as_their_target_is_unless_they_are_to_be_kept(round_drafters: bool) -> None:
     target = load_target(dtype="float32", device="cpu", quantize="int4", round_drafters=round_drafters)
     drafter: Any = load_drafter(target=target)

@@ -99,6 +99,7 @@ def test_anothers_cache_is_refused(tmp_path: Path, target: Target, data: TokenDa
         found.check(load_target(tmp_path / "target", device="cpu"), data, TAPS)
 
 
+@pytest.mark.slow
 def test_the_fingerprint_of_a_target_is_not_of_its_dtype(target: Target) -> None:
     half = load_target(target.path, dtype="bfloat16", device="cpu")
     assert target_fingerprint(half) == target_fingerprint(target)

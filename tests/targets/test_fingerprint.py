@@ -44,6 +44,7 @@ def test_float16_has_other_numbers_and_so_says_nothing(tiny_target_dir: Path) ->
     assert other_target_warning("a drafter", "0123456789abcdef", target) is None
 
 
+@pytest.mark.slow
 def test_a_rounded_model_has_that_of_its_source(tiny_target_dir: Path, tmp_path: Path) -> None:
     source = load_target(tiny_target_dir, device="cpu")
     rounded = load_target(tiny_target_dir, device="cpu", quantize="int8")

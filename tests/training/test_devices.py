@@ -30,7 +30,7 @@ def faults():
 
 kept = keep_freed_memory()
 faults()
-print(kept, faults())
+print(kept, min(faults() for _ in range(5)))  # a system short of memory takes some away at times
 """
 
 

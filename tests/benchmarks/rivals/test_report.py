@@ -13,6 +13,7 @@ FOLDER = Path(report.__file__).parent
 KINDS = {"trained": "Trained", "answers": "Answers", "forwards": "Forward", "cycles": "Cycle", "speeds": "Speed"}
 
 
+@pytest.mark.slow
 def test_the_published_tables_are_made_of_the_published_records(tmp_path: Path) -> None:
     own = {name: Records(getattr(records, kind), FOLDER / f"{name}.csv").all for name, kind in KINDS.items()}
     found = Figures(5_400_000, 1.25, **own)
