@@ -146,6 +146,7 @@ def proposed(drafter: DFlashDrafter, kind: str, budget: int) -> tuple[Proposal, 
     return drafter.propose(state, anchor, plan), anchor, logits, plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["tiny_dflash2_dir", "tiny_dspark_dir"])
 def test_trees_that_do_not_know_which_guess_follows_which(
     folder: str, target: Target, request: pytest.FixtureRequest

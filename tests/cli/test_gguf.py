@@ -105,6 +105,7 @@ def test_data_and_training(
     assert len(drafter.reduced_head.kept) == 40
 
 
+@pytest.mark.slow
 def test_looking_at_it(
     file: Path,
     tiny_drafter_dir: Path,

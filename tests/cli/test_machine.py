@@ -23,6 +23,7 @@ from blockdraft.targets import load_target
 Run = Callable[..., tuple[int, str, str]]
 
 
+@pytest.mark.slow
 def test_facts(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     result = CliRunner().invoke(cli.app, ["env"])

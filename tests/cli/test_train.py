@@ -92,7 +92,8 @@ def test_all_that_is_wrong_is_told_before_the_target_is_loaded(tmp_path: Path, m
         assert one in told
 
 
-@pytest.mark.parametrize("written", ["speculators", pytest.param("zlab", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("written", ["speculators", "zlab"])
 def test_a_run_ends_with_a_table_and_the_command(
     written: str, tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
 ) -> None:

@@ -89,6 +89,7 @@ def assert_same_products(found: CachedWeights) -> None:
         assert layers[0].nbytes == layers[1].nbytes
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_made_once_and_gives_the_same_bits(origin: Origin, folder: Path) -> None:
     maker = Maker()
     first = open_kept(origin, maker)

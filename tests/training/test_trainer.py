@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from thinned import thinned
 
 from blockdraft import load_drafter, load_target
 from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
@@ -159,8 +160,7 @@ def test_checkpoints_are_written_by_time_too(run: Run, tmp_path: Path, monkeypat
     assert saved == [3, 1, 2, 3]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("place", ["forward", "between"])
+@pytest.mark.parametrize(("place", "number"), thinned(["forward", "between"], [signal.SIGTERM, signal.SIGINT], keep=2))
 def test_a_signal_saves_what_was_learned(
     place: str, number: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +192,7 @@ def test_a_signal_saves_what_was_learned(
     assert timeless[0] == timeless[1]
 
 
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_signal_interrupts_an_evaluation_but_the_last(
     step: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +260,7 @@ def test_a_resumed_run_reads_the_features_that_are_kept_beside_it(
     assert same(whole, broken)
 
 
+@pytest.mark.slow
 def test_features_that_find_no_room_on_the_disk_stay_in_memory(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +321,7 @@ def test_a_larger_number_of_steps_goes_on_behind_the_end_to_the_same_weights(
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_a_drafter_of_part_of_the_vocabulary_is_written_in_the_format_that_holds_it(
     run: Run, tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,6 +497,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(
     assert same(whole, out)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_the_log_names_the_last_checkpoint(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

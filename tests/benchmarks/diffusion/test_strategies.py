@@ -17,6 +17,7 @@ from blockdraft.errors import UsageError
 HOW = StrategySettings(sampled=("block 4", "whole clipped"), strategies=("static=2", "threshold=0"), samples=2, given=4)
 
 
+@pytest.mark.slow
 def test_each_way_samples_each_row(text_folder: Path, corpus: Corpus, tiny: TextSettings, tmp_path: Path) -> None:
     runs = text_runs(text_folder).all
     few = replace(HOW, samples=1)

@@ -48,6 +48,7 @@ def test_mask_equals_its_twin(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_flex_attention_equals_the_dense_mask(name: str) -> None:
     torch.manual_seed(0)
