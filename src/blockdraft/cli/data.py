@@ -16,6 +16,7 @@ from blockdraft.cli.options import (
     Device,
     Dtype,
     FieldOptions,
+    Quantize,
     RecordOptions,
     Revision,
     TargetBackend,
@@ -144,6 +145,7 @@ def data(
     dtype: Dtype = None,
     device: Device = None,
     backend: TargetBackend = DEFAULT_BACKEND,
+    quantize: Quantize = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON instead of a summary.")] = False,
 ) -> None:
     """Turn conversations or text into the tokens and loss masks that a drafter is trained on.
@@ -158,6 +160,8 @@ def data(
         raise UsageError("--server and --drafter are for regenerated responses; add --regenerate or --continue N.")
     if adapter and (server or not regenerate):
         raise UsageError("--adapter is for our own engine; add --regenerate, without --server, or leave it out.")
+    if quantize and (server or not regenerate):
+        raise UsageError("--quantize is for our own engine; add --regenerate, without --server, or leave it out.")
     if server and drafter:
         raise UsageError("--drafter is for our own engine; leave it out with --server.")
 
@@ -191,7 +195,8 @@ def data(
     RecordReader(text, sources, records, settings).check_first()
     loaded = None
     if writer == "target":
-        loaded = loading.load(target or "bundled", dtype, device, backend, adapter=adapter, revision=revision)
+        how = {"adapter": adapter, "revision": revision, "quantize": quantize}
+        loaded = loading.load(target or "bundled", dtype, device, backend, **how)
     if loaded is not None:
         _set_template(loaded, template)
         settings = replace(settings, author=target_fingerprint(loaded))

@@ -28,7 +28,7 @@ def test_every_command_is_one(make_plan: MakePlan) -> None:
     """Each can be read by the command line, whatever is asked for."""
     commands = get_command(app).commands  # type: ignore[attr-defined]
     seconds = dict.fromkeys(("prompts", "data", "features", "train", "calibrate", "bench"), 1.0)
-    plan = make_plan(features="disk", seconds=seconds)
+    plan = make_plan(features="disk", seconds=seconds, quantize="int8")
     for where in (WHERE, ADAPTED, Where(Path("out"), None)):
         made = make_steps(plan, where, ["chats.jsonl", "some/dataset"], ["--split", "test"])
         assert [step.name for step in made] == list(seconds)
@@ -49,6 +49,9 @@ def test_what_the_plan_says_is_what_the_commands_get(make_plan: MakePlan) -> Non
     assert "--taps=0,1,2 " in made["train"].line and "--objective=dpace=1.0" in made["train"].line
     assert "--features=memory" in made["train"].line
     assert "--target-dtype bfloat16 --device cpu --backend hf --data out.fit/data" in made["train"].line
+    rounded = {step.name: step for step in make_steps(make_plan(quantize="int8"), WHERE, [], [])}
+    assert [name for name, step in rounded.items() if "--quantize int8" in step.line] == ["data"]
+    assert "--quantize" not in made["data"].line
     stored = {step.name: step for step in make_steps(make_plan(features="disk"), WHERE, [], [])}
     assert "--features=out.fit/features" in stored["train"].line
     looped = {step.name: step for step in make_steps(make_plan(features=None), WHERE, [], [])}

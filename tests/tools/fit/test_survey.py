@@ -8,7 +8,8 @@ import pytest
 
 from blockdraft import timing
 from blockdraft.data.answerers import CHECKED_TOKENS
-from blockdraft.targets import load_target
+from blockdraft.errors import UsageError
+from blockdraft.targets import Target, load_target
 from blockdraft.tools.fit import survey
 from blockdraft.training.trainer import Trainer
 
@@ -88,3 +89,25 @@ def test_a_step_that_takes_the_whole_time_is_not_repeated(
 
     slow: Any = Slow()
     assert survey._step_seconds(slow, 5.0) == found and timed == steps
+
+
+@pytest.mark.parametrize(("speed", "quantize"), [(1.1, None), (1.3, "int8")])
+def test_the_rounded_target_answers_where_it_is_faster(
+    speed: float, quantize: str | None, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load_target(tiny_target_dir, device="cpu")
+    rounded, answer, who = load_target(tiny_target_dir, device="cpu", quantize="int8"), survey._answer, list[bool]()
+
+    def timed(target: Target, *how: Any) -> tuple[Any, float]:
+        who.append(target is rounded)
+        return answer(target, *how)[0], speed if target is rounded else 1.0
+
+    monkeypatch.setattr(survey, "_answer", timed)
+    found = survey._answers(target, ["say the inn"] * 9, 1e3, 20, lambda: rounded)
+    assert found.quantize == quantize and who[-1] == (quantize is not None) and who.count(True) == 1 + who[-1]
+
+    def refuse() -> Target:
+        raise UsageError("no")
+
+    assert survey._answers(target, ["say the inn"] * 9, 1e3, 20, refuse).quantize is None
+    assert not survey.may_be_rounded(rounded) and not survey.may_be_rounded(load_target(tiny_target_dir, backend="hf"))

@@ -13,6 +13,7 @@ from blockdraft.errors import Complaints, counted
 from blockdraft.nn.draft_config import default_taps
 from blockdraft.tools.fit.settings import FitSettings
 from blockdraft.training.variant import find_variant, fit_gains
+from blockdraft.types import Quantize
 
 Fields: TypeAlias = dict[str, Any]
 
@@ -120,6 +121,7 @@ class Measured:
         read_rate: Tokens/s of features.
         speeds: Speeds by variant.
         batch_size: Number of answers at a time that is fastest.
+        quantize: How the target is rounded for writing answers faster; None is not at all.
     """
 
     prompt_tokens: float
@@ -131,6 +133,7 @@ class Measured:
     read_rate: float
     speeds: Mapping[str, Speeds]
     batch_size: int = DataSettings.batch_size
+    quantize: Quantize | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class Plan:
         disk, memory: Approximate need in bytes.
         reasons: Reasons for the choices, a sentence each.
         batch_size: Number of answers that are written at a time.
+        quantize: How the target is rounded that writes the answers; None is not at all.
     """
 
     variant: str
@@ -161,6 +165,7 @@ class Plan:
     memory: int
     reasons: tuple[str, ...]
     batch_size: int = DataSettings.batch_size
+    quantize: Quantize | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -258,6 +263,11 @@ def make_plan(
     variant = _variant(settings, measured, reasons)
     speed = measured.speeds[variant]
     tokens, temperature = answer_length(settings, target.context), _temperature(settings, measured, reasons)
+    if measured.quantize is not None:
+        reasons.append(
+            f"answers are written by the target rounded to {measured.quantize}, which is faster here; the drafter "
+            "reads the hidden states of the target itself"
+        )
     bench_tokens = min(BENCH_TOKENS, tokens)
     bench_each = BENCH_RUNS * measured.plain_seconds * bench_tokens
     bench_prompts = int(min(max(BENCH_SHARE * 3600 * settings.hours / bench_each, 4), BENCH_PROMPTS))
@@ -396,6 +406,7 @@ def make_plan(
         memory=memory,
         reasons=tuple(reasons),
         batch_size=measured.batch_size,
+        quantize=measured.quantize,
     )
 
 

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,15 +144,17 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     with complaints.noting():
         with telling(note, "Loading the target"):
             # With torch's default number of threads, as in the commands that follow.
-            where, backend = fit.where, fit.where.backend or DEFAULT_BACKEND
-            target = load_target(
+            where = fit.where
+            load = partial(
+                load_target,
                 where.target or "bundled",
                 where.dtype,
                 where.device,
-                backend,
+                where.backend or DEFAULT_BACKEND,
                 adapter=where.adapter,
                 revision=where.revision,
             )
+            target = load()
         start, facts = survey.age(), survey.target_facts(target)
         variants = [settings.variant] if settings.variant else candidates(facts)
         _check_target(target, variants, complaints)
@@ -161,7 +164,8 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     machine = survey.machine(target, fit.where.out)
     tokens = answer_length(settings, target.max_context)
     try:
-        measured = survey.measure(target, prompts, settings.hours, tokens, variants, scratch, note)
+        rounded = partial(load, quantize=survey.ROUNDED) if survey.may_be_rounded(target) else None
+        measured = survey.measure(target, prompts, settings.hours, tokens, variants, scratch, note, rounded)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         with contextlib.suppress(OSError):  # absent

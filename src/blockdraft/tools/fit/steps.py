@@ -112,6 +112,7 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], records: Sequen
     data, held_out, features = str(folder / "data"), str(folder / HELD_OUT), str(folder / "features")
     at_once = ["--batch-size", str(plan.batch_size)]
     wanted = ["--count", str(plan.answers), "--held-out", str(plan.held_out), "--seed", seed]
+    rounded = [] if plan.quantize is None else ["--quantize", plan.quantize]
     answers = ["--max-new-tokens", str(plan.max_new_tokens), "--temperature", f"{plan.temperature:g}", "--seed", seed]
     recipe = {**plan.recipe, "features": features if plan.features == "disk" else plan.features}
     fields = [f"--{name.replace('_', '-')}={_flag(value)}" for name, value in recipe.items() if value is not None]
@@ -122,7 +123,7 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], records: Sequen
     pair = [*replace(where, target=where.target or "bundled").options(), "--drafter", str(where.out)]
     commands: dict[str, list[str]] = {
         "prompts": [*sources, *records, *target, *wanted, *at_once, "--out", str(folder)],
-        "data": [str(folder / PROMPTS), *target, "--regenerate", *answers, *at_once, "--out", data],
+        "data": [str(folder / PROMPTS), *target, "--regenerate", *answers, *at_once, *rounded, "--out", data],
         "features": ["--data", data, *trained, "--taps", _flag(recipe["taps"]), "--out", features],
         "train": [plan.variant, *fields, *trained, "--data", data, "--prompts", held_out, "--out", str(where.out)],
         "calibrate": [*pair, "--anew"],

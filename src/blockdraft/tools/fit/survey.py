@@ -6,6 +6,7 @@ time: it makes one measurement in any case, and more while its time lasts.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import statistics
@@ -29,6 +30,7 @@ from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine, loops
 from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.engine.text import encode
+from blockdraft.errors import UsageError
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 from blockdraft.timing import telling
@@ -36,7 +38,7 @@ from blockdraft.tools.fit.plan import Machine, Measured, Speeds, TargetFacts, an
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.trainer import Trainer, measuring
 from blockdraft.training.variant import find_variant
-from blockdraft.types import SamplingParams
+from blockdraft.types import Quantize, SamplingParams
 
 SHARE, MOST_SECONDS = 0.1, 300.0  # of the hours, and at most, that the survey takes
 ANSWERS, STEPS, CYCLES = 0.5, 0.35, 0.15  # shares of the survey
@@ -44,6 +46,8 @@ BATCHES = (8, 16, 32, 64)  # numbers of answers at a time that are tried
 TRIED_TOKENS = 16  # of each answer while they are tried
 ANSWER_TOKENS = 384  # maximum length of an answer while measuring
 SAMPLED = 32  # number of answers that tell how long answers are
+ROUNDED: Quantize = "int8"  # how a target is rounded whose answers take less time then
+FASTER = 1.2  # times the speed from which on the rounded target writes the answers
 RUNS = 3  # maximum number of runs of which the median counts
 ROWS = (1, 4)  # sizes of training steps, in rows
 BLOCKS = (2, 4, 8)
@@ -77,6 +81,7 @@ class Answers:
         looping: Share of the answers that loop.
         batch_size: Number of answers at a time that is fastest.
         rate: Tokens/s of answers that are kept.
+        quantize: How the target was rounded that wrote them; None is not at all.
     """
 
     prompts: list[list[int]]
@@ -85,6 +90,7 @@ class Answers:
     looping: float
     batch_size: int
     rate: float
+    quantize: Quantize | None
 
 
 def target_facts(target: Target) -> TargetFacts:
@@ -113,6 +119,15 @@ def machine(target: Target, out: Path) -> Machine:
     )
 
 
+def may_be_rounded(target: Target) -> bool:
+    """Whether products of this target may take less time in few bits: it is compiled for a CPU, in 16 bits or more."""
+    return (
+        target.device.type == "cpu"
+        and getattr(target, "compiled", None) is not None
+        and not getattr(target, "bits", None)
+    )
+
+
 def age() -> float:
     """Seconds since this process began."""
     return max(time.time() - psutil.Process().create_time(), 0.0)
@@ -126,6 +141,7 @@ def measure(
     variants: Sequence[str],
     folder: Path,
     note: Callable[[str], None],
+    rounded: Callable[[], Target] | None = None,
 ) -> Measured:
     """Measure how fast the target answers these prompts, and how fast drafters for it are trained and draft, on this
     machine.
@@ -137,12 +153,14 @@ def measure(
         max_new_tokens: Maximum length of an answer of the fit.
         variants: Kinds of drafters to compare.
         folder: Folder for temporary data and drafters, which the caller deletes.
+        rounded: Loads the target rounded by `ROUNDED`, which may write the answers; None does not try that.
     """
     seconds, began = min(SHARE * 3600 * hours, MOST_SECONDS), time.monotonic()
     with telling(note, "Answering some prompts"):
-        found = _answers(target, prompts, ANSWERS * seconds, max_new_tokens)
+        found = _answers(target, prompts, ANSWERS * seconds, max_new_tokens, rounded)
     mean = statistics.mean(found.lengths)
-    note(f"answers: {found.rate:.0f} tokens/s, {found.batch_size} at a time, {mean:.0f} tokens each")
+    how = "" if found.quantize is None else f", by the target in {found.quantize}"
+    note(f"answers: {found.rate:.0f} tokens/s, {found.batch_size} at a time, {mean:.0f} tokens each{how}")
     data = _documents(folder / "data", target, found)
     shapes = {name: reference(name, target_facts(target)) for name in variants}
     with telling(note, "Computing the target's features of these answers, once for all drafters"):
@@ -187,11 +205,18 @@ def measure(
         read_rate=rate,
         speeds=speeds,
         batch_size=found.batch_size,
+        quantize=found.quantize,
     )
 
 
-def _answers(target: Target, prompts: Sequence[Any], seconds: float, max_new_tokens: int) -> Answers:
-    """Find the fastest number of answers at a time, and write as many answers."""
+def _answers(
+    target: Target,
+    prompts: Sequence[Any],
+    seconds: float,
+    max_new_tokens: int,
+    rounded: Callable[[], Target] | None = None,
+) -> Answers:
+    """Find the fastest number of answers at a time, and precision, and write as many answers."""
     began = time.monotonic()
     ids = [encode(prompt, target) for prompt in prompts]
     ids = [each for each in ids if len(each) + TRIED_TOKENS < target.max_context]
@@ -206,9 +231,17 @@ def _answers(target: Target, prompts: Sequence[Any], seconds: float, max_new_tok
         if size >= len(ids) or time.monotonic() - began > seconds / 3:
             break
     best = max(rates, key=lambda size: rates[size])
+    fastest = rates[best]
+    quantize: Quantize | None = None
+    if rounded is not None and time.monotonic() - began < seconds / 2:
+        with contextlib.suppress(UsageError):  # it cannot be rounded
+            other = rounded()
+            _, rate = _answer(other, ids, best, best, TRIED_TOKENS)
+            if rate > FASTER * fastest:
+                target, fastest, quantize = other, rate, ROUNDED
     left = max(seconds - (time.monotonic() - began), 0.0)
     count = min(max(SAMPLED, best), len(ids))
-    tokens = int(left * rates[best] / count)
+    tokens = int(left * fastest / count)
     tokens = max(TRIED_TOKENS, min(tokens, ANSWER_TOKENS, max_new_tokens))
     written, rate = _answer(target, ids, best, count, tokens)
     kept, looped = zip(*(before_loop(answer) for _, answer, _ in written), strict=True)
@@ -223,6 +256,7 @@ def _answers(target: Target, prompts: Sequence[Any], seconds: float, max_new_tok
         looping=statistics.mean(looped),
         batch_size=best,
         rate=rate * max(sum(lengths), 1) / sum(spent),
+        quantize=quantize,
     )
 
 
