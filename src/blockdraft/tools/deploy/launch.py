@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkstemp
 from types import TracebackType
 
 import httpx
@@ -20,6 +22,7 @@ import psutil
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, TENSORRT_LLM_FILE, VLLM, Start, as_typed
+from blockdraft.tools.deploy.installed import remedy
 from blockdraft.tools.inspect import checked_pair
 
 HOST = "127.0.0.1"
@@ -30,7 +33,8 @@ METRICS: dict[str, list[str]] = {"vllm": [], "sglang": ["--enable-metrics"], "tr
 NO_PREFIXES = {"vllm": ["--no-enable-prefix-caching"], "sglang": ["--disable-radix-cache"], "trtllm": []}
 NO_REUSE = {"kv_cache_config": {"enable_block_reuse": False}}  # the same in the file of TensorRT-LLM
 POLL_SECONDS, GRACE_SECONDS = 0.2, 60.0
-STDERR = 2
+ENDING = (signal.SIGTERM, signal.SIGHUP)  # signals that end the engine with this process
+LAST_LINES = 15  # of the log of an engine that did not come up
 
 
 @dataclass(frozen=True)
@@ -102,33 +106,61 @@ def _files(start: Start, prefix_caching: bool) -> dict[str, str]:
 class Running:
     """A running engine. As a context manager, it ends the engine.
 
-    The engine prints to standard error. SIGTERM raises KeyboardInterrupt in the meantime, so that ending this process
-    ends the engine too. Python handles signals in the main thread only, so this holds for engines started there.
+    SIGTERM and SIGHUP raise KeyboardInterrupt in the meantime, so that ending this process ends the engine too. Python
+    handles signals in the main thread only, so this holds for engines started there.
 
     Args:
         line: Program and arguments.
         port: Port at which the engine will listen.
         patience: Seconds until the engine must answer.
+        log: File for what the engine prints; by default a new one among the temporary files.
+        variables: Environment variables beside those of this process.
+
+    Attributes:
+        url: Address of the engine.
+        log: The file for what it prints, which stays.
 
     Raises:
-        UsageError: The port is in use, the program does not exist, or the engine ends or does not answer in time.
+        UsageError: The port is in use, the program or the log's folder does not exist, or the engine ends or does not
+            answer in time.
     """
 
-    def __init__(self, line: Sequence[str], port: int, patience: float) -> None:
+    def __init__(
+        self,
+        line: Sequence[str],
+        port: int,
+        patience: float,
+        log: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.url = f"http://{HOST}:{port}"
         with socket.socket() as probe:
             if probe.connect_ex((HOST, port)) == 0:
                 raise UsageError(f"port is {port}, which is in use; give another --port.")
+        self.log = new_log(line[0]) if log is None else log
         try:
-            self.process = psutil.Popen(line, stdin=subprocess.DEVNULL, stdout=STDERR)
+            printed = self.log.open("wb")
+        except OSError as error:
+            raise UsageError(f"log is {self.log}, which cannot be written ({error.strerror}).") from error
+        try:
+            # In a session of its own, so that Ctrl-C reaches it through `close` alone, and its workers can be found.
+            self.process = psutil.Popen(
+                line,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                env=os.environ | dict(variables or {}),
+                start_new_session=True,
+            )
         except OSError as error:
             raise UsageError(
                 f"{line[0]} cannot be started ({error.strerror}); install the engine, or print the command with "
                 "--dry-run and run it on a machine that has the engine."
             ) from error
-        self._workers = set[psutil.Process]()
-        self._handles_signals = threading.current_thread() is threading.main_thread()
-        self._before = signal.signal(signal.SIGTERM, _interrupt) if self._handles_signals else None
+        finally:
+            printed.close()
+        handles_signals = threading.current_thread() is threading.main_thread()
+        self._before = {each: signal.signal(each, _interrupt) for each in ENDING} if handles_signals else {}
         try:
             self._wait(patience)
         except BaseException:
@@ -138,23 +170,41 @@ class Running:
     def _wait(self, patience: float) -> None:
         until = time.monotonic() + patience
         while time.monotonic() < until:
-            self._note_workers()
             status = self.process.poll()
             if status is not None:
                 name = Path(self.process.args[0]).name
-                raise UsageError(f"{name} ended with status {status} before it answered; its output above says why.")
+                raise UsageError(f"{name} ended with status {status} before it answered. {self.last_words()}")
             try:
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass
             time.sleep(POLL_SECONDS)
-        raise UsageError(f"The engine did not answer at {self.url}/health in {patience:g} s; raise --patience.")
+        raise UsageError(
+            f"The engine did not answer at {self.url}/health in {patience:g} s; raise --patience. {self.last_words()}"
+        )
 
-    def _note_workers(self) -> None:
-        """Remember the engine's child processes. Once the engine has died, they can no longer be found."""
+    def last_words(self) -> str:
+        """The end of the log, in words, and what helps where that is known."""
+        printed = self.log.read_text(encoding="utf-8", errors="replace")
+        lines = "\n".join(f"  {line}" for line in printed.rstrip().splitlines()[-LAST_LINES:])
+        help = remedy(printed)
+        return (
+            f"The engine's log is {self.log}"
+            + (f"; what helps: {help}." if help else ".")
+            + (f" It ends with\n{lines}" if lines else " It printed nothing.")
+        )
+
+    def _family(self) -> list[psutil.Process]:
+        """The engine and its workers, which are in the engine's session even if it has died."""
+        found: list[psutil.Process] = [self.process]
+        for each in psutil.process_iter():
+            with suppress(OSError, psutil.NoSuchProcess):
+                if each.pid != self.process.pid and os.getsid(each.pid) == self.process.pid:
+                    found.append(each)
         with suppress(psutil.NoSuchProcess):
-            self._workers.update(self.process.children(recursive=True))
+            found += [each for each in self.process.children(recursive=True) if each not in found]
+        return found
 
     def wait(self) -> int:
         """Wait until the engine ends by itself. Returns its exit status."""
@@ -162,10 +212,9 @@ class Running:
 
     def close(self) -> None:
         """Terminate the engine and its workers, and kill those that have not ended after `GRACE_SECONDS`."""
-        if self._handles_signals:
-            signal.signal(signal.SIGTERM, self._before)
-        self._note_workers()
-        family = [self.process, *self._workers]
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        family = self._family()
         for each in family:
             with suppress(psutil.NoSuchProcess):
                 each.terminate()
@@ -182,6 +231,13 @@ class Running:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def new_log(program: str) -> Path:
+    """A new file among the temporary ones."""
+    number, name = mkstemp(prefix=f"blockdraft-{Path(program).name}-", suffix=".log")
+    os.close(number)
+    return Path(name)
 
 
 def _interrupt(number: int, frame: object) -> None:

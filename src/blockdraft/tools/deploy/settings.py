@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -29,7 +30,11 @@ class LaunchSettings:
     Attributes:
         port: Port of this machine at which the engine listens.
         patience: Seconds until the engine must answer; large models take minutes to load.
+        environment: Folder of the virtual environment that holds the engine; by default the path is searched.
+        log: File for what the engine prints; by default a new one among the temporary files.
     """
 
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     patience: Annotated[float, Field(gt=0)] = 1800.0
+    environment: Path | None = None
+    log: Path | None = None

@@ -1,0 +1,84 @@
+"""What our engine makes of prompts, for comparison with engines of others, and where these are installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft.drafters import load_drafter
+from blockdraft.drafters.dflash.network import DraftPass
+from blockdraft.engine import Engine
+from blockdraft.engine.text import encode
+from blockdraft.models.catalogue import known
+from blockdraft.models.places import DEFAULT, TINY, bundled_drafter, pulled
+from blockdraft.targets import load_target, load_target_text
+from blockdraft.types import Drafting, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens of an answer, and the drafts that it took."""
+
+    tokens: list[int]
+    drafts: int
+
+
+def pairs() -> dict[str, tuple[Path, Path]]:
+    """Targets and drafters that are served: the bundled pair, and SmolLM2 where its folder and drafter are here."""
+    found = {"tiny": (TINY / "target", TINY / "drafter")}
+    model = known(DEFAULT)
+    target, drafter = pulled(model), bundled_drafter(model)
+    if target is not None and target.is_dir() and drafter is not None:
+        found[model.id] = (target, drafter)
+    return found
+
+
+def environment(name: str) -> Path:
+    """The environment that `make test-NAME` sets up; `BLOCKDRAFT_NAME` names another."""
+    folder = Path(os.environ.get(f"BLOCKDRAFT_{name.upper()}", ROOT / f".venv-{name}"))
+    if not (folder / ".installed").exists():
+        pytest.skip(f"{folder} is not there; run make test-{name}")
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def prompts(target: Path) -> list[list[int]]:
+    """The bundled questions as the target's chats."""
+    text = load_target_text(target)
+    lines = (ROOT / "benchmarks/peers/prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [encode(json.loads(line)["prompt"], text) for line in lines]
+
+
+def ours(asked: Sequence[Sequence[int]], target: Path, drafter: Path, dtype: str = "float32") -> list[Answer]:
+    """What our engine makes of the prompts, in blocks of full length."""
+    loaded = load_target(target, dtype, "cpu", backend="native", compile="off")
+    params = SamplingParams(TOKENS, temperature=0)
+    with Engine(loaded, load_drafter(drafter, target=loaded), drafting=Drafting(block_size=None)) as engine:
+        done = [engine.generate([[*prompt]], params)[0] for prompt in asked]
+    return [Answer(list(one.token_ids), len(one.stats.committed)) for one in done]
+
+
+def first_norm_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the keys of the context in all layers the first layer's norm, as vLLM 0.32 does on CPUs (docs/upstream)."""
+    begin = DraftPass.__init__
+
+    def begin_alike(self: DraftPass, *given: object, **named: object) -> None:
+        begin(self, *given, **named)  # type: ignore[arg-type]
+        self._key_scales = self._key_scales[:1].expand_as(self._key_scales)
+
+    monkeypatch.setattr(DraftPass, "__init__", torch.no_grad()(begin_alike))

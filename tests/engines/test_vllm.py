@@ -1,0 +1,121 @@
+"""vLLM on a CPU as outside judge: started by `blockdraft launch`'s own line, it decodes to the same tokens, and takes as
+many drafts for each prompt."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from beside import ROOT, TOKENS, Answer, environment, first_norm_for_all_layers, free_port, ours, pairs, prompts
+
+from blockdraft.errors import UsageError
+from blockdraft.evaluation.servers.metrics import parse
+from blockdraft.targets import load_target
+from blockdraft.tools.deploy.installed import installed
+from blockdraft.tools.deploy.launch import Running, command
+from blockdraft.training.export import convert, format_for
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+FEW = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
+PATIENCE = 1800.0
+# Replaces the kernel that reads one row of the norms' weights; docs/upstream tells of the fault.
+REPAIR = """
+import torch
+from vllm import _custom_ops as ops
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+def normalize(self, all_k):
+    normed = torch.empty_like(all_k)
+    for layer, weight in enumerate(self._k_norm_weights):
+        ops.rms_norm(normed[layer], all_k[layer], weight, self._rms_norm_eps)
+    return normed
+
+def repair():
+    DFlashQwen3Model._normalize_context_k = normalize
+"""
+
+
+@contextmanager
+def served(target: Path, drafter: Path, folder: Path, repaired: bool = False) -> Iterator[str]:
+    """Address of vLLM with a pair. Where it is repaired, a plugin of vLLM's replaces the faulty norm."""
+    port = free_port()
+    line = command("vllm", str(target), str(drafter), port, more=FEW).line
+    here = installed(line, environment("vllm"), print)
+    variables = dict(here.variables) | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    if repaired:
+        plugin = folder / "plugin"
+        (plugin / "repair-0.dist-info").mkdir(parents=True)
+        (plugin / "norm_repair.py").write_text(REPAIR)
+        (plugin / "repair-0.dist-info" / "METADATA").write_text("Name: repair\nVersion: 0\n")
+        (plugin / "repair-0.dist-info" / "entry_points.txt").write_text(
+            "[vllm.general_plugins]\nnorm_repair = norm_repair:repair\n"
+        )
+        variables["PYTHONPATH"] = str(plugin)
+    with Running(here.line, port, PATIENCE, folder / "vllm.log", variables) as running:
+        yield running.url
+    assert not [each for each in psutil.process_iter(["cmdline"]) if str(port) in (each.info["cmdline"] or [])]
+
+
+def drafts(url: str) -> float:
+    values = parse(httpx.get(f"{url}/metrics", timeout=60).text).values
+    return sum(values.get("vllm:spec_decode_num_drafts_total", ()))
+
+
+def theirs(url: str, asked: Sequence[Sequence[int]]) -> list[Answer]:
+    name = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]
+    found, before = [], drafts(url)
+    for prompt in asked:
+        body = {"model": name, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).raise_for_status().json()
+        after = drafts(url)
+        found.append(Answer(answer["choices"][0]["token_ids"], int(after - before)))
+        before = after
+    return found
+
+
+@pytest.mark.parametrize("pair", pairs())
+@pytest.mark.parametrize(
+    ("layout", "repaired"), [("zlab", False), ("zlab", True), ("speculators", True)], ids=["as it is", "zlab", "spec"]
+)
+def test_tokens_and_drafts(
+    pair: str, layout: str, repaired: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = pairs()[pair]
+    if layout != "zlab":
+        loaded = load_target(target, device="cpu")
+        convert(drafter, tmp_path / layout, format_for(layout, loaded, str(target)), loaded)
+    asked = prompts(target)
+    plain = ours(asked, target, drafter)
+    with served(target, drafter if layout == "zlab" else tmp_path / layout, tmp_path, repaired) as url:
+        found = theirs(url, asked)
+    if not repaired:
+        first_norm_for_all_layers(monkeypatch)
+    expected = plain if repaired else ours(asked, target, drafter)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    assert len({one.drafts for one in expected}) > 2  # so that equal counts mean something
+    assert [one.drafts for one in found] == [one.drafts for one in expected]
+    if not repaired:
+        assert [one.drafts for one in expected] != [one.drafts for one in plain]
+
+
+def test_the_fault_is_there_still() -> None:
+    """The program of the report. Where it says that rows are alike no longer, the emulation can go."""
+    python = environment("vllm") / "bin" / "python"
+    program = ROOT / "docs/upstream/vllm_rms_norm_rows.py"
+    done = subprocess.run([python, program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "row 1 is normed by row 0's weight" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_drafter_that_vllm_has_no_cpu_kernels_for(
+    tiny_target_dir: Path, tiny_dflash2_dir: Path, tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(UsageError, match="ended with status .* what helps: vLLM drafts with DFlash2 on GPUs only"),
+        served(tiny_target_dir, tiny_dflash2_dir, tmp_path),
+    ):
+        pass
