@@ -1,5 +1,5 @@
-"""vLLM on a CPU as outside judge: started by `blockdraft launch`'s own line, it decodes to the same tokens, and takes as
-many drafts for each prompt."""
+"""vLLM on a CPU as outside judge: started by the line of `blockdraft launch`, it decodes to the same tokens, and takes
+as many drafts for each prompt."""
 
 from __future__ import annotations
 

@@ -203,3 +203,21 @@ def test_unknown_counters() -> None:
 def test_cached_tokens() -> None:
     text = '# TYPE sglang:cached_tokens counter\nsglang:cached_tokens_total{{cache_source="device"}} {}\n'
     assert cached_tokens(parse(text.format(3)), parse(text.format(20))) == ("sglang:cached_tokens_total", 17)
+
+
+def test_vllm_counts_guesses_behind_the_end_of_an_answer() -> None:
+    """10 answers of 521 tokens in 143 drafts, of which the first tokens needed none."""
+    text = """# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total {}
+# TYPE vllm:spec_decode_num_accepted_tokens counter
+vllm:spec_decode_num_accepted_tokens_total {}
+# TYPE vllm:generation_tokens counter
+vllm:generation_tokens_total {}
+# TYPE vllm:request_success counter
+vllm:request_success_total{{finished_reason="stop"}} {}
+vllm:request_success_total{{finished_reason="length"}} {}
+"""
+    before, after = parse(text.format(0, 0, 0, 0, 0)), parse(text.format(143, 378, 521, 7, 3))
+    assert acceptance(before, after).tau == 511 / 143
+    undrafted = parse(text.format(100, 150, 521, 7, 3))  # some tokens were decoded plainly
+    assert acceptance(before, undrafted).tau == 2.5

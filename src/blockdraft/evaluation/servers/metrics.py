@@ -89,6 +89,12 @@ def acceptance(before: Snapshot | None, after: Snapshot | None) -> Acceptance:
     cycles, tokens = (grown(before, after, f"blockdraft:num_{name}_total") for name in ("cycles", "cycle_tokens"))
     if not cycles or tokens is None:  # other engines count only cycles that drafted
         cycles, tokens = drafts, drafts + accepted
+        made, answers = (
+            grown(before, after, f"vllm:{name}_total") for name in ("generation_tokens", "request_success")
+        )
+        if made is not None and answers is not None:
+            # vLLM counts accepted guesses behind the end of an answer too. An answer's first token needs no draft.
+            tokens = min(tokens, made - answers)
     places = range(max(after.accepted_at, default=-1) + 1)
     counts = [after.accepted_at.get(i, 0.0) - before.accepted_at.get(i, 0.0) for i in places]
     return Acceptance(tokens / cycles, tuple(count / cycles for count in counts)) if cycles else Acceptance(1.0)
