@@ -14,8 +14,8 @@ RECENT = 9  # cycles of a size that count
 USUAL = 2 * RECENT  # cycles during which `RECENT` of a size are enough to tell how fast the machine is at present
 # By how much the logarithm of a time may be less than expected, and what that grows by with each cycle since the size
 # ran: of a size that ran seldom (all its cycles may have met delays), and of one that ran more often.
-SELDOM = 2
-UNTRIED, UNTRIED_GROWTH = 1.2, 0.05
+SELDOM = 1
+UNTRIED, UNTRIED_GROWTH = 0.8, 0.05
 TRIED, TRIED_GROWTH = 0.1, 3e-4
 
 

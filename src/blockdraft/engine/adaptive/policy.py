@@ -28,7 +28,7 @@ SPARE_DEPTH = 1.25  # slots of a draft pass over the depth that paid lately
 HOLD = 16  # most cycles that a decision holds, since thinking takes time
 HOLD_GROWTH = 8  # cycles after which it holds for one more
 EXPLORE = 0.01  # share of the cycles that trials may lose
-CREDIT, DEBT = 3.0, 1.0  # cycles that they may lose to begin with, and save up; the most that is owed
+CREDIT, DEBT = 2.0, 1.0  # cycles that they may lose to begin with, and save up; the most that is owed
 TOO_LONG = 2.5  # times the best cycle: a trial that is expected to take longer is left out
 
 
