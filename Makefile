@@ -7,7 +7,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo test test-long lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-models test-vllm test-openvino bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
+.PHONY: demo test test-long lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft demo
@@ -81,6 +81,14 @@ test-openvino: .venv/.installed .venv-openvino/.installed
 bench-peers: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments
 	.venv/bin/python -m benchmarks.peers $(ARGS)
+
+# The same beside vLLM and OpenVINO on this CPU, in build/engines: make bench-engines ARGS="--target DIR --drafter DIR".
+ENGINES = transformers,transformers lookup,llama.cpp,llama.cpp draft-dflash:15,vllm,vllm dflash,$(OPENVINO),$(OURS)
+OPENVINO = openvino,openvino lookup,openvino dflash,openvino int8,openvino int4
+OURS = ours plain,ours dflash,ours cost-aware
+bench-engines: .venv/.installed
+	.venv/bin/python -m benchmarks.peers.environments transformers llama_cpp vllm openvino
+	.venv/bin/python -m benchmarks.peers --peers "$(ENGINES)" --out build/engines $(ARGS)
 
 # Decoding speed by the size of the model, beside llama.cpp's, which the first run builds: make bench-sizes ARGS=--quick.
 bench-sizes: .venv/.installed

@@ -45,7 +45,11 @@ def why_missing(name: str) -> str | None:
     if (folder(name) / ".installed").exists():
         return None
     reason = folder(name) / "failed"
-    return reason.read_text() if reason.exists() else "not installed; run `make bench-peers`"
+    return (
+        reason.read_text()
+        if reason.exists()
+        else f"not installed; run `make bench-{'engines' if name in MORE else 'peers'}`"
+    )
 
 
 def _run(name: str, *command: str | Path) -> None:
@@ -109,6 +113,15 @@ def _build(name: str, target: str) -> None:
     _run(name, _tools()[0], "--build", folder("llama_cpp") / "build", "--target", target, "-j", jobs)
 
 
+def _made(name: str) -> None:
+    """Link an environment that the Makefile sets up for the tests."""
+    environment = ROOT / f".venv-{name}"
+    _run(name, "make", f"{environment.name}/.installed")
+    link = folder(name) / "venv"
+    link.unlink(missing_ok=True)
+    link.symlink_to(environment)
+
+
 INSTALLERS: dict[str, Callable[[], None]] = {
     "transformers": lambda: _venv("transformers", "torch", "transformers"),
     # The extra pins torch and transformers exactly.
@@ -117,6 +130,8 @@ INSTALLERS: dict[str, Callable[[], None]] = {
 }
 MORE: dict[str, Callable[[], None]] = {  # installed only when named
     "llama_server": lambda: _with_llama_cpp("llama_server", "llama-server"),  # takes longer than all the rest
+    "vllm": lambda: _made("vllm"),  # gigabytes
+    "openvino": lambda: _made("openvino"),
     "llama_tool": lambda: _with_llama_cpp("llama_tool", "llama-speculative-simple"),  # for the tests
 }
 

@@ -54,6 +54,14 @@ def _llama(name: str, does: str, **options: Any) -> Peer:
     return Peer(name, "llama_cpp", "llama_cpp.py", does, options, speaks_here=True)
 
 
+def _vllm(name: str, does: str, **options: Any) -> Peer:
+    return Peer(name, "vllm", "vllm_engine.py", does, options)
+
+
+def _openvino(name: str, does: str, **options: Any) -> Peer:
+    return Peer(name, "openvino", "openvino_pipeline.py", does, options)
+
+
 def _ours(name: str, does: str, **options: Any) -> Peer:
     """A peer of ours, with target and drafter compiled on a CPU; it is missing rather than run uncompiled."""
     return Peer(name, OURS, "ours.py", does, {"compiled": options.get("backend") != "hf", **options})
@@ -74,6 +82,13 @@ PEERS = (
     _llama("llama.cpp draft-dflash:3", "3 guesses", speculator="draft-dflash", draft="drafter"),
     _llama("llama.cpp draft-dflash:7", "7 guesses", speculator="draft-dflash", draft="drafter", guesses=7),
     _llama("llama.cpp draft-dflash:15", "15 guesses", speculator="draft-dflash", draft="drafter", guesses=15),
+    _vllm("vllm", "plain, without compiling"),
+    _vllm("vllm dflash", "whole blocks", dflash=True),
+    _openvino("openvino", "plain"),
+    _openvino("openvino lookup", "prompt lookup, 10 tokens", lookup=True),
+    _openvino("openvino dflash", "whole blocks", dflash=True),
+    _openvino("openvino int8", "weights of 8 bits", bits=8),
+    _openvino("openvino int4", "weights of 4 bits", bits=4),
     _ours(PLAIN, "the backend it chooses", drafter="none"),
     _ours("ours plain (hf)", "transformers as backend", drafter="none", backend="hf"),
     _ours("ours dflash", "chains of whole blocks"),

@@ -20,7 +20,7 @@ from blockdraft.training.export import convert, format_for
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 WINDOW = 64
 LAYERS = {
-    "full": LayerAttention(causal=False),
+    "full": LayerAttention(causal=False, window=None),
     "windows": LayerAttention(causal=False, window=WINDOW),
     "causal windows": LayerAttention(causal=True, window=WINDOW),
 }

@@ -93,14 +93,15 @@ def test_peers_have_names_adapters_and_environments(tmp_path: Path, monkeypatch:
     assert len({peer.name for peer in PEERS}) == len(PEERS) and not [peer for peer in PEERS if "," in peer.name]
     for peer in PEERS:
         assert Path(peer.command()[1]).is_file()
-        assert peer.is_ours or peer.environment in environments.INSTALLERS
+        assert peer.is_ours or peer.environment in environments.INSTALLERS | environments.MORE
     monkeypatch.setattr(environments, "BUILD", tmp_path)
     reasons = {peer.name: peer.why_missing() for peer in PEERS}
+    assert reasons["vllm"] == "not installed; run `make bench-engines`"
     assert reasons["dflash"] == "not installed; run `make bench-peers`" and reasons[PLAIN] is None
 
 
 def test_some_peers_come_with_what_they_are_compared_to() -> None:
     assert choose(None) == list(PEERS)
     assert [peer.name for peer in choose(["ours dflash", "dflash"])] == [REFERENCE, "dflash", PLAIN, "ours dflash"]
-    with pytest.raises(ValueError, match="Peer 'vllm' is unknown; there are: dflash, "):
-        choose(["vllm"])
+    with pytest.raises(ValueError, match="Peer 'tgi' is unknown; there are: dflash, "):
+        choose(["tgi"])
