@@ -184,6 +184,21 @@ def test_long_texts_change_no_answer(target: Target, drafter: Path) -> None:
     assert answers(target, str(drafter), asked[:1], Drafting(block_size=None, tree_budget=16), 48) == plain[:1]
 
 
+def test_a_chat_of_2000_tokens_changes_no_answer(target: Target, drafter: Path) -> None:
+    """Four turns behind a long beginning; each reads what the turns before have left, by tokens, as base models do."""
+    said, turns = [], [text(target, 2300)[begin : begin + 60] for begin in range(2000, 2240, 60)]
+    for name, how in (("none", {}), ("prompt_lookup", {"block_size": 8}), (str(drafter), {"tree_budget": 16})):
+        chat = text(target, 1700)
+        drafting = Drafting(**{"block_size": None, **how})
+        with Engine(target, load_drafter(name, target=target), prefix_tokens=4096, drafting=drafting) as engine:
+            for turn in turns:
+                chat += turn
+                done = engine.generate([chat], SamplingParams(temperature=0, max_new_tokens=24))[0].checked()
+                chat += done.token_ids
+        said.append(chat)
+    assert len(said[0]) > 2000 and said[0] == said[1] == said[2]
+
+
 def test_keys_and_values_in_8_bits_change_no_answer(file: Path, drafter: Path) -> None:
     rounded = load_target(file, device="cpu", compile="on", kv_dtype="int8")
     asked = prompts(rounded, 20, 64)
