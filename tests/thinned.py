@@ -10,8 +10,8 @@ import pytest
 def thinned(*lists: Iterable[Any], keep: int, mark: pytest.MarkDecorator = pytest.mark.slow) -> list[Any]:
     """All combinations of the lists' entries, as `pytest.mark.parametrize` takes them.
 
-    One of `keep` has no mark: those whose places in the lists add up to a multiple of `keep`. So every entry occurs
-    among them, and of three lists of at least `keep` entries every two entries meet.
+    One of `keep` has no mark: those whose places in the lists add up to a multiple of `keep`. So of two lists every
+    entry occurs among them, and of three lists every two entries meet, if all have at least `keep` entries.
     """
     combinations = product(*(enumerate(each) for each in lists))
     found = []

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from test_hf import FAMILIES as HF_MODELS
 from test_native import MODELS, folders  # noqa: F401 (a fixture)
+from thinned import thinned
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -195,7 +196,7 @@ def trees(target: Target) -> list[Tensor]:
 
 
 @BACKENDS
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", thinned(MODELS, keep=3))
 def test_numbers_are_those_of_the_ordinary_forward(
     folders: dict[str, Path],  # noqa: F811
     name: str,

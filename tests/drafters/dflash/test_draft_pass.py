@@ -120,9 +120,9 @@ def twin(network: DFlashNetwork, features_TF: Tensor, block_NH: Tensor, window: 
     return network(block_NH[None], torch.arange(length, length + count)[None], attend)[0]
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 99])
-@pytest.mark.parametrize("lengths", [[5], [7, 7], [3, 9, 6]])
-@pytest.mark.parametrize("plain_layers", [False, True])
+@pytest.mark.parametrize(
+    ("window", "lengths", "plain_layers"), thinned([None, 1, 4, 99], [[5], [7, 7], [3, 9, 6]], [False, True], keep=2)
+)
 def test_the_same_as_the_network(
     network: DFlashNetwork,
     lengths: list[int],
