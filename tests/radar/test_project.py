@@ -107,7 +107,7 @@ def test_nine_thousand_tokens_a_second_of_a_70b_are_a_batch() -> None:
     alone = project(large, B200, "fp8", context=1024)
     assert alone.drafted is not None
     assert alone.drafted.high < 1500
-    batch = batch_for(9000, large, B200, weights="fp8", context=256)
+    batch = batch_for(9000, large, B200, weights="nvfp4", context=256)
     assert batch is not None
     assert batch >= 32
 

@@ -1,0 +1,257 @@
+"""How near projections come to published speeds, and the constants of device classes that make them come near."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log
+from typing import Any
+
+from benchmarks.harness.report import table
+from benchmarks.radar.published import Figure, Measured, published
+from blockdraft.models import Drafter
+from blockdraft.radar.devices import find
+from blockdraft.radar.project import Constants, Interval, Row, batch_for, constants, machine_of, project
+from blockdraft.radar.shape import Shape, read_shape
+
+NEAR = 0.3  # of the published figure
+ASKED = {"near": 2 / 3, "inside": 0.9}  # shares of figures that are near, and inside the interval
+
+STEPS = (1.4, 1.2, 1.1, 1.05)  # factors that a constant is tried with, up and down, the wide ones first
+SHARES = {"bandwidth": (0.3, 0.95), "arithmetic": (0.1, 0.95), "overlap": (0.1, 1.0)}  # and their limits
+PULL = 0.02  # of the loss, for a constant that is e times what it was: figures that say nothing leave it alone
+OUTLIER = 0.7  # most that one figure adds to the loss, as the logarithm of a ratio
+FEWEST = 4  # figures of a class that constants are fitted on
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A published figure and its projection."""
+
+    figure: Figure
+    projected: Interval
+
+    @property
+    def off(self) -> float:
+        """The projection's deviation, as a share of the figure."""
+        return self.projected.mid / self.figure.value - 1
+
+    @property
+    def near(self) -> bool:
+        """Whether it is off by `NEAR` at most."""
+        return abs(self.off) <= NEAR
+
+    @property
+    def inside(self) -> bool:
+        """Whether the figure lies in the interval."""
+        return self.projected.low <= self.figure.value <= self.projected.high
+
+
+def projection(measured: Measured, constant: Constants | None = None) -> Row:
+    """Projection of what was measured, with the source's tau where it tells it.
+
+    Args:
+        constant: Constants of the device's class, in the place of the package's.
+    """
+    shape = read_shape(measured.model)
+    return project(
+        shape,
+        machine_of(find(measured.device)),
+        measured.weights,
+        measured.context,
+        measured.batch,
+        measured.task,
+        drafter=None if measured.method == "plain" else _drafter(shape, measured.method),
+        block_size=measured.block_size,
+        tau=measured.tau,
+        eager=measured.engine == "transformers",
+        constant=constant,
+    )
+
+
+def _drafter(shape: Shape, kind: str) -> Drafter:
+    unpublished = Drafter(hub=f"unpublished/{kind}", kind=kind, layout="unknown", source="https://example.org")
+    return next((drafter for drafter in shape.drafters if drafter.kind == kind), unpublished)
+
+
+def verdicts(table: Iterable[Measured], constant: Constants | None = None) -> Iterator[Verdict]:
+    """Projections of all figures of some measurements."""
+    for measured in table:
+        row = projection(measured, constant)
+        for figure in measured.figures():
+            yield Verdict(figure, _interval(row, figure.what))
+
+
+def _interval(row: Row, what: str) -> Interval:
+    if what == "plain":
+        return row.plain
+    assert row.drafted is not None
+    if what == "drafted":
+        return row.drafted
+    plain = row.plain.mid
+    return Interval(row.drafted.low / plain, row.drafted.mid / plain, row.drafted.high / plain)
+
+
+def shares(found: Sequence[Verdict]) -> Mapping[str, float]:
+    """Shares of figures that are near, and inside their interval."""
+    return {
+        "near": sum(verdict.near for verdict in found) / len(found),
+        "inside": sum(verdict.inside for verdict in found) / len(found),
+    }
+
+
+def percent(share: float) -> str:
+    """A share in percent."""
+    return f"{100 * share:.0f} %"
+
+
+def fit(rows: Iterable[Measured] | None = None) -> dict[str, Constants]:
+    """Constants of each class of devices that come nearest to the half of the published figures that is for fitting.
+
+    Each constant in turn is multiplied by factors, as long as that brings the mean logarithm of the ratios down.
+    """
+    table = [row for row in (published() if rows is None else rows) if row.fitted]
+    fitted = dict(constants())
+    for kind, constant in fitted.items():
+        own = [row for row in table if row.kind == kind]
+        enough = sum(1 for row in own for _ in row.figures()) >= FEWEST
+        if enough:
+            constant = _fit_class(own, constant)
+        # Constants of CPUs come from measurements of our own, where nothing else was published.
+        fitted[kind] = replace(constant, reported=enough or kind == "cpu")
+    return fitted
+
+
+def _fit_class(rows: Sequence[Measured], first: Constants) -> Constants:
+    names = [name for name, value in vars(first).items() if isinstance(value, float) and value > 0]
+
+    def loss(constant: Constants) -> float:
+        logs = [abs(log(verdict.projected.mid / verdict.figure.value)) for verdict in verdicts(rows, constant)]
+        pulled = sum(log(getattr(constant, name) / getattr(first, name)) ** 2 for name in names)
+        return sum(min(each, OUTLIER) for each in logs) / len(logs) + PULL * pulled
+
+    best, least = first, loss(first)
+    for step in STEPS:
+        improved = True
+        while improved:
+            improved = False
+            for name in names:
+                for factor in (step, 1 / step):
+                    low, high = SHARES.get(name, (0.0, 1e9))
+                    value = float(f"{min(max(getattr(best, name) * factor, low), high):.3g}")
+                    tried = replace(best, **{name: value})
+                    found = loss(tried)
+                    if found < least - 1e-6:
+                        best, least, improved = tried, found, True
+    return best
+
+
+CLAIMS: tuple[dict[str, Any], ...] = (
+    {"speed": 9000, "model": "llama-3.3-70b", "device": "RTX 5090", "weights": "int4"},
+    {"speed": 9000, "model": "llama-3.3-70b", "device": "H100 SXM", "weights": "int4"},
+    {"speed": 9000, "model": "llama-3.3-70b", "device": "H200 SXM", "weights": "fp8"},
+    {"speed": 9000, "model": "llama-3.3-70b", "device": "B200 SXM", "weights": "fp8"},
+    {"speed": 9000, "model": "llama-3.3-70b", "device": "B200 SXM", "weights": "nvfp4"},
+)
+
+
+def claims() -> Iterator[Sequence[str]]:
+    """Lines of a table: speeds that are told of one card, what one text gets there, and the texts that it takes."""
+    for claim in CLAIMS:
+        shape, machine = read_shape(claim["model"]), machine_of(find(claim["device"]))
+        alone = project(shape, machine, claim["weights"], context=1024)
+        texts = batch_for(claim["speed"], shape, machine, weights=claim["weights"], context=1024)
+        assert alone.drafted is not None
+        takes = (
+            "do not fit its memory" if not alone.fits else "no batch that fits" if texts is None else f"{texts} texts"
+        )
+        yield (
+            f"{claim['speed']:,} tokens/s",
+            claim["model"],
+            claim["weights"],
+            claim["device"],
+            f"{alone.plain.mid:.0f}",
+            f"{alone.drafted.mid:.0f}",
+            "its weights " + takes if not alone.fits else takes,
+        )
+
+
+INTRODUCTION = """# How near radar comes
+
+What radar projects, beside {figures} speeds that others published, of {devices} devices. The published
+figures, with their sources, are [published.toml](../benchmarks/radar/published.toml); this page is written by
+`python -m benchmarks.radar`.
+
+One half of them, chosen by a hash of source, device and model, is what the constants of each class of devices are
+fitted on (`python -m benchmarks.radar --fit`); the other half judges. tau is the source's where it tells it, and
+radar's own otherwise: what is judged is what a forward costs. Near is within {near} of the published figure; inside
+is between the ends of the interval that radar prints.
+"""
+
+
+def page() -> str:
+    """The page of docs."""
+    rows = published()
+    judged = list(verdicts(row for row in rows if not row.fitted))
+    fitted = list(verdicts(row for row in rows if row.fitted))
+    figures, devices = len(judged) + len(fitted), len({row.device for row in rows})
+    parts = [
+        INTRODUCTION.format(figures=figures, devices=devices, near=percent(NEAR)),
+        "## In short",
+        table(("figures", "number", "near", "inside"), _summary(judged, fitted), left=1),
+        "Of the classes of devices, in the half that judges:",
+        table(("class", "number", "near", "inside"), _by_class(judged), left=1),
+        "## Where it misses",
+        "Figures outside of their interval, of both halves.",
+        _figures(verdict for verdict in (*judged, *fitted) if not verdict.inside),
+        "## Speeds that no single text gets",
+        "What is told of a card is often the sum over many texts. Tokens per second at a context of 1024, and the\n"
+        "least power of two of texts that reach what is told, together and drafted:",
+        table(("told", "model", "weights", "device", "one text", "drafted", "it takes"), claims(), left=4),
+        "## The half that judges",
+        _figures(judged),
+        "## The half that constants were fitted on",
+        _figures(fitted),
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _summary(judged: Sequence[Verdict], fitted: Sequence[Verdict]) -> Iterator[Sequence[str]]:
+    for name, found in (("the half that judges", judged), ("the half that was fitted", fitted)):
+        yield _line(name, found)
+    yield ("asked for", "", percent(ASKED["near"]), percent(ASKED["inside"]))
+
+
+def _by_class(found: Sequence[Verdict]) -> Iterator[Sequence[str]]:
+    for kind in dict.fromkeys(verdict.figure.measured.kind for verdict in found):
+        yield _line(kind, [verdict for verdict in found if verdict.figure.measured.kind == kind])
+
+
+def _line(name: str, found: Sequence[Verdict]) -> Sequence[str]:
+    reached = shares(found)
+    return name, str(len(found)), percent(reached["near"]), percent(reached["inside"])
+
+
+def _figures(found: Iterable[Verdict]) -> str:
+    header = ("device", "model", "weights", "batch", "what", "published", "projected", "interval", "off", "source")
+    return table(header, (_shown(verdict) for verdict in found), left=3)
+
+
+def _shown(verdict: Verdict) -> Sequence[str]:
+    measured, what, value = verdict.figure
+    form = ".2f" if what == "speedup" or value < 10 else ".0f"
+    low, mid, high = (format(getattr(verdict.projected, each), form) for each in ("low", "mid", "high"))
+    block = f", blocks of {measured.block_size}" if measured.block_size else ""
+    told = "plain" if what == "plain" else f"{what}, {measured.task}{block}"
+    return (
+        measured.device,
+        measured.model,
+        measured.weights,
+        str(measured.batch),
+        told,
+        format(value, form),
+        mid,
+        f"{low} to {high}",
+        f"{100 * verdict.off:+.0f} %" + ("" if verdict.inside else " outside"),
+        f"[{measured.engine}]({measured.source})",
+    )
