@@ -23,13 +23,15 @@ from blockdraft.targets.hf import HFTarget
 from blockdraft.types import Drafting, SamplingParams
 
 WIDE = ("llama", "gemma2", "qwen3-window", "mistral-window")  # in float32 too
+FAMILIES = [name for name in MODELS if "-" not in name]
+LONG = [pytest.mark.slow, pytest.mark.long]
 QUICK = ("gemma2", "bfloat16")  # windows, a soft-cap, and many near ties
 EVERY_MODEL = [
     pytest.param(
         name,
         dtype,
         backend,
-        marks=pytest.mark.slow if backend == "native" or name in WIDE else [pytest.mark.slow, pytest.mark.long],
+        marks=[pytest.mark.slow] if name in WIDE or name in FAMILIES and backend == "native" else LONG,
     )
     for name in MODELS
     for dtype in (("bfloat16", "float32") if name in WIDE else ("bfloat16",))

@@ -153,12 +153,12 @@ def test_good_pairs(target: Target, learned: Callable[..., Checkpoint], write: L
 
 LEARNED = [
     ("eagle3", {"lag": 1}, "shift", "feature of two tokens before its own"),
-    ("eagle3", {"lag": -1}, "shift", "feature of its own token"),
-    ("mtp", {"lag": 1}, "shift", "feature of two tokens before its own"),
+    pytest.param("eagle3", {"lag": -1}, "shift", "feature of its own token", marks=pytest.mark.long),
+    pytest.param("mtp", {"lag": 1}, "shift", "feature of two tokens before its own", marks=pytest.mark.long),
     ("mtp", {"lag": -1}, "shift", "feature of its own token"),
     ("mtp", {"taps": (2,)}, "taps", "before its norm"),
     ("medusa", {"taps": (2,)}, "taps", "before its norm"),
-    ("medusa", {"lag": 1}, "shift", "hidden state of two tokens before"),
+    pytest.param("medusa", {"lag": 1}, "shift", "hidden state of two tokens before", marks=pytest.mark.long),
     ("medusa", {"early": 1}, "shift", "head 1 guesses the token behind the anchor"),
 ]
 
