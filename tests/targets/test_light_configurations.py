@@ -1,0 +1,27 @@
+import subprocess
+import sys
+
+
+def output(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_configuration_of_llama_imports_no_modelling_code() -> None:
+    slow = {"torch._dynamo", "torch.distributed.tensor", "sympy", "transformers.activations"}
+    code = "import sys, blockdraft.targets; from transformers import LlamaConfig; LlamaConfig()\n"
+    assert output(code + f"print(sorted({slow} & set(sys.modules)))") == "[]"
+
+
+def test_names_of_activations_are_checked_by_the_real_table() -> None:
+    code = "import blockdraft.targets; from transformers.utils import type_validators as checks\n"
+    code += "from blockdraft.targets.light_configurations import LazyActivations\n"
+    code += "assert isinstance(checks.ACT2FN, LazyActivations)\n"
+    code += "from transformers.activations import ACT2FN\n"
+    assert output(code + "print(list(checks.ACT2FN) == list(ACT2FN), 'silu' in checks.ACT2FN)") == "True True"
+
+
+def test_whoever_imports_activations_meanwhile_gets_them() -> None:
+    code = "import sys; from blockdraft.targets import light_configurations as light\n"
+    code += "sys.modules[light.ACTIVATIONS] = light._Activations(light.ACTIVATIONS)\n"
+    code += "from transformers.activations import get_activation\n"
+    assert output(code + "print(get_activation('silu'))") == "SiLUActivation()"
