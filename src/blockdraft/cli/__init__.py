@@ -24,6 +24,7 @@ from blockdraft.cli.launch import launch
 from blockdraft.cli.machine import cache, calibrate, env
 from blockdraft.cli.models import models, pull
 from blockdraft.cli.quantize import quantize
+from blockdraft.cli.radar import radar
 from blockdraft.cli.serve import serve
 from blockdraft.cli.train import RecipeCommand, train
 from blockdraft.errors import BlockdraftError
@@ -65,6 +66,7 @@ measure(calibrate, short="target drafter batch_size anew as_json")
 measure(doctor, short="target drafter prompts as_json")
 
 look = partial(add, app, panel="This machine")
+look(radar, short="device model weights context batch task ram as_json")
 look(inspect_checkpoint, "inspect")
 look(env)
 app.add_typer(cache, name="cache", rich_help_panel="This machine")
