@@ -1,6 +1,7 @@
-"""Import path of gguf_writer.py."""
+"""Import paths of radar_configs.py beside this file, and of gguf_writer.py."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "targets"))
+here = Path(__file__).parent
+sys.path += [str(here), str(here.parent / "targets")]

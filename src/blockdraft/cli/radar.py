@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -72,12 +73,15 @@ def radar(
     ] = False,
     samples: Annotated[int | None, typer.Option(help="Prompts of --train.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of --train.")] = None,
+    export: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the page, which any web server can offer, to a folder.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Tell which models fit a device, and how fast they are there, plain and drafted, without downloading anything.
 
     Speeds are intervals, from the device's bandwidth and arithmetic and from published tau; where drafting loses, it
-    says so.
+    says so. The same is a page at /radar of `blockdraft serve`.
     """
     from blockdraft.radar.acceptance import checked_task
     from blockdraft.radar.shape import known_shapes, read_shape
@@ -85,6 +89,11 @@ def radar(
     console = consoles.standard(WIDTH)
     if devices:
         show_devices(console, as_json)
+        return
+    if export is not None:
+        from blockdraft.radar.page import export_page
+
+        print(export_page(export))
         return
     checked_task(task)
     shapes = [read_shape(name) for name in model] if model else list(known_shapes())

@@ -20,9 +20,9 @@ from pydantic import TypeAdapter
 
 from blockdraft.errors import UsageError
 from blockdraft.models import Drafter
-from blockdraft.radar.acceptance import LIKELY, Tau, tau_of
+from blockdraft.radar.acceptance import LIKELY, TASKS, Tau, tau_of
 from blockdraft.radar.devices import Device
-from blockdraft.radar.shape import Shape
+from blockdraft.radar.shape import KEYS_OF_MOE, RECURRENT, Shape
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -569,8 +569,8 @@ class _Drafter:
         return 0 if self.kind is None else 2 * observed * 4 * self.shape.hidden
 
 
-def data_of_page(shapes: Iterable[Shape], machines: Iterable[Machine]) -> str:
-    """What the page computes with, in JSON."""
+def data_of_page(shapes: Iterable[Shape], machines: Iterable[Machine], known_devices: Iterable[str] = ()) -> str:
+    """What the page computes with, in JSON. `project` says what known devices are."""
     own = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, int | float)}
     drafting = []
     for shape in shapes:
@@ -586,6 +586,10 @@ def data_of_page(shapes: Iterable[Shape], machines: Iterable[Machine]) -> str:
             "on_cpus": ON_CPUS,
             "sizes": SIZES,
             "serial": sorted(SERIAL),
+            "keys_of_moe": KEYS_OF_MOE,
+            "recurrent": sorted(RECURRENT),
+            "known_devices": sorted(known_devices),
+            "tasks": TASKS,
             "constants": {name: asdict(each) for name, each in constants().items()},
             "machines": [asdict(each) for each in machines],
             "models": drafting,
@@ -595,8 +599,6 @@ def data_of_page(shapes: Iterable[Shape], machines: Iterable[Machine]) -> str:
 
 
 def _of_page(drafter: Drafter | None) -> dict[str, Any]:
-    from blockdraft.radar.acceptance import TASKS
-
     size = drafter.block_size if drafter else None
     return {
         "hub": drafter.hub if drafter else None,

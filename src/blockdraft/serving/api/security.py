@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from blockdraft.serving.core.errors import ApiError
 from blockdraft.serving.settings import ServeSettings
 
-OPEN_PATHS = {"/", "/health"}  # need no key, since they reveal nothing and cost nothing
+OPEN_PATHS = {"/", "/radar", "/health"}  # need no key, since they reveal nothing and cost nothing
 ANY = "*"
 LARGE = 2**16  # bytes from which on a body is checked in another thread
 LARGEST = 16  # bodies of the largest size that all requests together may hold

@@ -1,4 +1,5 @@
-"""The page at `/`: a chat with the model, and a race against plain decoding. It is one file that loads no others."""
+"""The pages at `/`, a chat with the model and a race against plain decoding, and at `/radar`, what fits a device. Each
+is one file that loads no others."""
 
 from __future__ import annotations
 
@@ -10,23 +11,34 @@ from importlib.resources import files
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
+from blockdraft.radar.page import page
+
 
 def router() -> APIRouter:
-    """The route `/`. It needs no key: the page holds nothing secret, and asks the user for the key of the API."""
-    page = files(__name__).joinpath("index.html").read_text(encoding="utf-8")
+    """The routes `/` and `/radar`. They need no key: the pages hold nothing secret, and ask the user for the key of the
+    API where they call it."""
+    chat = files(__name__).joinpath("index.html").read_text(encoding="utf-8")
+    routes = APIRouter()
+
+    @routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    def index() -> HTMLResponse:
+        return _answer(chat)
+
+    @routes.api_route("/radar", methods=["GET", "HEAD"], include_in_schema=False)
+    def radar() -> HTMLResponse:
+        return _answer(page())  # made when it is first asked for
+
+    return routes
+
+
+def _answer(page: str) -> HTMLResponse:
     headers = {
         "Content-Security-Policy": _policy(page),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-store",  # so that a newer server never gets requests of an older page
     }
-    routes = APIRouter()
-
-    @routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    def index() -> HTMLResponse:
-        return HTMLResponse(page, headers=headers)
-
-    return routes
+    return HTMLResponse(page, headers=headers)
 
 
 def _policy(page: str) -> str:

@@ -1,0 +1,223 @@
+// `project.py` in JavaScript. Names are those of Python; a test compares the two.
+function makeRadar(data) {
+  const N = data.numbers;
+
+  const expected = (chance, size) => (chance === 1 ? size : (1 - chance ** size) / (1 - chance));
+
+  function chanceOf(tau, size) {
+    let low = 0, high = 1;
+    for (let i = 0; i < 40; i++) {
+      const middle = (low + high) / 2;
+      if (expected(middle, size) < tau) low = middle; else high = middle;
+    }
+    return low;
+  }
+
+  const tauAt = (tau, size) => [tau.low, tau.mid, tau.high].map((one) =>
+    size === tau.block_size ? one : expected(chanceOf(one, tau.block_size), size));
+
+  const cacheOf = (s, tokens) => 2 * (s.full_layers * s.full_numbers * tokens +
+    s.window_layers * s.window_numbers * Math.min(tokens, s.window));
+
+  const draftLayers = (kind) => (data.serial.includes(kind) || kind === "medusa" ? 1 : N.DRAFT_LAYERS);
+
+  function draftWeights(s, kind) {
+    const attention = 2 * s.hidden * s.heads * s.head_size + Math.floor(s.hidden * s.hidden / 2);
+    const width = s.experts ? 3 * s.hidden : Math.min(s.intermediate, 4 * s.hidden);
+    return draftLayers(kind) * (attention + 3 * s.hidden * width) + N.DRAFT_TAPS * s.hidden * s.hidden;
+  }
+
+  const headWeights = (s, kind) =>
+    s.hidden * (kind === "eagle3" ? Math.min(N.DRAFT_VOCABULARY, s.vocabulary) : s.vocabulary);
+
+  function makeStep(s, m, own, bits, weights, context, batch) {
+    const step = {};
+    step.experts = (size) => s.experts * (1 - (1 - s.experts_per_token / s.experts) ** (size * batch));
+    step.metWeights = (size) => {
+      const outside = s.tied ? s.parameters : s.parameters - s.vocabulary * s.hidden;
+      if (!s.experts || s.experts === s.experts_per_token) return outside;
+      return outside - (s.experts - step.experts(size)) * (s.parameters - s.active) / (s.experts - s.experts_per_token);
+    };
+    step.readBytes = (size) => step.metWeights(size) * bits / 8 +
+      batch * (cacheOf(s, context) + s.recurrent_layers * s.state_numbers * 4 * (1 + size));
+    step.flops = (size, rows = batch) => {
+      const tokens = size * rows;
+      const met = s.tied ? s.active : s.active - s.vocabulary * s.hidden;
+      const seen = s.full_layers * context + s.window_layers * Math.min(context, s.window);
+      return 2 * tokens * met + 4 * tokens * seen * s.heads * s.head_size;
+    };
+    const reading = (read, resident) => {
+      if (m.cache_gbs && resident < 1e6 * m.cache_mb) return read / (1e9 * m.cache_gbs);
+      return read / (1e9 * m.bandwidth_gbs * (m.measured ? 1 : own.bandwidth));
+    };
+    step.memorySeconds = (size) => reading(step.readBytes(size), s.parameters * bits / 8);
+    const rate = (some) => {
+      const packed = (some || bits) < 16;
+      let kinds = ["bf16", "fp32"];
+      if (packed) kinds = m.kind === "cpu" ? data.on_cpus : data.arithmetic[weights] || kinds;
+      const kind = [...kinds, "fp32", "bf16"].find((one) => m[one] !== null);
+      const share = m.measured ? 1 : own.arithmetic;
+      return 1e12 * m[kind] * share * (packed && (kind === "bf16" || kind === "fp32") ? N.UNPACKING : 1);
+    };
+    step.arithmeticSeconds = (size) => step.flops(size) / rate();
+    const together = (one, other) => Math.max(one, other) + (1 - own.overlap) * Math.min(one, other);
+    const layersOf = (layers) => layers * (own.layer_us + (m.count > 1 ? N.LINK_US : 0)) / 1e6;
+    step.forward = (size) => together(step.memorySeconds(size), step.arithmeticSeconds(size)) +
+      layersOf(s.layers) + own.step_ms / 1e3 + (s.experts ? s.layers * own.expert_us / 1e6 : 0) +
+      s.recurrent_layers * (size - 1) * own.recurrent_us / 1e6;
+    step.draft = (kind, size) => {
+      const serial = data.serial.includes(kind);
+      const [passes, tokens] = serial ? [size - 1, batch] : [1, size * batch];
+      const layers = draftLayers(kind), network = draftWeights(s, kind), head = headWeights(s, kind);
+      const headBytes = head * (kind === "eagle3" ? 2 : bits / 8);
+      const window = Math.floor(batch * context * layers * 2 * s.hidden / 4) * 2;
+      const read = reading(2 * network + headBytes + window, 2 * network);
+      return passes * (together(read, 2 * tokens * (network / rate(16) + head / rate())) + layersOf(layers));
+    };
+    step.prompt = () => {
+      const alone = makeStep(s, m, own, bits, weights, context, 1);
+      return together(alone.memorySeconds(Math.min(context, 256)), alone.flops(context) / 2 / rate()) +
+        (layersOf(s.layers) + own.step_ms / 1e3) * Math.ceil(context / N.PREFILL_TOKENS);
+    };
+    return step;
+  }
+
+  function memoryOf(s, bits, context, batch, size, kind) {
+    const prefill = Math.min(N.PREFILL_TOKENS, context), slots = batch * (context + size);
+    const states = 4 * s.recurrent_layers * s.state_numbers, layers = kind === null ? 0 : draftLayers(kind);
+    const rows = Math.ceil(slots / context);
+    const caches = rows * cacheOf(s, Math.ceil(slots / rows)) + batch * states +
+      slots * layers * 2 * Math.floor(s.hidden / 4) * 2;
+    const widths = 4 * s.hidden + 3 * s.intermediate + 3 * s.heads * s.head_size;
+    const forwardBytes = (many, nodes) => 2 * many * nodes * widths + states * many * Math.min(nodes, 64);
+    const longest = Math.min(slots, context + size);
+    const forward = Math.max(forwardBytes(batch, size), forwardBytes(1, Math.min(prefill, longest)));
+    const logits = batch * size * s.vocabulary * (2 + 2 * 4);
+    const tokens = Math.max(prefill, batch * size);
+    const features = 2 * tokens * (kind === null ? 0 : N.DRAFT_TAPS) * s.hidden * 2;
+    const workspace = forward + logits + features + (kind === null ? 0 : 2 * tokens * 4 * s.hidden);
+    let drafter = kind === null ? 0 : 2 * draftWeights(s, kind);
+    if (kind === "eagle3") drafter += 2 * headWeights(s, kind);
+    return { weights: Math.floor(s.parameters * bits / 8), drafter, caches, workspace };
+  }
+
+  function choose(step, drafter, task, batch, own) {
+    const tau = drafter.tau[task], most = Math.max(tau.block_size, drafter.block_size || 0);
+    let best = null;
+    for (const size of data.sizes.filter((one) => one <= most)) {
+      const taus = tauAt(tau, size);
+      const seconds = step.forward(size) + step.draft(drafter.kind, size) + own.cycle_ms / 1e3;
+      const speed = batch * taus[1] / seconds;
+      if (best === null || speed > best.speed) best = { drafter, tau, taus, size, seconds, speed };
+    }
+    return best;
+  }
+
+  function project(s, m, weights, context, batch, task) {
+    const own = data.constants[m.kind], bits = data.bits[weights];
+    const step = makeStep(s, m, own, bits, weights, context, batch), plain = step.forward(1);
+    let best = null;
+    for (const drafter of s.drafters) {
+      const found = choose(step, drafter, task, batch, own);
+      if (best === null || found.speed > best.speed) best = found;
+    }
+    const drafting = best.size <= context;
+    const memory = memoryOf(s, bits, context, batch, drafting ? best.size : 1, drafting ? best.drafter.kind : null);
+    const total = memory.weights + memory.drafter + memory.caches + memory.workspace;
+    const one = m.name.split("x ").pop();
+    const confidence = m.measured ? "measured" : data.known_devices.includes(one) ? "device" :
+      own.reported ? "class" : "extrapolated";
+    const [low, high] = data.bands[confidence], speed = batch / plain;
+    let drafted = null;
+    if (drafting) {
+      const [lowTau, midTau, highTau] = best.taus;
+      const down = Math.hypot(1 - low, 1 - lowTau / midTau), up = Math.hypot(high - 1, highTau / midTau - 1);
+      drafted = { low: best.speed * Math.max(1 - down, 0.1), mid: best.speed, high: best.speed * (1 + up) };
+    }
+    const gain = drafting ? best.speed / speed : 1;
+    return {
+      device: m.name, model: s.name, weights, context, batch, task,
+      fits: total <= N.SHARE * m.memory_gb * 1e9, memory_bytes: total, first_token_seconds: step.prompt(),
+      plain: { low: speed * low, mid: speed, high: speed * high }, drafted,
+      block_size: drafting ? best.size : 1, confidence,
+      why: {
+        memory, step_seconds: plain, cycle_seconds: best.seconds, read_bytes: step.readBytes(1), flops: step.flops(1),
+        bound: step.memorySeconds(1) >= step.arithmeticSeconds(1) ? "memory" : "arithmetic",
+        block_bound: step.memorySeconds(best.size) >= step.arithmeticSeconds(best.size) ? "memory" : "arithmetic",
+        experts_read: s.experts ? [step.experts(1), step.experts(best.size)] : null,
+        drafter: best.drafter.hub, tau: best.taus, tau_source: best.tau.where || best.tau.source, speedup: gain,
+        drafting: gain < N.LOSES ? "loses" : gain > N.WINS ? "wins" : "neither",
+      },
+    };
+  }
+
+  // `of_config` of shape.py.
+  function shapeOf(config, name) {
+    if (typeof config !== "object" || config === null || Array.isArray(config)) {
+      throw new Error(`${name} holds no JSON object; give the config.json of a language model.`);
+    }
+    const inner = config.text_config, text = inner && typeof inner === "object" ? { ...config, ...inner } : config;
+    const number = (keys, fallback = null) => {
+      for (const key of keys) {
+        const value = text[key];
+        if (value === undefined || value === null) continue;
+        if (!Number.isInteger(value) || value < 0 || (value === 0 && fallback === null)) {
+          throw new Error(`${name}: ${key} is ${JSON.stringify(value)}; it has to be a positive whole number.`);
+        }
+        return value;
+      }
+      if (fallback === null) throw new Error(`${name} says no ${keys[0]}; give the config.json of a language model.`);
+      return fallback;
+    };
+    const hidden = number(["hidden_size", "n_embd", "d_model"]), layers = number(["num_hidden_layers", "n_layer"]);
+    const heads = number(["num_attention_heads", "n_head"]), vocabulary = number(["vocab_size"]);
+    const kvHeads = number(["num_key_value_heads"], heads) || heads;
+    const headSize = number(["head_dim"], 0) || Math.max(Math.floor(hidden / heads), 1);
+    const intermediate = number(["intermediate_size", "n_inner"], 0) || 4 * hidden;
+    const experts = number(data.keys_of_moe, 0);
+    const perToken = experts ? number(["num_experts_per_tok", "num_experts_per_token"], 1) : 0;
+    if (perToken > Math.max(experts, 1)) {
+      throw new Error(`${name}: num_experts_per_tok is ${perToken}, but there are ${experts} experts.`);
+    }
+    const width = number(["moe_intermediate_size"], 0) || intermediate;
+    const dense = experts ? Math.min(number(["first_k_dense_replace"], 0), layers) : layers;
+    const shared = number(["n_shared_experts"], 0) * width + number(["shared_expert_intermediate_size"], 0);
+    const latent = number(["kv_lora_rank"], 0), rotated = latent ? number(["qk_rope_head_dim"], 64) : 0;
+    const kinds = Array.isArray(text.layer_types) ? text.layer_types.map(String) : [];
+    const recurrent = kinds.filter((kind) => data.recurrent.includes(kind)).length;
+    const window = (text.use_sliding_window === undefined ? true : text.use_sliding_window)
+      ? number(["sliding_window"], 0) : 0;
+    let windowed = kinds.length ? kinds.filter((kind) => kind.includes("sliding")).length : window ? layers : 0;
+    const pattern = text.sliding_window_pattern;
+    if (!kinds.length && window && Number.isInteger(pattern) && pattern > 1) {
+      windowed = layers - Math.floor(layers / pattern);
+    }
+    if (!window) windowed = 0;
+    let attention = 2 * hidden * headSize * (heads + kvHeads);
+    if (latent) {
+      const nope = number(["qk_nope_head_dim"], 128), values = number(["v_head_dim"], 128);
+      const lora = number(["q_lora_rank"], 0), each = heads * (nope + rotated);
+      attention = (lora ? (hidden + each) * lora : hidden * each) + hidden * (latent + rotated) +
+        latent * heads * (nope + values) + heads * values * hidden;
+    }
+    const stateWidth = number(["linear_num_value_heads"], 0) * number(["linear_value_head_dim"], 128) ||
+      Math.floor(1.25 * hidden);
+    const keys = number(["linear_num_key_heads"], 0) * number(["linear_key_head_dim"], 128);
+    const mixing = hidden * (2 * (keys || stateWidth) + 3 * stateWidth);
+    const tied = text.tie_word_embeddings === undefined ? true : Boolean(text.tie_word_embeddings);
+    let outside = vocabulary * hidden * (tied ? 1 : 2) + (layers - recurrent) * attention + recurrent * mixing +
+      dense * 3 * hidden * intermediate;
+    const routed = 3 * hidden * width * (layers - dense);
+    outside += (layers - dense) * hidden * (experts + 3 * shared);
+    const numbers = latent ? latent + rotated : 2 * kvHeads * headSize;
+    return {
+      name, parameters: outside + experts * routed, active: outside + perToken * routed, hidden, intermediate, layers,
+      heads, head_size: headSize, vocabulary, context: number(["max_position_embeddings", "n_positions"], 0), tied,
+      experts, experts_per_token: perToken, full_layers: layers - recurrent - windowed, full_numbers: numbers,
+      window_layers: windowed, window_numbers: numbers, window: windowed ? window : 0, recurrent_layers: recurrent,
+      state_numbers: recurrent ? stateWidth * 128 : 0, stored_bytes: 0, licence: null, drafters: [data.unknown],
+    };
+  }
+
+  return { project, shapeOf };
+}

@@ -1,0 +1,165 @@
+"""The page: the same projections as Python's, and how it looks and is used in a Chromium without a window."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from radar_configs import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
+
+from blockdraft.errors import UsageError
+from blockdraft.radar.devices import find
+from blockdraft.radar.page import export_page, page
+from blockdraft.radar.project import machine_of, project
+from blockdraft.radar.shape import known_shapes, of_config, read_shape
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NODE = shutil.which("node")
+PROJECTIONS = [
+    ("qwen3-8b", "RTX 4090", "bf16", 4096, 1, "mean"),
+    ("qwen3-8b", "B200 SXM", "fp8", 2048, 32, "math500"),
+    ("qwen3-30b-a3b", "H100 SXM", "Q4_K_M", 8192, 8, "chat"),
+    ("qwen3.5-27b", "M4 Max 40-core", "int4", 1000, 3, "code"),
+    ("gemma3-27b", "Ryzen 9 9950X", "Q8_0", 20000, 2, "gsm8k"),
+    ("deepseek-v3", "MI300X", "nvfp4", 4096, 16, "mean"),
+    ("llama-3.3-70b", "RTX 4090", "Q4_K_M", 512, 64, "alpaca"),
+    ("gpt-oss-120b", "B200 SXM", "mxfp4", 5, 1, "humaneval"),
+]
+USED = ["fits", "memory_bytes", "first_token_seconds", "plain", "drafted", "block_size", "confidence"]
+
+
+def run(script: str) -> Any:
+    """What a script prints as JSON, with `radar` and `DATA` of the page."""
+    begin, end = "<script>", "const own = []"
+    source = page().split(begin)[1].split(end)[0].replace("get = (id) => document.getElementById(id)", "get = null")
+    done = subprocess.run([NODE or "node", "-"], input=source + script, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node")
+def test_projections_are_those_of_python() -> None:
+    found = run(
+        f"const all = {json.dumps(PROJECTIONS)};"
+        "console.log(JSON.stringify(all.map(([model, device, ...rest]) => radar.project("
+        "DATA.models.find((one) => one.name === model), DATA.machines.find((one) => one.name === device), ...rest))));"
+    )
+    for (model, device, *rest), row in zip(PROJECTIONS, found, strict=True):
+        wanted = project(read_shape(model), machine_of(find(device)), *rest).as_dict()  # type: ignore[arg-type]
+        assert {name: row[name] for name in USED} == close({name: wanted[name] for name in USED}), (model, device)
+
+
+def close(value: Any) -> Any:
+    """The value, with numbers to a millionth."""
+    if isinstance(value, dict):
+        return {name: close(each) for name, each in value.items()}
+    return pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node")
+def test_shapes_are_those_of_python() -> None:
+    kinds = ["sliding_attention", "linear_attention", "full_attention"] * 12
+    mixed = {"text_config": {**QWEN3_8B, "layer_types": kinds, "sliding_window": 512}}
+    configs = [QWEN3_8B, QWEN3_30B_A3B, DEEPSEEK_V3, mixed]
+    found = run(f"console.log(JSON.stringify({json.dumps(configs)}.map((one) => radar.shapeOf(one, 'x'))));")
+    for config, shape in zip(configs, found, strict=True):
+        wanted = of_config(config, "x").__dict__
+        assert {name: shape[name] for name in wanted if name != "drafters"} == {
+            name: value for name, value in wanted.items() if name != "drafters"
+        }
+
+
+def test_export(tmp_path: Path) -> None:
+    file = export_page(tmp_path / "web")
+    assert file.read_text() == page()
+    assert [each.name for each in file.parent.iterdir()] == ["index.html"]
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be written to"):
+        export_page(tmp_path / "file")
+
+
+def test_page_loads_nothing() -> None:
+    assert "src=" not in page()
+    assert page().count("<script>") == page().count("</script>") == 1
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser: Browser, tmp_path: Path) -> Iterator[Page]:
+    context = browser.new_context(viewport={"width": 1100, "height": 900})
+    tab = context.new_page()
+    complaints: list[str] = []
+    tab.on("console", lambda message: complaints.append(message.text))
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.goto(export_page(tmp_path / "web").as_uri())
+    yield tab
+    context.close()
+    assert complaints == []
+
+
+@pytest.mark.slow
+def test_models_of_a_device(opened: Page) -> None:
+    expect(opened.locator("#status")).to_contain_text("models fit RTX 4090 with 24 GB")
+    assert opened.locator("#rows li").count() > 0.8 * len(known_shapes())
+    opened.locator("#device").select_option("H100 SXM")
+    opened.locator("#count").fill("8")
+    expect(opened.locator("#status")).to_contain_text("models fit 8x H100 SXM with 640 GB")
+    opened.locator("#find").fill("qwen3-8b")
+    expect(opened.locator("#rows li")).to_have_count(1)
+    opened.locator("summary").click()
+    expect(opened.locator("dl")).to_contain_text("arxiv.org")
+
+
+@pytest.mark.slow
+def test_memory_is_asked_for_where_it_is_bought_apart(opened: Page) -> None:
+    expect(opened.locator("#ram")).to_be_hidden()
+    opened.locator("#device").select_option("Ryzen 9 9950X")
+    opened.locator("#ram").fill("0")
+    expect(opened.locator("#problem")).to_contain_text("more than 0 GB")
+    opened.locator("#ram").fill("32")
+    expect(opened.locator("#status")).to_contain_text("with 32 GB")
+
+
+@pytest.mark.slow
+def test_own_model(opened: Page, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    opened.locator("#file").set_input_files(tmp_path / "config.json")
+    expect(opened.locator("#rows li").first).to_contain_text("config.json, bf16")
+    (tmp_path / "broken.json").write_text("{")
+    opened.locator("#file").set_input_files(tmp_path / "broken.json")
+    expect(opened.locator("#problem")).to_contain_text("broken.json is no JSON")
+    (tmp_path / "other.json").write_text("{}")
+    opened.locator("#file").set_input_files(tmp_path / "other.json")
+    expect(opened.locator("#problem")).to_contain_text("says no hidden_size")
+
+
+@pytest.mark.slow
+def test_keyboard(opened: Page) -> None:
+    reached = []
+    for _ in range(12):
+        opened.keyboard.press("Tab")
+        reached.append(opened.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    assert reached[:3] == ["device", "count", "weights"]
+    assert "file" in reached and "SUMMARY" in reached
+    opened.keyboard.press("Enter")
+    expect(opened.locator("details[open]")).to_have_count(1)
+
+
+@pytest.mark.slow
+def test_narrow(opened: Page) -> None:
+    opened.set_viewport_size({"width": 340, "height": 700})
+    assert opened.evaluate("document.documentElement.scrollWidth") <= 340
