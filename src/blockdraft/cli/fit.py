@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -68,7 +67,7 @@ def fit(
     if out is None and not dry_run:
         raise UsageError("--out is missing; give the folder of the drafter, or --dry-run to see the plan alone.")
     known = None if backend == DEFAULT_BACKEND else backend
-    place = out or Path(f"blockdraft-plan-{os.getpid()}")  # where files of the measurements lie for a moment
+    place = out or Path("blockdraft-plan")  # where files of the measurements lie for a moment
     where = Where(place, target, dtype, device, known, adapter, revision)
     asked = Fit(where, settings, tuple(data or ()), records.settings())
 
