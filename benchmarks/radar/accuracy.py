@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
+from statistics import median
 from typing import Any
 
 from benchmarks.harness.report import table
+from benchmarks.radar import others
 from benchmarks.radar.published import Figure, Measured, published
 from blockdraft.models import Drafter
 from blockdraft.radar.devices import find
@@ -208,6 +211,8 @@ def page() -> str:
         "What is told of a card is often the sum over many texts. Tokens per second at a context of 1024, and the\n"
         "least power of two of texts that reach what is told, together and drafted:",
         table(("told", "model", "weights", "device", "one text", "drafted", "it takes"), claims(), left=4),
+        "## Beside other calculators",
+        _beside_others(),
         "## The half that judges",
         _figures(judged),
         "## The half that constants were fitted on",
@@ -254,4 +259,63 @@ def _shown(verdict: Verdict) -> Sequence[str]:
         f"{low} to {high}",
         f"{100 * verdict.off:+.0f} %" + ("" if verdict.inside else " outside"),
         f"[{measured.engine}]({measured.source})",
+    )
+
+
+def _beside_others() -> str:
+    told = json.loads(others.FILE.read_text(encoding="utf-8"))
+    rows = list(others.compared())
+    values = [row.plain for row in rows if row.plain]
+    own = [projection(row) for row in rows]
+    answers = {
+        "radar": [{"speed": row.plain.mid, "low": row.plain.low, "high": row.plain.high} for row in own],
+        **{name: found[: len(rows)] for name, found in told["answers"].items()},
+    }
+    small = [
+        project(read_shape("llama-3.3-70b"), machine_of(find(device)), weights, 512).fits
+        for device, weights in others.TOO_SMALL
+    ]
+    fits = {
+        "radar": small,
+        **{name: [each.get("fits") for each in found[len(rows) :]] for name, found in told["answers"].items()},
+    }
+    off = {
+        name: [abs(each["speed"] / value - 1) for each, value in zip(found, values, strict=True)]
+        for name, found in answers.items()
+    }
+    lines = []
+    for name, found in answers.items():
+        judging = [each for each, row in zip(off[name], rows, strict=True) if not row.fitted]
+        nearest = sum(each <= min(every) for each, *every in zip(off[name], *off.values(), strict=True))
+        inside = [
+            each["low"] <= value <= each["high"] for each, value in zip(found, values, strict=True) if "low" in each
+        ]
+        lines.append(
+            (
+                name,
+                percent(sum(each <= NEAR for each in off[name]) / len(rows)),
+                percent(sum(each <= NEAR for each in judging) / len(judging)),
+                percent(median(off[name])),
+                str(nearest),
+                percent(sum(inside) / len(inside)) if inside else "no interval",
+                "tells nothing" if None in fits[name] else f"{fits[name].count(False)} of {len(small)}",
+            )
+        )
+    versions = " and ".join(f"{name} {version}" for name, version in told["versions"].items())
+    devices = len({row.device for row in rows})
+    header = (
+        "",
+        "near",
+        "near, figures that judge",
+        "median off",
+        "nearest",
+        "inside its interval",
+        "too small, told so",
+    )
+    return (
+        f"{versions}, asked by `python -m benchmarks.radar.others`, on the {len(rows)} published speeds of one\n"
+        f"text that is decoded plainly, of {devices} GPUs and Macs. Too small are cards that others could not load a\n"
+        "70 B model on. Neither of the two projects what a block drafter brings; llm-checker's estimate of\n"
+        "speculation follows from the sizes of two models alone, and is never a loss.\n\n"
+        + table(header, lines, left=1)
     )
