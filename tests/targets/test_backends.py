@@ -35,9 +35,11 @@ def toy(toy_dir: Path) -> Target:
 
 
 def test_backends_are_found_by_file(toy_dir: Path) -> None:
-    assert set(backends()) == {"native", "hf", "toy_backend"}
-    with pytest.raises(ValueError, match=r"backend is 'mlx'; use one of \['auto', 'hf', 'native', 'toy_backend'\]"):
-        load_target(backend="mlx")
+    assert set(backends()) == {"native", "hf", "mlx", "toy_backend"}
+    with pytest.raises(
+        ValueError, match=r"backend is 'jvm'; use one of \['auto', 'hf', 'mlx', 'native', 'toy_backend'\]"
+    ):
+        load_target(backend="jvm")
 
 
 def test_a_backend_that_does_not_know_a_model_says_so(toy_dir: Path, tiny_target_dir: Path) -> None:

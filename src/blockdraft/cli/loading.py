@@ -21,8 +21,8 @@ def load(
     backend: Backend = DEFAULT_BACKEND,
     **how: Any,
 ) -> Target:
-    """`load_target` without the messages of transformers. Standard error says if it takes long, and why if the native
-    decoder cannot run the target.
+    """`load_target` without the messages of transformers. Standard error says if it takes long, and why another
+    backend than our own decoder runs the target, where none was asked for.
 
     Args:
         how: More arguments of `load_target`.
@@ -33,7 +33,10 @@ def load(
     with telling(tell, "Loading the target", at_once=False):
         target = load_target(path, dtype, device, backend, **how)
     if target.backend_reason is not None:
-        tell(f"The target runs on transformers (backend hf): {target.backend_reason}.")
+        by = {"hf": "transformers", "native": "our own decoder"}.get(target.backend, target.backend)
+        tell(f"The target runs on {by} (backend {target.backend}): {target.backend_reason}.")
+    elif target.chosen_for is not None and backend == DEFAULT_BACKEND:
+        tell(f"The target runs on {target.backend}, since {target.chosen_for}; --backend native is our own decoder.")
     return target
 
 

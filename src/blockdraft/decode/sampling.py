@@ -13,7 +13,7 @@ from torch import Tensor
 
 def best_tokens(logits: Tensor) -> Tensor:
     """The argmax of the last dimension, int64; of equal logits the lowest token id, of NaNs the first one."""
-    if logits.device.type != "cpu":
+    if logits.device.type != "cpu" or type(logits) is not Tensor:  # a subclass may not be computed yet
         return logits.max(dim=-1).indices
     # numpy's argmax takes a tenth of the time of torch's.
     return torch.from_numpy(np.asarray(_as_numpy(logits).argmax(axis=-1)))

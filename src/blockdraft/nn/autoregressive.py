@@ -139,6 +139,9 @@ class AutoregressiveRunner(Protocol):
 
     compile_reason: str | None
 
+    def new_state(self, batch: int, capacity: int) -> KVCache:
+        """As `Drafter.new_state`."""
+
     def state_bytes(self, batch: int, capacity: int) -> int:
         """As `Drafter.state_bytes`."""
 

@@ -1,7 +1,8 @@
 """Targets: language models whose output must not change. Each backend that runs them is a file.
 
 A file that defines `load(path, options)` and `RANK` is a backend of the file's name. `load` raises `NotCovered` where
-the backend cannot run the model. "auto" asks the backends whose rank is not None, the lowest first.
+the backend cannot run the model. "auto" asks the backends whose rank is not None, the lowest first. A negative rank is
+that of a backend made for this machine, which leaves options that it has not to the others.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ def load_target(
             its config.json says; where a CPU lacks it, float32, which a warning tells. GGUF files and weights of few
             bits have none: float32 on a CPU, bfloat16 elsewhere.
         device: Device to run on; None is the first GPU if there is one, else the CPU.
-        backend: "native" is our own decoder, for the families that it knows; "hf" is transformers; "auto" is the
-            former where it knows the model, else the latter. `Target.backend` says which it is.
+        backend: "native" is our own decoder, for the families that it knows; "hf" is transformers; "mlx" is mlx-lm,
+            which the extra `mlx` installs; "auto" is, on Apple silicon, mlx-lm where it is installed and knows the
+            model, else our own decoder, else transformers. `Target.backend` says which it is.
         compile: How to compile the native decoder's forward. On a CPU this machine's C compiler does it: "auto"
             compiles where that is possible, in a few seconds of the first run; "on" fails where it is not. On an NVIDIA
             GPU "on" captures forwards of few nodes as CUDA graphs, and "auto" does not.
@@ -151,7 +153,8 @@ def load_target(
         try:
             target: Target = known[name].load(path, options)
         except NotCovered as refused:
-            if backend != "auto" or quantize or kv_dtype:
+            passes_on = known[name].RANK is not None and known[name].RANK < 0
+            if backend != "auto" or ((quantize or kv_dtype) and not passes_on):
                 kept = f"other weights, or leave {'quantize' if quantize else 'kv_dtype'} out"
                 others = "another backend, or auto" if backend != "auto" else kept
                 raise UsageError(f"The {name} backend cannot run {path}: {refused}. Use {others}.") from refused

@@ -157,7 +157,8 @@ class Target(Protocol):
         architecture: The model's configuration as values of JSON, without the dtype.
         max_context: Tokens that a row may hold, prompt and answer together.
         path: Where the target was loaded from.
-        backend_reason: Reason why the native backend does not run it, where that was not asked for; else None.
+        backend_reason: Reason why another backend than the first choice runs it, where none was asked for; else None.
+        chosen_for: Property of this machine for which the backend is the first choice; None where it is so everywhere.
         tokenizer: None where the folder has none; then prompts are token ids.
         tokenizer_reason: Reason for having no tokenizer, where it is another than that the folder has none.
         eos_token_ids: Tokens that end an answer.
@@ -176,6 +177,7 @@ class Target(Protocol):
     architecture: dict[str, Any]
     path: Path | None = None
     backend_reason: str | None = None
+    chosen_for: str | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     tokenizer_reason: str | None = None
     eos_token_ids: frozenset[int] = frozenset()

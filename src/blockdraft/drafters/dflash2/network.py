@@ -69,7 +69,7 @@ class DynamicConv(nn.Module):
 def _convolve(x_BNH: Tensor, kernel_BNKH: Tensor) -> Tensor:
     out = kernel_BNKH[:, :, 0] * x_BNH
     for tap in range(1, min(kernel_BNKH.size(2), x_BNH.size(1))):
-        out[:, tap:].addcmul_(kernel_BNKH[:, tap:, tap], x_BNH[:, :-tap])
+        out = out + F.pad(kernel_BNKH[:, tap:, tap] * x_BNH[:, :-tap], (0, 0, tap, 0))
     return out
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
@@ -89,7 +90,7 @@ class DSparkNetwork(DFlashNetwork):
             `[..., P, K]` or `[..., P, V]`.
         """
         successors = self.markov_head.markov_w2.weight
-        return previous @ (successors if candidates is None else successors[candidates]).mT
+        return F.linear(previous, successors) if candidates is None else previous @ successors[candidates].mT
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Logits of the probability that a guess is accepted, given that those before it were, float32.

@@ -71,7 +71,7 @@ class Eagle3Drafter(Drafter):
         return self._run.slots_beside(self.block_size, WIDTH)
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity)
+        return self._run.new_state(batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return self._run.state_bytes(batch, capacity)

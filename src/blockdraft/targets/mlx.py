@@ -1,0 +1,396 @@
+"""Models of mlx-lm as targets: Apple's GPUs, and CPUs for tests.
+
+The model is mlx-lm's own, with its own quantised layers. Three of its calls are wrapped: layers, whose outputs drafters
+read; the last norm, behind which only the asked nodes go on to the head; and rotary embeddings, which give the nodes of
+a tree the positions of their depths. Keys and values are ours, so that an accepted path can be committed.
+
+Nothing is computed until the engine asks for the best tokens: the draft pass, the forward, and what the last cycle
+committed are one graph, and the host waits once. See `blockdraft.mlx.tensor`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig
+
+from blockdraft.decode.proposal import chain_parents, depths, is_chain, tree_mask
+from blockdraft.errors import describe
+from blockdraft.formats.gguf import is_gguf
+from blockdraft.mlx.cache import MLXCache
+from blockdraft.mlx.tensor import Array, MLXTensor, computing, dtypes, in_mlx, in_torch, mx, round_weight
+from blockdraft.nn.attention import visible_slots
+from blockdraft.plugins import parts
+from blockdraft.targets.base import LoadOptions, NotCovered, R, Runnable, TargetOutput
+from blockdraft.targets.checkpoint import (
+    CheckpointTarget,
+    checked_folder,
+    load_generation_config,
+    load_tokenizer,
+    loading,
+)
+from blockdraft.targets.weights import weight_files
+
+INSTALL = "pip install 'blockdraft[mlx]'"
+IS_APPLE = platform.system() == "Darwin" and platform.machine() == "arm64"
+# On Apple silicon it is asked before the others, elsewhere only by its name.
+RANK = -1 if IS_APPLE and importlib.util.find_spec("mlx_lm") else None
+TREE_CHECK = ([3, 5, 7, 9], [-1, 0, 0, 2])  # tokens and parents of the tree that a model is tried on
+CLOSE = {torch.float32: 1e-3}  # of the largest logit, that a node may differ by; 0.05 in half precision
+
+
+def load(path: str | Path, options: LoadOptions) -> MLXTarget:
+    """Load a model folder or hub name with mlx-lm.
+
+    Raises:
+        NotCovered: mlx-lm is not installed or does not know the model, layers keep a state that cannot be cut, or an
+            option is another backend's.
+        UsageError: There is no such folder or hub name, or the files cannot be read.
+    """
+    if importlib.util.find_spec("mlx_lm") is None or mx is None:
+        extra = INSTALL if IS_APPLE else f"{INSTALL} 'mlx[cpu]'"
+        raise NotCovered(f"mlx-lm is not installed; {extra}")
+    if is_gguf(path):
+        raise NotCovered("it reads no GGUF files")
+    asked = {"quantize": options.quantize, "kv_dtype": options.kv_dtype, "adapter": options.adapter}
+    asked |= {"exact": options.exact or None, "compile": "on" if options.compile == "on" else None}
+    for name, value in asked.items():
+        if value is not None:
+            instead = "; mlx_lm.convert --quantize writes a model in few bits" if name == "quantize" else ""
+            raise NotCovered(f"it has no {name}{instead}")
+    if options.device.type == "cuda":
+        raise NotCovered("it runs on Apple's GPUs and on CPUs, and the device is cuda")
+    from mlx_lm import utils
+
+    checked_folder(path, options.revision)
+    with loading(path):
+        folder = Path(path) if Path(path).exists() else Path(utils._download(str(path), revision=options.revision))
+        raw = utils.load_config(folder)
+        config = AutoConfig.from_pretrained(folder)
+    try:
+        utils._get_classes(raw)
+    except ValueError as error:
+        raise NotCovered(f"mlx-lm {_version()} does not know the model ({describe(error)})") from error
+    if options.device.type == "cpu":
+        mx.set_default_device(mx.cpu)
+    with loading(path), computing():
+        model, _ = utils.load_model(folder, lazy=True)
+        _cast(model, dtypes()[options.dtype])
+        mx.eval(model.parameters())
+        tokenizer = load_tokenizer(folder, None)
+        generation_config = load_generation_config(folder)
+    return MLXTarget(
+        model,
+        raw,
+        config,
+        tokenizer=tokenizer,
+        path=Path(path) if Path(path).exists() else None,
+        folder=folder,
+        generation_config=generation_config,
+        round_drafters=options.round_drafters,
+    )
+
+
+def _version() -> str:
+    try:
+        return version("mlx-lm")
+    except PackageNotFoundError:
+        return "of unknown version"
+
+
+def _cast(model: Any, dtype: Any) -> None:
+    """Cast the weights. Scales of quantised layers are made wider and never narrower: in half precision a scale of
+    another format loses bits, and the model would be another one."""
+    for module in model.modules():
+        quantised = "scales" in module
+        for name, value in list(module.items()):
+            if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
+                narrower = quantised and name in ("scales", "biases") and dtype.size <= value.dtype.size
+                if not narrower:
+                    module[name] = value.astype(dtype)
+
+
+class LayerCache:
+    """What mlx-lm's layers ask of a cache, for one layer and one forward.
+
+    Attributes:
+        offset: Tokens before the nodes: a number, or an array `[B]` where rows differ.
+    """
+
+    def __init__(self, nodes: Nodes, layer: int) -> None:
+        self._nodes, self._layer, self.offset = nodes, layer, nodes.offset
+
+    def update_and_fetch(self, keys: Array, values: Array) -> list[Array]:
+        return self._nodes.cache.extend(self._layer, keys, values)
+
+    def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        return self._nodes.mask(window_size, return_array)
+
+
+class Nodes:
+    """Places of the nodes of one forward.
+
+    Attributes:
+        positions: `[B * N]`, where the nodes are no chain; else None.
+        offset: As in `LayerCache`.
+    """
+
+    def __init__(self, cache: MLXCache, parents: Tensor) -> None:
+        self.cache, self._parents, self._lengths = cache, parents, cache.lengths
+        self._is_line, self._is_even = is_chain(parents), len(set(self._lengths)) == 1
+        self._masks: dict[int | None, Array] = {}
+        self.offset: Any = self._lengths[0] if self._is_even else mx.array(self._lengths)
+        self.positions: Array | None = None
+        self._depths = torch.tensor(self._lengths)[:, None] + depths(parents)
+        if not self._is_line:
+            self.positions = mx.array(self._depths.flatten().numpy())
+
+    def mask(self, window: int | None, wants_array: bool) -> Any:
+        end = max(self._lengths) + self._parents.size(1)
+        window = window if window is not None and window < end else None
+        if self._is_line and self._is_even and window is None and not wants_array:
+            return None if self._parents.size(1) == 1 else "causal"
+        if window not in self._masks:
+            visible = visible_slots(self._lengths, tree_mask(self._parents), self._depths, window)
+            self._masks[window] = mx.array(visible[:, None].numpy())
+        return self._masks[window]
+
+
+class MLXTarget(CheckpointTarget):
+    """A model of mlx-lm as a target.
+
+    Args:
+        model: The model.
+        raw: Its configuration as mlx-lm reads it.
+        config: Its configuration as transformers reads it.
+        folder: Folder of its files, also where it was named by its hub name.
+        round_drafters: Whether drafters get as few bits as the model's layers, if these are quantised.
+        tokenizer, path, generation_config: As in `CheckpointTarget`.
+
+    Raises:
+        NotCovered: The model has a layer, or lacks a part, that this backend cannot do with.
+    """
+
+    backend = "mlx"
+    chosen_for = "this machine has Apple silicon" if IS_APPLE else None
+
+    def __init__(
+        self,
+        model: Any,
+        raw: Mapping[str, Any],
+        config: PretrainedConfig,
+        *,
+        folder: Path,
+        round_drafters: bool = True,
+        **text: Any,
+    ) -> None:
+        super().__init__(config, **text)
+        self._model, self._folder = model, folder
+        text_model = getattr(model, "language_model", model)
+        inner = next((getattr(text_model, n) for n in ("model", "backbone", "transformer") if n in text_model), None)
+        embedding = (
+            next((inner[n] for n in ("embed_tokens", "embeddings", "wte") if n in inner), None) if inner else None
+        )
+        norm = next((n for n in ("norm", "final_layernorm", "norm_f", "ln_f") if n in inner), None) if inner else None
+        if embedding is None or norm is None:
+            raise NotCovered(f"it does not find embedding and last norm in mlx-lm's {type(model).__module__}")
+        self._embedding: Any = embedding
+        self._head: Any = text_model.get("lm_head", embedding.as_linear)
+        self._caches = _cache_layers(model)
+        self.dtype = next(ours for ours, theirs in dtypes().items() if theirs == embedding(mx.array([0])).dtype)
+        self.device = torch.device("cpu")  # of the tensors that the engine sees
+        self.hidden_size = embedding(mx.array([0])).shape[-1]
+        self.num_layers = len(model.layers)
+        self.vocab_size = self._head(mx.zeros((1, self.hidden_size))).shape[-1]
+        quantised = raw.get("quantization") or {}
+        self._bits, self._group_size = quantised.get("bits"), quantised.get("group_size", 64)
+        self._round_drafters = round_drafters
+        self._nodes: Nodes | None = None
+        self._outputs: dict[int, Array] = {}
+        self._taps: Sequence[int] = ()
+        self._scored: Array | None = None
+        for number, layer in enumerate(model.layers):
+            _wrap(layer, partial(self._tap, number))
+        _wrap(inner[norm], self._pick)
+        for name, module in model.named_modules():
+            if name.endswith(("rope", "rotary_emb")):
+                _wrap(module, self._rotate)
+        self._by_row = False
+        self._check()
+
+    @property
+    def running(self) -> str:
+        return ", ".join(["mlx", *([f"int{self._bits} weights"] if self._bits else [])])
+
+    def _check(self) -> None:
+        """Try whether nodes of a tree, and rows of different lengths, get the logits that a chain alone gives them.
+        Where a family of mlx-lm places its nodes by other means than those that are wrapped, they do not."""
+        close = CLOSE.get(self.dtype, 0.05)
+        tokens, above = (torch.tensor([each]) for each in TREE_CHECK)
+
+        def logits(prefix: Sequence[int], tokens: Tensor, parents: Tensor) -> Tensor:
+            """Last node's logits behind tokens in each row."""
+            cache = self.new_cache(len(prefix), 16)
+            for row, count in zip(cache.rows, prefix, strict=True):
+                if count:
+                    one = cache.of([row])
+                    self.forward(torch.full((1, count), 2), chain_parents(1, count), one)
+                    one.commit([range(count)])
+            return in_torch(self.forward(tokens, parents, cache).logits)[:, -1].float()
+
+        def differ(one: Tensor, other: Tensor) -> bool:
+            return not torch.allclose(one, other, rtol=0, atol=close * float(other.abs().max()))
+
+        path = torch.tensor([[3, 7, 9]])
+        alone = logits([1], path, chain_parents(1, 3))
+        self.has_trees = not differ(logits([1], tokens, above), alone)
+        self._by_row = differ(logits([1, 4], path.expand(2, -1), chain_parents(2, 3))[:1], alone)
+
+    def new_cache(self, batch: int, capacity: int) -> MLXCache:
+        return MLXCache(batch, capacity)
+
+    def cache_bytes(self, batch: int, capacity: int) -> int:
+        shape = self.shape
+        heads, size = shape.get("num_key_value_heads", 1), shape.get("head_dim", self.hidden_size)
+        return 2 * batch * capacity * self._caches * heads * size * self.dtype.itemsize
+
+    def weight_bytes(self) -> int:
+        from mlx.utils import tree_flatten
+
+        return sum(value.nbytes for _, value in tree_flatten(self._model.parameters()))
+
+    def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        scored, shape = batch * nodes, self.shape
+        widths = 4 * self.hidden_size + 3 * shape.get("intermediate_size", 4 * self.hidden_size)
+        side_by_side = self.cache_bytes(batch, slots) if batch > 1 else 0
+        return scored * (widths + slots * shape.get("num_attention_heads", 1)) * self.dtype.itemsize + side_by_side
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        cache: Any,
+        taps: Sequence[int] = (),
+        logits_at: Tensor | None = None,
+    ) -> TargetOutput:
+        assert isinstance(cache, MLXCache)
+        if not self.has_trees:  # then what is no chain is a chain and padding, which is never accepted
+            parents = chain_parents(*tokens.shape)
+        if self._by_row and len(set(cache.lengths)) > 1:
+            found = []
+            for i, row in enumerate(cache.rows):
+                at = None if logits_at is None else logits_at[i : i + 1]
+                found.append(self.forward(tokens[i : i + 1], parents[i : i + 1], cache.of([row]), taps, at))
+            logits, best = (torch.cat([getattr(each, n) for each in found]) for n in ("logits", "best"))
+            return TargetOutput(logits, torch.cat([each.features for each in found]) if taps else None, best)
+        with self.lock, computing():
+            cache.check_room(tokens.size(1))
+            self._nodes, self._taps, self._outputs = Nodes(cache, parents), taps, {}
+            self._scored = None if logits_at is None else in_mlx(logits_at)
+            caches = [LayerCache(self._nodes, layer) for layer in range(self._caches)]
+            try:
+                logits = self._model(in_mlx(tokens), cache=caches)
+                outputs = [self._outputs[tap] for tap in taps]
+            finally:
+                self._nodes, self._outputs = None, {}
+            highest, best = mx.max(logits, axis=-1), mx.argmax(logits, axis=-1).astype(mx.int64)
+            sound = mx.isfinite(highest) & ~mx.any(mx.isnan(logits), axis=-1)
+            features = MLXTensor(mx.concatenate(outputs, axis=-1)) if taps else None
+            return TargetOutput(MLXTensor(logits), features, MLXTensor(mx.where(sound, best, -1)))
+
+    def _tap(self, number: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        if number in self._taps:
+            self._outputs[number] = output[0] if isinstance(output, tuple) else output
+        return output
+
+    def _pick(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        self._outputs[self.num_layers] = output
+        if self._scored is None:
+            return output
+        return mx.take_along_axis(output, self._scored[:, None, None], axis=1)
+
+    def _rotate(self, call: Callable[..., Any], x: Array, offset: Any = 0, **kwargs: Any) -> Any:
+        if self._nodes is None or self._nodes.positions is None:
+            return call(x, offset=offset, **kwargs)
+        batch, heads, count, size = x.shape
+        alone = x.swapaxes(1, 2).reshape(batch * count, heads, 1, size)  # each node as a row of its own
+        turned = call(alone, offset=self._nodes.positions, **kwargs)
+        return turned.reshape(batch, count, heads, size).swapaxes(1, 2)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        with computing():
+            return MLXTensor(self._embedding(in_mlx(tokens)))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        with computing():
+            return MLXTensor(self._head(in_mlx(hidden)))
+
+    def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
+        network.to(device=self.device, dtype=self.dtype)
+        known = {kind: make for module in parts("mlx").values() for kind, make in module.RUNNERS.items()}
+        make = next((known[kind] for kind in type(network).__mro__ if kind in known), None)
+        if make is None:
+            reason = f"MLX knows no networks of the kind {type(network).__name__}, and torch runs it on the CPU"
+            run = network.runner(lambda x: in_torch(self.embed(x)), lambda x: in_torch((head or self.head)(x)), reason)
+            return cast(R, InTorch(run))
+        if owned and self._bits and self._round_drafters:
+            for module in cast(nn.Module, network).modules():
+                if isinstance(module, nn.Linear):
+                    round_weight(module.weight, self._bits, self._group_size)
+        return cast(R, make(network, self.embed, head or self.head))
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """As in `Target`, read from the checkpoint's files."""
+        for name in weight_files(self._folder):
+            with safe_open(name, framework="pt") as file:
+                for key in sorted(file.keys()):
+                    value = file.get_tensor(key)
+                    yield key, value.to(self.dtype) if value.is_floating_point() else value
+
+
+class InTorch:
+    """A runner that uses torch's own operations, and gets torch's own tensors."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._run, name)
+        return (lambda *args, **how: value(*map(in_torch, args), **how)) if callable(value) else value
+
+
+def _wrap(module: Any, call: Callable[..., Any]) -> None:
+    """Let `call(the module's own call, *arguments)` answer where a module is called. All else of it stays."""
+    kind = type(module)
+    own = cast(Any, kind).__call__
+    wrapped = {"__call__": lambda self, *args, **kwargs: call(partial(own, self), *args, **kwargs)}
+    module.__class__ = type(kind.__name__, (kind,), wrapped)
+
+
+def _cache_layers(model: Any) -> int:
+    """Number of layers that keep keys and values.
+
+    Raises:
+        NotCovered: A layer keeps something else.
+    """
+    from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+    caches = make_prompt_cache(model)
+    for each in caches:
+        if type(each) not in (KVCache, RotatingKVCache):
+            raise NotCovered(
+                f"a layer keeps a {type(each).__name__} of mlx-lm, which cannot be cut to an accepted path"
+            )
+    return len(caches)
