@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias, cast
+from importlib import import_module
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 try:
-    import mlx.core as mx
-except ImportError:  # the extra `mlx`; nothing below is then called
-    mx = cast(Any, None)
+    mx: Any = import_module("mlx.core")
+except ImportError:  # the extra `mlx` is missing, and nothing below is called
+    mx = None
 
 Array: TypeAlias = Any  # mx.array
 
@@ -63,7 +64,9 @@ class MLXTensor(Tensor):
     @staticmethod
     def __new__(cls, array: Array, is_part: bool = False) -> MLXTensor:
         kinds = {theirs: ours for ours, theirs in dtypes().items()} | {mx.uint32: torch.int64}
-        made: MLXTensor = Tensor._make_wrapper_subclass(cls, array.shape, dtype=kinds[array.dtype], device="cpu")  # type: ignore[attr-defined]
+        made: MLXTensor = Tensor._make_wrapper_subclass(
+            cls, array.shape, dtype=kinds[array.dtype], device=torch.device("cpu")
+        )
         made.array, made._is_part = array.astype(mx.int64) if array.dtype == mx.uint32 else array, is_part
         return made
 
@@ -96,7 +99,7 @@ class MLXTensor(Tensor):
             return _each(found, lambda value: MLXTensor(value, name in PARTS) if isinstance(value, mx.array) else value)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func} reached an MLX array by a way around torch's functions.")
 
 
@@ -167,7 +170,7 @@ def round_weight(tensor: Tensor, bits: int, group_size: int) -> None:
         with computing():
             few = mx.quantize(sent(tensor).astype(mx.float32), group_size=group_size, bits=bits)
             mx.eval(few)
-            _weights[tensor] = FewBits(*few, group_size, bits)
+            _weights[tensor] = FewBits(few[0], few[1], few[2], group_size, bits)
 
 
 def _each(values: Any, convert: Callable[[Any], Any]) -> Any:

@@ -61,7 +61,7 @@ def load(path: str | Path, options: LoadOptions) -> MLXTarget:
         raise NotCovered(f"mlx-lm is not installed; {extra}")
     if is_gguf(path):
         raise NotCovered("it reads no GGUF files")
-    asked = {"quantize": options.quantize, "kv_dtype": options.kv_dtype, "adapter": options.adapter}
+    asked: dict[str, Any] = {"quantize": options.quantize, "kv_dtype": options.kv_dtype, "adapter": options.adapter}
     asked |= {"exact": options.exact or None, "compile": "on" if options.compile == "on" else None}
     for name, value in asked.items():
         if value is not None:
@@ -196,11 +196,9 @@ class MLXTarget(CheckpointTarget):
         super().__init__(config, **text)
         self._model, self._folder = model, folder
         text_model = getattr(model, "language_model", model)
-        inner = next((getattr(text_model, n) for n in ("model", "backbone", "transformer") if n in text_model), None)
-        embedding = (
-            next((inner[n] for n in ("embed_tokens", "embeddings", "wte") if n in inner), None) if inner else None
-        )
-        norm = next((n for n in ("norm", "final_layernorm", "norm_f", "ln_f") if n in inner), None) if inner else None
+        inner: Any = next((text_model[n] for n in ("model", "backbone", "transformer") if n in text_model), {})
+        embedding = next((inner[n] for n in ("embed_tokens", "embeddings", "wte") if n in inner), None)
+        norm = next((n for n in ("norm", "final_layernorm", "norm_f", "ln_f") if n in inner), None)
         if embedding is None or norm is None:
             raise NotCovered(f"it does not find embedding and last norm in mlx-lm's {type(model).__module__}")
         self._embedding: Any = embedding
@@ -245,7 +243,8 @@ class MLXTarget(CheckpointTarget):
                     one = cache.of([row])
                     self.forward(torch.full((1, count), 2), chain_parents(1, count), one)
                     one.commit([range(count)])
-            return in_torch(self.forward(tokens, parents, cache).logits)[:, -1].float()
+            found: Tensor = in_torch(self.forward(tokens, parents, cache).logits)[:, -1].float()
+            return found
 
         def differ(one: Tensor, other: Tensor) -> bool:
             return not torch.allclose(one, other, rtol=0, atol=close * float(other.abs().max()))
@@ -261,7 +260,7 @@ class MLXTarget(CheckpointTarget):
     def cache_bytes(self, batch: int, capacity: int) -> int:
         shape = self.shape
         heads, size = shape.get("num_key_value_heads", 1), shape.get("head_dim", self.hidden_size)
-        return 2 * batch * capacity * self._caches * heads * size * self.dtype.itemsize
+        return int(2 * batch * capacity * self._caches * heads * size * self.dtype.itemsize)
 
     def weight_bytes(self) -> int:
         from mlx.utils import tree_flatten
@@ -272,7 +271,8 @@ class MLXTarget(CheckpointTarget):
         scored, shape = batch * nodes, self.shape
         widths = 4 * self.hidden_size + 3 * shape.get("intermediate_size", 4 * self.hidden_size)
         side_by_side = self.cache_bytes(batch, slots) if batch > 1 else 0
-        return scored * (widths + slots * shape.get("num_attention_heads", 1)) * self.dtype.itemsize + side_by_side
+        heads = shape.get("num_attention_heads", 1)
+        return int(scored * (widths + slots * heads) * self.dtype.itemsize) + side_by_side
 
     @torch.no_grad()
     def forward(
@@ -292,7 +292,8 @@ class MLXTarget(CheckpointTarget):
                 at = None if logits_at is None else logits_at[i : i + 1]
                 found.append(self.forward(tokens[i : i + 1], parents[i : i + 1], cache.of([row]), taps, at))
             logits, best = (torch.cat([getattr(each, n) for each in found]) for n in ("logits", "best"))
-            return TargetOutput(logits, torch.cat([each.features for each in found]) if taps else None, best)
+            features = torch.cat([cast(Tensor, each.features) for each in found]) if taps else None
+            return TargetOutput(logits, features, best)
         with self.lock, computing():
             cache.check_room(tokens.size(1))
             self._nodes, self._taps, self._outputs = Nodes(cache, parents), taps, {}

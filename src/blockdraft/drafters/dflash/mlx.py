@@ -79,8 +79,8 @@ class MLXDraftPass:
             return MLXTensor(out)
 
         with computing():
-            block = MLXTensor(in_mlx(block))
-            return self.network.through_layers(block, *self._angles(state, count), attend)
+            block, (cos, sin) = MLXTensor(in_mlx(block)), self._angles(state, count)
+            return self.network.through_layers(block, cos, sin, attend)
 
     def _angles(self, state: MLXCache, count: int) -> list[Tensor]:
         positions = torch.tensor(state.lengths)[:, None] + torch.arange(count)
