@@ -22,7 +22,7 @@ class ServeSettings:
         port: Port to listen at; 0 takes a free one.
         api_key: Key that clients must send. None lets them in without a key.
         served_model_name: Name of the model in requests; repeat the option for more names. The default is the name on
-            the hub, or that of the target's folder.
+            the hub, or that of the target's folder, and that of the catalogue besides.
         any_model: Accept any model name in requests. Otherwise unknown names are answered with 404.
         allow_open: Let other machines in without a key.
         allow_host: Host name by which clients may call the server, such as box.local; repeat the option for more, "*"

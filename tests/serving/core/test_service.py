@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from blockdraft.engine import Engine, Request
 from blockdraft.errors import RequestError, UsageError
+from blockdraft.models import known
+from blockdraft.serving.core import service as service_module
 from blockdraft.serving.core.backends import Backends
 from blockdraft.serving.core.errors import ApiError
 from blockdraft.serving.core.events import ChatJob, Finished, Speculation, Text, TextJob
@@ -365,3 +367,10 @@ def test_tokens_keep_their_spaces() -> None:
     assert tokenizer.decode([1, 2, 3]) == "the ants"
     texts = TokenTexts(tokenizer)
     assert [texts.text(token) for token in (1, 2, 3)] == [" the", " ant", "s"]
+
+
+def test_a_model_of_the_catalogue_has_its_name_there_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    [usual] = service(engine).model_names
+    monkeypatch.setattr(service_module, "model_of", lambda path: known("smollm2"))
+    assert service(engine).model_names == [usual, "smollm2"]
+    assert service(engine, served_model_name=("other",)).model_names == ["other"]

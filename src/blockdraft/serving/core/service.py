@@ -15,6 +15,7 @@ from typing_extensions import ParamSpec
 
 from blockdraft.engine import Request
 from blockdraft.errors import UsageError
+from blockdraft.models import model_of
 from blockdraft.serving.core.admission import Admission
 from blockdraft.serving.core.backends import Backends, weights_of
 from blockdraft.serving.core.chunk_queue import ChunkDispatcher, ChunkQueue
@@ -52,7 +53,9 @@ class Service:
 
     def __init__(self, backends: Backends, settings: ServeSettings) -> None:
         self.backends, self.settings = backends, settings
-        self.model_names = list(settings.served_model_name) or [backends.target]
+        known = model_of(backends.usual.target.path)
+        usual_names = [backends.target] if known is None else [backends.target, known.id]
+        self.model_names = list(settings.served_model_name) or usual_names
         self.token_texts = TokenTexts(backends.usual.target.tokenizer)
         self.most_guesses = backends.usual.controller.most_guesses
         self._weights = weights_of(backends.usual)
