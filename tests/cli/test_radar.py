@@ -60,7 +60,7 @@ def test_one_model_is_explained(blockdraft: Run) -> None:
 
 
 def test_speed_that_only_a_batch_reaches(blockdraft: Run) -> None:
-    words = ("--device", "B200 SXM", "--model", "llama-3.3-70b", "--weights", "fp8", "--context", 256)
+    words = ("--device", "B200 SXM", "--model", "llama-3.3-70b", "--weights", "nvfp4", "--context", 256)
     out = blockdraft("radar", *words, "--least-speed", 9000).out
     assert "9,000 tokens/s are a batch of" in out
 
