@@ -11,6 +11,7 @@ committed are one graph, and the host waits once. See `blockdraft.mlx.tensor`.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -344,6 +345,7 @@ class MLXTarget(CheckpointTarget):
         make = next((known[kind] for kind in type(network).__mro__ if kind in known), None)
         if make is None:
             reason = f"MLX knows no networks of the kind {type(network).__name__}, and torch runs it on the CPU"
+            logging.getLogger(__name__).warning("The drafter is not run by MLX: %s.", reason)
             run = network.runner(lambda x: in_torch(self.embed(x)), lambda x: in_torch((head or self.head)(x)), reason)
             return cast(R, InTorch(run))
         if owned and self._bits and self._round_drafters:
