@@ -1,7 +1,7 @@
 """Converts a pair for OpenVINO GenAI and decodes with it; runs in the environment of `make test-openvino`.
 
     python openvino_pair.py '{"target": DIR, "drafter": DIR, "folder": DIR, "prompts": [ids], "tokens": 64,
-                              "guesses": 15, "end": id}'
+                              "guesses": 15, "ends": [ids]}'
 
 The last line printed is JSON: for each prompt the tokens and the number of accepted guesses.
 """
@@ -38,11 +38,17 @@ def main() -> None:
     target, drafter = (Path(given["folder"]) / name for name in ("target", "drafter"))
     convert(given["target"], target)
     convert(given["drafter"], drafter)
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = False  # which DFlash refuses
     pipe = openvino_genai.LLMPipeline(
-        str(target), "CPU", draft_model=openvino_genai.draft_model(str(drafter), "CPU", **EXACT), **EXACT
+        str(target),
+        "CPU",
+        draft_model=openvino_genai.draft_model(str(drafter), "CPU", **EXACT),
+        scheduler_config=scheduler,
+        **EXACT,
     )
     config = openvino_genai.GenerationConfig(
-        max_new_tokens=given["tokens"], num_assistant_tokens=given["guesses"], eos_token_id=given["end"]
+        max_new_tokens=given["tokens"], num_assistant_tokens=given["guesses"], stop_token_ids=set(given["ends"])
     )
     found = []
     for prompt in given["prompts"]:

@@ -60,6 +60,8 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
         if options.get("dflash"):
             drafter = convert(settings["drafter"], Path(folder, "drafter"), None)
             speculation["draft_model"] = openvino_genai.draft_model(drafter, "CPU", **asked)
+            speculation["scheduler_config"] = openvino_genai.SchedulerConfig()
+            speculation["scheduler_config"].enable_prefix_caching = False  # which DFlash refuses
             config = json.loads((Path(settings["drafter"]) / "config.json").read_text())
             guesses = {"num_assistant_tokens": config["block_size"] - 1}
         elif options.get("lookup"):
