@@ -5,7 +5,7 @@ PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 
 # One thread a worker: the models of the tests are too small to share.
-PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test test-long lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-mlx test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
 

@@ -163,7 +163,7 @@ def test_an_adapter_has_no_part_in_what_a_server_writes(
 def test_loading_that_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def slow(*_: object, **__: object) -> SimpleNamespace:
         time.sleep(0.1)
-        return SimpleNamespace(backend_reason=None)
+        return SimpleNamespace(backend_reason=None, chosen_for=None)
 
     monkeypatch.setattr("blockdraft.targets.load_target", slow)
     loading.load("target")

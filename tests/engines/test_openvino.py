@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from beside import TOKENS, environment, ours, pairs, prompts
+from same_drafts import TOKENS, environment, ours, pairs, prompts
 
 from blockdraft.formats import zlab
 from blockdraft.targets import load_target_text

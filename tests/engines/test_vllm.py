@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from beside import ROOT, TOKENS, Answer, environment, first_norm_for_all_layers, free_port, ours, pairs, prompts
+from same_drafts import ROOT, TOKENS, Answer, environment, first_norm_for_all_layers, free_port, ours, pairs, prompts
 
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.servers.metrics import parse

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beside import environment
+from same_drafts import environment
 
 from blockdraft.formats import zlab
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention

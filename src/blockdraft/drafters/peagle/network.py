@@ -96,6 +96,9 @@ class PEaglePass:
     def __init__(self, network: PEagleNetwork, compile_reason: str | None = None) -> None:
         self.network, self.compile_reason = network, compile_reason
 
+    def new_state(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(batch, capacity)
+
     def state_bytes(self, batch: int, capacity: int) -> int:
         config = self.network.config
         keys_values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
