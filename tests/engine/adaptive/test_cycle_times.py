@@ -126,3 +126,11 @@ def test_a_slow_stretch_holds_for_the_sizes_that_ran_before_it() -> None:
         found.learn(None, 0.8 * PRIOR[0], cycle)
     assert found.expected()[0] == pytest.approx(0.8 * PRIOR[0])
     assert found.expected()[FOUR] == pytest.approx(1.6 * PRIOR[FOUR])
+
+
+def test_a_clock_that_did_not_move_does_no_harm() -> None:
+    found = times()
+    for cycle in range(20):
+        found.learn(4, 0.0, cycle)
+    found.learn(7, 1.0, 20)
+    assert all(math.isfinite(each) and each > 0 for each in found.expected() + found.least(21))

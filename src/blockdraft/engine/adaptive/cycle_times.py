@@ -11,6 +11,7 @@ from itertools import accumulate
 import numpy as np
 
 RECENT = 9  # cycles of a size that count
+LEAST_SECONDS = 1e-9  # of a cycle, also where a coarse clock did not move: times are divided by
 USUAL = 2 * RECENT  # cycles during which `RECENT` of a size are enough to tell how fast the machine is at present
 # By how much the logarithm of a time may be less than expected, and what that grows by with each cycle since the size
 # ran: of a size that ran seldom (all its cycles may have met delays), and of one that ran more often.
@@ -43,7 +44,7 @@ class CycleTimes:
 
     def learn(self, guesses: int | None, seconds: float, now: int) -> None:
         """Take in cycle `now`, in which each row had so many guesses; None did not draft."""
-        entry = 0 if guesses is None else bisect(self._sizes, guesses)
+        entry, seconds = 0 if guesses is None else bisect(self._sizes, guesses), max(seconds, LEAST_SECONDS)
         if guesses is not None and guesses != self._sizes[entry - 1]:  # stands for the nearest size below
             seconds *= self.expected()[entry] / self.at(self.expected(), guesses)
         recent, ran, before = self._recent[entry], self._ran[entry], self._quartiles[entry]
