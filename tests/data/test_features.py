@@ -82,7 +82,7 @@ def test_anothers_cache_is_refused(tmp_path: Path, target: Target, data: TokenDa
     found.check(target, data, TAPS)
     others = made(tmp_path / "others", target, seed=1)
     for arguments, message in [
-        ((target, data, (0, 2)), r"taps \(2, 0\) instead of \[0, 2\]|taps \[2, 0\] instead of \[0, 2\]"),
+        ((target, data, (0, 1)), r"taps \(2, 0\) instead of \[0, 1\]|taps \[2, 0\] instead of \[0, 1\]"),
         ((target, others, TAPS), "other features: data "),
     ]:
         with pytest.raises(ValueError, match=message + ".*make new ones with `blockdraft features`"):
@@ -97,6 +97,16 @@ def test_anothers_cache_is_refused(tmp_path: Path, target: Target, data: TokenDa
     save_file(weights, tmp_path / "target/model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="other features: target "):
         found.check(load_target(tmp_path / "target", device="cpu"), data, TAPS)
+
+
+def test_some_of_the_stored_taps_are_read(tmp_path: Path, target: Target, data: TokenData) -> None:
+    plan_features(tmp_path / "f", target, data, TAPS, FLOAT).write()
+    found, (last, first) = read_features(tmp_path / "f"), alone(target, data, 1).chunk(2, dim=-1)
+    for taps, expected in [((0,), [first]), ((2,), [last]), ((0, 2), [first, last]), (TAPS, [last, first])]:
+        found.check(target, data, taps)
+        torch.testing.assert_close(found.of(1, taps), torch.cat(expected, dim=-1), atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"other features: taps \(2, 0\) instead of \[0, 1\]"):
+        found.check(target, data, (0, 1))
 
 
 @pytest.mark.slow

@@ -70,12 +70,23 @@ class Features(Sequence[Tensor]):
         return read_features, (self.folder,)  # another process maps the files by itself
 
     def check(self, target: Target, data: TokenData, taps: Sequence[int]) -> None:
-        """Check that these are the features of this target, these data and these taps.
+        """Check that these are features of this target and these data, with these taps among theirs.
 
         Raises:
             UsageError: They are not.
         """
-        _check_same(self.folder, vars(self), _identity(target, data, taps), ("target", "data", "taps"))
+        theirs, ours = vars(self), _identity(target, data, taps)
+        _check_same(self.folder, theirs, ours, ("target", "data"))
+        if not set(taps) <= set(self.taps):
+            _check_same(self.folder, theirs, ours, ("taps",))
+
+    def of(self, index: int, taps: Sequence[int]) -> Tensor:
+        """Features `[S, m * H]` of a document, of some of the stored taps, in the order given."""
+        whole: Tensor = self[index]
+        if tuple(taps) == self.taps:
+            return whole
+        parts = whole.chunk(len(self.taps), dim=-1)
+        return torch.cat([parts[self.taps.index(tap)] for tap in taps], dim=-1)
 
 
 def read_features(folder: str | Path) -> Features:

@@ -53,7 +53,7 @@ def open_source(
         features.check(target, data, taps)
     else:
         features = _computed(target, data, documents.longest, taps, beside / FOLDER, reserved, progress)
-    return lambda chosen: [features[i] for i in chosen]
+    return lambda chosen: [features.of(i, taps) for i in chosen]
 
 
 def _computed(
