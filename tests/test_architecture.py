@@ -248,6 +248,34 @@ def test_a_kind_that_is_asked_for_is_reported() -> None:
     assert kinds_asked_for([kind, Module("blockdraft.drafters.dflash.train", asking)]) == []
 
 
+# What is called like a kind: a former method's name, a value in z-lab's files, a layout, and the kind that is advised.
+NAMING = {
+    "blockdraft.evaluation.methods",
+    "blockdraft.formats.zlab",
+    "blockdraft.radar.drafting",
+    "blockdraft.tools.inspect.drafters",
+}
+
+
+def kinds_named(modules: Iterable[Module], kinds: set[str]) -> set[str]:
+    """Modules outside of `drafters` with a string that is the name of a drafter's folder."""
+    return {
+        module.name
+        for module in modules
+        if module.unit != "drafters"
+        for node in ast.walk(ast.parse(module.source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in kinds
+    }
+
+
+def test_kinds_of_drafters_are_not_named_outside_of_their_folders() -> None:
+    modules = read_modules()
+    kinds = {folder for module in modules if module.is_package and (folder := folder_of(module.name)) is not None}
+    assert {"dflash", "eagle3", "mtp"} <= kinds
+    assert kinds_named(modules, kinds) == NAMING
+    assert kinds_named([Module("blockdraft.radar.step", "SERIAL = {'mtp'}")], kinds) == {"blockdraft.radar.step"}
+
+
 def test_every_folder_with_modules_is_a_package() -> None:
     folders = {path.parent for path in SOURCE.rglob("*.py")}
     assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []

@@ -14,7 +14,7 @@ from benchmarks.harness.command import ROOT, Parser
 from benchmarks.harness.report import write_files
 from benchmarks.radar.accuracy import ASKED, fit, page, percent, shares, verdicts
 from benchmarks.radar.published import published
-from blockdraft.radar.project import CONSTANTS, Constants, constants
+from blockdraft.radar.step import CONSTANTS, Constants, constants
 
 
 def constants_toml(head: str, fitted: Mapping[str, Constants]) -> str:

@@ -18,7 +18,7 @@ from benchmarks.harness.report import write_files
 from benchmarks.radar.published import Measured, published
 from blockdraft.models import known
 from blockdraft.radar.devices import find
-from blockdraft.radar.project import BITS
+from blockdraft.radar.step import BITS
 
 FOLDER = Path(__file__).parent
 FILE = FOLDER / "others.json"

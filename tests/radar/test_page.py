@@ -14,9 +14,9 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from radar_configs import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
 
 from blockdraft.errors import UsageError
-from blockdraft.radar.devices import find
+from blockdraft.radar.devices import find, machine_of
 from blockdraft.radar.page import export_page, page
-from blockdraft.radar.project import machine_of, project
+from blockdraft.radar.project import project
 from blockdraft.radar.shape import known_shapes, of_config, read_shape
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

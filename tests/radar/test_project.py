@@ -9,9 +9,12 @@ import pytest
 from blockdraft.errors import UsageError
 from blockdraft.models import known
 from blockdraft.radar.acceptance import TASKS, expected, tau_of
-from blockdraft.radar.devices import devices, find
-from blockdraft.radar.project import BITS, batch_for, cache_of, constants, machine_of, memory_of, project
-from blockdraft.radar.shape import known_shapes, read_shape
+from blockdraft.radar.devices import devices, find, machine_of
+from blockdraft.radar.drafting import cost_of
+from blockdraft.radar.memory import memory_of
+from blockdraft.radar.project import batch_for, project
+from blockdraft.radar.shape import cache_of, known_shapes, read_shape
+from blockdraft.radar.step import BITS, constants
 
 H100 = machine_of(find("H100 SXM"))
 B200 = machine_of(find("B200 SXM"))
@@ -96,7 +99,7 @@ def test_windows_bound_the_cache() -> None:
 
 def test_drafter_takes_memory() -> None:
     none = memory_of(QWEN, 16, 4096, 1, 1, None)
-    some = memory_of(QWEN, 16, 4096, 1, 16, "dflash")
+    some = memory_of(QWEN, 16, 4096, 1, 16, cost_of("dflash"))
     assert none["drafter"] == 0
     assert some["drafter"] == pytest.approx(2 * 1.05e9, rel=0.15)
     assert some["caches"] > none["caches"]

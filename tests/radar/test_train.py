@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from blockdraft.errors import UsageError
-from blockdraft.radar.devices import find
-from blockdraft.radar.project import machine_of
+from blockdraft.radar.devices import find, machine_of
 from blockdraft.radar.shape import read_shape
 from blockdraft.radar.train import TrainPlan, train_cost
 

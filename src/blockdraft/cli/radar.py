@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from blockdraft.models import Drafter
-    from blockdraft.radar.project import Interval, Machine, Row
+    from blockdraft.radar.devices import Machine
+    from blockdraft.radar.project import Interval, Row
     from blockdraft.radar.shape import Shape
 
 WIDTH = 140  # characters of a table that goes into a file or pipe
@@ -149,9 +150,8 @@ def find_drafter(name: str, shapes: list[Shape]) -> Drafter:
 
 
 def _machines(names: list[str], ram: float | None) -> Iterator[Machine]:
-    from blockdraft.radar.devices import find
+    from blockdraft.radar.devices import find, machine_of
     from blockdraft.radar.machine import HERE, here
-    from blockdraft.radar.project import machine_of
 
     for name in names:
         if name.lower() == HERE:

@@ -20,6 +20,7 @@ from blockdraft.drafters.ahead import draft_ahead, hits, on_its_own
 from blockdraft.drafters.base import (
     DIFFUSION_STEPS,
     NOISE_SCHEDULE,
+    DraftCost,
     Drafter,
     Entry,
     NetworkDrafter,
@@ -228,6 +229,7 @@ __all__ = [
     "BUNDLED_DFLASH",
     "DIFFUSION_STEPS",
     "NOISE_SCHEDULE",
+    "DraftCost",
     "Drafter",
     "Entry",
     "NetworkDrafter",

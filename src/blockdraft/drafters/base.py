@@ -123,6 +123,25 @@ class Drafter(Protocol):
 
 
 @dataclass(frozen=True)
+class DraftCost:
+    """What drafters of a kind cost to run, for projections of models that are not there.
+
+    Attributes:
+        layers: Layers of the network, each as wide as the target's.
+        taps: Layers of the target that are fused into its input.
+        block_size: Tokens of a block, anchor included, where a drafter's maker does not say; also the most to try.
+        serial: Whether each guess takes a pass.
+        head_vocabulary: Tokens of an output head of its own, in bfloat16; None runs the target's.
+    """
+
+    layers: int = 5
+    taps: int = 5
+    block_size: int = 8
+    serial: bool = False
+    head_vocabulary: int | None = None
+
+
+@dataclass(frozen=True)
 class Entry:
     """Kind of drafter: the value of `DRAFTER` in a file of this package, or in the `drafter.py` of a folder.
 
@@ -139,6 +158,7 @@ class Entry:
         joins: Whether it is made of other drafters; such a kind has no name of its own.
         load_on: Function that loads it onto another device than the target's; None for a kind that reads the target's
             features or has no model.
+        cost: What published drafters of the kind cost to run.
     """
 
     load: Callable[[Any, Target], Drafter]
@@ -150,6 +170,7 @@ class Entry:
     drafter: Callable[[Any, Target], Drafter] | None = None
     joins: bool = False
     load_on: Callable[[Path, Target, torch.device], Drafter] | None = None
+    cost: DraftCost = DraftCost()
 
 
 def slots_behind(drafter: Drafter, nodes: int) -> int:

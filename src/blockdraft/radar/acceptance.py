@@ -10,6 +10,7 @@ from typing import Literal
 
 from blockdraft.errors import UsageError
 from blockdraft.models import Drafter, catalogue
+from blockdraft.radar.drafting import LIKELY, cost_of, kind_of
 
 # Tasks by what is asked for. A name of a group stands for the mean over its tasks, "mean" for that over the groups.
 GROUPS = {
@@ -19,9 +20,6 @@ GROUPS = {
 }
 TASKS = ("mean", *GROUPS, *(task for tasks in GROUPS.values() for task in tasks))
 SPREAD = 0.1  # of tau around its published value: other prompts, temperatures and builds of an engine
-# Tokens of a block, where a drafter's maker does not say; also the most that are tried.
-BLOCK_SIZE = {"dflash": 16, "dflash2": 8, "dspark": 8, "peagle": 8, "eagle3": 8, "medusa": 5, "mtp": 4}
-LIKELY = "dflash"  # kind of drafter that a model without a published one is projected with
 
 Source = Literal["published", "like it"]
 
@@ -99,8 +97,8 @@ def tau_of(drafter: Drafter | None, task: str) -> Tau:
         drafter: None stands for one of the kind `LIKELY` that is still to be trained.
         task: One of `TASKS`.
     """
-    kind = drafter.kind if drafter else LIKELY
-    size = (drafter.block_size if drafter else None) or BLOCK_SIZE.get(kind, 8)
+    kind = kind_of(drafter)
+    size = (drafter.block_size if drafter else None) or cost_of(kind).block_size
     best: tuple[tuple[int, int], Tau] | None = None
     for measured in drafter.measured if drafter else ():
         tau = of_task(measured.tau, task)
@@ -126,7 +124,7 @@ def _chances(kind: str, task: str) -> tuple[float, ...]:
         for measured in drafter.measured:
             tau = of_task(measured.tau, task)
             if tau is not None:
-                block = measured.block_size or drafter.block_size or BLOCK_SIZE.get(kind, 8)
+                block = measured.block_size or drafter.block_size or cost_of(kind).block_size
                 found.append(_chance(tau, block))
     return tuple(sorted(found))
 

@@ -1,4 +1,4 @@
-"""Schema of `devices.toml`, and devices by their names."""
+"""Schema of `devices.toml`, devices by their names, and several of them as one machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,6 +22,8 @@ else:  # Python 3.10
     import tomli as tomllib
 
 FILE = Path(__file__).with_name("devices.toml")
+LINKED = 0.8  # of what several devices could do together, since they wait for each other
+DEFAULT_RAM_GB = 64.0
 
 DeviceClass = Literal["nvidia-datacentre", "nvidia-consumer", "amd-datacentre", "amd-consumer", "apple", "tpu", "cpu"]
 Positive = Annotated[float, Field(gt=0)]
@@ -125,6 +128,72 @@ def find(name: str) -> Device:
     offered = list(dict.fromkeys(known[spelling].name for spelling in near))[:4]
     meant = f"did you mean {' or '.join(offered)}?" if offered else f"{FILE} lists those that it knows."
     raise UsageError(f"{name!r} is no device of the table; {meant}")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device, or several of a kind, as a projection takes it.
+
+    Attributes:
+        name: As it was asked for.
+        kind: Class of devices.
+        memory_gb: Of all of them, in GB (10**9 bytes).
+        bandwidth_gbs: Of all of them, in GB/s.
+        fp32, bf16, fp8, int8, fp4: Dense arithmetic of all of them, in teraflops; None if there is none.
+        count: Number of devices.
+        measured: Whether bandwidth and arithmetic were measured, so that the class has no share in them.
+        cache_mb, cache_gbs: Size of a processor's largest cache, and its bandwidth; 0 if unknown.
+        note: What `why` tells of it besides.
+    """
+
+    name: str
+    kind: str
+    memory_gb: float
+    bandwidth_gbs: float
+    fp32: float | None = None
+    bf16: float | None = None
+    fp8: float | None = None
+    int8: float | None = None
+    fp4: float | None = None
+    count: int = 1
+    measured: bool = False
+    cache_mb: float = 0.0
+    cache_gbs: float = 0.0
+    note: str | None = None
+
+
+def machine_of(device: Device, count: int = 1, ram_gb: float | None = None) -> Machine:
+    """A device of the table, several times.
+
+    Args:
+        ram_gb: Memory of a CPU, or of a chip that shares it; None is the table's, or `DEFAULT_RAM_GB`.
+
+    Raises:
+        UsageError: There is no memory, or no device.
+    """
+    if ram_gb is not None and not ram_gb > 0:
+        raise UsageError(f"ram is {ram_gb:g} GB; it has to be more than 0.")
+    if count < 1:
+        raise UsageError(f"{count} devices cannot run a model; give 1 or more.")
+    shared = device.kind in ("cpu", "apple")
+    memory = (ram_gb if shared else None) or device.memory_gb or DEFAULT_RAM_GB
+    scale = 1.0 if count == 1 else LINKED * count
+    return Machine(
+        name=device.name if count == 1 else f"{count}x {device.name}",
+        kind=device.kind,
+        memory_gb=memory * count,
+        bandwidth_gbs=device.bandwidth_gbs * scale,
+        fp32=_times(device.fp32, scale),
+        bf16=_times(device.bf16, scale),
+        fp8=_times(device.fp8, scale),
+        int8=_times(device.int8, scale),
+        fp4=_times(device.fp4, scale),
+        count=count,
+    )
+
+
+def _times(value: float | None, scale: float) -> float | None:
+    return None if value is None else value * scale
 
 
 def _plain(name: str) -> str:

@@ -12,8 +12,7 @@ import psutil
 
 from blockdraft.errors import UsageError
 from blockdraft.machine import CPUINFO, processor_flags, processor_name
-from blockdraft.radar.devices import Device, find
-from blockdraft.radar.project import Machine, machine_of
+from blockdraft.radar.devices import Device, Machine, find, machine_of
 
 HERE = "here"  # name of this machine's processors for `--device`
 COMMAND_SECONDS = 10.0  # that a driver's tool may take

@@ -253,3 +253,9 @@ def _of_gguf(file: Path) -> Shape:
     count = sum(found.kinds.values())
     active = max(count - (shape.parameters - shape.active), 1)
     return replace(shape, parameters=count, active=active, stored_bytes=found.bytes)
+
+
+def cache_of(shape: Shape, tokens: int) -> int:
+    """Bytes of the keys and values of a text in bf16, without recurrent states."""
+    full = shape.full_layers * shape.full_numbers * tokens
+    return 2 * (full + shape.window_layers * shape.window_numbers * min(tokens, shape.window))

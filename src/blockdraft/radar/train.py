@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from blockdraft.errors import UsageError
-from blockdraft.radar.project import SHARE, Machine, draft_layers, draft_weights, project
+from blockdraft.radar.devices import Machine
+from blockdraft.radar.drafting import LIKELY, cost_of, draft_weights
+from blockdraft.radar.project import SHARE, project
 from blockdraft.radar.shape import Shape
 
-KIND = "dflash"  # the drafter that is trained
 MOST_BATCH = 256  # answers that are written together, for each device
 TRAINING_SHARE = 0.43  # of the dense bfloat16 arithmetic (Domino's trainer on H200: 43.5 to 44.1 %)
 FORWARD_BACKWARD = 6  # operations for each trained weight and slot; a frozen head takes as many, being computed twice
@@ -100,16 +101,17 @@ def train_cost(shape: Shape, machine: Machine, plan: TrainPlan, weights: str = "
     rate = 1e12 * (machine.bf16 or machine.fp32 or 0.0)
     rate *= 0.5 if machine.measured else TRAINING_SHARE
     tokens = plan.samples * plan.tokens
-    trained = draft_weights(shape, KIND)
+    cost = cost_of(LIKELY)
+    trained = draft_weights(shape, cost)
     slots = plan.anchors * plan.block_size
     head = shape.vocabulary * shape.hidden
     # Each layer turns all tokens of the text into keys and values, a part of its weights, and so does the fusion.
-    fused = plan.taps * shape.hidden**2 + draft_layers(KIND) * shape.hidden**2 // 2
+    fused = plan.taps * shape.hidden**2 + cost.layers * shape.hidden**2 // 2
     a_sample = FORWARD_BACKWARD * (slots * (trained + head) + plan.tokens * fused)
     per_second = rate / a_sample
     hidden, width = ACTIVATIONS
     left = hidden * shape.hidden + width * min(shape.intermediate, 4 * shape.hidden)
-    activations = 2 * plan.batch * draft_layers(KIND) * (slots + plan.tokens) * left
+    activations = 2 * plan.batch * cost.layers * (slots + plan.tokens) * left
     frozen = 2 * head * (1 if shape.tied else 2)
     training = OPTIMISER_BYTES * trained // machine.count + frozen + activations  # sharded, as by FSDP
     a_device = SHARE * machine.memory_gb * 1e9 / machine.count

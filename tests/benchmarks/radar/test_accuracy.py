@@ -13,9 +13,10 @@ from benchmarks.radar.__main__ import constants_toml, main
 from benchmarks.radar.accuracy import ASKED, CLAIMS, claims, fit, projection, shares, verdicts
 from benchmarks.radar.published import Measured, published, read_published
 from blockdraft.models import known
-from blockdraft.radar.devices import find
-from blockdraft.radar.project import CONSTANTS, Constants, batch_for, constants, machine_of, project
+from blockdraft.radar.devices import find, machine_of
+from blockdraft.radar.project import batch_for, project
 from blockdraft.radar.shape import read_shape
+from blockdraft.radar.step import CONSTANTS, Constants, constants
 
 if sys.version_info >= (3, 11):
     import tomllib

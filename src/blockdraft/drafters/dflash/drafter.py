@@ -13,7 +13,15 @@ from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, best_first, paying_tree
-from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, NOISE_SCHEDULES, Drafter, Entry, check_refinement
+from blockdraft.drafters.base import (
+    DIFFUSION_STEPS,
+    NOISE_SCHEDULE,
+    NOISE_SCHEDULES,
+    DraftCost,
+    Drafter,
+    Entry,
+    check_refinement,
+)
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, check_fits, read_drafter
@@ -277,4 +285,5 @@ DRAFTER = Entry(
     network=DFlashNetwork,
     layouts=("zlab", "speculators"),
     drafter=DFlashDrafter,
+    cost=DraftCost(block_size=16),
 )

@@ -16,9 +16,9 @@ from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_of, next_pays
-from blockdraft.drafters.base import Drafter, Entry
+from blockdraft.drafters.base import DraftCost, Drafter, Entry
 from blockdraft.drafters.dflash.drafter import check_borrowed, log_probabilities
-from blockdraft.drafters.eagle3.network import Eagle3Network
+from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Network
 from blockdraft.formats import check_fits, find_layout, read_drafter
 from blockdraft.nn.autoregressive import AutoregressiveNetwork, DraftNodes
 from blockdraft.nn.cache import KVCache
@@ -181,4 +181,5 @@ DRAFTER = Entry(
     network=Eagle3Network,
     layouts=("eagle3", "eagle3_speculators"),
     drafter=Eagle3Drafter,
+    cost=DraftCost(layers=1, block_size=BLOCK_SIZE, serial=True, head_vocabulary=DRAFT_VOCAB),
 )

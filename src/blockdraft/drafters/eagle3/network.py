@@ -15,6 +15,7 @@ from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
 from blockdraft.nn.rotary import Rotary
 
 BLOCK_SIZE = 8  # default for checkpoints without one: the anchor, and as many guesses as training usually unrolls
+DRAFT_VOCAB = 32_000  # tokens of its own output head, where nobody says how many
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from blockdraft.data.documents import TokenData
 from blockdraft.data.taps import chosen_taps
 from blockdraft.drafters.dflash.train import calm, layer_shape, new_matrices
-from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, Eagle3Network, default_taps
+from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Config, Eagle3Network, default_taps
 from blockdraft.errors import Complaints
 from blockdraft.formats import Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_config import need
@@ -37,7 +37,6 @@ from blockdraft.training.unrolled import unrolled
 from blockdraft.training.variant import Choice, Variant
 
 STEP_WEIGHT = 0.8  # weight of a step over that of the step before
-DRAFT_VOCAB = 32_000
 
 
 @settings

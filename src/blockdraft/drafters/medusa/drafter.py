@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
-from blockdraft.drafters.base import Drafter, Entry, read_network
+from blockdraft.drafters.base import DraftCost, Drafter, Entry, read_network
 from blockdraft.drafters.dflash.drafter import independent_guesses
 from blockdraft.drafters.medusa.network import MedusaNetwork
 from blockdraft.formats import find_layout
@@ -97,4 +97,5 @@ DRAFTER = Entry(
     network=MedusaNetwork,
     layouts=("medusa",),
     drafter=MedusaDrafter,
+    cost=DraftCost(layers=1, block_size=5),
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from blockdraft.drafters.base import Entry, read_network
+from blockdraft.drafters.base import DraftCost, Entry, read_network
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.drafters.mtp.in_target import find_head
 from blockdraft.drafters.mtp.network import MTPNetwork
@@ -66,4 +66,5 @@ DRAFTER = Entry(
     network=MTPNetwork,
     layouts=("mtp", "mtp_speculators"),
     drafter=MTPDrafter,
+    cost=DraftCost(layers=1, block_size=4, serial=True),
 )

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from blockdraft.errors import UsageError
-from blockdraft.radar.devices import devices
-from blockdraft.radar.project import data_of_page, machine_of
-from blockdraft.radar.shape import known_shapes
+from blockdraft.models import Drafter
+from blockdraft.radar.acceptance import TASKS, tau_of
+from blockdraft.radar.devices import DEFAULT_RAM_GB, LINKED, Machine, devices, machine_of
+from blockdraft.radar.drafting import cost_of, kind_of
+from blockdraft.radar.project import BANDS, LOSES, SHARE, SIZES, WINS
+from blockdraft.radar.shape import KEYS_OF_MOE, RECURRENT, Shape, known_shapes
+from blockdraft.radar.step import ARITHMETIC, BITS, LINK_US, ON_CPUS, PREFILL_TOKENS, UNPACKING, constants
 
 NAME = "index.html"
+NUMBERS = {
+    "DEFAULT_RAM_GB": DEFAULT_RAM_GB,
+    "LINKED": LINKED,
+    "LINK_US": LINK_US,
+    "LOSES": LOSES,
+    "PREFILL_TOKENS": PREFILL_TOKENS,
+    "SHARE": SHARE,
+    "UNPACKING": UNPACKING,
+    "WINS": WINS,
+}
 
 
 @cache
@@ -42,3 +60,39 @@ def export_page(folder: Path) -> Path:
     except OSError as error:
         raise UsageError(f"{folder} cannot be written to ({error.strerror}); name another folder.") from error
     return file
+
+
+def data_of_page(shapes: Iterable[Shape], machines: Iterable[Machine], known_devices: Iterable[str] = ()) -> str:
+    """What the page computes with, in JSON. `project` of `project.py` says what known devices are."""
+    drafting = []
+    for shape in shapes:
+        choices: Sequence[Drafter | None] = shape.drafters or (None,)
+        held = {field.name: getattr(shape, field.name) for field in fields(shape) if field.name != "drafters"}
+        drafting.append({**held, "drafters": [_of_page(each) for each in choices]})
+    return json.dumps(
+        {
+            "numbers": NUMBERS,
+            "bits": BITS,
+            "bands": BANDS,
+            "arithmetic": ARITHMETIC,
+            "on_cpus": ON_CPUS,
+            "sizes": SIZES,
+            "keys_of_moe": KEYS_OF_MOE,
+            "recurrent": sorted(RECURRENT),
+            "known_devices": sorted(known_devices),
+            "tasks": TASKS,
+            "constants": {name: asdict(each) for name, each in constants().items()},
+            "machines": [asdict(each) for each in machines],
+            "models": drafting,
+            "unknown": _of_page(None),
+        }
+    )
+
+
+def _of_page(drafter: Drafter | None) -> dict[str, Any]:
+    return {
+        "hub": drafter.hub if drafter else None,
+        "cost": asdict(cost_of(kind_of(drafter))),
+        "block_size": drafter.block_size if drafter else None,
+        "tau": {task: asdict(tau_of(drafter, task)) for task in TASKS},
+    }

@@ -1,4 +1,4 @@
-// `project.py` in JavaScript. Names are those of Python; a test compares the two.
+// `step.py`, `memory.py` and `project.py` in JavaScript. Names are those of Python; a test compares the two.
 function makeRadar(data) {
   const N = data.numbers;
 
@@ -19,16 +19,13 @@ function makeRadar(data) {
   const cacheOf = (s, tokens) => 2 * (s.full_layers * s.full_numbers * tokens +
     s.window_layers * s.window_numbers * Math.min(tokens, s.window));
 
-  const draftLayers = (kind) => (data.serial.includes(kind) || kind === "medusa" ? 1 : N.DRAFT_LAYERS);
-
-  function draftWeights(s, kind) {
+  function draftWeights(s, cost) {
     const attention = 2 * s.hidden * s.heads * s.head_size + Math.floor(s.hidden * s.hidden / 2);
     const width = s.experts ? 3 * s.hidden : Math.min(s.intermediate, 4 * s.hidden);
-    return draftLayers(kind) * (attention + 3 * s.hidden * width) + N.DRAFT_TAPS * s.hidden * s.hidden;
+    return cost.layers * (attention + 3 * s.hidden * width) + cost.taps * s.hidden * s.hidden;
   }
 
-  const headWeights = (s, kind) =>
-    s.hidden * (kind === "eagle3" ? Math.min(N.DRAFT_VOCABULARY, s.vocabulary) : s.vocabulary);
+  const headWeights = (s, cost) => s.hidden * Math.min(cost.head_vocabulary || s.vocabulary, s.vocabulary);
 
   function makeStep(s, m, own, bits, weights, context, batch) {
     const step = {};
@@ -65,11 +62,10 @@ function makeRadar(data) {
     step.forward = (size) => together(step.memorySeconds(size), step.arithmeticSeconds(size)) +
       layersOf(s.layers) + own.step_ms / 1e3 + (s.experts ? s.layers * own.expert_us / 1e6 : 0) +
       s.recurrent_layers * (size - 1) * own.recurrent_us / 1e6;
-    step.draft = (kind, size) => {
-      const serial = data.serial.includes(kind);
-      const [passes, tokens] = serial ? [size - 1, batch] : [1, size * batch];
-      const layers = draftLayers(kind), network = draftWeights(s, kind), head = headWeights(s, kind);
-      const headBytes = head * (kind === "eagle3" ? 2 : bits / 8);
+    step.draft = (cost, size) => {
+      const [passes, tokens] = cost.serial ? [size - 1, batch] : [1, size * batch];
+      const layers = cost.layers, network = draftWeights(s, cost), head = headWeights(s, cost);
+      const headBytes = head * (cost.head_vocabulary === null ? bits / 8 : 2);
       const window = Math.floor(batch * context * layers * 2 * s.hidden / 4) * 2;
       const read = reading(2 * network + headBytes + window, 2 * network);
       return passes * (together(read, 2 * tokens * (network / rate(16) + head / rate())) + layersOf(layers));
@@ -82,9 +78,9 @@ function makeRadar(data) {
     return step;
   }
 
-  function memoryOf(s, bits, context, batch, size, kind) {
+  function memoryOf(s, bits, context, batch, size, cost) {
     const prefill = Math.min(N.PREFILL_TOKENS, context), slots = batch * (context + size);
-    const states = 4 * s.recurrent_layers * s.state_numbers, layers = kind === null ? 0 : draftLayers(kind);
+    const states = 4 * s.recurrent_layers * s.state_numbers, layers = cost === null ? 0 : cost.layers;
     const rows = Math.ceil(slots / context);
     const caches = rows * cacheOf(s, Math.ceil(slots / rows)) + batch * states +
       slots * layers * 2 * Math.floor(s.hidden / 4) * 2;
@@ -94,10 +90,10 @@ function makeRadar(data) {
     const forward = Math.max(forwardBytes(batch, size), forwardBytes(1, Math.min(prefill, longest)));
     const logits = batch * size * s.vocabulary * (2 + 2 * 4);
     const tokens = Math.max(prefill, batch * size);
-    const features = 2 * tokens * (kind === null ? 0 : N.DRAFT_TAPS) * s.hidden * 2;
-    const workspace = forward + logits + features + (kind === null ? 0 : 2 * tokens * 4 * s.hidden);
-    let drafter = kind === null ? 0 : 2 * draftWeights(s, kind);
-    if (kind === "eagle3") drafter += 2 * headWeights(s, kind);
+    const features = 2 * tokens * (cost === null ? 0 : cost.taps) * s.hidden * 2;
+    const workspace = forward + logits + features + (cost === null ? 0 : 2 * tokens * 4 * s.hidden);
+    let drafter = cost === null ? 0 : 2 * draftWeights(s, cost);
+    if (cost !== null && cost.head_vocabulary !== null) drafter += 2 * headWeights(s, cost);
     return { weights: Math.floor(s.parameters * bits / 8), drafter, caches, workspace };
   }
 
@@ -106,7 +102,7 @@ function makeRadar(data) {
     let best = null;
     for (const size of data.sizes.filter((one) => one <= most)) {
       const taus = tauAt(tau, size);
-      const seconds = step.forward(size) + step.draft(drafter.kind, size) + own.cycle_ms / 1e3;
+      const seconds = step.forward(size) + step.draft(drafter.cost, size) + own.cycle_ms / 1e3;
       const speed = batch * taus[1] / seconds;
       if (best === null || speed > best.speed) best = { drafter, tau, taus, size, seconds, speed };
     }
@@ -122,7 +118,7 @@ function makeRadar(data) {
       if (best === null || found.speed > best.speed) best = found;
     }
     const drafting = best.size <= context;
-    const memory = memoryOf(s, bits, context, batch, drafting ? best.size : 1, drafting ? best.drafter.kind : null);
+    const memory = memoryOf(s, bits, context, batch, drafting ? best.size : 1, drafting ? best.drafter.cost : null);
     const total = memory.weights + memory.drafter + memory.caches + memory.workspace;
     const one = m.name.split("x ").pop();
     const confidence = m.measured ? "measured" : data.known_devices.includes(one) ? "device" :
