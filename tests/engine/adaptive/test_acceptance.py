@@ -39,6 +39,15 @@ def test_a_few_new_guesses_say_much_after_a_long_pause() -> None:
     assert before < 1.1 and 1.3 < found.chains()[3] < 3
 
 
+def test_hopes_are_above_what_is_expected_and_rise_as_evidence_fades() -> None:
+    found, _ = fed(1, cycles=60)
+    hoped, expected = found.hopes(), found.chains()
+    assert all(more > less + 0.05 for more, less in zip(hoped[1:], expected[1:], strict=True))
+    for _ in range(100):
+        found.age()
+    assert found.hopes()[1] - found.chains()[1] > 1.5 * (hoped[1] - expected[1])
+
+
 def test_trust_is_the_share_of_what_was_expected() -> None:
     for expected, length, trust in ((4.0, 2, 0.5), (2.0, 3, 1.5)):
         found = Acceptance(4)
