@@ -7,17 +7,17 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-long lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-mlx test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
+.PHONY: demo test test-long lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-mlx test-jax test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft demo
 
 test: .venv/.installed
-	$(PYTEST) -m "not long and not peers and not clients and not llamacpp and not mlx and not models and not vllm and not openvino"
+	$(PYTEST) -m "not long and not peers and not clients and not llamacpp and not mlx and not jax and not models and not vllm and not openvino"
 
 # More seeds, sizes, combinations and killed processes for tests of which `make test` has a short form.
 test-long: .venv/.installed
-	$(PYTEST) -m "long and not peers and not clients and not llamacpp and not mlx and not models and not vllm and not openvino"
+	$(PYTEST) -m "long and not peers and not clients and not llamacpp and not mlx and not jax and not models and not vllm and not openvino"
 
 lint: .venv/.installed
 	.venv/bin/ruff check src tests recipes benchmarks examples
@@ -29,7 +29,7 @@ check: .venv/.installed
 	$(MAKE) --no-print-directory --jobs 2 lint quick
 
 quick: .venv/.installed
-	$(PYTEST) -m "not slow and not peers and not clients and not llamacpp and not mlx and not models and not vllm and not openvino"
+	$(PYTEST) -m "not slow and not peers and not clients and not llamacpp and not mlx and not jax and not models and not vllm and not openvino"
 
 # Random cases against plain decoding, by hand; SEED=n repeats one.
 MINUTES ?= 60
@@ -68,6 +68,10 @@ test-llamacpp: .venv/.installed
 # The backend mlx, in an environment of its own: on Apple silicon as it is, elsewhere on a CPU.
 test-mlx: .venv-mlx/.installed
 	.venv-mlx/bin/python -m pytest -m mlx tests/mlx $(ARGS)
+
+# The backend jax, in an environment of its own, on a CPU as eight devices; JAX finds a TPU where 'jax[tpu]' is installed.
+test-jax: .venv-jax/.installed
+	.venv-jax/bin/python -m pytest -m jax tests/jax $(ARGS)
 
 # Real models from the package registry, tens to hundreds of megabytes each, kept in the cache folder.
 test-models: .venv/.installed
@@ -147,6 +151,13 @@ wheel: .venv/.installed
 	$(PIP) install --quiet -c constraints.txt setuptools
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev,mlx]"
 	test "$$(uname)" = Darwin || $(PIP) install --quiet "mlx[cpu]"
+	touch $@
+
+.venv-jax/.installed: PIP = .venv-jax/bin/python -m pip --disable-pip-version-check
+.venv-jax/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-jax
+	$(PIP) install --quiet -c constraints.txt setuptools
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev,jax]"
 	touch $@
 
 .venv-clients/.installed: tests/clients/requirements.txt

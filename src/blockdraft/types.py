@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import wraps
 from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from blockdraft.errors import UsageError
 
@@ -245,6 +245,20 @@ class Drafting:
         for name in ("block_size", "tree_budget"):
             if self.sampled and self.tree_budget != 0 and getattr(self, name) == "auto":
                 raise UsageError(f"{name} is 'auto'; trees around sampled guesses have a fixed size, so give a number.")
+
+
+class CycleTokens(NamedTuple):
+    """What a cycle of chains of N tokens came to; see `Drafter.cycle`.
+
+    Attributes:
+        tokens: The chain of each row, anchor first.
+        following: The target's token after each node; -1 where its logits are not finite.
+        kept: Nodes of each row that were committed and observed, anchor included; 0 where the token after them is -1.
+    """
+
+    tokens: list[list[int]]
+    following: list[list[int]]
+    kept: list[int]
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ def toy(toy_dir: Path) -> Target:
 
 
 def test_backends_are_found_by_file(toy_dir: Path) -> None:
-    assert set(backends()) == {"native", "hf", "mlx", "toy_backend"}
+    assert set(backends()) == {"native", "hf", "jax", "mlx", "toy_backend"}
     with pytest.raises(
-        ValueError, match=r"backend is 'jvm'; use one of \['auto', 'hf', 'mlx', 'native', 'toy_backend'\]"
+        ValueError, match=r"backend is 'jvm'; use one of \['auto', 'hf', 'jax', 'mlx', 'native', 'toy_backend'\]"
     ):
         load_target(backend="jvm")
 

@@ -54,7 +54,9 @@ def test_a_backend_that_was_asked_for_runs_it_or_nobody(monkeypatch: pytest.Monk
         load_target(tiny_target_dir, "float16", "cpu", "odd", "off", "int8")  # type: ignore[arg-type]
     [(_, options)] = asked
     assert options == LoadOptions(dtype=torch.float16, device=torch.device("cpu"), compile="off", quantize="int8")
-    with pytest.raises(ValueError, match=r"backend is 'even'; use one of \['auto', 'hf', 'mlx', 'native', 'odd'\]"):
+    with pytest.raises(
+        ValueError, match=r"backend is 'even'; use one of \['auto', 'hf', 'jax', 'mlx', 'native', 'odd'\]"
+    ):
         load_target(tiny_target_dir, backend="even")  # type: ignore[arg-type]
 
 

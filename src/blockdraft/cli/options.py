@@ -176,9 +176,9 @@ TargetBackend = Annotated[
     Backend,
     typer.Option(
         "--backend",
-        metavar="auto|hf|mlx|native",
-        help="What runs the target: native, our own decoder; hf, transformers; mlx, mlx-lm (Apple silicon); auto, "
-        "native if it knows the model.",
+        metavar="auto|hf|jax|mlx|native",
+        help="What runs the target: native, our own decoder; hf, transformers; mlx, mlx-lm (Apple silicon); jax, JAX "
+        "(TPUs); auto, native if it knows the model.",
     ),
 ]
 Threads = Annotated[

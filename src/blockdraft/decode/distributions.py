@@ -210,6 +210,11 @@ def _adjusts(params: SamplingParams) -> bool:
     return penalties or bool(params.logit_bias)
 
 
+def by_temperature(params: SamplingParams) -> bool:
+    """Whether a row's distributions are those of its logits and its temperature alone."""
+    return not _adjusts(params) and params.top_k == 0 and params.top_p == 1 and params.min_p == 0
+
+
 # Sorting a whole vocabulary is slow, so top-k and top-p look at the best HEAD tokens first, then at MORE times as many.
 HEAD, MORE = 128, 8
 

@@ -18,6 +18,7 @@ from blockdraft.formats import check_fits, read_drafter
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.targets import Target
 from blockdraft.targets.base import Rows
+from blockdraft.types import CycleTokens
 
 # Share of the guesses that are final after the fraction t of the draft passes.
 NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -111,6 +112,16 @@ class Drafter(Protocol):
             plan: How far to draft; `plan.block_size` is at most `self.block_size`. To be combined with others, a
                 drafter must return trees with their `chances` whenever `plan.cycle_seconds` is set.
         """
+
+    def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
+        """Program that runs a whole cycle of this plan: draft, score, verify, commit and observe. None where target and
+        drafter have none, or the plan is not one of chains of the likeliest guesses.
+
+        It is called with `(cache, state, anchors, uniforms)`: the caches of target and drafter for B rows, the anchors
+        as numbers, and a number in [0, 1) for each node, `[B, block_size]` float64, None where all rows are greedy.
+        Rows are sampled by their temperature alone.
+        """
+        return None
 
     def observe(self, state: Any, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
         """Add the tokens committed since the last call to the state, the newest anchor excluded.

@@ -5,14 +5,14 @@ There is one decode loop, `Runner.step`: plain decoding is a proposal that holds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockdraft.decode.distributions import PART, Distributions
+from blockdraft.decode.distributions import PART, Distributions, by_temperature
 from blockdraft.decode.proposal import Plan, Proposal, chain, cut
 from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import Drafter
@@ -20,8 +20,8 @@ from blockdraft.engine.draft_context import DraftContext
 from blockdraft.engine.request import Request, Row
 from blockdraft.machine import send
 from blockdraft.targets import Target, TargetOutput
-from blockdraft.timing import BOOKKEEPING, COMMIT, DRAFTING, FORWARD, GUESSES, OBSERVE, VERIFICATION, Cycle
-from blockdraft.types import CycleTrace, TokenLogprob
+from blockdraft.timing import BOOKKEEPING, COMMIT, DRAFTING, FORWARD, GUESSES, OBSERVE, VERIFICATION, Cycle, mark
+from blockdraft.types import CycleTokens, CycleTrace, TokenLogprob
 
 
 class Outcome(NamedTuple):
@@ -171,37 +171,43 @@ class Runner:
             anchor = self._tensor([request.token_ids[-1] for request in requests])
             timer.mark(BOOKKEEPING)
             late = self._catch_up(timer) if self.draft_context.due(rows, plan) else 0.0
-            proposal = self._propose(rows, anchor, plan)
-            timer.mark(GUESSES)
-            output = self.target.forward(proposal.tokens, proposal.parents, cache, taps=self.drafter.taps)
-            timer.mark(FORWARD)
-            distributions, verdict = self._verdict(rows, proposal, output)
+            program, output = self._program(rows, plan), None
+            if program is not None:
+                proposal, tokens, verdict, broken = self._run(program, rows, cache, plan)
+            else:
+                proposal = self._propose(rows, anchor, plan)
+                timer.mark(GUESSES)
+                output = self.target.forward(proposal.tokens, proposal.parents, cache, taps=self.drafter.taps)
+                timer.mark(FORWARD)
+                distributions, verdict = self._verdict(rows, proposal, output)
+                tokens, broken = distributions.tokens, distributions.invalid_rows
             deepest = [max(depths) for depths in proposal.depth_lists]
             invalid = [i for i, path in enumerate(verdict.path) if not path]
-            new = [
-                [*(distributions.tokens[i][node] for node in path[1:]), verdict.bonus[i]]
-                for i, path in enumerate(verdict.path)
-            ]
+            new = [[*(tokens[i][node] for node in path[1:]), verdict.bonus[i]] for i, path in enumerate(verdict.path)]
             # Before the commit, since memory may run out here, and what is not committed can be repeated.
-            scores = [
-                answer_logprobs(request, output.logits, i, verdict.path[i], new[i])
-                for i, request in enumerate(requests)
-            ]
-            timer.mark(VERIFICATION)
-            cache.commit(verdict.path)
-            timer.mark(COMMIT)
+            scores: list[Sequence[TokenLogprob]] = [()] * len(rows)
+            if output is not None:
+                scores = [
+                    answer_logprobs(request, output.logits, i, verdict.path[i], new[i])
+                    for i, request in enumerate(requests)
+                ]
+                timer.mark(VERIFICATION)
+                cache.commit(verdict.path)
+                timer.mark(COMMIT)
             for i, request in enumerate(requests):
                 if i not in invalid:
                     count = request.extend(new[i], [True] * (len(new[i]) - 1) + [False], scores[i])
                     request.stats.committed.append(count)
                     request.stats.drafted.append(deepest[i])
             timer.mark(BOOKKEEPING)
-            if plan.block_size == 1 and not invalid:
+            if output is None:  # the program has observed
+                pass
+            elif plan.block_size == 1 and not invalid:
                 self.draft_context.keep(rows, proposal.tokens, output.features)
             else:
                 self.draft_context.catch_up()
                 self.draft_context.observe(rows, proposal.tokens, output.features, verdict.path)
-            for i in distributions.invalid_rows:  # also of nodes that were not reached: their slots must not keep NaN
+            for i in broken:  # also of nodes that were not reached: their slots must not keep NaN
                 self.wipe(starts[i])
             timer.mark(OBSERVE)
         for i, request in enumerate(requests):
@@ -209,7 +215,7 @@ class Runner:
             request.stats.verify_seconds += timer.seconds[FORWARD]
             request.stats.total_seconds += timer.total
             if request.trace and i not in invalid:
-                request.cycle = _trace(proposal, distributions.tokens, verdict, i, timer.total)
+                request.cycle = _trace(proposal, tokens, verdict, i, timer.total)
         return Outcome(
             guesses=proposal.tokens.size(1) - 1,
             deepest=deepest,
@@ -218,6 +224,34 @@ class Runner:
             seconds=timer.total - late,
             invalid=invalid,
         )
+
+    def _program(self, rows: Sequence[Row], plan: Plan) -> Callable[..., CycleTokens] | None:
+        """The drafter's program for the whole cycle, where it has one and no request asks for more than it does."""
+        requests = [row.request for row in rows]
+        if self._sampled or any(each.drafting or each.grammar is not None for each in requests):
+            return None
+        if any(not by_temperature(each) or each.logprobs is not None for each in plan.params):
+            return None
+        return self.drafter.cycle(plan)
+
+    def _run(
+        self, program: Callable[..., CycleTokens], rows: Sequence[Row], cache: Any, plan: Plan
+    ) -> tuple[Proposal, list[list[int]], Verdict, list[int]]:
+        """Run a whole cycle as one program.
+
+        Returns:
+            The proposal, the tokens of its nodes, the verdict, and rows with a node whose logits are not finite.
+        """
+        requests, state = [row.request for row in rows], self.state.of([row.start for row in rows])
+        uniforms = None
+        if any(params.temperature > 0 for params in plan.params):
+            uniforms = torch.stack([r.random.at(range(n := len(r.token_ids), n + plan.block_size)) for r in requests])
+        found = program(cache, state, [request.token_ids[-1] for request in requests], uniforms)
+        mark(FORWARD)
+        bonus = [after[kept - 1] if kept else -1 for after, kept in zip(found.following, found.kept, strict=True)]
+        verdict = Verdict([list(range(kept)) for kept in found.kept], bonus)
+        broken = [row for row, after in enumerate(found.following) if -1 in after]
+        return chain(torch.tensor(found.tokens)), found.tokens, verdict, broken
 
     def _propose(self, rows: Sequence[Row], anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:

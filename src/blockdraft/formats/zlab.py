@@ -97,6 +97,8 @@ def config_dict(config: DraftConfig) -> dict[str, Any]:
         "architectures": [architecture.names[0]],
         "model_type": "qwen3",
         **raw,
+        "mask_token_id": config.mask_token_id,  # here too, where vLLM's tpu-inference looks for them
+        "target_layer_ids": [*config.taps],
         "rope_parameters": rope,
         "dflash_config": draft,
         "layer_types": [SLIDING if sliding else FULL for sliding in slides],

@@ -89,8 +89,9 @@ def load_target(
             bits have none: float32 on a CPU, bfloat16 elsewhere.
         device: Device to run on; None is the first GPU if there is one, else the CPU.
         backend: "native" is our own decoder, for the families that it knows; "hf" is transformers; "mlx" is mlx-lm,
-            which the extra `mlx` installs; "auto" is, on Apple silicon, mlx-lm where it is installed and knows the
-            model, else our own decoder, else transformers. `Target.backend` says which it is.
+            which the extra `mlx` installs; "jax" runs the families of "native" on TPUs, with the extra `jax`; "auto"
+            is, on Apple silicon, mlx-lm where it is installed and knows the model, else our own decoder, else
+            transformers. `Target.backend` says which it is.
         compile: How to compile the native decoder's forward. On a CPU this machine's C compiler does it: "auto"
             compiles where that is possible, in a few seconds of the first run; "on" fails where it is not. On an NVIDIA
             GPU "on" captures forwards of few nodes as CUDA graphs, and "auto" does not.

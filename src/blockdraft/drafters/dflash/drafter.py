@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
-from blockdraft.types import SamplingParams
+from blockdraft.types import CycleTokens, SamplingParams
 
 
 class DFlashDrafter(Drafter):
@@ -141,6 +142,14 @@ class DFlashDrafter(Drafter):
         if plan.block_size == 1:
             return chain(anchor[:, None])
         return self._guess(anchor, *self._refined_pass(state, anchor, plan), plan)
+
+    def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
+        run = self._run.cycle
+        likeliest = plan.tree_budget == 0 and plan.cycle_seconds is None and plan.draws is None
+        if run is None or not likeliest or plan.block_size == 1 or (plan.draft_passes or self.diffusion_steps) > 1:
+            return None
+        temperatures = [params.temperature for params in plan.params]
+        return partial(run, block_size=plan.block_size, temperatures=temperatures, window=plan.draft_window)
 
     def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         """Make a proposal from the hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions behind the

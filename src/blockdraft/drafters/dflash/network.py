@@ -25,6 +25,7 @@ from blockdraft.nn.layers import GatedMLP, RMSNorm, rms_factor, rotate, rotate_s
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.rotary import Rotary
 from blockdraft.timing import PASS, mark
+from blockdraft.types import CycleTokens
 
 ANGLES = 1024  # fewest positions whose angles are computed at once
 
@@ -132,6 +133,11 @@ class DraftRunner(Protocol):
 
     compile_reason: str | None
 
+    @property
+    def cycle(self) -> Callable[..., CycleTokens] | None:
+        """As `Drafter.cycle` returns it, with `block_size`, `temperatures` of the rows and draft `window` as keywords;
+        None where the backend has none."""
+
     def new_state(self, batch: int, capacity: int) -> Any:
         """As `Drafter.new_state`."""
 
@@ -208,6 +214,8 @@ class DraftPass:
         head: Logits of hidden states.
         compile_reason: Reason why a network that could have been compiled is not; else None.
     """
+
+    cycle = None
 
     @torch.no_grad()
     def __init__(

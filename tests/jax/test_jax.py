@@ -1,0 +1,218 @@
+"""The backend jax beside transformers and the native one: logits, tokens, cycles, shardings, and what is compiled."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("jax", reason="JAX is not installed: pip install 'blockdraft[jax]', or make test-jax")
+
+import jax
+from tiny_families import write_model
+
+from blockdraft.decode.proposal import chain_parents
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.jax.cache import JaxTensor
+from blockdraft.jax.model import Layout, local_layout
+from blockdraft.targets import Target, backends, load_target
+from blockdraft.targets.base import LoadOptions
+from blockdraft.types import Drafting, SamplingParams
+
+pytestmark = pytest.mark.jax
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"]
+PROMPTS = [[7, 60, 33, 12, 9], [5], [40, 41, 42, 40, 41], [(7 * i + 3) % 60 + 4 for i in range(70)]]
+PARAMS = [SamplingParams(14, (0.0, 0.0, 0.8, 0.0)[row], seed=row, ignore_eos=True) for row in range(4)]
+# A tree, and parents of a chain of two beside one of three.
+TREE = torch.tensor([[7, 60, 33, 12, 9, 11]]), torch.tensor([[-1, 0, 1, 0, 3, 4]])
+
+
+def load(path: Path, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    return backends()["jax"].load(path, LoadOptions(dtype=dtype, device=torch.device("cpu")), layout)
+
+
+@pytest.fixture(scope="module")
+def native(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir, backend="native", compile="off")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Any:
+    """On one device."""
+    return load(tiny_target_dir, local_layout(jax.local_devices()[:1]))
+
+
+def answers(target: Target, drafter: Any, drafting: Drafting | None = None, rows: int = 4) -> list[Any]:
+    with Engine(target, load_drafter(drafter, target=target), rows, drafting or Drafting(None)) as engine:
+        requests = [engine.submit(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        return [each.result().checked() for each in requests]
+
+
+@pytest.fixture(scope="module")
+def plain(native: Target) -> list[list[int]]:
+    return [each.token_ids for each in answers(native, "none", rows=1)]
+
+
+def real(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(tensor, JaxTensor)
+    return tensor.real
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_features_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Of a tree behind a prompt that is longer than windows are."""
+    folder = write_model(family, tmp_path)
+    ours, theirs = load(folder), load_target(folder, "float32", "cpu", backend="hf")
+    taps = (0, ours.num_layers)
+    found = []
+    for each in (ours, theirs):
+        cache = each.new_cache(1, 40)
+        prompt = torch.tensor([[(5 * i + 3) % 60 + 4 for i in range(19)]])
+        each.forward(prompt, chain_parents(1, 19), cache)
+        cache.commit([range(19)])
+        found.append(each.forward(*TREE, cache, taps))
+    torch.testing.assert_close(real(found[0].logits), found[1].logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(real(found[0].features), found[1].features, rtol=1e-4, atol=1e-4)
+
+
+def test_plain_decoding(target: Target, plain: list[list[int]]) -> None:
+    assert target.backend == "jax"
+    assert [each.token_ids for each in answers(target, "none")] == plain
+
+
+@pytest.mark.parametrize("drafting", [Drafting(None), Drafting(tree_budget=9)], ids=["chain", "tree"])
+def test_drafting_changes_no_answer(
+    target: Target, native: Target, tiny_drafter_dir: Path, drafting: Drafting, plain: list[list[int]]
+) -> None:
+    """Answers are plain ones, and what is accepted in each cycle is what the native backend accepts."""
+    ours, theirs = (answers(each, tiny_drafter_dir, drafting) for each in (target, native))
+    assert [each.token_ids for each in ours] == plain
+    assert [each.stats.committed for each in ours] == [each.stats.committed for each in theirs]
+
+
+def test_sampled_guesses_and_prefixes(target: Target, tiny_drafter_dir: Path) -> None:
+    params = [SamplingParams(12, 1.0, seed=row, ignore_eos=True) for row in range(2)]
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    with Engine(target, drafter, 2, Drafting(sampled=True), prefix_tokens=400, prefill_tokens=16) as engine:
+        first = engine.generate([PROMPTS[3]] * 2, params)
+        again = engine.generate([PROMPTS[3]] * 2, params)  # from the kept prefix
+    assert [each.token_ids for each in first] == [each.token_ids for each in again]
+
+
+def test_cancelled_requests_leave_others_alone(target: Target, tiny_drafter_dir: Path, plain: list[list[int]]) -> None:
+    with Engine(target, load_drafter(tiny_drafter_dir, target=target), 2) as engine:
+        long = engine.submit(PROMPTS[1], SamplingParams(150, ignore_eos=True))
+        other = engine.submit(PROMPTS[0], PARAMS[0])
+        long.cancel()
+        assert other.result().checked().token_ids == plain[0]
+
+
+def test_laws_at_temperature_one(target: Any, native: Target, tiny_drafter_dir: Path) -> None:
+    """One token of many seeds in one cycle: frequencies are those of the target's distribution."""
+    run = target.runner(load_drafter(tiny_drafter_dir, target=native).network)  # type: ignore[attr-defined]
+    prompt, rows, seeds = torch.tensor([PROMPTS[0]]), 64, 40
+    cache, state = target.new_cache(rows, 16), run.new_state(rows, 16)
+    first = target.forward(prompt.expand(rows, -1), chain_parents(rows, 5), cache, run.config.taps)
+    cache.commit([range(5)] * rows)
+    run.observe(state, first.features)
+    state.commit([range(5)] * rows)
+    generator, counts = torch.Generator().manual_seed(5), torch.zeros(target.vocab_size)
+    for _ in range(seeds):
+        uniforms = torch.rand(rows, 4, generator=generator, dtype=torch.float64)
+        found = run.cycle(cache, state, [11] * rows, uniforms, block_size=4, temperatures=[1.0] * rows)
+        counts += torch.bincount(torch.tensor(found.following)[:, 0], minlength=target.vocab_size)
+        for each in (cache, state):
+            each.truncate([5] * rows)
+    own = native.new_cache(1, 16)
+    native.forward(prompt, chain_parents(1, 5), own)
+    own.commit([range(5)])
+    p = native.forward(torch.tensor([[11]]), chain_parents(1, 1), own).logits[0, 0].softmax(-1)
+    total, likely = rows * seeds, p > 0.01
+    # Chi-squared of some dozens of cells: 8 standard deviations.
+    cells = int(likely.sum()) + 1
+    seen = torch.cat([counts[likely], counts[~likely].sum()[None]])
+    wanted = torch.cat([p[likely], p[~likely].sum()[None]]) * total
+    assert cells > 10 and float(((seen - wanted) ** 2 / wanted).sum()) < cells + 8 * (2 * cells) ** 0.5
+
+
+def test_each_bucket_is_compiled_once_and_a_cycle_transfers_nothing(
+    tiny_target_dir: Path, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of every length below the smallest window, and blocks of 5 to 8, share one program; what is put on the
+    device before it and fetched after it is explicit."""
+    target = load(tiny_target_dir, local_layout(jax.local_devices()[:1]))
+    drafter: Any = load_drafter(tiny_drafter_dir, target=target)
+    run, cycles = drafter._run, 0
+    own = run.jax_cycle
+
+    def guarded(*args: Any) -> Any:
+        nonlocal cycles
+        cycles += 1
+        with jax.transfer_guard("disallow_explicit"):
+            return own(*args)
+
+    monkeypatch.setattr(run, "jax_cycle", guarded)
+    for size in (None, 7, 5):
+        with Engine(target, drafter, 1, Drafting(size)) as engine:
+            for prompt in PROMPTS[:2]:
+                engine.generate([prompt], SamplingParams(34, ignore_eos=True))
+    sizes = {8, 4, 2}  # blocks get shorter where the answer ends
+    assert cycles > 60 and own._cache_size() <= len(sizes)
+    forwards = target.jax_forward._cache_size()
+    assert forwards <= 4  # prompts of 5 and 1 tokens, and a last token without guesses
+
+
+def test_sharded_equals_single(
+    target: Any, tiny_target_dir: Path, tiny_drafter_dir: Path, plain: list[list[int]]
+) -> None:
+    """On two of eight devices, which divide heads and key/value heads, and on all eight, which divide the MLP and the
+    vocabulary alone."""
+    assert len(jax.local_devices()) == 8, "XLA_FLAGS came too late"
+    logits = real(target.forward(*TREE, target.new_cache(1, 8)).logits)
+    for count in (2, 8):
+        sharded = load(tiny_target_dir, local_layout(jax.local_devices()[:count]))
+        specs = {name: tuple(value.sharding.spec) for name, value in sharded.params.items()}
+        attention = "tensor" if count == 2 else None
+        for part, spec in {
+            "self_attn.q_proj": (attention, None),
+            "self_attn.k_proj": (attention, None),
+            "self_attn.o_proj": (None, attention),
+            "mlp.gate_proj": ("tensor", None),
+            "mlp.down_proj": (None, "tensor"),
+        }.items():
+            assert specs[f"model.layers.0.{part}.weight"] == spec
+        weight = sharded.params["model.layers.0.mlp.gate_proj.weight"]
+        assert [each.data.shape for each in weight.addressable_shards] == [(64 // count, 32)] * count
+        cache = sharded.new_cache(1, 8)
+        assert tuple(cache.arrays[0].sharding.spec) == (None, attention, None, None)
+        torch.testing.assert_close(real(sharded.forward(*TREE, cache).logits), logits, rtol=1e-4, atol=1e-4)
+        cache.commit([[0, 3, 4]])
+        assert tuple(cache.arrays[0].sharding.spec) in {(None, attention, None, None), (None, attention)}
+        if count == 2:
+            assert [each.token_ids for each in answers(sharded, tiny_drafter_dir)] == plain
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"quantize": "int8"}, "it has no quantize"),
+        ({"kv_dtype": "int8"}, "it has no kv_dtype"),
+        ({"exact": True}, "it has no exact"),
+        ({"compile": "on"}, "it has no compile"),
+        ({"dtype": "float16"}, "TPUs have no float16; choose the dtype bfloat16"),
+    ],
+)
+def test_options_of_other_backends_are_refused(tiny_target_dir: Path, how: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_target(tiny_target_dir, backend="jax", **how)
+
+
+def test_what_it_does_not_run_is_refused_by_name(target: Target, tiny_eagle3_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="The jax backend runs no Eagle3Network, only DFlashNetwork; use the backend"):
+        load_drafter(tiny_eagle3_dir, target=target)
+    with pytest.raises(ValueError, match="The jax backend cannot run .*: it has routed experts"):
+        load_target(write_model("qwen3_moe", tmp_path), backend="jax")
+    with pytest.raises(ValueError, match="The jax backend cannot run .*: phi3 is none of its families"):
+        load_target(write_model("phi3", tmp_path), backend="jax")
