@@ -96,7 +96,8 @@ class JaxCache(KVCache):
         self, batch: int, capacity: int, *, layers: int, kv_heads: int, head_dim: int, dtype: Any, layout: Layout
     ) -> None:
         super().__init__(batch, capacity)
-        shape = (layers, kv_heads, max(self._slots, 1), head_dim)
+        # Rounded up, so that engines of similar sizes share what is compiled.
+        shape = (layers, kv_heads, -(-max(self._slots, 1) // LEAST_SLOTS) * LEAST_SLOTS, head_dim)
         self._layout, sharding = layout, layout.sharding((None, "kv_heads", None, None), shape)
         self._held = [tuple(jnp.zeros(shape, dtype, device=sharding) for _ in range(2))]  # shared by all views
         self._nodes: Memory | None = None
@@ -147,7 +148,7 @@ class JaxCache(KVCache):
     def copy(self, source: int, row: int, length: int) -> None:
         assert length <= self._lengths[source] and length <= self._capacities[row] and self._lengths[row] == 0
         size = bucket(length, LEAST_SLOTS)
-        self._edit(_copy, self._layout.put(np.array([source, row, length], np.int32)), min(size, self._slots))
+        self._edit(_copy, self._layout.put(np.array([source, row, length], np.int32)), size)
         self._lengths[row] = length
 
     def wipe(self, row: int, whole: bool = False) -> None:

@@ -59,6 +59,8 @@ class Layout:
             name if name and size % self.mesh.shape[name] == 0 else None
             for name, size in zip(names, sizes, strict=True)
         ]
+        while placed and placed[-1] is None:  # as XLA writes it, so that a result has the sharding of its argument
+            placed.pop()
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*placed))
 
     def place(self, x: Array, *axes: str | None) -> Array:
