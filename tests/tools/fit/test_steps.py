@@ -17,7 +17,7 @@ from blockdraft.cli import app
 from blockdraft.errors import BlockdraftError
 from blockdraft.tools.fit import steps
 from blockdraft.tools.fit.plan import Plan
-from blockdraft.tools.fit.steps import Step, Where, done_steps, make_steps, run_steps
+from blockdraft.tools.fit.steps import Pace, Step, Where, done_steps, make_steps, run_steps
 
 MakePlan = Callable[..., Plan]
 WHERE = Where(Path("out"), "some/model", "bfloat16", "cpu", "hf")
@@ -95,31 +95,58 @@ def test_steps_that_are_done_are_not_run_again(ran: list[str], make_plan: MakePl
 def test_what_is_left_of_a_step_goes_by_what_it_has_done(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     step = Step("train", ("train",), 100.0, (log, 50))
-    assert step.left(30.0, 0) == 70 and step.left(300.0, 0) == 0  # nothing is known but the plan
+    pace = Pace(step)
+    assert pace.left(30.0) == 70 and pace.left(300.0) == 0  # nothing is known but the plan
     log.write_text("{}\n" * 10)
-    assert step.left(30.0, 0) == 120  # 3 s each
-    assert step.left(30.0, 4) == 200  # of an earlier start were 4
+    assert pace.left(400.0) == 80  # what came before the first parts says nothing of the others
+    log.write_text("{}\n" * 20)
+    assert pace.left(430.0) == 90  # 3 s each
+    again = Pace(step)  # of an earlier start were 20
+    assert again.left(10.0) == 60
+    log.write_text("{}\n" * 22)
+    assert again.left(20.0) == 56
+    log.write_text("{}\n" * 26)
+    assert again.left(24.0) == 24
 
 
-def test_a_step_that_takes_too_long_ends_early(
-    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("data_took", "times"),
+    [
+        (0.0, ((30.0, False), (45.0, False), (46.0, True), (52.0, True))),  # 1.1 times 45.5 s
+        (15.0, ((30.0, False), (31.0, False), (32.0, True))),  # the answers have taken 15 s of the slack
+        (900.0, ((13.0, False), (14.0, True))),  # half of its time
+    ],
+)
+def test_a_training_ends_early_where_all_steps_take_too_long(
+    data_took: float,
+    times: tuple[tuple[float, bool], ...],
+    make_plan: MakePlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = [step for step in make_steps(make_plan(), Where(tmp_path / "out", None), [], []) if step.name == "train"]
-    now, told = [0.0], list[str]()
+    made = make_steps(make_plan(), Where(tmp_path / "out", None), [], [])
+    data, train = (next(step for step in made if step.name == name) for name in ("data", "train"))
+    assert train.seconds == 30
+    now, told, finish = [0.0], list[str](), tmp_path / "out.run" / "finish"
     monkeypatch.setattr(steps.time, "monotonic", lambda: now[0])
-    finish = tmp_path / "out.run" / "finish"
 
     def run(arguments: tuple[str, ...], tell: Callable[[], None]) -> int:
-        for seconds, asked in ((30.0, False), (49.0, False), (51.0, True), (52.0, True)):
-            finish.parent.mkdir(exist_ok=True)
-            now[0] = seconds
+        began = now[0]
+        if arguments[0] == "data":
+            now[0] += data.seconds + data_took
+            tell()
+            return 0
+        finish.parent.mkdir(exist_ok=True)
+        for seconds, asked in times:
+            now[0] = began + seconds
             tell()
             assert finish.exists() == asked
         return 0
 
     monkeypatch.setattr(steps, "_run", run)
-    run_steps(made, tmp_path, told.append, slack=20.0)  # 30 s are expected
-    assert sum("takes longer than planned" in line for line in told) == 1
+    run_steps([data, train], tmp_path, told.append, slack=20.0)
+    assert sum("the time is up, so it ends early" in line for line in told) == 1
+    assert any("step 1 of 2: data takes longer than planned; about 30 s for the steps" in line for line in told)
 
 
 def test_a_failing_command_is_told(tmp_path: Path) -> None:

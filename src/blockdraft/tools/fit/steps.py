@@ -27,6 +27,8 @@ from blockdraft.types import Backend
 
 DONE = "done.json"
 TELL_SECONDS = 60.0  # between notes on the progress of a command
+ENDING = 1.1  # duration of a training that is told to finish, over its duration until then
+LEAST = 0.5  # share of its expected duration that a training gets, however long the steps before it took
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,28 @@ class Step:
         with self.counted[0].open("rb") as file:
             return sum(1 for _ in file)
 
-    def left(self, seconds: float, before: int) -> float:
-        """Expected remaining seconds.
 
-        Args:
-            seconds: Seconds since the start of this run.
-            before: Number of parts that were done before this run.
-        """
-        done = self.parts() - before
-        if self.counted is None or done <= 0:
-            return max(self.seconds - seconds, 0.0)
-        return seconds / done * (self.counted[1] - before - done)
+class Pace:
+    """Expected remaining seconds of a step that runs: by its parts where it counts them, else by the plan.
+
+    Args:
+        step: The step, which has begun now. Parts that it has by now are of an earlier start.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step, self._first = step, (0.0, step.parts())
+
+    def left(self, seconds: float) -> float:
+        """Expected remaining seconds, `seconds` after the start."""
+        step, done, (began, before) = self._step, self._step.parts(), self._first
+        if not began and done > before:  # what came before the first parts, such as features, is not repeated
+            self._first = seconds, done
+        if step.counted is None or not done:
+            return max(step.seconds - seconds, 0.0)
+        remaining = step.counted[1] - done
+        if began and done > before:
+            return (seconds - began) / (done - before) * remaining
+        return step.seconds / step.counted[1] * remaining
 
 
 @dataclass(frozen=True)
@@ -157,7 +170,7 @@ def run_steps(steps: Sequence[Step], folder: Path, note: Callable[[str], None], 
     """Run the steps that are not done.
 
     Args:
-        slack: Seconds by which a step may take longer than expected before it is told to finish early.
+        slack: Seconds by which all steps together may take longer than expected before one is told to finish early.
 
     Raises:
         BlockdraftError: A step failed. Its own message has been printed.
@@ -167,21 +180,12 @@ def run_steps(steps: Sequence[Step], folder: Path, note: Callable[[str], None], 
         if step.name in done:
             continue
         later = sum(one.seconds for one in steps[number:])
-        told, began, before = f"step {number} of {len(steps)}: {step.name}", time.monotonic(), step.parts()
+        told, began = f"step {number} of {len(steps)}: {step.name}", time.monotonic()
+        over = sum(done[one.name] - one.seconds for one in steps[: number - 1])
+        most = max(step.seconds + slack - over, LEAST * step.seconds)
         note(f"\n{told}, about {duration(step.seconds)}; in all about {duration(step.seconds + later)} left")
         note(step.line)
-
-        def tell(
-            step: Step = step, told: str = told, later: float = later, began: float = began, before: int = before
-        ) -> None:
-            seconds = time.monotonic() - began
-            if step.finish is not None and seconds > step.seconds + slack and _request(step.finish):
-                note(f"{told} takes longer than planned, so it ends early, within a tenth of the work that is done.")
-            if not sys.stderr.isatty():  # where the command draws a bar
-                left = step.left(seconds, before)
-                note(f"{told}; in all about {duration(left + later)} left")
-
-        code = _run(step.arguments, tell)
+        code = _run(step.arguments, _watched(step, told, later, most, note))
         if code != 0:
             how = f"signal {-code}" if code < 0 else f"status {code}"
             raise BlockdraftError(
@@ -189,6 +193,31 @@ def run_steps(steps: Sequence[Step], folder: Path, note: Callable[[str], None], 
             )
         done[step.name] = round(time.monotonic() - began, 1)
         write_file(folder / DONE, json.dumps(done).encode())
+
+
+def _watched(step: Step, told: str, later: float, most: float, note: Callable[[str], None]) -> Callable[[], None]:
+    """What is called now and then while a step runs, from now on.
+
+    Args:
+        told: The step's number and name.
+        later: Expected seconds of the steps after it.
+        most: Seconds that it may take.
+    """
+    began, pace = time.monotonic(), Pace(step)
+
+    def tell() -> None:
+        seconds = time.monotonic() - began
+        left = pace.left(seconds)
+        if step.finish is not None and ENDING * seconds > most and _request(step.finish):
+            note(f"{told}: the time is up, so it ends early, within a tenth of the work that is done.")
+        if sys.stderr.isatty():  # where the command draws a bar
+            return
+        if left:
+            note(f"{told}; in all about {duration(left + later)} left")
+        else:
+            note(f"{told} takes longer than planned; about {duration(later)} for the steps after it")
+
+    return tell
 
 
 def _request(finish: Path) -> bool:
