@@ -56,6 +56,9 @@ def test_generate(
     assert run(monkeypatch, "generate", "Hello", *args) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["identical"] and found["running"] == "native, int4 weights"
+    assert run(monkeypatch, "generate", "Hello", "--target", file, "--max-new-tokens", 8, "--json", *MORE) == 0
+    done = capsys.readouterr()
+    assert json.loads(done.out)["token_ids"] == found["token_ids"] and "prompt_lookup drafts" in done.err
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from blockdraft.cli.options import need_drafter
+from blockdraft.cli.options import drafter_or_lookup, need_drafter
 from blockdraft.errors import UsageError
 from blockdraft.models import catalogue, known, models_folder
 from blockdraft.models import pull as pulling
@@ -116,7 +116,20 @@ def test_a_target_by_name_and_its_drafter(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err.startswith("No drafter is bundled for smollm2: prompt_lookup drafts")
     with pytest.raises(UsageError, match="No drafter is known for smollm2; add --drafter DIR"):
         need_drafter("smollm2", None, "", lookup=False)
-    with pytest.raises(UsageError, match="--drafter prompt_lookup, which guesses what repeats, --drafter none"):
-        need_drafter("some/model", None)
+    with pytest.raises(UsageError, match="add --drafter DIR, name other methods, or make one: blockdraft fit --target"):
+        need_drafter("some/model", None, "name other methods")
     with pytest.raises(UsageError, match="There is no smolm; --target takes .* a name that `blockdraft models` lists"):
         need_drafter("smolm", None, "")
+
+
+def test_answers_need_no_drafter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert drafter_or_lookup(None, None) is None is drafter_or_lookup("bundled", None)
+    assert drafter_or_lookup("some/model", "none") == "none"
+    assert capsys.readouterr().err == ""
+    assert drafter_or_lookup("some/model", None) == "prompt_lookup"
+    assert "To make one: blockdraft fit --target some/model --out DIR." in capsys.readouterr().err
+    put("smollm2")
+    assert drafter_or_lookup("smollm2", None) is None
+    assert "No drafter is bundled for smollm2: prompt_lookup drafts" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="There is no smolm; --target takes"):
+        drafter_or_lookup("smolm", None)

@@ -37,7 +37,6 @@ def test_options_become_settings() -> None:
         (["--max-batch-size", "0"], "max_batch_size is 0"),
         (["--temperature", "-1"], "temperature is -1"),
         (["--target", "/no/such/model", "--drafter", "none"], "/no/such/model"),
-        (["--target", "Qwen/Qwen3-0.6B"], "No drafter is known"),
     ],
 )
 def test_what_cannot_be_is_told(

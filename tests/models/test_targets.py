@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import blockdraft
-from blockdraft.cli.options import need_drafter
+from blockdraft.cli.options import drafter_or_lookup
 from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.models import (
@@ -83,7 +83,7 @@ def test_its_file_is_known_at_another_place(tmp_path: Path, capsys: pytest.Captu
     with place.open("wb") as out:
         out.truncate(file.bytes)
     assert model_of(place) == known("smollm2")
-    need_drafter(str(place), None)
+    drafter_or_lookup(str(place), None)
     assert "No drafter is bundled for smollm2: prompt_lookup drafts" in capsys.readouterr().err
     os.truncate(place, file.bytes - 1)
     assert model_of(place) is None

@@ -6,7 +6,7 @@ import sys
 from typing import Annotated
 
 from blockdraft.cli import consoles
-from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, need_drafter, option
+from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, drafter_or_lookup, option
 from blockdraft.settings import Count, settings
 
 
@@ -37,7 +37,7 @@ def chat(
     lists commands and keys. If standard input or output is not a terminal, each line of the input is a message, and
     only the answers are printed.
     """
-    need_drafter(run.target, drafter)
+    drafter = drafter_or_lookup(run.target, drafter)
     how = ChatSettings(system=system, max_new_tokens=max_new_tokens)
     params, drafting = sampling.params(how.max_new_tokens), sampling.drafting
 

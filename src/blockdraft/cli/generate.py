@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blockdraft.cli import consoles
-from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, need_drafter, option
+from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, drafter_or_lookup, option
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.settings import Settings
 from blockdraft.timing import telling
@@ -52,7 +52,7 @@ def generate(
 
     A terminal shows the answer as it comes, with guessed tokens in green. A pipe gets the answer alone.
     """
-    need_drafter(run.target, drafter)
+    drafter = drafter_or_lookup(run.target, drafter)
     params = sampling.params(max_new_tokens)
     if params.seed is None:  # all runs of a comparison share one
         params = replace(params, seed=secrets.randbits(32))

@@ -83,12 +83,19 @@ def extent(name: str, text: str | None) -> Any:
         raise UsageError(f"{name} is {text!r}; it must be a whole number or auto.") from None
 
 
-def need_drafter(
-    target: str | None,
-    drafter: str | None,
-    otherwise: str = "--drafter prompt_lookup, which guesses what repeats, --drafter none to decode plainly",
-    lookup: bool = True,
-) -> None:
+def drafter_or_lookup(target: str | None, drafter: str | None) -> str | None:
+    """The drafter to answer with: the named one, or None for the target's bundled one, or prompt_lookup where none is
+    known, which standard error says."""
+    if drafter is not None or _has_drafter(target):
+        return drafter
+    loading.tell(
+        f"No drafter is known for {target}: prompt_lookup drafts, which guesses what repeats. To make one: blockdraft "
+        f"fit --target {target} --out DIR."
+    )
+    return "prompt_lookup"
+
+
+def need_drafter(target: str | None, drafter: str | None, otherwise: str, lookup: bool = True) -> None:
     """Raise a UsageError if no drafter is named, and there is none for the target.
 
     Args:
@@ -96,32 +103,39 @@ def need_drafter(
         lookup: Whether prompt_lookup does for a model of the catalogue without a bundled drafter; standard error says
             so.
     """
-    if target is not None and target != "bundled" and drafter is None:
-        from blockdraft.models import bundled_drafter, find, located, model_of
-
-        path = Path(target).expanduser()
-        model = model_of(path) if path.exists() else find(target)
-        if model is not None:
-            located(target)
-            bundled = bundled_drafter(model) is not None
-            if lookup and not bundled:
-                loading.tell(f"No drafter is bundled for {model.id}: prompt_lookup drafts, which guesses what repeats.")
-            if lookup or bundled:
-                return
-        is_path = target.startswith(("/", "./", "../", "~")) or ("/" not in target and model is None)
-        if is_path and not Path(target).expanduser().exists():
-            raise UsageError(
-                f"There is no {target}; --target takes the folder or hub name of a model, a GGUF file, or a name that "
-                "`blockdraft models` lists."
-            )
-        if target.endswith(".gguf"):
-            from blockdraft.formats.gguf import open_gguf
-
-            open_gguf(Path(target).expanduser())  # says so where the file is broken
+    if drafter is None and not _has_drafter(target, lookup):
         raise UsageError(
             f"No drafter is known for {target}; add --drafter DIR, {otherwise}, or make one: "
             f"blockdraft fit --target {target} --out DIR."
         )
+
+
+def _has_drafter(target: str | None, lookup: bool = True) -> bool:
+    """Whether a drafter is known for a target, as in `need_drafter`. Raises a UsageError if there is no such target."""
+    if target is None or target == "bundled":
+        return True
+    from blockdraft.models import bundled_drafter, find, located, model_of
+
+    path = Path(target).expanduser()
+    model = model_of(path) if path.exists() else find(target)
+    if model is not None:
+        located(target)
+        bundled = bundled_drafter(model) is not None
+        if lookup and not bundled:
+            loading.tell(f"No drafter is bundled for {model.id}: prompt_lookup drafts, which guesses what repeats.")
+        if lookup or bundled:
+            return True
+    is_path = target.startswith(("/", "./", "../", "~")) or ("/" not in target and model is None)
+    if is_path and not path.exists():
+        raise UsageError(
+            f"There is no {target}; --target takes the folder or hub name of a model, a GGUF file, or a name that "
+            "`blockdraft models` lists."
+        )
+    if target.endswith(".gguf"):
+        from blockdraft.formats.gguf import open_gguf
+
+        open_gguf(path)  # says so where the file is broken
+    return False
 
 
 TargetFolder = Annotated[

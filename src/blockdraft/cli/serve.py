@@ -16,7 +16,7 @@ from blockdraft.cli.options import (
     SamplingOptions,
     TargetOptions,
     TreeBudget,
-    need_drafter,
+    drafter_or_lookup,
     option,
 )
 from blockdraft.errors import UsageError
@@ -100,7 +100,7 @@ def serve(
     By default it serves the bundled model at http://127.0.0.1:8000/v1, and a page to try it at http://127.0.0.1:8000.
     Ctrl-C or SIGTERM lets running answers end; a second one ends the server at once.
     """
-    need_drafter(run.target, drafter)
+    drafter = drafter_or_lookup(run.target, drafter)
     settings = options.settings
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
