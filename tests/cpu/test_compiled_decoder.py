@@ -305,7 +305,7 @@ def test_a_call_stays_within_the_workspace_that_it_asks_for(target: Target) -> N
 
 def test_the_workspace_grows_with_nodes_and_slots_and_not_with_their_product(target: Target) -> None:
     compiled: Any = target.compiled
-    sizes = [compiled.workspace_bytes(1, count, count) for count in (1000, 2000, 4000)]
+    sizes = [compiled.workspace_bytes(1, count, count) for count in (1024, 2048, 4096)]
     assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
 
 

@@ -258,7 +258,9 @@ def test_sizes_of_workspaces_are_asked_for_sensible_shapes() -> None:
     layers = (library.LayerFields * 1)()
     model = ModelFields(layers=layers, num_layers=1, hidden=8, heads=2, kv_heads=1, head_dim=8, inner=8)
     assert made().decoder_workspace(model, 0, 0, 0, 1) == 0 == made().draft_context_workspace(model, 0, 5, 8)
-    assert made().decoder_workspace(model, 1, 1, 9, 2) - made().decoder_workspace(model, 1, 1, 9, 1) == 8 * 16
+    # Scores of 24 queries for 64 slots, the queries and their sums, and 16 slots, as they are and widened.
+    a_thread = 24 * 64 + 2 * 24 * 8 + 16 * (8 + 1) + 16 * 8
+    assert made().decoder_workspace(model, 1, 1, 9, 2) - made().decoder_workspace(model, 1, 1, 9, 1) == a_thread
     for shape, words in (((-1, 1, 1, 1), COUNTS), ((1, 1, -1, 1), COUNTS), ((1, 1, 1, 0), THREADS)):
         assert words in outcome(lambda shape=shape: made().decoder_workspace(model, *shape))
     assert COUNTS in outcome(lambda: made().draft_context_workspace(model, 1, -1, 8))

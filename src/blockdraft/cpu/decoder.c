@@ -8,8 +8,6 @@
    fill the structs of calls.h. Exported functions check their arguments, and return the number of a problem. */
 #include "kernels.h"
 
-#define QUERIES 8 /* queries of one work item of attention */
-
 static void norm_rows(const float *x, const float *weight, float eps, i64 size, i64 rows, float *y, int add) {
     SHARE(rows, first, last);
     for (i64 row = first; row < last; row++) rms_norm(x + row * size, weight, eps, size, y + row * size, add);
@@ -53,57 +51,93 @@ static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 be
     }
 }
 
-/* Attention of up to QUERIES queries of one key/value head. Invisible slots get weight 0, which changes no sum unless
-   their values are not finite: `strange` marks nodes whose values may not be, and then the sums leave invisible slots
-   out. */
+/* Places in a thread's own memory for attention, in numbers of `float`. */
+typedef struct {
+    i64 queries, sums, keys, slots, scores, end;
+} Own;
+
+static Own own_places(i64 D, i64 slots) {
+    Own p = {0};
+    p.sums = QUERIES * D;
+    p.keys = p.sums + QUERIES * D;
+    p.slots = p.keys + BLOCK * D;
+    p.scores = p.slots + BLOCK * (D + 1);
+    p.end = p.scores + QUERIES * STRIDE(slots);
+    return p;
+}
+
+/* Attention of up to QUERIES queries of one key/value head: first all scores, then weights and sums, so that sums need no
+   correction when a larger score comes, which would depend on where blocks begin. Invisible slots get weight 0, which
+   changes no sum unless their values are not finite: `strange` marks nodes whose values may not be, and then the sums
+   leave invisible slots out. */
 static void attend(const Model *m, const Layer *layer, const Call *call, i64 row, i64 head, i64 from,
-                   i64 to, const uint8_t *strange, const i64 *depths, const void *keys, const void *values,
-                   const float *qkv, float *mixed, float *scores) {
+                   i64 to, const uint8_t *strange, const i64 *depths, const char *keys, const char *values,
+                   const float *qkv, float *mixed, float *memory) {
     const i64 D = m->head_dim, N = call->nodes, G = m->heads / m->kv_heads, length = call->lengths[row];
     const i64 width = (m->heads + 2 * m->kv_heads) * D, behind = length + call->done;
-    const i64 slots = behind + (layer->whole_block ? N : (to - 1) / G + 1);
-    const i64 stride = (behind + N + LANES - 1) / LANES * LANES, count = to - from, item = BYTES(STORE);
+    const i64 slots = behind + (layer->whole_block ? N : (to - 1) / G + 1), size = SLOT(D) * BYTES(STORE);
+    const i64 stride = STRIDE(slots), count = to - from;
+    const Own at = own_places(D, slots);
+    float *q = memory + at.queries, *sums = memory + at.sums, *scores = memory + at.scores;
+    char *last = (char *)(memory + at.slots); /* slots of the last block, behind which others may not be read */
+    float largest[QUERIES], factors[WEIGHED] = {0};
+    longs totals[QUERIES] = {0};
     const int skip = memchr(strange, 1, slots - behind) != 0;
     /* The first slot that a query sees, at the earliest: all queries are behind the committed tokens. */
     i64 begin = length - call->reach;
     if (layer->window && length - layer->window > begin) begin = length - layer->window;
-    begin = begin > 0 ? begin / LANES * LANES : 0;
-    const float *q[QUERIES];
-    float *out[QUERIES];
+    begin = begin > 0 ? begin / BLOCK * BLOCK : 0;
     for (i64 j = 0; j < count; j++) {
-        i64 node = row * N + (from + j) / G, h = head * G + (from + j) % G;
-        q[j] = qkv + node * width + h * D;
-        out[j] = mixed + (node * m->heads + h) * D;
+        const float *own = qkv + (row * N + (from + j) / G) * width + (head * G + (from + j) % G) * D;
+        for (i64 d = 0; d < D; d++) q[j * D + d] = own[d] * m->attention_scale;
     }
-    for (i64 t = begin; t < slots; t += LANES)
-        score(q, count, (const char *)keys + t * SLOT(D) * item, D, slots - 1 - t, scores + t, stride);
+    memset(sums, 0, 4 * count * D);
+    for (i64 t = begin; t < slots; t += BLOCK) {
+        const char *block = keys + t * size;
+        if (slots - t < BLOCK) block = memcpy(last, block, (slots - t) * size);
+        score(q, count, block, D, memory + at.keys, scores + t, stride);
+    }
     for (i64 j = 0; j < count; j++) {
-        i64 node = call->done + (from + j) / G;
         float *s = scores + j * stride;
-        hide(layer, call, row, node, begin, slots, depths, s, -INFINITY);
+        hide(layer, call, row, call->done + (from + j) / G, begin, slots, depths, s, -INFINITY);
         for (i64 t = slots; t < stride; t++) s[t] = -INFINITY;
-        softmax_weights(s + begin, stride - begin, m->attention_scale, m->attention_cap);
-        if (skip) hide(layer, call, row, node, begin, slots, depths, s, -1);
+        largest[j] = largest_score(s + begin, stride - begin, m->attention_cap);
     }
-    const void *v = (const char *)values + begin * SLOT(D) * item;
-    if (skip) mix_seen(scores + begin, stride, v, slots - begin, D, out, count);
-    for (i64 j = 0; j < count && !skip; j += 4)
-        mix_rows(scores + j * stride + begin, stride, v, slots - begin, D, out + j, count - j < 4 ? count - j : 4);
+    for (i64 t = begin; t < slots; t += WEIGHED) {
+        const i64 T = slots - t < WEIGHED ? slots - t : WEIGHED;
+        if (STORE == INT8) read_factors(values + t * size, T, D, factors);
+        for (i64 j = 0; j < count; j++)
+            totals[j] += __builtin_convertvector(weigh(scores + j * stride + t, T, largest[j], factors), longs);
+        if (!skip) mix(scores + t, count, stride, values + t * size, T, D, sums);
+    }
+    for (i64 j = 0; j < count; j++) {
+        float *s = scores + j * stride;
+        float *out = mixed + ((row * N + (from + j) / G) * m->heads + head * G + (from + j) % G) * D;
+        if (skip) {
+            hide(layer, call, row, call->done + (from + j) / G, begin, slots, depths, s, -1);
+            mix_seen(s + begin, values + begin * size, slots - begin, D, sums + j * D);
+        }
+        i64 total = 0;
+        for (int i = 0; i < LANES; i++) total += totals[j][i];
+        for (i64 d = 0; d < D; d++) out[d] = sums[j * D + d] / ((float)total / UNIT);
+    }
 }
 
+/* Each thread takes some of the queries of all rows and heads. */
 static void attention(const Model *m, const Layer *layer, const Call *call, i64 index, const uint8_t *strange,
-                      const i64 *depths, const float *qkv, float *mixed, float *scores) {
-    const i64 N = call->nodes, queries = N * m->heads / m->kv_heads, items = (queries + QUERIES - 1) / QUERIES;
-    SHARE(call->batch * m->kv_heads * items, first, last);
-    for (i64 work = first; work < last; work++) {
-        i64 from = work % items * QUERIES, head = work / items % m->kv_heads, row = work / items / m->kv_heads;
-        i64 to = from + QUERIES < queries ? from + QUERIES : queries, size = BYTES(STORE);
+                      const i64 *depths, const float *qkv, float *mixed, float *memory) {
+    const i64 N = call->nodes, queries = N * m->heads / m->kv_heads, size = BYTES(STORE);
+    SHARE(call->batch * m->kv_heads * queries, first, last);
+    for (i64 work = first, count; work < last; work += count) {
+        const i64 from = work % queries, head = work / queries % m->kv_heads, row = work / queries / m->kv_heads;
+        count = queries - from < last - work ? queries - from : last - work;
+        if (count > QUERIES) count = QUERIES;
         const char *keys = (char *)call->store
             + size * (index * call->layer_stride + head * call->head_stride + call->starts[row] * SLOT(m->head_dim));
         const char *values = keys + size * m->kv_heads * call->head_stride;
         const uint8_t *of_head = strange + (row * m->kv_heads + head) * N;
         const i64 *own = depths + row * all_nodes(call);
-        attend(m, layer, call, row, head, from, to, of_head, own, keys, values, qkv, mixed, scores);
+        attend(m, layer, call, row, head, from, from + count, of_head, own, keys, values, qkv, mixed, memory);
     }
 }
 
@@ -218,7 +252,7 @@ static void tap(const Model *m, const Call *call, i64 layer, const float *x) {
 
 /* Places in the workspace, in numbers of `float`; `end` is the size that is needed. */
 typedef struct {
-    i64 depths, x, h, qkv, wide, pairs, turned, corrections, scores, scores_of_thread, strange, rounded, end;
+    i64 depths, x, h, qkv, wide, pairs, turned, corrections, own, own_size, strange, rounded, end;
 } Places;
 
 static int has_integers(const Model *m) {
@@ -264,9 +298,9 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
     p.pairs = p.wide + rows * (2 * m->inner > mix_width ? 2 * m->inner : mix_width);
     p.turned = p.pairs + (m->pairs ? 2 * rows * m->hidden : 0);
     p.corrections = p.turned + (most ? rows * m->hidden : 0);
-    p.scores = p.corrections + rows * most;
-    p.scores_of_thread = QUERIES * ((slots + LANES - 1) / LANES * LANES);
-    p.strange = p.scores + threads * p.scores_of_thread;
+    p.own = p.corrections + rows * most;
+    p.own_size = rows ? own_places(m->head_dim, slots).end : 0;
+    p.strange = p.own + threads * p.own_size;
     p.rounded = p.strange + (rows * m->kv_heads + 3) / 4;
     p.end = p.rounded + (has_integers(m) ? rounded_size(rows, widest_input(m)) : 0);
     return p;
@@ -337,7 +371,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
         depths[node] = call->parents[node] < 0 ? 0 : depths[node - node % all + call->parents[node]] + 1;
 #pragma omp parallel num_threads(call->threads)
     {
-        float *scores = w + at.scores + omp_get_thread_num() * at.scores_of_thread;
+        float *own = w + at.own + omp_get_thread_num() * at.own_size;
         SHARE(rows, first, last);
         for (i64 i = first * H; call->embedded && i < last * H; i++) x[i] = m->embedding_scale * call->embedded[i];
         for (i64 row = first; !call->embedded && row < last; row++) {
@@ -370,7 +404,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
 #pragma omp barrier
             place(m, layer, call, index, depths, qkv, m->heads, strange);
 #pragma omp barrier
-            attention(m, layer, call, index, strange, depths, qkv, wide, scores);
+            attention(m, layer, call, index, strange, depths, qkv, wide, own);
 #pragma omp barrier
             if (IS_INTEGER(&layer->output)) {
                 round_inputs(&layer->output, wide, mix_width, rows, in, 0);

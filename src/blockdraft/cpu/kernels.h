@@ -31,6 +31,7 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef int8_t small_codes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int64_t i64;
+typedef i64 longs __attribute__((vector_size(8 * LANES)));
 typedef long long pair __attribute__((vector_size(16)));
 typedef short eight __attribute__((vector_size(16)));
 
@@ -287,169 +288,212 @@ static void rms_norm(const float *x, const float *weight, float eps, i64 size, f
 #define PICK(x, y, ...) __builtin_shuffle(x, y, (ints){__VA_ARGS__})
 #endif
 
-/* Sums of neighbours in each 4 lanes: those of x, then those of y. */
-INLINE vec fold(vec x, vec y) {
+/* Indices of a shuffle within each 4 lanes; those of its second vector begin with LANES. */
 #if LANES == 16
-    return PICK(x, y, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30)
-        + PICK(x, y, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+#define IN_FOURS(a, b, c, d) FROM(0, a, b, c, d), FROM(4, a, b, c, d), FROM(8, a, b, c, d), FROM(12, a, b, c, d)
 #elif LANES == 8
-    return PICK(x, y, 0, 2, 8, 10, 4, 6, 12, 14) + PICK(x, y, 1, 3, 9, 11, 5, 7, 13, 15);
+#define IN_FOURS(a, b, c, d) FROM(0, a, b, c, d), FROM(4, a, b, c, d)
 #else
-    return PICK(x, y, 0, 2, 4, 6) + PICK(x, y, 1, 3, 5, 7);
+#define IN_FOURS(a, b, c, d) a, b, c, d
 #endif
-}
+#define FROM(lane, a, b, c, d) a + lane, b + lane, c + lane, d + lane
 
-#if LANES > 4
-/* `fold` on fours of lanes. */
-INLINE vec fold_fours(vec x, vec y) {
-#if LANES == 16
-    return PICK(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
-        + PICK(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-#elif LANES == 8
-    return PICK(x, y, 0, 1, 2, 3, 8, 9, 10, 11) + PICK(x, y, 4, 5, 6, 7, 12, 13, 14, 15);
-#endif
-}
-#endif
-
+#define BLOCK (2 * LANES) /* slots that are scored at once */
+#define QUERIES 24 /* most queries that share what is read of keys and values */
+#define AT_ONCE 6 /* queries whose sums fit into registers, beside two vectors of keys or MIXED of values */
 #if LANES == 16 || defined(__ARM_NEON)
-#define SUMS 16 /* vectors that fit into registers beside the sums */
+#define MIXED 4
 #else
-#define SUMS 8
+#define MIXED 2
 #endif
-
-/* Factor of a slot's numbers. */
-INLINE float factor_of(const void *store, i64 slot, i64 D) {
-    float factor = 1;
-    if (STORE == INT8) memcpy(&factor, (const int8_t *)store + slot * SLOT(D) + D, 4);
-    return factor;
-}
-
-/* scores[r * stride + t] = q[r] . k[t] for R queries and LANES slots; slots after `last` repeat it. Each slot is read
-   and widened once for all queries. */
-INLINE void dots(const float *const *q, const void *k, i64 D, i64 last, vec factors, float *scores, i64 stride,
-                 const int R) {
-    const int together = SUMS / R < LANES ? SUMS / R : LANES; /* by slot; by four slots */
-    vec fours[4][4];
-#pragma GCC unroll 4
-    for (int from = 0; from < LANES; from += together) {
-        vec sums[4][16], key[16];
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-            for (int t = 0; t < together; t++) sums[r][t] = (vec){};
-        for (i64 d = 0; d < D; d += LANES) {
-#pragma GCC unroll 16
-            for (int t = 0; t < together; t++) key[t] = load(k, (from + t < last ? from + t : last) * SLOT(D) + d, STORE);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-                for (int t = 0; t < together; t++) sums[r][t] = FMA(*(const vec *)(q[r] + d), key[t], sums[r][t]);
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int t = 0; t < together; t += 4)
-                fours[r][(from + t) / 4] = fold(fold(sums[r][t], sums[r][t + 1]), fold(sums[r][t + 2], sums[r][t + 3]));
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-#if LANES == 16
-        vec all = fold_fours(fold_fours(fours[r][0], fours[r][1]), fold_fours(fours[r][2], fours[r][3]));
-#elif LANES == 8
-        vec all = fold_fours(fours[r][0], fours[r][1]);
-#else
-        vec all = fours[r][0];
-#endif
-        if (STORE == INT8) all *= factors;
-        *(vec *)(scores + r * stride) = all;
-    }
-}
-
+#define WEIGHED 64 /* slots whose weights are computed and used before the next ones are */
+#define STRIDE(slots) (((slots) + WEIGHED - 1) / WEIGHED * WEIGHED) /* between the scores of two queries */
 #define AHEAD 4096 /* bytes that keys and values are prefetched ahead */
 
-/* `dots` for `count` queries. */
-static void score(const float *const *q, i64 count, const void *k, i64 D, i64 last, float *scores, i64 stride) {
-    for (i64 i = 0; i < LANES * SLOT(D) * BYTES(STORE); i += 64) __builtin_prefetch((const char *)k + AHEAD + i);
-    vec factors = {};
-    for (int t = 0; STORE == INT8 && t < LANES; t++) factors[t] = factor_of(k, t < last ? t : last, D);
-    i64 r = 0;
-#if SUMS == 16
-    for (; r + 4 <= count; r += 4) dots(q + r, k, D, last, factors, scores + r * stride, stride, 4);
+/* 16 bytes of every fourth of LANES slots, which lie `row` bytes apart. */
+INLINE ints every_fourth(const char *from, i64 row) {
+#if LANES == 16
+#define PIECE(k) _mm_loadu_si128((const __m128i *)(from + k * 4 * row))
+    __m512i all = _mm512_castsi128_si512(PIECE(0));
+    all = _mm512_inserti32x4(_mm512_inserti32x4(all, PIECE(1), 1), PIECE(2), 2);
+    return (ints)_mm512_inserti32x4(all, PIECE(3), 3);
+#elif LANES == 8
+    const __m256i first = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)from));
+    return (ints)_mm256_insertf128_si256(first, _mm_loadu_si128((const __m128i *)(from + 4 * row)), 1);
+#else
+    (void)row;
+    return *(const ints *)from;
 #endif
-    for (; r + 2 <= count; r += 2) dots(q + r, k, D, last, factors, scores + r * stride, stride, 2);
-    if (r < count) dots(q + r, k, D, last, factors, scores + r * stride, stride, 1);
 }
 
-/* sums[r][c] = sum of p[r][t] v[t] over slots in order, for C vectors of v from `d` on. With FIRST also `totals`, the
-   sums of p[r][t] in order, and the next values are prefetched. With `skip`, which needs R = 1, slots of negative p are
-   left out. */
-INLINE void mix_part(const float *p, i64 stride, const void *v, i64 T, i64 D, i64 d, vec sums[4][4], float *totals,
-                     const int R, const int C, const int skip, const int FIRST) {
-    const i64 row = SLOT(D) * BYTES(STORE);
+/* Widen the keys of LANES slots to to[d * BLOCK + t] = k[t][d]. */
+static void turn(const char *k, i64 D, float *to) {
+    const i64 row = SLOT(D) * BYTES(STORE), each = 16 / BYTES(STORE); /* numbers of 16 bytes */
+    i64 d = 0;
+    for (; d + each <= D; d += each, k += 16) {
+        const ints a = every_fourth(k, row), b = every_fourth(k + row, row);
+        const ints c = every_fourth(k + 2 * row, row), e = every_fourth(k + 3 * row, row);
+        const ints ab = PICK(a, b, IN_FOURS(0, LANES, 1, LANES + 1)), ce = PICK(c, e, IN_FOURS(0, LANES, 1, LANES + 1));
+        const ints more_ab = PICK(a, b, IN_FOURS(2, LANES + 2, 3, LANES + 3));
+        const ints more_ce = PICK(c, e, IN_FOURS(2, LANES + 2, 3, LANES + 3));
+        /* Of all slots the first 4 bytes, the second, and so on. */
+        const ints words[4] = {PICK(ab, ce, IN_FOURS(0, 1, LANES, LANES + 1)),
+                               PICK(ab, ce, IN_FOURS(2, 3, LANES + 2, LANES + 3)),
+                               PICK(more_ab, more_ce, IN_FOURS(0, 1, LANES, LANES + 1)),
+                               PICK(more_ab, more_ce, IN_FOURS(2, 3, LANES + 2, LANES + 3))};
+#pragma GCC unroll 4
+        for (int w = 0; w < 4; w++)
+#pragma GCC unroll 4
+            for (int i = 0; i < 4 / BYTES(STORE); i++) {
+                vec wide = (vec)words[w];
+                if (STORE == BFLOAT16) wide = i ? (vec)(words[w] & -65536) : (vec)(words[w] << 16);
+                if (STORE == INT8) wide = __builtin_convertvector(words[w] << (24 - 8 * i) >> 24, vec);
+                *(vec *)(to + (d + w * each / 4 + i) * BLOCK) = wide;
+            }
+    }
+    for (; d < D; d++, k += BYTES(STORE))
+        for (int t = 0; t < LANES; t++)
+            to[d * BLOCK + t] = STORE == INT8 ? *(const int8_t *)(k + t * row) : load_one(k + t * row, 0, STORE);
+}
+
+/* scores[r * stride + t] = q[r] . k[t] for R queries and the slots of a block; sums over d run in order. With `fetch` a
+   block's memory from `next` on is prefetched, evenly, since many requests at once would be waited for. */
+INLINE void dots(const float *q, i64 D, const float *keys, const float *factors, float *scores, i64 stride,
+                 const char *next, i64 fetch, const int R) {
+    vec sums[AT_ONCE][2];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int c = 0; c < C; c++) sums[r][c] = (vec){};
-    for (i64 t = 0; t < T; t++) {
-        if (skip && p[t] < 0) continue;
-        for (i64 i = 0; FIRST && i < row; i += 64) __builtin_prefetch((const char *)v + t * row + AHEAD + i);
-        vec value[4];
-#pragma GCC unroll 8
-        for (int c = 0; c < C; c++) value[c] = load(v, t * SLOT(D) + d + c * LANES, STORE);
-        const float factor = factor_of(v, t, D);
+    for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = (vec){};
+    for (i64 d = 0; d < D; d++) {
+        __builtin_prefetch(next + d * fetch);
+        const vec first = *(const vec *)(keys + d * BLOCK), second = *(const vec *)(keys + d * BLOCK + LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            if (FIRST) totals[r] += p[r * stride + t];
-            const float weight = STORE == INT8 ? p[r * stride + t] * factor : p[r * stride + t];
+            const vec x = splat(q[r * D + d]);
+            sums[r][0] = FMA(x, first, sums[r][0]);
+            sums[r][1] = FMA(x, second, sums[r][1]);
+        }
+    }
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) sums[r][c] = FMA(splat(weight), value[c], sums[r][c]);
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int c = 0; c < 2; c++) {
+            if (STORE == INT8) sums[r][c] *= *(const vec *)(factors + c * LANES);
+            *(vec *)(scores + r * stride + c * LANES) = sums[r][c];
+        }
+}
+
+/* Factors of the numbers of `count` slots, with keys or values in 8 bits. */
+static void read_factors(const char *slots, i64 count, i64 D, float *factors) {
+    for (i64 t = 0; t < count; t++) memcpy(factors + t, slots + t * SLOT(D) + D, 4);
+}
+
+/* Scores of `count` queries with the slots of a block, whose keys are read once, into `keys`. */
+static void score(const float *q, i64 count, const char *k, i64 D, float *keys, float *scores, i64 stride) {
+    const i64 row = SLOT(D) * BYTES(STORE), groups = (count + AT_ONCE - 1) / AT_ONCE;
+    float factors[BLOCK];
+    if (STORE == INT8) read_factors(k, BLOCK, D, factors);
+    const char *next = k + (BLOCK * row > AHEAD ? BLOCK * row : AHEAD);
+    turn(k, D, keys);
+    turn(k + LANES * row, D, keys + LANES);
+    for (i64 group = 0; group < groups; group++) {
+        const i64 r = count * group / groups;
+        const i64 fetch = group ? 0 : BLOCK * BYTES(STORE); /* bytes for each d */
+        switch (count * (group + 1) / groups - r) {
+#define DOTS(R)                                                                                           \
+    case R:                                                                                               \
+        dots(q + r * D, D, keys, factors, scores + r * stride, stride, next, fetch, R);                   \
+        break;
+            DOTS(1) DOTS(2) DOTS(3) DOTS(4) DOTS(5) DOTS(6)
         }
     }
 }
 
-/* out[r] = sum of p[r][t] v[t] / sum of p[r][t], both over slots in order. */
-INLINE void mix(const float *p, i64 stride, const void *v, i64 T, i64 D, float *const *out, const int R,
-                const int C, const int skip) {
-    float totals[4] = {};
-    for (i64 d = 0; d < D; d += C * LANES) {
-        vec sums[4][4];
-        if (d) mix_part(p, stride, v, T, D, d, sums, totals, R, C, skip, 0);
-        else mix_part(p, stride, v, T, D, d, sums, totals, R, C, skip, 1);
+/* out[r][c] += sum of p[r][t] v[t][c] over T slots in order, for C vectors of R queries. */
+INLINE void mix_part(const float *p, i64 stride, const char *v, i64 T, i64 D, float *out, i64 fetch, const int R,
+                     const int C) {
+    const i64 row = SLOT(D) * BYTES(STORE);
+    vec sums[AT_ONCE][MIXED];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) sums[r][c] = *(const vec *)(out + r * D + c * LANES);
+    for (i64 t = 0; t < T; t++, v += row) {
+        for (i64 i = 0; i < fetch; i += 64) __builtin_prefetch(v + AHEAD + i);
+        vec value[MIXED];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) value[c] = load(v, c * LANES, STORE);
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) *(vec *)(out[r] + d + c * LANES) = sums[r][c] / totals[r];
+        for (int r = 0; r < R; r++) {
+            const vec weight = splat(p[r * stride + t]);
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) sums[r][c] = FMA(weight, value[c], sums[r][c]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) *(vec *)(out + r * D + c * LANES) = sums[r][c];
+}
+
+/* out[r] += sum of p[r][t] v[t] over T slots in order, for `count` queries. */
+static void mix(const float *p, i64 count, i64 stride, const char *v, i64 T, i64 D, float *out) {
+    const i64 groups = (count + AT_ONCE - 1) / AT_ONCE;
+    for (i64 group = 0; group < groups; group++) {
+        const i64 r = count * group / groups, R = count * (group + 1) / groups - r;
+        for (i64 d = 0, C; d < D; d += C * LANES) {
+            C = D - d >= MIXED * LANES ? MIXED : D - d >= 2 * LANES ? 2 : 1;
+            const i64 fetch = group || d ? 0 : SLOT(D) * BYTES(STORE);
+            switch (R * 8 + C) {
+#define MIX_PART(R, C)                                                                                    \
+    case R * 8 + C:                                                                                       \
+        mix_part(p + r * stride, stride, v + d * BYTES(STORE), T, D, out + r * D + d, fetch, R, C);       \
+        break;
+#if MIXED == 4
+#define MIX_PARTS(R) MIX_PART(R, 1) MIX_PART(R, 2) MIX_PART(R, 4)
+#else
+#define MIX_PARTS(R) MIX_PART(R, 1) MIX_PART(R, 2)
+#endif
+                MIX_PARTS(1) MIX_PARTS(2) MIX_PARTS(3) MIX_PARTS(4) MIX_PARTS(5) MIX_PARTS(6)
+            }
+        }
     }
 }
 
-static void mix_rows(const float *p, i64 stride, const void *v, i64 T, i64 D, float *const *out, i64 rows) {
-    switch (rows * 8 + (D % (4 * LANES) == 0 ? 4 : D % (2 * LANES) == 0 ? 2 : 1)) {
-#define MIX(R)                                                                                            \
-    case R * 8 + 4: mix(p, stride, v, T, D, out, R, R * 4 > SUMS ? 2 : 4, 0); break;                             \
-    case R * 8 + 2: mix(p, stride, v, T, D, out, R, 2, 0); break;                                         \
-    case R * 8 + 1: mix(p, stride, v, T, D, out, R, 1, 0); break;
-        MIX(1) MIX(2) MIX(3) MIX(4)
-    }
+/* `mix` of one query, without slots of negative p. */
+static void mix_seen(const float *p, const char *v, i64 T, i64 D, float *out) {
+    for (i64 t = 0; t < T; t++)
+        for (i64 d = 0; d < D && !(p[t] < 0); d += LANES) {
+            const vec value = load(v + t * SLOT(D) * BYTES(STORE), d, STORE);
+            *(vec *)(out + d) = FMA(splat(p[t]), value, *(vec *)(out + d));
+        }
 }
 
-/* `mix_rows` without slots of negative p. It is rare, and inlined it would slow down the common case. */
-static __attribute__((noinline)) void mix_seen(const float *p, i64 stride, const void *v, i64 T, i64 D,
-                                               float *const *out, i64 rows) {
-    for (i64 r = 0; r < rows; r++) mix(p + r * stride, stride, v, T, D, out + r, 1, 1, 1);
-}
-
-/* s = exp(s * scale - most), where s * scale is capped and `most` is the largest; 0 where s is -infinity. `size` is a
-   multiple of LANES. */
-static void softmax_weights(float *s, i64 size, float scale, float limit) {
+/* Largest of scores, after capping them. `size` is a multiple of LANES. */
+static float largest_score(float *s, i64 size, float limit) {
     vec most = splat(-INFINITY);
     for (i64 t = 0; t < size; t += LANES) {
-        vec x = *(vec *)(s + t) * scale;
+        vec x = *(vec *)(s + t);
         for (int i = 0; limit && i < LANES; i++)
             if (x[i] != -INFINITY) x[i] = limit * tanhf(x[i] / limit);
-        *(vec *)(s + t) = x;
+        if (limit) *(vec *)(s + t) = x;
         most = most_of(x, most);
     }
     float largest = most[0];
     for (int i = 1; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
-    for (i64 t = 0; t < size; t += LANES) *(vec *)(s + t) = exp_vec(*(vec *)(s + t) - largest);
+    return largest;
+}
+
+#define UNIT 67108864.0f /* weights are added up as integers, 1 as so many: in any order the sum is the same */
+
+/* s = exp(s - largest), and 0 where s is -infinity; returns sums in units. Then s is multiplied by `factors`, those of
+   values in 8 bits. `size` is at most WEIGHED. */
+static ints weigh(float *s, i64 size, float largest, const float *factors) {
+    ints sums = {};
+    for (i64 t = 0; t < size; t += LANES) {
+        vec p = exp_vec(*(vec *)(s + t) - largest);
+        sums += __builtin_convertvector(p * UNIT, ints);
+        if (STORE == INT8) p *= *(const vec *)(factors + t);
+        *(vec *)(s + t) = p;
+    }
+    return sums;
 }
