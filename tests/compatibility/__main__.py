@@ -1,5 +1,7 @@
-"""Runs the tests of all cells and writes docs/compatibility.md from those that pass."""
+"""Runs the tests of all cells that this environment has the packages for, and writes docs/compatibility.md from those
+that have passed here and, as `OUTCOMES` holds them, in other environments."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,17 @@ class Outcomes:
             self.found += [each for name, value in report.user_properties if name == "cells" for each in value]  # type: ignore[attr-defined]
 
 
+OUTCOMES = Path(__file__).parents[2] / "build" / "compatibility.json"
 outcomes = Outcomes()
 code = pytest.main([str(Path(__file__).parent), "-k", "not page", *sys.argv[1:]], plugins=[outcomes])
 # Now, since pytest wants to see modules before anyone else imports them.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "targets")]
 from compatibility_cells import DOCUMENT, Cell, document  # noqa: E402
 
-DOCUMENT.write_text(document({Cell(*cell): outcome for cell, outcome in outcomes.found}), encoding="utf-8")
+known = json.loads(OUTCOMES.read_text(encoding="utf-8")) if OUTCOMES.exists() else []
+known += outcomes.found
+OUTCOMES.parent.mkdir(exist_ok=True)
+OUTCOMES.write_text(json.dumps(known), encoding="utf-8")
+DOCUMENT.write_text(document({Cell(*cell): outcome for cell, outcome in known}), encoding="utf-8")
 print(f"{DOCUMENT}: {len(outcomes.found)} cells")
 raise SystemExit(code)

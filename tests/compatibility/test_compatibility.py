@@ -10,12 +10,14 @@ from compatibility_cells import (
     CELLS,
     DOCUMENT,
     DRAFTERS,
+    PACKAGES,
     REFUSED,
     TESTED,
     Cell,
     document,
     expected,
     is_refused,
+    lacks_drafter,
 )
 from tiny_families import ATTENTION, FAMILIES, write_model
 
@@ -29,6 +31,11 @@ PARAMS = [SamplingParams(7, temperature, seed=7, ignore_eos=True) for temperatur
 BOUNDS = [None, RequestDrafting(tree_budget=0), None]  # a tree, a chain, a tree
 QUICK_FAMILIES = ("gpt_oss", "deepseek_v3", "qwen3_moe")
 QUICK = {Cell(family, "dflash", "transformers") for family in QUICK_FAMILIES}
+
+
+def marks(backend: str, quick: bool) -> list[pytest.MarkDecorator]:
+    own = [getattr(pytest.mark, backend)] if backend in PACKAGES else []
+    return own if quick else [*own, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +63,9 @@ def plain(target: Target) -> list[list[int]]:
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(cell, marks=[] if cell in QUICK else pytest.mark.slow, id="-".join(cell))
+        pytest.param(cell, marks=marks(cell.backend, cell in QUICK), id="-".join(cell))
         for cell in CELLS
-        if not is_refused(cell.family, cell.backend)
+        if not is_refused(cell.family, cell.backend) and not lacks_drafter(cell)
     ],
 )
 def test_drafting_changes_no_answer(
@@ -67,6 +74,8 @@ def test_drafting_changes_no_answer(
     request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
+    if cell.backend in PACKAGES:
+        pytest.importorskip(PACKAGES[cell.backend])
     target, fixture = targets(cell.family, cell.backend), DRAFTERS[cell.drafter]
     own = cell.family if cell.family in ATTENTION else "llama"  # states of recurrent layers cannot be cut
     path = targets(own, cell.backend).path if cell.drafter == "draft_lm" else cell.drafter
@@ -85,7 +94,7 @@ def test_drafting_changes_no_answer(
 @pytest.mark.parametrize(
     ("family", "backend"),
     [
-        pytest.param(family, backend, marks=[] if family in QUICK_FAMILIES else pytest.mark.slow)
+        pytest.param(family, backend, marks=marks(backend, family in QUICK_FAMILIES))
         for family in FAMILIES
         for backend in BACKENDS
         if is_refused(family, backend)
@@ -97,9 +106,29 @@ def test_a_family_that_a_backend_lacks_is_refused_by_name(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    with pytest.raises(ValueError, match=rf"{family} is none of its families|routed experts|recurrent layers"):
+    if backend in PACKAGES:
+        pytest.importorskip(PACKAGES[backend])
+    reasons = rf"{family} is none of its families|routed experts|recurrent layers"
+    with pytest.raises(ValueError, match=reasons):
         load_target(write_model(family, tmp_path), "float32", "cpu", **BACKENDS[backend])
     record_property("cells", [[[family, drafter, backend], REFUSED] for drafter in DRAFTERS])
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=marks(cell.backend, False), id="-".join(cell)) for cell in CELLS if lacks_drafter(cell)],
+)
+def test_a_drafter_that_a_backend_lacks_is_refused_by_name(
+    cell: Cell,
+    targets: Callable[[str, str], Target],
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
+) -> None:
+    pytest.importorskip(PACKAGES[cell.backend])
+    target = targets(cell.family, cell.backend)
+    with pytest.raises(ValueError, match=f"The {cell.backend} backend runs no .*Network"):
+        load_drafter(request.getfixturevalue(str(DRAFTERS[cell.drafter])), target=target)
+    record_property("cells", [[[*cell], REFUSED]])
 
 
 def test_the_page_says_what_the_tests_find() -> None:

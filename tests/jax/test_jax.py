@@ -1,5 +1,6 @@
 """The backend jax beside transformers and the native one: logits, tokens, cycles, shardings, and what is compiled."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,20 @@ def test_drafting_changes_no_answer(
     assert [each.stats.committed for each in ours] == [each.stats.committed for each in theirs]
 
 
+def test_the_bundled_pair_takes_the_same_cycles() -> None:
+    """Eight chats of a trained pair, in chains of 16: tokens and cycles are those of the native backend."""
+    lines = (Path(__file__).parents[2] / "benchmarks/peers/prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    texts, found = [json.loads(line)["prompt"] for line in lines], []
+    for backend in ("jax", "native"):
+        target = load_target(None, "float32", "cpu", backend=backend, compile="off")
+        with Engine(target, load_drafter("bundled-dflash", target=target), 1, Drafting(None)) as engine:
+            found.append([engine.generate([text], SamplingParams(64))[0] for text in texts])
+    ours, theirs = found
+    assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
+    assert [each.stats.committed for each in ours] == [each.stats.committed for each in theirs]
+    assert sum(len(each.token_ids) for each in ours) > 2 * sum(len(each.stats.committed) for each in ours)
+
+
 def test_sampled_guesses_and_prefixes(target: Target, tiny_drafter_dir: Path) -> None:
     params = [SamplingParams(12, 1.0, seed=row, ignore_eos=True) for row in range(2)]
     drafter = load_drafter(tiny_drafter_dir, target=target)
@@ -121,7 +136,7 @@ def test_laws_at_temperature_one(target: Any, native: Target, tiny_drafter_dir: 
     generator, counts = torch.Generator().manual_seed(5), torch.zeros(target.vocab_size)
     for _ in range(seeds):
         uniforms = torch.rand(rows, 4, generator=generator, dtype=torch.float64)
-        found = run.cycle(cache, state, [11] * rows, uniforms, block_size=4, temperatures=[1.0] * rows)
+        found = run.cycle(cache, state, [11] * rows, uniforms, block_size=4, tree_budget=0, temperatures=[1.0] * rows)
         counts += torch.bincount(torch.tensor(found.following)[:, 0], minlength=target.vocab_size)
         for each in (cache, state):
             each.truncate([5] * rows)

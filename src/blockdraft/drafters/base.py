@@ -115,10 +115,10 @@ class Drafter(Protocol):
 
     def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
         """Program that runs a whole cycle of this plan: draft, score, verify, commit and observe. None where target and
-        drafter have none, or the plan is not one of chains of the likeliest guesses.
+        drafter have none, or not for this plan.
 
         It is called with `(cache, state, anchors, uniforms)`: the caches of target and drafter for B rows, the anchors
-        as numbers, and a number in [0, 1) for each node, `[B, block_size]` float64, None where all rows are greedy.
+        as numbers, and a number in [0, 1) for each depth, `[B, block_size]` float64, None where all rows are greedy.
         Rows are sampled by their temperature alone.
         """
         return None

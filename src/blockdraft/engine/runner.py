@@ -248,10 +248,10 @@ class Runner:
             uniforms = torch.stack([r.random.at(range(n := len(r.token_ids), n + plan.block_size)) for r in requests])
         found = program(cache, state, [request.token_ids[-1] for request in requests], uniforms)
         mark(FORWARD)
-        bonus = [after[kept - 1] if kept else -1 for after, kept in zip(found.following, found.kept, strict=True)]
-        verdict = Verdict([list(range(kept)) for kept in found.kept], bonus)
+        bonus = [after[path[-1]] if path else -1 for after, path in zip(found.following, found.paths, strict=True)]
         broken = [row for row, after in enumerate(found.following) if -1 in after]
-        return chain(torch.tensor(found.tokens)), found.tokens, verdict, broken
+        proposal = Proposal(torch.tensor(found.tokens), torch.tensor(found.parents))
+        return proposal, found.tokens, Verdict(found.paths, bonus), broken
 
     def _propose(self, rows: Sequence[Row], anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:

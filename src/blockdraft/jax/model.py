@@ -56,7 +56,7 @@ class Layout:
         """
         names = [None if axis is None else getattr(self.rules, axis) for axis in axes]
         placed = [
-            name if name and size % self.mesh.shape[name] == 0 else None
+            name if name and self.mesh.shape[name] > 1 and size % self.mesh.shape[name] == 0 else None
             for name, size in zip(names, sizes, strict=True)
         ]
         while placed and placed[-1] is None:  # as XLA writes it, so that a result has the sharding of its argument
@@ -179,10 +179,24 @@ class Rows:
         _, at = self._window(memory)
         return (at >= 0) & (at < self.lengths[:, None])
 
-    def distances(self, memory: Array, positions: Array) -> Array:
-        """Tokens from each slot of the window to each of the positions `[B, N]`, `[B, N, slots]`."""
-        _, at = self._window(memory)
-        return positions[:, :, None] - at[:, None]
+    def masks(
+        self, memory: Array, positions: Array, within: Array, window: int | None, latest: Array | int | None = None
+    ) -> tuple[Array, Array]:
+        """Which slots, `[B, N, slots]`, and which nodes, `[B, N, N]`, nodes at these positions see.
+
+        Args:
+            within: `[B, N, N]`, which nodes a node sees without a window.
+            window: Nodes and tokens of a smaller distance only; None is all.
+            latest: Number of each row's last committed tokens that are seen; None is all.
+        """
+        at = self._window(memory)[1][:, None]
+        seen = self.known(memory)[:, None]
+        if latest is not None:
+            seen = seen & (self.lengths[:, None, None] - at <= latest)
+        if window is not None:
+            seen = seen & (positions[:, :, None] - at < window)
+            within = within & (jnp.abs(positions[:, :, None] - positions[:, None]) < window)
+        return jnp.broadcast_to(seen, (*positions.shape, self.slots)), within
 
     def _window(self, memory: Array) -> tuple[Array, Array]:
         """First slot of each row's window, and the slots' places in the row, `[B, slots]`. The window of a row at the
@@ -249,6 +263,62 @@ def head(config: DecoderConfig, layout: Layout, params: Params, hidden: Array) -
     return layout.place(logits, *[None] * (logits.ndim - 1), "vocab")
 
 
+def layers(
+    config: DecoderConfig,
+    layout: Layout,
+    params: Params,
+    memory: Memory,
+    rows: Rows,
+    x: Array,
+    positions: Array,
+    masks: Sequence[tuple[Array, Array]],
+) -> tuple[list[Array], Memory]:
+    """Run all layers over nodes `[B, N, H]` at positions `[B, N]`.
+
+    Args:
+        memory: Keys and values of all layers, `[layers, kv_heads, all slots, D]` each.
+        masks: Of each layer, as `attend` takes them.
+
+    Returns:
+        Outputs of the layers, and the nodes' keys and values, each `[layers, B, N, kv_heads, D]`.
+    """
+    eps, plus_one, place = config.norm_eps, config.norm_plus_one, layout.place
+    activation = ACTIVATIONS[config.activation]
+    turns = {rope: angles(rope, positions, x.dtype) for rope in config.ropes}
+    outputs, written = [], []
+    for number, kind in enumerate(config.layers):
+        prefix = f"model.layers.{number}."
+        weights = {role: params[name] for role, name in config.norms(number).items()}
+        normed = rms_norm(x, weights["before_attention"], eps, plus_one)
+        q, k, v = (
+            linear(params, f"{prefix}self_attn.{name}", normed).reshape(*positions.shape, -1, config.head_dim)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        if config.qk_norm:
+            q, k = rms_norm(q, weights["query"], eps, plus_one), rms_norm(k, weights["key"], eps, plus_one)
+        q, k = rotate(q, *turns[kind.rope]), rotate(k, *turns[kind.rope])
+        q, k, v = (place(each, None, None, axis, None) for each, axis in zip((q, k, v), KINDS, strict=True))
+        context = rows.read(memory[0], number), rows.read(memory[1], number)
+        added = attend(q, (k, v), context, masks[number], config.query_scale, config.attention_softcap)
+        added = linear(params, f"{prefix}self_attn.o_proj", added)
+        if config.post_norms:
+            added = rms_norm(added, weights["after_attention"], eps, plus_one)
+        x = place(x + added, None, None, "embed")
+        normed = rms_norm(x, weights["before_mlp"], eps, plus_one)
+        gate, up = (linear(params, f"{prefix}mlp.{name}", normed) for name in ("gate_proj", "up_proj"))
+        added = linear(params, f"{prefix}mlp.down_proj", place(activation(gate) * up, None, None, "mlp"))
+        if config.post_norms:
+            added = rms_norm(added, weights["after_mlp"], eps, plus_one)
+        x = place(x + added, None, None, "embed")
+        outputs.append(x)
+        written.append((k, v))
+    keys, values = zip(*written, strict=True)
+    return outputs, (jnp.stack(keys), jnp.stack(values))
+
+
+KINDS = ("heads", "kv_heads", "kv_heads")  # logical axes of queries, keys and values
+
+
 def forward(
     config: DecoderConfig,
     layout: Layout,
@@ -265,68 +335,27 @@ def forward(
 
     Args:
         taps: As in `Target.forward`.
-        memory: Keys and values of all layers, `[layers, kv_heads, all slots, D]` each.
         tokens, depths: `[B, N]` int32; distance of each node from the last committed token's successor.
         within: `[B, N, N]` bool, which nodes a node sees.
         scored: `[B]` int32, the one node of each row whose logits are returned.
 
     Returns:
-        Logits `[B, N or 1, V]`; features `[B, N, m * H]`, None without taps; and the nodes' keys and values, each
-        `[layers, B, N, kv_heads, D]`.
+        Logits `[B, N or 1, V]`; features `[B, N, m * H]`, None without taps; and the nodes' keys and values, as
+        `layers` returns them.
     """
-    dtype, plus_one, eps = memory[0].dtype, config.norm_plus_one, config.norm_eps
-    place, size = layout.place, config.head_dim
-    x = embed(params, tokens).astype(dtype)
+    x = embed(params, tokens).astype(memory[0].dtype)
     if config.embedding_scale != 1:
-        x = x * jnp.array(config.embedding_scale, dtype)  # rounded, as the models were trained
+        x = x * jnp.array(config.embedding_scale, x.dtype)  # rounded, as the models were trained
     positions = rows.lengths[:, None] + depths
-    turns = {rope: angles(rope, positions, dtype) for rope in config.ropes}
-    masks = {}
-    for window in config.windows:
-        seen, inside = rows.known(memory[0])[:, None], within
-        if window is not None:
-            seen = seen & (rows.distances(memory[0], positions) < window)
-            inside = inside & (jnp.abs(positions[:, :, None] - positions[:, None]) < window)
-        masks[window] = jnp.broadcast_to(seen, (*tokens.shape, rows.slots)), inside
-    activation, outputs, written = ACTIVATIONS[config.activation], [], []
-    for number, kind in enumerate(config.layers):
-        prefix, norms = f"model.layers.{number}.", config.norms(number)
-        normed = rms_norm(x, params[norms["before_attention"]], eps, plus_one)
-        q, k, v = (
-            linear(params, f"{prefix}self_attn.{name}", normed).reshape(*tokens.shape, -1, size)
-            for name in ("q_proj", "k_proj", "v_proj")
-        )
-        if config.qk_norm:
-            q = rms_norm(q, params[norms["query"]], eps, plus_one)
-            k = rms_norm(k, params[norms["key"]], eps, plus_one)
-        q, k = (rotate(each, *turns[kind.rope]) for each in (q, k))
-        q, k, v = (place(each, None, None, axis, None) for each, axis in zip((q, k, v), KINDS, strict=True))
-        context = rows.read(memory[0], number), rows.read(memory[1], number)
-        added = attend(q, (k, v), context, masks[kind.window], config.query_scale, config.attention_softcap)
-        added = linear(params, f"{prefix}self_attn.o_proj", added)
-        if config.post_norms:
-            added = rms_norm(added, params[norms["after_attention"]], eps, plus_one)
-        x = place(x + added, None, None, "embed")
-        normed = rms_norm(x, params[norms["before_mlp"]], eps, plus_one)
-        gate, up = (linear(params, f"{prefix}mlp.{name}", normed) for name in ("gate_proj", "up_proj"))
-        added = linear(params, f"{prefix}mlp.down_proj", place(activation(gate) * up, None, None, "mlp"))
-        if config.post_norms:
-            added = rms_norm(added, params[norms["after_mlp"]], eps, plus_one)
-        x = place(x + added, None, None, "embed")
-        outputs.append(x)
-        written.append((k, v))
-    x = rms_norm(x, params["model.norm.weight"], eps, plus_one)
-    outputs.append(x)
-    features = jnp.concatenate([outputs[tap] for tap in taps], axis=-1) if taps else None
+    masks = {window: rows.masks(memory[0], positions, within, window) for window in config.windows}
+    each = [masks[kind.window] for kind in config.layers]
+    outputs, nodes = layers(config, layout, params, memory, rows, x, positions, each)
+    outputs.append(rms_norm(outputs[-1], params["model.norm.weight"], config.norm_eps, config.norm_plus_one))
+    features, x = jnp.concatenate([outputs[tap] for tap in taps], axis=-1) if taps else None, outputs[-1]
     if scored is not None:
         x = jnp.take_along_axis(x, scored[:, None, None], axis=1)
     logits, cap = head(config, layout, params, x), config.final_softcap
-    logits = logits if cap is None else jnp.tanh(logits / cap) * cap
-    keys, values = zip(*written, strict=True)
-    return logits, features, (jnp.stack(keys), jnp.stack(values))
-
-
-KINDS = ("heads", "kv_heads", "kv_heads")  # logical axes of queries, keys and values
+    return logits if cap is None else jnp.tanh(logits / cap) * cap, features, nodes
 
 
 def best_tokens(logits: Array) -> Array:

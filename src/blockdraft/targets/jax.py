@@ -22,24 +22,9 @@ from transformers import AutoConfig, PretrainedConfig
 from blockdraft.decode.proposal import depths, tree_mask
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
+from blockdraft.jax import model
 from blockdraft.jax.cache import JaxCache, JaxTensor
-from blockdraft.jax.model import (
-    Array,
-    Layout,
-    Memory,
-    Params,
-    Rows,
-    abstract_params,
-    as_numpy,
-    best_tokens,
-    bucket,
-    forward,
-    head,
-    jax,
-    jnp,
-    load_params,
-    local_layout,
-)
+from blockdraft.jax.model import Array, Layout, Memory, Params, Rows, as_numpy, bucket, jax, jnp
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.plugins import parts
 from blockdraft.targets.base import LoadOptions, NotCovered, R, Runnable, TargetOutput
@@ -89,8 +74,8 @@ def load(path: str | Path, options: LoadOptions, layout: Layout | None = None) -
     if getattr(config, "quantization_config", None):
         raise NotCovered("its weights are in few bits; give the model that it was made of")
     tensors, source = open_weights(path, wanted, config, options)
-    layout = layout or local_layout()
-    abstract = abstract_params(
+    layout = layout or model.local_layout()
+    abstract = model.abstract_params(
         wanted.tensor_shapes(),
         jnp.dtype(str(options.dtype).removeprefix("torch.")),
         layout,
@@ -98,7 +83,7 @@ def load(path: str | Path, options: LoadOptions, layout: Layout | None = None) -
         kv_heads=wanted.num_kv_heads,
     )
     with loading(path):
-        params = load_params(abstract, lambda name: tensors[name].tensor())
+        params = model.load_params(abstract, lambda name: tensors[name].tensor())
         tokenizer = load_tokenizer(path, options.revision)
     return JaxTarget(
         wanted,
@@ -143,7 +128,7 @@ class JaxTarget(CheckpointTarget):
         self.hidden_size, self.num_layers = decoder.hidden_size, len(decoder.layers)
         self.vocab_size = decoder.vocab_size
         self.jax_forward = jax.jit(partial(_forward, decoder, layout), static_argnums=(0, 4))
-        self._head = jax.jit(partial(head, decoder, layout))
+        self._head = jax.jit(partial(model.head, decoder, layout))
 
     @property
     def running(self) -> str:
@@ -251,5 +236,7 @@ def _forward(
 ) -> tuple[Array, Array, Array | None, Memory]:
     """`forward` and the best tokens. `given` are tokens and depths."""
     rows = Rows(*where, slots)
-    logits, features, nodes = forward(config, layout, taps, params, memory, rows, given[0], given[1], within, scored)
-    return logits, best_tokens(logits), features, nodes
+    logits, features, nodes = model.forward(
+        config, layout, taps, params, memory, rows, given[0], given[1], within, scored
+    )
+    return logits, model.best_tokens(logits), features, nodes

@@ -373,6 +373,9 @@ class InTorch:
         value = getattr(self._run, name)
         return (lambda *args, **how: value(*map(in_torch, args), **how)) if callable(value) else value
 
+    def __call__(self, *args: Any, **how: Any) -> Any:
+        return self._run(*map(in_torch, args), **how)
+
 
 def _wrap(module: Any, call: Callable[..., Any]) -> None:
     """Let `call(the module's own call, *arguments)` answer where a module is called. All else of it stays."""

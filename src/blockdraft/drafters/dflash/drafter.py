@@ -145,11 +145,16 @@ class DFlashDrafter(Drafter):
 
     def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
         run = self._run.cycle
-        likeliest = plan.tree_budget == 0 and plan.cycle_seconds is None and plan.draws is None
+        likeliest = plan.cycle_seconds is None and plan.draws is None
         if run is None or not likeliest or plan.block_size == 1 or (plan.draft_passes or self.diffusion_steps) > 1:
             return None
-        temperatures = [params.temperature for params in plan.params]
-        return partial(run, block_size=plan.block_size, temperatures=temperatures, window=plan.draft_window)
+        return partial(
+            run,
+            block_size=plan.block_size,
+            tree_budget=plan.tree_budget,
+            temperatures=[params.temperature for params in plan.params],
+            window=plan.draft_window,
+        )
 
     def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         """Make a proposal from the hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions behind the

@@ -1,4 +1,4 @@
-"""DFlash in JAX: its draft pass, and a cycle of a chain as one program that drafts, scores, verifies, commits and
+"""DFlash in JAX: its draft pass, and a cycle as one program that drafts, scores, verifies, commits and
 observes. Of such a cycle the host gets the tokens, and no logits, features, keys or values leave the devices."""
 
 from __future__ import annotations
@@ -12,32 +12,10 @@ import numpy as np
 from torch import Tensor
 
 from blockdraft.drafters.dflash.network import DFlashNetwork, cached_bytes
+from blockdraft.jax import model
 from blockdraft.jax.cache import JaxCache, JaxTensor
-from blockdraft.jax.model import (
-    Array,
-    Layout,
-    Memory,
-    Params,
-    Rows,
-    abstract_params,
-    angles,
-    as_numpy,
-    attend,
-    best_tokens,
-    bucket,
-    embed,
-    forward,
-    head,
-    jax,
-    jnp,
-    linear,
-    load_params,
-    rms_norm,
-    rotate,
-    sample,
-    write,
-)
-from blockdraft.nn.decoder_config import DecoderConfig, Rope
+from blockdraft.jax.model import Array, Layout, Memory, Params, Rows, as_numpy, bucket, jax, jnp
+from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.nn.rotary import rotary_frequencies
@@ -47,25 +25,47 @@ from blockdraft.types import CycleTokens
 EVERYTHING = 2**30  # a draft window that hides nothing
 
 
-def context(config: DraftConfig, rope: Rope, params: Params, features: Array, positions: Array) -> Memory:
+def as_decoder(config: DraftConfig, vocab_size: int) -> DecoderConfig:
+    """The draft layers as those of a decoder, whose names begin with `model.`."""
+    frequencies, scale = rotary_frequencies(
+        config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling
+    )
+    rope = Rope(tuple(frequencies.tolist()), scale)
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        layers=tuple(LayerKind(rope, layer.window) for layer in config.layers),
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        query_scale=config.head_dim**-0.5,
+        tied_head=True,
+        qk_norm=True,
+    )
+
+
+def context(drafter: DecoderConfig, params: Params, features: Array, positions: Array) -> Memory:
     """Keys and values `[layers, B, N, kv_heads, D]` of committed tokens, whose features `[B, N, m * H]` pass through
     `fc` and `hidden_norm` only."""
-    eps, shape = config.rms_norm_eps, (*positions.shape, config.num_key_value_heads, config.head_dim)
-    fused = linear(params, "fc", features.astype(params["fc.weight"].dtype))
-    fused = rms_norm(fused, params["hidden_norm.weight"], eps)
-    turns, found = angles(rope, positions, fused.dtype), []
-    for number in range(config.num_hidden_layers):
-        own = f"layers.{number}.self_attn."
-        keys = linear(params, f"{own}k_proj", fused).reshape(shape)
-        keys = rotate(rms_norm(keys, params[f"{own}k_norm.weight"], eps), *turns)
-        found.append((keys, linear(params, f"{own}v_proj", fused).reshape(shape)))
+    eps, shape = drafter.norm_eps, (*positions.shape, drafter.num_kv_heads, drafter.head_dim)
+    fused = model.linear(params, "model.fc", features.astype(params["model.fc.weight"].dtype))
+    fused = model.rms_norm(fused, params["model.hidden_norm.weight"], eps)
+    turns, found = model.angles(drafter.ropes[0], positions, fused.dtype), []
+    for number in range(len(drafter.layers)):
+        own = f"model.layers.{number}.self_attn."
+        keys = model.linear(params, f"{own}k_proj", fused).reshape(shape)
+        keys = model.rotate(model.rms_norm(keys, params[f"{own}k_norm.weight"], eps), *turns)
+        found.append((keys, model.linear(params, f"{own}v_proj", fused).reshape(shape)))
     keys, values = zip(*found, strict=True)
     return jnp.stack(keys), jnp.stack(values)
 
 
 def draft(
     config: DraftConfig,
-    rope: Rope,
+    drafter: DecoderConfig,
     layout: Layout,
     params: Params,
     memory: Memory,
@@ -86,37 +86,24 @@ def draft(
     """
     batch, count, _ = block.shape
     at = jnp.arange(count, dtype=jnp.int32)
-    positions = rows.lengths[:, None] + at
-    latest = rows.known(memory[0])[:, None] & (rows.distances(memory[0], rows.lengths[:, None]) <= window)
-    masks = {}
-    for kind in dict.fromkeys(config.layers):
-        seen, inside = latest, at[None] <= at[:, None] if kind.causal else jnp.ones((count, count), bool)
-        if kind.window is not None:
-            seen = seen & (rows.distances(memory[0], positions) < kind.window)
-            inside = inside & (jnp.abs(at[:, None] - at[None]) < kind.window)
-        inside = (inside & (at < size)) | (at[None] == at[:, None])
-        masks[kind] = tuple(jnp.broadcast_to(each, (batch, count, each.shape[-1])) for each in (seen, inside))
-    eps, turns = config.rms_norm_eps, angles(rope, positions, block.dtype)
-    x = block if config.input_embedding_scale == 1 else block * config.input_embedding_scale
-    for number, kind in enumerate(config.layers):
-        own = f"layers.{number}."
-        normed = rms_norm(x, params[f"{own}input_layernorm.weight"], eps)
-        q, k, v = (
-            linear(params, f"{own}self_attn.{name}", normed).reshape(batch, count, -1, config.head_dim)
-            for name in ("q_proj", "k_proj", "v_proj")
+    positions, alone = rows.lengths[:, None] + at, at[None] == at[:, None]
+    inside = {True: (at[None] <= at[:, None]) & (at < size) | alone, False: (at < size) | alone}
+    masks = {
+        kind: rows.masks(
+            memory[0], positions, jnp.broadcast_to(inside[kind.causal], (batch, count, count)), kind.window, window
         )
-        q, k = (
-            rotate(rms_norm(each, params[f"{own}self_attn.{name}.weight"], eps), *turns)
-            for each, name in ((q, "q_norm"), (k, "k_norm"))
-        )
-        read = rows.read(memory[0], number), rows.read(memory[1], number)
-        attended = attend(q, (k, v), read, masks[kind], config.head_dim**-0.5)
-        x = layout.place(x + linear(params, f"{own}self_attn.o_proj", attended), None, None, "embed")
-        normed = rms_norm(x, params[f"{own}post_attention_layernorm.weight"], eps)
-        gate, up = (linear(params, f"{own}mlp.{name}", normed) for name in ("gate_proj", "up_proj"))
-        added = linear(params, f"{own}mlp.down_proj", layout.place(jax.nn.silu(gate) * up, None, None, "mlp"))
-        x = layout.place(x + added, None, None, "embed")
-    return rms_norm(x, params["norm.weight"], eps)
+        for kind in dict.fromkeys(config.layers)
+    }
+    scale, each = config.input_embedding_scale, [masks[kind] for kind in config.layers]
+    x = block if scale == 1 else block * scale
+    outputs, _ = model.layers(drafter, layout, params, memory, rows, x, positions, each)
+    return model.rms_norm(outputs[-1], params["model.norm.weight"], drafter.norm_eps)
+
+
+def adjusted(config: DraftConfig, logits: Array) -> Array:
+    """As `DFlashNetwork.adjust_logits`, in float32. It changes no order."""
+    logits, cap = logits.astype(jnp.float32) * config.output_multiplier, config.final_logit_softcapping
+    return logits if cap is None else jnp.tanh(logits / cap) * cap
 
 
 def draft_logits(
@@ -127,15 +114,75 @@ def draft_logits(
         few = jnp.einsum("...h,vh->...v", hidden, own["reduced"])
         whole = jnp.full((*few.shape[:-1], decoder.vocab_size), -jnp.inf, few.dtype)
         return whole.at[..., own["kept"]].set(few)
-    return head(decoder, layout, params, hidden)
+    return model.head(decoder, layout, params, hidden)
+
+
+def best_tree(
+    logits: Array, anchors: Array, size: Array, budget: int, temperature: Array
+) -> tuple[Array, Array, Array]:
+    """Trees of the `budget` likeliest paths, where no guess's distribution depends on another guess, as
+    `decode.tree.best_first` builds them.
+
+    Args:
+        logits: `[B, D, V]` of the positions behind the anchors, of which `size - 1` count.
+        temperature: `[B]`; 0 counts as 1.
+
+    Returns:
+        Tokens, parents (-1 of the anchor, and of padding) and depths `[B, 1 + budget]` int32, parents before children.
+    """
+    batch, depth, vocab_size = logits.shape
+    ranks, counts = min(budget, vocab_size), jnp.arange(depth) < size - 1
+    scores = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1)[:, None, None]
+    likely, ids = jax.lax.top_k(jax.nn.log_softmax(scores, axis=-1), ranks)
+    likely = jnp.where(counts[:, None], likely, -jnp.inf)
+    score, offset = jnp.zeros((batch, 1), jnp.float32), 0
+    found: list[
+        tuple[Array, ...]
+    ] = []  # of each depth: scores, parents among all before (0 is the anchor), tokens, depths
+    for level in range(depth):  # no tree has more than `budget` nodes of one depth
+        paths = (score[:, :, None] + likely[:, level, None]).reshape(batch, -1)
+        score, at = jax.lax.top_k(paths, min(budget, paths.shape[1]))
+        parents, tokens = offset + at // ranks, jnp.take_along_axis(ids[:, level], at % ranks, axis=1)
+        offset = offset + found[-1][0].shape[1] if found else 1
+        found.append((score, parents, tokens, jnp.full_like(at, level + 1)))
+    scores, parents, tokens, depths = (jnp.concatenate(each, axis=1) for each in zip(*found, strict=True))
+    scores, order = jax.lax.top_k(scores, budget)  # of equals the first, so that parents precede children
+    rows, numbers = jnp.arange(batch)[:, None], jnp.arange(1, 1 + budget, dtype=jnp.int32)
+    places = jnp.zeros((batch, 1 + parents.shape[1]), jnp.int32).at[rows, 1 + order].set(numbers)
+    parents, tokens, depths = (jnp.take_along_axis(each, order, axis=1) for each in (parents, tokens, depths))
+    parents = jnp.where(jnp.isfinite(scores), jnp.take_along_axis(places, parents, axis=1), -1)
+    begin = jnp.zeros((batch, 1), jnp.int32)
+    joined = (anchors[:, None], tokens), (begin - 1, parents), (begin, depths)
+    return tuple(jnp.concatenate(each, axis=1).astype(jnp.int32) for each in joined)
+
+
+def walk(tokens: Array, parents: Array, following: Array, steps: int) -> tuple[Array, Array]:
+    """The path on which each node holds the target's token after the node before.
+
+    Args:
+        tokens, parents, following: `[B, N]`; the token after each node.
+
+    Returns:
+        Nodes `[B, 1 + steps]`, beginning with the anchor, and how many of them are on the path, `[B]`.
+    """
+    node = jnp.zeros((len(tokens), 1), jnp.int32)
+    path, goes_on, count = [node], jnp.ones_like(node, bool), jnp.ones_like(node)
+    for _ in range(steps):
+        right = (parents == node) & (tokens == jnp.take_along_axis(following, node, axis=1))
+        goes_on = goes_on & right.any(axis=1, keepdims=True)
+        node = jnp.where(goes_on, jnp.argmax(right, axis=1, keepdims=True).astype(jnp.int32), node)
+        path.append(node)
+        count += goes_on
+    return jnp.concatenate(path, axis=1), count[:, 0]
 
 
 def cycle(
     config: DraftConfig,
-    rope: Rope,
+    drafter: DecoderConfig,
     decoder: DecoderConfig,
     layout: Layout,
     count: int,
+    budget: int,
     slots: int,
     params: Params,
     own: Params,
@@ -146,52 +193,59 @@ def cycle(
     anchors: Array,
     size: Array,
     window: Array,
-    chance: tuple[Array, Array] | None,
+    temperature: Array,
+    uniforms: Array | None,
 ) -> tuple[Memory, Memory, Array]:
-    """A cycle of chains: draft, score, verify, commit, observe.
+    """A cycle: draft, score, verify, commit, observe.
 
     Args:
-        count: Tokens of a chain as compiled, a bucket.
+        count: Tokens of a block as compiled, a bucket.
+        budget: Guesses of a tree; 0 is a chain of the likeliest guesses.
         slots: As in `Rows`.
         memory, state: Keys and values of target and drafter; both are donated.
         where: First slots and committed tokens of the rows.
         drafted: `[B]` int32, tokens of each row that the drafter has observed.
         anchors: `[B]` int32.
         size, window: As in `draft`.
-        chance: Temperature `[B]`, 0 for greedy rows, and a number `[B, count]` float64 for the token after each node;
-            None where all rows are greedy.
+        temperature: `[B]`; 0 for greedy rows.
+        uniforms: A number for the token after each depth, `[B, count]` float64; None where all rows are greedy.
 
     Returns:
-        Memory and state with the accepted tokens written to them, and `[B, 2 * count + 1]` int32: the chain, the
-        target's token after each node (-1 where there is none), and the number of nodes accepted, anchor included.
+        Memory and state with the accepted tokens written to them; and `[B, 3 * N + count + 1]` int32: of N nodes their
+        tokens, their parents, and the target's tokens after them (-1 where there is none), then the path, and its
+        number of nodes, anchor included.
     """
     at = jnp.arange(count, dtype=jnp.int32)
     own_rows, rows = Rows(where[0], drafted, slots), Rows(*where, slots)
     block = jnp.where(at == 0, anchors[:, None], config.mask_token_id)
-    block = embed(params, block).astype(state[0].dtype)
-    hidden = draft(config, rope, layout, own, state, own_rows, block, size, window)
-    logits = draft_logits(config, decoder, layout, params, own, hidden[:, 1:]) * config.output_multiplier
-    # A soft-cap changes no order, so guesses need none.
-    guesses = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    tokens = jnp.concatenate([anchors[:, None], guesses], axis=1)
-    depths = jnp.broadcast_to(at, tokens.shape)
-    within = jnp.broadcast_to(at[None] <= at[:, None], (*tokens.shape, count))
-    scores, features, nodes = forward(decoder, layout, config.taps, params, memory, rows, tokens, depths, within)
-    following = best_tokens(scores)
-    if chance is not None:
-        temperature, uniforms = chance
+    block = model.embed(params, block).astype(state[0].dtype)
+    hidden = draft(config, drafter, layout, own, state, own_rows, block, size, window)
+    logits = draft_logits(config, decoder, layout, params, own, hidden[:, 1:])
+    if budget:
+        tokens, parents, depths = best_tree(adjusted(config, logits), anchors, size, budget, temperature)
+    else:
+        guesses = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        tokens = jnp.concatenate([anchors[:, None], guesses], axis=1)
+        depths = jnp.broadcast_to(at, tokens.shape)
+        parents = jnp.where(depths < size, depths - 1, -1)
+    nodes_at = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    within = (parents[:, :, None] == nodes_at) | (nodes_at[:, None] == nodes_at)
+    for _ in range(count.bit_length()):  # ancestors of twice the distance
+        within = jnp.einsum("bij,bjk->bik", within.astype(jnp.int32), within.astype(jnp.int32)) > 0
+    scores, features, nodes = model.forward(decoder, layout, config.taps, params, memory, rows, tokens, depths, within)
+    following = model.best_tokens(scores)
+    if uniforms is not None:
         sampled = (temperature[:, None] > 0) & (following >= 0)
-        following = jnp.where(sampled, sample(scores, temperature, uniforms), following)
-    right = (tokens[:, 1:] == following[:, :-1]) & (at[1:] < size)
-    accepted = 1 + jnp.cumprod(right.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+        chosen = model.sample(scores, temperature, jnp.take_along_axis(uniforms, depths, axis=1))
+        following = jnp.where(sampled, chosen, following)
+    path, kept = walk(tokens, parents, following, count - 1)
 
     def keep(memory: Memory, nodes: Memory, lengths: Array) -> Memory:
         places = (where[0] + lengths)[:, None] + at
-        beyond = memory[0].shape[2]
-        return write(layout, memory, nodes, depths, jnp.where(at < accepted[:, None], places, beyond))
+        return model.write(layout, memory, nodes, path, jnp.where(at < kept[:, None], places, memory[0].shape[2]))
 
-    learned = context(config, rope, own, features, drafted[:, None] + at)
-    told = jnp.concatenate([tokens, following, accepted[:, None]], axis=1)
+    learned = context(drafter, own, features, drafted[:, None] + depths)
+    told = jnp.concatenate([tokens, parents, following, path, kept[:, None]], axis=1)
     return keep(memory, nodes, where[1]), keep(state, learned, drafted), told
 
 
@@ -209,19 +263,18 @@ class JaxDraftPass:
     def __init__(self, network: DFlashNetwork, target: Any, own_head: Callable[[Tensor], Tensor] | None) -> None:
         self.config = config = network.config
         self._target, self._layout = target, target.layout
-        frequencies, scale = rotary_frequencies(
-            config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling
-        )
-        rope, tensors = Rope(tuple(frequencies.tolist()), scale), dict(network.state_dict())
+        tensors = {f"model.{name}": tensor for name, tensor in network.state_dict().items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self._dtype = target.params["model.norm.weight"].dtype
+        self._dtype, decoder = target.params["model.norm.weight"].dtype, target.decoder
         heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
-        self.params = load_params(abstract_params(shapes, self._dtype, self._layout, **heads), tensors.__getitem__)
+        self.params = model.load_params(
+            model.abstract_params(shapes, self._dtype, self._layout, **heads), tensors.__getitem__
+        )
         if own_head is not None:
             reduced = cast(ReducedHead, own_head)
             self.params["reduced"] = self._layout.put(as_numpy(reduced.weight))
             self.params["kept"] = self._layout.put(as_numpy(reduced.kept).astype(np.int32))
-        decoder = target.decoder
+        drafter = as_decoder(config, decoder.vocab_size)
 
         def passed(
             first: int,
@@ -235,18 +288,18 @@ class JaxDraftPass:
             window: Array,
         ) -> tuple[Array, Array]:
             if block.ndim == 2:
-                block = embed(params, block).astype(memory[0].dtype)
-            hidden = draft(config, rope, self._layout, own, memory, Rows(*where, slots), block, size, window)
+                block = model.embed(params, block).astype(memory[0].dtype)
+            hidden = draft(config, drafter, self._layout, own, memory, Rows(*where, slots), block, size, window)
             hidden = hidden[:, first:]
             return hidden, draft_logits(config, decoder, self._layout, params, own, hidden)
 
         def learned(own: Params, features: Array, lengths: Array) -> Memory:
             at = jnp.arange(features.shape[1], dtype=jnp.int32)
-            return context(config, rope, own, features, lengths[:, None] + at)
+            return context(drafter, own, features, lengths[:, None] + at)
 
         self._pass, self._context = jax.jit(passed, static_argnums=(0, 1)), jax.jit(learned)
-        one = partial(cycle, config, rope, decoder, self._layout)
-        self.jax_cycle = jax.jit(one, static_argnums=(0, 1), donate_argnums=(4, 5))
+        one = partial(cycle, config, drafter, decoder, self._layout)
+        self.jax_cycle = jax.jit(one, static_argnums=(0, 1, 2), donate_argnums=(5, 6))
 
     def new_state(self, batch: int, capacity: int) -> JaxCache:
         return JaxCache(
@@ -306,25 +359,29 @@ class JaxDraftPass:
         uniforms: Tensor | None,
         *,
         block_size: int,
+        tree_budget: int,
         temperatures: Sequence[float],
         window: int | None = None,
     ) -> CycleTokens:
         """As `Drafter.cycle`. What it needs is put on the devices before, and what it found is fetched after it;
         between there is no transfer."""
-        batch, wide, count = len(anchors), bucket(len(anchors)), bucket(block_size)
-        cache.check_room(block_size)
-        sampled = any(temperatures)
+        batch, wide, count = len(anchors), (bucket(len(anchors)),), bucket(block_size)
+        nodes = 1 + tree_budget if tree_budget else count
+        cache.check_room(nodes if tree_budget else block_size)
         # Sums over a vocabulary need float64, as ours on the CPU have it.
-        with jax.enable_x64(True) if sampled else nullcontext():
+        with nullcontext() if uniforms is None else jax.enable_x64(True):
             firsts, lengths, slots = cache.where()
             _, drafted, _ = state.where()
-            chance = None
-            if sampled:
-                chance = _padded(temperatures, (wide,)).astype(np.float32), _padded(uniforms, (wide, count))
-            limits = np.int32(block_size), np.int32(EVERYTHING if window is None else window)
-            given = (_padded(anchors, (wide,)).astype(np.int32), *limits, chance)
+            given = (
+                _padded(anchors, wide).astype(np.int32),
+                np.int32(block_size),
+                np.int32(EVERYTHING if window is None else window),
+                _padded(temperatures, wide).astype(np.float32),
+                None if uniforms is None else _padded(uniforms, (*wide, count)),
+            )
             cache.arrays, state.arrays, told = self.jax_cycle(
                 count,
+                tree_budget,
                 slots,
                 self._target.params,
                 self.params,
@@ -335,11 +392,13 @@ class JaxDraftPass:
                 *self._layout.put(given),
             )
             found = np.asarray(jax.device_get(told))[:batch]
-        following, accepted = found[:, count:-1], found[:, -1]
-        kept = [int(n) if following[row, n - 1] >= 0 else 0 for row, n in enumerate(accepted)]
+        shown = nodes if tree_budget else block_size
+        tokens, parents, following = (found[:, first : first + shown] for first in (0, nodes, 2 * nodes))
+        paths = [row[3 * nodes : 3 * nodes + row[-1]].tolist() for row in found]
+        paths = [path if after[path[-1]] >= 0 else [] for path, after in zip(paths, following, strict=True)]
         for each in (cache, state):
-            each.advance(kept)
-        return CycleTokens(found[:, :block_size].tolist(), following[:, :block_size].tolist(), kept)
+            each.advance([len(path) for path in paths])
+        return CycleTokens(tokens.tolist(), parents.tolist(), following.tolist(), paths)
 
 
 def _padded(values: Any, shape: Sequence[int]) -> Any:

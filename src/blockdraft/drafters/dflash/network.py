@@ -135,8 +135,8 @@ class DraftRunner(Protocol):
 
     @property
     def cycle(self) -> Callable[..., CycleTokens] | None:
-        """As `Drafter.cycle` returns it, with `block_size`, `temperatures` of the rows and draft `window` as keywords;
-        None where the backend has none."""
+        """As `Drafter.cycle` returns it, with `block_size`, `tree_budget`, `temperatures` of the rows and draft
+        `window` as keywords; None where the backend has none."""
 
     def new_state(self, batch: int, capacity: int) -> Any:
         """As `Drafter.new_state`."""
