@@ -212,7 +212,9 @@ def _watched(step: Step, told: str, later: float, most: float, note: Callable[[s
             note(f"{told}: the time is up, so it ends early, within a tenth of the work that is done.")
         if sys.stderr.isatty():  # where the command draws a bar
             return
-        if left:
+        if step.finish is not None and step.finish.exists():
+            note(f"{told} ends soon; about {duration(later)} for the steps after it")
+        elif left:
             note(f"{told}; in all about {duration(left + later)} left")
         else:
             note(f"{told} takes longer than planned; about {duration(later)} for the steps after it")
