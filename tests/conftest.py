@@ -20,11 +20,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 def pytest_configure(config: pytest.Config) -> None:
     """Whoever only hands tests out to workers need not import torch, for which all of them would wait."""
+    gc.disable()  # what is imported and collected stays; looking through it again and again takes a quarter of the time
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
         config.pluginmanager.import_plugin("tiny_models")
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays, and need not be looked through at each collection of garbage."""
+    """What stays need not be looked through by later collections of garbage either."""
     gc.collect()
     gc.freeze()
+    gc.enable()

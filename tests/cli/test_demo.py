@@ -39,6 +39,7 @@ def test_the_bundled_model(blockdraft: Run) -> None:
     assert done.out.splitlines()[-1].startswith("On this processor a forward over 8 tokens takes ")
 
 
+@pytest.mark.slow
 def test_without_a_network(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*a: Any, **k: Any) -> None:
         raise UsageError("pip could not get it.")

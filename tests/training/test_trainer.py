@@ -622,13 +622,24 @@ def command(target: Path, data: Path, out: Path, launch: tuple[str, ...] = ("-m"
     return [sys.executable, *launch, "blockdraft", "train", "dflash", *folders, *given]
 
 
-def told_by(started: list[str]) -> str:
+def told_by(started: list[str], **environment: str) -> str:
     """What it wrote to stderr."""
-    ended = subprocess.run(started, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    ended = subprocess.run(started, env=ENVIRONMENT | environment, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 0, ended.stderr
     return ended.stderr
 
 
+# Writes the names of the threads, as Linux has them, when the interpreter ends.
+THREADS_AT_EXIT = """
+import atexit, os
+from pathlib import Path
+
+def write():
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    Path(os.environ["THREADS"], str(os.getpid())).write_text("".join(names))
+
+atexit.register(write)
+"""
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 ENVIRONMENT["PYTHONPATH"] = str(Path(preflight.__file__).parents[2])
 
@@ -740,10 +751,14 @@ def test_two_processes_have_the_loss_of_one(
     kinds = {"ddp": ("--multi_gpu",), "fsdp2": ("--use_fsdp", "--fsdp_version", "2")}
     # Some free port: two of these tests may run at once.
     launch = ("-m", "accelerate.commands.launch", *kinds[kind], "--num_processes", "2", "--main_process_port", "0")
+    threads = tmp_path / "threads"
+    (threads / "at").mkdir(parents=True)
+    (threads / "sitecustomize.py").write_text(THREADS_AT_EXIT)
+    paths = os.pathsep.join((str(threads), ENVIRONMENT["PYTHONPATH"]))
     one, two = tmp_path / "one", tmp_path / "two"
     subprocess.run(command(tiny_target_dir, tiny_data_dir, one, **changes), check=True, env=ENVIRONMENT)
     started = command(tiny_target_dir, tiny_data_dir, two, (*launch, "-m"), accumulation="2", **changes)
-    told = told_by(started)
+    told = told_by(started, PYTHONPATH=paths, THREADS=str(threads / "at"))
     assert f"2 processes ({'fsdp' if kind == 'fsdp2' else 'multi_cpu'})" in told.lower()
     logs = [
         [json.loads(line) for line in (run_folder(out) / "log.jsonl").read_text().splitlines()] for out in (one, two)
@@ -755,6 +770,9 @@ def test_two_processes_have_the_loss_of_one(
                 assert theirs[name] == pytest.approx(ours[name], rel=1e-3)
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(two)[name], tensor, rtol=2e-2, atol=2e-4)
+    # A thread of the process group that is left could abort the process.
+    left = [path.read_text() for path in (threads / "at").iterdir()]
+    assert len(left) >= 2 and not any("gloo" in names for names in left)
     # And they go on from a checkpoint to the same weights.
     (run_folder(two) / "checkpoints" / "step-00000006.pt").unlink()
     shutil.copytree(two, tmp_path / "before")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed.nn  # imported once there is a process group, it keeps that for ever, as a default argument
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -94,6 +96,26 @@ def keep_freed_memory() -> bool:
         return False
     trim_threshold, mmap_max = -1, -4  # malloc.h: M_TRIM_THRESHOLD, M_MMAP_MAX
     return bool(mallopt(trim_threshold, -1) and mallopt(mmap_max, 0))
+
+
+def end_processes(accelerator: Accelerator, meshes: Iterable[object] = ()) -> None:
+    """Close the trackers, and the process group with its threads once all processes are here.
+
+    The threads end with the last reference to the group. Those that are left when the interpreter ends can abort the
+    process, so the caller must have dropped what was wrapped: network and optimizers.
+
+    Args:
+        meshes: Device meshes that parameters were sharded over, which caches of torch keep.
+    """
+    accelerator.wait_for_everyone()
+    several = accelerator.num_processes > 1
+    if several:
+        accelerator.free_memory()
+    for mesh in meshes:
+        getattr(mesh, "_pg_registry", {}).clear()
+    accelerator.end_training()
+    if several:
+        gc.collect()
 
 
 def begin_trackers(accelerator: Accelerator, name: str, folder: Path, recipe: Recipe) -> None:

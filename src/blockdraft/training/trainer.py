@@ -23,7 +23,7 @@ from blockdraft.settings import as_toml
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints, preflight
 from blockdraft.training.batches import Batch, Batches
-from blockdraft.training.devices import begin_trackers, track
+from blockdraft.training.devices import begin_trackers, end_processes, track
 from blockdraft.training.export import Format, export
 from blockdraft.training.feature_sources import FOLDER, batch_features, open_source
 from blockdraft.training.graceful_shutdown import Stopped, StopSignals, agreed, clear_finish_request, finish_requested
@@ -249,8 +249,14 @@ class Trainer:
         clear_finish_request(self.folder, accelerator)
         if self.log is not None and not draw_curves(self.log, self.folder / "curves.png"):
             progress.note("The curves are not drawn, because matplotlib is not installed.")
-        accelerator.end_training()
+        self._end()
         return self.log.lines if self.log is not None else []
+
+    def _end(self) -> None:
+        """Leave the other processes. No step can follow."""
+        meshes = {getattr(one, "device_mesh", None) for one in self.module.parameters()} - {None}
+        del self.module, self.optimizers
+        end_processes(self.accelerator, meshes)
 
     def _train(self) -> None:
         """Do the steps of the run that are left, with evaluations and checkpoints."""
@@ -306,6 +312,7 @@ class Trainer:
         """End the run after a signal, with a checkpoint of the steps that are done."""
         if step > self.saved[0]:
             self._save(step)
+        self._end()
         raise Stopped(self.stops.number or signal.SIGTERM)  # another process may have got the signal
 
     def _step(self, batch: Batch, done: int) -> dict[str, Any]:

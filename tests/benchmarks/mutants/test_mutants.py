@@ -1,6 +1,7 @@
 """The tool on a small tree of its own, and a check that every mutation fits the code."""
 
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,16 @@ SOURCE = "def double(x):\n    return x + x\n\n\ndef half(x):\n    return x / 2\n
 TESTS = "from toy import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{Path(mutant.file).name}:{mutant.why}")
-def test_every_mutation_fits_the_code_and_names_tests(mutant: Mutant) -> None:
-    mutant.applied((ROOT / mutant.file).read_text(encoding="utf-8"))
-    assert mutant.tests and mutant.why.endswith(".")
-    for test in mutant.tests:
-        file, _, name = test.partition("::")
-        assert (ROOT / file).exists(), test
-        assert not name or f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), test
+@pytest.mark.parametrize("table", sorted(FOLDER.glob("*.toml")), ids=lambda table: table.stem)
+def test_every_mutation_fits_the_code_and_names_tests(table: Path) -> None:
+    text = cache(lambda file: (ROOT / file).read_text(encoding="utf-8"))
+    for mutant in read([table]):
+        mutant.applied(text(mutant.file))
+        assert mutant.tests and mutant.why.endswith(".")
+        for test in mutant.tests:
+            file, _, name = test.partition("::")
+            assert (ROOT / file).exists(), test
+            assert not name or f"def {name.partition('[')[0]}(" in text(file), test
 
 
 def test_no_mutation_is_there_twice() -> None:

@@ -64,6 +64,7 @@ def test_a_70b_on_one_card_takes_a_batch_for_9000_tokens_a_second() -> None:
     assert re.fullmatch(r"\d+ texts", taken["B200 SXM nvfp4"])
 
 
+@pytest.mark.slow
 def test_constants_are_fitted_to_what_was_measured() -> None:
     first = constants()["nvidia-consumer"]
     truth = replace(first, bandwidth=0.6 * first.bandwidth)

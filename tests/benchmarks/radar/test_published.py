@@ -36,8 +36,14 @@ def test_the_table_is_wide() -> None:
     assert min(halves.values()) >= 0.35 * len(figures)
 
 
-@pytest.mark.parametrize("measured", published(), ids=lambda row: f"{row.device} {row.model} {row.method} {row.batch}")
-def test_a_measurement_is_possible(measured: Measured) -> None:
+def test_measurements_are_possible() -> None:
+    rows = published()
+    assert rows
+    for row in rows:
+        possible(row)
+
+
+def possible(measured: Measured) -> None:
     device, model = find(measured.device), known(measured.model)
     assert model.parameters and model.hidden_size and measured.context <= (model.context or 1 << 30)
     weights = (model.active_parameters or model.parameters) * BYTES[measured.weights]

@@ -52,11 +52,15 @@ def test_equal_answers_and_ways_that_change_tokens() -> None:
     assert changed([*runs, run(CHAIN, 1, 3, answer="1 9")]) == ["bfloat16 chain:3 at 1"]
 
 
-def test_the_published_page_is_made_of_the_published_runs(tmp_path: Path) -> None:
+def test_the_published_page_is_made_of_the_published_runs() -> None:
     folder = Path(report.__file__).parent
     runs = Records(Run, folder / "runs.csv").all
     assert page(runs, {}) == (folder / "sizes.md").read_text()
     text = page(runs, {("1", Way("ours", "int4", method)): "no such kind" for method in ("plain", "chain:3")})
     assert "- no such kind: ours int4 plain at 1, ours int4 chain:3 at 1" in text
-    draw(runs, tmp_path / "sizes.png")
+
+
+@pytest.mark.slow
+def test_the_published_runs_are_drawn(tmp_path: Path) -> None:
+    draw(Records(Run, Path(report.__file__).parent / "runs.csv").all, tmp_path / "sizes.png")
     assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
