@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import compileall
 import hashlib
 import os
+import py_compile
 import re
 import shutil
 import signal
@@ -88,13 +90,15 @@ class Result:
 
 
 def copied(root: Path, folder: Path) -> Path:
-    """A copy of a working tree without files that git ignores."""
+    """A copy of a working tree without files that git ignores, its sources compiled."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout.decode()
     for name in filter(None, listed.split("\0")):
         if (root / name).is_file():  # else deleted and not yet committed
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, folder / name)
+    # Each run would compile them again. What is mutated is compiled anew, since hashes are compared.
+    compileall.compile_dir(folder / "src", quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
     return folder
 
 
@@ -177,12 +181,12 @@ def _c_error(folder: Path) -> str:
 
 def _outcome(status: int | None, output: str) -> tuple[str, str]:
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    if status is None:
+    if failed:
+        return "caught", failed[1]
+    if status is None or "Timeout (" in output:  # pytest ends a test that hangs, and does not name it as failed
         return "caught", "ran out of time"
     if status == 0:
         return "survived", ""
     if status < 0 or status > 5:
         return "caught", f"the process ended with {status}"
-    if status in (1, 2) and failed:
-        return "caught", failed[1]
     return "stale", f"pytest ended with {status}: {(output.strip().splitlines() or [''])[-1]}"

@@ -1,5 +1,6 @@
 """Continuous batching: who runs, waits and leaves, and that no answer depends on the others."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, Prompt, SamplingParams
 
 PROMPTS = [[7, 60, 33, 12, 9], [5], [40, 41, 42, 43, 44, 45, 46, 47, 48], [20, 21, 22], [50, 60, 70, 80], [33] * 12]
+MOST_STEPS = 2000  # more than any test takes, so that who waits for ever fails
 LONG = [(7 * i + 3) % 200 for i in range(150)]
 
 
@@ -58,8 +60,14 @@ class ByHand:
         return request
 
     def run(self) -> None:
-        while not self.scheduler.idle:
+        self.step_until(lambda: self.scheduler.idle)
+
+    def step_until(self, done: Callable[[], bool]) -> None:
+        for _ in range(MOST_STEPS):
+            if done():
+                return
             self.scheduler.step()
+        raise AssertionError(f"a request still waits after {MOST_STEPS} steps")
 
 
 def test_requests_join_and_leave_between_cycles(target: Target, drafter: Drafter) -> None:
@@ -174,7 +182,7 @@ def test_a_long_prompt_is_read_between_the_cycles_of_others(target: Target, draf
     hand.scheduler.step()
     late = hand.submit(LONG, greedy(10))
     grown = []
-    while not late.token_ids:
+    while not late.token_ids and len(grown) < MOST_STEPS:
         before = len(first.token_ids)
         hand.scheduler.step()
         grown.append(len(first.token_ids) - before)
@@ -257,8 +265,7 @@ def test_what_running_requests_have_in_common_is_read_once(target: Target, draft
     hand = ByHand(Engine(target, drafter, max_batch_size=16, prefill_tokens=32, drafting=Drafting(None)))
     prompts = [LONG[:100] + [10 + i, 3] for i in range(16)]
     requests = [hand.submit(prompt, greedy(20)) for prompt in prompts]
-    while any(not request.token_ids for request in requests):
-        hand.scheduler.step()
+    hand.step_until(lambda: all(request.token_ids for request in requests))
     read = sum(sum(nodes) for nodes in hand.seen if max(nodes) > 8 or len(set(nodes)) == 1 and nodes[0] in (2, 4, 6))
     assert sum(1 for nodes in hand.seen if nodes == [32]) == 3  # 96 of the 102 tokens of the first, and of it alone
     assert read < 102 + 16 * 60

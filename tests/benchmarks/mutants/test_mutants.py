@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mutants.__main__ import Kept, examine, results_table, sound
-from benchmarks.mutants.mutant import FOLDER, ROOT, Mutant, Result, fingerprint, judge, read
+from benchmarks.mutants.mutant import FOLDER, ROOT, Mutant, Result, _outcome, fingerprint, judge, read
 
 MUTANTS = read(sorted(FOLDER.glob("*.toml")))
 SOURCE = "def double(x):\n    return x + x\n\n\ndef half(x):\n    return x / 2\n"
@@ -51,6 +51,14 @@ def test_outcomes(tree: Path, tmp_path: Path) -> None:
     assert [result.outcome for result in found] == ["caught", "survived", *["stale"] * 5]
     assert found[0].by == "tests/test_toy.py::test_double"
     assert (tree / "src/toy.py").read_text() == SOURCE  # every change undone
+
+
+def test_what_pytest_says_is_told_apart() -> None:
+    assert _outcome(1, "..F\nFAILED tests/a.py::test_b - assert 1\n") == ("caught", "tests/a.py::test_b")
+    assert _outcome(3, "FAILED tests/a.py::test_b - assert 1\na thread raised\n") == ("caught", "tests/a.py::test_b")
+    assert _outcome(1, "..Timeout (0:05:00)!\nThread 0x1\n") == ("caught", "ran out of time")
+    assert _outcome(0, "...") == ("survived", "")
+    assert _outcome(4, "ERROR: file or directory not found: tests/no.py\n")[0] == "stale"
 
 
 @pytest.mark.slow
