@@ -107,7 +107,8 @@ def document(outcomes: Mapping[Cell, str]) -> str:
         by_drafter = {name: outcomes.get(Cell(family, key, backend), UNTESTED) for key, name in DRAFTER_NAMES.items()}
         first, *others = sorted(dict.fromkeys(by_drafter.values()), key=[*by_drafter.values()].count, reverse=True)
         apart = {each: [name for name, outcome in by_drafter.items() if outcome == each] for each in others}
-        return "; ".join([*(f"{each} with {', '.join(names)}" for each, names in apart.items()), first])
+        told = [f"{each} with {', '.join(names)}" for each, names in apart.items()]
+        return "; ".join([*told, f"{first} with others" if told else first])
 
     families = [
         [f"{name} (`{family}`)", *(told(family, backend) for backend in BACKENDS)]
