@@ -501,3 +501,13 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, most: int) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
     after = read_checkpoint(tmp_path / "draft")
     assert after[0] == before[0] and all(torch.equal(after[1][name], each) for name, each in before[1].items())
+
+
+def test_what_tpu_inference_looks_for_stands_at_the_top() -> None:
+    """vLLM's plug-in for TPUs reads these there alone, and guesses badly without the drafter's window."""
+    sliding = replace(CONFIG, layers=(LayerAttention(causal=True, window=9), BIDIRECTIONAL))
+    raw = config_dict(sliding)
+    assert raw["mask_token_id"] == raw["dflash_config"]["mask_token_id"] == 63
+    assert raw["target_layer_ids"] == raw["dflash_config"]["target_layer_ids"] == [1, 5, 7]
+    assert (raw["head_dim"], raw["sliding_window"]) == (CONFIG.head_dim, 9)
+    assert parse_config(raw) == sliding
