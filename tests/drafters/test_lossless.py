@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretended_gpu import pretended_gpu
 from torch import Tensor
 
 from blockdraft import drafters
@@ -269,3 +270,21 @@ def test_rows_anywhere_and_copies_draft_as_if_alone_and_new(
     same(55, 130)
     more(55, count=9)
     same(130, 55)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "dflash" else pytest.mark.slow) for k in FILES])
+def test_answers_on_a_gpu_are_those_on_a_cpu(request: pytest.FixtureRequest, tiny_target_dir: Path, kind: str) -> None:
+    """On a pretended one, which refuses to mix devices."""
+    fixture, params = FOLDERS[kind], [replace(each, max_new_tokens=9) for each in PARAMS[:3]]
+    folder = request.getfixturevalue(fixture) if fixture else kind
+
+    def answers(device: str) -> list[list[int]]:
+        target, found = load_target(tiny_target_dir, "float32", device, "native", "off"), []
+        for drafting in (DRAFTINGS["chain"], DRAFTINGS["tree"]):
+            with Engine(target, load_drafter(folder, target=target), 2, drafting) as engine:
+                found += [each.token_ids for each in engine.generate(PROMPTS[3:6], params)]
+        return found
+
+    expected = answers("cpu")
+    with pretended_gpu():
+        assert answers("cuda:0") == expected

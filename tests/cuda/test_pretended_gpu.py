@@ -1,0 +1,83 @@
+"""A pretended GPU refuses what a GPU refuses; on it a cycle waits as often as on a GPU, and graphs are replayed.
+
+Whole engines run on it with every drafter in tests/drafters/test_lossless.py, and every family of targets in
+tests/targets/test_families_on_gpu.py.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from pretended_gpu import GPU, OnGPU, pretended_gpu
+from torch import Tensor
+
+from blockdraft.decode.proposal import Plan
+from blockdraft.drafters import load_drafter
+from blockdraft.engine.adaptive.calibrate import Probe
+from blockdraft.targets import load_target
+from blockdraft.targets.native import NativeTarget
+from blockdraft.types import SamplingParams
+
+
+def test_it_refuses_what_a_gpu_refuses() -> None:
+    with pretended_gpu() as waits:
+        there, here = torch.arange(4, device=GPU), torch.arange(4)
+        assert isinstance(there, OnGPU) and there.device == GPU and (there + torch.tensor(2)).device == GPU
+        mixes: list[Callable[[], Tensor]] = [
+            lambda: there + here,
+            lambda: torch.cat([there, here]),
+            lambda: torch.where(there > 1, there, here),
+        ]
+        for mix in mixes:
+            with pytest.raises(RuntimeError, match="device"):
+                mix()
+        assert waits == []
+        assert (there + 1).tolist() == [1, 2, 3, 4] and int(there[2]) == 2 and len(there.nonzero()) == 3
+        there[1], there[2:] = 5, here[:2].to(GPU)
+        assert there.cpu().tolist() == [0, 5, 0, 1]
+        here.pin_memory().to(GPU, non_blocking=True)
+        names = [each.split(".")[1] for each in waits]
+        assert names == ["_to_copy", "_local_scalar_dense", "nonzero", "_to_copy", "_to_copy"]
+
+
+class Recorder:
+    """Recorder of graphs that counts, and replays by calling again."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    def capture(self, call: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        self.captures += 1
+        results = call()
+
+        def replay() -> None:
+            self.replays += 1
+            for own, new in zip(results, call(), strict=True):
+                own.copy_(new)
+
+        return results, replay
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize(("budget", "waits"), [(0, 1), (11, 2)])
+def test_how_often_a_greedy_cycle_waits(
+    tiny_target_dir: Path, tiny_drafter_dir: Path, capture: bool, budget: int, waits: int
+) -> None:
+    """The numbers are those of test_graphs.py, which counts on a GPU."""
+    with pretended_gpu() as found:
+        target = load_target(tiny_target_dir, "float32", GPU, "native", "off")
+        recorder = Recorder()
+        if capture:
+            assert isinstance(target, NativeTarget)
+            target.capture(recorder)
+        drafter = load_drafter(tiny_drafter_dir, target=target)
+        runner, rows = Probe(target, drafter).rows(1, 3, 64)
+        plan = Plan(drafter.block_size, [SamplingParams()], budget)
+        for _ in range(3):
+            runner.step(rows, plan)
+        found.clear()
+        captures, replays = recorder.captures, recorder.replays
+        runner.step(rows, plan)
+    assert len(found) == waits, found
+    assert recorder.captures == captures and recorder.replays == replays + 2 * capture

@@ -1,0 +1,56 @@
+"""Forwards of every family on a pretended GPU: no operation mixes devices, and logits are those of the CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pretended_gpu import pretended_gpu
+from thinned import thinned
+from tiny_families import FAMILIES, write_model
+from torch import Tensor
+
+from blockdraft.decode.proposal import chain_parents
+from blockdraft.targets import load_target
+
+TREES = [[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 1, -1, -1]]
+
+
+def scores(folder: Path, device: str, how: dict[str, Any]) -> list[Tensor]:
+    """Logits and features of prompts, of trees behind them, and of what follows when paths of these are committed."""
+    target = load_target(folder, "float32", device, compile="off", **how)
+    generator, cache, found = torch.Generator().manual_seed(1), target.new_cache(3, 40), list[Tensor]()
+
+    def score(parents: Tensor, rows: Any, logits_at: Tensor | None = None) -> None:
+        tokens = torch.randint(3, 250, parents.shape, generator=generator).to(target.device)
+        output = target.forward(tokens, parents, rows, (0, 2), logits_at)
+        found.extend([output.logits.cpu(), output.features.cpu()] if output.features is not None else [])
+
+    rows: Any = cache.of([0, 40])
+    score(chain_parents(2, 9), rows, torch.tensor([8, 4], device=target.device))
+    rows.commit([range(9), range(5)])
+    score(torch.tensor(TREES), rows)
+    rows.commit([[0, 2, 5], [0]])
+    whole: Any = cache
+    whole.copy(0, 80, 8)
+    rows = whole.of([80, 0])
+    score(chain_parents(2, 4), rows)
+    rows.commit([[0], range(4)])
+    score(chain_parents(2, 1), rows)
+    assert len(found) == 8
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"), thinned(FAMILIES, ("native", "hf", "exact"), keep=3, mark=pytest.mark.slow)
+)
+def test_scores_are_those_of_the_cpu(tmp_path: Path, family: str, backend: str) -> None:
+    how: dict[str, Any] = {"backend": "hf"} if backend == "hf" else {"backend": "native", "exact": backend == "exact"}
+    write_model(family, tmp_path)
+    try:
+        expected = scores(tmp_path, "cpu", how)
+    except ValueError as error:
+        pytest.skip(str(error))
+    with pretended_gpu():
+        found = scores(tmp_path, "cuda:0", how)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
