@@ -1,18 +1,21 @@
 """Decoding against the limits of a device, at the shapes of real models with random weights.
 
 For each context: plain decoding as a share of the memory bandwidth, the cost R of cycles with blocks and trees, where
-their time goes, and the tokens per second that published acceptance would give.
+their time goes, and the tokens per second that published acceptance would give. With --smoke instead: whether tokens
+are right, in five minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from benchmarks.gpu import smoke
 from benchmarks.gpu.measure import PARAMS, copy_bandwidth, cycle, forced_rate, idle_share
 from benchmarks.gpu.shapes import SHAPES, Shape, build, bytes_per_token
 from benchmarks.harness.command import ROOT, Parser, command_line, listed, tell
@@ -38,6 +41,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=read, default=default, metavar="A,B,...", help="default: %(default)s")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--smoke", action="store_true", help="only check tokens, and one step's time; 1 if one is wrong"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--repeats", type=int, default=20, help="cycles of each kind")
     parser.add_argument("--cycles", type=int, default=24, help="with a forced acceptance")
@@ -137,4 +143,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run(arguments())
+    given = arguments()
+    if given.smoke:
+        sys.exit(not smoke.run(torch.device(given.device)))
+    run(given)

@@ -32,7 +32,8 @@ def scores(folder: Path, device: str, how: dict[str, Any]) -> list[Tensor]:
     score(torch.tensor(TREES), rows)
     rows.commit([[0, 2, 5], [0]])
     whole: Any = cache
-    whole.copy(0, 80, 8)
+    if target.can_truncate:  # recurrent states are not copied
+        whole.copy(0, 80, 8)
     rows = whole.of([80, 0])
     score(chain_parents(2, 4), rows)
     rows.commit([[0], range(4)])
@@ -52,5 +53,8 @@ def test_scores_are_those_of_the_cpu(tmp_path: Path, family: str, backend: str) 
     except ValueError as error:
         pytest.skip(str(error))
     with pretended_gpu():
-        found = scores(tmp_path, "cuda:0", how)
+        try:
+            found = scores(tmp_path, "cuda:0", how)
+        except NotImplementedError as error:  # transformers computes experts otherwise there
+            pytest.skip(f"torch has no such kernel for CPUs: {error}")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import smoke
 from benchmarks.gpu.measure import PARAMS, cycle, forced_rate, gaps, idle_share
 from benchmarks.gpu.shapes import SHAPES, build, bytes_per_token
 from blockdraft.decode.proposal import Plan
@@ -80,3 +81,25 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         program.arguments([])
     assert ended.value.code == 2
     assert "--device cpu --shapes tiny" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_smoke_test_passes_where_tokens_are_right_and_fails_where_one_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(smoke, "REPEATS", 2)
+    assert smoke.run(CPU)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 + 2 + 4 + 1 and not any("FAILED" in line for line in lines)
+    right = smoke.answers
+
+    def wrong(drafts: str, dtype: str, device: object, **how: object) -> list[list[int]]:
+        found = right(drafts, dtype, device, **how)  # type: ignore[arg-type]
+        found[3][7] += drafts == "tree" and dtype == "float32"
+        return found
+
+    monkeypatch.setattr(smoke, "answers", wrong)
+    assert not smoke.run(CPU)
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
+    assert [line.split(", ")[1:3] for line in failed] == [["native", "tree"], ["hf", "tree"]]
+    assert "7 of 8 answers" in failed[0]
