@@ -15,8 +15,9 @@ from blockdraft.targets import load_target
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The cache folder, empty, for a machine of three cores whose user has set nothing."""
+    """The cache folder, empty, for an idle machine of three cores whose user has set nothing."""
     before = torch.get_num_threads()
+    monkeypatch.setattr(threads.os, "getloadavg", lambda: (1.0, 9.0, 9.0), raising=False)
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(threads, "candidates", lambda: [1, 2, 3])
@@ -42,6 +43,15 @@ def test_every_number_is_tried_and_the_threads_are_set(folder: Path, monkeypatch
     threads.use_best_threads(lambda: tried.append(0), ("another",))
     assert tried
     assert len(list((folder / "threads").iterdir())) == 2
+
+
+def test_what_a_busy_machine_says_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads.os, "getloadavg", lambda: (4.6, 0.0, 0.0), raising=False)
+    tried: list[int] = []
+    for _ in range(2):
+        tried.clear()
+        threads.use_best_threads(lambda: tried.append(0), ())
+        assert tried and list(folder.iterdir()) == []
 
 
 def test_a_spoilt_file_is_measured_again(folder: Path) -> None:

@@ -22,6 +22,7 @@ from blockdraft.machine import cache_folder, processor
 ROUNDS = 7  # measurements of each number of threads
 LIMIT_SECONDS = 1.0  # no round begins later
 GAIN = 0.95  # most time of more threads, as a share of that of fewer
+BUSY = 1.5  # programs that wait for a core, over the number of cores, from which on a measurement is not kept
 
 
 def candidates() -> list[int]:
@@ -31,9 +32,14 @@ def candidates() -> list[int]:
     return [2**i for i in range(cores.bit_length()) if 2**i < cores] + [cores]
 
 
+def is_busy() -> bool:
+    """Whether so many programs have run in the last minute that more threads look slower than they are."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * candidates()[-1]
+
+
 def use_best_threads(work: Callable[[], object], facts: tuple[object, ...]) -> None:
-    """Set torch's number of threads to the fastest for `work`, measured once for these facts on this machine. If
-    `OMP_NUM_THREADS` is set, nothing changes.
+    """Set torch's number of threads to the fastest for `work`, measured once for these facts on this machine, or at
+    every start while it `is_busy`. If `OMP_NUM_THREADS` is set, nothing changes.
 
     Args:
         facts: Everything that decides the time of `work`, with a `repr` that tells it apart.
@@ -48,10 +54,11 @@ def use_best_threads(work: Callable[[], object], facts: tuple[object, ...]) -> N
     except (OSError, ValueError, KeyError, TypeError):
         seconds = measure(work, counts)
         best = fastest(seconds)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps({"threads": best, "seconds": seconds}), encoding="utf-8")
-        partial.replace(path)
+        if not is_busy():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}.partial")
+            partial.write_text(json.dumps({"threads": best, "seconds": seconds}), encoding="utf-8")
+            partial.replace(path)
     torch.set_num_threads(best)
 
 

@@ -146,7 +146,7 @@ def test_a_training_ends_early_where_all_steps_take_too_long(
     monkeypatch.setattr(steps, "_run", run)
     run_steps([data, train], tmp_path, told.append, slack=20.0)
     assert sum("the time is up, so it ends early" in line for line in told) == 1
-    assert told[-1] == "step 2 of 2: train ends soon; about 0 s for the steps after it"
+    assert told[-1] == "step 2 of 2: train ends soon"
     assert any("step 1 of 2: data takes longer than planned; about 30 s for the steps" in line for line in told)
 
 

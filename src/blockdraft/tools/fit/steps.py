@@ -204,6 +204,7 @@ def _watched(step: Step, told: str, later: float, most: float, note: Callable[[s
         most: Seconds that it may take.
     """
     began, pace = time.monotonic(), Pace(step)
+    after = f"; about {duration(later)} for the steps after it" if later else ""
 
     def tell() -> None:
         seconds = time.monotonic() - began
@@ -213,11 +214,11 @@ def _watched(step: Step, told: str, later: float, most: float, note: Callable[[s
         if sys.stderr.isatty():  # where the command draws a bar
             return
         if step.finish is not None and step.finish.exists():
-            note(f"{told} ends soon; about {duration(later)} for the steps after it")
+            note(f"{told} ends soon{after}")
         elif left:
             note(f"{told}; in all about {duration(left + later)} left")
         else:
-            note(f"{told} takes longer than planned; about {duration(later)} for the steps after it")
+            note(f"{told} takes longer than planned{after}")
 
     return tell
 
