@@ -4,8 +4,9 @@
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 
-# One thread a worker: the models of the tests are too small to share.
-PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+# One thread a worker: the models of the tests are too small to share. Whatever the environment says, compiled files are
+# kept: compiling sources and tests again takes each worker longer than all else before its first test.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test test-long lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-mlx test-jax test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
 
