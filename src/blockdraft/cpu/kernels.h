@@ -308,7 +308,7 @@ static void rms_norm(const float *x, const float *weight, float eps, i64 size, f
 #endif
 #define WEIGHED 64 /* slots whose weights are computed and used before the next ones are */
 #define STRIDE(slots) (((slots) + WEIGHED - 1) / WEIGHED * WEIGHED) /* between the scores of two queries */
-#define AHEAD 4096 /* bytes that keys and values are prefetched ahead */
+#define AHEAD 8192 /* bytes that keys and values are prefetched ahead */
 
 /* 16 bytes of every fourth of LANES slots, which lie `row` bytes apart. */
 INLINE ints every_fourth(const char *from, i64 row) {
