@@ -107,6 +107,33 @@ def test_the_bundled_pair_takes_the_same_cycles() -> None:
     assert sum(len(each.token_ids) for each in ours) > 2 * sum(len(each.stats.committed) for each in ours)
 
 
+def test_draft_passes_are_those_of_torch(target: Target, native: Target, tiny_drafter_dir: Path) -> None:
+    """Of a block that does not fill its bucket, behind a prompt and behind what a cycle as one program has observed."""
+    found: list[list[torch.Tensor]] = []
+    told: Any = None
+    for each in (target, native):
+        drafter: Any = load_drafter(tiny_drafter_dir, target=each)
+        run, cache = drafter._run, each.new_cache(1, 32)
+        state, block = run.new_state(1, 32), torch.full((1, 5), drafter.config.mask_token_id)
+        block[0, 0] = 11
+
+        def read(tokens: list[int]) -> None:
+            output = each.forward(torch.tensor([tokens]), chain_parents(1, len(tokens)), cache, drafter.taps)  # noqa: B023
+            run.observe(state, output.features)  # noqa: B023
+            for store in (cache, state):  # noqa: B023
+                store.commit([range(len(tokens))])
+
+        read(PROMPTS[0])
+        hidden = [run.guesses(state, block, 1)[0]]
+        if told is None:
+            told = run.cycle(cache, state, [11], None, block_size=5, tree_budget=0, temperatures=[0.0])
+        else:
+            read([told.tokens[0][node] for node in told.paths[0]])
+        found.append([*hidden, run.guesses(state, block, 1)[0]])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(real(ours), theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_sampled_guesses_and_prefixes(target: Target, tiny_drafter_dir: Path) -> None:
     params = [SamplingParams(12, 1.0, seed=row, ignore_eos=True) for row in range(2)]
     drafter = load_drafter(tiny_drafter_dir, target=target)
