@@ -1,0 +1,101 @@
+/* Compares attention with sums in double precision, at all sizes where something is left over; test_attention.py builds
+   it with sanitizers and for processors that Python does not run on here. Prints the number of cases, or the wrong one. */
+#include <stdio.h>
+#include SOURCE
+
+static uint32_t seed = 1;
+
+static float random_number(void) { /* in -1 .. 1 */
+    seed = seed * 1664525u + 1013904223u;
+    return (seed >> 9) / 4194304.0f - 1;
+}
+
+static void fill(char *slot, i64 D) {
+    const float factor = 1 / 127.0f;
+    for (i64 d = 0; d < D; d++) {
+        if (STORE == INT8) ((int8_t *)slot)[d] = (int8_t)(127 * random_number());
+        else store_one(slot, d, STORE, random_number());
+    }
+    if (STORE == INT8) memcpy(slot + D, &factor, 4);
+}
+
+static double number(const char *slot, i64 D, i64 d) {
+    float factor;
+    if (STORE != INT8) return load_one(slot, d, STORE);
+    memcpy(&factor, slot + D, 4);
+    return (double)((const int8_t *)slot)[d] * factor;
+}
+
+static int sees(const Layer *layer, const Call *call, const i64 *depths, i64 node, i64 slot) {
+    const i64 length = call->lengths[0], other = slot - length;
+    if (slot < length)
+        return slot >= length - call->reach && (!layer->window || slot > length + depths[node] - layer->window);
+    if (layer->window && llabs(depths[other] - depths[node]) >= layer->window) return 0;
+    for (i64 seen = node; seen >= 0; seen = call->parents[seen])
+        if (seen == other) return 1;
+    return layer->whole_block;
+}
+
+/* Largest error of a forward's attention, infinite if a number is not finite. */
+static double error_of(i64 D, i64 length, i64 group, i64 nodes, int mode) {
+    const i64 kv = 2, heads = kv * group, slots = length + nodes, row = SLOT(D) * BYTES(STORE), width = (heads + 2 * kv) * D;
+    const i64 start = 0;
+    Model m = {.heads = heads, .kv_heads = kv, .head_dim = D, .num_layers = 1, .attention_scale = 1 / sqrtf(D)};
+    Layer layer = {.window = mode == 1 ? 7 : 0, .whole_block = mode == 2};
+    if (mode == 3) m.attention_cap = 2;
+    char *store = malloc(slots * 2 * kv * row);
+    for (i64 slot = 0; slot < slots * 2 * kv; slot++) fill(store + slot * row, D);
+    float *qkv = malloc(4 * nodes * width), *mixed = malloc(4 * nodes * heads * D);
+    for (i64 i = 0; i < nodes * width; i++) qkv[i] = 3 * random_number();
+    i64 *parents = malloc(8 * nodes), *depths = malloc(8 * nodes);
+    for (i64 node = 0; node < nodes; node++) {
+        parents[node] = !node ? -1 : mode == 4 ? (node - 1) / 2 : node - 1;
+        depths[node] = node ? depths[parents[node]] + 1 : 0;
+    }
+    uint8_t *strange = calloc(kv * nodes, 1);
+    strange[nodes - 1] = nodes % 2; /* the first head's sums leave out what is not seen */
+    float *memory = malloc(4 * own_places(D, slots).end);
+    double *weights = malloc(8 * slots), worst = 0;
+    Call call = {.batch = 1, .nodes = nodes, .lengths = &length, .starts = &start, .parents = parents, .slots = slots};
+    call.store = store, call.head_stride = slots * SLOT(D), call.reach = mode ? MOST : 50;
+    attention(&m, &layer, &call, 0, strange, depths, qkv, mixed, memory);
+    for (i64 work = 0; work < nodes * heads; work++) {
+        const i64 node = work / heads, head = work % heads;
+        const char *keys = store + head / group * slots * row, *values = keys + kv * slots * row;
+        double most = -INFINITY, total = 0;
+        for (i64 slot = 0; slot < slots; slot++) {
+            double score = 0;
+            for (i64 d = 0; d < D; d++) score += qkv[node * width + head * D + d] * number(keys + slot * row, D, d);
+            score *= m.attention_scale;
+            if (m.attention_cap) score = m.attention_cap * tanh(score / m.attention_cap);
+            weights[slot] = sees(&layer, &call, depths, node, slot) ? score : -INFINITY;
+            if (weights[slot] > most) most = weights[slot];
+        }
+        for (i64 slot = 0; slot < slots; slot++) total += weights[slot] = exp(weights[slot] - most);
+        for (i64 d = 0; d < D; d++) {
+            double right = 0;
+            for (i64 slot = 0; slot < slots; slot++) right += weights[slot] / total * number(values + slot * row, D, d);
+            const double error = fabs(right - mixed[work * D + d]);
+            if (!(error <= worst)) worst = error == error ? error : INFINITY;
+        }
+    }
+    free(store), free(qkv), free(mixed), free(parents), free(depths), free(strange), free(memory), free(weights);
+    return worst;
+}
+
+int main(void) {
+    const i64 sizes[] = {LANES, 3 * LANES, 64}, lengths[] = {0, 1, 31, 33, 64, 65, 200}, groups[] = {1, 3, 7};
+    const i64 counts[] = {1, 2, 5, 9};
+    i64 cases = 0;
+    for (int a = 0; a < 3; a++)
+        for (int b = 0; b < 7; b++)
+            for (int c = 0; c < 3; c++)
+                for (int d = 0; d < 4; d++, cases++) {
+                    const double error = error_of(sizes[a], lengths[b], groups[c], counts[d], (a + b + c + d) % 5);
+                    if (error < 1e-5) continue;
+                    printf("%d, %d, %d, %d: %g\n", a, b, c, d, error);
+                    return 1;
+                }
+    printf("%d\n", (int)cases);
+    return 0;
+}
