@@ -1,4 +1,4 @@
-"""EAGLE-3 drafter whose layer begins as the last layer of its target, for `blockdraft train eagle3 --init FOLDER`.
+"""EAGLE-3 drafter whose layer begins as the last layer of its target, for `blockdraft train eagle3 --init DIR`.
 
 The last tap passes through `fc` unchanged into the target's last layer, final norm and head, so the drafter begins by
 saying again the token that the target has just said, in states that the head understands. Training mixes in what that
