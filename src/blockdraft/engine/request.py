@@ -150,7 +150,12 @@ class Request:
         """Pass what is new to the listener, and wake those who wait for the end."""
         if self.listener is not None and (self.finished or len(self.token_ids) > self._sent):
             try:
-                self.listener(self._chunk())
+                chunk = self._chunk()
+            except Exception as error:  # the listener must hear of it, or it would wait for ever
+                self.fail(RequestError(f"The tokenizer failed: {describe(error)}"), error)
+                chunk = self._chunk()
+            try:
+                self.listener(chunk)
             except BaseException as error:  # sys.exit() too: those who wait for the end must not wait for ever
                 self.listener = None
                 self.fail(RequestError(f"The listener failed: {describe(error)}"), error)

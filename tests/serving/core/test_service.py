@@ -233,6 +233,23 @@ def test_an_answer_that_fails_leaves_the_others(engine: Engine, monkeypatch: pyt
     in_loop(work)
 
 
+def test_text_that_fails_while_it_is_sent_ends_the_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        answer = service(engine).answers([replace(JOB, max_new_tokens=100)])
+        await anext(answer)
+        monkeypatch.setattr(engine.scheduler.running[-1].text, "take", lambda: 1 / 0)
+
+        async def rest() -> None:
+            async for _ in answer:
+                pass
+
+        with pytest.raises(RequestError, match="tokenizer failed.*ZeroDivisionError"):
+            await asyncio.wait_for(rest(), 20)
+        await settle(engine)
+
+    in_loop(work)
+
+
 def test_a_stop_string_is_named(engine: Engine) -> None:
     async def events(*stop: str) -> list[Any]:
         job = TextJob([5, 6, 7], SamplingParams(stop=stop), max_new_tokens=60)
