@@ -163,11 +163,12 @@ class Request:
             self._ended.set()
 
     def _chunk(self) -> Chunk:
+        text = "" if isinstance(self.failure, RequestError) else self.text.take()  # first, since a tokenizer may fail
         new, drafted = tuple(self.token_ids[self._sent :]), tuple(self.drafted[self._sent :])
         self._sent = len(self.token_ids)
         cycle, self.cycle = self.cycle, None
         return Chunk(
-            text="" if isinstance(self.failure, RequestError) else self.text.take(),
+            text=text,
             token_ids=new,
             drafted=drafted,
             stats=self.stats,
