@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from blockdraft.machine import multiplies_bfloat16
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.variant import Variant
 
@@ -21,7 +22,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     """Move the singular values of each matrix `[n, rows, cols]` towards 1."""
     x = matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    x = x.bfloat16() if x.is_cuda else x
+    x = x.bfloat16() if x.is_cuda or multiplies_bfloat16() else x
     for _ in range(steps):
         gram = x @ x.mT
         x = A * x + (B * gram + C * gram @ gram) @ x
@@ -33,7 +34,7 @@ class Muon(torch.optim.Optimizer):
     """Momentum whose update is made orthogonal (Muon, Jordan et al., 2024).
 
     `torch.optim.Muon` iterates in bfloat16 on every device, and a CPU without bf16 instructions emulates that ten times
-    slower than float32. This one iterates in float32 on a CPU, and treats all matrices of one shape in one batch.
+    slower than float32. This one iterates in float32 there, and treats all matrices of one shape in one batch.
 
     Args:
         params: Matrices. Sharded ones are gathered for the iteration.
