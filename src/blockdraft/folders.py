@@ -79,7 +79,7 @@ def clear_remains(path: str | Path) -> None:
     """Delete what a killed process left in `replaced` beside this folder. No process may be writing the folder now."""
     path = Path(path).resolve()
     for scratch in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        with suppress(FileNotFoundError):  # of another process that tests its write access, deleted meanwhile
+        with suppress(FileNotFoundError):  # a file of another process that tests its write access, deleted meanwhile
             if not scratch.is_dir() or {one.name for one in scratch.iterdir()} - {"new", "old"}:
                 continue
             if (scratch / "old").exists() and not path.exists():

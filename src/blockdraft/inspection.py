@@ -1,4 +1,4 @@
-"""The place where `blockdraft.tools.inspect` was found before."""
+"""Former place of `blockdraft.tools.inspect`."""
 
 from blockdraft.tools.inspect import Check, Report, inspect
 

@@ -14,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
+from several_processes import assert_no_process_group, writing_threads
 from torch import nn
 
 from blockdraft.data.settings import RecordSettings
@@ -368,8 +369,10 @@ def test_two_processes_learn_what_one_does(model_of: Any, folder_of: Any, tmp_pa
     given += [part for name, value in how.items() for part in (f"--{name.replace('_', '-')}", str(value).lower())]
     started = [sys.executable, *launch, "-m", "blockdraft", "diffusion", "train", *map(str, given)]
 
+    environment = writing_threads(tmp_path / "ends", environment)
     ended = subprocess.run(started, env=environment, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr
+    assert_no_process_group(tmp_path / "ends", processes=2)
     assert "2 processes (multi_cpu)" in ended.stderr.lower()
     logs = [
         [json.loads(line) for line in (run_folder(out) / "log.jsonl").read_text().splitlines()] for out in (one, two)

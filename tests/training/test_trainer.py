@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from several_processes import assert_no_process_group, writing_threads
 from thinned import thinned
 
 from blockdraft import load_drafter, load_target
@@ -629,17 +630,6 @@ def told_by(started: list[str], **environment: str) -> str:
     return ended.stderr
 
 
-# Writes the names of the threads, as Linux has them, when the interpreter ends.
-THREADS_AT_EXIT = """
-import atexit, os
-from pathlib import Path
-
-def write():
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    Path(os.environ["THREADS"], str(os.getpid())).write_text("".join(names))
-
-atexit.register(write)
-"""
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 ENVIRONMENT["PYTHONPATH"] = str(Path(preflight.__file__).parents[2])
 
@@ -751,14 +741,10 @@ def test_two_processes_have_the_loss_of_one(
     kinds = {"ddp": ("--multi_gpu",), "fsdp2": ("--use_fsdp", "--fsdp_version", "2")}
     # Some free port: two of these tests may run at once.
     launch = ("-m", "accelerate.commands.launch", *kinds[kind], "--num_processes", "2", "--main_process_port", "0")
-    threads = tmp_path / "threads"
-    (threads / "at").mkdir(parents=True)
-    (threads / "sitecustomize.py").write_text(THREADS_AT_EXIT)
-    paths = os.pathsep.join((str(threads), ENVIRONMENT["PYTHONPATH"]))
     one, two = tmp_path / "one", tmp_path / "two"
     subprocess.run(command(tiny_target_dir, tiny_data_dir, one, **changes), check=True, env=ENVIRONMENT)
     started = command(tiny_target_dir, tiny_data_dir, two, (*launch, "-m"), accumulation="2", **changes)
-    told = told_by(started, PYTHONPATH=paths, THREADS=str(threads / "at"))
+    told = told_by(started, **writing_threads(tmp_path / "ends", ENVIRONMENT))
     assert f"2 processes ({'fsdp' if kind == 'fsdp2' else 'multi_cpu'})" in told.lower()
     logs = [
         [json.loads(line) for line in (run_folder(out) / "log.jsonl").read_text().splitlines()] for out in (one, two)
@@ -770,9 +756,7 @@ def test_two_processes_have_the_loss_of_one(
                 assert theirs[name] == pytest.approx(ours[name], rel=1e-3)
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(two)[name], tensor, rtol=2e-2, atol=2e-4)
-    # A thread of the process group that is left could abort the process.
-    left = [path.read_text() for path in (threads / "at").iterdir()]
-    assert len(left) >= 2 and not any("gloo" in names for names in left)
+    assert_no_process_group(tmp_path / "ends", processes=2)
     # And they go on from a checkpoint to the same weights.
     (run_folder(two) / "checkpoints" / "step-00000006.pt").unlink()
     shutil.copytree(two, tmp_path / "before")

@@ -20,7 +20,7 @@ from blockdraft.nn.decoder_layer import Norm
 from blockdraft.nn.packed import check_tokens
 
 FIRST_POSITIONS = 1024  # size of the first tables of angles, which grow with the texts
-EVERYWHERE = 1 << 40  # a window, or a number of positions, that limits nothing
+EVERYWHERE = 1 << 40  # size of a window, or number of positions, that limits nothing
 
 
 def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:

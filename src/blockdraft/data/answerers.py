@@ -89,7 +89,7 @@ class EngineAnswerer:
             elif key not in self._loops and len(token_ids) >= checked + CHECKED_TOKENS:
                 checked = len(token_ids) // CHECKED_TOKENS * CHECKED_TOKENS
                 if loops(token_ids[:checked]):
-                    self._loops[key] = checked  # not how far a cycle happened to get
+                    self._loops[key] = checked  # the number of tokens would depend on where a cycle ended
 
             if key in self._loops and key in self._requests:
                 self._requests[key].cancel()

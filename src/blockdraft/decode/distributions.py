@@ -68,7 +68,7 @@ class Distributions:
         self._rules = {row: each for row, each in enumerate(rules or ()) if each is not None}
         self._allowed: dict[tuple[int, int], Tensor | None] = {}
         self._adjusted = [_adjusts(p) or row in self._rules for row, p in enumerate(params)]
-        self.draws_ahead = logits_BNV.device.type == "cuda" and not self._rules  # which take time at each node
+        self.draws_ahead = logits_BNV.device.type == "cuda" and not self._rules  # rules take time at each node
         self._ahead: dict[tuple[int, int], int] = {}
         if best_BN is None:
             self._best, self.tokens = best_and_own(logits_BNV, tokens_BN)

@@ -30,7 +30,7 @@ from blockdraft.settings import as_toml
 from blockdraft.targets import weights_fingerprint
 from blockdraft.training import checkpoints
 from blockdraft.training.checkpoints import gather_state, restore_state
-from blockdraft.training.devices import make_accelerator
+from blockdraft.training.devices import end_processes, make_accelerator
 from blockdraft.training.graceful_shutdown import agreed, clear_finish_request, finish_requested
 from blockdraft.training.preflight import check_same
 from blockdraft.training.progress import Progress, RunLog, run_folder
@@ -244,8 +244,8 @@ class _Training:
         clear_finish_request(self.folder, accelerator)
         self.average.load_into_network()
         self.network.eval().requires_grad_(False)
-        if recipe.trackers:
-            accelerator.end_training()
+        del self.module, self.optimizer
+        end_processes(accelerator)
         return self.log.lines if self.log is not None else []
 
     def _report_start(self) -> None:

@@ -64,7 +64,7 @@ class Layout:
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*placed))
 
     def place(self, x: Array, *axes: str | None) -> Array:
-        """The array, sharded so inside of a jitted function."""
+        """The array with this sharding, inside of a jitted function."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
     def put(self, values: Any) -> Any:
@@ -112,8 +112,8 @@ def abstract_params(
 
 
 def load_params(abstract: Mapping[str, Any], read: Callable[[str], torch.Tensor]) -> dict[str, Array]:
-    """Weights on their devices, one tensor at a time. Of a tensor that lies in a mapped file each device's shard alone
-    is read."""
+    """Weights on their devices, one tensor at a time. Only each device's shard of a tensor in a mapped file is
+    read."""
 
     def put(name: str, like: Any) -> Array:
         tensor = read(name)
@@ -169,7 +169,7 @@ class Rows:
     slots: int
 
     def read(self, memory: Array, layer: int) -> Array:
-        """Window `[B, heads, slots, D]` of a layer's keys or values; what is no committed token of the row is zero."""
+        """Window `[B, heads, slots, D]` of a layer's keys or values; zero except at the row's committed tokens."""
         begin, _ = self._window(memory)
         each = jax.vmap(lambda first: jax.lax.dynamic_slice_in_dim(memory[layer], first, self.slots, axis=1))
         return jnp.where(self.known(memory)[:, None, :, None], each(begin), 0)
@@ -182,11 +182,11 @@ class Rows:
     def masks(
         self, memory: Array, positions: Array, within: Array, window: int | None, latest: Array | int | None = None
     ) -> tuple[Array, Array]:
-        """Which slots, `[B, N, slots]`, and which nodes, `[B, N, N]`, nodes at these positions see.
+        """Masks of the slots, `[B, N, slots]`, and of the nodes, `[B, N, N]`, that nodes at these positions see.
 
         Args:
-            within: `[B, N, N]`, which nodes a node sees without a window.
-            window: Nodes and tokens of a smaller distance only; None is all.
+            within: Mask `[B, N, N]` of the nodes that a node sees without a window.
+            window: Distance from which nodes and tokens are no longer seen; None is no limit.
             latest: Number of each row's last committed tokens that are seen; None is all.
         """
         at = self._window(memory)[1][:, None]

@@ -19,7 +19,7 @@ GROUPS = {
     "chat": ("mt-bench", "alpaca", "arena-hard"),
 }
 TASKS = ("mean", *GROUPS, *(task for tasks in GROUPS.values() for task in tasks))
-SPREAD = 0.1  # of tau around its published value: other prompts, temperatures and builds of an engine
+SPREAD = 0.1  # spread of tau around its published value: other prompts, temperatures and builds of an engine
 
 Source = Literal["published", "like it"]
 

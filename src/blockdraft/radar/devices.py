@@ -22,7 +22,7 @@ else:  # Python 3.10
     import tomli as tomllib
 
 FILE = Path(__file__).with_name("devices.toml")
-LINKED = 0.8  # of what several devices could do together, since they wait for each other
+LINKED = 0.8  # share of the devices' sum that they reach together, since they wait for each other
 DEFAULT_RAM_GB = 64.0
 
 DeviceClass = Literal["nvidia-datacentre", "nvidia-consumer", "amd-datacentre", "amd-consumer", "apple", "tpu", "cpu"]
@@ -47,7 +47,7 @@ class Device(BaseModel):
         fp32, bf16, fp8, int8, fp4: Dense arithmetic in teraflops (tera-operations for int8), without sparsity; bf16
             is half precision on devices older than bfloat16.
         source: The maker's page.
-        filled_from: Table that figures come from which the maker's page does not have.
+        filled_from: Table from which figures come that the maker's page lacks.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
@@ -143,7 +143,7 @@ class Machine:
         count: Number of devices.
         measured: Whether bandwidth and arithmetic were measured, so that the class has no share in them.
         cache_mb, cache_gbs: Size of a processor's largest cache, and its bandwidth; 0 if unknown.
-        note: What `why` tells of it besides.
+        note: Further words on it in `why`.
     """
 
     name: str

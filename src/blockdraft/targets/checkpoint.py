@@ -21,11 +21,11 @@ from blockdraft.models import located
 from blockdraft.targets.base import Target, TargetText
 from blockdraft.targets.fingerprint import weights_fingerprint
 
-# Keys of a configuration that say how it was saved, and nothing of the model.
+# Keys of a configuration that say how it was saved, not what the model is.
 INCIDENTAL = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 # Beginnings of the `model_type` of models that `blockdraft.diffusion` reads.
 BLOCK_DIFFUSION = ("a2d-", "bd3lm", "sdar")
-HUB_SECONDS = 10.0  # that the hub has to answer, as in its own client
+HUB_SECONDS = 10.0  # time for the hub to answer, as in its own client
 
 
 class CheckpointTarget(Target):
@@ -98,7 +98,7 @@ def checked_folder(path: str | Path, revision: str | None = None) -> Path:
 
 
 def _model_type(folder: Path) -> str:
-    """The `model_type` of config.json; empty where it cannot be read, of which loading will tell."""
+    """The `model_type` of config.json; empty where it cannot be read, which loading reports."""
     try:
         return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
     except (OSError, ValueError, LookupError, TypeError):

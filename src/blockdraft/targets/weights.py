@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # takes as long to import as torch
     from transformers import PreTrainedModel
 
 SOURCE = "source_fingerprint"  # our key of quantization_config, which other programs ignore
-TEXT_PART = "model.language_model."  # beginning of the names of the text part beside other parts
+TEXT_PART = "model.language_model."  # beginning of the text part's names in models with other parts
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPANIONS = (  # files of a checkpoint beside config.json and weights
     "generation_config.json",
@@ -108,7 +108,7 @@ class OpenCheckpoint:
         raw: Content of config.json.
         tensors: Its tensors by name.
         files: Its other files, such as those of the tokenizer.
-        source_fingerprint: Fingerprint of its weights; with an adapter, of the weights before and the adapter.
+        source_fingerprint: Fingerprint of its weights; with an adapter, of those before the merge and the adapter's.
     """
 
     wanted: DecoderConfig

@@ -135,8 +135,8 @@ class DraftRunner(Protocol):
 
     @property
     def cycle(self) -> Callable[..., CycleTokens] | None:
-        """As `Drafter.cycle` returns it, with `block_size`, `tree_budget`, `temperatures` of the rows and draft
-        `window` as keywords; None where the backend has none."""
+        """Program of a whole cycle, as `Drafter.cycle` returns it; None where the backend has none. It takes the
+        keywords `block_size`, `tree_budget`, `temperatures` of the rows, and `window` of the draft."""
 
     def new_state(self, batch: int, capacity: int) -> Any:
         """As `Drafter.new_state`."""

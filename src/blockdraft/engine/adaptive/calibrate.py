@@ -24,7 +24,7 @@ class Probe:
 
     def rows(self, count: int, context: int, room: int) -> tuple[Runner, list[Row]]:
         """Rows whose prompts, of `context` arbitrary tokens, have been read, with slots for `room` more, or for as
-        many as drafters want, be they past the end of the target's context."""
+        many as drafters want, even past the end of the target's context."""
         prompt = [(7 * i + 3) % self.target.vocab_size for i in range(context)]
         capacity = self.target.row_slots(context + slots_behind(self.drafter, room))
         runner, params = Runner(self.target, self.drafter, count * capacity), SamplingParams(room, seed=0)

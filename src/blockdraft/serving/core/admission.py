@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 from blockdraft.serving.core.errors import ApiError
 
-WEIGHT = 0.1  # of the newest request in the running mean of their seconds
+WEIGHT = 0.1  # weight of the newest request in the running mean of seconds
 LONGEST_WAIT = 60  # seconds; the most that a refused client is told to wait
-MOST_SCORES = 2**22  # log-probabilities of prompt tokens held at a time, of some hundred bytes each
+MOST_SCORES = 2**22  # most log-probabilities of prompt tokens held at a time; each takes some hundred bytes
 
 
 class Admission:

@@ -1,4 +1,4 @@
-"""Telling what a folder or file holds."""
+"""Reports on what a folder or file holds."""
 
 from __future__ import annotations
 
