@@ -100,7 +100,7 @@ def layer_of(name: str) -> str:
 
 def is_former(module: Module) -> bool:
     """Whether a module only forwards names that have moved, for code that imports them from where they were."""
-    docstring, *rest = ast.parse(module.source).body or [ast.Pass()]
+    docstring, *rest = parsed(module.source).body or [ast.Pass()]
     if not (isinstance(docstring, ast.Expr) and ast.unparse(docstring.value)[1:].startswith("Former place of ")):
         return False
     return all(isinstance(each, ast.ImportFrom) or ast.unparse(each).startswith("__all__") for each in rest)
@@ -112,19 +112,30 @@ def folder_of(name: str) -> str | None:
     return path[2] if len(path) >= 3 and path[1] == "drafters" and path[2] != "base" else None
 
 
-def read_modules() -> list[Module]:
+@cache
+def read_modules() -> tuple[Module, ...]:
     modules = []
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE.parent).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
         modules.append(Module(name, path.read_text(encoding="utf-8"), is_package))
-    return modules
+    return tuple(modules)
+
+
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@cache
+def nodes_in(source: str) -> list[ast.AST]:
+    return list(ast.walk(parsed(source)))
 
 
 @cache
 def imports_in(source: str) -> list[ast.Import | ast.ImportFrom]:
-    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [node for node in nodes_in(source) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def imports_of(module: Module, known: set[str]) -> Iterator[str]:
@@ -245,12 +256,12 @@ def kinds_asked_for(modules: Iterable[Module]) -> list[str]:
         node.name: folder
         for module in modules
         if (folder := folder_of(module.name)) is not None and module.name.count(".") == 3
-        for node in ast.walk(ast.parse(module.source))
+        for node in nodes_in(module.source)
         if isinstance(node, ast.ClassDef)
     }
     reports = []
     for module in modules:
-        for node in ast.walk(ast.parse(module.source)):
+        for node in nodes_in(module.source):
             if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in ("isinstance", "issubclass"):
                 continue
             asked = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
@@ -288,7 +299,7 @@ def kinds_named(modules: Iterable[Module], kinds: set[str]) -> set[str]:
         module.name
         for module in modules
         if module.unit != "drafters"
-        for node in ast.walk(ast.parse(module.source))
+        for node in nodes_in(module.source)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in kinds
     }
 

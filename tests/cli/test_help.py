@@ -83,7 +83,10 @@ def test_two_words_name_a_command(blockdraft: Callable[..., Any]) -> None:
     assert "unexpected extra argument" in blockdraft("bench", "sever").err
 
 
-@pytest.mark.parametrize(("typed", "offered"), [("blockdraft ch", "chat"), ("blockdraft chat --tem", "--temperature")])
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("blockdraft chat --tem", "--temperature"), pytest.param("blockdraft ch", "chat", marks=pytest.mark.slow)],
+)
 def test_the_shell_completes(typed: str, offered: str) -> None:
     words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_BLOCKDRAFT_COMPLETE": "complete_bash"}
     code = "import sys; sys.argv = ['blockdraft']; from blockdraft.cli import app; app(prog_name='blockdraft')"

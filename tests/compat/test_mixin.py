@@ -51,7 +51,10 @@ def test_the_bundled_one_is_always_the_dflash_drafter(tiny_target_dir: Path, two
     assert drafter.path == two_kinds[0] and drafter.diffusion_steps == 2
 
 
-@pytest.mark.parametrize(("side", "use_dflash"), [("left", True), ("right", True), ("right", False)])
+@pytest.mark.parametrize(
+    ("side", "use_dflash"),
+    [("left", True), pytest.param("right", True, marks=pytest.mark.slow), ("right", False)],
+)
 def test_equals_greedy_generate_for_padded_batches(mixin, good_guesses, greedy, side, use_dflash):
     inputs = padded(PROMPTS, side)
     output = mixin.generate(**inputs, max_new_tokens=30, use_dflash=use_dflash)
@@ -95,7 +98,13 @@ def test_the_models_own_end_token_counts_unless_another_is_given(model, config, 
 
 
 @pytest.mark.parametrize(
-    ("block_size", "steps", "schedule"), [(None, 1, "linear"), (4, 2, "cosine"), (None, 3, "cosine"), (4, 4, "linear")]
+    ("block_size", "steps", "schedule"),
+    [
+        (4, 2, "cosine"),
+        pytest.param(None, 1, "linear", marks=pytest.mark.slow),
+        pytest.param(None, 3, "cosine", marks=pytest.mark.slow),
+        pytest.param(4, 4, "linear", marks=pytest.mark.slow),
+    ],
 )
 def test_refinement_does_not_change_the_output(model, config, good_guesses, greedy, steps, schedule, block_size):
     config = replace(config, block_size=block_size, diffusion_steps=steps, noise_schedule=schedule)

@@ -164,7 +164,15 @@ def assert_same(found: Iterator[Tensor], expected: Iterator[Tensor]) -> None:
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("llama", 1), ("qwen3", 3), ("gemma2", 1), ("gemma2", 3)])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("qwen3", 3),
+        ("gemma2", 1),
+        pytest.param("llama", 1, marks=pytest.mark.slow),
+        pytest.param("gemma2", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_logits_and_features_are_those_of_eager_forwards(
     small_buckets: None, device: torch.device, recorder: Recorder, name: str, rows: int
 ) -> None:
@@ -288,7 +296,7 @@ def test_stores_take_what_they_say(tiny_target_dir: Path, tiny_drafter_dir: Path
         ("none", Drafting(None)),
         ("tiny_drafter_dir", Drafting(None)),
         pytest.param("tiny_drafter_dir", Drafting(tree_budget=11), marks=pytest.mark.slow),
-        ("tiny_drafter_dir", Drafting(block_size=5, draft_window=9)),
+        pytest.param("tiny_drafter_dir", Drafting(block_size=5, draft_window=9), marks=pytest.mark.slow),
         pytest.param("tiny_dflash2_dir", Drafting(None), marks=pytest.mark.slow),
         pytest.param("tiny_dspark_dir", Drafting(tree_budget=11), marks=pytest.mark.slow),
     ],

@@ -59,8 +59,15 @@ class Recorder:
         return results, replay
 
 
-@pytest.mark.parametrize("capture", [False, True])
-@pytest.mark.parametrize(("budget", "waits"), [(0, 1), (11, 2)])
+@pytest.mark.parametrize(
+    ("capture", "budget", "waits"),
+    [
+        (True, 0, 1),
+        pytest.param(True, 11, 2, marks=pytest.mark.slow),
+        pytest.param(False, 0, 1, marks=pytest.mark.slow),
+        pytest.param(False, 11, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_how_often_a_greedy_cycle_waits(
     tiny_target_dir: Path, tiny_drafter_dir: Path, capture: bool, budget: int, waits: int
 ) -> None:

@@ -236,16 +236,22 @@ def block_up_to_first_rejection(
 @pytest.mark.parametrize(
     ("drafter", "judge"),
     [
-        (drafting(CHAIN, is_sampled=False), accept_everything),
-        (drafting(CHAIN, is_sampled=False), bonus_of_the_anchor),
         (drafting(TREE, is_sampled=False), skewed_numbers),
         (drafting(CHAIN, is_sampled=True), no_residual),
-        (drafting(CHAIN, is_sampled=True), q_of_the_wrong_node),
-        (drafting(CHAIN, is_sampled=True), reused_numbers),
-        (drafting(CHAIN, is_sampled=False, claims=True), verify),
-        (only_the_likeliest, verify),
-        (drafting(CHAIN, is_sampled=True), broken("accept_block", block_with_ratios)),
-        (drafting(CHAIN, is_sampled=True), broken("accept_block", block_up_to_first_rejection)),
+        pytest.param(drafting(CHAIN, is_sampled=False), accept_everything, marks=pytest.mark.slow),
+        pytest.param(drafting(CHAIN, is_sampled=False), bonus_of_the_anchor, marks=pytest.mark.slow),
+        pytest.param(drafting(CHAIN, is_sampled=True), q_of_the_wrong_node, marks=pytest.mark.slow),
+        pytest.param(drafting(CHAIN, is_sampled=True), reused_numbers, marks=pytest.mark.slow),
+        pytest.param(drafting(CHAIN, is_sampled=False, claims=True), verify, marks=pytest.mark.slow),
+        pytest.param(only_the_likeliest, verify, marks=pytest.mark.slow),
+        pytest.param(
+            drafting(CHAIN, is_sampled=True), broken("accept_block", block_with_ratios), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            drafting(CHAIN, is_sampled=True),
+            broken("accept_block", block_up_to_first_rejection),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_broken_rules_are_caught(drafter: Drafter, judge: Judge) -> None:

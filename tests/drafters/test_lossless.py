@@ -272,7 +272,8 @@ def test_rows_anywhere_and_copies_draft_as_if_alone_and_new(
     same(130, 55)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "dflash" else pytest.mark.slow) for k in FILES])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FILES)
 def test_answers_on_a_gpu_are_those_on_a_cpu(request: pytest.FixtureRequest, tiny_target_dir: Path, kind: str) -> None:
     """On a pretended one, which refuses to mix devices."""
     fixture, params = FOLDERS[kind], [replace(each, max_new_tokens=9) for each in PARAMS[:3]]

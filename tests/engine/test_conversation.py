@@ -7,6 +7,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+from thinned import thinned
 
 from blockdraft.data.records import read_records
 from blockdraft.data.settings import RecordSettings
@@ -66,8 +67,7 @@ def say(talk: Conversation, text: str, params: SamplingParams) -> list[int]:
     return completion.token_ids
 
 
-@pytest.mark.parametrize("template", ["plain", "forgetful", "none"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("template", "temperature"), thinned(["plain", "forgetful", "none"], [0.0, 1.0], keep=2))
 def test_answers_are_those_of_plain_decoding(engine: Engine, template: str, temperature: float) -> None:
     tokenizer = engine.target.tokenizer
     assert tokenizer is not None

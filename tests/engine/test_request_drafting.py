@@ -6,6 +6,7 @@ import pytest
 from simulation import request
 from test_sampled_distribution import LENGTH, NOISE, PROMPT, surprise, write_model
 from test_trees import Oracle
+from thinned import thinned
 from transformers import LlamaForCausalLM
 
 from blockdraft.decode.proposal import Plan
@@ -31,11 +32,19 @@ def drafted(engine: Engine, bounds: RequestDrafting | None, params: SamplingPara
 
 
 @pytest.mark.parametrize(
-    "drafting",
-    [Drafting(None), Drafting(tree_budget=12), Drafting("auto"), Drafting(tree_budget="auto"), Drafting(sampled=True)],
-    ids=["chain", "tree", "auto", "auto-tree", "sampled"],
+    ("drafting", "temperature"),
+    thinned(
+        [
+            Drafting(None),
+            Drafting(tree_budget=12),
+            Drafting("auto"),
+            Drafting(tree_budget="auto"),
+            Drafting(sampled=True),
+        ],
+        [0.0, 1.0],
+        keep=2,
+    ),
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bounds_change_no_token(target: Target, tiny_drafter_dir: Path, drafting: Drafting, temperature: float) -> None:
     """In one batch, each row with other bounds. A sampled chain's tokens depend on its own bounds, as on the
     drafter."""

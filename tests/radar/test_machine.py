@@ -48,6 +48,7 @@ def test_several_gpus_of_a_kind_are_one_machine(monkeypatch: pytest.MonkeyPatch)
     assert "Voodoo 2" in told[0]
 
 
+@pytest.mark.slow
 def test_processors_are_measured() -> None:
     found = machine.measured()
     assert found.measured

@@ -149,6 +149,7 @@ def test_one_batch_of_trees_has_the_answers_of_plain_decoding(
     assert answers(target, Oracle(expected), *DRAFTINGS[1]) == expected
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_without_exact_the_same_products_change_answers(
     folders: dict[str, Path],  # noqa: F811
@@ -220,7 +221,7 @@ def random_model(name: str, **changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type", name), **fields))
 
 
-@pytest.mark.parametrize("name", sorted(set(HF_MODELS) - set(MODELS)))
+@pytest.mark.parametrize("name", thinned(sorted(set(HF_MODELS) - set(MODELS)), keep=3))
 def test_models_that_only_transformers_knows_are_exact_too(name: str) -> None:
     ordinary = trees(HFTarget(random_model(name)))
     target = HFTarget(random_model(name), exact=True)

@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+import pytest
+
 
 def output(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
@@ -12,6 +14,7 @@ def test_a_configuration_of_llama_imports_no_modelling_code() -> None:
     assert output(code + f"print(sorted({slow} & set(sys.modules)))") == "[]"
 
 
+@pytest.mark.slow
 def test_names_of_activations_are_checked_by_the_real_table() -> None:
     code = "import blockdraft.targets; from transformers.utils import type_validators as checks\n"
     code += "from blockdraft.targets.light_configurations import LazyActivations\n"
@@ -20,6 +23,7 @@ def test_names_of_activations_are_checked_by_the_real_table() -> None:
     assert output(code + "print(list(checks.ACT2FN) == list(ACT2FN), 'silu' in checks.ACT2FN)") == "True True"
 
 
+@pytest.mark.slow
 def test_whoever_imports_activations_meanwhile_gets_them() -> None:
     code = "import sys; from blockdraft.targets import light_configurations as light\n"
     code += "sys.modules[light.ACTIVATIONS] = light._Activations(light.ACTIVATIONS)\n"

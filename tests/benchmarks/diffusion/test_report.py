@@ -67,7 +67,14 @@ def test_figures() -> None:
     assert tokens_per_forward(ANSWERS[8:]) == 2 and right(ANSWERS[:8])[0] == 0.25
 
 
-@pytest.mark.parametrize("found", [Found(RUNS, SAMPLES, ANSWERS, quick=True), Found(RUNS), Found(answers=ANSWERS)])
+@pytest.mark.parametrize(
+    "found",
+    [
+        Found(RUNS, SAMPLES, ANSWERS, quick=True),
+        pytest.param(Found(RUNS), marks=pytest.mark.slow),
+        pytest.param(Found(answers=ANSWERS), marks=pytest.mark.slow),
+    ],
+)
 def test_the_picture_is_drawn(found: Found, tmp_path: Path) -> None:
     draw(found, tmp_path / "diffusion.png")
     assert (tmp_path / "diffusion.png").read_bytes().startswith(b"\x89PNG")

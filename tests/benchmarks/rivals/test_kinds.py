@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from thinned import thinned
 
 from benchmarks.rivals import kinds
 from benchmarks.rivals.kinds import (
@@ -26,7 +27,7 @@ def target(tiny_target_dir: Path) -> Target:
     return load_target(tiny_target_dir, compile="off")
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", thinned(TRAINED, keep=2))
 def test_every_kind_is_made_about_as_large_as_the_budget(name: str, target: Target) -> None:
     kind, budget = KINDS[name], 40_000
     values = read_tables(RECIPE)[name]

@@ -19,7 +19,7 @@ WAYS = [parse("chain:3"), parse("chain:5"), parse("tree:12")]
 HOW = {"temperature": 1.0, "tokens": 16, "wanted": WAYS}
 
 
-@pytest.fixture(scope="module", params=["off", "on"])
+@pytest.fixture(scope="module", params=["off", pytest.param("on", marks=pytest.mark.slow)])
 def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
     return load_target(tiny_target_dir, backend="native", compile=request.param)
 

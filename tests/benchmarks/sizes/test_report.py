@@ -52,6 +52,7 @@ def test_equal_answers_and_ways_that_change_tokens() -> None:
     assert changed([*runs, run(CHAIN, 1, 3, answer="1 9")]) == ["bfloat16 chain:3 at 1"]
 
 
+@pytest.mark.slow
 def test_the_published_page_is_made_of_the_published_runs() -> None:
     folder = Path(report.__file__).parent
     runs = Records(Run, folder / "runs.csv").all

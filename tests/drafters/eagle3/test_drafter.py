@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from thinned import thinned
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
@@ -133,8 +134,7 @@ def observe(drafter: Eagle3Drafter, state: Any, texts: list[list[int]], taps: li
     drafter.observe(state, tokens, features, [len(text) for text in texts])
 
 
-@pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("flags", "sampled"), thinned(FLAGS, [False, True], keep=2))
 def test_chains_equal_those_of_the_twin(
     flags: dict[str, Any], sampled: bool, drafter: Eagle3Drafter, target: Target, scatter: Callable[..., Any]
 ) -> None:

@@ -111,8 +111,7 @@ def test_more_guesses_are_tried_though_they_are_thought_to_take_too_long() -> No
     assert decoding.run(500).against_best > 0.98
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("kind", "machine"), thinned(DRAFTERS, MACHINES, keep=3))
 def test_text_that_cannot_be_guessed_costs_two_percent_at_most(kind: str, machine: str) -> None:
     decoding = Decoding(kind, MACHINES[machine], constant(0.0), stored(MACHINES[machine]), seed=1)
     decoding.run(200)

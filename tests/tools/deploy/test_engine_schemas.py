@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from engine_schemas import check_recorded
+from thinned import thinned
 
 from blockdraft.errors import UsageError
 from blockdraft.formats import find_layout
@@ -73,7 +74,14 @@ def written(
     return write
 
 
-@pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for kind in KINDS for layout in KINDS[kind]])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, marks=pytest.mark.slow if place else ())
+        for kind in KINDS
+        for place, layout in enumerate(KINDS[kind])
+    ],
+)
 def test_what_inspect_says_is_each_engines_own(
     written: Callable[[str, str], tuple[str, str]], kind: str, layout: str
 ) -> None:
@@ -97,8 +105,7 @@ def test_what_inspect_says_is_each_engines_own(
             assert said["--speculative-num-draft-tokens"] == str(guesses + 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("kind", "engine"), thinned(KINDS, ENGINES, keep=2))
 def test_launch_says_the_same_or_why_not(
     drafters: dict[str, Path], tiny_target_dir: Path, engine: str, kind: str
 ) -> None:
