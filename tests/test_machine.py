@@ -104,6 +104,7 @@ def test_flags_are_those_that_all_cores_have(tmp_path: Path, monkeypatch: pytest
     assert processor_name() == "A Processor"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
 def test_a_peak_is_what_was_taken_at_most_since() -> None:
     before = torch.ones(256 << 20, dtype=torch.uint8)

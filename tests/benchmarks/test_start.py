@@ -6,6 +6,7 @@ import pytest
 from benchmarks.start import Measured, arguments, commands, forget, least, run
 
 
+@pytest.mark.slow
 def test_memory_and_times_are_those_of_the_process() -> None:
     small = run([sys.executable, "-c", "pass"], 1)
     large = run([sys.executable, "-c", "b = bytearray(200_000_000); b[::4096] = b'1' * len(b[::4096])"], 1)

@@ -72,7 +72,8 @@ def test_own_configuration(blockdraft: Run, tiny_target_dir: Path) -> None:
     assert row["why"]["drafter"] is None
 
 
-def test_this_machine(blockdraft: Run) -> None:
+def test_this_machine(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blockdraft.radar.machine._fastest", lambda call: 1e-3)
     result = blockdraft("radar", "--model", "smollm2", "--weights", "Q4_1", "--json")
     rows = json.loads(result.out)["rows"]
     assert rows[-1]["confidence"] == "measured"

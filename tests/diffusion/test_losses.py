@@ -153,6 +153,7 @@ def test_the_rule_of_flex_attention_is_the_mask(length: int, size: int) -> None:
     assert torch.equal(rule(none, none, places[:, None], places[None, :]), training_mask(length, size))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # that it is slow where it is not compiled
 @torch.no_grad()
 def test_flex_attention_is_the_dense_mask(model_of: Any) -> None:

@@ -181,6 +181,7 @@ def test_if_one_drafter_fails_no_other_observes_tokens_twice(
 REPEATING = "Read this aloud: one red apple, two green pears. One red apple, two green pears. Then: 1, 2, 3, 4."
 
 
+@pytest.mark.slow
 def test_both_together_accept_more_than_each_alone_where_text_repeats() -> None:
     pair, params = load_target(), SamplingParams(max_new_tokens=48, ignore_eos=True)
     lookup, model, both = (

@@ -8,6 +8,7 @@ def output(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_configuration_of_llama_imports_no_modelling_code() -> None:
     slow = {"torch._dynamo", "torch.distributed.tensor", "sympy", "transformers.activations"}
     code = "import sys, blockdraft.targets; from transformers import LlamaConfig; LlamaConfig()\n"

@@ -42,6 +42,7 @@ def test_each_way_samples_each_row(text_folder: Path, corpus: Corpus, tiny: Text
     assert samples_of(tmp_path).all == kept.all
 
 
+@pytest.mark.slow
 def test_the_judge_is_another_model_and_judges_what_was_written(
     text_folder: Path, corpus: Corpus, tiny: TextSettings, tmp_path: Path
 ) -> None:

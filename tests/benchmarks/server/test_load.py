@@ -38,6 +38,7 @@ def test_ratios_are_taken_within_repeats() -> None:
     assert ratios(RUNS, 4, 16, SERVER, ENGINE) == [95 / 100, 96 / 101, 97 / 102]
 
 
+@pytest.mark.slow
 def test_the_published_page_is_made_of_the_published_runs(tmp_path: Path) -> None:
     folder = Path(report.__file__).parent
     runs, published = Records(Run, folder / "runs.csv").all, (folder / "server.md").read_text()
@@ -85,6 +86,7 @@ def test_a_server_that_ended_under_load_has_no_figures(way: str, error: type[Exc
     assert Ways.ask(ways, way, 4, 1.0, 0) == ([], 0)
 
 
+@pytest.mark.slow
 def test_the_engine_alone(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     """Closed loop: same answers as plain decoding, and never more requests than streams at a time."""
     target = load_target(tiny_target_dir)
