@@ -147,6 +147,17 @@ def test_a_run_goes_on_where_it_stopped(start: int) -> None:
         )
 
 
+def test_the_first_slot_alone_has_as_many_more_anchors() -> None:
+    recipe = Recipe(length=40, batch=1, anchors=4, block_size=4, held_out=1, steps=8)
+    run = Batches(Documents(DATA, 40), [31], recipe, 3, alone=0.5)
+    shapes = [tuple(batch.tensors.taught_BAK.shape) for _, batch in islice(run.run(0), 8)]
+    assert shapes == 4 * [(1, 12, 1)] + 4 * [(1, 4, 3)]
+    resumed = [tuple(batch.tensors.taught_BAK.shape) for _, batch in islice(run.run(3), 3)]
+    assert resumed == shapes[3:6]
+    long = Batches(Documents(DATA, 40), [31], replace(recipe, anchors=20), 3, alone=1.0)
+    assert next(long.run(0))[1].tensors.anchors_BA.shape == (1, 40)  # a row has no more tokens
+
+
 def test_anchors_of_the_same_row_are_drawn_anew_in_each_epoch() -> None:
     recipe = Recipe(length=40, batch=1, anchors=4, block_size=4, held_out=1)
     run = Batches(Documents(DATA, 40), [31], recipe, 3).run(0)

@@ -116,6 +116,7 @@ def train(
         from blockdraft.training.graceful_shutdown import Stopped, finish_on_signal
         from blockdraft.training.objectives import find_objective
         from blockdraft.training.progress import Progress, run_folder
+        from blockdraft.training.recipe import begun_with
         from blockdraft.training.trainer import train as train_drafter
     except ModuleNotFoundError as error:
         raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
@@ -136,8 +137,8 @@ def train(
         if settings.features not in (None, "memory"):
             read_features(settings.features)
     with complaints.noting():
-        if getattr(settings, "init", None) is not None:  # some variants cannot begin with a drafter
-            read_config(settings.init)
+        if (init := begun_with(settings)) is not None:
+            read_config(init)
     with complaints.noting():
         accelerator = make_accelerator(settings, run_folder(out), device)
     complaints.check()

@@ -200,12 +200,16 @@ class Batches:
         chosen: Indices of the documents to use.
         recipe: Recipe in which length, batch and anchors are not None.
         taught_slots: K.
+        alone: Share of the steps, at the beginning, whose blocks have one slot, and K times as many anchors for it.
     """
 
-    def __init__(self, documents: Documents, chosen: Sequence[int], recipe: Recipe, taught_slots: int) -> None:
+    def __init__(
+        self, documents: Documents, chosen: Sequence[int], recipe: Recipe, taught_slots: int, alone: float = 0.0
+    ) -> None:
         assert recipe.length is not None and recipe.batch is not None and recipe.anchors is not None
         self._length, self._batch, self._anchors = recipe.length, recipe.batch, recipe.anchors
         self._documents, self._chosen, self._recipe, self._taught = documents, list(chosen), recipe, taught_slots
+        self._alone = alone
         self._epoch: tuple[int, list[tuple[int, ...]]] = (-1, [])
 
     def _rows(self, epoch: int) -> list[tuple[int, ...]]:
@@ -228,12 +232,14 @@ class Batches:
         """Yield the epoch and the batch of each step, from step `start` on and without end. The rows of an epoch are
         spread evenly over its batches, which are padded with empty rows."""
         epoch = begun = 0
+        alone = round(self._alone * self.steps())
         while True:
             count, every = self.steps_of(epoch), self._rows(epoch)
             for step in range(max(start - begun, 0), count):
                 random = generator(self._recipe.seed, ANCHORS, epoch, step)
                 rows = every[len(every) * step // count : len(every) * (step + 1) // count]
-                yield epoch, self.batch(rows + [()] * (self._batch - len(rows)), random)
+                slots = 1 if begun + step < alone else self._taught
+                yield epoch, self.batch(rows + [()] * (self._batch - len(rows)), random, slots)
             begun += count
             epoch += 1
 
@@ -242,13 +248,13 @@ class Batches:
         random = generator(self._recipe.seed, ANCHORS)
         rows = pack(self._chosen, self._documents.lengths, self._length)
         rows += [()] * (-len(rows) % size)
-        return [self.batch(rows[i : i + size], random) for i in range(0, len(rows), size)]
+        return [self.batch(rows[i : i + size], random, self._taught) for i in range(0, len(rows), size)]
 
-    def batch(self, rows: Sequence[tuple[int, ...]], random: torch.Generator) -> Batch:
+    def batch(self, rows: Sequence[tuple[int, ...]], random: torch.Generator, slots: int) -> Batch:
         size = len(rows), self._length
         tokens, positions = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
         documents, supervised = torch.full(size, -1), torch.zeros(size, dtype=torch.bool)
-        anchors = torch.full((size[0], self._anchors), -1)
+        anchors = torch.full((size[0], min(self._anchors * self._taught // slots, self._length)), -1)
         stride = self._recipe.block_size if self._recipe.anchor_placement == "fixed" else None
         for row, indices in enumerate(rows):
             held, begin = [self._documents[index] for index in indices], 0
@@ -260,7 +266,7 @@ class Batches:
                 begin = end
             found = place_anchors(held, anchors.size(1), stride, random)
             anchors[row, : len(found)] = torch.tensor(found, dtype=torch.long)
-        places = anchors.unsqueeze(-1) + torch.arange(self._taught + 1)
+        places = anchors.unsqueeze(-1) + torch.arange(slots + 1)
         inside = places.clamp(0, size[1] - 1).flatten(1)
         beginning = documents.gather(1, anchors.clamp(min=0)).unsqueeze(-1)
         same = documents.gather(1, inside).view_as(places) == beginning

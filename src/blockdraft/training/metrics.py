@@ -48,7 +48,7 @@ def step_metrics(
     """
     parts = [torch.cat([one.double().flatten() for one in sums]) for sums in found]
     summed = cast(Tensor, accelerator.reduce(torch.stack(parts).sum(dim=0), "sum")).cpu()
-    slots, names, counted = variant.taught_slots, list(variant.factors()), variant.counted
+    slots, names, counted = len(found[0].right_K), list(variant.factors()), variant.counted
     sizes = [len(names), slots, slots, len(counted), 1, 1]
     terms, right, taught, counts, accepted, blocks = summed.split(sizes)
     metrics: dict[str, Any] = {"loss": float(total_loss(variant, terms, weights))}

@@ -25,7 +25,7 @@ from blockdraft.training.defaults import Resolved, resolve
 from blockdraft.training.export import Format
 from blockdraft.training.feature_sources import FOLDER
 from blockdraft.training.metrics import encode_prompts
-from blockdraft.training.recipe import Recipe
+from blockdraft.training.recipe import Recipe, begun_with
 from blockdraft.types import Prompt
 
 FEW_STEPS = 100  # fewer than these get a note
@@ -138,7 +138,7 @@ def check_answers(data: TokenData, target: Target) -> None:
 
 def init_note(recipe: Recipe, target: Target) -> str | None:
     """Note for training that begins with a drafter of another target; None otherwise."""
-    init = getattr(recipe, "init", None)  # only some variants can begin with a drafter
+    init = begun_with(recipe)
     return None if init is None else other_target_warning(init, trained_for(read_config(init)), target)
 
 

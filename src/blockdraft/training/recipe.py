@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -60,6 +60,7 @@ class Recipe:
         trackers: Trackers of Accelerate that get the metrics in addition to log.jsonl.
     """
 
+    beginnings: ClassVar[tuple[str, ...]] = ()  # values of `init` that are no folder, where a variant has that field
     block_size: Annotated[int, Field(ge=2)] = 16
     length: Annotated[int, Field(ge=2)] | None = None
     batch: Count | None = None
@@ -103,3 +104,9 @@ class Recipe:
             wrong.append(f"batch is {self.batch}; it must be a multiple of accumulation, {self.accumulation}.")
         if wrong:
             raise UsageError(" ".join(wrong))
+
+
+def begun_with(recipe: Recipe) -> str | None:
+    """Folder of the drafter that training begins with; None if it begins with none."""
+    init: str | None = getattr(recipe, "init", None)  # only some variants can
+    return None if init in recipe.beginnings else init

@@ -154,7 +154,7 @@ class Trainer:
         self.target, self.accelerator, self.progress, self.stops = target, accelerator, progress, stops
         only = find_variant(variant_name).layout(recipe)
         if only is not None and written is not None and written.name != only:
-            raise UsageError(f"The format is {written.name} and draft_vocab needs {only}; leave out one of them.")
+            raise UsageError(f"The format is {written.name} and the recipe needs {only}; leave it out.")
         self.evaluation_format = Format(only or entries()[variant_name].layouts[0])
         self.written = written or self.evaluation_format
         self.out, self.folder = out, run_folder(out)
@@ -193,7 +193,7 @@ class Trainer:
         for note in [*notes, *resolved.notes]:
             progress.note(note)
         slots = self.variant.taught_slots
-        self.batches = Batches(documents, resolved.trained, recipe, slots)
+        self.batches = Batches(documents, resolved.trained, recipe, slots, self.variant.alone)
         self.begin = 0 if state is None else int(state["step"])
         self.schedule = Schedule(self.batches.steps(), recipe, None if state is None else state["schedule"])
         self._plan_steps(more)
@@ -402,7 +402,7 @@ class Trainer:
         if self.fixed:
             self.module.eval()
             processes, index = self.accelerator.num_processes, self.accelerator.process_index
-            empty = self.batches.batch([()] * self.rows, torch.Generator())
+            empty = self.batches.batch([()] * self.rows, torch.Generator(), self.variant.taught_slots)
             padded = self.fixed + [empty] * (-len(self.fixed) % processes)
             weights = total_weights(self.variant, self.fixed)
             sums = [self._forward(batch) for batch in padded[index::processes]]

@@ -134,8 +134,9 @@ class Variant(ABC, Generic[R, N, C]):
     kept: Tensor | None = None
 
     @classmethod
-    def fit_fields(cls, hidden_size: int) -> dict[str, Any]:
-        """Fields of its own recipe that `blockdraft fit` sets for a target of this hidden size."""
+    def fit_fields(cls, layers: int, hidden_size: int) -> dict[str, Any]:
+        """Fields of its recipe that `blockdraft fit` sets for a target of so many layers and this hidden size; None
+        leaves out a field that `fit` sets for most kinds."""
         return {}
 
     @classmethod
@@ -202,6 +203,11 @@ class Variant(ABC, Generic[R, N, C]):
         return parameter.ndim == 2
 
     # Guesses and losses
+
+    @property
+    def alone(self) -> float:
+        """Share of the steps, at the beginning of a run, that teach the first slot alone."""
+        return 0.0
 
     @property
     def taught_slots(self) -> int:

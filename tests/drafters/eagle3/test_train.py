@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft import Engine, load_drafter, load_target
 from blockdraft.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
 from blockdraft.data.features import FeatureSettings, plan_features
+from blockdraft.data.taps import tapped_features
 from blockdraft.data.writer import DataWriter
 from blockdraft.drafters.eagle3.network import Eagle3Network
 from blockdraft.drafters.eagle3.train import Eagle3Recipe, Eagle3Variant
@@ -16,6 +18,7 @@ from blockdraft.errors import Complaints, UsageError
 from blockdraft.formats import read_drafter
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, embedding_and_head
+from blockdraft.training.batches import Rows
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import Format, export
 from blockdraft.training.loss import term_weights
@@ -191,3 +194,53 @@ def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
         assert [one.token_ids for one in found] == [one.token_ids for one in plain]
         tau = sum(one.tau for one in found) / len(found)
         assert tau > 1.6  # by chance a guess among 100 tokens is right once in a hundred times
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 265, "max_position_embeddings": 256}
+
+
+def of_family(folder: Path, family: str) -> Target:
+    """Random target of a family that transformers knows, whose norms and biases are random too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, tie_word_embeddings=False))
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            torch.nn.init.normal_(weight, 1, 0.2)
+    model.save_pretrained(folder)
+    return load_target(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_drafter_begins_as_the_last_layer(family: str, tmp_path: Path) -> None:
+    """It says behind each token what the target said there: the token itself, where the target wrote it."""
+    target = of_family(tmp_path, family)
+    variant, network = made(target, draft_vocab=100, block_size=2, init="last_layer")
+    kept = torch.arange(100)
+    network.keep(kept)
+    variant.fit_head(network, target)
+    tokens = torch.randint(0, 100, (1, 12), generator=torch.Generator().manual_seed(0))
+    taps = (*network.config.taps, target.num_layers)
+    assert network.config.taps[-1] == target.num_layers - 2
+    features = tapped_features(target, taps, [tokens[0]])[0][None].float()
+    width = len(network.config.taps) * target.hidden_size
+    anchors = torch.arange(1, 12)[None]
+    blocks = torch.stack([anchors, anchors.roll(-1)], dim=2)
+    documents = torch.zeros(1, 12, dtype=torch.int64)
+    rows = Rows(tokens, torch.arange(12)[None], documents, anchors, blocks, torch.ones(1, 11, 1, dtype=torch.bool))
+    states = variant.hidden(network, target, features[:, :, :width], rows)
+    found = variant.logits(network, target, states[0])[:, 0]
+    theirs = target.head(features[0, :-1, width:].to(target.dtype)).float()[:, kept]
+    torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_of_another_kind_is_no_beginning(target: Target, tmp_path: Path) -> None:
+    for fields, told in [
+        ({"taps": (0, 2)}, "the last tap is 2; it must be"),
+        ({"heads": 2}, "heads is 2; it must be the target's, 4, with --init last_layer"),
+    ]:
+        with pytest.raises(UsageError, match=told):
+            made(target, init="last_layer", **fields)
+    gemma = of_family(tmp_path, "gemma3_text")
+    with pytest.raises(UsageError, match="the target's last layer is .* layers of the kind of Llama's"):
+        made(gemma, init="last_layer")

@@ -13,7 +13,7 @@ def make_plan() -> Callable[..., Plan]:
     """A plan of a few answers and steps."""
 
     def made(**changes: Any) -> Plan:
-        recipe = reference("dflash", TargetFacts(3, 32, 300, 256, True, 10**6, "native"))
+        recipe = reference(changes.get("variant", "dflash"), TargetFacts(3, 32, 300, 256, True, 10**6, "native"))
         recipe |= {"length": 64, "batch": 2, "anchors": 4, "steps": 6, "held_out": 2, "seed": 5, "save_every": 2}
         order = ("prompts", "data", "train", "calibrate", "bench")
         values = {

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +117,9 @@ def test_a_dry_run_measures_and_leaves_nothing(tmp_path: Path, tiny_target_dir: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"variant": "eagle3", "features": "disk", "stored_taps": (0, 1, 3)}])
 def test_a_fit_from_its_plan_to_its_card(
+    changes: dict[str, Any],
     tmp_path: Path,
     tiny_target_dir: Path,
     make_plan: Callable[..., Plan],
@@ -127,13 +131,19 @@ def test_a_fit_from_its_plan_to_its_card(
 
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
     fit = Fit(Where(tmp_path / "out", str(tiny_target_dir), device="cpu"), FitSettings(), (source,), RECORDS)
-    planned(fit, make_plan())
+    plan = make_plan(**changes)
+    if plan.features == "disk":
+        plan = replace(
+            plan, seconds=dict(zip(("prompts", "data", "features", "train", "calibrate", "bench"), count(9)))
+        )
+    planned(fit, plan)
     lines = run_fit(fit, False, SILENT)
     assert "same answers: 100 %" in lines[0]
     assert f"blockdraft generate --target {tiny_target_dir} --device cpu --drafter {tmp_path}/out" in lines[3]
     card = (tmp_path / "out" / "README.md").read_text()
-    for part in ("| plain decoding |", "as planned", "vllm serve", "sglang", "--count 24"):
+    for part in ("| plain decoding |", "as planned", "vllm serve", "--count 24"):
         assert part in card
+    assert ("sglang" in card) == (plan.variant == "dflash")  # it does not read EAGLE-3 in the speculators format
     assert (tmp_path / "out" / "fit.png").read_bytes().startswith(b"\x89PNG")
     target = load_target(tiny_target_dir, device="cpu")
     with Engine(target, load_drafter(tmp_path / "out", target=target), drafting=Drafting(None)) as engine:

@@ -58,9 +58,9 @@ def test_all_candidates_learn_from_the_same_features(
     target = load_target(tiny_target_dir, device="cpu")
     prompts = [f"say {i} the inn" for i in range(12)]
     monkeypatch.setattr(survey, "RUNS", 1)
-    found = survey.measure(target, prompts, 1.0, 24, ["dflash", "dflash2"], tmp_path / "scratch", told.append)
-    assert len(calls["features"]) == 1 and calls["steps"] == [1, 1, 4] * 2
-    assert set(found.speeds) == {"dflash", "dflash2"} and found.batch_size in survey.BATCHES
+    found = survey.measure(target, prompts, 1.0, 24, ["dflash", "dflash2", "eagle3"], tmp_path / "scratch", told.append)
+    assert len(calls["features"]) == 1 and calls["steps"] == [1, 1, 4] * 3
+    assert set(found.speeds) == {"dflash", "dflash2", "eagle3"} and found.batch_size in survey.BATCHES
     for speed in found.speeds.values():
         assert speed.tokens[1] == 4 * speed.tokens[0] and min(speed.seconds) > 0 and min(speed.cycles.values()) > 0
     assert 0 < found.answer_tokens <= 24 and found.answer_rate > 0 and found.read_rate > 0

@@ -54,7 +54,7 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
     fit_gain = 1.26
 
     @classmethod
-    def fit_fields(cls, hidden_size: int) -> dict[str, Any]:
+    def fit_fields(cls, layers: int, hidden_size: int) -> dict[str, Any]:
         rank = min(256, max(16, hidden_size // 16))
         return {"selector_rank": rank, "conv_group_size": math.gcd(CONV_GROUP, hidden_size)}
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import field, replace
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -27,7 +27,7 @@ from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Co
 from blockdraft.errors import Complaints
 from blockdraft.formats import Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_config import need
-from blockdraft.settings import Amount, Count, Layers, settings
+from blockdraft.settings import Amount, Count, Layers, Share, settings
 from blockdraft.targets import Target, embedding_and_head
 from blockdraft.training.batches import Rows
 from blockdraft.training.draft_vocabulary import draft_ids, frequent_tokens, reduced_losses
@@ -37,6 +37,8 @@ from blockdraft.training.unrolled import unrolled
 from blockdraft.training.variant import Choice, Variant
 
 STEP_WEIGHT = 0.8  # weight of a step over that of the step before
+LAST_LAYER = "last_layer"  # value of `init`
+MLP = ("gate", "up", "down")
 
 
 @settings
@@ -46,24 +48,27 @@ class Eagle3Recipe(Recipe):
 
     Attributes:
         block_size: Tokens of a chain, anchor included; training is unrolled for block_size - 1 steps.
+        alone: Share of the steps, at the beginning, that teach the first guess alone, behind as many more tokens.
         taps: Target layers that the drafter reads: their number, spread over the target (`3`), or a list of 0-based
-            layers. None is the inputs of the layers 2, T // 2 and T - 3 of a target with T layers, or the taps of
-            `init`.
+            layers. None is the inputs of the layers 2, T // 2 and T - 3 of a target with T layers, or, for the `init`
+            "last_layer", the layers T // 4, 3 * T // 5 and T - 2, or the taps of the `init`.
         draft_vocab: Number of tokens that the drafter can guess, the most frequent supervised ones of the data. None is
             32000, or the whole vocabulary if smaller, or that of `init`.
         intermediate_size: Inner size of the layer's MLP; None is the target's, or three times its hidden size.
         heads: Query heads of the layer; None is the target's.
         kv_heads: Key/value heads of the layer; None is the target's.
         head_dim: Size of a head; None is the target's.
-        init: Folder of an EAGLE-3 drafter of any layout, whose weights training starts from. None starts from random
-            weights and the target's head.
+        init: Folder of an EAGLE-3 drafter of any layout, whose weights training starts from; or "last_layer", which
+            starts from the target's last layer, norm and head. None starts from random weights and the target's head.
     """
 
+    beginnings: ClassVar[tuple[str, ...]] = (LAST_LAYER,)
     block_size: Annotated[int, Field(ge=2)] = BLOCK_SIZE
     objective: Mapping[str, Amount] = field(default_factory=lambda: {"forward_kl": 1.0})
     gamma: Amount | None = round(-1 / math.log(STEP_WEIGHT), 4)
     learning_rate: Amount = 1e-4
     clip: Amount = 0.5
+    alone: Share = 0.0
     taps: Count | Layers | None = None
     draft_vocab: Count | None = None
     intermediate_size: Count | None = None
@@ -81,6 +86,18 @@ SHAPE |= {"num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "he
 class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
     recipe_class: ClassVar[type[Recipe]] = Eagle3Recipe
     counted = ("covered",)  # slots whose token the drafter can guess
+    fit_gain: ClassVar[float | None] = 1.25
+    reducible = True
+
+    @classmethod
+    def fit_fields(cls, layers: int, hidden_size: int) -> dict[str, Any]:
+        begun = {"init": LAST_LAYER, "taps": taps_with_the_last(layers), "alone": 0.6}
+        return {"layers": None, "objective": {"forward_kl": 1.0}, "block_size": 6, **begun}
+
+    @classmethod
+    def layout(cls, recipe: Eagle3Recipe) -> str | None:
+        # A target's last layer may have norms on queries and keys, which the usual layout cannot describe.
+        return "eagle3_speculators" if recipe.init == LAST_LAYER else None
 
     def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
         with complaints.noting():
@@ -89,12 +106,15 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         return {}
 
     def config(self, target: Target) -> Eagle3Config:
-        return self.new_config(target) if self.recipe.init is None else self._config_of_init(target)
+        return self.new_config(target) if self.recipe.init in (None, LAST_LAYER) else self._config_of_init(target)
 
     def new_config(self, target: Target) -> Eagle3Config:
-        recipe, layers = self.recipe, target.num_layers
+        recipe, layers, own = self.recipe, target.num_layers, dict[str, Any]()
         taps = self.usual_taps(layers) if recipe.taps is None else chosen_taps(recipe.taps, layers)
+        if recipe.init == LAST_LAYER:
+            own = last_layer_fields(target, recipe, taps)
         return Eagle3Config(
+            **own,
             **layer_shape(recipe, target),
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
@@ -107,6 +127,8 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
 
     def usual_taps(self, layers: int) -> tuple[int, ...]:
         """Default taps for a target with this number of layers."""
+        if self.recipe.init == LAST_LAYER:
+            return taps_with_the_last(layers)
         return default_taps(layers) if layers >= 7 else chosen_taps(min(3, layers), layers)
 
     def _config_of_init(self, target: Target) -> Eagle3Config:
@@ -127,22 +149,29 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
 
     def new_network(self, config: Eagle3Config, vocabulary: Mapping[str, int] | None) -> Eagle3Network:
         network = Eagle3Network(config)
-        if self.recipe.init is not None:
+        if self.recipe.init not in (None, LAST_LAYER):
             network.load_state_dict(self._init(config.num_target_layers).tensors)
             return network
         new_matrices(network)
         return network
 
     def fit_data(self, network: Eagle3Network, data: TokenData) -> None:
-        if self.recipe.init is None:
+        if self.recipe.init in (None, LAST_LAYER):
             tokens = frequent_tokens(data, network.config.vocab_size, network.config.draft_vocab_size)
             network.keep(tokens.to(network.d2t.device))
 
     @torch.no_grad()
     def fit_head(self, network: Eagle3Network, target: Target) -> None:
-        if self.recipe.init is None:
+        if self.recipe.init in (None, LAST_LAYER):
             network.lm_head.weight.copy_(embedding_and_head(target)[1][network.kept])
+        if self.recipe.init is None:
             calm(network.norm.weight, target)
+        if self.recipe.init == LAST_LAYER:
+            take_last_layer(network, target)
+
+    @property
+    def alone(self) -> float:
+        return self.recipe.alone
 
     def is_matrix(self, name: str, parameter: Tensor) -> bool:
         return super().is_matrix(name, parameter) and name != "lm_head.weight"
@@ -162,6 +191,66 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
 
     def counts(self, network: Eagle3Network, slots: Slots) -> Mapping[str, Tensor]:
         return {"covered": draft_ids(network.kept, network.config.vocab_size)[slots.labels_CK] >= 0}
+
+
+def taps_with_the_last(layers: int) -> tuple[int, ...]:
+    """Default taps that end with the input of the target's last layer."""
+    return tuple(sorted({layers // 4, 3 * layers // 5, max(layers - 2, 0)}))
+
+
+def last_layer(target: Target) -> dict[str, Tensor]:
+    """Weights of the target's last layer, by their names inside it."""
+    beginning = f".layers.{target.num_layers - 1}."
+    weights = ((name.partition(beginning)[2], weight) for name, weight in target.named_weights())
+    return {name: weight for name, weight in weights if name}
+
+
+def last_layer_fields(target: Target, recipe: Eagle3Recipe, taps: tuple[int, ...]) -> dict[str, bool]:
+    """Fields of a drafter whose layer can take the weights of the target's last one.
+
+    Raises:
+        UsageError: The drafter's layer computes something else, or does not read what this layer reads.
+    """
+    norms, before = ("input_layernorm", "post_attention_layernorm"), target.num_layers - 2
+    usual = {f"{name}.weight" for name in norms}
+    usual |= {f"self_attn.{name}_proj.weight" for name in "qkvo"} | {f"mlp.{name}_proj.weight" for name in MLP}
+    head_norms = {f"self_attn.{name}_norm.weight" for name in "qk"}
+    biases = {f"self_attn.{name}_proj.bias" for name in "qkv"}
+    found = set(last_layer(target))
+    own, other = {"qk_norm": head_norms <= found, "attention_bias": biases <= found}, "layers of the kind of Llama's"
+    need(found - head_norms - biases == usual, "the target's last layer", sorted(found), other)
+    need(target.architecture.get("hidden_act", "silu") == "silu", "hidden_act of the target", "another", "silu")
+    need(taps[-1] == before, "the last tap", taps[-1], f"{before}, the last layer's input, for --init {LAST_LAYER}")
+    for theirs_name, name in SHAPE.items():
+        given, theirs = getattr(recipe, name), target.shape.get(theirs_name)
+        same = theirs_name not in target.shape or given in (None, theirs)
+        need(same, name, given, f"the target's, {theirs}, with --init {LAST_LAYER}")
+    return own
+
+
+@torch.no_grad()
+def take_last_layer(network: Eagle3Network, target: Target) -> None:
+    """Make the network compute what the target's last layer, norm and head make of the last tap.
+
+    `fc` passes on the last tap alone, and attention does not look at the embedding, so the network begins by saying
+    again the token that the target has said: its states are such that the head understands them, and training mixes in
+    which token came.
+    """
+    layer, size = network.midlayer, network.config.hidden_size
+    if layer.self_attn.o_proj.bias is not None:
+        layer.self_attn.o_proj.bias.zero_()  # targets have none here
+    for name, weight in last_layer(target).items():
+        if name == "input_layernorm.weight":
+            layer.hidden_norm.weight.copy_(weight)
+        elif name.removeprefix("self_attn.") in ("q_proj.weight", "k_proj.weight", "v_proj.weight"):
+            both = layer.get_parameter(name)  # columns of the embedding, then of the feature
+            both[:, :size] = 0
+            both[:, size:] = weight
+        else:
+            layer.get_parameter(name).copy_(weight)
+    network.norm.weight.copy_(next(weight for name, weight in target.named_weights() if name == "model.norm.weight"))
+    network.fc.weight.zero_()
+    network.fc.weight[:, -size:] = torch.eye(size)
 
 
 VARIANT = Eagle3Variant

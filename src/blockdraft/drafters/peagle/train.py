@@ -16,10 +16,11 @@ from torch import Tensor
 
 from blockdraft.data.documents import TokenData
 from blockdraft.drafters.dflash.train import new_matrices
-from blockdraft.drafters.eagle3.train import Eagle3Recipe, Eagle3Variant
+from blockdraft.drafters.eagle3.train import LAST_LAYER, Eagle3Recipe, Eagle3Variant
 from blockdraft.drafters.peagle.network import PEagleConfig, PEagleNetwork
 from blockdraft.errors import Complaints
 from blockdraft.nn.attention import attend
+from blockdraft.nn.draft_config import need
 from blockdraft.settings import Count, Natural, settings
 from blockdraft.targets import Target, embedding_and_head
 from blockdraft.training.batches import Rows
@@ -48,6 +49,7 @@ class PEagleRecipe(Eagle3Recipe):
 class PEagleVariant(Eagle3Variant):
     recipe: PEagleRecipe
     recipe_class: ClassVar[type[Recipe]] = PEagleRecipe
+    fit_gain = None
 
     def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
         found = super().defaults(target, data, complaints)
@@ -56,6 +58,8 @@ class PEagleVariant(Eagle3Variant):
         return found
 
     def config(self, target: Target) -> PEagleConfig:
+        need(not self.recipe.alone, "alone", self.recipe.alone, "0 for P-EAGLE, which makes all guesses at once")
+        need(self.recipe.init != LAST_LAYER, "init", LAST_LAYER, "a folder for P-EAGLE")
         values = vars(self.new_config(target))
         mask = mask_token(target, self.recipe.mask_token_id).id
         return PEagleConfig(**values, mask_token_id=mask, num_hidden_layers=self.recipe.layers)

@@ -24,8 +24,13 @@ from blockdraft.tools.fit.steps import Step, Where
 from blockdraft.training.progress import run_folder
 
 README, PICTURE = "README.md", "fit.png"
-FORMATS = {"zlab": "z-lab's layout", "speculators": "the speculators format"}
-EXPORTED = "speculators"
+FORMATS = {
+    "zlab": "z-lab's layout",
+    "eagle3": "EAGLE-3's layout",
+    "eagle3_speculators": "the speculators format",  # before the format of the DFlash family
+    "speculators": "the speculators format",
+}
+EXPORTS = {"zlab": "speculators", "eagle3": "eagle3_speculators"}  # formats that other engines read, by layout
 METHODS = {
     "none": "plain decoding",
     "chain": "drafts of whole blocks",
@@ -42,24 +47,26 @@ def usage(where: Where, temperature: float = 0.0) -> list[str]:
         shlex.join(["blockdraft", "generate", *target, "--drafter", out, *sampled, "PROMPT"]),
         shlex.join(["blockdraft", "bench", *target, "--drafter", out, "--prompts", held_out, *sampled]),
     ]
-    if _can_be_exported(where.out, where.target):
+    exported = _exported(where.out, where.target)
+    if exported is not None:
         model = replace(where, dtype=None, device=None, backend=None).options()
-        export = ["blockdraft", "export", out, *model, "--format", EXPORTED, "--out", f"{out}-{EXPORTED}"]
+        export = ["blockdraft", "export", out, *model, "--format", exported, "--out", f"{out}-{exported}"]
         lines.append(shlex.join(export))
     return lines
 
 
-def _can_be_exported(drafter: Path, target: str | None) -> bool:
-    """Whether the export format can describe the drafter: it lacks a tap on the last layer, scaled embeddings and GGUF
+def _exported(drafter: Path, target: str | None) -> str | None:
+    """The export format that can describe the drafter: none has a tap on the last layer, scaled embeddings and GGUF
     targets."""
     layout, config = _written(drafter)
-    if layout == EXPORTED:
-        return False
+    exported = EXPORTS.get(layout)
+    if exported is None:
+        return None
     try:
-        find_layout(EXPORTED).check(config, target, ())
+        find_layout(exported).check(config, target, ())
     except UsageError:
-        return False
-    return True
+        return None
+    return exported
 
 
 def _written(drafter: Path) -> tuple[str, Any]:
@@ -73,7 +80,7 @@ def engines(where: Where) -> dict[str, str]:
     """Command lines that start those other engines that read the drafter's folder as it is."""
     theirs = where.target is not None and not is_gguf(where.target)
     layout, config = _written(where.out)
-    if layout == EXPORTED and read_config(where.out)["speculators_config"]["verifier"]["name_or_path"] is None:
+    if layout in EXPORTS.values() and read_config(where.out)["speculators_config"]["verifier"]["name_or_path"] is None:
         return {}  # made for a GGUF file, and other engines take the target's name from the drafter
     lines = starts(config, layout, str(where.out), named_for_others(str(where.target)) if theirs else "TARGET")
     return {name: each.typed for name, each in lines.items() if each.line is not None and name != OURS}
@@ -98,6 +105,7 @@ def write_card(
     taus = [(line["step"], line["tau"]) for line in map(json.loads, log) if line.get("tau") is not None]
     methods: dict[str, Any] = {shape_name(name): one for name, one in bench["methods"].items()}
     recipe, name = plan.recipe, where.target or "the bundled target"
+    layers = counted(recipe.get("layers", 1), "layer")
     local = where.target is None or Path(where.target).exists()
     machine = bench["hardware"]["gpu"] or bench["hardware"]["cpu"]
     elsewhere = engines(where)
@@ -110,7 +118,7 @@ def write_card(
         f"# A drafter for {name}",
         "",
         f"It guesses the next tokens of {name}, which then gives the same answers in fewer steps. Made by `blockdraft "
-        f"fit`: {plan.variant} in {FORMATS[_written(where.out)[0]]}, {counted(recipe['layers'], 'layer')}, blocks of "
+        f"fit`: {plan.variant} in {FORMATS[_written(where.out)[0]]}, {layers}, blocks of "
         f"{recipe['block_size']}, taps {', '.join(map(str, recipe['taps']))}.",
         "",
         f"## Measured on {counted(plan.bench_prompts, 'prompt')} that it was not trained on",

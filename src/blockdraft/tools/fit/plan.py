@@ -37,6 +37,7 @@ CALIBRATION = 40.0  # seconds
 BENCH_SHARE, BENCH_PROMPTS, BENCH_TOKENS = 0.05, 16, 128
 BENCH_RUNS = 12  # three methods, each with one warm-up run and three timed ones
 EVALUATIONS, EVAL_PROMPTS, EVAL_TOKENS = 6, 16, 64
+SERIAL = "eagle3"  # makes a guess at a time, and begins as the target's last layer
 DRAFT_VOCAB = 8192  # tokens that a drafter can guess where the target's head costs more than its layers
 KEPT = 2  # number of checkpoints
 KEPT_STATES = {
@@ -144,6 +145,7 @@ class Plan:
         recipe: Fields of the variant's recipe.
         answers, held_out: Number of prompts that the target answers, and of those that are kept apart.
         features: Place of the features: "memory", "disk", or None, which runs the target in each training step.
+        stored_taps: Layers whose outputs are stored, if they are stored on the disk; empty is the taps of the recipe.
         seconds: Expected duration of each step, in the order of the steps.
         disk, memory: Approximate need in bytes.
         reasons: Reasons for the choices, a sentence each.
@@ -166,6 +168,7 @@ class Plan:
     reasons: tuple[str, ...]
     batch_size: int = DataSettings.batch_size
     quantize: Quantize | None = None
+    stored_taps: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -194,13 +197,22 @@ def reference(variant: str, target: TargetFacts, block_size: int = SHORT_BLOCK) 
     }
     if find_variant(variant).reducible and reduces(target, fields["layers"]):
         fields["draft_vocab"] = DRAFT_VOCAB
-    return fields | find_variant(variant).fit_fields(target.hidden_size)
+    fields |= find_variant(variant).fit_fields(target.layers, target.hidden_size)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def stored_taps(variant: str, fields: Fields, layers: int) -> tuple[int, ...]:
+    """Outputs of the target that training with these fields reads: the taps, and what the teacher's head reads."""
+    kind = find_variant(variant)
+    taught = kind(kind.recipe_class(**fields)).needs_teacher
+    return (*fields["taps"], layers) if taught else tuple(fields["taps"])
 
 
 def candidates(target: TargetFacts) -> list[str]:
-    """Kinds of drafters to compare: those that can do without most of the target's head where it costs most."""
+    """Kinds of drafters to compare: those that can do without most of the target's head where it costs most. A serial
+    one was compared with the others there alone."""
     if not reduces(target, draft_layers(target)):
-        return list(fit_gains())
+        return [name for name in fit_gains() if name != SERIAL]
     return [name for name in fit_gains() if find_variant(name).reducible]
 
 
@@ -297,7 +309,8 @@ def make_plan(
     kept = max(answers, 1.0) * document  # tokens
 
     drafter = reference(variant, target)
-    feature_bytes = int(2 * kept * len(drafter["taps"]) * target.hidden_size)
+    read = stored_taps(variant, drafter, target.layers)
+    feature_bytes = int(2 * kept * len(read) * target.hidden_size)
     features = "memory" if feature_bytes <= MEMORY * machine.memory else None
     if features is None and feature_bytes <= DISK * machine.disk:
         features, seconds["features"] = "disk", start_seconds + kept / measured.read_rate
@@ -327,22 +340,27 @@ def make_plan(
     if settings.steps is None and steps > most:
         steps = most
         reasons.append(f"training ends after {MOST_EPOCHS} passes over the answers, before the time is up")
-    block_size = SHORT_BLOCK
-    if steps * learned >= LONG_TRAINING and target.best_block_size is None:
-        block_size = LONG_BLOCK
-    else:
-        reasons.append(f"blocks of {SHORT_BLOCK}: longer ones pay after longer training only")
-    recipe = reference(variant, target, block_size)
+    long = steps * learned >= LONG_TRAINING and target.best_block_size is None
+    recipe = reference(variant, target, LONG_BLOCK if long else SHORT_BLOCK)
+    block_size = recipe["block_size"]
+    if not long:
+        reasons.append(f"blocks of {block_size}: longer ones pay after longer training only")
     if vocabulary := recipe.get("draft_vocab"):
         reasons.append(
             f"the drafter guesses among the {vocabulary} most frequent of {target.vocab_size} tokens, since the "
             "target's head would cost more than the draft layers"
         )
-    elif reduces(target, recipe["layers"]):
+    elif reduces(target, draft_layers(target)):
         reasons.append("the target's head costs more than the draft layers, which --variant dflash would mend")
-    reasons.append(
-        f"{counted(recipe['layers'], 'draft layer')} for the target's {target.layers}: a quarter of them, at most 5"
-    )
+    if "layers" in recipe:
+        reasons.append(
+            f"{counted(recipe['layers'], 'draft layer')} for the target's {target.layers}: a quarter of them, at most 5"
+        )
+    else:
+        reasons.append(
+            "the drafter begins as the target's last layer, and learns its first guess before the others: little time "
+            "brings most so"
+        )
     reasons.append(
         f"{counted(answers, 'answer')} and {counted(steps, 'step')} of {rows} x {length} tokens: "
         f"{steps * learned / kept:.1f} passes over the answers"
@@ -407,6 +425,7 @@ def make_plan(
         reasons=tuple(reasons),
         batch_size=measured.batch_size,
         quantize=measured.quantize,
+        stored_taps=read if features == "disk" else (),
     )
 
 
@@ -466,6 +485,7 @@ def _check(
 def show(plan: Plan, target: TargetFacts, machine: Machine, sources: Sequence[str], hours: float) -> list[str]:
     """The plan as lines of text."""
     recipe, template = plan.recipe, "with" if target.chats else "without"
+    layers = counted(recipe.get("layers", 1), "layer")
     own = "the target writes them itself; name some of your own with --data"
     return [
         f"target: {counted(target.layers, 'layer')}, hidden size {target.hidden_size}, {target.vocab_size} tokens, "
@@ -473,7 +493,7 @@ def show(plan: Plan, target: TargetFacts, machine: Machine, sources: Sequence[st
         f"machine: {machine.device}, {machine.cpus} cores, {size(machine.memory)} of memory and {size(machine.disk)} "
         "of disk free",
         f"prompts: {', '.join(sources) or own}",
-        f"drafter: {plan.variant}, {counted(recipe['layers'], 'layer')}, taps {','.join(map(str, recipe['taps']))}, "
+        f"drafter: {plan.variant}, {layers}, taps {','.join(map(str, recipe['taps']))}, "
         f"blocks of {recipe['block_size']}",
         f"features: {KEPT_STATES[plan.features]}",
         f"needs: about {size(plan.memory)} of memory, {size(plan.disk)} of disk",

@@ -156,7 +156,7 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
             )
             target = load()
         start, facts = survey.age(), survey.target_facts(target)
-        variants = [settings.variant] if settings.variant else candidates(facts)
+        variants = [settings.variant] if settings.variant else _that_fit(candidates(facts), target)
         _check_target(target, variants, complaints)
         with telling(note, "Reading the prompts" if fit.sources else "Writing some prompts with the target"):
             prompts, available = _sample(fit, target)
@@ -199,9 +199,24 @@ def _check_target(target: Target, variants: list[str], complaints: Complaints) -
             f"The target's context is {target.max_context} tokens; `fit` needs {LEAST_CONTEXT} or more."
         )
     for name in variants:
-        variant = find_variant(name)
         with complaints.noting():
-            variant(variant.recipe_class(**reference(name, survey.target_facts(target)))).config(target)
+            _config(name, target)
+
+
+def _that_fit(names: list[str], target: Target) -> list[str]:
+    """Those kinds of drafters that can be made for a target; all of them if none can, which `_check_target` reports."""
+    found = []
+    for name in names:
+        with contextlib.suppress(UsageError):
+            _config(name, target)
+            found.append(name)
+    return found or names
+
+
+def _config(name: str, target: Target) -> Any:
+    """Configuration of a drafter of this kind. Raises UsageError if there is none for the target."""
+    variant = find_variant(name)
+    return variant(variant.recipe_class(**reference(name, survey.target_facts(target)))).config(target)
 
 
 def _check_folders(where: Where) -> None:

@@ -137,7 +137,7 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], records: Sequen
     commands: dict[str, list[str]] = {
         "prompts": [*sources, *records, *target, *wanted, *at_once, "--out", str(folder)],
         "data": [str(folder / PROMPTS), *target, "--regenerate", *answers, *at_once, *rounded, "--out", data],
-        "features": ["--data", data, *trained, "--taps", _flag(recipe["taps"]), "--out", features],
+        "features": ["--data", data, *trained, "--taps", _flag(plan.stored_taps or recipe["taps"]), "--out", features],
         "train": [plan.variant, *fields, *trained, "--data", data, "--prompts", held_out, "--out", str(where.out)],
         "calibrate": [*pair, "--anew"],
         "bench": [*pair, "--prompts", held_out, *limits, "--methods", "none,chain,chain:auto"]

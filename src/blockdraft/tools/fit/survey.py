@@ -34,7 +34,7 @@ from blockdraft.errors import UsageError
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 from blockdraft.timing import telling
-from blockdraft.tools.fit.plan import Machine, Measured, Speeds, TargetFacts, anchors, reference
+from blockdraft.tools.fit.plan import Machine, Measured, Speeds, TargetFacts, anchors, reference, stored_taps
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.trainer import Trainer, measuring
 from blockdraft.training.variant import find_variant
@@ -164,8 +164,8 @@ def measure(
     data = _documents(folder / "data", target, found)
     shapes = {name: reference(name, target_facts(target)) for name in variants}
     with telling(note, "Computing the target's features of these answers, once for all drafters"):
-        features = {taps: folder / f"features-{i}" for i, taps in enumerate({s["taps"] for s in shapes.values()})}
-        rate = max(_features(target, data, taps, each) for taps, each in features.items())
+        taps = sorted({tap for name, shape in shapes.items() for tap in stored_taps(name, shape, target.num_layers)})
+        rate = _features(target, data, tuple(taps), folder / "features")
     note(f"features: {rate:.0f} tokens/s")
     length = min(target.max_context, max(data.lengths) + 64)
     steps, drafters = dict[str, dict[int, float]](), dict[str, Drafter]()
@@ -174,7 +174,7 @@ def measure(
             note(f"{name} is left out, since the time for measuring is up; --variant {name} would take it")
             continue
         with telling(note, f"Timing training steps of {name}"):
-            trainer = _trainer(name, shape, length, target, data, features[shape["taps"]], folder / name)
+            trainer = _trainer(name, shape, length, target, data, folder / "features", folder / name)
             steps[name] = _step_seconds(trainer, STEPS * seconds / len(shapes))
             trainer.write(folder / name / "drafter")
             drafters[name] = load_drafter(folder / name / "drafter", target=target)
@@ -310,6 +310,7 @@ def _trainer(
     blocks = anchors(length, shape["block_size"])
     fields = {**shape, "length": length, "batch": ROWS[-1], "anchors": blocks, "held_out": 1}
     fields |= {"chunk": ROWS[-1] * blocks, "steps": 1, "features": str(features), "trackers": ()}
+    fields |= {"alone": 0.0} if "alone" in fields else {}  # steps of whole blocks, which take longer
     recipe = find_variant(variant).recipe_class(**fields)
     accelerator = make_accelerator(recipe, folder, "cpu" if target.device.type == "cpu" else None)
     return measuring(variant, target, data, folder / "run", recipe, accelerator)
