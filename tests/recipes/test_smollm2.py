@@ -200,5 +200,5 @@ def test_folders_of_data_and_validation(
 
 
 def test_recipe_of_the_drafter_is_one() -> None:
-    kind = find_variant("dflash").recipe_class
-    assert vars(read_settings(kind, RECIPE / "drafter.toml", {}))["draft_vocab"] == 16384
+    kind = find_variant("eagle3").recipe_class
+    assert vars(read_settings(kind, RECIPE / "drafter.toml", {}))["init"] == "last_layer"

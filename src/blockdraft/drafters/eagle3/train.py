@@ -51,7 +51,7 @@ class Eagle3Recipe(Recipe):
         alone: Share of the steps, at the beginning, that teach the first guess alone, behind as many more tokens.
         taps: Target layers that the drafter reads: their number, spread over the target (`3`), or a list of 0-based
             layers. None is the inputs of the layers 2, T // 2 and T - 3 of a target with T layers, or, for the `init`
-            "last_layer", the layers T // 4, 3 * T // 5 and T - 2, or the taps of the `init`.
+            "last_layer", the layers (T + 2) // 4, 3 * T // 5 and T - 2, or the taps of the `init`.
         draft_vocab: Number of tokens that the drafter can guess, the most frequent supervised ones of the data. None is
             32000, or the whole vocabulary if smaller, or that of `init`.
         intermediate_size: Inner size of the layer's MLP; None is the target's, or three times its hidden size.
@@ -195,7 +195,8 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
 
 def taps_with_the_last(layers: int) -> tuple[int, ...]:
     """Default taps that end with the input of the target's last layer."""
-    return tuple(sorted({layers // 4, 3 * layers // 5, max(layers - 2, 0)}))
+    last = max(layers - 2, 0)
+    return tuple(sorted({min((layers + 2) // 4, last), min(3 * layers // 5, last), last}))
 
 
 def last_layer(target: Target) -> dict[str, Tensor]:
