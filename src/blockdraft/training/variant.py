@@ -121,6 +121,7 @@ class Variant(ABC, Generic[R, N, C]):
         fit_gain: Accepted guesses over those of DFlash after equal training, by which `blockdraft fit` weighs a kind;
             None if `fit` does not make it.
         reducible: Whether its recipe has a field `draft_vocab` that may be set.
+        fit_reduced: Whether `fit` compares it only where that field is set, since it was measured only there.
         kept: The target's ids of the tokens that the drafter can guess, `[Vd]` int64, ascending, if it runs the
             target's head for these alone. Set by `fit_data`.
     """
@@ -131,6 +132,7 @@ class Variant(ABC, Generic[R, N, C]):
     needs_teacher: bool = False
     fit_gain: ClassVar[float | None] = None
     reducible: ClassVar[bool] = False
+    fit_reduced: ClassVar[bool] = False
     kept: Tensor | None = None
 
     @classmethod

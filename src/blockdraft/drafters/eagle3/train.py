@@ -87,7 +87,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
     recipe_class: ClassVar[type[Recipe]] = Eagle3Recipe
     counted = ("covered",)  # slots whose token the drafter can guess
     fit_gain: ClassVar[float | None] = 1.25
-    reducible = True
+    reducible = fit_reduced = True
 
     @classmethod
     def fit_fields(cls, layers: int, hidden_size: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -15,22 +16,18 @@ from blockdraft.data.folder import write_file
 from blockdraft.errors import UsageError, counted
 from blockdraft.evaluation.methods import shape_name
 from blockdraft.formats import find_layout, read_config
+from blockdraft.formats.base import layouts
 from blockdraft.formats.engines import OURS, starts
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.models import named_for_others
 from blockdraft.tools.fit.plan import Plan
 from blockdraft.tools.fit.prompts import HELD_OUT
 from blockdraft.tools.fit.steps import Step, Where
+from blockdraft.training.export import formats_for
 from blockdraft.training.progress import run_folder
 
 README, PICTURE = "README.md", "fit.png"
-FORMATS = {
-    "zlab": "z-lab's layout",
-    "eagle3": "EAGLE-3's layout",
-    "eagle3_speculators": "the speculators format",  # before the format of the DFlash family
-    "speculators": "the speculators format",
-}
-EXPORTS = {"zlab": "speculators", "eagle3": "eagle3_speculators"}  # formats that other engines read, by layout
+ZLAB, SPECULATORS = "zlab", "speculators"
 METHODS = {
     "none": "plain decoding",
     "chain": "drafts of whole blocks",
@@ -56,31 +53,41 @@ def usage(where: Where, temperature: float = 0.0) -> list[str]:
 
 
 def _exported(drafter: Path, target: str | None) -> str | None:
-    """The export format that can describe the drafter: none has a tap on the last layer, scaled embeddings and GGUF
-    targets."""
+    """The speculators format that can describe the drafter, unless it is in one: none has a tap on the last layer,
+    scaled embeddings and GGUF targets."""
     layout, config = _written(drafter)
-    exported = EXPORTS.get(layout)
-    if exported is None:
+    if layout.endswith(SPECULATORS):
         return None
-    try:
-        find_layout(exported).check(config, target, ())
-    except UsageError:
-        return None
-    return exported
+    for name in formats_for(config):
+        if name.endswith(SPECULATORS):
+            with suppress(UsageError):
+                find_layout(name).check(config, target, ())
+                return name
+    return None
 
 
 def _written(drafter: Path) -> tuple[str, Any]:
     """Layout and configuration of a drafter that training has written."""
     raw = read_config(drafter)
-    layout = next(name for name in FORMATS if find_layout(name).recognises(raw))
+    layout = next(name for name, one in layouts().items() if one.recognises(raw))
     return layout, find_layout(layout).config(raw, {}, None, raw.get("num_target_layers"))[0]
+
+
+def _format(layout: str) -> str:
+    """A layout in words."""
+    if layout.endswith(SPECULATORS):
+        return "the speculators format"
+    return "z-lab's layout" if layout == ZLAB else "its own layout"
 
 
 def engines(where: Where) -> dict[str, str]:
     """Command lines that start those other engines that read the drafter's folder as it is."""
     theirs = where.target is not None and not is_gguf(where.target)
     layout, config = _written(where.out)
-    if layout in EXPORTS.values() and read_config(where.out)["speculators_config"]["verifier"]["name_or_path"] is None:
+    if (
+        layout.endswith(SPECULATORS)
+        and read_config(where.out)["speculators_config"]["verifier"]["name_or_path"] is None
+    ):
         return {}  # made for a GGUF file, and other engines take the target's name from the drafter
     lines = starts(config, layout, str(where.out), named_for_others(str(where.target)) if theirs else "TARGET")
     return {name: each.typed for name, each in lines.items() if each.line is not None and name != OURS}
@@ -118,7 +125,7 @@ def write_card(
         f"# A drafter for {name}",
         "",
         f"It guesses the next tokens of {name}, which then gives the same answers in fewer steps. Made by `blockdraft "
-        f"fit`: {plan.variant} in {FORMATS[_written(where.out)[0]]}, {layers}, blocks of "
+        f"fit`: {plan.variant} in {_format(_written(where.out)[0])}, {layers}, blocks of "
         f"{recipe['block_size']}, taps {', '.join(map(str, recipe['taps']))}.",
         "",
         f"## Measured on {counted(plan.bench_prompts, 'prompt')} that it was not trained on",

@@ -37,7 +37,6 @@ CALIBRATION = 40.0  # seconds
 BENCH_SHARE, BENCH_PROMPTS, BENCH_TOKENS = 0.05, 16, 128
 BENCH_RUNS = 12  # three methods, each with one warm-up run and three timed ones
 EVALUATIONS, EVAL_PROMPTS, EVAL_TOKENS = 6, 16, 64
-SERIAL = "eagle3"  # makes a guess at a time, and begins as the target's last layer
 DRAFT_VOCAB = 8192  # tokens that a drafter can guess where the target's head costs more than its layers
 KEPT = 2  # number of checkpoints
 KEPT_STATES = {
@@ -209,11 +208,10 @@ def stored_taps(variant: str, fields: Fields, layers: int) -> tuple[int, ...]:
 
 
 def candidates(target: TargetFacts) -> list[str]:
-    """Kinds of drafters to compare: those that can do without most of the target's head where it costs most. A serial
-    one was compared with the others there alone."""
-    if not reduces(target, draft_layers(target)):
-        return [name for name in fit_gains() if name != SERIAL]
-    return [name for name in fit_gains() if find_variant(name).reducible]
+    """Kinds of drafters to compare: those that can do without most of the target's head where it costs most."""
+    reduced = reduces(target, draft_layers(target))
+    kinds = {name: find_variant(name) for name in fit_gains()}
+    return [name for name, kind in kinds.items() if (kind.reducible if reduced else not kind.fit_reduced)]
 
 
 def draft_layers(target: TargetFacts) -> int:
