@@ -78,13 +78,15 @@ test-jax: .venv-jax/.installed
 test-models: .venv/.installed
 	.venv/bin/python -m pytest -m models tests/models
 
-# The same pair in vLLM on this CPU, in an environment of its own of 3.5 GB: its tokens and drafts, beside ours.
+# The same pair in vLLM on this CPU, in an environment of its own of 3.5 GB: its tokens and drafts, beside ours. Engines
+# take minutes to start, so a test may be silent for an hour.
+ENGINE_TESTS = .venv/bin/python -m pytest -o faulthandler_timeout=3600 tests/engines
 test-vllm: .venv/.installed .venv-vllm/.installed
-	.venv/bin/python -m pytest -m vllm tests/engines
+	$(ENGINE_TESTS) -m vllm $(ARGS)
 
 # And in OpenVINO GenAI, in another.
 test-openvino: .venv/.installed .venv-openvino/.installed
-	.venv/bin/python -m pytest -m openvino tests/engines
+	$(ENGINE_TESTS) -m openvino $(ARGS)
 
 # Decoding speed against other implementations; ARGS="--help" lists what can be set.
 bench-peers: .venv/.installed
@@ -92,12 +94,13 @@ bench-peers: .venv/.installed
 	.venv/bin/python -m benchmarks.peers $(ARGS)
 
 # The same beside vLLM and OpenVINO on this CPU, in build/engines: make bench-engines ARGS="--target DIR --drafter DIR".
-ENGINES = transformers,transformers lookup,llama.cpp,llama.cpp draft-dflash:15,vllm,vllm dflash,$(OPENVINO),$(OURS)
+ENGINES = transformers,transformers lookup,$(LLAMA),vllm,vllm dflash,$(OPENVINO),$(OURS)
+LLAMA = llama.cpp,llama.cpp draft-dflash:3,llama.cpp draft-dflash:7
 OPENVINO = openvino,openvino lookup,openvino dflash,openvino int8,openvino int4
 OURS = ours plain,ours dflash,ours cost-aware
 bench-engines: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments transformers llama_cpp vllm openvino
-	.venv/bin/python -m benchmarks.peers --peers "$(ENGINES)" --out build/engines $(ARGS)
+	.venv/bin/python -m benchmarks.peers --peers "$(ENGINES)" --at-once 16 --out build/engines $(ARGS)
 
 # Decoding speed by the size of the model, beside llama.cpp's, which the first run builds: make bench-sizes ARGS=--quick.
 bench-sizes: .venv/.installed

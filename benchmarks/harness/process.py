@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -50,6 +51,8 @@ class PeerProcess:
 
     Attributes:
         about: What it tells about itself.
+        answers: Names of the requests that it tells it answers.
+        start_seconds: From starting it until it was ready.
 
     Raises:
         PeerError: It cannot be started, says that it is missing, or ends.
@@ -70,6 +73,7 @@ class PeerProcess:
         variables = os.environ | {"HF_HUB_OFFLINE": "1"} | dict(environment or {})
         if threads is not None:
             variables["OMP_NUM_THREADS"] = str(threads)
+        began = time.monotonic()
         try:
             with log.open("w") as errors:
                 self._process = subprocess.Popen(
@@ -92,6 +96,8 @@ class PeerProcess:
             self.close()
             raise
         self.about: dict[str, str] = first["ready"]
+        self.answers: list[str] = first.get("answers", [])
+        self.start_seconds = time.monotonic() - began
 
     def ask(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer to a request. Raises PeerError where the process fails, ends or exceeds its patience."""

@@ -7,10 +7,12 @@ run goes on where it was.
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import shutil
 import sys
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,20 @@ from benchmarks.harness.process import PeerError, PeerProcess, Processes
 from benchmarks.harness.records import Records
 from benchmarks.peers import report
 from benchmarks.peers.environments import BUILD
-from benchmarks.peers.measure import UNTIMED, Task, Trial, differences, figures, measure
-from benchmarks.peers.registry import REFERENCE, choose
+from benchmarks.peers.measure import (
+    UNTIMED,
+    Burst,
+    Task,
+    Trial,
+    differences,
+    figures,
+    measure,
+    measure_at_once,
+    rates_at_once,
+)
+from benchmarks.peers.registry import DFLASH, REFERENCE, choose
 from blockdraft.cli import display
+from blockdraft.drafters import entries
 from blockdraft.engine.text import encode
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.evaluation.results import hardware
@@ -39,10 +52,11 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--limit", type=int, help="prompts taken of each file")
     add("--peers", type=command.listed(), metavar="NAME,...", help="only these (and what they compare to)")
     add("--target", type=Path, default=BUNDLED, metavar="DIR")
-    add("--drafter", type=Path, metavar="DIR", help="a DFlash checkpoint; by default the bundled one")
+    add("--drafter", type=Path, metavar="DIR", help="a DFlash or EAGLE-3 checkpoint; by default the bundled one")
     add("--assistant", type=Path, metavar="DIR", help="a smaller model with the target's tokens")
     add("--max-new-tokens", type=int, default=256)
     add("--repeats", type=int, default=5)
+    add("--at-once", type=int, default=0, metavar="N", help="also ask peers that can N prompts at once")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--device", default="cpu")
     add("--patience", type=float, default=1800.0, help="seconds that loading or one answer may take")
@@ -74,20 +88,30 @@ def read_tasks(args: argparse.Namespace, text: TargetText) -> list[Task]:
     return tasks
 
 
+def kind_of(drafter: Path) -> str:
+    """Name of a drafter's kind; DFlash where its folder does not tell."""
+    file = drafter / "config.json"
+    named = json.loads(file.read_text()).get("architectures", []) if file.exists() else []
+    return next((name for name, entry in entries().items() if {*named} & {*entry.architectures}), DFLASH)
+
+
 def run(args: argparse.Namespace) -> None:
-    peers = {peer.name: peer for peer in choose(args.peers)}
+    kind = kind_of(args.drafter)
+    peers = {peer.name: peer for peer in choose(args.peers, kind)}
     text = load_target_text(args.target)
     tasks = read_tasks(args, text)
     longest = max(len(task.prompt) for task in tasks)
     given: dict[str, Any] = {
         "target": str(args.target.resolve()),
         "drafter": str(args.drafter.resolve()),
+        "kind": kind,
         "assistant": str(args.assistant.resolve()) if args.assistant else None,
         "dtype": args.dtype,
         "device": args.device,
         "threads": args.threads,
         # Room for the longest answer, and some more, since some peers look ahead of what they commit.
         "max_length": min(text.max_context, longest + args.max_new_tokens + 64),
+        "at_once": args.at_once,
     }
 
     def start(name: str) -> PeerProcess:
@@ -95,7 +119,11 @@ def run(args: argparse.Namespace) -> None:
             raise PeerError(reason)
         command.tell(f"loading {name}")
         log, settings = BUILD / "logs" / f"{name.replace(' ', '_')}.log", given | {"options": peers[name].options}
-        return PeerProcess(peers[name].command(), settings, args.threads, log, args.patience)
+        process = PeerProcess(peers[name].command(), settings, args.threads, log, args.patience)
+        if peers[name].converts:  # once more, since the first start may have written the models anew
+            process.close()
+            process = PeerProcess(peers[name].command(), settings, args.threads, log, args.patience)
+        return process
 
     with Processes(start) as processes:
         for name in peers:
@@ -114,21 +142,33 @@ def run(args: argparse.Namespace) -> None:
         request = {"max_new_tokens": args.max_new_tokens, "stops": sorted(text.eos_token_ids)}
         with display.progress("answers") as progress:
             measure(processes, list(about), tasks, args.repeats, request, trials, progress)
+        memory = {name: process.peak_bytes() for name, process in processes.running.items()}
+        bursts = Records(Burst, UNFINISHED / "bursts.csv")
+        if args.at_once:
+            command.tell(f"{args.at_once} prompts at once")
+            measure_at_once(processes, list(about), tasks, args.at_once, args.repeats, request, bursts)
 
         def margin(context: Any, one: int, other: int) -> float:
             answer = processes.running[REFERENCE].ask("margin", {"tokens": list(context), "ids": [one, other]})
             return float(answer["margin"])
 
         different = differences(trials.all, tasks, margin)
+        starts = {name: process.start_seconds for name, process in processes.running.items()}
     names = list(dict.fromkeys(task.prompt_set for task in tasks))
     timed = {trial.key for trial in trials.all if trial.repeat != UNTIMED}
     counts = {name: sum(task.prompt_set == name for task in tasks) for name in names}
-    asked = {name: getattr(args, name) for name in ("dtype", "device", "threads", "max_new_tokens", "repeats")}
+    settings = {"date": date.today().isoformat()}
+    settings |= {
+        name: getattr(args, name) for name in ("dtype", "device", "threads", "max_new_tokens", "repeats", "at_once")
+    }
     models = {"target_name": _name(args.target), "drafter_name": _name(args.drafter)}
     results = report.Results(
-        settings=models | {"prompts": counts} | asked,
+        settings=models | {"prompts": counts} | settings,
         hardware=hardware(torch.device(args.device)),
         about=about,
+        start_seconds=starts,
+        peak_bytes=memory,
+        at_once=rates_at_once(bursts.all),
         missing=processes.missing,
         sets={name: figures([trial for trial in trials.all if trial.prompt_set == name]) for name in names},
         looping={name: counts[name] - sum(key[0] == name for key in timed) for name in names},

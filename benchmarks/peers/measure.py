@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -13,6 +14,7 @@ from benchmarks.harness.records import Records
 from benchmarks.peers.registry import PLAIN, REFERENCE
 from blockdraft.engine import loops
 
+MANY = "decode_many"  # a request with several prompts
 UNTIMED = -1  # instead of a repeat: reference answers, whose tokens are the right ones
 
 # Given a context (token ids) and two tokens: the target's logit of the first less that of the second.
@@ -107,6 +109,48 @@ def measure(
 
 
 @dataclass(frozen=True)
+class Burst:
+    """Answers to several prompts that one peer was asked at once.
+
+    Attributes:
+        tokens: Of all answers.
+        seconds: Until the last of them, reading the prompts included.
+    """
+
+    KEY = ("peer", "repeat")
+
+    peer: str
+    repeat: int
+    tokens: int
+    seconds: float
+
+
+def measure_at_once(
+    processes: Processes,
+    peers: Sequence[str],
+    tasks: Sequence[Task],
+    count: int,
+    repeats: int,
+    request: Mapping[str, Any],
+    bursts: Records[Burst],
+) -> None:
+    """Ask each peer that can several prompts at once, in turns. The first burst of each warms it up."""
+    prompts = [task.prompt for task, _ in zip(cycle(tasks), range(count))]
+    for repeat in range(UNTIMED, repeats):
+        for peer in peers:
+            if (peer, repeat) in bursts.had or MANY not in processes.running[peer].answers:
+                continue
+            if answer := processes.ask(peer, MANY, {**request, "prompts": prompts}):
+                bursts.add(Burst(peer, repeat, answer["tokens"], answer["seconds"]))
+
+
+def rates_at_once(bursts: Sequence[Burst]) -> dict[str, float]:
+    """Tokens per second of each peer; the median of the repeats."""
+    timed = turns.groups([burst for burst in bursts if burst.repeat != UNTIMED], lambda burst: burst.peer)
+    return {peer: median(burst.tokens / burst.seconds for burst in own) for peer, own in timed.items()}
+
+
+@dataclass(frozen=True)
 class Figures:
     """Figures of one peer on one set of prompts.
 
@@ -118,6 +162,7 @@ class Figures:
         over_reference, over_plain: Ratios of tokens per second to transformers' `generate` and to our plain decoding in
             the same repeat; the median of the repeats. None where that one is missing.
         tau: Tokens per cycle.
+        first_token_seconds: From the question to the first tokens; the median of all answers.
         seconds_per_answer: Mean of prefill and decoding together; the median of the repeats.
         same: Share of the prompts of which every answer equals the reference's.
     """
@@ -128,6 +173,7 @@ class Figures:
     over_reference: float | None
     over_plain: float | None
     tau: float
+    first_token_seconds: float
     seconds_per_answer: float
     same: float
 
@@ -153,6 +199,7 @@ def figures(trials: Sequence[Trial]) -> dict[str, Figures]:
             over_reference=turns.median(turns.ratios(own, rates.get(REFERENCE, {}))),
             over_plain=turns.median(turns.ratios(own, rates.get(PLAIN, {}))),
             tau=turns.tau(answers),
+            first_token_seconds=median(answer.prefill_seconds for answer in answers),
             seconds_per_answer=median(sum(t.prefill_seconds + t.decode_seconds for t in r) / prompts for r in repeats),
             same=1 - len(different) / prompts,
         )

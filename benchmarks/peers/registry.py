@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from benchmarks.peers import environments
 OURS = ""  # the environment that the benchmark itself runs in
 REFERENCE = "transformers"  # whose tokens are the right ones, and whose speed is 1
 PLAIN = "ours plain"
+DFLASH = "dflash"
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Peer:
         does: Description in the table.
         options: Options of the adapter.
         speaks_here: Whether its adapter runs in our environment nevertheless.
+        converts: Whether its adapter writes the models in a format of its own, once.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Peer:
     does: str
     options: dict[str, Any] = field(default_factory=dict)
     speaks_here: bool = False
+    converts: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -51,7 +54,7 @@ def _transformers(name: str, mode: str, does: str) -> Peer:
 
 
 def _llama(name: str, does: str, **options: Any) -> Peer:
-    return Peer(name, "llama_cpp", "llama_cpp.py", does, options, speaks_here=True)
+    return Peer(name, "llama_cpp", "llama_cpp.py", does, options, speaks_here=True, converts=True)
 
 
 def _vllm(name: str, does: str, **options: Any) -> Peer:
@@ -59,7 +62,7 @@ def _vllm(name: str, does: str, **options: Any) -> Peer:
 
 
 def _openvino(name: str, does: str, **options: Any) -> Peer:
-    return Peer(name, "openvino", "openvino_pipeline.py", does, options)
+    return Peer(name, "openvino", "openvino_pipeline.py", does, options, converts=True)
 
 
 def _ours(name: str, does: str, **options: Any) -> Peer:
@@ -83,10 +86,10 @@ PEERS = (
     _llama("llama.cpp draft-dflash:7", "7 guesses", speculator="draft-dflash", draft="drafter", guesses=7),
     _llama("llama.cpp draft-dflash:15", "15 guesses", speculator="draft-dflash", draft="drafter", guesses=15),
     _vllm("vllm", "plain, without compiling"),
-    _vllm("vllm dflash", "whole blocks", dflash=True),
+    _vllm("vllm dflash", "whole blocks", drafts=True),
     _openvino("openvino", "plain"),
     _openvino("openvino lookup", "prompt lookup, 10 tokens", lookup=True),
-    _openvino("openvino dflash", "whole blocks", dflash=True),
+    _openvino("openvino dflash", "whole blocks", drafts=True),
     _openvino("openvino int8", "weights of 8 bits", bits=8),
     _openvino("openvino int4", "weights of 4 bits", bits=4),
     _ours(PLAIN, "the backend it chooses", drafter="none"),
@@ -99,8 +102,11 @@ PEERS = (
 )
 
 
-def choose(names: Sequence[str] | None) -> list[Peer]:
+def choose(names: Sequence[str] | None, kind: str = DFLASH) -> list[Peer]:
     """The peers of these names, in the order of the table, with the reference and our plain decoding among them.
+
+    Args:
+        kind: Of the drafter; where it is another than DFlash, it takes that name's place in names and speculators.
 
     Raises:
         ValueError: An unknown name.
@@ -109,4 +115,11 @@ def choose(names: Sequence[str] | None) -> list[Peer]:
     for name in names or ():
         if name not in known:
             raise ValueError(f"Peer {name!r} is unknown; there are: {', '.join(sorted(known))}.")
-    return [peer for peer in PEERS if names is None or peer.name in {*names, REFERENCE, PLAIN}]
+    chosen = [peer for peer in PEERS if names is None or peer.name in {*names, REFERENCE, PLAIN}]
+    return [replace(peer, name=_of_kind(peer.name, kind), options=_of_kind(peer.options, kind)) for peer in chosen]
+
+
+def _of_kind(named: Any, kind: str) -> Any:
+    if isinstance(named, dict):
+        return {key: _of_kind(value, kind) for key, value in named.items()}
+    return named.replace(DFLASH, kind) if isinstance(named, str) else named

@@ -16,13 +16,18 @@ NOTES = """\
 tokens/s: tokens after those that came with the prompt, over the time from there to the last one; median of {repeats}
 repeats (slowest to fastest). x transformers and x ours plain: the ratio to `generate` and to our own plain decoding in
 the same repeat, median; the former is engineering and drafting together, the latter drafting alone. tau: tokens per
-forward of the target. s/answer: reading the prompt included. same: prompts whose answers equal those of `generate`
-token by token; a speed counts only where that is all of them.
+forward of the target. first ms: from the question to its first token, median. s/answer: reading the prompt included.
+same: prompts whose answers equal those of `generate` token by token; a speed counts only where that is all of them.
 
 Peers took turns prompt by prompt. All had the same weights, prompts (as token ids), dtype, number of threads, stop
 tokens and limit of {max_new_tokens} new tokens, and decoded greedily, one prompt at a time. Prompts whose answer loops
 (a run of 8 tokens occurs 4 times or more) are left out: {looping} of {prompts}."""
-HEADER = ("peer", "", "tokens/s", "range", "x transformers", "x ours plain", "tau", "s/answer", "same")
+LOADED = """\
+start: until a peer can answer, its models being there in its own format. memory: the most that its process took while
+it answered one prompt at a time, mapped files included."""
+AT_ONCE = """ {at_once} at once: tokens of so many answers, asked for together, over the time of
+all, reading the prompts included; median of {repeats} repeats."""
+HEADER = ("peer", "", "tokens/s", "range", "x transformers", "x ours plain", "tau", "first ms", "s/answer", "same")
 OUR_COLOUR, THEIR_COLOUR, FAINT = "#d9622b", "#4878a8", "#999999"
 
 
@@ -34,6 +39,9 @@ class Results:
         settings: What was asked for.
         hardware: As `blockdraft bench` tells it.
         about: What each peer tells about itself.
+        start_seconds: From starting each peer until it can answer, its models being there in its format.
+        peak_bytes: Peak memory of each peer's process, mapped files included.
+        at_once: Tokens per second of several prompts asked at once, by peer.
         missing: Why peers are missing.
         sets: Figures by set of prompts and peer.
         looping: Prompts left out, by set.
@@ -43,6 +51,9 @@ class Results:
     settings: dict[str, Any]
     hardware: dict[str, Any]
     about: dict[str, dict[str, str]]
+    start_seconds: dict[str, float]
+    peak_bytes: dict[str, int]
+    at_once: dict[str, float]
     missing: dict[str, str]
     sets: dict[str, dict[str, Figures]]
     looping: dict[str, int]
@@ -56,25 +67,41 @@ def figures_table(peers: Sequence[Peer], figures: Mapping[str, Figures], missing
         one = figures.get(peer.name)
         if one is None:
             reason = missing.get(peer.name, "no repeat was completed")
-            lines.append((peer.name, f"missing: {' '.join(reason.replace('|', '/').split())}", *("",) * 7))
+            lines.append(
+                (peer.name, f"missing: {' '.join(reason.replace('|', '/').split())}", *("",) * (len(HEADER) - 2))
+            )
             continue
         by_repeat = one.tokens_per_second_by_repeat
         ratios = (number(each, unknown="?") for each in (one.over_reference, one.over_plain))
         speeds = (f"{one.tokens_per_second:.1f}", f"{min(by_repeat):.1f}-{max(by_repeat):.1f}", *ratios)
         same = "all" if one.same == 1 else f"{100 * one.same:.1f} %"
-        lines.append((peer.name, peer.does, *speeds, f"{one.tau:.2f}", f"{one.seconds_per_answer:.3f}", same))
+        times = f"{1000 * one.first_token_seconds:.0f}", f"{one.seconds_per_answer:.3f}"
+        lines.append((peer.name, peer.does, *speeds, f"{one.tau:.2f}", *times, same))
     return table(HEADER, lines, left=2)
+
+
+def loaded_table(peers: Sequence[Peer], results: Results) -> str:
+    """Start, memory and speed of several prompts at once, a line for each peer that ran."""
+    count = results.settings["at_once"]
+    header = ["peer", "start s", "memory MB", *([f"{count} at once, tokens/s"] if count else [])]
+    lines = []
+    for name in (peer.name for peer in peers if peer.name in results.start_seconds):
+        line = [name, f"{results.start_seconds[name]:.1f}", f"{results.peak_bytes[name] / 1e6:.0f}"]
+        lines.append([*line, *([number(results.at_once.get(name), ".0f", unknown="not measured")] if count else [])])
+    return table(header, lines, left=1)
 
 
 def page(results: Results, peers: Sequence[Peer], command: str) -> str:
     """All results as Markdown."""
     settings, hardware = results.settings, results.hardware
-    parts = ["# Decoding speed against other implementations", "Written by `make bench-peers`.", "![](peers.png)"]
+    written = "Written by `make bench-peers` or `make bench-engines`."
+    parts = ["# Decoding speed against other implementations", written, "![](peers.png)"]
     for name, figures in results.sets.items():
         timed = max((one.prompts for one in figures.values()), default=0)
         parts += [f"## {name}: {timed} prompts", figures_table(peers, figures, results.missing)]
     counts = {"prompts": sum(settings["prompts"].values()), "looping": sum(results.looping.values())}
-    parts += [NOTES.format(**settings | counts), "## Where tokens differ"]
+    parts += [NOTES.format(**settings | counts), "## Start and memory", loaded_table(peers, results)]
+    parts += [LOADED + (AT_ONCE.format(**settings) if settings["at_once"] else ""), "## Where tokens differ"]
     lines = [
         (
             one.peer,
@@ -89,6 +116,7 @@ def page(results: Results, peers: Sequence[Peer], command: str) -> str:
     parts.append(table(header, lines, left=2) if lines else "Nowhere.")
     machine = f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_bytes'] / 2**30:.0f} GiB"
     facts = [
+        f"Date: {settings['date']}",
         f"Machine: {hardware['gpu'] or machine}",
         f"Device, dtype, threads: {settings['device']}, {settings['dtype']}, {settings['threads']}",
         f"Target: {settings['target_name']}",

@@ -1,8 +1,8 @@
 """Speaks the protocol without a model. The answer to a prompt is a row of numbers from the prompt's first one on.
 
-Options: `missing` or `crash` (a text) instead of loading; `differ`, `die`, `fail`, `hang` and `loop`: a prompt's first
-number to which the answer has another third token, the process ends, it reports an error, never answers, or answers in
-circles.
+Options: `many`, to answer several prompts at once; `missing` or `crash` (a text) instead of loading; `differ`, `die`,
+`fail`, `hang` and `loop`: a prompt's first number to which the answer has another third token, the process ends, it
+reports an error, never answers, or answers in circles.
 """
 
 import json
@@ -16,13 +16,16 @@ if "crash" in options:
 if "missing" in options:
     print(json.dumps({"missing": options["missing"]}))
     sys.exit()
-print(json.dumps({"ready": {"fake": "1.0"}}), flush=True)
+answers = ["decode", "decode_many"] if options.get("many") else ["decode"]
+print(json.dumps({"ready": {"fake": "1.0"}, "answers": answers}), flush=True)
 for line in sys.stdin:
     [(name, request)] = json.loads(line).items()
     with open(settings.get("log", "/dev/null"), "a") as log:
         log.write(line)
     if name == "margin":
         answer = {"margin": 0.25}
+    elif name == "decode_many":
+        answer = {"tokens": 5 * len(request["prompts"]), "seconds": 0.5}
     else:
         number = request["prompt"][0]
         if options.get("hang") == number:

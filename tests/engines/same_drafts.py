@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from blockdraft.drafters.dflash.network import DraftPass
 from blockdraft.engine import Engine
 from blockdraft.engine.text import encode
 from blockdraft.models.catalogue import known
-from blockdraft.models.places import DEFAULT, TINY, bundled_drafter, pulled
+from blockdraft.models.places import DEFAULT, TINY, bundled_drafter, folder_place
 from blockdraft.targets import load_target, load_target_text
 from blockdraft.types import Drafting, SamplingParams
 
@@ -37,8 +38,8 @@ def pairs() -> dict[str, tuple[Path, Path]]:
     """Targets and drafters that are served: the bundled pair, and SmolLM2 where its folder and drafter are here."""
     found = {"tiny": (TINY / "target", TINY / "drafter")}
     model = known(DEFAULT)
-    target, drafter = pulled(model), bundled_drafter(model)
-    if target is not None and target.is_dir() and drafter is not None:
+    target, drafter = folder_place(model), bundled_drafter(model)
+    if target.is_dir() and drafter is not None:
         found[model.id] = (target, drafter)
     return found
 
@@ -64,13 +65,28 @@ def prompts(target: Path) -> list[list[int]]:
     return [encode(json.loads(line)["prompt"], text) for line in lines]
 
 
-def ours(asked: Sequence[Sequence[int]], target: Path, drafter: Path, dtype: str = "float32") -> list[Answer]:
-    """What our engine makes of the prompts, in blocks of full length."""
+def ours(
+    asked: Sequence[Sequence[int]], target: Path, drafter: Path, dtype: str = "float32", cut_last: bool = True
+) -> list[Answer]:
+    """What our engine makes of the prompts, in blocks of full length.
+
+    Args:
+        cut_last: Whether the last blocks before the limit of an answer are as short as what is left of it, as our
+            engine has them; a drafter that looks at all of its block guesses otherwise in a shorter one. Otherwise they
+            are whole, as vLLM's are.
+    """
     loaded = load_target(target, dtype, "cpu", backend="native", compile="off")
-    params = SamplingParams(TOKENS, temperature=0)
-    with Engine(loaded, load_drafter(drafter, target=loaded), drafting=Drafting(block_size=None)) as engine:
+    drafter_here = load_drafter(drafter, target=loaded)
+    params = SamplingParams(TOKENS if cut_last else TOKENS + drafter_here.block_size, temperature=0)
+    with Engine(loaded, drafter_here, drafting=Drafting(block_size=None)) as engine:
         done = [engine.generate([[*prompt]], params)[0] for prompt in asked]
-    return [Answer(list(one.token_ids), len(one.stats.committed)) for one in done]
+    return [Answer(one.token_ids[:TOKENS], _cycles(one.stats.committed)) for one in done]
+
+
+def _cycles(committed: Sequence[int]) -> int:
+    """Number of cycles until an answer has `TOKENS` tokens, of which the first takes none, or ends."""
+    lengths = list(accumulate(committed, initial=1))
+    return sum(length < TOKENS for length in lengths[:-1])
 
 
 def first_norm_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,12 @@ as many drafts for each prompt."""
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
+import briefly_trained
 import httpx
 import psutil
 import pytest
@@ -15,7 +17,7 @@ from same_drafts import ROOT, TOKENS, Answer, environment, first_norm_for_all_la
 
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.servers.metrics import parse
-from blockdraft.targets import load_target
+from blockdraft.targets import BUNDLED, load_target
 from blockdraft.tools.deploy.installed import installed
 from blockdraft.tools.deploy.launch import Running, command
 from blockdraft.training.export import convert, format_for
@@ -90,19 +92,43 @@ def test_tokens_and_drafts(
         loaded = load_target(target, device="cpu")
         convert(drafter, tmp_path / layout, format_for(layout, loaded, str(target)), loaded)
     asked = prompts(target)
-    plain = ours(asked, target, drafter)
+    plain = ours(asked, target, drafter, cut_last=False)
     with served(target, drafter if layout == "zlab" else tmp_path / layout, tmp_path, repaired) as url:
         found = theirs(url, asked)
     if not repaired:
         first_norm_for_all_layers(monkeypatch)
-    expected = plain if repaired else ours(asked, target, drafter)
+    expected = plain if repaired else ours(asked, target, drafter, cut_last=False)
     assert [one.tokens for one in found] == [one.tokens for one in plain]
     assert len({one.drafts for one in expected}) > 2  # so that equal counts mean something
-    differ = [each for each in zip(found, expected, strict=True) if each[0].drafts != each[1].drafts]
-    # The emulation of the fault was off by one draft (14, not 13) in one of the first six prompts; why is not known.
-    assert len(differ) <= (0 if repaired else 1), [(one.drafts, other.drafts) for one, other in differ]
+    assert [one.drafts for one in found] == [one.drafts for one in expected]
     if not repaired:
         assert [one.drafts for one in expected] != [one.drafts for one in plain]
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[list[int]]:
+    return prompts(BUNDLED)
+
+
+@pytest.fixture(scope="module")
+def trained(asked: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda kind: briefly_trained.briefly_trained(kind, tmp_path_factory.mktemp(kind), asked))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("eagle3", "eagle3"), ("eagle3", "eagle3_speculators"), ("peagle", "peagle_speculators")]
+)
+def test_other_kinds(
+    kind: str, layout: str, trained: Callable[[str], Path], asked: list[list[int]], tmp_path: Path
+) -> None:
+    loaded = load_target(BUNDLED, device="cpu")
+    convert(trained(kind), tmp_path / layout, format_for(layout, loaded, str(BUNDLED)), loaded)
+    with served(BUNDLED, tmp_path / layout, tmp_path) as url:
+        found = theirs(url, asked)
+    expected = ours(asked, BUNDLED, tmp_path / layout, cut_last=False)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert sum(one.drafts for one in expected) < 0.8 * sum(len(one.tokens) for one in expected)
+    assert [one.drafts for one in found] == [one.drafts for one in expected]
 
 
 def test_the_fault_is_there_still() -> None:
@@ -113,11 +139,21 @@ def test_the_fault_is_there_still() -> None:
     assert done.returncode == 1 and "row 1 is normed by row 0's weight" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_drafter_that_vllm_has_no_cpu_kernels_for(
-    tiny_target_dir: Path, tiny_dflash2_dir: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("folder", "layout", "told"),
+    [
+        ("tiny_dflash2_dir", "zlab", "vLLM drafts with DFlash2 on GPUs only"),
+        ("tiny_dspark_dir", "speculators", "vLLM drafts with DSpark on GPUs only"),
+    ],
+)
+def test_drafters_that_vllm_has_no_cpu_kernels_for(
+    folder: str, layout: str, told: str, tiny_target_dir: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    loaded = load_target(tiny_target_dir, device="cpu")
+    written = format_for(layout, loaded, str(tiny_target_dir))
+    convert(request.getfixturevalue(folder), tmp_path / "drafter", written, loaded)
     with (
-        pytest.raises(UsageError, match="ended with status .* what helps: vLLM drafts with DFlash2 on GPUs only"),
-        served(tiny_target_dir, tiny_dflash2_dir, tmp_path),
+        pytest.raises(UsageError, match=f"ended with status .* what helps: {told}"),
+        served(tiny_target_dir, tmp_path / "drafter", tmp_path),
     ):
         pass

@@ -6,26 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import briefly_trained
 import pytest
 import torch
 from beside import TOKENS, Ours, accepts_alike, peer
-from transformers import AutoTokenizer, Qwen3ForCausalLM
+from briefly_trained import PROMPTS
+from transformers import Qwen3ForCausalLM
 
-from benchmarks.server import chats
-from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
-from blockdraft.data.writer import DataWriter
 from blockdraft.drafters.eagle3.layout import tensor_shapes
-from blockdraft.drafters.eagle3.train import Eagle3Recipe
 from blockdraft.formats import Checkpoint, find_layout, read_drafter
-from blockdraft.settings import read_settings
 from blockdraft.targets import BUNDLED as TARGET
-from blockdraft.targets import load_target
-from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import export_gguf
-from blockdraft.training.trainer import run_folder, train
 
 pytestmark = pytest.mark.llamacpp
-PROMPTS, GUESSES, NEAR = 32, 7, 0.03
+GUESSES, NEAR = 7, 0.03
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -59,29 +53,13 @@ def test_every_variant(variant: str, eagle3_of_three_taps: Path, few_words: Path
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    asked = [request["messages"] for request in chats.make(PROMPTS)]
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in asked]
+    return briefly_trained.prompts()
 
 
 @pytest.fixture(scope="module")
 def trained(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A drafter for the bundled target that was trained briefly, on answers to these prompts."""
     folder = tmp_path_factory.mktemp("trained")
-    target = load_target(TARGET, device="cpu")
-    assert target.tokenizer is not None
-    writer = DataWriter(folder / "data", {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
-    writer.begin()
-    for row, (prompt, answer) in enumerate(zip(prompts, Ours(prompts, TARGET, "none").tokens, strict=True)):
-        ids = torch.tensor(prompt + answer)
-        writer.add(row, [Document(ids, torch.arange(len(ids)) >= len(prompt) - 1)])
-    writer.finish()
-    flags = {"length": "256", "batch": "4", "held-out": "1", "steps": "60", "learning-rate": "3e-3", "eval-every": "0"}
-    flags |= {"eval-prompts": "1", "eval-tokens": "6", "save-every": "0", "trackers": "", "draft-vocab": "1500"}
-    recipe = read_settings(Eagle3Recipe, flags=flags)
-    out = folder / "drafter"
-    train("eagle3", target, read_data(folder / "data"), out, recipe, make_accelerator(recipe, run_folder(out), "cpu"))
-    return out
+    return briefly_trained.briefly_trained("eagle3", folder, prompts, **{"draft-vocab": "1500"})
 
 
 def test_guesses_of_a_trained_one(prompts: list[list[int]], trained: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,8 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
     elif mode == "dflash":
         drafter = as_assistant(Path(settings["drafter"]), dtype).to(device)
         extra = {"assistant_model": drafter, "speculation_type": "dflash"}
+    elif mode != "plain":
+        raise Missing(f"transformers has no class for drafters of the kind {mode}")
 
     def decode(request: Request) -> Answer:
         prompt = torch.tensor([request["prompt"]], device=model.device)
@@ -98,6 +101,25 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
             )
         return steps.clock.answer(output[0, prompt.size(1) :].tolist())
 
+    def decode_many(request: Request) -> Answer:
+        """One batch, its prompts padded on their left."""
+        began, longest = time.perf_counter(), max(map(len, request["prompts"]))
+        padding = request["stops"][0]
+        prompts = [[padding] * (longest - len(each)) + list(each) for each in request["prompts"]]
+        seen = [[0] * (longest - len(each)) + [1] * len(each) for each in request["prompts"]]
+        output = model.generate(
+            torch.tensor(prompts, device=model.device),
+            attention_mask=torch.tensor(seen, device=model.device),
+            max_new_tokens=request["max_new_tokens"],
+            do_sample=False,
+            eos_token_id=request["stops"],
+            pad_token_id=padding,
+        )[:, longest:]
+        ended = torch.isin(output, torch.tensor(request["stops"], device=model.device))
+        # Tokens up to the first stop, itself included.
+        tokens = int(((ended.cumsum(1) - ended.long()) == 0).sum())
+        return {"tokens": tokens, "seconds": time.perf_counter() - began}
+
     @cache
     def exact() -> Any:
         """The same weights in float32."""
@@ -110,7 +132,8 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
         return {"margin": float(logits[one] - logits[other])}
 
     about = {"transformers": transformers.__version__, "torch": torch.__version__}
-    return about, {"decode": decode, "margin": margin}
+    functions = {"decode": decode, "margin": margin}
+    return about, functions | ({"decode_many": decode_many} if mode == "plain" else {})
 
 
 if __name__ == "__main__":

@@ -1,21 +1,25 @@
-"""OpenVINO GenAI: plain, with DFlash, or with prompt lookup, from weights that it converts itself."""
+"""OpenVINO GenAI: plain, with a drafter, or with prompt lookup, from weights that it converts itself, once.
+
+python openvino_pipeline.py convert MODEL OUT BITS      # BITS 0 leaves the weights in float32
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import subprocess
+import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import openvino
 import openvino_genai
-from optimum.exporters.openvino import main_export
-from optimum.intel import OVConfig, OVWeightQuantizationConfig
-from serve import Answer, Clock, Request, serve
-from transformers import dynamic_module_utils
+from serve import Answer, Clock, Missing, Request, serve
 
+MODELS = Path(__file__).parents[3] / "build" / "peers" / "openvino" / "models"
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 LOOKUP_TOKENS, LOOKUP_NGRAM = 10, 3
 GROUP = 64  # of 4-bit weights: what divides the widths of small models
@@ -37,50 +41,77 @@ class Steps(openvino_genai.StreamerBase):
         pass
 
 
-def convert(model: str, out: Path, bits: int | None) -> str:
+def convert(model: str, out: str, bits: int) -> None:
+    from optimum.exporters.openvino import main_export
+    from optimum.intel import OVConfig, OVWeightQuantizationConfig
+    from transformers import dynamic_module_utils
+
+    # The check asks for diffusers, which the exporter's code for drafters does not use.
+    dynamic_module_utils.check_imports = dynamic_module_utils.get_relative_imports
     how = OVConfig(dtype="fp32")
-    if bits is not None:
+    if bits:
         kind = OVWeightQuantizationConfig(bits=bits, sym=bits == 8, group_size=-1 if bits == 8 else GROUP)
         how = OVConfig(quantization_config=kind)
     main_export(
         model, out, task="text-generation-with-past", trust_remote_code=True, convert_tokenizer=False, ov_config=how
     )
+
+
+def converted(model: str, bits: int = 0) -> str:
+    """The model's folder in OpenVINO's format, made by another process, whose memory is not the pipeline's."""
+    made_of = [(str(file), file.stat().st_mtime_ns) for file in sorted(Path(model).glob("*.safetensors"))]
+    out = MODELS / hashlib.sha256(json.dumps([made_of, bits]).encode()).hexdigest()[:16]
+    if not (out / "done").exists():
+        done = subprocess.run([sys.executable, __file__, "convert", model, str(out), str(bits)], stdout=sys.stderr)
+        if done.returncode:
+            raise Missing(f"optimum does not convert {Path(model).name}; the log says why")
+        (out / "done").touch()
     return str(out)
 
 
 def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
-    # The check asks for diffusers, which the exporter's code for drafters does not use.
-    dynamic_module_utils.check_imports = dynamic_module_utils.get_relative_imports
     options, precision = settings["options"], PRECISIONS[settings["dtype"]]
     asked = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
     asked["INFERENCE_NUM_THREADS"] = settings["threads"]
-    speculation: dict[str, Any] = {}
-    with TemporaryDirectory() as folder:
-        target = convert(settings["target"], Path(folder, "target"), options.get("bits"))
-        if options.get("dflash"):
-            drafter = convert(settings["drafter"], Path(folder, "drafter"), None)
-            speculation["draft_model"] = openvino_genai.draft_model(drafter, "CPU", **asked)
-            speculation["scheduler_config"] = openvino_genai.SchedulerConfig()
-            speculation["scheduler_config"].enable_prefix_caching = False  # which DFlash refuses
-            config = json.loads((Path(settings["drafter"]) / "config.json").read_text())
-            guesses = {"num_assistant_tokens": config["block_size"] - 1}
-        elif options.get("lookup"):
-            speculation["prompt_lookup"] = True
-            guesses = {"num_assistant_tokens": LOOKUP_TOKENS, "max_ngram_size": LOOKUP_NGRAM}
-        else:
-            guesses = {}
-        pipe = openvino_genai.LLMPipeline(target, "CPU", **speculation, **asked)
+    speculation, guesses = dict[str, Any](), dict[str, int]()
+    if options.get("drafts"):
+        speculation["draft_model"] = openvino_genai.draft_model(converted(settings["drafter"]), "CPU", **asked)
+        speculation["scheduler_config"] = openvino_genai.SchedulerConfig()
+        speculation["scheduler_config"].enable_prefix_caching = False  # which drafters refuse
+        config = json.loads((Path(settings["drafter"]) / "config.json").read_text())
+        guesses = {"num_assistant_tokens": config["block_size"] - 1}
+    elif options.get("lookup"):
+        speculation["prompt_lookup"] = True
+        guesses = {"num_assistant_tokens": LOOKUP_TOKENS, "max_ngram_size": LOOKUP_NGRAM}
+    target = converted(settings["target"], options.get("bits", 0))
+    pipe = openvino_genai.LLMPipeline(target, "CPU", **speculation, **asked)
 
-    def decode(request: Request) -> Answer:
-        config = openvino_genai.GenerationConfig(
+    def how(request: Request) -> Any:
+        return openvino_genai.GenerationConfig(
             max_new_tokens=request["max_new_tokens"], stop_token_ids=set(request["stops"]), **guesses
         )
+
+    def decode(request: Request) -> Answer:
         steps = Steps()
-        done = pipe.generate(openvino.Tensor(np.array([request["prompt"]], dtype=np.int64)), config, steps)
+        done = pipe.generate(openvino.Tensor(np.array([request["prompt"]], dtype=np.int64)), how(request), steps)
         return steps.clock.answer(list(done.tokens[0]))
 
-    return {name: version(name) for name in ("openvino-genai", "optimum-intel")}, {"decode": decode}
+    def decode_many(request: Request) -> Answer:
+        """One batch, its prompts padded on their left."""
+        longest = max(map(len, request["prompts"]))
+        ids, mask = np.zeros((2, len(request["prompts"]), longest), dtype=np.int64)
+        for row, prompt in enumerate(request["prompts"]):
+            ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
+        began = time.perf_counter()
+        done = pipe.generate(openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(mask)), how(request))
+        return {"tokens": sum(map(len, done.tokens)), "seconds": time.perf_counter() - began}
+
+    functions = {"decode": decode} | ({} if speculation else {"decode_many": decode_many})
+    return {name: version(name) for name in ("openvino-genai", "optimum-intel")}, functions
 
 
 if __name__ == "__main__":
-    serve(load)
+    if sys.argv[1] == "convert":
+        convert(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    else:
+        serve(load)

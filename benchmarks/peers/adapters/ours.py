@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,22 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
             "decode_seconds": seconds - stats.prefill_seconds,
         }
 
+    @cache
+    def wide(way: str) -> blockdraft.Engine:
+        """The engine of a way with as many rows as prompts are asked at once."""
+        return blockdraft.Engine(target, drafters[named[way]], settings["at_once"], drafting[way])
+
+    def decode_many(request: Request) -> Answer:
+        stops = tuple(request["stops"])
+        params = blockdraft.SamplingParams(request["max_new_tokens"], stop_token_ids=stops, ignore_eos=True)
+        engine = wide(request.get("way", ""))
+        began = time.perf_counter()
+        completions = engine.generate(request["prompts"], params)
+        seconds = time.perf_counter() - began
+        return {"tokens": sum(len(each.token_ids) for each in completions), "seconds": seconds}
+
     about = {"blockdraft": sources(), "torch": torch.__version__, "backend": target.backend, "running": target.running}
-    return about, {"decode": decode}
+    return about, {"decode": decode, "decode_many": decode_many}
 
 
 if __name__ == "__main__":

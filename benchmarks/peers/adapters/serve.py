@@ -66,7 +66,7 @@ def serve(load: Callable[[Request], tuple[dict[str, str], dict[str, Callable[[Re
     except Missing as error:
         say({"missing": str(error)})
         return
-    say({"ready": about})
+    say({"ready": about, "answers": list(functions)})
     for line in sys.stdin:
         [(name, request)] = json.loads(line).items()
         try:

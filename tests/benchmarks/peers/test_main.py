@@ -2,6 +2,8 @@
 
 import json
 import sys
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ def command(tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPat
 
 
 def run(monkeypatch: pytest.MonkeyPatch, arguments: list[str], *peers: object) -> None:
-    monkeypatch.setattr(program, "choose", lambda names: list(peers))
+    monkeypatch.setattr(program, "choose", lambda names, kind: list(peers))
     monkeypatch.setattr(sys, "argv", ["peers", *arguments])
     program.main()
 
@@ -32,14 +34,18 @@ def run(monkeypatch: pytest.MonkeyPatch, arguments: list[str], *peers: object) -
 def test_one_command_measures_and_writes(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    peers = fake(REFERENCE), fake("a", differ=1), fake("b", missing="no | wheel"), fake("c", die=1), fake(PLAIN)
-    run(monkeypatch, [*command, "--repeats", "2"], *peers)
+    peers = fake(REFERENCE), fake("a", differ=1), fake("b", missing="no | wheel"), fake("c", die=1), fake(PLAIN, many=1)
+    run(monkeypatch, [*command, "--repeats", "2", "--at-once", "16"], *peers)
     found = json.loads((tmp_path / "out" / "peers.json").read_text())
     assert set(found["sets"]["sums"]) == {REFERENCE, "a", PLAIN}
     assert found["missing"] == {"b": "no | wheel", "c": "failed: it ended with 1: out of memory"}
     assert [(one["peer"], one["place"], one["margin"]) for one in found["differences"]] == [("a", 3, 0.25)] * 2
     assert found["settings"]["prompts"] == {"sums": 2} and found["looping"] == {"sums": 0}
-    assert f"a, c, {PLAIN}: fake 1.0" in capsys.readouterr().out
+    assert found["at_once"] == {PLAIN: 160}  # 16 answers of 5 tokens in half a second
+    assert min(found["start_seconds"].values()) > 0 and found["peak_bytes"][PLAIN] > 1 << 20
+    printed = capsys.readouterr().out
+    assert f"a, c, {PLAIN}: fake 1.0" in printed and f"Date: {date.today()}" in printed
+    [line] = [line for line in printed.splitlines() if line.startswith(f"| {PLAIN} |") and line.endswith("| 160 |")]
     for file in ("peers.json", "peers.md"):
         assert str(tmp_path) not in (tmp_path / "out" / file).read_text()
     assert (tmp_path / "out" / "peers.png").read_bytes().startswith(b"\x89PNG")
@@ -98,6 +104,28 @@ def test_peers_have_names_adapters_and_environments(tmp_path: Path, monkeypatch:
     reasons = {peer.name: peer.why_missing() for peer in PEERS}
     assert reasons["vllm"] == "not installed; run `make bench-engines`"
     assert reasons["dflash"] == "not installed; run `make bench-peers`" and reasons[PLAIN] is None
+
+
+def test_models_of_other_formats_are_written_before_the_start_is_timed(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    begin = program.PeerProcess
+
+    def recorded(line: list[str], *others: object) -> object:
+        started.append(line[1])
+        return begin(line, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(program, "PeerProcess", recorded)
+    run(monkeypatch, [*command, "--repeats", "1"], fake(REFERENCE), replace(fake("a"), converts=True))
+    assert len(started) == 3
+
+
+def test_a_drafter_gives_its_kind_to_the_names_of_peers(tiny_drafter_dir: Path, tiny_eagle3_dir: Path) -> None:
+    assert program.kind_of(tiny_drafter_dir) == "dflash" and program.kind_of(tiny_eagle3_dir) == "eagle3"
+    found = {peer.name: peer.options for peer in choose(["llama.cpp draft-dflash:7", "vllm dflash"], "eagle3")}
+    assert found["llama.cpp draft-eagle3:7"] == {"speculator": "draft-eagle3", "draft": "drafter", "guesses": 7}
+    assert found["vllm eagle3"] == {"drafts": True}
 
 
 def test_some_peers_come_with_what_they_are_compared_to() -> None:

@@ -15,6 +15,7 @@ from blockdraft.drafters.eagle3.layout import tensor_shapes
 from blockdraft.drafters.eagle3.network import Eagle3Config
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, Checkpoint, layout_of, layouts, read_drafter
+from blockdraft.formats.starting import Start
 
 KEPT = torch.tensor([0, 3, 4, 9, 62])
 CONFIG = Eagle3Config(
@@ -96,6 +97,7 @@ def test_keys_and_names(tmp_path: Path) -> None:
     assert (raw["architectures"], raw["model_type"]) == (["LlamaForCausalLMEagle3"], "llama")
     assert (raw["draft_vocab_size"], raw["vocab_size"], raw["dtype"]) == (5, 64, "bfloat16")
     assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 5, 6]
+    assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 6, 7]  # as vLLM numbers them
     assert stored["midlayer.self_attn.q_proj.weight"].shape == (32, 32) and stored["fc.weight"].shape == (16, 48)
     assert stored["t2d"].nonzero().flatten().tolist() == KEPT.tolist()
     assert stored["d2t"].dtype == torch.int64 and stored["d2t"].tolist() == [0, 2, 2, 6, 58]
@@ -111,6 +113,24 @@ def test_keys_and_names(tmp_path: Path) -> None:
 
     write(tmp_path / "whole", WHOLE)
     assert not {"t2d", "d2t"} & {*load_file(tmp_path / "whole" / "model.safetensors")}
+
+
+def test_taps_in_one_place_alone(tmp_path: Path) -> None:
+    """vLLM numbers taps by the layers that they enter, and takes those of eagle_config so too."""
+
+    def start(folder: Path) -> Start:
+        return eagle3.LAYOUT.starts(CONFIG, str(folder), "target", lambda to: f"export {to}")["vLLM"]
+
+    write(tmp_path / "draft")
+    assert start(tmp_path / "draft").line and start(Path("some/repository")).line
+    change(tmp_path / "draft", eagle_aux_hidden_state_layer_ids=None)
+    assert start(tmp_path / "draft") == Start(
+        None, "it takes taps that are in eagle_config alone one layer off", "export eagle3"
+    )
+    write(tmp_path / "other")
+    change(tmp_path / "other", eagle_config=None)
+    for name in ("draft", "other"):
+        assert read_drafter(tmp_path / name, None, 7).config.taps == (1, 5, 6)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3_speculators"])

@@ -74,4 +74,6 @@ def test_what_an_installation_lacks(environment: Path) -> None:
 def test_remedies() -> None:
     assert remedy("RuntimeError: operator torchvision::nms does not exist") is not None
     assert "DFlash drafter" in str(remedy("Model Runner V1 does not support: DFlash candidate-head drafts"))
+    assert "GPUs only" in str(remedy("Model Runner V1 does not support: dspark speculative decoding"))
+    assert "update" in str(remedy("ValueError: Please ensure you're loading a speculators-format model."))
     assert remedy("out of memory") is None

@@ -19,6 +19,8 @@ from fake_server import FakeServer
 from blockdraft import cli
 from blockdraft.errors import UsageError
 from blockdraft.formats import zlab
+from blockdraft.models.catalogue import known
+from blockdraft.models.places import file_place, folder_place
 from blockdraft.targets import BUNDLED, load_target
 from blockdraft.tools.deploy import launch
 from blockdraft.tools.deploy.launch import Running, command
@@ -125,6 +127,24 @@ def test_pairs_that_do_not_fit(tmp_path: Path, tiny_target_dir: Path, tiny_draft
         command("vllm", target, target, 8000)
     with pytest.raises(UsageError, match="engine is 'llama'"):
         command("llama", target, str(tiny_drafter_dir), 8000)
+
+
+def test_a_file_is_no_target_for_other_engines(
+    tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    model = known("smollm2")
+    file = file_place(model)
+    assert file is not None
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"GGUF")
+    with pytest.raises(UsageError, match="a GGUF file, and vLLM is .* pull smollm2 --from hub`, or let transformers"):
+        command("vllm", "smollm2", str(tiny_drafter_dir), 8000)
+    with pytest.raises(UsageError, match="folder; let transformers"):
+        command("vllm", str(file.rename(tmp_path / "other.gguf")), str(tiny_drafter_dir), 8000)
+    file.touch()
+    folder_place(model).symlink_to(tiny_target_dir)
+    assert command("vllm", "smollm2", str(tiny_drafter_dir), 8000).line[2] == str(folder_place(model))
 
 
 @pytest.mark.slow

@@ -392,7 +392,8 @@ def test_eagle3(tiny_eagle3_dir: Path, tiny_target_dir: Path, tmp_path: Path) ->
 def test_taps_that_only_the_target_tells(tiny_eagle3_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_eagle3_dir, tmp_path / "usual")
     file = tmp_path / "usual" / "config.json"
-    raw = {name: value for name, value in json.loads(file.read_text()).items() if name != "eagle_config"}
+    raw = json.loads(file.read_text())
+    del raw["eagle_config"], raw["eagle_aux_hidden_state_layer_ids"]
     file.write_text(json.dumps(raw))
     with pytest.raises(
         UsageError, match="eagle_aux_hidden_state_layer_ids is absent; it must be given; or name the target"

