@@ -182,8 +182,9 @@ wheel: .venv/.installed
 .venv-openvino/.installed: PIP = .venv-openvino/bin/python -m pip --disable-pip-version-check
 .venv-openvino/.installed: tests/engines/openvino.txt
 	$(PYTHON) -m venv .venv-openvino
-	$(PIP) install --quiet -c constraints.txt torch
-	$(PIP) install --quiet -r $<
+	grep '^torch==' constraints.txt > .venv-openvino/constraints.txt
+	$(PIP) install --quiet -c .venv-openvino/constraints.txt torch
+	$(PIP) install --quiet -c .venv-openvino/constraints.txt -r $<
 	$(PIP) uninstall --quiet --yes torchvision
 	touch $@
 

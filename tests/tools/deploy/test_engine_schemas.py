@@ -4,14 +4,12 @@ run it are named with a reason."""
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from engine_schemas import check_recorded
 from thinned import thinned
 
 from blockdraft.errors import UsageError
-from blockdraft.formats import find_layout
 from blockdraft.targets import Target, load_target
 from blockdraft.tools.deploy.launch import ENGINES, command
 from blockdraft.tools.inspect import inspect
@@ -32,7 +30,7 @@ KINDS: dict[str, dict[str, set[str]]] = {
         "gguf": {"llama.cpp"},
     },
     "medusa": {"medusa": set()},
-    "mtp": {"mtp": set(), "mtp_speculators": {"vLLM"}},
+    "mtp": {"mtp": set(), "mtp_speculators": set()},
 }
 OWN = {"drafter": "zlab", "dflash2": "zlab", "dspark": "zlab", "eagle3": "eagle3", "medusa": "medusa", "mtp": "mtp"}
 
@@ -127,18 +125,12 @@ def test_kinds_that_no_engine_runs_are_refused_by_name(drafters: dict[str, Path]
         ("medusa", "sglang", "SGLang cannot be started .* it runs no Medusa heads"),
         ("medusa", "vllm", "vLLM cannot be started .* it reads Medusa's heads in a layout of its own"),
         ("mtp", "trtllm", "TensorRT-LLM cannot be started .* it runs MTP heads that lie in the target's own"),
-        ("mtp", "vllm", "in the speculators format only. Export it first: .* --format mtp_speculators"),
+        ("mtp", "vllm", "vLLM cannot be started .* it runs MTP heads that lie in the target's own"),
         ("dflash2", "trtllm", "how it is started with DFlash2DraftModel is not known here"),
         ("dspark", "vllm", "it reads no DSparkDraftModel in this format. Export it first: .* --format speculators"),
     ):
         with pytest.raises(UsageError, match=told):
             command(engine, target, str(drafters[kind]), 8000)
-
-
-def test_a_head_that_the_speculators_format_cannot_hold_is_not_sent_there() -> None:
-    for normed, remedy in ((True, "mtp_speculators"), (False, None)):
-        config = SimpleNamespace(normed_feedback=normed)
-        assert find_layout("mtp").starts(config, "d", "t", lambda to: to)["vLLM"].remedy == remedy
 
 
 def test_eagle3_with_the_usual_taps_names_none(drafters: dict[str, Path], tiny_target_dir: Path) -> None:

@@ -46,10 +46,7 @@ class MTP:
         return MTPConfig(**given), True
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
-        if not config.normed_feedback:  # the speculators format cannot express it
-            return nowhere(NOT_RUN)
-        reason = "it reads MTP heads in a folder of their own in the speculators format only"
-        return nowhere(NOT_RUN) | {VLLM: Start(None, reason, export("mtp_speculators"))}
+        return nowhere(NOT_RUN)
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw, tensors = read_config(path), read_tensors(path)

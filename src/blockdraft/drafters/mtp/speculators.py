@@ -11,12 +11,13 @@ import torch
 from transformers import AutoConfig
 
 from blockdraft.drafters.mtp.in_target import StoredHead
+from blockdraft.drafters.mtp.layout import NOT_RUN
 from blockdraft.drafters.mtp.network import MTPConfig
 from blockdraft.drafters.mtp.target_network import TargetMTPConfig, one_layer
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import guesses_of, layer_config, named
-from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere, vllm_alone
+from blockdraft.formats.starting import Start, nowhere
 from blockdraft.formats.stored import check_floats, stored
 from blockdraft.formats.zlab import one_dtype, rope_of
 from blockdraft.nn.draft_config import need
@@ -107,8 +108,7 @@ class MTPSpeculators:
         return parse_config(raw, num_target_layers or 1, has_experts), num_target_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
-        reason = "it runs MTP heads that lie in the target's own checkpoint, and no others"
-        return {VLLM: vllm_alone(drafter), **nowhere(dict.fromkeys((SGLANG, TENSORRT_LLM, LLAMA_CPP), reason))}
+        return nowhere(NOT_RUN)
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw = read_config(path)
