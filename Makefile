@@ -84,8 +84,8 @@ ENGINE_TESTS = .venv/bin/python -m pytest -o faulthandler_timeout=3600 tests/eng
 test-vllm: .venv/.installed .venv-vllm/.installed
 	$(ENGINE_TESTS) -m vllm $(ARGS)
 
-# And in OpenVINO GenAI, in another.
-test-openvino: .venv/.installed .venv-openvino/.installed
+# And in OpenVINO GenAI, in another; with our config.json in the oldest transformers that its exporter takes.
+test-openvino: .venv/.installed .venv-openvino/.installed .venv-transformers/.installed
 	$(ENGINE_TESTS) -m openvino $(ARGS)
 
 # Decoding speed against other implementations; ARGS="--help" lists what can be set.
@@ -186,6 +186,11 @@ wheel: .venv/.installed
 	$(PIP) install --quiet -c .venv-openvino/constraints.txt torch
 	$(PIP) install --quiet -c .venv-openvino/constraints.txt -r $<
 	$(PIP) uninstall --quiet --yes torchvision
+	touch $@
+
+.venv-transformers/.installed:
+	$(PYTHON) -m venv .venv-transformers
+	.venv-transformers/bin/python -m pip --disable-pip-version-check install --quiet transformers==4.51.0
 	touch $@
 
 # Leaves the environments, those in build/peers too, and what recipes wrote to build/tiny.

@@ -71,6 +71,7 @@ NOT_RUN = {
     "blockdraft bench server http://localhost:8000 --against http://localhost:8001 --prompts gsm8k.jsonl": ASKS,
     "blockdraft launch vllm --target bundled --drafter bundled --environment vllm -- --enforce-eager --max-model-len "
     "1024": "starts an engine of others; tests/engines/test_vllm.py does",
+    "from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig": PULLS,
     "import openvino_genai as ov": "tests/engines/test_openvino.py runs that engine",
     "blockdraft launch sglang --target TARGET --drafter DRAFTER --prompts chats.jsonl --out results -- --tp 2": ""
     "starts an engine of others; tests/tools/deploy/test_launch.py has one that stands in for it",

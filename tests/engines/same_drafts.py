@@ -45,10 +45,10 @@ def pairs() -> dict[str, tuple[Path, Path]]:
 
 
 def environment(name: str) -> Path:
-    """The environment that `make test-NAME` sets up; `BLOCKDRAFT_NAME` names another."""
+    """An environment that `make test-vllm` or `make test-openvino` sets up; `BLOCKDRAFT_NAME` names another."""
     folder = Path(os.environ.get(f"BLOCKDRAFT_{name.upper()}", ROOT / f".venv-{name}"))
     if not (folder / ".installed").exists():
-        pytest.skip(f"{folder} is not there; run make test-{name}")
+        pytest.skip(f"{folder} is not there; run make test-vllm or make test-openvino")
     return folder
 
 
