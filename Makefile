@@ -57,9 +57,10 @@ against: .venv/.installed
 test-peers: .venv-peers/.installed
 	.venv-peers/bin/python -m pytest -m peers
 
-# Other people's clients against the running server, in an environment of their own, which holds no blockdraft.
+# Other people's clients against the running server, in an environment of their own, which holds no blockdraft. One of
+# them, Schemathesis, takes minutes for its single test.
 test-clients: .venv/.installed .venv-clients/.installed
-	.venv-clients/bin/python -m pytest --confcutdir tests/clients -o filterwarnings= -m clients tests/clients
+	.venv-clients/bin/python -m pytest --confcutdir tests/clients -o filterwarnings= -o faulthandler_timeout=1800 -m clients tests/clients
 
 # GGUF files that we write, in llama.cpp, which the first run builds.
 test-llamacpp: .venv/.installed
