@@ -30,7 +30,7 @@ def test_documents_of_a_row_do_not_see_each_other(target: Target, data: TokenDat
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(small_lm_config(RECIPE, target)).eval()
     made = train.batches(data, RECIPE)[0]
-    together = train.loss(model, data, made.batch([(3, 5), (8,)], generator(0)))
+    together = train.loss(model, data, made.batch([(3, 5), (8,)], generator(0), 1))
     losses = []
     for index in (3, 5, 8):
         document = data[index]

@@ -217,7 +217,7 @@ def test_a_reader_that_is_too_slow_is_ended(engine: Engine, submitted: list[Requ
 def test_an_answer_that_fails_leaves_the_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         served = service(engine)
-        job = replace(JOB, params=replace(ENDLESS, stop=["\0"]), max_new_tokens=60)  # text is read for the stop string
+        job = replace(JOB, params=replace(ENDLESS, stop=["\0"]), max_new_tokens=240)  # text is read for the stop string
         good, bad = (served.answers([job]) for _ in range(2))
         await anext(good)
         await anext(bad)
@@ -226,7 +226,7 @@ def test_an_answer_that_fails_leaves_the_others(engine: Engine, monkeypatch: pyt
         with pytest.raises(RequestError, match="ZeroDivisionError"):
             async for _ in bad:
                 pass
-        assert [event async for event in good][-1][1].usage.completion == 60
+        assert [event async for event in good][-1][1].usage.completion == 240
         assert served.metrics._ended == {"error_500": 1, "length": 1}
         await settle(engine)
 

@@ -163,12 +163,13 @@ def test_a_command_is_told_of_a_signal_and_saves(tmp_path: Path, monkeypatch: py
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
 
+    before = signal.getsignal(signal.SIGTERM)
+
     def end() -> None:
-        while not started.exists():
+        while not started.exists() or signal.getsignal(signal.SIGTERM) is before:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    before = signal.getsignal(signal.SIGTERM)
     threading.Thread(target=end, daemon=True).start()
     assert steps._run(["x"], None) == 143
     assert signal.getsignal(signal.SIGTERM) is before
