@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,29 @@ def test_logits_are_torchs(name: str, window: int | None, store: str, tiny_targe
     for ours, theirs in zip(logits_of(run, network, window), exact, strict=True):
         scale = float(theirs.float().std())
         assert ours.shape == theirs.shape and float((ours - theirs).abs().max()) < STORES[store][1] * scale
+
+
+@pytest.mark.parametrize("bits", [8, 4, None])
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_weights_are_rounded_as_the_targets_unless_they_are_to_be_kept(
+    name: str, bits: int | None, tiny_target_dir: Path
+) -> None:
+    config = replace(CONFIGS[name], intermediate_size=64, head_dim=16)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        network = Eagle3Network(config) if isinstance(config, Eagle3Config) else MTPNetwork(config)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight += 0.2 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(weight)))
+    target = load_target(
+        tiny_target_dir, device="cpu", quantize=f"int{bits or 4}", round_drafters=bits is not None, compile="on"
+    )
+    run: Any = target.runner(network)
+    assert isinstance(run, CompiledAutoregressive) and {each.bits for each in run._packed} == {bits}
+    plain = AutoregressivePass(network, target.embed, target.head, "")
+    for ours, theirs in zip(logits_of(run, network), logits_of(plain, network), strict=True):
+        error = float((ours - theirs).norm() / theirs.norm())
+        assert error < {8: 0.05, 4: 0.6, None: 1e-3}[bits] and (error > 1e-3 or bits is None)
 
 
 @pytest.fixture(params=["eagle3", "mtp with heads of its own"])

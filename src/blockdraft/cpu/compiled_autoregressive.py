@@ -18,7 +18,7 @@ from blockdraft.cpu.compiled_decoder import (
     numbers,
     why_not_compiled,
 )
-from blockdraft.cpu.compiled_network import Beside, CompiledNetwork, library_for
+from blockdraft.cpu.compiled_network import Beside, CompiledNetwork, library_for, rounded_beside
 from blockdraft.cpu.library import Library, LinearFields, ModelFields
 from blockdraft.machine import return_freed
 from blockdraft.nn.autoregressive import AutoregressiveNetwork, feature_store, last_features, picked
@@ -68,11 +68,14 @@ def compiled_runner(
     reason = why_not_compiled(dtype, network.fc.weight.device, head_dim)
     if reason is not None:
         return reason
+    if rounded_beside(network, head_dim, beside):
+        target = beside.decoder
+        return CompiledAutoregressive(network, parts, target.library, beside, target, owned, bits=beside.bits)
     library, reason = library_for(network.state_dict().values(), dtype, beside.store, head_dim)
     if library is None:
         return reason or ""
-    target = beside.decoder if beside.decoder.library is library else None
-    return CompiledAutoregressive(network, parts, library, beside, target, owned)
+    lender = beside.decoder if beside.decoder.library is library else None
+    return CompiledAutoregressive(network, parts, library, beside, lender, owned)
 
 
 class CompiledAutoregressive(CompiledNetwork):
@@ -87,6 +90,7 @@ class CompiledAutoregressive(CompiledNetwork):
         target: The target's forward where it uses the same library, which then lends its embedding, and its head to a
             network that has none.
         owned: As in `Target.runner`.
+        bits: Bits to which weights are rounded; None keeps them unrounded.
     """
 
     @torch.no_grad()
@@ -98,9 +102,10 @@ class CompiledAutoregressive(CompiledNetwork):
         beside: Beside,
         target: CompiledDecoder | None,
         owned: bool,
+        bits: int | None = None,
     ) -> None:
         config = network.config
-        super().__init__(library, config, 1, beside.dtype, None, owned)
+        super().__init__(library, config, 1, beside.dtype, bits, owned)
         self.embed, self.head, self.network = beside.embed, beside.head, network
         self._pack_layer(self._layers[0], parts.layer)
         fuses, self._normed_taps = parts.normed_taps is not None, parts.normed_taps

@@ -16,7 +16,7 @@ from blockdraft.cpu.compiled_decoder import EVERYWHERE, CompiledDecoder, Compile
 from blockdraft.cpu.library import CallFields, LayerFields, Library, LinearFields
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16, pack_weights
-from blockdraft.nn.quantized import PIECE, QuantizedWeight, best_group
+from blockdraft.nn.quantized import LEAST_GROUP, PIECE, QuantizedWeight, best_group
 from blockdraft.nn.rounding import QUICK, rounded
 
 
@@ -64,6 +64,15 @@ def library_for(
     if library is None:
         logging.getLogger(__name__).warning("The drafter runs uncompiled, which is slower: %s.", made.reason)
     return library, made.reason
+
+
+def rounded_beside(network: nn.Module, head_dim: int, beside: Beside) -> bool:
+    """Whether a network's weights are rounded like those of the target's layers: where these are, if input sizes are
+    multiples of the group size, and the head size is one of the target library's lanes."""
+    inputs = {module.in_features for module in network.modules() if isinstance(module, nn.Linear)}
+    library = beside.decoder.library
+    fits = all(size % LEAST_GROUP == 0 for size in inputs) and head_dim % library.lanes == 0
+    return beside.bits is not None and fits and library.store_dtype == beside.store
 
 
 class PartOfPacked(nn.Module):

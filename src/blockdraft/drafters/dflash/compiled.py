@@ -18,13 +18,12 @@ from blockdraft.cpu.compiled_decoder import (
     numbers,
     why_not_compiled,
 )
-from blockdraft.cpu.compiled_network import Beside, CompiledNetwork, library_for
+from blockdraft.cpu.compiled_network import Beside, CompiledNetwork, library_for, rounded_beside
 from blockdraft.cpu.library import CallFields, Library, LinearFields, ModelFields
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.machine import return_freed
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_layer import DraftLayer
-from blockdraft.nn.quantized import LEAST_GROUP
 from blockdraft.timing import PASS, mark
 
 
@@ -36,9 +35,6 @@ def compiled(
     kind: type[CompiledDraftPass] | None = None,
 ) -> CompiledDraftPass | str:
     """Compiled runner of a network, or the reason why there is none.
-
-    Weights are rounded like those of the target's layers if input sizes are multiples of the group size, and the head
-    size is a multiple of the target library's lanes.
 
     Args:
         beside: The target.
@@ -53,10 +49,7 @@ def compiled(
     reason = why_not_compiled(dtype, network.fc.weight.device, network.config.head_dim)
     if reason is not None:
         return reason
-    inputs = {module.in_features for module in network.modules() if isinstance(module, torch.nn.Linear)}
-    fits = all(size % LEAST_GROUP == 0 for size in inputs)
-    heads = network.config.head_dim % target.library.lanes == 0
-    if beside.bits is not None and fits and heads and target.library.store_dtype == beside.store:
+    if rounded_beside(network, network.config.head_dim, beside):
         lender = None if head else target
         return kind(network, target.library, beside, head=head, target=lender, bits=beside.bits, owned=owned)
     library, reason = library_for(network.state_dict().values(), dtype, beside.store, network.config.head_dim)
