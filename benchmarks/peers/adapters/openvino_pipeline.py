@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from serve import Answer, Clock, Missing, Request, serve
 MODELS = Path(__file__).parents[3] / "build" / "peers" / "openvino" / "models"
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 LOOKUP_TOKENS, LOOKUP_NGRAM = 10, 3
-GROUP = 64  # of 4-bit weights: what divides the widths of small models
+GROUP = 128  # of 4-bit weights, or less where it does not divide the rows
 
 
 class Steps(openvino_genai.StreamerBase):
@@ -43,17 +44,26 @@ class Steps(openvino_genai.StreamerBase):
 
 def convert(model: str, out: str, bits: int) -> None:
     from optimum.exporters.openvino import main_export
-    from optimum.intel import OVConfig, OVWeightQuantizationConfig
+    from optimum.intel import OVConfig, OVModelForCausalLM, OVWeightQuantizationConfig
     from transformers import dynamic_module_utils
+
+    if bits:  # which `main_export` leaves to its callers
+        sizes = json.loads((Path(model) / "config.json").read_text())
+        group = math.gcd(sizes["hidden_size"], sizes["intermediate_size"], GROUP)
+        kind = OVWeightQuantizationConfig(bits=bits, sym=bits == 8, group_size=-1 if bits == 8 else group)
+        rounded = OVModelForCausalLM.from_pretrained(model, export=True, compile=False, quantization_config=kind)
+        rounded.save_pretrained(out)
+        return
 
     # The check asks for diffusers, which the exporter's code for drafters does not use.
     dynamic_module_utils.check_imports = dynamic_module_utils.get_relative_imports
-    how = OVConfig(dtype="fp32")
-    if bits:
-        kind = OVWeightQuantizationConfig(bits=bits, sym=bits == 8, group_size=-1 if bits == 8 else GROUP)
-        how = OVConfig(quantization_config=kind)
     main_export(
-        model, out, task="text-generation-with-past", trust_remote_code=True, convert_tokenizer=False, ov_config=how
+        model,
+        out,
+        task="text-generation-with-past",
+        trust_remote_code=True,
+        convert_tokenizer=False,
+        ov_config=OVConfig(dtype="fp32"),
     )
 
 
