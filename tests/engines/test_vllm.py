@@ -23,7 +23,7 @@ from blockdraft.tools.deploy.launch import Running, command
 from blockdraft.training.export import convert, format_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
-FEW = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
+FEW = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4"]
 PATIENCE = 1800.0
 # Replaces the kernel that reads one row of the norms' weights; docs/upstream tells of the fault.
 REPAIR = """

@@ -76,4 +76,5 @@ def test_remedies() -> None:
     assert "DFlash drafter" in str(remedy("Model Runner V1 does not support: DFlash candidate-head drafts"))
     assert "GPUs only" in str(remedy("Model Runner V1 does not support: dspark speculative decoding"))
     assert "update" in str(remedy("ValueError: Please ensure you're loading a speculators-format model."))
+    assert "max-model-len" in str(remedy("max_model_len (512) is greater than the derived max_model_len"))
     assert remedy("out of memory") is None

