@@ -137,7 +137,7 @@ def test_weights_that_are_laid_out_count_once(
     assert drafter.compile_reason is None
     numbers = sum(weight.numel() for _, weight in target.named_weights())
     drafted = sum(weight.numel() for weight in drafter.network.state_dict().values())
-    rounds = folder == "tiny_drafter_dir"  # of the others' weights none are rounded
+    rounds = folder != "tiny_medusa_dir"  # whose weights are not rounded
     padding = 1.3  # up to whole blocks of channels, and scales of few bits
     for count, size, few in ((numbers, target.weight_bytes(), True), (drafted, drafter.weight_bytes(), rounds)):
         least, most = (4, 4) if quantize is None or not few else (0.5, 1.5)
