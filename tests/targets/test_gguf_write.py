@@ -78,3 +78,9 @@ def test_what_the_format_cannot_say(name: str, differences: dict[str, Any], said
     assert config.model_type == name
     with pytest.raises(UsageError, match=said):
         write(tmp_path, name, **differences)
+
+
+def test_numbers_that_differ_by_float32_alone(tmp_path: Path) -> None:
+    """A folder that transformers has made of a file has such."""
+    path = write(tmp_path, "llama", rms_norm_eps=9.999999747378752e-06)
+    assert load_target(path, device="cpu", compile="off") is not None

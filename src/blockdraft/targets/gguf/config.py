@@ -196,11 +196,15 @@ def gguf_metadata(config: PretrainedConfig, wanted: DecoderConfig) -> dict[str, 
 
 
 def differences(one: DecoderConfig, two: DecoderConfig) -> list[str]:
-    """Names of the settings that differ, but for the last digits of frequencies."""
+    """Names of the settings that differ, but for the last digits of numbers, which files hold in float32."""
     names = [each.name for each in fields(one) if each.name != "layers"]
-    found = [name for name in names if getattr(one, name) != getattr(two, name)]
+    found = [name for name in names if not _equal(getattr(one, name), getattr(two, name))]
     alike = len(one.layers) == len(two.layers) and all(map(_alike, one.layers, two.layers))
     return found if alike else [*found, "windows or rotary embeddings"]
+
+
+def _equal(one: Any, two: Any) -> bool:
+    return one == two or (isinstance(one, float) and isinstance(two, float) and math.isclose(one, two, rel_tol=1e-6))
 
 
 def _alike(one: LayerKind, two: LayerKind) -> bool:
