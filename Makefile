@@ -197,5 +197,5 @@ wheel: .venv/.installed
 
 # Leaves the environments, those in build/peers too, and what recipes wrote to build/tiny.
 clean:
-	rm -rf build/lib build/bdist.* build/tests-cache build/wheel dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build/lib build/bdist.* build/tests-cache build/models-cache build/wheel dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find src tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +

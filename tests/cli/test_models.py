@@ -9,7 +9,7 @@ import pytest
 
 from blockdraft.cli.options import drafter_or_lookup, need_drafter
 from blockdraft.errors import UsageError
-from blockdraft.models import catalogue, known, models_folder
+from blockdraft.models import catalogue, known, models_folder, places
 from blockdraft.models import pull as pulling
 
 Run = Callable[..., Any]
@@ -104,6 +104,13 @@ def test_terms_are_told(blockdraft: Run) -> None:
     assert done.code == 2 and "https://ai.google.dev/gemma/terms" in done.err and "--accept-licence" in done.err
 
 
+@pytest.fixture
+def unbundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model of the catalogue has a bundled drafter."""
+    monkeypatch.setattr(places, "PAIRS", tmp_path / "pair")
+
+
+@pytest.mark.usefixtures("unbundled")
 def test_a_target_by_name_and_its_drafter(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a bundled one prompt_lookup drafts, and what examines drafters asks for one."""
     with pytest.raises(UsageError, match="`blockdraft pull smollm2` gets it"):
@@ -122,6 +129,7 @@ def test_a_target_by_name_and_its_drafter(capsys: pytest.CaptureFixture[str]) ->
         need_drafter("smolm", None, "")
 
 
+@pytest.mark.usefixtures("unbundled")
 def test_answers_need_no_drafter(capsys: pytest.CaptureFixture[str]) -> None:
     assert drafter_or_lookup(None, None) is None is drafter_or_lookup("bundled", None)
     assert drafter_or_lookup("some/model", "none") == "none"

