@@ -128,6 +128,7 @@ def test_what_is_kept_is_of_a_known_kind(
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 1)
+    monkeypatch.setattr("blockdraft.cpu.threads.is_busy", lambda: False)  # a busy machine keeps no number of threads
     threads = torch.get_num_threads()
     library = Build(torch.float32, torch.float32).library()
     target = load_target(tiny_target_dir, device="cpu", threads="auto")
