@@ -6,6 +6,7 @@ Prints hits and misses, and writes docs/radar-accuracy.md. With --fit, the const
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ def constants_toml(head: str, fitted: Mapping[str, Constants]) -> str:
     for kind, constant in fitted.items():
         lines += ["", f"[{kind}]"]
         for name, value in vars(constant).items():
-            lines.append(f"{name} = {str(value).lower() if isinstance(value, bool) else value}")
+            lines.append(f"{name} = {json.dumps(value)}")
     return "\n".join(lines) + "\n"
 
 

@@ -112,7 +112,8 @@ def percent(share: float) -> str:
 def fit(rows: Iterable[Measured] | None = None) -> dict[str, Constants]:
     """Constants of each class of devices that come nearest to the half of the published figures that is for fitting.
 
-    Each constant in turn is multiplied by factors, as long as that brings the mean logarithm of the ratios down.
+    With them come the names of the devices. Each constant in turn is multiplied by factors, as long as that brings the
+    mean logarithm of the ratios down.
     """
     table = [row for row in (published() if rows is None else rows) if row.fitted]
     fitted = dict(constants())
@@ -122,7 +123,8 @@ def fit(rows: Iterable[Measured] | None = None) -> dict[str, Constants]:
         if enough:
             constant = _fit_class(own, constant)
         # Constants of CPUs come from measurements of our own, where nothing else was published.
-        fitted[kind] = replace(constant, reported=enough or kind == "cpu")
+        devices = tuple(dict.fromkeys(find(row.device).name for row in own)) if enough else ()
+        fitted[kind] = replace(constant, reported=enough or kind == "cpu", devices=devices)
     return fitted
 
 

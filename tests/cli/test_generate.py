@@ -194,7 +194,8 @@ def test_it_is_told_when_drafting_is_slower(
     assert slower_note(fixed, Stats(), None) is None
     assert slower_note(fixed, answer, None) is None  # nothing is known
     for plain, slower in ((0.01, True), (0.03, False)):  # seconds of a cycle
-        stored_costs.store(stored_costs.path(target, drafter), stored_costs.Costs((1,), (plain,), ((),), ((),), 0.0))
+        costs = stored_costs.Costs((1,), (plain,), ((),), ((),), 0.0)
+        stored_costs.store(stored_costs.path(target, drafter), costs, stored_costs.pair_of(target, drafter))
         assert (slower_note(fixed, answer, None) is not None) == slower
         assert slower_note(auto, answer, None) is None
     assert slower_note(Engine(target), answer, measured(1.0)) is None

@@ -133,9 +133,9 @@ def test_what_is_kept_is_of_a_known_kind(
     library = Build(torch.float32, torch.float32).library()
     target = load_target(tiny_target_dir, device="cpu", threads="auto")
     torch.set_num_threads(threads)
-    stored_costs.store(
-        stored_costs.path(target, load_drafter("none", target=target)), stored_costs.Costs((1,), (1.0,), ((),), ((),))
-    )
+    pair = target, load_drafter("none", target=target)
+    costs = stored_costs.Costs((1,), (1.0,), ((),), ((),))
+    stored_costs.store(stored_costs.path(*pair), costs, stored_costs.pair_of(*pair))
     kinds = {path.name for path in tmp_path.iterdir()}
     assert kinds <= set(CACHED)
     assert (

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from blockdraft.drafters import entries
 from blockdraft.errors import UsageError
-from blockdraft.models import Model, catalogue, find, known
-from blockdraft.models.catalogue import FILE, read_catalogue
+from blockdraft.models import Model, bundled_drafter, catalogue, find, known
+from blockdraft.models.catalogue import BUNDLED, FILE, read_catalogue
+from blockdraft.models.places import PAIRS
 
 ENTRY = {"id": "a", "name": "A", "hub": "o/a"}
 EAGLE = {"hub": "o/d", "kind": "eagle3", "layout": "speculators", "source": "https://example.org"}
@@ -50,6 +51,8 @@ def test_an_entry_holds_together(model: Model) -> None:
     for drafter in model.drafters:
         assert drafter.kind in kinds
         assert (drafter.layout == "in the target") == (drafter.hub == model.hub)
+        assert (drafter.hub == BUNDLED) == (drafter.source == f"pair/{model.id}/drafter/README.md")
+        assert drafter.hub != BUNDLED or (bundled_drafter(model) and (PAIRS.parent / drafter.source).is_file())
         for measured in drafter.measured:
             most = None if measured.block_size is None else measured.block_size + 1  # DSpark's anchor guesses too
             assert all(most is None or tau <= most for tau in measured.tau.values())

@@ -129,11 +129,12 @@ def test_several_devices_share_a_model() -> None:
 
 
 def test_confidence_widens_the_interval() -> None:
-    known_here = project(QWEN, H100, known_devices=["H100 SXM"])
-    of_class = project(QWEN, H100)
+    own = constants()["nvidia-datacentre"]
+    known_here = project(QWEN, H100, constant=replace(own, devices=("H100 SXM",)))
+    of_class = project(QWEN, H100, constant=replace(own, devices=()))
     assert (known_here.confidence, of_class.confidence) == ("device", "class")
     assert known_here.plain.high < of_class.plain.high
-    guessed = project(QWEN, H100, constant=replace(constants()["nvidia-datacentre"], reported=False))
+    guessed = project(QWEN, H100, constant=replace(own, devices=(), reported=False))
     assert guessed.confidence == "extrapolated"
     assert guessed.plain.low < of_class.plain.low
 

@@ -195,7 +195,7 @@ def calibrate(
 
     if known is None:
         known = stored_costs.measure(Probe(loaded, guesser), guesser.block_size, batch_size, loaded.max_context, report)
-        stored_costs.store(file, known)
+        stored_costs.store(file, known, stored_costs.pair_of(loaded, guesser))
     else:
         report(f"From {file}; --anew measures again.")
     if as_json:

@@ -173,6 +173,7 @@ def _rows(
     strict: bool,
 ) -> Iterator[Row]:
     """Projections with each kind of weights. Unless `strict`, a model is left out whose context is too short."""
+    from blockdraft.radar.calibrated import calibrated
     from blockdraft.radar.project import project
 
     if drafter is not None and drafter not in shape.drafters:
@@ -180,7 +181,9 @@ def _rows(
     if not strict and shape.context and context > shape.context:
         return
     for kind in weights or (["file"] if shape.stored_bytes else USUAL):
-        yield project(shape, machine, kind, context, batch, task, drafter=drafter)
+        known = calibrated(shape, kind) if machine.measured and drafter is None else None
+        costs, of = known or (None, drafter)
+        yield project(shape, machine, kind, context, batch, task, drafter=of, costs=costs)
 
 
 def fastest(row: Row) -> float:
@@ -215,6 +218,7 @@ def with_commands(row: Row) -> dict[str, Any]:
 def commands(row: Row) -> list[str]:
     """Commands that run what a row shows, here and in other engines."""
     from blockdraft.models import known
+    from blockdraft.models.catalogue import BUNDLED
 
     model = None
     with suppress(UsageError):
@@ -226,7 +230,11 @@ def commands(row: Row) -> list[str]:
     else:
         drafting = ["--drafter", row.why["drafter"], "--block-size", str(row.block_size)]
     found.append(shlex.join(["blockdraft", "serve", "--target", name, *drafting]))
-    if drafting[1] != "none" and not row.device.startswith("Apple") and row.weights in ("bf16", "fp8", "int8", "int4"):
+    if (
+        drafting[1] not in ("none", BUNDLED)
+        and not row.device.startswith("Apple")
+        and row.weights in ("bf16", "fp8", "int8", "int4")
+    ):
         found.append(shlex.join(["blockdraft", "launch", "vllm", "--target", hub, "--drafter", drafting[1]]))
     if row.model.endswith(".gguf"):
         found.append(shlex.join(["llama-server", "-m", row.model, "-c", str(row.context)]))

@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from blockdraft.drafters import Drafter, load_drafter, slots_behind
 from blockdraft.engine.adaptive.policy import Controller
-from blockdraft.engine.adaptive.stored_costs import Costs, load, path, store
+from blockdraft.engine.adaptive.stored_costs import Costs, load, pair_of, path, store
 from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.engine.memory import Memory
 from blockdraft.engine.request import Chunk, Completion, Request
@@ -344,7 +344,7 @@ class Engine:
         file = path(self.target, self.drafter)
         known = load(file)
         try:
-            store(file, learned if known is None else known.updated(learned))
+            store(file, learned if known is None else known.updated(learned), pair_of(self.target, self.drafter))
         except OSError as error:
             log.warning("The measured cycle times cannot be stored in %s: %s", file, describe(error))
 

@@ -23,7 +23,10 @@ FILE = Path(__file__).with_name("catalogue.toml")
 
 Count = Annotated[int, Field(ge=1)]
 Url = Annotated[str, Field(pattern=r"^https://\S+$")]
+BUNDLED = "bundled"  # in the place of a drafter's hub name: it comes with this package
 HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w./-]+$")]
+DrafterName = Annotated[str, Field(pattern=rf"^({BUNDLED}|[\w.-]+/[\w./-]+)$")]
+Source = Annotated[str, Field(pattern=r"^(https://|pair/)\S+$")]  # an address, or a page of this package
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]  # has no slash, so it is no hub name
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -43,7 +46,7 @@ class Measured(Entry):
         source: Where the figures are published.
     """
 
-    source: Url
+    source: Source
     tau: dict[str, Annotated[float, Field(ge=1)]] = Field(min_length=1)
     temperature: Annotated[float, Field(ge=0)] | None = None
     block_size: Annotated[int, Field(ge=2)] | None = None
@@ -54,20 +57,22 @@ class Drafter(Entry):
     """A published drafter.
 
     Attributes:
-        hub: Name on the Hugging Face hub.
+        hub: Name on the Hugging Face hub, or "bundled" if it comes with this package.
         kind: Kind of drafter, as `blockdraft train` names it.
         layout: Layout of its files, by the project that writes it; "in the target" for MTP heads.
         block_size: Tokens of a block, as its maker counts them.
+        draft_vocab: Tokens that it guesses among, if they are not those of its kind.
         licence: Licence of the weights.
         source: Where it is published, or listed by its makers.
         measured: Published figures.
     """
 
-    hub: HubName
+    hub: DrafterName
     kind: str
     layout: str
-    source: Url
+    source: Source
     block_size: Annotated[int, Field(ge=2)] | None = None
+    draft_vocab: Count | None = None
     licence: str | None = None
     measured: tuple[Measured, ...] = ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from blockdraft.drafters import DraftCost, entries
@@ -12,10 +13,15 @@ LIKELY = "dflash"  # kind of drafter that is trained for a model, and that one w
 
 
 @cache
-def cost_of(kind: str) -> DraftCost:
-    """Cost of a kind of drafter; that of most kinds where ours does not run it."""
+def cost_of(kind: str, draft_vocab: int | None = None) -> DraftCost:
+    """Cost of a kind of drafter; that of most kinds where ours does not run it.
+
+    Args:
+        draft_vocab: Tokens that it guesses among; None for those of the kind.
+    """
     known = entries()
-    return known[kind].cost if kind in known else DraftCost()
+    cost = known[kind].cost if kind in known else DraftCost()
+    return cost if draft_vocab is None else replace(cost, head_vocabulary=draft_vocab)
 
 
 def kind_of(drafter: Drafter | None) -> str:

@@ -6,11 +6,12 @@ A cycle that drafts is a forward of a block and a pass of the drafter (`step.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from blockdraft.drafters import DraftCost
+from blockdraft.engine.adaptive.stored_costs import CONTEXT, Costs
 from blockdraft.errors import UsageError
 from blockdraft.models import Drafter
 from blockdraft.radar.acceptance import Tau, tau_of
@@ -24,9 +25,15 @@ SHARE = 0.9  # of a device's memory that may be taken
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # blocks that are tried
 LOSES, WINS = 0.98, 1.02  # of plain decoding, within which nothing is told
 
-Confidence = Literal["measured", "device", "class", "extrapolated"]
+Confidence = Literal["calibrated", "measured", "device", "class", "extrapolated"]
 # Interval of plain decoding around its projection, by what it rests on. Drafted speed adds that of tau.
-BANDS = {"measured": (0.85, 1.2), "device": (0.7, 1.35), "class": (0.6, 1.5), "extrapolated": (0.45, 1.9)}
+BANDS = {
+    "calibrated": (0.85, 1.18),
+    "measured": (0.75, 1.35),
+    "device": (0.7, 1.35),
+    "class": (0.6, 1.5),
+    "extrapolated": (0.45, 1.9),
+}
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ def project(
     tau: float | None = None,
     eager: bool = False,
     constant: Constants | None = None,
-    known_devices: Iterable[str] = (),
+    costs: Costs | None = None,
 ) -> Row:
     """Projection of a model on a machine.
 
@@ -98,7 +105,7 @@ def project(
         tau: tau that was measured with `block_size`, in the place of published ones.
         eager: Whether operations are started one by one, as by transformers.
         constant: What the class reaches, in the place of `constants`.
-        known_devices: Names of devices whose measurements went into the constants.
+        costs: Seconds of cycles that were measured on the machine, of these weights with this drafter.
 
     Raises:
         UsageError: The context is longer than the model's, or an argument is not positive.
@@ -113,20 +120,22 @@ def project(
     own = constant or constants()[machine.kind]
     bits = bits_of(shape, weights)
     step = Step(shape, machine, own, bits, weights, context, batch, eager)
-    plain = step.forward(1)
+    plain = _seconds(step, costs, 1)
     candidates: Sequence[Drafter | None] = [drafter] if drafter else (shape.drafters or (None,))
     best: _Choice | None = None
     for each in candidates:
-        found = _choose(step, each, task, block_size, tau)
+        found = _choose(step, each, task, block_size, tau, costs)
         if best is None or found.speed > best.speed:
             best = found
     assert best is not None
     drafting = best.size <= context
     memory = memory_of(shape, bits, context, batch, best.size if drafting else 1, best.cost if drafting else None)
     confidence: Confidence = "extrapolated"
-    if machine.measured:
+    if costs is not None:
+        confidence = "calibrated"
+    elif machine.measured:
         confidence = "measured"
-    elif machine.name.split("x ")[-1] in known_devices:
+    elif machine.name.split("x ")[-1] in own.devices:
         confidence = "device"
     elif own.reported:
         confidence = "class"
@@ -207,8 +216,35 @@ class _Choice:
     speed: float
 
 
-def _choose(step: Step, drafter: Drafter | None, task: str, block_size: int | None, measured: float | None) -> _Choice:
-    cost, tau = cost_of(kind_of(drafter)), tau_of(drafter, task)
+def _seconds(step: Step, costs: Costs | None, size: int, cost: DraftCost | None = None) -> float:
+    """Seconds of a cycle over so many tokens of each text, that drafts if a drafter's cost is given."""
+
+    def roofline(step: Step) -> float:
+        drafting = 0.0 if cost is None else step.draft(cost, size) + step.own.cycle_ms / 1e3
+        return step.forward(size) + drafting
+
+    if costs is None:
+        return roofline(step)
+    short = replace(step, context=CONTEXT)
+    plain = costs.plain_cycle(step.batch)
+    if cost is None:
+        measured = plain
+    elif costs.knows(tree=False):
+        measured = costs.cycle(step.batch, size - 1, tree=False)[-1]
+    else:
+        measured = plain * roofline(short) / short.forward(1)
+    return measured * roofline(step) / roofline(short)  # costs are of short texts
+
+
+def _choose(
+    step: Step,
+    drafter: Drafter | None,
+    task: str,
+    block_size: int | None,
+    measured: float | None,
+    costs: Costs | None,
+) -> _Choice:
+    cost, tau = cost_of(kind_of(drafter), drafter and drafter.draft_vocab), tau_of(drafter, task)
     if measured is not None:
         size = block_size or tau.block_size
         tau = Tau(measured, measured, measured, size, "published", None)
@@ -217,7 +253,7 @@ def _choose(step: Step, drafter: Drafter | None, task: str, block_size: int | No
     best: _Choice | None = None
     for size in sizes:
         taus = tau.at(size)
-        seconds = step.forward(size) + step.draft(cost, size) + step.own.cycle_ms / 1e3
+        seconds = _seconds(step, costs, size, cost)
         found = _Choice(drafter, cost, tau, taus, size, seconds, step.batch * taus[1] / seconds)
         if best is None or found.speed > best.speed:
             best = found

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import UsageError
-from blockdraft.models import Drafter, Model, catalogue, known
+from blockdraft.models import Drafter, Model, catalogue, known, model_of
 
 STATE_SIZE = 128  # numbers that a channel of a recurrent layer keeps, where the configuration does not say
 STATE_WIDTH = 1.25  # channels of a recurrent layer over the hidden size, likewise
@@ -34,6 +34,7 @@ class Shape:
         stored_bytes: Bytes of its weights, where they lie in a file that was given; else 0.
         licence: Licence of its weights; None if unknown.
         drafters: Published drafters.
+        place: Folder or GGUF file of its weights, if it was given.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Shape:
     stored_bytes: int = 0
     licence: str | None = None
     drafters: tuple[Drafter, ...] = ()
+    place: str | None = None
 
 
 def of_model(model: Model) -> Shape | None:
@@ -191,7 +193,7 @@ def read_shape(given: str) -> Shape:
     Raises:
         UsageError: Nobody knows it, or what is there cannot be read.
     """
-    place = Path(given).expanduser()
+    place = folder = Path(given).expanduser()
     if place.suffix == ".gguf" and place.is_file():
         return _of_gguf(place)
     if place.is_dir():
@@ -199,7 +201,7 @@ def read_shape(given: str) -> Shape:
         if not place.is_file():
             raise UsageError(f"{given} has no config.json; give a model's folder, its config.json or a GGUF file.")
     if place.is_file():
-        return of_config(_json(place), given)
+        return replace(of_config(_json(place), given), place=str(folder) if folder.is_dir() else None)
     if place.suffix in (".json", ".gguf"):
         raise UsageError(f"{given} does not exist; give a model's folder, its config.json or a GGUF file.")
     try:
@@ -252,7 +254,15 @@ def _of_gguf(file: Path) -> Shape:
     shape = of_config(found.config.to_dict(), str(file))
     count = sum(found.kinds.values())
     active = max(count - (shape.parameters - shape.active), 1)
-    return replace(shape, parameters=count, active=active, stored_bytes=found.bytes)
+    model = model_of(file)
+    return replace(
+        shape,
+        parameters=count,
+        active=active,
+        stored_bytes=found.bytes,
+        place=str(file),
+        drafters=model.drafters if model else (),
+    )
 
 
 def cache_of(shape: Shape, tokens: int) -> int:

@@ -29,6 +29,7 @@ else:  # Python 3.10
 CONSTANTS = Path(__file__).with_name("constants.toml")
 # Bits of a weight on disk and in memory, scales included; llama.cpp's mixtures as they come out for a large model.
 BITS = {
+    "fp32": 32.0,
     "bf16": 16.0,
     "fp8": 8.0,
     "int8": 8.25,
@@ -45,9 +46,8 @@ BITS = {
     "IQ4_XS": 4.3,
 }
 # Arithmetic that a kind of weights is multiplied in, the first that a device has; all others are turned into bf16.
-ARITHMETIC = {"fp8": ("fp8", "bf16", "fp32"), "nvfp4": ("fp4", "fp8", "bf16", "fp32")}
+ARITHMETIC = {"fp32": ("fp32",), "fp8": ("fp8", "bf16", "fp32"), "nvfp4": ("fp4", "fp8", "bf16", "fp32")}
 ON_CPUS = ("int8", "bf16", "fp32")  # of kinds with 8 bits or less
-UNPACKING = 0.6  # share of the arithmetic that is left where weights are unpacked for it
 UNPACKING = 0.6  # share of the arithmetic that is left where weights are unpacked for it
 LINK_US = 15.0  # of a layer, for the sums over several devices
 EAGER_US = 650.0  # of a layer, run operation by operation from Python, as by transformers on a GPU
@@ -65,6 +65,7 @@ class Constants:
         recurrent_us: Microseconds of a recurrent layer for each token behind the first.
         step_ms, cycle_ms: Milliseconds of a forward outside its layers, and of a drafting cycle besides.
         reported: Whether measurements of the class went into them.
+        devices: Devices of the class whose measurements did.
     """
 
     bandwidth: float
@@ -76,6 +77,7 @@ class Constants:
     step_ms: float
     cycle_ms: float
     reported: bool
+    devices: tuple[str, ...] = ()
 
 
 @cache
@@ -154,9 +156,9 @@ class Step:
     def _rate(self, bits: float | None = None) -> float:
         """Operations a second, with the target's weights, or others of so many bits."""
         machine, packed = self.machine, (bits or self.bits) < 16
-        kinds: Sequence[str] = ("bf16", "fp32")
-        if packed:
-            kinds = ON_CPUS if machine.kind == "cpu" else ARITHMETIC.get(self.weights, kinds)
+        kinds: Sequence[str] = ARITHMETIC.get("" if bits else self.weights, ("bf16", "fp32"))
+        if packed and machine.kind == "cpu":
+            kinds = ON_CPUS
         rates = {kind: getattr(machine, kind) for kind in (*kinds, "fp32", "bf16")}
         kind, rate = next((kind, float(rate)) for kind, rate in rates.items() if rate is not None)
         share = 1.0 if machine.measured else self.own.arithmetic
@@ -184,10 +186,13 @@ class Step:
         shape = self.shape
         passes, tokens = (size - 1, self.batch) if cost.serial else (1, size * self.batch)
         network, head = draft_weights(shape, cost), head_weights(shape, cost)
-        head_bytes = head * (self.bits / 8 if cost.head_vocabulary is None else 2.0)
+        # Our decoder rounds drafters beside a target of few bits as it is; other devices' engines do not.
+        rounded = self.bits < 16 and self.machine.kind == "cpu"
+        width = self.bits / 8 if rounded else 2.0
+        head_bytes = head * (self.bits / 8 if cost.head_vocabulary is None else width)
         window = self.batch * self.context * cost.layers * 2 * shape.hidden // 4 * 2
-        reading = self._reading(2.0 * network + head_bytes + window, 2.0 * network)
-        computing = 2 * tokens * (network / self._rate(16) + head / self._rate())
+        reading = self._reading(width * network + head_bytes + window, width * network)
+        computing = 2 * tokens * (network / self._rate(8 * width) + head / self._rate())
         return passes * (self._together(reading, computing) + self._layers(cost.layers))
 
     def prompt(self) -> float:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,11 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Costs
 from blockdraft.engine.adaptive import stored_costs
 from blockdraft.engine.adaptive.calibrate import Probe
+from blockdraft.engine.adaptive.stored_costs import Pair
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
 
+PAIR = Pair(target="/t", drafter="/d", kind="DFlashDrafter", weights="int4", threads=2)
 COSTS = Costs(
     rows=(1, 4),
     plain=(10.0, 16.0),
@@ -148,10 +151,27 @@ def test_a_pair_has_a_file_of_its_own(target: Target, tiny_target_dir: Path, tin
 
 def test_what_is_stored_is_found_again(file: Path) -> None:
     assert stored_costs.load(file) is None
-    stored_costs.store(file, COSTS)
+    stored_costs.store(file, COSTS, PAIR)
     assert stored_costs.load(file) == COSTS
-    stored_costs.store(file, COSTS.updated(COSTS))
+    stored_costs.store(file, COSTS.updated(COSTS), PAIR)
     assert [each.name for each in file.parent.iterdir()] == [file.name]
+
+
+def test_costs_are_found_by_their_target(
+    target: Target, tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    drafters = [load_drafter(place, target=target) for place in (tiny_drafter_dir, "none")]
+    for date, drafter in enumerate(drafters):
+        costs = replace(COSTS, date=float(date))
+        stored_costs.store(stored_costs.path(target, drafter), costs, stored_costs.pair_of(target, drafter))
+    older = {"layout": stored_costs.LAYOUT, **asdict(COSTS)}
+    (tmp_path / "costs" / "older.json").write_text(json.dumps(older))
+    found = list(stored_costs.of_target(tiny_target_dir))
+    assert [pair.drafter for pair, _ in found] == [None, str(tiny_drafter_dir)]
+    assert [costs.date for _, costs in found] == [1, 0]
+    assert {pair.weights for pair, _ in found} == {str(target.dtype).removeprefix("torch.")}
+    assert not list(stored_costs.of_target(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -171,14 +191,14 @@ def test_what_cannot_be_read_is_as_nothing(file: Path, content: str) -> None:
 
 
 def test_another_layout_is_not_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored_costs.store(file, COSTS)
+    stored_costs.store(file, COSTS, PAIR)
     monkeypatch.setattr(stored_costs, "LAYOUT", stored_costs.LAYOUT + 1)
     assert stored_costs.load(file) is None
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), "1"])
 def test_times_that_are_none_are_not_read(file: Path, seconds: float) -> None:
-    stored_costs.store(file, Costs((1,), (seconds,), (((1, 1.0),),), ((),)))
+    stored_costs.store(file, Costs((1,), (seconds,), (((1, 1.0),),), ((),)), PAIR)
     assert stored_costs.load(file) is None
-    stored_costs.store(file, Costs((1,), (1.0,), (((1, seconds),),), ((),)))
+    stored_costs.store(file, Costs((1,), (1.0,), (((1, seconds),),), ((),)), PAIR)
     assert stored_costs.load(file) is None

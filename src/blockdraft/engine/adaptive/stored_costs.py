@@ -9,7 +9,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -216,11 +217,56 @@ def path(target: Target, drafter: Drafter) -> Path:
     return cache_folder() / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
 
 
+@dataclass(frozen=True)
+class Pair:
+    """What costs were measured of, for those who look for them without loading it.
+
+    Attributes:
+        target, drafter: Their folders or files; None where they have none.
+        kind: Class of the drafter.
+        weights: Kind of the target's weights: "file" for those of a GGUF file.
+        threads: Threads that ran it.
+    """
+
+    target: str | None
+    drafter: str | None
+    kind: str
+    weights: str
+    threads: int
+
+
+def pair_of(target: Target, drafter: Drafter) -> Pair:
+    """What costs of a loaded pair are of."""
+    place = None if target.path is None else str(Path(target.path).resolve())
+    bits = getattr(target, "bits", None)
+    weights = f"int{bits}" if bits else str(target.dtype).removeprefix("torch.")
+    return Pair(
+        target=place,
+        drafter=None if drafter.path is None else str(Path(drafter.path).resolve()),
+        kind=type(drafter).__name__,
+        weights="file" if place and place.endswith(".gguf") else weights,
+        threads=torch.get_num_threads(),
+    )
+
+
+def of_target(target: str | Path) -> Iterator[tuple[Pair, Costs]]:
+    """Costs that are stored of a target with any drafter and kind of weights, newest first."""
+    found = []
+    for file in (cache_folder() / "costs").glob("*.json"):
+        costs = load(file)
+        with suppress(OSError, ValueError, TypeError, KeyError):  # older files do not say what they are of
+            pair = Pair(**json.loads(file.read_text(encoding="utf-8"))["pair"])
+            if costs is not None and pair.target == str(Path(target).resolve()):
+                found.append((pair, costs))
+    yield from sorted(found, key=lambda each: -each[1].date)
+
+
 def load(file: Path) -> Costs | None:
     """The costs in a file; None where there is none, or none that can be read. Costs are only where learning begins,
     so nothing is lost with them."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
+        found.pop("pair", None)
         if found.pop("layout") != LAYOUT:
             return None
         costs = Costs(**{name: _tuples(value) for name, value in found.items()})
@@ -232,15 +278,15 @@ def load(file: Path) -> Costs | None:
         return None
 
 
-def store(file: Path, costs: Costs) -> None:
-    """Write costs in the place of what was there, at once or not at all.
+def store(file: Path, costs: Costs, pair: Pair) -> None:
+    """Write costs of a pair in the place of what was there, at once or not at all.
 
     Raises:
         OSError: The folder cannot be written to.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps({"layout": LAYOUT, **asdict(costs)}), encoding="utf-8")
+    partial.write_text(json.dumps({"layout": LAYOUT, "pair": asdict(pair), **asdict(costs)}), encoding="utf-8")
     partial.replace(file)
 
 

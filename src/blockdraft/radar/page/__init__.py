@@ -62,12 +62,14 @@ def export_page(folder: Path) -> Path:
     return file
 
 
-def data_of_page(shapes: Iterable[Shape], machines: Iterable[Machine], known_devices: Iterable[str] = ()) -> str:
-    """What the page computes with, in JSON. `project` of `project.py` says what known devices are."""
+def data_of_page(shapes: Iterable[Shape], machines: Iterable[Machine]) -> str:
+    """What the page computes with, in JSON."""
     drafting = []
     for shape in shapes:
         choices: Sequence[Drafter | None] = shape.drafters or (None,)
-        held = {field.name: getattr(shape, field.name) for field in fields(shape) if field.name != "drafters"}
+        held = {
+            field.name: getattr(shape, field.name) for field in fields(shape) if field.name not in ("drafters", "place")
+        }
         drafting.append({**held, "drafters": [_of_page(each) for each in choices]})
     return json.dumps(
         {
@@ -79,7 +81,6 @@ def data_of_page(shapes: Iterable[Shape], machines: Iterable[Machine], known_dev
             "sizes": SIZES,
             "keys_of_moe": KEYS_OF_MOE,
             "recurrent": sorted(RECURRENT),
-            "known_devices": sorted(known_devices),
             "tasks": TASKS,
             "constants": {name: asdict(each) for name, each in constants().items()},
             "machines": [asdict(each) for each in machines],
@@ -92,7 +93,7 @@ def data_of_page(shapes: Iterable[Shape], machines: Iterable[Machine], known_dev
 def _of_page(drafter: Drafter | None) -> dict[str, Any]:
     return {
         "hub": drafter.hub if drafter else None,
-        "cost": asdict(cost_of(kind_of(drafter))),
+        "cost": asdict(cost_of(kind_of(drafter), drafter and drafter.draft_vocab)),
         "block_size": drafter.block_size if drafter else None,
         "tau": {task: asdict(tau_of(drafter, task)) for task in TASKS},
     }

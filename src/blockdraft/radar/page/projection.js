@@ -50,8 +50,8 @@ function makeRadar(data) {
     step.memorySeconds = (size) => reading(step.readBytes(size), s.parameters * bits / 8);
     const rate = (some) => {
       const packed = (some || bits) < 16;
-      let kinds = ["bf16", "fp32"];
-      if (packed) kinds = m.kind === "cpu" ? data.on_cpus : data.arithmetic[weights] || kinds;
+      const kinds = packed && m.kind === "cpu" ? data.on_cpus
+        : data.arithmetic[some ? "" : weights] || ["bf16", "fp32"];
       const kind = [...kinds, "fp32", "bf16"].find((one) => m[one] !== null);
       const share = m.measured ? 1 : own.arithmetic;
       return 1e12 * m[kind] * share * (packed && (kind === "bf16" || kind === "fp32") ? N.UNPACKING : 1);
@@ -65,10 +65,11 @@ function makeRadar(data) {
     step.draft = (cost, size) => {
       const [passes, tokens] = cost.serial ? [size - 1, batch] : [1, size * batch];
       const layers = cost.layers, network = draftWeights(s, cost), head = headWeights(s, cost);
-      const headBytes = head * (cost.head_vocabulary === null ? bits / 8 : 2);
+      const width = bits < 16 && m.kind === "cpu" ? bits / 8 : 2;
+      const headBytes = head * (cost.head_vocabulary === null ? bits / 8 : width);
       const window = Math.floor(batch * context * layers * 2 * s.hidden / 4) * 2;
-      const read = reading(2 * network + headBytes + window, 2 * network);
-      return passes * (together(read, 2 * tokens * (network / rate(16) + head / rate())) + layersOf(layers));
+      const read = reading(width * network + headBytes + window, width * network);
+      return passes * (together(read, 2 * tokens * (network / rate(8 * width) + head / rate())) + layersOf(layers));
     };
     step.prompt = () => {
       const alone = makeStep(s, m, own, bits, weights, context, 1);
@@ -121,7 +122,7 @@ function makeRadar(data) {
     const memory = memoryOf(s, bits, context, batch, drafting ? best.size : 1, drafting ? best.drafter.cost : null);
     const total = memory.weights + memory.drafter + memory.caches + memory.workspace;
     const one = m.name.split("x ").pop();
-    const confidence = m.measured ? "measured" : data.known_devices.includes(one) ? "device" :
+    const confidence = m.measured ? "measured" : own.devices.includes(one) ? "device" :
       own.reported ? "class" : "extrapolated";
     const [low, high] = data.bands[confidence], speed = batch / plain;
     let drafted = null;
