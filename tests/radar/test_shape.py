@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
+from gguf import GGUFReader
 from gguf_writer import write_gguf
 from radar_configs import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -81,5 +84,28 @@ def test_unknown_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UsageError, match="does not exist"):
         read_shape(str(tmp_path / "model.gguf"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UsageError, match="nobody/nothing"):
-        read_shape("nobody/nothing")
+    for name in ("nobody/nothing", "nobody/nothing/model.gguf"):
+        with pytest.raises(UsageError, match=name):
+            read_shape(name)
+
+
+def test_a_file_on_the_hub_is_known_by_its_header(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "somebody" / "models" / "model.gguf"
+    file.parent.mkdir(parents=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
+    write_gguf(file, model, tokenizer=AutoTokenizer.from_pretrained(tiny_target_dir))
+    header = GGUFReader(file).data_offset
+    monkeypatch.setattr("blockdraft.radar.shape.HEADER_BYTES", header)
+    taken: list[int] = []
+
+    class Hub(LocalFileSystem):
+        def open(self, name: str, mode: str, block_size: int) -> Any:
+            taken.append(block_size)
+            return super().open(str(tmp_path / name), mode)
+
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", Hub)
+    found = read_shape("somebody/models/model.gguf")
+    assert taken == [header] and header < file.stat().st_size / 2
+    assert replace(found, name="", place=None) == replace(read_shape(str(file)), name="", place=None)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +16,7 @@ from blockdraft.models import Drafter, Model, catalogue, known, model_of
 
 STATE_SIZE = 128  # numbers that a channel of a recurrent layer keeps, where the configuration does not say
 STATE_WIDTH = 1.25  # channels of a recurrent layer over the hidden size, likewise
+HEADER_BYTES = 2**25  # of a GGUF file on the hub; vocabularies of 250,000 tokens take about 12 MB
 KEYS_OF_MOE = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 RECURRENT = {"linear_attention", "mamba", "recurrent", "conv"}
 
@@ -188,7 +192,8 @@ def of_config(config: Mapping[str, Any], name: str) -> Shape:
 
 
 def read_shape(given: str) -> Shape:
-    """Shape of a model by its name in the catalogue, folder, `config.json`, GGUF file, or name on the hub.
+    """Shape of a model by its name in the catalogue, folder, `config.json`, GGUF file, or name on the hub: of a model,
+    or of a GGUF file, of which the header alone is fetched, as in "owner/name/file.gguf".
 
     Raises:
         UsageError: Nobody knows it, or what is there cannot be read.
@@ -202,6 +207,8 @@ def read_shape(given: str) -> Shape:
             raise UsageError(f"{given} has no config.json; give a model's folder, its config.json or a GGUF file.")
     if place.is_file():
         return replace(of_config(_json(place), given), place=str(folder) if folder.is_dir() else None)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+/.+\.gguf", given):
+        return _gguf_on_hub(given)
     if place.suffix in (".json", ".gguf"):
         raise UsageError(f"{given} does not exist; give a model's folder, its config.json or a GGUF file.")
     try:
@@ -263,6 +270,25 @@ def _of_gguf(file: Path) -> Shape:
         place=str(file),
         drafters=model.drafters if model else (),
     )
+
+
+def _gguf_on_hub(given: str) -> Shape:
+    from huggingface_hub import HfFileSystem
+
+    try:
+        with HfFileSystem().open(given, "rb", block_size=HEADER_BYTES) as remote:
+            header, size = remote.read(HEADER_BYTES), int(remote.size)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"{given} cannot be read from the hub ({str(error) or type(error).__name__}); give a file of this machine, "
+            "or a name that `blockdraft models` lists."
+        ) from error
+    with tempfile.TemporaryDirectory() as folder:
+        # A file with a hole in the place of the weights, of which nothing is read.
+        file = Path(folder) / Path(given).name
+        file.write_bytes(header)
+        os.truncate(file, size)
+        return replace(_of_gguf(file), name=given, place=None)
 
 
 def cache_of(shape: Shape, tokens: int) -> int:
