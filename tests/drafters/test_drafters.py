@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from blockdraft.decode.proposal import Plan
-from blockdraft.drafters import NetworkDrafter, as_given, bundled, drafter_of, entries, load_drafter
+from blockdraft.drafters import NetworkDrafter, as_given, bundled, drafter_of, entries, for_others, load_drafter
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.errors import UsageError
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
+from blockdraft.models import bundled_drafter
+from blockdraft.models.catalogue import known
+from blockdraft.models.places import folder_place
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target, load_target
@@ -104,6 +107,17 @@ def test_one_alone_can_be_the_default(two_kinds: tuple[Path, Path]) -> None:
     shutil.copytree(two_kinds[1], two_kinds[1].with_name("drafter-dflash2"))
     with pytest.raises(AssertionError, match="2 drafters beside drafter"):
         bundled()
+
+
+def test_other_engines_get_the_drafter_that_is_bundled_for_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    folder_place(model := known("smollm2")).mkdir(parents=True)
+    for target in ("smollm2", folder_place(model)):
+        assert for_others("bundled", target, print) == bundled_drafter(model)
+        assert for_others("bundled-dflash", target, print) == bundled()["bundled-dflash"]
+    assert for_others("bundled", None, print) == for_others("bundled", "bundled", print) == bundled()["bundled-dflash"]
 
 
 def test_a_bundled_drafter_that_does_not_fit_is_refused_as_bundled(target: Target) -> None:

@@ -17,8 +17,6 @@ from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash.network import DraftPass
 from blockdraft.engine import Engine
 from blockdraft.engine.text import encode
-from blockdraft.models.catalogue import known
-from blockdraft.models.places import DEFAULT, TINY, bundled_drafter, folder_place
 from blockdraft.targets import load_target, load_target_text
 from blockdraft.types import Drafting, SamplingParams
 
@@ -32,16 +30,6 @@ class Answer:
 
     tokens: list[int]
     drafts: int
-
-
-def pairs() -> dict[str, tuple[Path, Path]]:
-    """Targets and drafters that are served: the bundled pair, and SmolLM2 where its folder and drafter are here."""
-    found = {"tiny": (TINY / "target", TINY / "drafter")}
-    model = known(DEFAULT)
-    target, drafter = folder_place(model), bundled_drafter(model)
-    if target.is_dir() and drafter is not None:
-        found[model.id] = (target, drafter)
-    return found
 
 
 def environment(name: str) -> Path:

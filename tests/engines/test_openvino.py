@@ -7,18 +7,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from same_drafts import TOKENS, environment, ours, pairs, prompts
+from same_drafts import TOKENS, environment, ours, prompts
 
+from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.formats import zlab
-from blockdraft.targets import load_target_text
+from blockdraft.targets import BUNDLED, load_target_text
 
 pytestmark = [pytest.mark.openvino, pytest.mark.filterwarnings("ignore")]
 PROGRAM = Path(__file__).parent / "openvino_pair.py"
 
 
-@pytest.mark.parametrize("pair", pairs())
-def test_tokens_and_accepted_guesses(pair: str, tmp_path: Path) -> None:
-    target, drafter = pairs()[pair]
+def test_tokens_and_accepted_guesses(tmp_path: Path) -> None:
+    target, drafter = BUNDLED, bundled()[BUNDLED_DFLASH]
     asked = prompts(target)
     config, _ = zlab.read_checkpoint(drafter)
     given = {

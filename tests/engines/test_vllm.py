@@ -13,10 +13,14 @@ import briefly_trained
 import httpx
 import psutil
 import pytest
-from same_drafts import ROOT, TOKENS, Answer, environment, first_norm_for_all_layers, free_port, ours, pairs, prompts
+from same_drafts import ROOT, TOKENS, Answer, environment, first_norm_for_all_layers, free_port, ours, prompts
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.servers.metrics import parse
+from blockdraft.models.catalogue import known
+from blockdraft.models.places import DEFAULT, bundled_drafter, file_place
 from blockdraft.targets import BUNDLED, load_target
 from blockdraft.tools.deploy.installed import installed
 from blockdraft.tools.deploy.launch import Running, command
@@ -80,14 +84,11 @@ def theirs(url: str, asked: Sequence[Sequence[int]]) -> list[Answer]:
     return found
 
 
-@pytest.mark.parametrize("pair", pairs())
 @pytest.mark.parametrize(
     ("layout", "repaired"), [("zlab", False), ("zlab", True), ("speculators", True)], ids=["as it is", "zlab", "spec"]
 )
-def test_tokens_and_drafts(
-    pair: str, layout: str, repaired: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, drafter = pairs()[pair]
+def test_tokens_and_drafts(layout: str, repaired: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = BUNDLED, bundled()[BUNDLED_DFLASH]
     if layout != "zlab":
         loaded = load_target(target, device="cpu")
         convert(drafter, tmp_path / layout, format_for(layout, loaded, str(target)), loaded)
@@ -128,6 +129,34 @@ def test_other_kinds(
     expected = ours(asked, BUNDLED, tmp_path / layout, cut_last=False)
     assert [one.tokens for one in found] == [one.tokens for one in expected]
     assert sum(one.drafts for one in expected) < 0.8 * sum(len(one.tokens) for one in expected)
+    assert [one.drafts for one in found] == [one.drafts for one in expected]
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 in float32, made of its file as docs/engines.md shows."""
+    file = file_place(known(DEFAULT))
+    if file is None or not file.exists():
+        pytest.skip("SmolLM2 is not there; run blockdraft pull smollm2")
+    folder, dense = tmp_path_factory.mktemp("smollm2"), GgufConfig(dequantize=True)
+    made = {"gguf_file": file.name, "dtype": "float32"}
+    AutoModelForCausalLM.from_pretrained(file.parent, **made, quantization_config=dense).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, **made).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "eagle3_speculators"])
+def test_smollm2_with_its_bundled_drafter(layout: str, smollm2: Path, tmp_path: Path) -> None:
+    loaded, drafter = load_target(smollm2, device="cpu"), bundled_drafter(known(DEFAULT))
+    assert drafter is not None
+    for each in {"eagle3", layout}:
+        convert(drafter, tmp_path / each, format_for(each, loaded, str(smollm2)), loaded)
+    asked = prompts(smollm2)
+    with served(smollm2, tmp_path / layout, tmp_path) as url:
+        found = theirs(url, asked)
+    expected = ours(asked, smollm2, tmp_path / "eagle3", cut_last=False)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert len({one.drafts for one in expected}) > 2  # so that equal counts mean something
     assert [one.drafts for one in found] == [one.drafts for one in expected]
 
 

@@ -22,8 +22,8 @@ def export(
         str,
         typer.Argument(
             metavar="DRAFTER",
-            help="Drafter in any format that `generate` reads, as a folder or GGUF file; bundled is the DFlash drafter "
-            "that comes along.",
+            help="Drafter in any format that `generate` reads, as a folder or GGUF file; bundled is the one that comes "
+            "along for this target, of the bundled target the DFlash drafter.",
         ),
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="Folder to write; new, empty, or an earlier export.")],
@@ -66,7 +66,7 @@ def export(
     from blockdraft.formats import find_layout
     from blockdraft.training.export import convert, format_for, usual_format
 
-    drafter = str(for_others(drafter, loading.tell))
+    drafter = str(for_others(drafter, target, loading.tell))
     if drafter in names():
         raise UsageError(
             f"DRAFTER is {drafter}, which has no files of its own to write; give the folder of a drafter. Which "

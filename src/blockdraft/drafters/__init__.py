@@ -33,7 +33,7 @@ from blockdraft.formats import read_config, trained_for
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
 from blockdraft.formats.gguf.kinds import kind_in
-from blockdraft.models import TINY, as_moved, bundled_drafter, model_of
+from blockdraft.models import TINY, as_moved, bundled_drafter, located, model_of
 from blockdraft.plugins import parts, plugins
 from blockdraft.targets import Target, other_target_warning
 from blockdraft.types import JOINT, DraftModel
@@ -54,14 +54,18 @@ def bundled() -> dict[str, Path]:
     return {"bundled": others[0] if others else dflash, BUNDLED_DFLASH: dflash}
 
 
-def for_others(drafter: str | Path, note: Callable[[str], None]) -> str | Path:
+def for_others(drafter: str | Path, target: str | Path | None, note: Callable[[str], None]) -> str | Path:
     """Drafter for engines other than this one: the bundled DFlash drafter for any bundled name, else as given.
 
     Args:
-        drafter: "bundled", "bundled-dflash", or any other drafter, which is returned unchanged.
+        drafter: "bundled", "bundled-dflash", or any other drafter, which is returned unchanged. "bundled" is the one
+            that is bundled for the target where that is a model of the catalogue with one.
         note: Function called with a message where the bundled DFlash drafter takes the place of another bundled one.
     """
     folders = bundled()
+    model = None if target is None or str(drafter) != "bundled" else model_of(located(target))
+    if model is not None and (own := bundled_drafter(model)) is not None:
+        return own
     if str(drafter) not in folders:
         return drafter
     if folders[str(drafter)] != folders[BUNDLED_DFLASH]:

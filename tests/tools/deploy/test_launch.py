@@ -24,7 +24,7 @@ from blockdraft.models.places import file_place, folder_place
 from blockdraft.targets import BUNDLED, load_target
 from blockdraft.tools.deploy import launch
 from blockdraft.tools.deploy.launch import Running, command
-from blockdraft.training.export import convert, format_for
+from blockdraft.training.export import convert, export_gguf, format_for
 
 FAKE_SERVER = Path(__file__).parents[2] / "evaluation" / "servers"
 FAKE = f"""#!{sys.executable}
@@ -116,11 +116,15 @@ def test_pairs_that_do_not_fit(tmp_path: Path, tiny_target_dir: Path, tiny_draft
     assert len(notes) == 1 and "may not fit" in notes[0] and "fingerprint (0123456789abcdef here" in notes[0]
     loaded = load_target(tiny_target_dir, device="cpu")
     convert(tiny_drafter_dir, tmp_path / "speculators", format_for("speculators", loaded, target), loaded)
-    assert command("vllm", target, str(tmp_path / "speculators"), 1).line[:3] == [
-        "vllm",
-        "serve",
-        str(tmp_path / "speculators"),
-    ]
+    drafter = str(tmp_path / "speculators")
+    assert command("vllm", target, drafter, 1, note=notes.append).line[:3] == ["vllm", "serve", drafter]
+    assert len(notes) == 1
+    convert(tiny_drafter_dir, drafter, format_for("speculators", loaded, target, "some/model"), loaded)
+    assert command("vllm", target, drafter, 1, note=notes.append)
+    assert len(notes) == 2 and f"names some/model as its target, which vLLM serves in place of {target}" in notes[1]
+    file = export_gguf(tiny_drafter_dir, tmp_path / "gguf", tiny_target_dir, "f32").drafter
+    with pytest.raises(UsageError, match=f"vLLM cannot be started with {file}: .*: blockdraft export .* --format zlab"):
+        command("vllm", target, str(file), 8000)
     with pytest.raises(UsageError, match="SGLang cannot be started .* Export it first: blockdraft export"):
         command("sglang", target, str(tmp_path / "speculators"), 8000)
     with pytest.raises(UsageError, match="is a target itself"):
@@ -145,6 +149,8 @@ def test_a_file_is_no_target_for_other_engines(
     file.touch()
     folder_place(model).symlink_to(tiny_target_dir)
     assert command("vllm", "smollm2", str(tiny_drafter_dir), 8000).line[2] == str(folder_place(model))
+    with pytest.raises(UsageError, match=r"bundled does not fit .*: hidden size \(576 here"):  # so it is SmolLM2's own
+        command("vllm", "smollm2", "bundled", 8000)
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def command(
     Args:
         engine: Key of `ENGINES`.
         target: Folder or hub name.
-        drafter: Folder.
+        drafter: Folder, or "bundled".
         port: Port of this machine at which the engine will listen.
         prefix_caching: Whether the engine may cache prefixes, as it does by default.
         more: Further options for the engine, appended to the line.
@@ -88,12 +88,16 @@ def command(
     """
     if engine not in ENGINES:
         raise UsageError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}.")
-    report = checked_pair(drafter, _folder(target, ENGINES[engine]), note)
+    folder = _folder(target, ENGINES[engine])
+    report = checked_pair(drafter, folder, note)
     start = report.starts[ENGINES[engine]]
     if start.line is None:
         remedy = "" if start.remedy is None else f" Export it first: {start.remedy}"
-        raise UsageError(f"{ENGINES[engine]} cannot be started with {drafter}: {start.reason}.{remedy}")
-    found = [*shlex.split(start.line), "--host", HOST, "--port", str(port), *METRICS[engine]]
+        raise UsageError(f"{ENGINES[engine]} cannot be started with {report.path}: {start.reason}.{remedy}")
+    words, named = shlex.split(start.line), report.wants["name"]
+    if folder not in words and Path(str(named)).resolve() != Path(folder).resolve():
+        note(f"{report.path} names {named} as its target, which {ENGINES[engine]} serves in place of {folder}.")
+    found = [*words, "--host", HOST, "--port", str(port), *METRICS[engine]]
     return Command(
         line=[*found, *([] if prefix_caching else NO_PREFIXES[engine]), *more], files=_files(start, prefix_caching)
     )
@@ -103,7 +107,7 @@ def _folder(target: str, engine: str) -> str:
     """The target as engines read it: a folder or hub name. A model of the catalogue may be here as a file besides."""
     place = Path(located(target))
     if not is_gguf(place):
-        return target
+        return str(place)
     model = model_of(place)
     if model is not None and folder_place(model).is_dir():
         return str(folder_place(model))

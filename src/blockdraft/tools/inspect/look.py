@@ -72,16 +72,16 @@ def checked_pair(drafter: str | Path, target: str, note: Callable[[str], None]) 
     """The report of `inspect` on a drafter, if it fits the target.
 
     Args:
-        drafter: Folder, or "bundled" for the bundled DFlash drafter, which other engines can read.
+        drafter: Folder, GGUF file, or "bundled" as for `for_others`.
         target: Folder or hub name.
         note: Called with each warning, a line of text.
 
     Raises:
-        UsageError: The folder holds no drafter, cannot be read, or the drafter does not fit.
+        UsageError: The place holds no drafter, cannot be read, or the drafter does not fit.
     """
-    report = inspect(for_others(drafter, note), target)
-    if report.what != "drafter" or not Path(report.path).is_dir():
-        raise UsageError(f"{drafter} is not the folder of a drafter; give one (GGUF files work with llama.cpp only).")
+    report = inspect(for_others(drafter, target, note), target)
+    if report.what != "drafter":
+        raise UsageError(f"{drafter} is not a drafter; give the folder of one.")
     wrong = [check for check in report.fits if check.holds is False]
     hard = [f"{check.name} ({check.said})" for check in wrong if check.name not in SOFT]
     if hard:
