@@ -98,7 +98,7 @@ bench-peers: .venv/.installed
 ENGINES = transformers,transformers lookup,$(LLAMA),vllm,vllm dflash,$(OPENVINO),$(OURS)
 LLAMA = llama.cpp,llama.cpp draft-dflash:3,llama.cpp draft-dflash:7
 OPENVINO = openvino,openvino lookup,openvino dflash,openvino int8,openvino int4
-OURS = ours plain,ours dflash,ours cost-aware
+OURS = ours plain,ours int8,ours int4,ours dflash,ours cost-aware
 bench-engines: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments transformers llama_cpp vllm openvino
 	.venv/bin/python -m benchmarks.peers --peers "$(ENGINES)" --at-once 16 --out build/engines $(ARGS)

@@ -94,6 +94,8 @@ PEERS = (
     _openvino("openvino int4", "weights of 4 bits", bits=4),
     _ours(PLAIN, "the backend it chooses", drafter="none"),
     _ours("ours plain (hf)", "transformers as backend", drafter="none", backend="hf"),
+    _ours("ours int8", "weights of 8 bits", drafter="none", quantize="int8"),
+    _ours("ours int4", "weights of 4 bits", drafter="none", quantize="int4"),
     _ours("ours dflash", "chains of whole blocks"),
     _ours("ours dflash:4", "blocks of 4", drafting={"block_size": 4}),
     _ours("ours dflash:6", "blocks of 6", drafting={"block_size": 6}),

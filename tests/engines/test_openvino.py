@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from same_drafts import TOKENS, environment, ours, prompts
 
 from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.formats import zlab
+from blockdraft.formats.starting import openvino
 from blockdraft.targets import BUNDLED, load_target_text
 
 pytestmark = [pytest.mark.openvino, pytest.mark.filterwarnings("ignore")]
@@ -39,3 +41,12 @@ def test_tokens_and_accepted_guesses(tmp_path: Path) -> None:
     drafts = [len(one["tokens"]) - 1 - one["accepted"] for one in theirs]
     assert len({*drafts}) > 2  # so that equal counts mean something
     assert drafts == [one.drafts for one in own]
+
+
+def test_what_inspect_says_converts_drafters() -> None:
+    """The options of the line are the exporter's."""
+    line = shlex.split(openvino("DRAFTER").remedy or "")
+    program = environment("openvino") / "bin" / line[0]
+    done = subprocess.run([program, *line[1:3], "--help"], capture_output=True, text=True, check=True)
+    options = [word for word in line if word.startswith("--")]
+    assert options and [word for word in options if word not in done.stdout] == []

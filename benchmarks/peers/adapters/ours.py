@@ -1,6 +1,6 @@
 """blockdraft, through its public interface.
 
-The settings may also hold "quantize", and the options "ways": ways to decode with one target by name, each with options
+The settings or the options may also hold "quantize", and the options "ways": ways to decode with one target by name, each with options
 of its own; a request then names one as "way". With "accept" in a request (counts, used cyclically) that many of each
 cycle's guesses are right, whatever was drafted.
 """
@@ -44,7 +44,8 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
     compiled = options["compiled"] and settings["device"] == "cpu"
     chosen = {"compile": "on"} if compiled else {}
     chosen |= {name: options[name] for name in ("backend",) if name in options}
-    chosen |= {name: settings.get(name) for name in ("dtype", "device", "quantize")}
+    chosen |= {name: settings.get(name) for name in ("dtype", "device")}
+    chosen["quantize"] = options.get("quantize", settings.get("quantize"))
     try:
         target = blockdraft.load_target(settings["target"], **chosen)
     except ValueError as error:

@@ -112,7 +112,9 @@ def launch(
                 if failed:
                     loading.tell(f"The measurement went wrong: {trouble}")
                 loading.tell(f"Serving at {running.url}; Ctrl-C ends it.")
-                raise typer.Exit(running.wait())
+                if status := running.wait():
+                    loading.tell(f"The engine ended with status {status}. {running.last_words()}")
+                raise typer.Exit(status)
             raise typer.Exit(1 if failed else 0)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -69,6 +69,7 @@ class Architecture:
         llama_cpp: Its form in GGUF files; None if llama.cpp does not read it.
         vllm, sglang, tensorrt_llm: Names of it in these engines, in z-lab's layout; None if an engine does not read it
             in that layout.
+        openvino: Whether OpenVINO GenAI drafts with it, converted from that layout.
     """
 
     names: tuple[str, ...]
@@ -84,6 +85,7 @@ class Architecture:
     vllm: str | None = None
     sglang: str | None = None
     tensorrt_llm: str | None = None
+    openvino: bool = False
 
     def guesses(self, config: DraftConfig) -> int:
         """Most guesses of a block."""

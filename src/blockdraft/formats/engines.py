@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.architectures import architecture_of
+from blockdraft.formats.architectures import architecture_of, find_architecture
 from blockdraft.formats.base import find_layout
 from blockdraft.formats.gguf.drafter import drafter_metadata
 from blockdraft.formats.gguf.kinds import kind_of
 from blockdraft.formats.starting import (
     LLAMA_CPP,
+    OPENVINO,
     SGLANG,
     TENSORRT_LLM,
     VLLM,
     Start,
+    openvino,
     sglang,
     tensorrt_llm,
     vllm,
@@ -62,7 +64,7 @@ def starts(
         found = dict.fromkeys(found, Start(None, f"it reads such drafters in the {folder} format", export(folder)))
     if LLAMA_CPP not in found:
         found[LLAMA_CPP] = _llama_cpp(config, layout, drafter, target_gguf, export(GGUF))
-    return ours | found
+    return ours | found | {OPENVINO: _openvino(config, layout, drafter, export(ZLAB))}
 
 
 def llama_cpp_line(config: Any, drafter: str, target: str) -> str:
@@ -99,6 +101,13 @@ def _tensorrt_llm(config: DraftConfig, layout: str, drafter: str, target: str, t
     if layout != ZLAB:
         return Start(None, "it reads z-lab's layout", to_zlab)
     return tensorrt_llm(target, architecture.tensorrt_llm, drafter, architecture.guesses(config))
+
+
+def _openvino(config: Any, layout: str, drafter: str, to_zlab: str) -> Start:
+    architecture = find_architecture(config)
+    if architecture is None or not architecture.openvino:
+        return Start(None, "drafters of kinds other than DFlash were not tried in it")
+    return openvino(drafter) if layout == ZLAB else Start(None, "optimum converts z-lab's layout for it", to_zlab)
 
 
 def _llama_cpp(config: Any, layout: str, drafter: str, target: str | None, to_gguf: str) -> Start:

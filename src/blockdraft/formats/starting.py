@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 VLLM, SGLANG, TENSORRT_LLM, LLAMA_CPP = "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"
+OPENVINO = "OpenVINO GenAI"
 TENSORRT_LLM_FILE = "trtllm.yaml"
 
 
@@ -74,6 +75,13 @@ def tensorrt_llm(target: str, kind: str, drafter: str, guesses: int, more: Mappi
     said = {"decoding_type": kind, "speculative_model": drafter, "max_draft_len": guesses, **(more or {})}
     line = shlex.join(["trtllm-serve", target, "--config", TENSORRT_LLM_FILE])
     return Start(line, files={TENSORRT_LLM_FILE: json.dumps({"speculative_config": said})})  # JSON is YAML
+
+
+def openvino(drafter: str) -> Start:
+    """OpenVINO GenAI is a library, for which a drafter is converted first."""
+    line = ["optimum-cli", "export", "openvino", "--model", drafter, "--task", "text-generation-with-past"]
+    line += ["--trust-remote-code", "--disable-convert-tokenizer", "--weight-format", "fp32", "drafter-ov"]
+    return Start(None, "it reads what optimum has converted", shlex.join(line))
 
 
 def nowhere(reasons: Mapping[str, str]) -> dict[str, Start]:

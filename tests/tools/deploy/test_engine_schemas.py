@@ -88,11 +88,12 @@ def test_what_inspect_says_is_each_engines_own(
     assert (found.layout, found.what) == (layout, "drafter") and all(check.holds is not False for check in found.fits)
     lines = {engine: start for engine, start in found.starts.items() if engine != "blockdraft"}
     assert {engine for engine, start in lines.items() if start.line is not None} == KINDS[kind][layout]
-    assert list(lines) == ["vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"]
+    assert list(lines) == ["vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "OpenVINO GenAI"]
     guesses = found.conventions["guesses"]
     for engine, start in lines.items():
         if start.line is None:
             assert start.reason and not start.files
+            assert engine != "OpenVINO GenAI" or (start.remedy is not None) == (kind == "drafter")
             continue
         said = check_recorded(engine, shlex.split(start.line), start.files)
         counts = {"vLLM": "num_speculative_tokens", "TensorRT-LLM": "max_draft_len"}

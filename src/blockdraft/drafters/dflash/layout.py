@@ -38,4 +38,5 @@ ARCHITECTURE = Architecture(
     vllm="dflash",
     sglang="DFLASH",
     tensorrt_llm="DFlash",
+    openvino=True,
 )
