@@ -73,8 +73,8 @@ NOT_RUN = {
     "1024": "starts an engine of others; tests/engines/test_vllm.py does",
     "from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig": PULLS,
     "blockdraft export bundled --target smollm2 --out smollm2-drafter": PULLS,
-    "blockdraft launch vllm --target smollm2-dense --drafter smollm2-drafter --environment vllm --keep -- "
-    "--enforce-eager --max-model-len 2048 --dtype float32": "starts an engine of others; tests/engines/test_vllm.py "
+    "blockdraft launch vllm --target smollm2-dense --drafter smollm2-drafter --environment vllm --keep --concurrency 1 "
+    "-- --enforce-eager --max-model-len 2048 --dtype float32": "starts an engine of others; tests/engines/test_vllm.py "
     "serves that pair",
     "import openvino_genai as ov": "tests/engines/test_openvino.py runs that engine",
     "blockdraft launch sglang --target TARGET --drafter DRAFTER --prompts chats.jsonl --out results -- --tp 2": ""

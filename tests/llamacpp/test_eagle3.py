@@ -8,10 +8,11 @@ from typing import Any
 
 import briefly_trained
 import pytest
+import smollm2
 import torch
 from beside import TOKENS, Ours, accepts_alike, peer
 from briefly_trained import PROMPTS
-from transformers import Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from blockdraft.drafters.eagle3.layout import tensor_shapes
 from blockdraft.formats import Checkpoint, find_layout, read_drafter
@@ -20,6 +21,7 @@ from blockdraft.training.export import export_gguf
 
 pytestmark = pytest.mark.llamacpp
 GUESSES, NEAR = 7, 0.03
+QUESTIONS = ["Name three rivers of Europe.", "What is 12 * 12?", "Write a function that adds two numbers."]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -74,6 +76,19 @@ def test_guesses_of_a_trained_one(prompts: list[list[int]], trained: Path, tmp_p
     assert len(equal) >= 0.94 * PROMPTS  # its blocks take other kernels than single tokens, which rounds otherwise
     cycles = sum(answers[i]["cycles"] for i in equal)
     assert cycles == pytest.approx(sum(len(ours.committed[i]) for i in equal), rel=NEAR)
+
+
+def test_smollm2_with_its_bundled_drafter(tmp_path: Path) -> None:
+    folder = smollm2.write_folder(tmp_path / "folder")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
+    asked = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+    done = export_gguf(smollm2.DRAFTER, tmp_path / "gguf", folder, "f32")
+    ours = Ours(asked, folder, done.drafter)
+    with peer(done.target, tmp_path / "log", done.drafter, "draft-eagle3", 4) as theirs:
+        for place, prompt in enumerate(asked):
+            answer = theirs.ask("decode", {"prompt": prompt, "max_new_tokens": TOKENS, "stops": [2]})
+            assert answer["tokens"] == ours.tokens[place] and answer["cycles"] == len(ours.committed[place])
 
 
 def test_rounded_ones_load(trained: Path, tmp_path: Path) -> None:

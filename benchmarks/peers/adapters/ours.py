@@ -1,8 +1,8 @@
 """blockdraft, through its public interface.
 
-The settings or the options may also hold "quantize", and the options "ways": ways to decode with one target by name, each with options
-of its own; a request then names one as "way". With "accept" in a request (counts, used cyclically) that many of each
-cycle's guesses are right, whatever was drafted.
+The settings or the options may also hold "quantize", and the options "ways": ways to decode with one target by name,
+each with options of its own; a request then names one as "way". With "accept" in a request (counts, used cyclically)
+that many of each cycle's guesses are right, whatever was drafted.
 """
 
 from __future__ import annotations

@@ -87,6 +87,8 @@ def launch(
             log = new_log(engine) if settings.log is None else settings.log
             loading.tell(f"{shlex.join(here.line)}\nIt starts, which takes a minute or more. Its log: {log}")
             running = stack.enter_context(Running(here.line, settings.port, settings.patience, log, here.variables))
+            if keep:
+                loading.tell(f"It answers at {running.url}, and is measured first.")
             try:
                 failed = measure_servers(
                     [Server(running.url)],

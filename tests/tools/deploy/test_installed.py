@@ -75,6 +75,9 @@ def test_remedies() -> None:
     assert remedy("RuntimeError: operator torchvision::nms does not exist") is not None
     assert "DFlash drafter" in str(remedy("Model Runner V1 does not support: DFlash candidate-head drafts"))
     assert "GPUs only" in str(remedy("Model Runner V1 does not support: dspark speculative decoding"))
+    refused = "ValidationError: 1 validation error for SpeculativeConfig\nmethod\n  Input should be 'ngram' or 'eagle'"
+    assert "does not know drafters of this kind" in str(remedy(refused))
+    assert "update" in str(remedy("ValueError: Unsupported speculative method: 'dflash'"))
     assert "update" in str(remedy("ValueError: Please ensure you're loading a speculators-format model."))
     assert "max-model-len" in str(remedy("max_model_len (512) is greater than the derived max_model_len"))
     assert remedy("out of memory") is None

@@ -159,7 +159,7 @@ def test_engines_that_do_not_come_up(program: Callable[[str], Path], monkeypatch
     with pytest.raises(UsageError, match="no-such-engine cannot be started .* --dry-run"):
         Running(["no-such-engine"], port, 5)
     file = program("#!/bin/sh\necho out of memory >&2\nexit 3\n")
-    with pytest.raises(UsageError, match=r"vllm ended with status 3 before it answered.*ends with\n  out of memory"):
+    with pytest.raises(UsageError, match=r"engine ended with status 3 before it answered.*ends with\n  out of memory"):
         Running([str(file)], port, 20)
     with pytest.raises(UsageError, match="/no/such/engine.log, which cannot be written"):
         Running([str(file)], port, 20, Path("/no/such/engine.log"))
@@ -280,6 +280,7 @@ def test_a_measurement_that_failed_does_not_end_serving(
     assert code == (7 if keep else 1 if prompt == "FAIL" else 2)
     captured = capsys.readouterr()
     assert ("The measurement went wrong: " in captured.err and "Serving at" in captured.err) == keep
+    assert ("It answers at http://" in captured.err) == keep
     assert ("The engine ended with status 7. Its log is here." in captured.err) == keep
     assert told in captured.out + captured.err
 

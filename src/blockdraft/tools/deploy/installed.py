@@ -39,7 +39,8 @@ REMEDIES = {
     KVCACHE: f"set {KVCACHE} to fewer GiB",
     "Address already in use": "give another --port",
     "unrecognized arguments: --speculative-config": "update the engine, which is older than this option",
-    "speculative_config.method": "update the engine, which does not know drafters of this kind",
+    "validation error for SpeculativeConfig\nmethod\n": "update the engine, which does not know drafters of this kind",
+    "Unsupported speculative method": "update the engine, which does not know drafters of this kind",
     "loading a speculators-format model": "update the engine, which does not know drafters of this kind in this format",
     "No module named": f"install what is missing; {GUIDE}",
 }

@@ -194,8 +194,7 @@ class Running:
         while time.monotonic() < until:
             status = self.process.poll()
             if status is not None:
-                name = Path(self.process.args[0]).name
-                raise UsageError(f"{name} ended with status {status} before it answered. {self.last_words()}")
+                raise UsageError(f"The engine ended with status {status} before it answered. {self.last_words()}")
             try:
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
