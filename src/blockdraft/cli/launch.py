@@ -88,7 +88,7 @@ def launch(
             loading.tell(f"{shlex.join(here.line)}\nIt starts, which takes a minute or more. Its log: {log}")
             running = stack.enter_context(Running(here.line, settings.port, settings.patience, log, here.variables))
             if keep:
-                loading.tell(f"It answers at {running.url}, and is measured first.")
+                loading.tell(f"Serving at {running.url}; Ctrl-C ends it. It is measured first.")
             try:
                 failed = measure_servers(
                     [Server(running.url)],
@@ -113,7 +113,6 @@ def launch(
             if keep:
                 if failed:
                     loading.tell(f"The measurement went wrong: {trouble}")
-                loading.tell(f"Serving at {running.url}; Ctrl-C ends it.")
                 if status := running.wait():
                     loading.tell(f"The engine ended with status {status}. {running.last_words()}")
                 raise typer.Exit(status)
