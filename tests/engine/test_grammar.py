@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from exact_distribution import LENGTH, NOISE, PROMPT, V, write_model
 from test_engine import Oracle
-from test_sampled_distribution import LENGTH, NOISE, PROMPT, V, write_model
 from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 

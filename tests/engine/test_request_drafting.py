@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from exact_distribution import LENGTH, NOISE, PROMPT, surprise, write_model
 from simulation import request
-from test_sampled_distribution import LENGTH, NOISE, PROMPT, surprise, write_model
 from test_trees import Oracle
 from thinned import thinned
 from transformers import LlamaForCausalLM

@@ -9,6 +9,7 @@ DFlash has, the engine gets the tokens of a cycle and nothing else; see `blockdr
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,6 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from blockdraft.decode.proposal import depths, tree_mask
-from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.jax import model
 from blockdraft.jax.cache import JaxCache, JaxTensor
@@ -206,16 +206,14 @@ class JaxTarget(CheckpointTarget):
         return JaxTensor(found, found.shape).real.to(self.dtype)
 
     def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
+        network.to(device=self.device, dtype=self.dtype)
         known = {kind: make for module in parts("jax").values() for kind, make in module.RUNNERS.items()}
         make = known.get(type(network))
-        if make is None:
-            names = ", ".join(sorted(kind.__name__ for kind in known))
-            raise UsageError(
-                f"The jax backend runs no {type(network).__name__}, only {names}; use the backend native or hf, or "
-                "draft without a network (prompt_lookup)."
-            )
-        network.to(device=self.device, dtype=self.dtype)
-        return cast(R, make(network, self, head))
+        if make is not None:
+            return cast(R, make(network, self, head))
+        reason = f"JAX knows no networks of the kind {type(network).__name__}, and torch runs it on the CPU"
+        logging.getLogger(__name__).warning("The drafter is not run by JAX: %s.", reason)
+        return network.runner(self.embed, head or self.head, reason)
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         for name, weight in self.params.items():

