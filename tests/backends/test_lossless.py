@@ -141,7 +141,7 @@ def write_drafter(folder: Path) -> Path:
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": V, "block_size": LENGTH}
     shape |= {"mask_token_id": 2, "taps": (0,), "num_target_layers": 1, "rope_theta": 10000.0, "layers": layers}
     with torch.random.fork_rng():
-        torch.manual_seed(4)
+        torch.manual_seed(13)  # a seed whose guesses are often right and often wrong
         config = DraftConfig(**shape)
         write_checkpoint(folder, config, DFlashNetwork(config).state_dict())
     return folder
@@ -179,6 +179,15 @@ def test_turns_of_a_chat_read_what_the_turns_before_have_left(
             assert found[0].token_ids == alone.token_ids
             said += [*alone.token_ids, 8, 9]
         assert found[0].stats.remembered > len(PROMPTS[3])
+
+
+def test_sampled_guesses_are_the_same_again_behind_a_kept_prefix(target: Target, tiny_drafter_dir: Path) -> None:
+    params = [SamplingParams(12, 1.0, seed=row, ignore_eos=True) for row in range(2)]
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    with Engine(target, drafter, 2, Drafting(sampled=True), prefix_tokens=400, prefill_tokens=16) as engine:
+        first, again = (engine.generate([PROMPTS[3]] * 2, params) for _ in range(2))
+    assert [each.token_ids for each in first] == [each.token_ids for each in again]
+    assert again[1].stats.remembered and any(count > 1 for each in first for count in each.stats.committed)
 
 
 def test_cancelled_requests_leave_others_alone(target: Target, tiny_drafter_dir: Path, plain: list[list[int]]) -> None:

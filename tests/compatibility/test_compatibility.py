@@ -17,7 +17,6 @@ from compatibility_cells import (
     document,
     expected,
     is_refused,
-    lacks_drafter,
 )
 from tiny_families import ATTENTION, FAMILIES, write_model
 
@@ -43,12 +42,12 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Ta
     """`targets(family, backend)`."""
 
     @cache
-    def folder(family: str) -> Path:
-        return write_model(family, tmp_path_factory.mktemp(family))
+    def folder(family: str, for_mlx: bool) -> Path:
+        return write_model(family, tmp_path_factory.mktemp(family), for_mlx)
 
     @cache
     def target(family: str, backend: str) -> Target:
-        return load_target(folder(family), "float32", "cpu", **BACKENDS[backend])
+        return load_target(folder(family, backend == "mlx"), "float32", "cpu", **BACKENDS[backend])
 
     return target
 
@@ -65,7 +64,7 @@ def plain(target: Target) -> list[list[int]]:
     [
         pytest.param(cell, marks=marks(cell.backend, cell in QUICK), id="-".join(cell))
         for cell in CELLS
-        if not is_refused(cell.family, cell.backend) and not lacks_drafter(cell)
+        if not is_refused(cell.family, cell.backend)
     ],
 )
 def test_drafting_changes_no_answer(
@@ -109,26 +108,11 @@ def test_a_family_that_a_backend_lacks_is_refused_by_name(
     if backend in PACKAGES:
         pytest.importorskip(PACKAGES[backend])
     reasons = rf"{family} is none of its families|routed experts|recurrent layers"
+    if backend == "mlx":
+        reasons = "of mlx-lm, which cannot be cut to|mlx-lm .* does not know the model|mlx-lm .* cannot run its files"
     with pytest.raises(ValueError, match=reasons):
-        load_target(write_model(family, tmp_path), "float32", "cpu", **BACKENDS[backend])
+        load_target(write_model(family, tmp_path, backend == "mlx"), "float32", "cpu", **BACKENDS[backend])
     record_property("cells", [[[family, drafter, backend], REFUSED] for drafter in DRAFTERS])
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [pytest.param(cell, marks=marks(cell.backend, False), id="-".join(cell)) for cell in CELLS if lacks_drafter(cell)],
-)
-def test_a_drafter_that_a_backend_lacks_is_refused_by_name(
-    cell: Cell,
-    targets: Callable[[str, str], Target],
-    request: pytest.FixtureRequest,
-    record_property: Callable[[str, object], None],
-) -> None:
-    pytest.importorskip(PACKAGES[cell.backend])
-    target = targets(cell.family, cell.backend)
-    with pytest.raises(ValueError, match=f"The {cell.backend} backend runs no .*Network"):
-        load_drafter(request.getfixturevalue(str(DRAFTERS[cell.drafter])), target=target)
-    record_property("cells", [[[*cell], REFUSED]])
 
 
 def test_the_page_says_what_the_tests_find() -> None:

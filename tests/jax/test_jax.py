@@ -1,6 +1,5 @@
 """The backend jax beside transformers and the native one: logits, tokens, cycles, shardings, and what is compiled."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -78,35 +77,6 @@ def test_logits_and_features_are_those_of_transformers(family: str, tmp_path: Pa
     torch.testing.assert_close(real(found[0].features), found[1].features, rtol=1e-4, atol=1e-4)
 
 
-def test_plain_decoding(target: Target, plain: list[list[int]]) -> None:
-    assert target.backend == "jax"
-    assert [each.token_ids for each in answers(target, "none")] == plain
-
-
-@pytest.mark.parametrize("drafting", [Drafting(None), Drafting(tree_budget=9)], ids=["chain", "tree"])
-def test_drafting_changes_no_answer(
-    target: Target, native: Target, tiny_drafter_dir: Path, drafting: Drafting, plain: list[list[int]]
-) -> None:
-    """Answers are plain ones, and what is accepted in each cycle is what the native backend accepts."""
-    ours, theirs = (answers(each, tiny_drafter_dir, drafting) for each in (target, native))
-    assert [each.token_ids for each in ours] == plain
-    assert [each.stats.committed for each in ours] == [each.stats.committed for each in theirs]
-
-
-def test_the_bundled_pair_takes_the_same_cycles() -> None:
-    """Eight chats of a trained pair, in chains of 16: tokens and cycles are those of the native backend."""
-    lines = (Path(__file__).parents[2] / "benchmarks/peers/prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    texts, found = [json.loads(line)["prompt"] for line in lines], []
-    for backend in ("jax", "native"):
-        target = load_target(None, "float32", "cpu", backend=backend, compile="off")
-        with Engine(target, load_drafter("bundled-dflash", target=target), 1, Drafting(None)) as engine:
-            found.append([engine.generate([text], SamplingParams(64))[0] for text in texts])
-    ours, theirs = found
-    assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
-    assert [each.stats.committed for each in ours] == [each.stats.committed for each in theirs]
-    assert sum(len(each.token_ids) for each in ours) > 2 * sum(len(each.stats.committed) for each in ours)
-
-
 def test_draft_passes_are_those_of_torch(target: Target, native: Target, tiny_drafter_dir: Path) -> None:
     """Of a block that does not fill its bucket, behind a prompt and behind what a cycle as one program has observed."""
     found: list[list[torch.Tensor]] = []
@@ -132,23 +102,6 @@ def test_draft_passes_are_those_of_torch(target: Target, native: Target, tiny_dr
         found.append([*hidden, run.guesses(state, block, 1)[0]])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(real(ours), theirs, rtol=1e-4, atol=1e-4)
-
-
-def test_sampled_guesses_and_prefixes(target: Target, tiny_drafter_dir: Path) -> None:
-    params = [SamplingParams(12, 1.0, seed=row, ignore_eos=True) for row in range(2)]
-    drafter = load_drafter(tiny_drafter_dir, target=target)
-    with Engine(target, drafter, 2, Drafting(sampled=True), prefix_tokens=400, prefill_tokens=16) as engine:
-        first = engine.generate([PROMPTS[3]] * 2, params)
-        again = engine.generate([PROMPTS[3]] * 2, params)  # from the kept prefix
-    assert [each.token_ids for each in first] == [each.token_ids for each in again]
-
-
-def test_cancelled_requests_leave_others_alone(target: Target, tiny_drafter_dir: Path, plain: list[list[int]]) -> None:
-    with Engine(target, load_drafter(tiny_drafter_dir, target=target), 2) as engine:
-        long = engine.submit(PROMPTS[1], SamplingParams(150, ignore_eos=True))
-        other = engine.submit(PROMPTS[0], PARAMS[0])
-        long.cancel()
-        assert other.result().checked().token_ids == plain[0]
 
 
 def test_laws_at_temperature_one(target: Any, native: Target, tiny_drafter_dir: Path) -> None:
@@ -233,27 +186,3 @@ def test_sharded_equals_single(
         assert tuple(cache.arrays[0].sharding.spec) == cached
         if count == 2:
             assert [each.token_ids for each in answers(sharded, tiny_drafter_dir)] == plain
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"quantize": "int8"}, "it has no quantize"),
-        ({"kv_dtype": "int8"}, "it has no kv_dtype"),
-        ({"exact": True}, "it has no exact"),
-        ({"compile": "on"}, "it has no compile"),
-        ({"dtype": "float16"}, "TPUs have no float16; choose the dtype bfloat16"),
-    ],
-)
-def test_options_of_other_backends_are_refused(tiny_target_dir: Path, how: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_target(tiny_target_dir, backend="jax", **how)
-
-
-def test_what_it_does_not_run_is_refused_by_name(target: Target, tiny_eagle3_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="The jax backend runs no Eagle3Network, only DFlashNetwork; use the backend"):
-        load_drafter(tiny_eagle3_dir, target=target)
-    with pytest.raises(ValueError, match="The jax backend cannot run .*: it has routed experts"):
-        load_target(write_model("qwen3_moe", tmp_path), backend="jax")
-    with pytest.raises(ValueError, match="The jax backend cannot run .*: phi3 is none of its families"):
-        load_target(write_model("phi3", tmp_path), backend="jax")

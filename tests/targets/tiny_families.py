@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,12 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
 }
 FAMILIES = ATTENTION | RECURRENT
+# Keys of config.json that mlx-lm wants, as published checkpoints have them, and transformers 5 does not write.
+MLX_KEYS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "rope_theta": 1e4},
+    "gemma3_text": {"sliding_window_pattern": 2, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    "glm4": {"partial_rotary_factor": 0.5, "rope_theta": 1e4},
+}
 
 
 def make_model(family: str) -> PreTrainedModel:
@@ -108,7 +115,18 @@ def make_model(family: str) -> PreTrainedModel:
     return model.eval()
 
 
-def write_model(family: str, folder: Path) -> Path:
-    """Save the model; returns the folder."""
-    make_model(family).save_pretrained(folder)
+def write_model(family: str, folder: Path, for_mlx: bool = False) -> Path:
+    """Save the model; returns the folder.
+
+    Args:
+        for_mlx: Write what mlx-lm reads: `MLX_KEYS`, and no head where it knows tied ones only.
+    """
+    model = make_model(family)
+    if for_mlx and family == "gemma2":
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    model.save_pretrained(folder)
+    if for_mlx:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | MLX_KEYS.get(family, {})
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder

@@ -12,19 +12,15 @@ from torch import Tensor
 
 from blockdraft.jax.model import LEAST_SLOTS, Array, Layout, Memory, bucket, jax, jnp, write
 from blockdraft.nn.cache import KVCache
+from blockdraft.nn.foreign import ForeignTensor
 
 NOWHERE = 2**30  # first slot of a row that pads a batch, of which nothing is read or written
 
 
-class JaxTensor(Tensor):
+class JaxTensor(ForeignTensor):
     """A torch tensor whose numbers are a JAX array, which is padded at the end of each dimension. A function of torch
-    waits for the numbers and runs on the host; shape and dtype are known without them.
+    waits for the numbers and runs on the host, but for one that cuts off what is behind a number of nodes."""
 
-    Attributes:
-        array: The array.
-    """
-
-    array: Array
     _real: Tensor | None
 
     @staticmethod
@@ -36,7 +32,7 @@ class JaxTensor(Tensor):
 
     @property
     def real(self) -> Tensor:  # type: ignore[override]
-        """The same numbers in a tensor of torch's own. The only place where the host waits for an array's numbers."""
+        """As in `ForeignTensor`. The only place where the host waits for an array's numbers."""
         if self._real is None:
             numbers = np.asarray(jax.device_get(self.array))[tuple(slice(size) for size in self.shape)]
             half = numbers.dtype == jnp.bfloat16  # numpy has none
@@ -45,23 +41,10 @@ class JaxTensor(Tensor):
         return self._real
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
-        if name in SHAPE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+    def call(cls, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name == "__getitem__" and (cut := _beginning(args[0], args[1])) is not None:
             return JaxTensor(args[0].array, cut)
-        return func(*_each(args), **_each(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func} reached a JAX array by a way around torch's functions.")
-
-
-# What a wrapper knows without its numbers.
-SHAPE = {"shape", "dtype", "device", "ndim", "size", "dim", "__len__", "is_cuda", "requires_grad", "is_floating_point"}
-SHAPE |= {"numel", "element_size", "itemsize", "is_leaf", "grad_fn", "layout", "is_sparse", "is_quantized", "names"}
+        return super().call(name, func, args, kwargs)
 
 
 def _beginning(x: Any, index: Any) -> tuple[int, ...] | None:
@@ -71,14 +54,6 @@ def _beginning(x: Any, index: Any) -> tuple[int, ...] | None:
     cut = index[1]
     whole = isinstance(cut, slice) and cut.start is None and cut.step is None and type(cut.stop) is int
     return (x.size(0), min(cut.stop, x.size(1)), *x.shape[2:]) if whole and cut.stop >= 0 else None
-
-
-def _each(values: Any) -> Any:
-    if isinstance(values, dict):
-        return {name: _each(value) for name, value in values.items()}
-    if isinstance(values, tuple | list):
-        return type(values)(map(_each, values))
-    return values.real if isinstance(values, JaxTensor) else values
 
 
 class JaxCache(KVCache):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from blockdraft.nn.foreign import ForeignTensor, converted
 
 try:
     mx: Any = import_module("mlx.core")
@@ -49,16 +52,12 @@ def computing() -> Iterator[None]:
         yield
 
 
-class MLXTensor(Tensor):
+class MLXTensor(ForeignTensor):
     """A torch tensor whose numbers are an MLX array, perhaps not computed yet.
 
     A result never shares memory with another tensor, so writing to a part of one is an error, not a lost write.
-
-    Attributes:
-        array: The array.
     """
 
-    array: Array
     _is_part: bool
 
     @staticmethod
@@ -72,35 +71,24 @@ class MLXTensor(Tensor):
 
     @property
     def real(self) -> Tensor:  # type: ignore[override]
-        """The same numbers in a tensor of torch's own. Waits for them."""
         return fetched(self.array)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs, name = kwargs or {}, func.__name__
-        if name == "__get__":
-            name = func.__self__.__name__
-        if name in SHAPE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    def call(cls, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """As in `ForeignTensor`, lazily where `FUNCTIONS` has the function."""
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if writes and isinstance(args[0], MLXTensor) and (args[0]._is_part or name not in FUNCTIONS):
             raise NotImplementedError(f"{name} writes to part of an MLX array, or in a way that is not known here.")
         in_place = writes and not isinstance(args[0], MLXTensor)  # of a tensor of torch's own
         if name not in FUNCTIONS or in_place or kwargs.get("stable"):  # MLX promises no stable order
-            return func(*_each(args, in_torch), **_each(kwargs, in_torch))
+            return super().call(name, func, args, kwargs)
         with computing():
-            found = FUNCTIONS[name](*_each(args, in_mlx), **_each(kwargs, in_mlx))
+            found = FUNCTIONS[name](*converted(args, in_mlx), **converted(kwargs, in_mlx))
             if writes:
                 args[0].array = found
                 return args[0]
-            return _each(found, lambda value: MLXTensor(value, name in PARTS) if isinstance(value, mx.array) else value)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func} reached an MLX array by a way around torch's functions.")
+            is_part = name in PARTS
+            return converted(found, lambda value: MLXTensor(value, is_part) if isinstance(value, mx.array) else value)
 
 
 def fetched(array: Array) -> Tensor:
@@ -110,10 +98,6 @@ def fetched(array: Array) -> Tensor:
         if array.dtype == mx.bfloat16:  # numpy has none
             return torch.from_numpy(np.array(array.view(mx.uint16)).view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(np.array(array))
-
-
-def in_torch(value: Any) -> Any:
-    return value.real if isinstance(value, MLXTensor) else value
 
 
 def in_mlx(value: Any) -> Any:
@@ -138,7 +122,8 @@ def sent(values: Tensor) -> Array:
 _weights: Any = WeakIdKeyDictionary()  # arrays of weights, by the tensor that they were made of
 
 
-class FewBits(NamedTuple):
+@dataclass(frozen=True)
+class FewBits:
     """A weight in few bits, as `mx.quantize` makes it. The scales are float32 whatever the arithmetic: rounded to half
     precision they move whole groups of weights, and guesses of deep drafters stop being accepted."""
 
@@ -171,16 +156,6 @@ def round_weight(tensor: Tensor, bits: int, group_size: int) -> None:
             few = mx.quantize(sent(tensor).astype(mx.float32), group_size=group_size, bits=bits)
             mx.eval(few)
             _weights[tensor] = FewBits(few[0], few[1], few[2], group_size, bits)
-
-
-def _each(values: Any, convert: Callable[[Any], Any]) -> Any:
-    """Values with a function applied to each, in lists, tuples and dictionaries too."""
-    if isinstance(values, FewBits) or not isinstance(values, tuple | list | dict):
-        return convert(values)
-    if isinstance(values, dict):
-        return {name: _each(value, convert) for name, value in values.items()}
-    parts = [_each(value, convert) for value in values]
-    return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
 
 
 # Torch's functions on arrays of MLX. Arguments have torch's names and meaning.
@@ -353,6 +328,3 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 # Functions whose results share memory with their input in torch, and not in MLX.
 PARTS = {"__getitem__", "unsqueeze", "squeeze", "transpose", "mT", "expand", "flatten", "unflatten", "view_as"}
 PARTS |= {"chunk", "split", "unbind", "movedim", "detach", "contiguous", "to", "float", "long", "cpu"}
-# What a wrapper knows without its numbers.
-SHAPE = {"shape", "dtype", "device", "ndim", "size", "dim", "__len__", "is_cuda", "requires_grad", "is_floating_point"}
-SHAPE |= {"numel", "element_size", "itemsize", "is_leaf", "grad_fn", "layout", "is_sparse", "is_quantized", "names"}

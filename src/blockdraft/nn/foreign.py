@@ -1,0 +1,60 @@
+"""Torch tensors whose numbers are arrays of another framework, for backends that compute there."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What a tensor knows without its numbers.
+SHAPE = {"shape", "dtype", "device", "ndim", "size", "dim", "__len__", "is_cuda", "requires_grad", "is_floating_point"}
+SHAPE |= {"numel", "element_size", "itemsize", "is_leaf", "grad_fn", "layout", "is_sparse", "is_quantized", "names"}
+
+
+class ForeignTensor(Tensor):
+    """A torch tensor without memory of its own: shape and dtype are known, and a function of torch is handed to `call`.
+
+    Attributes:
+        array: The numbers, in the other framework.
+    """
+
+    array: Any
+
+    @property
+    @abstractmethod
+    def real(self) -> Tensor:  # type: ignore[override]
+        """The same numbers in a tensor of torch's own. Waits for them."""
+
+    @classmethod
+    def call(cls, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Result of a function of torch. Here torch computes it on the host."""
+        return func(*converted(args, in_torch), **converted(kwargs, in_torch))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        if name in SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return cls.call(name, func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} reached an array of another framework by a way around torch's functions.")
+
+
+def in_torch(value: Any) -> Any:
+    return value.real if isinstance(value, ForeignTensor) else value
+
+
+def converted(values: Any, convert: Callable[[Any], Any]) -> Any:
+    """Values with a function applied to each, in lists, tuples and dictionaries too."""
+    if isinstance(values, dict):
+        return {name: converted(value, convert) for name, value in values.items()}
+    if not isinstance(values, tuple | list):
+        return convert(values)
+    parts = [converted(value, convert) for value in values]
+    return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
