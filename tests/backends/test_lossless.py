@@ -22,7 +22,7 @@ from blockdraft.targets import Target, backends, load_target
 from blockdraft.targets.base import LoadOptions
 from blockdraft.types import Drafting, SamplingParams
 
-PACKAGES = {"mlx": "mlx_lm", "jax": "jax"}
+PACKAGES = {"mlx": "mlx_lm", "jax": "jax.numpy"}  # tests/jax is a package `jax` without it
 PROMPTS = [[7, 60, 33, 12, 9], [5], [40, 41, 42, 40, 41], [(7 * i + 3) % 60 + 4 for i in range(70)]]
 PARAMS = [SamplingParams(14, (0.0, 0.0, 0.8, 0.0)[row], seed=row, ignore_eos=True) for row in range(4)]
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("jax", reason="JAX is not installed: pip install 'blockdraft[jax]', or make test-jax")
+pytest.importorskip("jax.numpy", reason="JAX is not installed: pip install 'blockdraft[jax]', or make test-jax")
 
 import jax
 from tiny_families import write_model

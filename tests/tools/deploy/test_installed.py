@@ -71,6 +71,28 @@ def test_what_an_installation_lacks(environment: Path) -> None:
         installed(LINE, environment, print)
 
 
+def test_vllm_on_tpus_takes_some_drafters(environment: Path, tiny_drafter_dir: Path) -> None:
+    holds(environment, **{"vllm": "0.33.0", "tpu-inference": "0.33.0"})
+
+    def start(method: str, drafter: Path) -> list[str]:
+        notes = list[str]()
+        said = {"method": method, "model": str(drafter), "num_speculative_tokens": 7}
+        installed([*LINE, "--speculative-config", json.dumps(said)], environment, notes.append)
+        return notes
+
+    assert installed(LINE, environment, print).line[1:] == LINE[1:]
+    assert start("dflash", tiny_drafter_dir) == start("eagle3", environment) == []
+    with pytest.raises(UsageError, match="tpu-inference drafts with dflash and eagle3 only, and the drafter is dspark"):
+        start("dspark", tiny_drafter_dir)
+    config = json.loads((tiny_drafter_dir / "config.json").read_text())
+    (environment / "config.json").write_text(json.dumps(config | {"architectures": ["DFlash2DraftModel"]}))
+    with pytest.raises(UsageError, match="and the drafter is DFlash2DraftModel; take one of them"):
+        start("dflash", environment)
+    del config["target_layer_ids"], config["head_dim"]  # as older folders of z-lab's have them
+    (environment / "config.json").write_text(json.dumps(config))
+    assert "looks for target_layer_ids, head_dim at the top of" in start("dflash", environment)[0]
+
+
 def test_remedies() -> None:
     assert remedy("RuntimeError: operator torchvision::nms does not exist") is not None
     assert "DFlash drafter" in str(remedy("Model Runner V1 does not support: DFlash candidate-head drafts"))

