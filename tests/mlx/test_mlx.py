@@ -123,31 +123,52 @@ def test_unknown_functions_run_in_torch_and_lost_writes_are_refused() -> None:
         values.add_(1.0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_quantised_checkpoints(tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path, dtype: str) -> None:
-    """A checkpoint of mlx-lm in 4 bits, whose scales keep their bits; in float32 it says with a drafter what it says
-    without. The drafter beside it gets as many bits, with scales in float32."""
+@pytest.mark.parametrize(
+    ("kept", "asked", "runs"),
+    [
+        ("float32", "float32", "float32"),
+        ("bfloat16", "float32", "float32"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float32", "bfloat16", "float32"),
+        ("float16", "bfloat16", "float16"),
+    ],
+)
+def test_quantised_checkpoints(
+    tiny_target_dir: Path,
+    tiny_drafter_dir: Path,
+    tmp_path: Path,
+    kept: str,
+    asked: str,
+    runs: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A checkpoint of mlx-lm in 4 bits loses no bits of its scales, and says so where it computes in another dtype than
+    was asked for. The drafter beside it gets as many bits, with scales in float32 whatever the arithmetic is."""
     from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
     model, config = load_model(tiny_target_dir)
+    model.set_dtype(getattr(mx, kept))
     model, config = quantize_model(model, config, 32, 4)
     save_model(tmp_path, model)
     save_config(config, tmp_path / "config.json")
-    few: Any = load_target(tmp_path, dtype, "cpu", backend="mlx")
-    assert few.running == "mlx, int4 weights" and str(few.dtype) == f"torch.{dtype}"
-    assert few._model.model.layers[0].mlp.up_proj.scales.dtype == mx.float32
+    few: Any = load_target(tmp_path, asked, "cpu", backend="mlx")
+    assert (few.running, str(few.dtype)) == ("mlx, int4 weights", f"torch.{runs}")
+    assert (f"has scales in torch.{runs}, and computes in it, not in torch.{asked}" in caplog.text) == (runs != asked)
+    layer = few._model.model.layers[0]
+    assert layer.mlp.up_proj.scales.dtype == layer.input_layernorm.weight.dtype == getattr(mx, runs)
+    assert in_torch(few.forward(*TREE, few.new_cache(1, 8)).logits).dtype == few.dtype
     drafter: Any = load_drafter(tiny_drafter_dir, target=few)
     rounded = tensor.weight(drafter.network.layers[0].mlp.up_proj.weight)
     assert isinstance(rounded, FewBits) and rounded.bits == 4
     assert rounded.scales.dtype == rounded.biases.dtype == mx.float32
-    if dtype == "float32":
-        drafted, plain = (answers(few, each) for each in (tiny_drafter_dir, "none"))
+    drafted, plain = (answers(few, each) for each in (tiny_drafter_dir, "none"))
+    if runs == "float32":
         assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
 
 
-def test_windows_that_the_text_outgrows(tmp_path: Path, tiny_drafter_dir: Path) -> None:
-    """Mistral's windows of 6 tokens, behind a prompt of 19: logits of a tree are those of transformers."""
-    folder = write_model("mistral", tmp_path)
+def test_windows_that_the_text_outgrows(tmp_path: Path) -> None:
+    """Gemma 3's windows of 6 tokens, behind a prompt of 19: logits of a tree are those of transformers."""
+    folder = write_model("gemma3_text", tmp_path, for_mlx=True)
     found = []
     for backend in ("mlx", "hf"):
         target = load_target(folder, "float32", "cpu", backend=backend)
@@ -159,4 +180,4 @@ def test_windows_that_the_text_outgrows(tmp_path: Path, tiny_drafter_dir: Path) 
         cache.commit([[0, 3, 4]])  # a path that is no chain
         found.append(target.forward(torch.tensor([[5]]), chain_parents(1, 1), cache).logits)
     for ours, theirs in zip(found[:2], found[2:], strict=True):
-        torch.testing.assert_close(in_torch(ours), theirs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(in_torch(ours), theirs, rtol=1e-3, atol=2e-3)

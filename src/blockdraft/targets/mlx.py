@@ -42,6 +42,8 @@ from blockdraft.targets.checkpoint import (
 )
 from blockdraft.targets.weights import weight_files
 
+log = logging.getLogger(__name__)
+
 INSTALL = "pip install 'blockdraft[mlx]'"
 IS_APPLE = platform.system() == "Darwin" and platform.machine() == "arm64"
 # On Apple silicon it is asked before the others, elsewhere only by its name.
@@ -93,11 +95,14 @@ def load(path: str | Path, options: LoadOptions) -> MLXTarget:
             _cast(model, dtypes()[options.dtype])
             mx.eval(model.parameters())
         rounds = options.round_drafters
-        return MLXTarget(model, raw, config, folder=folder, path=here, round_drafters=rounds, **text)
+        target = MLXTarget(model, raw, config, folder=folder, path=here, round_drafters=rounds, **text)
     except NotCovered:
         raise
     except Exception as error:  # of many kinds, where keys or tensors are others than mlx-lm wants
         raise NotCovered(f"mlx-lm {_version()} cannot run its files ({describe(error)})") from error
+    if target.dtype != options.dtype:
+        log.warning("%s has scales in %s, and computes in it, not in %s.", path, target.dtype, options.dtype)
+    return target
 
 
 def _version() -> str:
@@ -108,15 +113,15 @@ def _version() -> str:
 
 
 def _cast(model: Any, dtype: Any) -> None:
-    """Cast the weights. Scales of quantised layers are made wider and never narrower: in half precision a scale of
-    another format loses bits, and the model would be another one."""
+    """Cast the weights. A model of few bits gets no dtype in which its scales would lose bits: it would be another."""
+    scales = {module["scales"].dtype for module in model.modules() if "scales" in module}
+    for kept in scales:
+        if mx.issubdtype(kept, mx.floating) and kept.size >= dtype.size:
+            dtype = kept
     for module in model.modules():
-        quantised = "scales" in module
         for name, value in list(module.items()):
             if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
-                narrower = quantised and name in ("scales", "biases") and dtype.size <= value.dtype.size
-                if not narrower:
-                    module[name] = value.astype(dtype)
+                module[name] = value.astype(dtype)
 
 
 class LayerCache:
@@ -345,7 +350,7 @@ class MLXTarget(CheckpointTarget):
         make = next((known[kind] for kind in type(network).__mro__ if kind in known), None)
         if make is None:
             reason = f"MLX knows no networks of the kind {type(network).__name__}, and torch runs it on the CPU"
-            logging.getLogger(__name__).warning("The drafter is not run by MLX: %s.", reason)
+            log.warning("The drafter is not run by MLX: %s.", reason)
             run = network.runner(lambda x: in_torch(self.embed(x)), lambda x: in_torch((head or self.head)(x)), reason)
             return cast(R, InTorch(run))
         if owned and self._bits and self._round_drafters:
