@@ -284,11 +284,13 @@ def test_a_kind_that_is_asked_for_is_reported() -> None:
     assert kinds_asked_for([kind, Module("blockdraft.drafters.dflash.train", asking)]) == []
 
 
-# What is called like a kind: a former method's name, a value in z-lab's files, a layout, and the kind that is advised.
+# What is called like a kind: a former method's name, a value in z-lab's files, a layout, the kind that is advised, and
+# methods of vLLM.
 NAMING = {
     "blockdraft.evaluation.methods",
     "blockdraft.formats.zlab",
     "blockdraft.radar.drafting",
+    "blockdraft.tools.deploy.installed",
     "blockdraft.tools.inspect.drafters",
 }
 

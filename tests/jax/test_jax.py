@@ -136,7 +136,7 @@ def test_each_bucket_is_compiled_once_and_a_cycle_transfers_nothing(
     tiny_target_dir: Path, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts of every length below the smallest window, engines, and blocks of 5 to 8 share one program. What is put on
-    the device before it and fetched after it is explicit, and in it nothing is."""
+    the device before it and fetched after it is explicit, and in it nothing is. Caches are written in place."""
     target = load(tiny_target_dir, local_layout(jax.local_devices()[:1]))
     drafter: Any = load_drafter(tiny_drafter_dir, target=target)
     run, cycles = drafter._run, 0
@@ -146,7 +146,9 @@ def test_each_bucket_is_compiled_once_and_a_cycle_transfers_nothing(
         nonlocal cycles
         cycles += 1
         with jax.transfer_guard("disallow_explicit"):
-            return own(*args)
+            found = own(*args)
+        assert all(array.is_deleted() for memory in args[5:7] for array in memory)  # both caches were donated
+        return found
 
     monkeypatch.setattr(run, "jax_cycle", guarded)
     for size in (None, 5):
