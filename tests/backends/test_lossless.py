@@ -14,11 +14,12 @@ from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.engine import Completion, Engine
 from blockdraft.errors import UsageError
-from blockdraft.formats.zlab import write_checkpoint
+from blockdraft.formats import Borrowed, Checkpoint, layouts
+from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.models import known
 from blockdraft.models.pull import pull
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
-from blockdraft.targets import Target, backends, load_target
+from blockdraft.targets import Target, backends, embedding_and_head, load_target
 from blockdraft.targets.base import LoadOptions
 from blockdraft.types import Drafting, SamplingParams
 
@@ -73,8 +74,19 @@ def test_plain_decoding(backend: str, target: Target, plain: list[list[int]], ro
     assert [each.token_ids for each in answers(target, "none", rows=rows)] == plain
 
 
+@pytest.fixture(scope="module")
+def tiny_reduced_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir: Path, native: Target) -> Path:
+    """The DFlash drafter with a head for every other token alone."""
+    folder, [config, tensors] = tmp_path_factory.mktemp("reduced") / "drafter", read_checkpoint(tiny_drafter_dir)
+    embedding, head = embedding_and_head(native)
+    kept = torch.arange(0, native.vocab_size, 2)
+    checkpoint = Checkpoint(config, tensors, Borrowed(embedding, head[kept], kept))
+    layouts()["speculators"].write(folder, checkpoint, "target", ["Qwen3ForCausalLM"])
+    return folder
+
+
 @pytest.mark.parametrize("drafting", [Drafting(None), Drafting(tree_budget=9)], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", ["drafter", "dflash2", "dspark", "eagle3", "medusa", "mtp"])
+@pytest.mark.parametrize("kind", ["drafter", "reduced", "dflash2", "dspark", "eagle3", "medusa", "mtp"])
 def test_drafting_changes_no_answer(
     target: Target,
     native: Target,

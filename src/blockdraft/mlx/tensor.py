@@ -236,11 +236,6 @@ def _index_copy(x: Array, dim: int, index: Array, values: Array) -> Array:
     return mx.put_along_axis(x, mx.broadcast_to(index, values.shape), values, axis=dim)
 
 
-def _split(x: Array, size: Any, dim: int = 0) -> list[Array]:
-    ends = np.cumsum(size)[:-1].tolist() if not isinstance(size, int) else list(range(size, x.shape[dim], size))
-    return list(mx.split(x, ends, axis=dim))
-
-
 def _attention(
     query: Array, key: Array, value: Array, attn_mask: Array | None = None, enable_gqa: bool = False
 ) -> Array:
@@ -265,7 +260,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "div": lambda x, y: x / y,
     "neg": lambda x: -x,
     "matmul": lambda x, y: x @ y,
-    "maximum": lambda x, y: mx.maximum(x, y),
     "minimum": lambda x, y: mx.minimum(x, y),
     "clamp": _clamp,
     "clamp_min": lambda x, min: mx.maximum(x, min),
@@ -285,17 +279,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "expand": _expand,
     "flatten": _flatten,
     "unflatten": lambda x, dim, sizes: mx.unflatten(x, dim, tuple(sizes)),
-    "view_as": lambda x, other: x.reshape(other.shape),
     "chunk": lambda x, chunks, dim=0: mx.split(x, chunks, axis=dim),
-    "split": _split,
     "unbind": lambda x, dim=0: [mx.squeeze(part, dim) for part in mx.split(x, x.shape[dim], axis=dim)],
-    "movedim": lambda x, source, destination: mx.moveaxis(x, source, destination),
     "repeat_interleave": lambda x, repeats, dim: mx.repeat(x, repeats, axis=dim),
     "cat": lambda tensors, dim=0: mx.concatenate(list(tensors), axis=dim),
     "stack": lambda tensors, dim=0: mx.stack(list(tensors), axis=dim),
     "pad": _pad,
-    "contiguous": lambda x: x,
-    "detach": lambda x: x,
     # Choosing.
     "gather": _gather,
     "scatter": _scatter,
@@ -304,7 +293,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sort": _sort,
     "max": _max,
     "amax": lambda x, dim, keepdim=False: mx.max(x, axis=dim, keepdims=keepdim),
-    "argmax": lambda x, dim, keepdim=False: mx.argmax(x, axis=dim, keepdims=keepdim),
     # Sums.
     "sum": lambda x, dim, keepdim=False: mx.sum(x, axis=dim, keepdims=keepdim),
     "cumsum": lambda x, dim: mx.cumsum(x, axis=dim),
@@ -314,9 +302,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "log_softmax": lambda x, dim, **_: x - mx.logsumexp(x, axis=dim, keepdims=True),
     # Dtypes and devices, of which there is one.
     "to": _to,
-    "type_as": lambda x, other: x.astype(other.dtype),
     "float": lambda x: x.astype(mx.float32),
-    "long": lambda x: x.astype(mx.int64),
     "cpu": lambda x: x,
     "new_full": lambda x, size, fill_value: mx.full(size, fill_value, dtype=x.dtype),
     # Layers.
@@ -326,5 +312,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rms_norm": lambda input, normalized_shape, weight=None, eps=1e-6: mx.fast.rms_norm(input, weight, eps),
 }
 # Functions whose results share memory with their input in torch, and not in MLX.
-PARTS = {"__getitem__", "unsqueeze", "squeeze", "transpose", "mT", "expand", "flatten", "unflatten", "view_as"}
-PARTS |= {"chunk", "split", "unbind", "movedim", "detach", "contiguous", "to", "float", "long", "cpu"}
+PARTS = {"__getitem__", "unsqueeze", "squeeze", "transpose", "mT", "expand", "flatten", "unflatten"}
+PARTS |= {"chunk", "unbind", "to", "float", "cpu"}

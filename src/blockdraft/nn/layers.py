@@ -65,7 +65,8 @@ class ReducedHead:
     """
 
     def __init__(self, weight: Tensor, kept: Tensor, vocab_size: int) -> None:
-        self.weight, self.kept, self.vocab_size = weight, kept, vocab_size
+        # A parameter, of which a backend may keep a copy of its own.
+        self.weight, self.kept, self.vocab_size = nn.Parameter(weight, requires_grad=False), kept, vocab_size
 
     def to(self, device: torch.device, dtype: torch.dtype) -> ReducedHead:
         return ReducedHead(self.weight.to(device, dtype), self.kept.to(device), self.vocab_size)
