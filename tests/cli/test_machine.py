@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,13 @@ def test_facts(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     assert (
         re.match(r"\d+\.\d+", found["torch"]) and found["cache"] == str(own_cache) and found["OMP_NUM_THREADS"] == "1"
     )
+
+
+def test_what_needs_no_torch_comes_first() -> None:
+    code = "import sys; from blockdraft.cli.machine import facts; found = facts(); names = [next(found)[0]"
+    code += " for _ in range(13)]; print(names, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "'processor'" in done.stdout and "'cache'" in done.stdout and done.stdout.endswith("False\n")
 
 
 def test_why_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -39,23 +39,32 @@ cache = typer.Typer(help="List or delete the files that blockdraft keeps on this
 def env() -> None:
     """Print what a bug report should contain: versions, processor, GPUs, and whether the compiled decoder works."""
     for name, value in facts():
-        print(f"{name:18}{value}")
+        print(f"{name:18}{value}", flush=True)
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Names and values. The decoder is compiled if it has not been yet."""
+    """Names and values, first those that need no torch. The decoder is compiled if it has not been yet."""
     import psutil
-    import torch
 
-    from blockdraft.cpu.build import build
-    from blockdraft.machine import cache_folder, free_bytes, processor_name
+    from blockdraft.machine import cache_folder, processor_name
 
     yield "blockdraft", version("blockdraft")
     yield "python", f"{platform.python_version()}, {platform.platform()}"
     for name in PACKAGES:
         yield name, _version(name)
     yield "processor", processor_name()
-    yield "cores", f"{psutil.cpu_count(logical=False)}, {counted(torch.get_num_threads(), 'thread')} of torch"
+    yield "cores", str(psutil.cpu_count(logical=False))
+    yield "cache", str(cache_folder())
+    for name in VARIABLES:
+        if name in os.environ:
+            yield name, os.environ[name]
+
+    import torch
+
+    from blockdraft.cpu.build import build
+    from blockdraft.machine import free_bytes
+
+    yield "threads", f"{torch.get_num_threads()} of torch"
     total, free = psutil.virtual_memory().total, free_bytes(torch.device("cpu"))
     yield "memory", f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free for us"
     for number in range(torch.cuda.device_count()):
@@ -67,10 +76,6 @@ def facts() -> Iterator[tuple[str, str]]:
     works = made.library() is not None
     origin = f"came with the package, for {made.level}" if made.level else "compiled here"
     yield "compiled decoder", f"works, {origin}" if works else f"none, since {made.reason}"
-    yield "cache", str(cache_folder())
-    for name in VARIABLES:
-        if name in os.environ:
-            yield name, os.environ[name]
 
 
 def _version(package: str) -> str:
