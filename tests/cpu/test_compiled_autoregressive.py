@@ -14,7 +14,9 @@ from torch import Tensor
 
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter
 from blockdraft.cpu.compiled_autoregressive import CompiledAutoregressive
+from blockdraft.cpu.library import ChainFields
 from blockdraft.decode.proposal import Plan
+from blockdraft.decode.tree import next_pays
 from blockdraft.drafters import slots_behind
 from blockdraft.drafters.combined import CombinedDrafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
@@ -67,9 +69,8 @@ def taps(network: AutoregressiveNetwork, rows: int, count: int, seed: int) -> Te
     return torch.randn(rows, count, 32 * len(network.config.taps), generator=generator)
 
 
-@torch.no_grad()
-def logits_of(run: Any, network: AutoregressiveNetwork, window: int | None = None) -> list[Tensor]:
-    """Of six levels behind two texts of different lengths that lie anywhere, one of them read in two parts."""
+def two_texts(run: Any, network: AutoregressiveNetwork) -> KVCache:
+    """State of two texts of different lengths that lie anywhere, one of them read in two parts."""
     state = KVCache(2, 150)
     for row in (0, 150):
         state.close(row)
@@ -81,6 +82,13 @@ def logits_of(run: Any, network: AutoregressiveNetwork, window: int | None = Non
     state.commit([range(20), range(6)])
     run.observe(state, tokens[:, 21:], taps(network, 2, 9, 1))
     state.commit([range(9), range(2)])
+    return state
+
+
+@torch.no_grad()
+def logits_of(run: Any, network: AutoregressiveNetwork, window: int | None = None) -> list[Tensor]:
+    """Of six levels behind two texts."""
+    state = two_texts(run, network)
     nodes = run.nodes(state, 8, 3, window)
     found = [nodes(torch.tensor([[40], [41]]))]
     found.append(nodes(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.zeros(2, 3, dtype=torch.int64)))
@@ -103,6 +111,100 @@ def test_logits_are_torchs(name: str, window: int | None, store: str, tiny_targe
     for ours, theirs in zip(logits_of(run, network, window), exact, strict=True):
         scale = float(theirs.float().std())
         assert ours.shape == theirs.shape and float((ours - theirs).abs().max()) < STORES[store][1] * scale
+
+
+# Seconds of cycles by guesses, and how far expectations are trusted.
+COSTS: dict[str, tuple[list[float] | None, float]] = {
+    "all guesses": (None, 1.0),
+    "cheap ones": ([1.0, 1.01, 1.02, 1.03, 1.04, 1.05], 1.0),
+    "one that costs": ([1.0, 1.03, 1.06, 1.5, 1.6, 1.7], 1.0),
+    "none that pays": ([1.0, 3.0, 6.0, 9.0, 12.0, 15.0], 1.0),
+    "little trust": ([1.0, 1.01, 1.02, 1.03, 1.04, 1.05], 0.1),
+}
+
+
+@torch.no_grad()
+def guessed(
+    run: Any, state: KVCache, anchor: Tensor, window: int | None, seconds: list[float] | None, trust: float
+) -> tuple[Tensor, Tensor]:
+    """A chain of up to five guesses, node by node, and how many right ones are expected."""
+    nodes, tokens = run.nodes(state, 8, 1, window), [anchor]
+    expected, survival = torch.zeros(2), torch.ones(2)
+    for made in range(5):
+        if seconds is not None and not next_pays(expected, survival, made, seconds, trust):
+            break
+        logits = nodes(tokens[-1][:, None])[:, 0].float()
+        survival = survival * logits.softmax(-1).amax(-1)
+        expected = expected + survival
+        tokens.append(run.network.kept[logits.argmax(-1)])
+    return torch.stack(tokens, dim=1), expected
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "store", "costs"), thinned(["eagle3", "mtp"], [None, 7], STORES, COSTS, keep=4)
+)
+def test_a_chain_in_one_call_is_that_of_its_nodes(
+    name: str, window: int | None, store: str, costs: str, tiny_target_dir: Path
+) -> None:
+    target: Any = load_target(tiny_target_dir, backend="native", compile="on", **STORES[store][0])
+    network, (seconds, trust) = network_of(name).to(target.dtype), COSTS[costs]
+    run = target.runner(network)
+    state, anchor = two_texts(run, network), torch.tensor([40, 41])
+    wanted, hoped = guessed(run, state, anchor, window, seconds, trust)
+    found = run.chain(state, anchor, 5, window, seconds, trust)
+    if run._target is None:  # with weights of other bits than the target's
+        assert found is None
+        return
+    assert torch.equal(found[0], wanted) and wanted.size(1) <= 6
+    assert (found[1] is None) == (seconds is None)
+    assert seconds is None or torch.allclose(found[1], hoped, rtol=1e-4)
+    assert torch.equal(run.chain(state, anchor, 5, window, seconds, trust)[0], wanted)  # it has left nothing behind
+
+
+def test_a_chain_gets_all_the_workspace_that_it_needs(tiny_target_dir: Path) -> None:
+    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    run = target.runner(network_of("mtp"))
+    state = two_texts(run, run.network)
+    run._workspace = torch.empty(0)
+    assert run.chain(state, torch.tensor([40, 41]), 20)[0].size(1) == 21
+
+
+def test_chains_of_costs_have_all_lengths(tiny_target_dir: Path) -> None:
+    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    network = network_of("eagle3")
+    run = target.runner(network)
+    state = two_texts(run, network)
+    lengths = [run.chain(state, torch.tensor([40, 41]), 5, None, *costs)[0].size(1) for costs in COSTS.values()]
+    assert lengths[0] == 6 and lengths[3] == 1 and len(set(lengths)) > 2
+
+
+def test_a_chain_through_numbers_that_are_none(tiny_target_dir: Path) -> None:
+    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    network = network_of("eagle3")
+    run = target.runner(network)
+    state = two_texts(run, network)
+    run.features(state)[:] = float("nan")
+    tokens, expected = run.chain(state, torch.tensor([40, 41]), 3, None, [1.0, 1.0, 1.0, 1.0])
+    assert set(tokens[:, 1:].flatten().tolist()) <= set(network.kept.tolist())
+
+
+def test_what_a_chain_refuses(tiny_target_dir: Path) -> None:
+    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    run = target.runner(network_of("eagle3"))
+    state = two_texts(run, run.network)
+    with pytest.raises(UsageError, match="Token id 265 is none of the 265"):
+        run.chain(state, torch.tensor([40, 265]), 3)
+    with pytest.raises(AssertionError, match="slots needed"):
+        run.chain(state, torch.tensor([40, 41]), 60)
+    call, _ = run._call(state, 2, 2)
+    room = torch.zeros(64, dtype=torch.int64)
+    fields = {name: room.data_ptr() for name in ("kept", "tokens", "current", "parents")}
+    with pytest.raises(AssertionError, match="a pointer is null"):
+        run.library.draft_chain(run._model, call, ChainFields(**fields, guesses=1))
+    for name in ("features", "logits", "best"):
+        setattr(call, name, room.data_ptr())
+    with pytest.raises(AssertionError, match="too many to count"):
+        run.library.draft_chain(run._model, call, ChainFields(**fields, guesses=1))
 
 
 @pytest.mark.parametrize("bits", [8, 4, None])

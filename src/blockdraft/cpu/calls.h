@@ -63,6 +63,16 @@ STRUCT(Model)
     FIELD(S, const float *, beside) FIELD(S, i64, hidden_slots) FIELD(S, i64, done)
 STRUCT(Call)
 
+/* Chains of guesses. kept: tokens of the head's outputs. tokens: [batch, guesses + 1], of which the first are given. made:
+   guesses of each row that were made, set by `draft_chain`. current: [batch], and parents: [batch, guesses], to work in.
+   seconds: of a cycle with 0, 1, ... `guesses` guesses, or null to make all. trust: as in Python's `Plan`. expected, and
+   survival: [batch], set where there are seconds: expected number of right guesses, and the chance that all are. */
+#define Chain_FIELDS(FIELD, S)                                                                            \
+    FIELD(S, const i64 *, kept) FIELD(S, i64 *, tokens) FIELD(S, i64 *, current) FIELD(S, i64 *, parents) \
+    FIELD(S, i64, guesses) FIELD(S, i64, made) FIELD(S, const double *, seconds) FIELD(S, double, trust)  \
+    FIELD(S, float *, expected) FIELD(S, float *, survival)
+STRUCT(Chain)
+
 typedef struct {
     const char *structure, *name;
     i64 offset, size;
@@ -71,7 +81,7 @@ typedef struct {
 /* Fields of all structs. Behind those of a struct comes its size, without a name; null ends the list. */
 const Field *fields(void) {
     static const Field all[] = {
-        DESCRIBED(Linear) DESCRIBED(Convolution) DESCRIBED(Layer) DESCRIBED(Model) DESCRIBED(Call){0}};
+        DESCRIBED(Linear) DESCRIBED(Convolution) DESCRIBED(Layer) DESCRIBED(Model) DESCRIBED(Call) DESCRIBED(Chain){0}};
     return all;
 }
 

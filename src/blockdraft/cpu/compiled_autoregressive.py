@@ -4,7 +4,7 @@ of its own."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,12 @@ from blockdraft.cpu.compiled_decoder import (
     why_not_compiled,
 )
 from blockdraft.cpu.compiled_network import Beside, CompiledNetwork, library_for, rounded_beside
-from blockdraft.cpu.library import Library, LinearFields, ModelFields
+from blockdraft.cpu.library import ChainFields, Library, LinearFields, ModelFields
 from blockdraft.machine import return_freed
 from blockdraft.nn.autoregressive import AutoregressiveNetwork, feature_store, last_features, picked
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.layers import RMSNorm
+from blockdraft.nn.packed import check_tokens
 from blockdraft.nn.rotary import Rotary
 from blockdraft.timing import HEAD, PASS, mark
 
@@ -107,6 +108,7 @@ class CompiledAutoregressive(CompiledNetwork):
         config = network.config
         super().__init__(library, config, 1, beside.dtype, bits, owned)
         self.embed, self.head, self.network = beside.embed, beside.head, network
+        self._kept = network.kept.contiguous()
         self._pack_layer(self._layers[0], parts.layer)
         fuses, self._normed_taps = parts.normed_taps is not None, parts.normed_taps
         self._fc = self._pack(network, "fc")
@@ -152,6 +154,53 @@ class CompiledAutoregressive(CompiledNetwork):
         self._run_nodes(state, tokens, before, chain_parents(*tokens.shape))
         for row, (start, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
             known[start + length : start + length + tokens.size(1)] = fused[row]
+
+    def chain(
+        self,
+        state: KVCache,
+        anchor: Tensor,
+        guesses: int,
+        window: int | None = None,
+        seconds: Sequence[float] | None = None,
+        trust: float = 1.0,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        if self._target is None or not self._scores:
+            return None  # the target's own functions embed or score
+        batch = len(anchor)
+        tokens = torch.empty(batch, guesses + 1, dtype=torch.int64)
+        tokens[:, 0] = anchor
+        current, best = torch.empty(2, batch, dtype=torch.int64)
+        parents = torch.empty(batch * guesses, dtype=torch.int64)
+        known, feature = (
+            last_features(state, self.features(state)).contiguous(),
+            torch.empty(batch, self.config.hidden_size),
+        )
+        logits = torch.empty(batch, self._model.head.outputs)
+        expected, survival = torch.empty(2, batch)
+        costs = None if seconds is None else array("d", seconds[: guesses + 1])
+        call, end = self._call(state, batch, guesses)
+        call.nodes, call.num_logits, call.hidden_slots = 1, batch, 1
+        call.reach = EVERYWHERE if window is None else window
+        call.beside, call.features, call.logits = known.data_ptr(), feature.data_ptr(), logits.data_ptr()
+        call.taps, call.num_taps, call.best = address(self._taps), len(self._taps), best.data_ptr()
+        wanted = ChainFields(
+            kept=self._kept.data_ptr(),
+            tokens=tokens.data_ptr(),
+            current=current.data_ptr(),
+            parents=parents.data_ptr(),
+            guesses=guesses,
+            seconds=None if costs is None else costs.buffer_info()[0],
+            trust=trust,
+            expected=expected.data_ptr(),
+            survival=survival.data_ptr(),
+        )
+        try:
+            self._in_workspace(lambda model, call: self.library.draft_chain(model, call, wanted), call, end)
+        except AssertionError:
+            check_tokens(tokens[:, :1], self._model.embedding.outputs)
+            raise
+        mark(PASS)
+        return tokens[:, : wanted.made + 1], None if costs is None else expected
 
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> CompiledNodes:
         return CompiledNodes(self, state, window)

@@ -106,12 +106,10 @@ class CompiledLayers(ABC):
         with self._lock:
             self._reach(end)
             call.workspace, call.room = self._workspace.data_ptr(), self._workspace.numel()
-            needed = function(self._model, call)
-            if needed:
+            while needed := function(self._model, call):  # a chain's later nodes may need more than its first
                 self._workspace = torch.empty(0)  # frees the old one first
                 self._workspace = torch.empty(needed)
                 call.workspace, call.room = self._workspace.data_ptr(), needed
-                function(self._model, call)
 
     def _run(self, call: CallFields, end: int, tokens: Tensor | None) -> None:
         """Run the layers on rows that reach at most `end` slots."""

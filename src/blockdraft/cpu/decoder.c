@@ -457,6 +457,49 @@ i64 decoder_forward(const Model *m, const Call *call) {
     return 0;
 }
 
+/* Whether one more guess a row pays, if it is as likely as the last one; `next_pays` of decode/tree.py. */
+static int pays(const Chain *c, i64 batch) {
+    double now = batch, more = batch;
+    for (i64 row = 0; row < batch; row++) {
+        now += c->trust * c->expected[row];
+        more += c->trust * (c->expected[row] + c->survival[row]);
+    }
+    return more / c->seconds[c->made + 1] > now / c->seconds[c->made];
+}
+
+/* Draft chains with a network of pairs. Each guess is the most probable token behind the one before it, whose feature it
+   reads. `call` is that of the first tokens. Returns as `decoder_forward` does, but what is done may be done again. */
+i64 draft_chain(const Model *m, const Call *call, Chain *c) {
+    REFUSE(!m || !call || !c || !c->kept || !c->tokens || !c->current || !c->parents, POINTER);
+    REFUSE(!call->features || !call->logits || !call->best || (c->seconds && (!c->expected || !c->survival)), POINTER);
+    REFUSE(call->nodes != 1 || call->done || call->num_taps != 1 || call->num_logits != call->batch, COUNTS);
+    REFUSE(call->batch < 1 || call->batch > MOST || c->guesses < 0 || c->guesses > MOST / call->batch, COUNTS);
+    const i64 batch = call->batch, outputs = m->head.outputs;
+    Call node = *call;
+    node.tokens = c->current, node.parents = c->parents;
+    for (i64 row = 0; c->seconds && row < batch; row++) c->expected[row] = 0, c->survival[row] = 1;
+    for (c->made = 0; c->made < c->guesses && (!c->seconds || pays(c, batch)); c->made++) {
+        node.done = c->made;
+        for (i64 row = 0; row < batch; row++) {
+            c->current[row] = c->tokens[row * (c->guesses + 1) + c->made];
+            for (i64 i = 0; i <= c->made; i++) c->parents[row * (c->made + 1) + i] = i - 1;
+        }
+        const i64 wrong = decoder_forward(m, &node);
+        if (wrong) return wrong;
+        node.beside = call->features;
+#pragma omp parallel for num_threads(call->threads) if (batch > 1)
+        for (i64 row = 0; row < batch; row++) {
+            const float *logits = call->logits + row * outputs;
+            const i64 best = call->best[row] < 0 ? 0 : call->best[row]; /* any guess will do where no number is finite */
+            c->tokens[row * (c->guesses + 1) + c->made + 1] = c->kept[best];
+            if (!c->seconds) continue;
+            c->survival[row] *= chance_of(logits, outputs, logits[best]);
+            c->expected[row] += c->survival[row];
+        }
+    }
+    return 0;
+}
+
 /* Numbers of `float` in the workspace of `draft_context`, for features of `inputs` numbers. */
 i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes, i64 inputs) {
     i64 wrong = check_shape(m, batch, nodes, 0, 1);

@@ -483,6 +483,17 @@ static float largest_score(float *s, i64 size, float limit) {
     return largest;
 }
 
+/* Probability of the largest of some logits. */
+static float chance_of(const float *x, i64 size, float largest) {
+    vec sums = {};
+    i64 i = 0;
+    for (; i + LANES <= size; i += LANES) sums += exp_vec(*(const vec *)(x + i) - largest);
+    float sum = 0;
+    for (int k = 0; k < LANES; k++) sum += sums[k];
+    for (; i < size; i++) sum += exp_vec(splat(x[i] - largest))[0];
+    return 1.0f / sum;
+}
+
 #define UNIT 67108864.0f /* weights are added up as integers, 1 as so many: in any order the sum is the same */
 
 /* s = exp(s - largest), and 0 where s is -infinity; returns sums in units. Then s is multiplied by `factors`, those of

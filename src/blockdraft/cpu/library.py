@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from ctypes import POINTER, byref, c_char_p, c_float, c_int64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int64, c_void_p
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
@@ -99,6 +99,24 @@ class CallFields(Fields):
     ]
 
 
+class ChainFields(Fields):
+    """`Chain` of calls.h.
+
+    Attributes:
+        owners: As of `CallFields`.
+    """
+
+    owners: tuple[object, ...] = ()
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("kept", "tokens", "current", "parents")),
+        *((name, c_int64) for name in ("guesses", "made")),
+        ("seconds", c_void_p),
+        ("trust", c_double),
+        *((name, c_void_p) for name in ("expected", "survival")),
+    ]
+
+
 class Described(ctypes.Structure):
     """`Field` of calls.h: one line of C's description. The line with a struct's own size has no name."""
 
@@ -111,6 +129,7 @@ STRUCTS: Mapping[str, type[Fields]] = {
     "Layer": LayerFields,
     "Model": ModelFields,
     "Call": CallFields,
+    "Chain": ChainFields,
 }
 
 
@@ -183,6 +202,7 @@ class Library:
         self._problem = _function(library, "problem", c_int64, returns=c_char_p)
         self._decoder_workspace = _function(library, "decoder_workspace", c_void_p, *[c_int64] * 4)
         self._decoder_forward = _function(library, "decoder_forward", c_void_p, c_void_p)
+        self._draft_chain = _function(library, "draft_chain", *[c_void_p] * 3)
         self._draft_context_workspace = _function(library, "draft_context_workspace", c_void_p, *[c_int64] * 3)
         self._draft_context = _function(library, "draft_context", *[c_void_p] * 4)
         types = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)
@@ -208,6 +228,10 @@ class Library:
         """Run the layers. Returns 0, or where the call's workspace is too small the numbers of float32 that it needs;
         then nothing has been done."""
         return self._checked(self._decoder_forward(byref(model), byref(call)))
+
+    def draft_chain(self, model: ModelFields, call: CallFields, chain: ChainFields) -> int:
+        """Draft chains of guesses. Returns as `decoder_forward` does."""
+        return self._checked(self._draft_chain(byref(model), byref(call), byref(chain)))
 
     def draft_context_workspace(self, model: ModelFields, batch: int, nodes: int, inputs: int) -> int:
         """Numbers of float32 in the workspace of `draft_context`, for features of `inputs` numbers a node."""

@@ -33,6 +33,9 @@ class MLXAutoregressive(AutoregressivePass):
             state.extend(CACHED, in_mlx(keys), in_mlx(values))
             state.extend(FEATURES, in_mlx(fused.unsqueeze(1)))
 
+    def chain(self, *given: object, **options: object) -> None:
+        return None
+
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> MLXNodes:
         return MLXNodes(self, state, block_size, width, window)
 

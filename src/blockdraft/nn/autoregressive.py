@@ -9,7 +9,7 @@ has no entry.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -161,6 +161,27 @@ class AutoregressiveRunner(Protocol):
             features: Outputs of the tapped layers at these tokens, `[B, N, m * H]`.
         """
 
+    def chain(
+        self,
+        state: KVCache,
+        anchor: Tensor,
+        guesses: int,
+        window: int | None = None,
+        seconds: Sequence[float] | None = None,
+        trust: float = 1.0,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Draft a chain of the most probable tokens, all in one call; None if this runner goes from node to node.
+
+        Args:
+            anchor: `[B]` int64.
+            guesses: Guesses of each row.
+            window: As in `nodes`.
+            seconds, trust: `cycle_seconds` and `trust` of a `Plan`: a chain ends where `next_pays` says so.
+
+        Returns:
+            Tokens `[B, n]`, anchors first, and with `seconds` the number of right guesses that each row expects, `[B]`.
+        """
+
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> DraftNodes:
         """Begin the nodes of a draft.
 
@@ -216,6 +237,9 @@ class AutoregressivePass:
         for store, nodes in zip((*stores, known.unsqueeze(0)), new, strict=True):
             for row, (start, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
                 store[:, start + length : start + length + count] = nodes[row]
+
+    def chain(self, *given: object, **options: object) -> None:
+        return None
 
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> CopiedNodes:
         return CopiedNodes(self, state, block_size, width, window)

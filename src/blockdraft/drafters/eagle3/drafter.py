@@ -98,16 +98,25 @@ class Eagle3Drafter(Drafter):
             return chain(anchor[:, None])
         sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
         width = 0 if sampled else min(WIDTH, plan.tree_budget, len(self._kept))
-        nodes = self._run.nodes(state, plan.block_size, width or 1, plan.draft_window)
-        return self._tree(nodes, anchor, plan, width) if width else self._chain(nodes, anchor, plan)
+        if not width:
+            return self._chain(state, anchor, plan)
+        nodes = self._run.nodes(state, plan.block_size, width, plan.draft_window)
+        return self._tree(nodes, anchor, plan, width)
 
-    def _chain(self, nodes: DraftNodes, anchor: Tensor, plan: Plan) -> Proposal:
+    def _chain(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         draws = plan.draws if any(params.temperature > 0 for params in plan.params) else None
         seconds = plan.cycle_seconds if draws is None else None
+        most = plan.block_size - 1 if seconds is None else min(plan.block_size, len(seconds)) - 1
+        plain = draws is None and (seconds is None or all(params.temperature in (0, 1) for params in plan.params))
+        found = self._run.chain(state, anchor, most, plan.draft_window, seconds, plan.trust) if plain and most else None
+        if found is not None:
+            tokens, hopes = found
+            return Proposal(tokens, chain(tokens).parents, expected=None if hopes is None else tuple(hopes.tolist()))
+        nodes = self._run.nodes(state, plan.block_size, 1, plan.draft_window)
         guesses, dists = [anchor], list[SparseDistribution]()
         expected = torch.zeros(len(anchor), device=anchor.device)  # expected accepted guesses of each row
         survival = torch.ones_like(expected)
-        for depth in range(plan.block_size - 1 if seconds is None else min(plan.block_size, len(seconds)) - 1):
+        for depth in range(most):
             if seconds and not next_pays(expected, survival, depth, seconds, plan.trust):
                 break
             mark(GUESSES)
