@@ -113,9 +113,9 @@ def launch(
             if keep:
                 if failed:
                     loading.tell(f"The measurement went wrong: {trouble}")
-                if status := running.wait():
-                    loading.tell(f"The engine ended with status {status}. {running.last_words()}")
-                raise typer.Exit(status)
+                status = running.wait()
+                loading.tell(f"The engine ended with status {status}. {running.last_words()}")
+                raise typer.Exit(status or 1)  # vLLM's server ends with 0 where its core was killed
             raise typer.Exit(1 if failed else 0)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
