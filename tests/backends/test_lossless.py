@@ -135,7 +135,7 @@ def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_smollm2_and_its_drafter_take_the_same_cycles(backend: str, smollm2_dir: Path) -> None:
     """Few and short answers, since a product of a real model's size takes MLX a tenth of a second on a CPU."""
-    drafter, found = ROOT / "src/blockdraft/pair/smollm2/drafter", []
+    drafter, found = ROOT / "src/blockdraft/pair/smollm2/drafter/drafter.gguf", []
     for each in (backend, "native"):
         target = load(smollm2_dir, each)
         with Engine(target, load_drafter(drafter, target=target), 1, Drafting(4)) as engine:

@@ -58,18 +58,18 @@ def test_features_and_logits_are_the_native_ones(target: Target, native: Target)
 def test_a_greedy_cycle_waits_once(
     kind: str, target: Target, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the host fetches in a cycle are the best tokens and the guesses, and never logits."""
+    """What the host waits for in a cycle are the best tokens and the guesses, and never logits."""
     drafter = load_drafter(request.getfixturevalue(kind), target=target)
     fetched: list[tuple[int, ...]] = []
-    own = tensor.fetched
+    own = mx.eval
 
-    def recorded(array: Any) -> torch.Tensor:
-        fetched.append(tuple(array.shape))
-        return own(array)
+    def recorded(*arrays: Any) -> None:
+        fetched.extend(tuple(array.shape) for array in arrays)
+        own(*arrays)
 
     with Engine(target, drafter, 1, Drafting(None)) as engine:
         engine.generate([PROMPTS[0]], SamplingParams(4, ignore_eos=True))
-        monkeypatch.setattr(tensor, "fetched", recorded)
+        monkeypatch.setattr(mx, "eval", recorded)
         [found] = engine.generate([PROMPTS[0]], SamplingParams(30, ignore_eos=True))
     cycles = len(found.stats.committed)
     # Two arrays a cycle, the second of which the first has computed; two more for the first token.
