@@ -1,11 +1,12 @@
 """The backend mlx beside the native one: the same tokens, cycles and features, with one wait a cycle."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_families import write_model
+from tiny_families import ATTENTION, write_model
 
 pytest.importorskip("mlx_lm")
 
@@ -164,6 +165,25 @@ def test_quantised_checkpoints(
     drafted, plain = (answers(few, each) for each in (tiny_drafter_dir, "none"))
     if runs == "float32":
         assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+
+
+ROPES = {"rope_theta": 300.0, "rope_type": "default"}, {"rope_theta": 300.0, "rope_type": "linear", "factor": 4.0}
+FAMILIES = [(family, None) for family in ATTENTION if family not in ("gemma4_text", "gpt_oss")]
+
+
+@pytest.mark.parametrize(("family", "rope"), [*FAMILIES, *(("llama", rope) for rope in ROPES)])
+def test_logits_are_those_of_transformers(family: str, rope: dict[str, Any] | None, tmp_path: Path) -> None:
+    """Of a text within the windows, some of which mlx-lm lacks; with rotary embeddings as transformers writes them."""
+    folder = write_model(family, tmp_path, for_mlx=True)
+    if rope is not None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"rope_parameters": rope}
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    found = []
+    for backend in ("mlx", "hf"):
+        target = load_target(folder, "float32", "cpu", backend=backend)
+        tokens = torch.tensor([[7, 60, 33, 12, 9, 11]])
+        found.append(in_torch(target.forward(tokens, chain_parents(1, 6), target.new_cache(1, 8)).logits))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=2e-3)
 
 
 def test_windows_that_the_text_outgrows(tmp_path: Path) -> None:

@@ -96,9 +96,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
 FAMILIES = ATTENTION | RECURRENT
 # Keys of config.json that mlx-lm wants, as published checkpoints have them, and transformers 5 does not write.
 MLX_KEYS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 4, "rope_theta": 1e4},
-    "gemma3_text": {"sliding_window_pattern": 2, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-    "glm4": {"partial_rotary_factor": 0.5, "rope_theta": 1e4},
+    "qwen3_moe": {"num_experts": 4},
+    "gemma3_text": {"sliding_window_pattern": 2},
 }
 
 

@@ -91,7 +91,7 @@ def load(path: str | Path, options: LoadOptions) -> MLXTarget:
     here = Path(path) if Path(path).exists() else None
     try:
         with computing():
-            model, _ = utils.load_model(folder, lazy=True)
+            model, _ = utils.load_model(folder, lazy=True, model_config=_with_flat_rope(raw))
             _cast(model, dtypes()[options.dtype])
             mx.eval(model.parameters())
         rounds = options.round_drafters
@@ -110,6 +110,18 @@ def _version() -> str:
         return version("mlx-lm")
     except PackageNotFoundError:
         return "of unknown version"
+
+
+def _with_flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with rotary embeddings where mlx-lm looks for them. transformers 5 nests them, and most models of
+    mlx-lm then take the family's usual ones, without a word."""
+    nested = raw.get("rope_parameters") or {}
+    whole, local = nested.get("full_attention", nested), nested.get("sliding_attention", {})
+    flat = {name: whole[name] for name in ("rope_theta", "partial_rotary_factor") if name in whole}
+    flat |= {"rope_local_base_freq": local["rope_theta"]} if local else {}
+    flat |= {} if whole.get("rope_type", "default") == "default" else {"rope_scaling": dict(whole)}
+    parts = {"text_config": _with_flat_rope(raw["text_config"])} if "text_config" in raw else {}
+    return {**raw, **{name: value for name, value in flat.items() if raw.get(name) is None}, **parts}
 
 
 def _cast(model: Any, dtype: Any) -> None:
