@@ -35,7 +35,7 @@ def launch(
         str, typer.Argument(metavar="vllm|sglang|trtllm", help="Engine to start; it must be installed here.")
     ],
     target: Annotated[str, typer.Option(metavar="DIR", help="Target: a Hugging Face model folder or hub name.")],
-    drafter: Annotated[str, typer.Option(metavar="DIR", help="Folder of a drafter.")],
+    drafter: Annotated[str, typer.Option(metavar="DIR", help="Folder of a drafter, or bundled.")],
     more: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- OPTION...]", help="Options for the engine, after --.", show_default=False),
