@@ -10,6 +10,7 @@ from exact_distribution import LENGTH, NOISE, PROMPT, ROWS, V, surprise, write_m
 from pair_chats import chats
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
 
+from blockdraft.decode.proposal import chain_parents
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.engine import Completion, Engine
@@ -19,6 +20,7 @@ from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.models import known
 from blockdraft.models.pull import pull
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
+from blockdraft.nn.foreign import in_torch
 from blockdraft.targets import Target, backends, embedding_and_head, load_target
 from blockdraft.targets.base import LoadOptions
 from blockdraft.types import Drafting, SamplingParams
@@ -177,6 +179,19 @@ def test_answers_at_temperature_one_have_the_distribution_of_the_target(
     assert abs(surprise([tuple(each.token_ids) for each in completions], model)) < NOISE
     accepted = [count > 1 for each in completions for count in each.stats.committed]
     assert 0.1 < sum(accepted) / len(accepted) < 0.9
+
+
+def test_bfloat16(backend: str, native: Target, tiny_target_dir: Path, tiny_dspark_dir: Path) -> None:
+    half = load_target(tiny_target_dir, "bfloat16", "cpu", backend=backend)
+    ours, theirs = (
+        in_torch(each.forward(torch.tensor([PROMPTS[0]]), chain_parents(1, 5), each.new_cache(1, 8)).logits)
+        for each in (half, native)
+    )
+    assert ours.dtype == half.dtype == torch.bfloat16
+    assert float((ours.float() - theirs).abs().max()) < 0.05 * float(theirs.abs().max())
+    with Engine(half, load_drafter(tiny_dspark_dir, target=half), 1, Drafting(None)) as engine:
+        [found] = engine.generate([PROMPTS[0]], PARAMS[0])
+    assert len(found.token_ids) == 14 and any(found.stats.drafted)
 
 
 def test_turns_of_a_chat_read_what_the_turns_before_have_left(
