@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import exact_distribution
 import pytest
 import torch
 from tiny_families import ATTENTION, write_model
@@ -96,6 +97,19 @@ def test_a_family_whose_trees_come_out_wrong_gets_chains(
         answers(few, tiny_drafter_dir, Drafting(tree_budget=9))
     every = [[each.token_ids for each in answers(few, drafter)] for drafter in (tiny_drafter_dir, "none")]
     assert every[0] == every[1]
+
+
+def test_trees_are_tried_with_tokens_of_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three words; MLX would read others beyond the table, and find numbers there or none."""
+    own, highest = MLXTarget.forward, list[int]()
+
+    def recorded(self: MLXTarget, tokens: torch.Tensor, *others: Any) -> Any:
+        highest.append(int(tokens.max()))
+        return own(self, tokens, *others)
+
+    monkeypatch.setattr(MLXTarget, "forward", recorded)
+    load_target(exact_distribution.write_model(tmp_path, 2), "float32", "cpu", backend="mlx")
+    assert max(highest) == 2
 
 
 def test_scales_of_few_bits_stay_float32() -> None:
