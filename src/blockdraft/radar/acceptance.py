@@ -10,6 +10,7 @@ from typing import Literal
 
 from blockdraft.errors import UsageError
 from blockdraft.models import Drafter, catalogue
+from blockdraft.models.catalogue import BUNDLED
 from blockdraft.radar.drafting import LIKELY, cost_of, kind_of
 
 # Tasks by what is asked for. A name of a group stands for the mean over its tasks, "mean" for that over the groups.
@@ -130,4 +131,6 @@ def _chances(kind: str, task: str) -> tuple[float, ...]:
 
 
 def _drafters(kind: str) -> Iterable[Drafter]:
-    return (drafter for model in catalogue() for drafter in model.drafters if drafter.kind == kind)
+    """Published drafters of a kind. Those of this package saw too few tokens to stand for others."""
+    every = (drafter for model in catalogue() for drafter in model.drafters)
+    return (drafter for drafter in every if drafter.kind == kind and drafter.hub != BUNDLED)
