@@ -41,7 +41,7 @@ from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
 NEAR = 0.2  # of the measured speed
-RADAR_KINDS = {"float32": "fp32", "bfloat16": "bf16"}
+RADAR_KINDS = {"float32": "bf16", "bfloat16": "bf16"}  # weights, which stay in bfloat16 in either
 PLAIN, DRAFTED = "plain", "drafted"
 
 

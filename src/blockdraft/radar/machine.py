@@ -116,7 +116,7 @@ def measured(ram_gb: float | None = None) -> Machine:
     int8 = operations / _fastest(lambda: torch._int_mm(bytes_, bytes_))
     large, small = torch.ones(LARGE // 4), torch.ones(SMALL // 4)
     # Sums run on several threads for large tensors only, so the cache is read by one.
-    memory, cached = LARGE / _fastest(lambda: large.sum()), SMALL / _fastest(lambda: small.sum())
+    memory, cached = LARGE / _fastest(lambda: large.dot(large)), SMALL / _fastest(lambda: small.sum())
     cache = _cache_mb()
     flags = processor_flags()
     instructions = [name for name in INSTRUCTIONS if name in flags]

@@ -48,7 +48,7 @@ BITS = {
 # Arithmetic that a kind of weights is multiplied in, the first that a device has; all others are turned into bf16.
 ARITHMETIC = {"fp32": ("fp32",), "fp8": ("fp8", "bf16", "fp32"), "nvfp4": ("fp4", "fp8", "bf16", "fp32")}
 ON_CPUS = ("int8", "bf16", "fp32")  # of kinds with 8 bits or less
-UNPACKING = 0.6  # share of the arithmetic that is left where weights are unpacked for it
+UNPACKING = 0.6  # share of the arithmetic that is left where weights of few bits are unpacked for it
 LINK_US = 15.0  # of a layer, for the sums over several devices
 EAGER_US = 650.0  # of a layer, run operation by operation from Python, as by transformers on a GPU
 PREFILL_TOKENS = 2048
@@ -157,12 +157,11 @@ class Step:
         """Operations a second, with the target's weights, or others of so many bits."""
         machine, packed = self.machine, (bits or self.bits) < 16
         kinds: Sequence[str] = ARITHMETIC.get("" if bits else self.weights, ("bf16", "fp32"))
-        if packed and machine.kind == "cpu":
-            kinds = ON_CPUS
+        if machine.kind == "cpu":  # weights of 16 bits are multiplied in float32 there
+            kinds = ON_CPUS if packed else ("fp32", "bf16")
         rates = {kind: getattr(machine, kind) for kind in (*kinds, "fp32", "bf16")}
         kind, rate = next((kind, float(rate)) for kind, rate in rates.items() if rate is not None)
-        share = 1.0 if machine.measured else self.own.arithmetic
-        return 1e12 * rate * share * (UNPACKING if packed and kind in ("bf16", "fp32") else 1.0)
+        return 1e12 * rate * self.own.arithmetic * (UNPACKING if packed and kind not in ("fp8", "fp4") else 1.0)
 
     def _together(self, reading: float, computing: float) -> float:
         return max(reading, computing) + (1 - self.own.overlap) * min(reading, computing)

@@ -50,11 +50,10 @@ function makeRadar(data) {
     step.memorySeconds = (size) => reading(step.readBytes(size), s.parameters * bits / 8);
     const rate = (some) => {
       const packed = (some || bits) < 16;
-      const kinds = packed && m.kind === "cpu" ? data.on_cpus
-        : data.arithmetic[some ? "" : weights] || ["bf16", "fp32"];
+      const wide = m.kind === "cpu" ? ["fp32", "bf16"] : data.arithmetic[some ? "" : weights] || ["bf16", "fp32"];
+      const kinds = packed && m.kind === "cpu" ? data.on_cpus : wide;
       const kind = [...kinds, "fp32", "bf16"].find((one) => m[one] !== null);
-      const share = m.measured ? 1 : own.arithmetic;
-      return 1e12 * m[kind] * share * (packed && (kind === "bf16" || kind === "fp32") ? N.UNPACKING : 1);
+      return 1e12 * m[kind] * own.arithmetic * (packed && kind !== "fp8" && kind !== "fp4" ? N.UNPACKING : 1);
     };
     step.arithmeticSeconds = (size) => step.flops(size) / rate();
     const together = (one, other) => Math.max(one, other) + (1 - own.overlap) * Math.min(one, other);
