@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -120,8 +121,10 @@ def figures(
     shape, size = read_shape(str(subject.target)), min(drafter.block_size, 6)
     ways = [PLAIN, *([DRAFTED] if subject.drafter else [])]
     for batch in batches:
-        rows = [ids[i % len(ids)] for i in range(batch)]
-        context = sum(map(len, rows)) // batch + tokens // 2
+        # Prompts of one length are read together, so that the time of all is that of one.
+        length = min(map(len, ids))
+        rows = [ids[i % len(ids)][:length] for i in range(batch)]
+        context = length + tokens // 2
         for what, (value, tau) in _speeds(target, drafter, ways, rows, size, tokens, repeats).items():
             roofline, calibrated = (
                 _project(subject, shape, machine, context, batch, size, tau, known) for known in (None, costs)
@@ -165,7 +168,11 @@ def _project(
     costs: Costs | None,
 ) -> Row:
     published = next((each for each in shape.drafters if each.kind == subject.kind), None) or Published(
-        hub="our/pair", kind=subject.kind or "dflash", layout="any", source="https://example.org"
+        hub="our/pair",
+        kind="dflash",
+        layout="any",
+        source="https://example.org",
+        layers=2,  # of the bundled pair
     )
     return project(
         shape,
@@ -206,9 +213,14 @@ def page(found: Sequence[Figure], machine: Machine) -> str:
         [
             "# How near radar comes on one machine",
             "",
-            f"{machine.name}; {machine.note}. Written by `python -m benchmarks.radar.here`. Near is within "
-            f"{percent(NEAR)} of the",
-            f"measured speed; tau is that of the run. {len(found)} speeds:",
+            *textwrap.wrap(
+                f"{machine.name}; {machine.note}. Written by `python -m benchmarks.radar.here`. Near is within "
+                f"{percent(NEAR)} of the measured speed; tau is that of the run, whose prompts are cut to one length. "
+                f"{len(found)} speeds:",
+                120,
+                break_long_words=False,
+                break_on_hyphens=False,
+            ),
             "",
             table(["projected from", "near", "inside the interval", "median off"], short, left=1),
             "",

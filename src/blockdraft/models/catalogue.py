@@ -62,6 +62,7 @@ class Drafter(Entry):
         layout: Layout of its files, by the project that writes it; "in the target" for MTP heads.
         block_size: Tokens of a block, as its maker counts them.
         draft_vocab: Tokens that it guesses among, if they are not those of its kind.
+        layers: Layers of its network, likewise.
         licence: Licence of the weights.
         source: Where it is published, or listed by its makers.
         measured: Published figures.
@@ -73,6 +74,7 @@ class Drafter(Entry):
     source: Source
     block_size: Annotated[int, Field(ge=2)] | None = None
     draft_vocab: Count | None = None
+    layers: Count | None = None
     licence: str | None = None
     measured: tuple[Measured, ...] = ()
 

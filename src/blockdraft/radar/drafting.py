@@ -13,15 +13,17 @@ LIKELY = "dflash"  # kind of drafter that is trained for a model, and that one w
 
 
 @cache
-def cost_of(kind: str, draft_vocab: int | None = None) -> DraftCost:
-    """Cost of a kind of drafter; that of most kinds where ours does not run it.
-
-    Args:
-        draft_vocab: Tokens that it guesses among; None for those of the kind.
-    """
+def cost_of(kind: str) -> DraftCost:
+    """Cost of a kind of drafter; that of most kinds where ours does not run it."""
     known = entries()
-    cost = known[kind].cost if kind in known else DraftCost()
-    return cost if draft_vocab is None else replace(cost, head_vocabulary=draft_vocab)
+    return known[kind].cost if kind in known else DraftCost()
+
+
+def cost_for(drafter: Drafter | None) -> DraftCost:
+    """Cost of a drafter, as far as it is known to be another than its kind's."""
+    cost = cost_of(kind_of(drafter))
+    own = {} if drafter is None else {"head_vocabulary": drafter.draft_vocab, "layers": drafter.layers}
+    return replace(cost, **{name: value for name, value in own.items() if value is not None})
 
 
 def kind_of(drafter: Drafter | None) -> str:

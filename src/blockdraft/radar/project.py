@@ -16,7 +16,7 @@ from blockdraft.errors import UsageError
 from blockdraft.models import Drafter
 from blockdraft.radar.acceptance import Tau, tau_of
 from blockdraft.radar.devices import Machine
-from blockdraft.radar.drafting import cost_of, kind_of
+from blockdraft.radar.drafting import cost_for, kind_of
 from blockdraft.radar.memory import memory_of
 from blockdraft.radar.shape import Shape
 from blockdraft.radar.step import Constants, Step, bits_of, constants
@@ -28,8 +28,8 @@ LOSES, WINS = 0.98, 1.02  # of plain decoding, within which nothing is told
 Confidence = Literal["calibrated", "measured", "device", "class", "extrapolated"]
 # Interval of plain decoding around its projection, by what it rests on. Drafted speed adds that of tau.
 BANDS = {
-    "calibrated": (0.85, 1.18),
-    "measured": (0.75, 1.35),
+    "calibrated": (0.72, 1.45),
+    "measured": (0.52, 1.9),
     "device": (0.7, 1.35),
     "class": (0.6, 1.5),
     "extrapolated": (0.45, 1.9),
@@ -244,7 +244,7 @@ def _choose(
     measured: float | None,
     costs: Costs | None,
 ) -> _Choice:
-    cost, tau = cost_of(kind_of(drafter), drafter and drafter.draft_vocab), tau_of(drafter, task)
+    cost, tau = cost_for(drafter), tau_of(drafter, task)
     if measured is not None:
         size = block_size or tau.block_size
         tau = Tau(measured, measured, measured, size, "published", None)

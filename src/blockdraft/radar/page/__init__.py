@@ -14,7 +14,7 @@ from blockdraft.errors import UsageError
 from blockdraft.models import Drafter
 from blockdraft.radar.acceptance import TASKS, tau_of
 from blockdraft.radar.devices import DEFAULT_RAM_GB, LINKED, Machine, devices, machine_of
-from blockdraft.radar.drafting import cost_of, kind_of
+from blockdraft.radar.drafting import cost_for
 from blockdraft.radar.project import BANDS, LOSES, SHARE, SIZES, WINS
 from blockdraft.radar.shape import KEYS_OF_MOE, RECURRENT, Shape, known_shapes
 from blockdraft.radar.step import ARITHMETIC, BITS, LINK_US, ON_CPUS, PREFILL_TOKENS, UNPACKING, constants
@@ -93,7 +93,7 @@ def data_of_page(shapes: Iterable[Shape], machines: Iterable[Machine]) -> str:
 def _of_page(drafter: Drafter | None) -> dict[str, Any]:
     return {
         "hub": drafter.hub if drafter else None,
-        "cost": asdict(cost_of(kind_of(drafter), drafter and drafter.draft_vocab)),
+        "cost": asdict(cost_for(drafter)),
         "block_size": drafter.block_size if drafter else None,
         "tau": {task: asdict(tau_of(drafter, task)) for task in TASKS},
     }
