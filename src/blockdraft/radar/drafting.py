@@ -22,8 +22,10 @@ def cost_of(kind: str) -> DraftCost:
 def cost_for(drafter: Drafter | None) -> DraftCost:
     """Cost of a drafter, as far as it is known to be another than its kind's."""
     cost = cost_of(kind_of(drafter))
-    own = {} if drafter is None else {"head_vocabulary": drafter.draft_vocab, "layers": drafter.layers}
-    return replace(cost, **{name: value for name, value in own.items() if value is not None})
+    if drafter is None:
+        return cost
+    head, layers = drafter.draft_vocab or cost.head_vocabulary, drafter.layers or cost.layers
+    return replace(cost, head_vocabulary=head, layers=layers)
 
 
 def kind_of(drafter: Drafter | None) -> str:
