@@ -86,10 +86,16 @@ class Watched:
             yield
             self.passes.update(counted - before)
         elif isinstance(network, AutoregressiveNetwork):
-            run, nodes = inner._run, inner._run.nodes
-            run.nodes = lambda *given: CountedNodes(nodes(*given), self.passes)
+            run, nodes, chain = inner._run, inner._run.nodes, inner._run.chain
+
+            def counted_chain(*given: Any) -> Any:  # of all nodes in one call, one token each
+                found = chain(*given)
+                self.passes.update([1] * (found[0].size(1) - 1) if found else [])
+                return found
+
+            run.nodes, run.chain = lambda *given: CountedNodes(nodes(*given), self.passes), counted_chain
             yield
-            del run.nodes  # the class's own again
+            del run.nodes, run.chain  # the class's own again
         elif model is not None:
             forward = model.forward
             model.forward = lambda tokens, *rest, **named: (
