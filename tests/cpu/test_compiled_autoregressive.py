@@ -61,6 +61,8 @@ def network_of(name: str) -> AutoregressiveNetwork:
         network = Eagle3Network(config) if isinstance(config, Eagle3Config) else MTPNetwork(config)
         for weight in network.parameters():
             weight.data += 0.2 * torch.randn_like(weight)
+    if isinstance(network, Eagle3Network):
+        network.keep(4 * torch.arange(len(network.kept)) + 1)
     return network
 
 
