@@ -43,6 +43,7 @@ from blockdraft.types import Drafting, SamplingParams
 
 NEAR = 0.2  # of the measured speed
 RADAR_KINDS = {"float32": "bf16", "bfloat16": "bf16"}  # weights, which stay in bfloat16 in either
+DEFAULT_KINDS = "bfloat16,int8,int4"
 PLAIN, DRAFTED = "plain", "drafted"
 
 
@@ -235,7 +236,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__, out=ROOT / "docs", quick=quick, threads=CORES, prog="python -m benchmarks.radar.here")
     add = parser.add_argument
     add("--widths", type=listed(), default="1,2,4,8", help="powers of two (1,2,4,8); '' for none")
-    add("--kinds", type=listed(known=OUR_KINDS), default=",".join(OUR_KINDS), help="of weights")
+    add("--kinds", type=listed(known=OUR_KINDS), default=DEFAULT_KINDS, help=f"of weights ({DEFAULT_KINDS})")
     add("--files", type=listed(Path), default="", help="GGUF files; one of the catalogue with its bundled drafter")
     add("--batches", type=listed(int), default="1,4,16")
     add("--tokens", type=int, default=48, help="new tokens of each text (48)")

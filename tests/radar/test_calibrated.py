@@ -32,7 +32,7 @@ def smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def keep(target: Path, drafter: Path | None, weights: str = "file", date: float = 0.0, threads: int = 0) -> None:
     costs = Costs(COSTS.rows, COSTS.plain, COSTS.chain, COSTS.tree, date)
-    pair = Pair(str(target), drafter and str(drafter), "Any", weights, threads or torch.get_num_threads())
+    pair = Pair(str(target), drafter and str(drafter), weights, threads or torch.get_num_threads())
     store(target.parent.parent / "costs" / f"{date}.json", costs, pair)
 
 
@@ -56,7 +56,7 @@ def test_those_of_a_folder(tmp_path: Path, tiny_target_dir: Path, monkeypatch: p
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     shape = read_shape(str(tiny_target_dir))
     assert calibrated(shape, "int8") is None
-    pair = Pair(str(tiny_target_dir), None, "Any", "bfloat16", torch.get_num_threads())
+    pair = Pair(str(tiny_target_dir), None, "bfloat16", torch.get_num_threads())
     store(tmp_path / "costs" / "a.json", COSTS, pair)
     assert calibrated(shape, "bf16") is not None and calibrated(shape, "int8") is None
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from blockdraft.errors import UsageError
-from blockdraft.models import known
+from blockdraft.models import Drafter, known
 from blockdraft.radar.acceptance import TASKS, expected, tau_of
 from blockdraft.radar.devices import devices, find, machine_of
 from blockdraft.radar.drafting import cost_of
@@ -19,6 +19,13 @@ from blockdraft.radar.step import BITS, constants
 H100 = machine_of(find("H100 SXM"))
 B200 = machine_of(find("B200 SXM"))
 QWEN = read_shape("qwen3-8b")
+
+
+def test_the_range_of_published_tau_is_without_our_small_drafter() -> None:
+    [ours] = read_shape("smollm2").drafters
+    other = Drafter(hub="o/d", kind=ours.kind, layout="any", source="https://example.org", block_size=ours.block_size)
+    found = tau_of(other, "gsm8k")
+    assert found.source == "like it" and found.low > tau_of(ours, "gsm8k").mid
 
 
 def test_every_class_of_devices_has_constants() -> None:

@@ -12,7 +12,7 @@ from blockdraft.engine.adaptive.stored_costs import Pair
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
 
-PAIR = Pair(target="/t", drafter="/d", kind="DFlashDrafter", weights="int4", threads=2)
+PAIR = Pair(target="/t", drafter="/d", weights="int4", threads=2)
 COSTS = Costs(
     rows=(1, 4),
     plain=(10.0, 16.0),

@@ -223,14 +223,12 @@ class Pair:
 
     Attributes:
         target, drafter: Their folders or files; None where they have none.
-        kind: Class of the drafter.
         weights: Kind of the target's weights: "file" for those of a GGUF file.
         threads: Threads that ran it.
     """
 
     target: str | None
     drafter: str | None
-    kind: str
     weights: str
     threads: int
 
@@ -243,7 +241,6 @@ def pair_of(target: Target, drafter: Drafter) -> Pair:
     return Pair(
         target=place,
         drafter=None if drafter.path is None else str(Path(drafter.path).resolve()),
-        kind=type(drafter).__name__,
         weights="file" if place and place.endswith(".gguf") else weights,
         threads=torch.get_num_threads(),
     )
