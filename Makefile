@@ -95,13 +95,13 @@ bench-peers: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments
 	.venv/bin/python -m benchmarks.peers $(ARGS)
 
-# The same beside vLLM and OpenVINO on this CPU, in build/engines: make bench-engines ARGS="--target DIR --drafter DIR".
-ENGINES = transformers,transformers lookup,$(LLAMA),vllm,vllm dflash,$(OPENVINO),$(OURS)
+# The same beside vLLM, OpenVINO and mistral.rs on this CPU, in build/engines: make bench-engines ARGS="--target DIR --drafter DIR".
+ENGINES = transformers,transformers lookup,$(LLAMA),vllm,vllm dflash,mistral.rs,$(OPENVINO),$(OURS)
 LLAMA = llama.cpp,llama.cpp draft-dflash:3,llama.cpp draft-dflash:7
 OPENVINO = openvino,openvino lookup,openvino dflash,openvino int8,openvino int4
 OURS = ours plain,ours int8,ours int4,ours dflash,ours cost-aware
 bench-engines: .venv/.installed
-	.venv/bin/python -m benchmarks.peers.environments transformers llama_cpp vllm openvino
+	.venv/bin/python -m benchmarks.peers.environments transformers llama_cpp vllm openvino mistral_rs
 	.venv/bin/python -m benchmarks.peers --peers "$(ENGINES)" --at-once 16 --out build/engines $(ARGS)
 
 # Decoding speed by the size of the model, beside llama.cpp's, which the first run builds: make bench-sizes ARGS=--quick.

@@ -132,6 +132,7 @@ MORE: dict[str, Callable[[], None]] = {  # installed only when named
     "llama_server": lambda: _with_llama_cpp("llama_server", "llama-server"),  # takes longer than all the rest
     "vllm": lambda: _made("vllm"),  # gigabytes
     "openvino": lambda: _made("openvino"),
+    "mistral_rs": lambda: _venv("mistral_rs", "mistralrs==0.9.5", "tokenizers"),
     "llama_tool": lambda: _with_llama_cpp("llama_tool", "llama-speculative-simple"),  # for the tests
 }
 

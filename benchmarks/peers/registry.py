@@ -87,6 +87,7 @@ PEERS = (
     _llama("llama.cpp draft-dflash:15", "15 guesses", speculator="draft-dflash", draft="drafter", guesses=15),
     _vllm("vllm", "plain, without compiling"),
     _vllm("vllm dflash", "whole blocks", drafts=True),
+    Peer("mistral.rs", "mistral_rs", "mistral_rs.py", "plain"),
     _openvino("openvino", "plain"),
     _openvino("openvino lookup", "prompt lookup, 10 tokens", lookup=True),
     _openvino("openvino dflash", "whole blocks", drafts=True),

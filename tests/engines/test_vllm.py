@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from os.path import commonprefix
 from pathlib import Path
 
 import briefly_trained
@@ -25,7 +26,7 @@ from blockdraft.tools.deploy.launch import Running, command
 from blockdraft.training.export import convert, format_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
-FEW = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4"]
+FEW = ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4"]
 PATIENCE = 1800.0
 # Replaces the kernel that reads one row of the norms' weights; docs/upstream tells of the fault.
 REPAIR = """
@@ -45,10 +46,10 @@ def repair():
 
 
 @contextmanager
-def served(target: Path, drafter: Path, folder: Path, repaired: bool = False) -> Iterator[str]:
+def served(target: Path, drafter: Path, folder: Path, repaired: bool = False, dtype: str = "float32") -> Iterator[str]:
     """Address of vLLM with a pair. Where it is repaired, a plugin of vLLM's replaces the faulty norm."""
     port = free_port()
-    line = command("vllm", str(target), str(drafter), port, more=FEW).line
+    line = command("vllm", str(target), str(drafter), port, more=[*FEW, "--dtype", dtype]).line
     here = installed(line, environment("vllm"), print)
     variables = dict(here.variables) | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     if repaired:
@@ -147,6 +148,31 @@ def test_smollm2_with_its_bundled_drafter(layout: str, smollm2_dir: Path, tmp_pa
     assert [one.tokens for one in found] == [one.tokens for one in expected]
     assert len({one.drafts for one in expected}) > 2  # so that equal counts mean something
     assert [one.drafts for one in found] == [one.drafts for one in expected]
+
+
+@pytest.mark.parametrize("model", ["tiny", "smollm2"])
+def test_bfloat16_is_counted(
+    model: str, tmp_path: Path, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> None:
+    """Answers part where rounding decides between two tokens; until then they are the same."""
+    target, drafter = BUNDLED, bundled()[BUNDLED_DFLASH]
+    if model == "smollm2":
+        target = request.getfixturevalue("smollm2_dir")
+        loaded = load_target(target, device="cpu")
+        drafter = tmp_path / "drafter"
+        convert(smollm2.DRAFTER, drafter, format_for("eagle3", loaded, str(target)), loaded)
+    asked = prompts(target)
+    with served(target, drafter, tmp_path, dtype="bfloat16") as url:
+        found = theirs(url, asked)
+    expected = ours(asked, target, drafter, "bfloat16", cut_last=False)
+    pairs = [(one.tokens, other.tokens) for one, other in zip(found, expected, strict=True)]
+    whole = sum(one == other for one, other in pairs)
+    alike = sum(len(commonprefix(pair)) for pair in pairs)
+    counted = f"{whole} of {len(pairs)} answers, {alike} of {sum(len(other) for _, other in pairs)} tokens before they"
+    counted += f" part; drafts {sum(one.drafts for one in found)} for {sum(one.drafts for one in expected)}"
+    record_property("bfloat16", counted)
+    print(counted)
+    assert alike > 0.3 * sum(len(other) for _, other in pairs)
 
 
 def test_the_fault_is_there_still() -> None:
