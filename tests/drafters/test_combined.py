@@ -58,6 +58,16 @@ def test_equal_guesses_are_one_node_and_the_likeliest_are_taken() -> None:
         assert fewer.parents.tolist() == [found.parents[0, : 1 + budget].tolist()]
 
 
+def test_guesses_without_chances_are_accepted_half_of_the_times() -> None:
+    unknown = replace(proposal([(5, 0, 1), (8, 0, 1), (9, 1, 1)], [(5, 0, 1)]), chances=None)
+    lookup = proposal([(4, 0, 0.3)], [])
+    found = merged(torch.tensor([3, 3]), [unknown, lookup], plan(3, 2, cycle_seconds=[1.0] * 4))
+    assert found.tokens.tolist() == [[3, 5, 8, 4], [3, 5, 0, 0]]
+    assert found.expected == pytest.approx((0.5 + 0.5 + 0.3, 0.5))
+    four = merged(torch.tensor([3, 3]), [unknown, lookup], plan(4, 2, cycle_seconds=[1.0] * 5))
+    assert four.tokens.tolist()[0] == [3, 5, 8, 4, 9] and four.expected == pytest.approx((1.3 + 0.25, 0.5))
+
+
 def test_rows_are_cut_to_what_pays_for_all_and_filled_up() -> None:
     anchors, both = torch.tensor([3, 4]), [proposal(LOOKUP, []), proposal(MODEL, [(5, 0, 0.9)])]
     found = merged(anchors, both, plan(7, 2))

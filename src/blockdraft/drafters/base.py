@@ -109,8 +109,9 @@ class Drafter(Protocol):
 
         Args:
             anchor: `[B]` int64, each row's last committed token.
-            plan: How far to draft; `plan.block_size` is at most `self.block_size`. To be combined with others, a
-                drafter must return trees with their `chances` whenever `plan.cycle_seconds` is set.
+            plan: How far to draft; `plan.block_size` is at most `self.block_size`. Trees come with their `chances` when
+                `plan.cycle_seconds` is set; where they have none, a combined drafter takes every guess to be accepted
+                half of the times.
         """
 
     def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:

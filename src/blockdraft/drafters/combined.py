@@ -22,6 +22,7 @@ from blockdraft.timing import GUESSES, mark
 from blockdraft.types import JOINT
 
 FIRST_YIELD = 1.0  # assumed accepted guesses of a chain, until a chain of its drafter has been verified
+ASSUMED = 0.5  # chance of a guess whose drafter states none, where those before it are accepted
 NEWEST = 0.1  # weight of the newest chain in the running mean of accepted guesses
 
 
@@ -265,8 +266,13 @@ def beside(anchor: Tensor, sampled: Proposal, others: Sequence[Proposal], budget
 
 
 def _chances(proposal: Proposal, row: int) -> Sequence[float]:
-    assert proposal.chances is not None or proposal.tokens.size(1) == 1, "a combined drafter must state its chances"
-    return () if proposal.chances is None else proposal.chances[row]
+    if proposal.chances is not None:
+        return proposal.chances[row]
+    found = [1.0]
+    for parent in proposal.parent_lists[row][1:]:
+        if parent >= 0:  # else padding
+            found.append(ASSUMED * found[parent])
+    return found[1:]
 
 
 def _likeliest(
