@@ -95,7 +95,8 @@ bench-peers: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments
 	.venv/bin/python -m benchmarks.peers $(ARGS)
 
-# The same beside vLLM, OpenVINO and mistral.rs on this CPU, in build/engines: make bench-engines ARGS="--target DIR --drafter DIR".
+# The same beside vLLM, OpenVINO and mistral.rs on this CPU, in build/engines; make bench-engines
+# ARGS="--target DIR --drafter DIR".
 ENGINES = transformers,transformers lookup,$(LLAMA),vllm,vllm dflash,mistral.rs,$(OPENVINO),$(OURS)
 LLAMA = llama.cpp,llama.cpp draft-dflash:3,llama.cpp draft-dflash:7
 OPENVINO = openvino,openvino lookup,openvino dflash,openvino int8,openvino int4
