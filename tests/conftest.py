@@ -25,19 +25,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin("tiny_models")
 
 
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Linux allows a process 65,530 mappings, and aborts JAX where its compiled programs of many tests need more."""
-    if item.get_closest_marker("jax") and (jax := sys.modules.get("jax")) and mappings() > 15_000:
-        jax.clear_caches()
-        gc.collect()
-
-
-def mappings() -> int:
-    """How many parts of memory this process has mapped; 0 where the system does not tell."""
-    known = Path("/proc/self/maps")
-    return known.read_bytes().count(b"\n") if known.exists() else 0
-
-
 def pytest_collection_finish() -> None:
     """What stays need not be looked through by later collections of garbage either."""
     gc.collect()

@@ -134,7 +134,8 @@ def best_tree(
     ranks, counts = min(budget, vocab_size), jnp.arange(depth) < size - 1
     scores = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1)[:, None, None]
     best = jax.lax.top_k(jax.nn.log_softmax(scores, axis=-1), ranks)
-    likely, ids = jax.lax.optimization_barrier(best)  # else slices of them make XLA sort the whole vocabulary on a CPU
+    # Else slices make XLA sort the whole vocabulary on a CPU. Each has a barrier, since XLA aborts on one for both.
+    likely, ids = (jax.lax.optimization_barrier(each) for each in best)
     likely = jnp.where(counts[:, None], likely, -jnp.inf)
     score, offset = jnp.zeros((batch, 1), jnp.float32), 0
     found: list[
