@@ -12,6 +12,7 @@ import jax
 from tiny_families import write_model
 
 from blockdraft.decode.proposal import chain_parents
+from blockdraft.decode.tree import best_first
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.jax.cache import JaxTensor
@@ -75,6 +76,19 @@ def test_logits_and_features_are_those_of_transformers(family: str, tmp_path: Pa
         found.append(each.forward(*TREE, cache, taps))
     torch.testing.assert_close(real(found[0].logits), found[1].logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(real(found[0].features), found[1].features, rtol=1e-4, atol=1e-4)
+
+
+def test_trees_of_the_program_are_those_of_best_first() -> None:
+    from blockdraft.drafters.dflash.jax import best_tree
+
+    logits, anchors = torch.randn(2, 9, 20, generator=torch.Generator().manual_seed(0)), torch.tensor([7, 8])
+    logits[:, :, 3] += 6  # one guess of each depth is nearly certain, so that paths are long
+    best = logits.log_softmax(dim=-1).topk(20)
+    expected = best_first(anchors, best.values, best.indices, 40)
+    given = jax.numpy.asarray(logits.numpy()), jax.numpy.asarray([7, 8])
+    tokens, parents, depths = best_tree(*given, size=10, budget=40, temperature=jax.numpy.zeros(2))
+    assert (tokens.tolist(), parents.tolist()) == (expected.tokens.tolist(), expected.parents.tolist())
+    assert int(depths.max()) == 9
 
 
 def test_draft_passes_are_those_of_torch(target: Target, native: Target, tiny_drafter_dir: Path) -> None:
