@@ -122,7 +122,7 @@ def figures(
     shape, size = read_shape(str(subject.target)), min(drafter.block_size, 6)
     ways = [PLAIN, *([DRAFTED] if subject.drafter else [])]
     for batch in batches:
-        # Prompts of one length are read together, so that the time of all is that of one.
+        # Prompts of one length, since a projection is for one context.
         length = min(map(len, ids))
         rows = [ids[i % len(ids)][:length] for i in range(batch)]
         context = length + tokens // 2
@@ -151,7 +151,7 @@ def _speeds(
     for repeat, _, way in turns.in_turns([None], ways, repeats + 1):
         began = time.perf_counter()
         answers = engines[way].generate(rows, params)
-        seconds = time.perf_counter() - began - max(answer.stats.prefill_seconds for answer in answers)
+        seconds = time.perf_counter() - began - sum(answer.stats.read_seconds for answer in answers)
         if repeat:  # the first one warms up
             speeds[way].append(sum(sum(answer.stats.committed) for answer in answers) / seconds)
             taus[way] = merge(answer.stats for answer in answers).tau

@@ -195,10 +195,11 @@ def test_a_long_prompt_is_read_between_the_cycles_of_others(target: Target, draf
 
 def test_short_prompts_are_read_together(target: Target, drafter: Drafter) -> None:
     hand = ByHand(Engine(target, drafter, drafting=Drafting(None)))
-    for prompt in PROMPTS:
-        hand.submit(prompt, greedy(20))
+    requests = [hand.submit(prompt, greedy(20)) for prompt in PROMPTS]
     hand.scheduler.step()
     assert hand.seen[0] == [12] * 6
+    [reading] = {request.stats.prefill_seconds for request in requests}
+    assert sum(request.stats.read_seconds for request in requests) == pytest.approx(reading)
 
 
 def test_prompts_that_are_read_together_keep_to_the_limit(target: Target, drafter: Drafter) -> None:

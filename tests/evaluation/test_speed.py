@@ -156,9 +156,10 @@ def trial(
     prompts: tuple[int, ...] = (),
     token: int = 0,
 ) -> Trial:
-    """Batch that took this long after a prefill of 1 second, with these tokens of each row's cycles."""
+    """Batch that took this long after 1 second of reading, with these tokens of each row's cycles."""
+    share = 1 / len(committed)
     completions = tuple(
-        Completion("", [token] * (1 + sum(c)), "stop", [], Stats(c, [3] * len(c), prefill_seconds=1.0))
+        Completion("", [token] * (1 + sum(c)), "stop", [], Stats(c, [3] * len(c), read_seconds=share))
         for c in committed
     )
     return Trial(method, "a", prompts or tuple(range(len(committed))), repeat, completions, seconds + 1.0)

@@ -252,6 +252,7 @@ class Scheduler:
         seconds = time.perf_counter() - began
         for row in group:
             row.request.stats.prefill_seconds += seconds
+            row.request.stats.read_seconds += seconds / len(group)
         return True
 
     def _cycle(self, rows: list[Row]) -> None:

@@ -19,7 +19,8 @@ class Stats:
         committed: Tokens committed by each cycle, bonus included, after cutting at a stop token or the length limit.
         drafted: Guesses on the longest path of each cycle's proposal.
         remembered: Tokens of the prompt that were copied from the cache of another request instead of being read.
-        prefill_seconds: From the request's start to its first token.
+        prefill_seconds: Time of the forwards over its prompt, which other prompts may share.
+        read_seconds: Its share of that time: those of a batch sum to the time in which prompts were read.
         draft_seconds, verify_seconds: Time of all cycles in the drafter (propose and observe) and in the target's
             forward; each row of a batch counts the whole time. It is the host's time: work of a GPU counts where the
             host waits for it. `blockdraft bench --profile` waits after each part.
@@ -30,6 +31,7 @@ class Stats:
     drafted: list[int] = field(default_factory=list)
     remembered: int = 0
     prefill_seconds: float = 0.0
+    read_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     total_seconds: float = 0.0
@@ -67,6 +69,7 @@ def merge(stats: Iterable[Stats]) -> Stats:
         merged.drafted += one.drafted
         merged.remembered += one.remembered
         merged.prefill_seconds += one.prefill_seconds
+        merged.read_seconds += one.read_seconds
         merged.draft_seconds += one.draft_seconds
         merged.verify_seconds += one.verify_seconds
         merged.total_seconds += one.total_seconds

@@ -56,8 +56,8 @@ class Trial:
 
     @property
     def decode_seconds(self) -> float:
-        """Wall time from the first tokens of the batch to its last one."""
-        return self.seconds - max(c.stats.prefill_seconds for c in self.completions)
+        """Wall time without the forwards over prompts."""
+        return self.seconds - sum(c.stats.read_seconds for c in self.completions)
 
     @property
     def cycles(self) -> int:

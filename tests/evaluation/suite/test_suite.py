@@ -26,7 +26,7 @@ ABOUT = {"running": "native", "dtype": "float32", "machine": "A Processor"}
 
 
 def trial(method: str, prompt: int, tokens: list[int], seconds: float, committed: list[int]) -> Trial:
-    stats = Stats(committed=committed, drafted=[3] * len(committed), prefill_seconds=1.0)
+    stats = Stats(committed=committed, drafted=[3] * len(committed), read_seconds=1.0)
     completion = Completion("text", tokens, "stop", [False] * len(tokens), stats)
     return Trial(method, "gsm8k", (prompt,), 0, (completion,), 1.0 + seconds)
 
