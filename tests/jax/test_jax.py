@@ -161,7 +161,7 @@ def test_each_bucket_is_compiled_once_and_a_cycle_transfers_nothing(
         cycles += 1
         with jax.transfer_guard("disallow_explicit"):
             found = own(*args)
-        assert all(array.is_deleted() for memory in args[5:7] for array in memory)  # both caches were donated
+        assert all(array.is_deleted() for memory in args[4:6] for array in memory)  # both caches were donated
         return found
 
     monkeypatch.setattr(run, "jax_cycle", guarded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -132,6 +133,25 @@ class Drafter(Protocol):
             features: `[B, N, m * H]`, outputs of the m tapped layers at these tokens; None without taps.
             lengths: Valid tokens of each row.
         """
+
+
+def whole_cycle(program: Callable[..., CycleTokens] | None, plan: Plan) -> Callable[..., CycleTokens] | None:
+    """A runner's program of a whole cycle, as `Drafter.cycle` returns it; None where the runner has none, or where the
+    plan leaves the number of guesses open or asks for sampled ones.
+
+    Args:
+        program: As `Drafter.cycle` describes it, with the keywords `block_size`, `tree_budget`, `temperatures` of the
+            rows, and `window` of the draft.
+    """
+    if program is None or plan.block_size == 1 or plan.cycle_seconds is not None or plan.draws is not None:
+        return None
+    return partial(
+        program,
+        block_size=plan.block_size,
+        tree_budget=plan.tree_budget,
+        temperatures=[params.temperature for params in plan.params],
+        window=plan.draft_window,
+    )
 
 
 @dataclass(frozen=True)

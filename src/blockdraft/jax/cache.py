@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockdraft.jax.model import LEAST_SLOTS, Array, Layout, Memory, bucket, jax, jnp, write
+from blockdraft.jax.model import LEAST_SLOTS, Array, Layout, Memory, Rows, bucket, jax, jnp, write
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.foreign import ForeignTensor
 
@@ -57,7 +57,8 @@ def _beginning(x: Any, index: Any) -> tuple[int, ...] | None:
 
 
 class JaxCache(KVCache):
-    """A `KVCache` in two JAX arrays, keys and values `[layers, kv_heads, slots, D]`, which every write donates.
+    """A `KVCache` in JAX arrays, keys and values `[layers, kv_heads, slots, D]` and, where asked for, a feature of each
+    token, `[1, 1, slots, H]`. Every write donates them.
 
     A forward writes nothing: it leaves its nodes here, and `commit` writes those of the path. So there is nothing to
     roll back, and a tree costs a commit no more than a chain.
@@ -65,23 +66,34 @@ class JaxCache(KVCache):
     Args:
         layers, kv_heads, head_dim, dtype: Of the model.
         layout: Where the arrays lie.
+        features: Size of a feature; 0 is none.
     """
 
     def __init__(
-        self, batch: int, capacity: int, *, layers: int, kv_heads: int, head_dim: int, dtype: Any, layout: Layout
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: Any,
+        layout: Layout,
+        features: int = 0,
     ) -> None:
         super().__init__(batch, capacity)
         # Rounded up, so that engines of similar sizes share what is compiled.
-        shape = (layers, kv_heads, -(-max(self._slots, 1) // LEAST_SLOTS) * LEAST_SLOTS, head_dim)
-        self._layout, sharding = layout, layout.sharding((None, "kv_heads", None, None), shape)
-        self._held = [tuple(jnp.zeros(shape, dtype, device=sharding) for _ in range(2))]  # shared by all views
+        slots = -(-max(self._slots, 1) // LEAST_SLOTS) * LEAST_SLOTS
+        shapes = [(layers, kv_heads, slots, head_dim)] * 2 + ([(1, 1, slots, features)] if features else [])
+        axes, self._layout = (None, "kv_heads", None, None), layout
+        stores = tuple(jnp.zeros(shape, dtype, device=layout.sharding(axes, shape)) for shape in shapes)
+        self._held: list[Memory] = [stores]  # shared by all views
         self._nodes: Memory | None = None
 
     @property
     def arrays(self) -> Memory:
-        """Keys and values. Whoever gives them away assigns what comes back."""
-        keys, values = self._held[0]
-        return keys, values
+        """Keys, values and features. Whoever gives them away assigns what comes back."""
+        return self._held[0]
 
     @arrays.setter
     def arrays(self, memory: Memory) -> None:
@@ -91,15 +103,17 @@ class JaxCache(KVCache):
     def nbytes(self) -> int:
         return sum(int(each.nbytes) for each in self.arrays)
 
-    def where(self) -> tuple[Array, Array, int]:
-        """First slots and lengths of the rows, padded to a bucket of rows, and the bucket of slots."""
+    def where(self) -> Rows:
+        """Places of the rows, padded to a bucket of rows."""
         batch, total = bucket(len(self.rows)), self.arrays[0].shape[2]
         firsts, lengths = np.full(batch, NOWHERE, np.int32), np.zeros(batch, np.int32)
         firsts[: len(self.rows)], lengths[: len(self.rows)] = self.rows, self.lengths
-        return *self._layout.put((firsts, lengths)), min(total, bucket(max(self.lengths, default=0), LEAST_SLOTS))
+        slots = min(total, bucket(max(self.lengths, default=0), LEAST_SLOTS))
+        firsts, lengths = self._layout.put((firsts, lengths))
+        return Rows(firsts, lengths, slots)
 
     def leave(self, nodes: Memory) -> None:
-        """Keep the keys and values of a forward until the commit."""
+        """Keep what the nodes of a forward have for their slots, until the commit."""
         self._nodes = nodes
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
@@ -131,8 +145,7 @@ class JaxCache(KVCache):
         self._edit(_wipe, self._layout.put(np.array([first, end], np.int32)))
 
     def _edit(self, change: Any, *how: Any) -> None:
-        keys, values = self.arrays
-        self.arrays = change(keys, *how), change(values, *how)
+        self.arrays = tuple(change(store, *how) for store in self.arrays)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

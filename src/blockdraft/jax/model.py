@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -24,7 +25,7 @@ except ImportError:  # the extra `jax` is missing, and nothing below is called
 
 Array: TypeAlias = Any  # jax.Array
 Params: TypeAlias = Mapping[str, Array]
-Memory: TypeAlias = "tuple[Array, Array]"  # keys and values
+Memory: TypeAlias = "tuple[Array, ...]"  # keys and values, and behind them what else a slot holds
 
 LEAST_SLOTS = 256  # smallest window of a cache that a forward reads
 
@@ -156,7 +157,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a batch in a cache: B ranges of its slots.
+    """Rows of a batch in a cache: B ranges of its slots. Jitted functions take it as an argument.
 
     Attributes:
         firsts: `[B]` int32, first slot of each row.
@@ -203,6 +204,10 @@ class Rows:
         end of the memory begins before the row."""
         begin = jnp.minimum(self.firsts, memory.shape[2] - self.slots)
         return begin, (begin - self.firsts)[:, None] + jnp.arange(self.slots, dtype=jnp.int32)
+
+
+if jax is not None:
+    jax.tree_util.register_dataclass(Rows, data_fields=["firsts", "lengths"], meta_fields=["slots"])
 
 
 def bucket(count: int, least: int = 1) -> int:
@@ -263,6 +268,39 @@ def head(config: DecoderConfig, layout: Layout, params: Params, hidden: Array) -
     return layout.place(logits, *[None] * (logits.ndim - 1), "vocab")
 
 
+def queries_keys_values(
+    config: DecoderConfig, layout: Layout, params: Params, number: int, normed: Array, turns: tuple[Array, Array]
+) -> list[Array]:
+    """Queries, keys and values `[B, N, heads, D]` of a layer's normed input, rotated by its `angles`."""
+    prefix, eps, plus_one = f"model.layers.{number}.self_attn.", config.norm_eps, config.norm_plus_one
+    q, k, v = (
+        linear(params, f"{prefix}{name}", normed).reshape(*normed.shape[:2], -1, config.head_dim)
+        for name in ("q_proj", "k_proj", "v_proj")
+    )
+    if config.qk_norm:
+        q, k = (
+            rms_norm(each, params[f"{prefix}{name}.weight"], eps, plus_one)
+            for each, name in ((q, "q_norm"), (k, "k_norm"))
+        )
+    placed = zip((rotate(q, *turns), rotate(k, *turns), v), ("heads", "kv_heads", "kv_heads"), strict=True)
+    return [layout.place(each, None, None, axis, None) for each, axis in placed]
+
+
+def after_attention(
+    config: DecoderConfig, layout: Layout, params: Params, number: int, x: Array, attended: Array
+) -> Array:
+    """Output `[B, N, H]` of a layer with the input x, of which attention made `[B, N, heads * D]`."""
+    prefix, activation = f"model.layers.{number}.", ACTIVATIONS[config.activation]
+    weights = {role: params[name] for role, name in config.norms(number).items()}
+    norm = partial(rms_norm, eps=config.norm_eps, plus_one=config.norm_plus_one)
+    added = linear(params, f"{prefix}self_attn.o_proj", attended)
+    x = layout.place(x + (norm(added, weights["after_attention"]) if config.post_norms else added), None, None, "embed")
+    normed = norm(x, weights["before_mlp"])
+    gate, up = (linear(params, f"{prefix}mlp.{name}", normed) for name in ("gate_proj", "up_proj"))
+    added = linear(params, f"{prefix}mlp.down_proj", layout.place(activation(gate) * up, None, None, "mlp"))
+    return layout.place(x + (norm(added, weights["after_mlp"]) if config.post_norms else added), None, None, "embed")
+
+
 def layers(
     config: DecoderConfig,
     layout: Layout,
@@ -282,41 +320,19 @@ def layers(
     Returns:
         Outputs of the layers, and the nodes' keys and values, each `[layers, B, N, kv_heads, D]`.
     """
-    eps, plus_one, place = config.norm_eps, config.norm_plus_one, layout.place
-    activation = ACTIVATIONS[config.activation]
     turns = {rope: angles(rope, positions, x.dtype) for rope in config.ropes}
     outputs, written = [], []
     for number, kind in enumerate(config.layers):
-        prefix = f"model.layers.{number}."
-        weights = {role: params[name] for role, name in config.norms(number).items()}
-        normed = rms_norm(x, weights["before_attention"], eps, plus_one)
-        q, k, v = (
-            linear(params, f"{prefix}self_attn.{name}", normed).reshape(*positions.shape, -1, config.head_dim)
-            for name in ("q_proj", "k_proj", "v_proj")
-        )
-        if config.qk_norm:
-            q, k = rms_norm(q, weights["query"], eps, plus_one), rms_norm(k, weights["key"], eps, plus_one)
-        q, k = rotate(q, *turns[kind.rope]), rotate(k, *turns[kind.rope])
-        q, k, v = (place(each, None, None, axis, None) for each, axis in zip((q, k, v), KINDS, strict=True))
+        weight = params[config.norms(number)["before_attention"]]
+        normed = rms_norm(x, weight, config.norm_eps, config.norm_plus_one)
+        q, k, v = queries_keys_values(config, layout, params, number, normed, turns[kind.rope])
         context = rows.read(memory[0], number), rows.read(memory[1], number)
-        added = attend(q, (k, v), context, masks[number], config.query_scale, config.attention_softcap)
-        added = linear(params, f"{prefix}self_attn.o_proj", added)
-        if config.post_norms:
-            added = rms_norm(added, weights["after_attention"], eps, plus_one)
-        x = place(x + added, None, None, "embed")
-        normed = rms_norm(x, weights["before_mlp"], eps, plus_one)
-        gate, up = (linear(params, f"{prefix}mlp.{name}", normed) for name in ("gate_proj", "up_proj"))
-        added = linear(params, f"{prefix}mlp.down_proj", place(activation(gate) * up, None, None, "mlp"))
-        if config.post_norms:
-            added = rms_norm(added, weights["after_mlp"], eps, plus_one)
-        x = place(x + added, None, None, "embed")
+        out = attend(q, (k, v), context, masks[number], config.query_scale, config.attention_softcap)
+        x = after_attention(config, layout, params, number, x, out)
         outputs.append(x)
         written.append((k, v))
     keys, values = zip(*written, strict=True)
     return outputs, (jnp.stack(keys), jnp.stack(values))
-
-
-KINDS = ("heads", "kv_heads", "kv_heads")  # logical axes of queries, keys and values
 
 
 def forward(
@@ -395,4 +411,4 @@ def write(layout: Layout, memory: Memory, nodes: Memory, path: Array, slots: Arr
         store = store.at[:, :, slots].set(jnp.moveaxis(kept, 3, 1), mode="drop")
         return layout.place(store, None, "kv_heads", None, None)
 
-    return put(memory[0], nodes[0]), put(memory[1], nodes[1])
+    return tuple(put(store, new) for store, new in zip(memory, nodes, strict=True))

@@ -21,9 +21,12 @@ from blockdraft.machine import send
 from blockdraft.nn.attention import attend
 from blockdraft.nn.cache import KVCache
 from blockdraft.timing import HEAD, PASS, mark
+from blockdraft.types import CycleTokens
 
 # Takes queries [B, heads, N, D], and keys and values of the same entries [B, kv_heads, N, D]; returns [B, heads, N, D].
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+WIDTH = 10  # guesses per level that a tree is continued from, and children of each
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,10 @@ class AutoregressiveRunner(Protocol):
 
     compile_reason: str | None
 
+    @property
+    def cycle(self) -> Callable[..., CycleTokens] | None:
+        """Program of a whole cycle, as `Drafter.cycle` returns it, with the keywords of `DraftRunner.cycle`."""
+
     def new_state(self, batch: int, capacity: int) -> KVCache:
         """As `Drafter.new_state`."""
 
@@ -200,6 +207,8 @@ class AutoregressivePass:
         embed, head: The target's `embed` and `head`.
         compile_reason: Reason why it is not compiled, where it might have been.
     """
+
+    cycle = None
 
     def __init__(
         self,

@@ -127,7 +127,7 @@ class JaxTarget(CheckpointTarget):
         self.dtype, self.device = dtype, torch.device("cpu")  # of the tensors that the engine sees
         self.hidden_size, self.num_layers = decoder.hidden_size, len(decoder.layers)
         self.vocab_size = decoder.vocab_size
-        self.jax_forward = jax.jit(partial(_forward, decoder, layout), static_argnums=(0, 4))
+        self.jax_forward = jax.jit(partial(_forward, decoder, layout), static_argnums=0)
         self._head = jax.jit(partial(model.head, decoder, layout))
 
     @property
@@ -184,10 +184,9 @@ class JaxTarget(CheckpointTarget):
             at = np.zeros(wide[0], np.int32)
             at[:batch] = as_numpy(logits_at)
         with self.lock:
-            firsts, lengths, slots = cache.where()
             placed = self.layout.put((given, within, at))
             logits, best, features, nodes = self.jax_forward(
-                tuple(taps), self.params, cache.arrays, (firsts, lengths), slots, *placed
+                tuple(taps), self.params, cache.arrays, cache.where(), *placed
             )
         cache.leave(nodes)
         shape = (batch, count if logits_at is None else 1)
@@ -226,14 +225,12 @@ def _forward(
     taps: tuple[int, ...],
     params: Params,
     memory: Memory,
-    where: tuple[Array, Array],
-    slots: int,
+    rows: Rows,
     given: Array,
     within: Array,
     scored: Array | None,
 ) -> tuple[Array, Array, Array | None, Memory]:
     """`forward` and the best tokens. `given` are tokens and depths."""
-    rows = Rows(*where, slots)
     logits, features, nodes = model.forward(
         config, layout, taps, params, memory, rows, given[0], given[1], within, scored
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from blockdraft.drafters.base import (
     Drafter,
     Entry,
     check_refinement,
+    whole_cycle,
 )
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.errors import UsageError
@@ -144,17 +144,7 @@ class DFlashDrafter(Drafter):
         return self._guess(anchor, *self._refined_pass(state, anchor, plan), plan)
 
     def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
-        run = self._run.cycle
-        likeliest = plan.cycle_seconds is None and plan.draws is None
-        if run is None or not likeliest or plan.block_size == 1 or (plan.draft_passes or self.diffusion_steps) > 1:
-            return None
-        return partial(
-            run,
-            block_size=plan.block_size,
-            tree_budget=plan.tree_budget,
-            temperatures=[params.temperature for params in plan.params],
-            window=plan.draft_window,
-        )
+        return None if (plan.draft_passes or self.diffusion_steps) > 1 else whole_cycle(self._run.cycle, plan)
 
     def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         """Make a proposal from the hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions behind the
