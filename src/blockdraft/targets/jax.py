@@ -3,7 +3,7 @@
 The decoder is `blockdraft.jax.model`, pure functions over a pytree of the checkpoint's own tensors, sharded over all
 devices of this process. Shapes are rounded up to buckets, and each bucket is compiled once. Keys and values stay on the
 devices; logits and features too, until somebody asks for their numbers. Where a drafter has a cycle as one program, as
-DFlash has, the engine gets the tokens of a cycle and nothing else; see `blockdraft.drafters.dflash.jax`.
+DFlash has, the engine gets the tokens of a cycle and nothing else; see `blockdraft.jax.drafting`.
 """
 
 from __future__ import annotations
