@@ -154,7 +154,8 @@ class JaxAutoregressive(JaxRunner):
             logits, nodes = self._level(known, nodes, window, above, tokens, depth, depth * width)
             logits = logits.astype(jnp.float32)
             logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / heat
-            best, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, width))
+            # Else XLA sorts the whole vocabulary on a CPU; it aborts on one barrier for both.
+            best, ids = (jax.lax.optimization_barrier(part) for part in jax.lax.top_k(logits, width))
             likely = best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
             new = scores[..., None] + likely, jnp.repeat(parents, width, axis=1), known.own["kept"][ids]
             children = [values.reshape(batch, each) for values in new]
