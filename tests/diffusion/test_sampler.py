@@ -244,6 +244,16 @@ def test_gaps_are_filled_and_nothing_else(model_of: Any, shift: bool, strategy: 
         alone = Sampler(model, SampleSettings(seed=3 + row, strategy=strategy))
         assert [token for chunk in alone.fill([given]) for token in chunk.token_ids] == found  # type: ignore[list-item]
         assert sampler.given[row] == given and all(step.settled for step in sampler.history[row])
+        assert all(step.begin + place < len(given) for step in sampler.history[row] for place in step.settled)
+
+
+def test_no_gap_ends_the_text(model_of: Any) -> None:
+    """Also where the likeliest token of each gap would."""
+    model = model_of(4)
+    [[_, *likeliest]] = filled(model, [[40, None, None]])[0]
+    ending = replace(model, text=replace(model.text, eos_token_ids=frozenset(likeliest)))
+    [[_, *others]] = filled(ending, [[40, None, None]])[0]
+    assert len(others) == 2 and not {*likeliest} & {*others}
 
 
 def test_end_tokens_that_the_model_lacks_are_no_matter(model_of: Any) -> None:

@@ -125,6 +125,16 @@ def test_guesses_equal_those_of_a_model_without_a_cache(
             texts[row] = texts[row] + more
 
 
+def test_half_a_block_is_not_kept(drafter: BlockDiffusionDrafter) -> None:
+    """Its keys and values have seen the other half."""
+    state = drafter.new_state(1, 40)
+    observe(drafter, state, [list(range(10, 31))])
+    drafter.propose(state, torch.tensor([31]), Plan(5, [GREEDY]))
+    assert state.cache.lengths == [20]
+    state.shrink(0, 14)
+    assert state.cache.lengths == [12]
+
+
 def test_sampled_guesses_follow_their_distributions(drafter: BlockDiffusionDrafter) -> None:
     state = drafter.new_state(2, 40)
     texts = [[5, 6, 7, 8, 9], [10, 11]]  # three and one to guess

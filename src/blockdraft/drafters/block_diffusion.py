@@ -166,15 +166,13 @@ class BlockDiffusionDrafter(Drafter):
             free: Number of missing tokens of each row's block.
             settled: Fixed tokens of each row, by their distance from the first missing token.
         """
-        size, shift = self.model.config.block_size, self.model.config.token_shift
-        mask = self.model.config.mask_token_id
+        shift, mask = self.model.config.token_shift, self.model.config.mask_token_id
         blocks, begins, places = [], [], []
         for text, count, held, fixed in zip(texts, free, state.cache.lengths, settled, strict=True):
-            # With a token shift, the output for the first token of a block is that of the token before it.
-            begin = min(held, max(len(text) // size * size - shift, 0)) if count else 0
             blocks.append([*text, *(fixed.get(place, mask) for place in range(count))] if count else [])
-            begins.append(begin)
-            first = len(text) - shift - begin if count else 0
+            begins.append(held if count else 0)
+            # With a token shift, a token's output is that of the one before it, which is the anchor or behind it.
+            first = len(text) - shift - held if count else 0
             places.append([first + min(place, max(count - 1, 0)) for place in range(max(free))])
         states = self._pass(state, blocks, begins)
         at = torch.tensor(places, device=states.device)[..., None].expand(-1, -1, states.size(-1))
