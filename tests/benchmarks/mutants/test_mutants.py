@@ -57,7 +57,8 @@ def test_what_pytest_says_is_told_apart() -> None:
     assert _outcome(1, "..F\nFAILED tests/a.py::test_b - assert 1\n") == ("caught", "tests/a.py::test_b")
     assert _outcome(3, "FAILED tests/a.py::test_b - assert 1\na thread raised\n") == ("caught", "tests/a.py::test_b")
     assert _outcome(1, "..Timeout (0:05:00)!\nThread 0x1\n") == ("caught", "ran out of time")
-    assert _outcome(0, "...") == ("survived", "")
+    assert _outcome(0, "...\n3 passed, 1 skipped in 0.1s") == ("survived", "")
+    assert _outcome(0, "ss\n2 skipped in 0.1s") == ("skipped", "its tests cannot run here")
     assert _outcome(4, "ERROR: file or directory not found: tests/no.py\n")[0] == "stale"
 
 
