@@ -70,8 +70,6 @@ FAMILY_NAMES = {
     "falcon_h1": "Falcon-H1, Mamba-2",
 }
 NOT_COMPILED = {"qwen3_moe", "qwen3_5_text"}  # native, and neither compiled nor in JAX
-# Families that mlx-lm knows, and whose models here have other tensors than published ones, which it wants.
-UNTESTED_IN_MLX = {"gemma4_text", "gpt_oss"}
 
 
 class Cell(NamedTuple):
@@ -80,13 +78,7 @@ class Cell(NamedTuple):
     backend: str
 
 
-CELLS = [
-    Cell(family, drafter, backend)
-    for backend in BACKENDS
-    for family in FAMILIES
-    for drafter in DRAFTERS
-    if backend != "mlx" or family not in UNTESTED_IN_MLX
-]
+CELLS = [Cell(family, drafter, backend) for backend in BACKENDS for family in FAMILIES for drafter in DRAFTERS]
 
 
 def is_refused(family: str, backend: str) -> bool:

@@ -10,7 +10,7 @@ pytest.importorskip("jax.numpy", reason="JAX is not installed: pip install 'bloc
 
 import jax
 
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
@@ -18,6 +18,8 @@ from blockdraft.drafters.mtp.drafter import MTPDrafter
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.engine import Engine
 from blockdraft.jax.autoregressive import JaxAutoregressive
+from blockdraft.jax.cache import JaxTensor
+from blockdraft.jax.drafting import latest, padded
 from blockdraft.jax.model import local_layout
 from blockdraft.targets import Target, backends, load_target
 from blockdraft.targets.base import LoadOptions
@@ -79,7 +81,19 @@ def proposals(drafter: Any) -> list[Any]:
             Plan(5, even, tree_budget=40, cycle_seconds=SECONDS),
         ):
             found.append(drafter.propose(state, anchors, plan))
+            run = drafter._run
+            if plan.tree_budget and plan.cycle_seconds is None and isinstance(run, JaxAutoregressive):
+                found[-1] = of_the_program(run, state, anchors, plan)
     return found
+
+
+def of_the_program(run: JaxAutoregressive, state: Any, anchors: torch.Tensor, plan: Plan) -> Proposal:
+    """The same draft as cycles make it."""
+    heat = padded([each.temperature for each in plan.params], (4,)).astype("float32")
+    given = padded(anchors, (4,)).astype("int32"), jax.numpy.int32(plan.block_size), latest(None), heat
+    drafted = run.propose(run._known(state), *run._layout.put(given), count=8, budget=plan.tree_budget)
+    tokens, parents, _ = (JaxTensor(each, (len(anchors), 1 + plan.tree_budget)).real for each in drafted)
+    return Proposal(tokens, parents)
 
 
 def assert_same(ours: list[Any], theirs: list[Any]) -> None:

@@ -139,42 +139,44 @@ def test_unknown_functions_run_in_torch_and_lost_writes_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "asked", "runs"),
+    ("bits", "kept", "asked", "runs"),
     [
-        ("float32", "float32", "float32"),
-        ("bfloat16", "float32", "float32"),
-        ("bfloat16", "bfloat16", "bfloat16"),
-        ("float32", "bfloat16", "float32"),
-        ("float16", "bfloat16", "float16"),
+        (4, "float32", "float32", "float32"),
+        (8, "float32", "float32", "float32"),
+        (4, "bfloat16", "float32", "float32"),
+        (8, "bfloat16", "bfloat16", "bfloat16"),
+        (4, "float32", "bfloat16", "float32"),
+        (4, "float16", "bfloat16", "float16"),
     ],
 )
 def test_quantised_checkpoints(
     tiny_target_dir: Path,
     tiny_drafter_dir: Path,
     tmp_path: Path,
+    bits: int,
     kept: str,
     asked: str,
     runs: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A checkpoint of mlx-lm in 4 bits loses no bits of its scales, and says so where it computes in another dtype than
+    """A checkpoint of mlx-lm in few bits loses none of its scales, and says so where it computes in another dtype than
     was asked for. The drafter beside it gets as many bits, with scales in float32 whatever the arithmetic is."""
     from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
     model, config = load_model(tiny_target_dir)
     model.set_dtype(getattr(mx, kept))
-    model, config = quantize_model(model, config, 32, 4)
+    model, config = quantize_model(model, config, 32, bits)
     save_model(tmp_path, model)
     save_config(config, tmp_path / "config.json")
     few: Any = load_target(tmp_path, asked, "cpu", backend="mlx")
-    assert (few.running, str(few.dtype)) == ("mlx, int4 weights", f"torch.{runs}")
+    assert (few.running, str(few.dtype)) == (f"mlx, int{bits} weights", f"torch.{runs}")
     assert (f"has scales in torch.{runs}, and computes in it, not in torch.{asked}" in caplog.text) == (runs != asked)
     layer = few._model.model.layers[0]
     assert layer.mlp.up_proj.scales.dtype == layer.input_layernorm.weight.dtype == getattr(mx, runs)
     assert in_torch(few.forward(*TREE, few.new_cache(1, 8)).logits).dtype == few.dtype
     drafter: Any = load_drafter(tiny_drafter_dir, target=few)
     rounded = tensor.weight(drafter.network.layers[0].mlp.up_proj.weight)
-    assert isinstance(rounded, FewBits) and rounded.bits == 4
+    assert isinstance(rounded, FewBits) and rounded.bits == bits
     assert rounded.scales.dtype == rounded.biases.dtype == mx.float32
     drafted, plain = (answers(few, each) for each in (tiny_drafter_dir, "none"))
     if runs == "float32":
@@ -182,29 +184,30 @@ def test_quantised_checkpoints(
 
 
 ROPES = {"rope_theta": 300.0, "rope_type": "default"}, {"rope_theta": 300.0, "rope_type": "linear", "factor": 4.0}
-FAMILIES = [(family, None) for family in ATTENTION if family not in ("gemma4_text", "gpt_oss")]
+FAMILIES = [(family, None) for family in ATTENTION]
 
 
 @pytest.mark.parametrize(("family", "rope"), [*FAMILIES, *(("llama", rope) for rope in ROPES)])
 def test_logits_are_those_of_transformers(family: str, rope: dict[str, Any] | None, tmp_path: Path) -> None:
     """Of a text within the windows, some of which mlx-lm lacks; with rotary embeddings as transformers writes them."""
-    folder = write_model(family, tmp_path, for_mlx=True)
-    if rope is not None:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"rope_parameters": rope}
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     found = []
     for backend in ("mlx", "hf"):
+        folder = write_model(family, tmp_path / backend, for_mlx=backend == "mlx" or family != "gpt_oss")
+        if rope is not None:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"rope_parameters": rope}
+            (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         target = load_target(folder, "float32", "cpu", backend=backend)
         tokens = torch.tensor([[7, 60, 33, 12, 9, 11]])
         found.append(in_torch(target.forward(tokens, chain_parents(1, 6), target.new_cache(1, 8)).logits))
     torch.testing.assert_close(*found, rtol=1e-3, atol=2e-3)
 
 
-def test_windows_that_the_text_outgrows(tmp_path: Path) -> None:
-    """Gemma 3's windows of 6 tokens, behind a prompt of 19: logits of a tree are those of transformers."""
-    folder = write_model("gemma3_text", tmp_path, for_mlx=True)
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "gpt_oss"])
+def test_windows_that_the_text_outgrows(family: str, tmp_path: Path) -> None:
+    """Windows of 6 tokens, behind a prompt of 19: logits of a tree are those of transformers."""
     found = []
     for backend in ("mlx", "hf"):
+        folder = write_model(family, tmp_path / backend, for_mlx=backend == "mlx" or family != "gpt_oss")
         target = load_target(folder, "float32", "cpu", backend=backend)
         cache = target.new_cache(1, 40)
         prompt = torch.tensor([[(5 * i + 3) % 60 + 4 for i in range(19)]])

@@ -8,6 +8,7 @@ from threading import Thread
 
 import huggingface_hub
 import pytest
+from transformers import Gemma4TextConfig, LlamaConfig
 
 from blockdraft.diffusion.folder import FAMILY_OF
 from blockdraft.errors import UsageError
@@ -74,3 +75,11 @@ def test_a_block_diffusion_model_is_no_target(tmp_path: Path, kind: str, backend
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(UsageError, match="is no target: `blockdraft diffusion generate --model .* writes with it"):
         load_target(tmp_path, device="cpu", backend=backend)
+
+
+def test_heads_of_layers_that_differ_have_the_size_of_most() -> None:
+    """As Gemma 4's, which transformers tells only layer by layer."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "head_dim": 12, "global_head_dim": 16}
+    assert checkpoint.drafter_shape(Gemma4TextConfig(**sizes, layer_types=kinds))["head_dim"] == 12
+    assert checkpoint.head_size(LlamaConfig(hidden_size=32, num_attention_heads=4)) == 8

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB_SIZE = 265
@@ -98,6 +101,7 @@ FAMILIES = ATTENTION | RECURRENT
 MLX_KEYS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4},
     "gemma3_text": {"sliding_window_pattern": 2},
+    "gemma4_text": {"global_head_dim": 16, "use_double_wide_mlp": False},
 }
 
 
@@ -118,14 +122,31 @@ def write_model(family: str, folder: Path, for_mlx: bool = False) -> Path:
     """Save the model; returns the folder.
 
     Args:
-        for_mlx: Write what mlx-lm reads: `MLX_KEYS`, and no head where it knows tied ones only.
+        for_mlx: Write what mlx-lm reads: `MLX_KEYS`, no head where it knows tied ones only, and experts one by one.
     """
     model = make_model(family)
     if for_mlx and family == "gemma2":
         model.config.tie_word_embeddings = True
         model.tie_weights()
     model.save_pretrained(folder)
+    if for_mlx and family == "gpt_oss":
+        tensors = load_file(folder / "model.safetensors")
+        save_file(dict(mlx_experts(tensors)), folder / "model.safetensors", {"format": "pt"})
     if for_mlx:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | MLX_KEYS.get(family, {})
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def mlx_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of gpt-oss by mlx-lm's names. Published experts are in few bits, and mlx-lm takes these apart itself."""
+    for name, tensor in tensors.items():
+        layer, _, part = name.partition(".experts.")
+        kind = "bias" if part.endswith("_bias") else "weight"
+        tensor = tensor if kind == "bias" or not part else tensor.mT
+        of_outputs = (slice(None), slice(0, None, 2)), (slice(None), slice(1, None, 2))
+        if part.startswith("gate_up_proj"):
+            for own, outputs in zip(("gate_proj", "up_proj"), of_outputs, strict=True):
+                yield f"{layer}.experts.{own}.{kind}", tensor[outputs].contiguous()
+        else:
+            yield f"{layer}.experts.down_proj.{kind}" if part else name, tensor.contiguous()

@@ -11,7 +11,18 @@ from torch import Tensor
 
 # What a tensor knows without its numbers.
 SHAPE = {"shape", "dtype", "device", "ndim", "size", "dim", "__len__", "is_cuda", "requires_grad", "is_floating_point"}
-SHAPE |= {"numel", "element_size", "itemsize", "is_leaf", "grad_fn", "layout", "is_sparse", "is_quantized", "names"}
+SHAPE |= {
+    "numel",
+    "nbytes",
+    "element_size",
+    "itemsize",
+    "is_leaf",
+    "grad_fn",
+    "layout",
+    "is_sparse",
+    "is_quantized",
+    "names",
+}
 
 
 class ForeignTensor(Tensor):

@@ -215,6 +215,15 @@ def architecture(config: PretrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in json.loads(config.to_json_string()).items() if name not in INCIDENTAL}
 
 
+def head_size(config: PretrainedConfig) -> int:
+    """Size of an attention head; of Gemma 4, whose layers differ, that of most layers."""
+    try:
+        size: int | None = getattr(config, "head_dim", None)
+    except RuntimeError:  # transformers tells only layer by layer
+        size = config.to_dict()["head_dim"]
+    return size or int(config.hidden_size // config.num_attention_heads)
+
+
 def drafter_shape(config: PretrainedConfig) -> dict[str, Any]:
     """`Target.shape` of a model's text configuration."""
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
@@ -224,7 +233,7 @@ def drafter_shape(config: PretrainedConfig) -> dict[str, Any]:
     heads = found.get("num_attention_heads")
     if heads:
         found.setdefault("num_key_value_heads", heads)
-        found["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // heads
+        found["head_dim"] = head_size(config)
     rope = dict(getattr(config, "rope_parameters", None) or {})
     rope = dict(rope.get("full_attention") or rope)  # some nest it by the kind of layer
     if rope.get("rope_theta"):

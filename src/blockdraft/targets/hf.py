@@ -21,7 +21,7 @@ from blockdraft.nn.cache import KVCache, slot_bucket
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
 from blockdraft.nn.states import StatesCache
 from blockdraft.targets.base import Cache, LoadOptions, NotCovered, TargetOutput
-from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, load_tokenizer, loading
+from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, head_size, load_tokenizer, loading
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.hf_exact import ExactCache, use_exact_attention
 from blockdraft.targets.hf_states import RECURRENT_FAMILIES, over_trees, recurrent_layers
@@ -183,9 +183,8 @@ class HFTarget(CheckpointTarget):
         inner = getattr(self._config, "intermediate_size", None) or 4 * self.hidden_size
         if self.exact:
             kv_heads = getattr(self._config, "num_key_value_heads", None) or heads
-            head_dim = getattr(self._config, "head_dim", None) or self.hidden_size // heads
             masks = len(self._kinds) * nodes * slots
-            attention = attention_bytes(heads, kv_heads, head_dim, slots)
+            attention = attention_bytes(heads, kv_heads, head_size(self._config), slots)
             return int(scored * (6 * self.hidden_size + 3 * inner) * self.dtype.itemsize + masks + attention)
         masks_and_scores = scored * slots * (len(self._kinds) + 2 * heads)
         copied = self.cache_bytes(batch, slots) // self.num_layers

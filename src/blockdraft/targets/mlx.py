@@ -239,7 +239,7 @@ class MLXTarget(CheckpointTarget):
         for name, module in model.named_modules():
             if name.endswith(("rope", "rotary_emb")):
                 _wrap(module, self._rotate)
-        self._by_row = False
+        self._by_row, self._slot_bytes = False, 0
         self._check()
 
     @property
@@ -262,6 +262,7 @@ class MLXTarget(CheckpointTarget):
                     self.forward(torch.full((1, count), 1), chain_parents(1, count), one)
                     one.commit([range(count)])
             found: Tensor = in_torch(self.forward(tokens, parents, cache).logits)[:, -1].float()
+            self._slot_bytes = cache.nbytes // (16 * len(prefix))
             return found
 
         def differ(one: Tensor, other: Tensor) -> bool:
@@ -276,9 +277,7 @@ class MLXTarget(CheckpointTarget):
         return MLXCache(batch, capacity)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
-        shape = self.shape
-        heads, size = shape.get("num_key_value_heads", 1), shape.get("head_dim", self.hidden_size)
-        return int(2 * batch * capacity * self._caches * heads * size * self.dtype.itemsize)
+        return batch * capacity * self._slot_bytes
 
     def weight_bytes(self) -> int:
         from mlx.utils import tree_flatten
