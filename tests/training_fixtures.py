@@ -1,6 +1,7 @@
 """What tests of the trainer and of its variants share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import Target, load_target
+from blockdraft.training import checkpoints
 from blockdraft.training.batches import Rows
 from blockdraft.training.objectives import Slots
 from blockdraft.training.variant import Variant
@@ -33,6 +35,21 @@ def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def with_pictures() -> None:
     """See `without_pictures`."""
+
+
+@contextmanager
+def interrupted_at(step: int) -> Iterator[None]:
+    """A run within it gets Ctrl-C as soon as this step is saved."""
+    original = checkpoints.save
+
+    def save(folder: Path, saved: int, *rest: Any) -> None:
+        original(folder, saved, *rest)
+        if saved == step:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoints, "save", save)
+        yield
 
 
 class Drafted(NamedTuple):

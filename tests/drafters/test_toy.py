@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from training_fixtures import interrupted_at
 
 from blockdraft import Engine, drafters, load_drafter, load_target
 from blockdraft.data.documents import read_data
@@ -17,7 +18,6 @@ from blockdraft.settings import read_settings
 from blockdraft.tools.deploy.doctor import examine
 from blockdraft.tools.deploy.settings import DoctorSettings
 from blockdraft.tools.inspect import inspect
-from blockdraft.training import checkpoints
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import Format, convert, export
 from blockdraft.training.progress import Progress
@@ -84,21 +84,10 @@ def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
 
 
 @pytest.mark.slow
-def test_a_run_that_stopped_goes_on_to_the_same_weights(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_stopped_goes_on_to_the_same_weights(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "whole", steps="6")
-    original = checkpoints.save
-
-    def stop(folder: Path, step: int, *rest: Any) -> None:
-        original(folder, step, *rest)
-        if step == 4:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "save", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "stopped", steps="6")
+    with interrupted_at(4):
+        run(tmp_path / "stopped", steps="6")
     notes: list[str] = []
     run(tmp_path / "stopped", notes, steps="6")
     assert any("Going on from step 4" in note for note in notes)

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from several_processes import assert_no_process_group, writing_threads
 from thinned import thinned
+from training_fixtures import interrupted_at
 
 from blockdraft import load_drafter, load_target
 from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
@@ -220,7 +221,7 @@ def test_a_signal_interrupts_an_evaluation_but_the_last(
     assert [line["step"] for line in lines if "tau" in line] == ([6] if step == 3 else [3, 6])
 
 
-def test_a_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_stops_at_once() -> None:
     stops = StopSignals(lambda text: None)
     with stops.listening(), pytest.raises(Stopped), stops.deferred():
         signal.raise_signal(signal.SIGINT)
@@ -235,18 +236,9 @@ def test_a_resumed_run_reads_the_features_that_are_kept_beside_it(
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run(whole, features="memory", eval_prompts="0")
     assert not (run_folder(whole) / FOLDER).exists()
-    original = checkpoints.save
-
-    def stop(folder: Path, step: int, *rest: Any) -> None:
-        original(folder, step, *rest)
-        if step == 4:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "save", stop)
-        notes: list[str] = []
-        with pytest.raises(KeyboardInterrupt):
-            run(stopped, features="memory", eval_prompts="0", notes=notes)  # type: ignore[arg-type]
+    notes: list[str] = []
+    with interrupted_at(4):
+        run(stopped, features="memory", eval_prompts="0", notes=notes)  # type: ignore[arg-type]
     assert any("features are kept in" in note for note in notes)
     shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-broken"))
     with monkeypatch.context() as patched:
@@ -293,26 +285,15 @@ def test_a_finished_run_has_nothing_left_to_do(run: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_larger_number_of_steps_goes_on_behind_the_end_to_the_same_weights(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_larger_number_of_steps_goes_on_behind_the_end_to_the_same_weights(run: Run, tmp_path: Path) -> None:
     for out in (tmp_path / "whole", tmp_path / "stopped"):
         run(out, steps="4", eval_prompts="0")
     before = weights(tmp_path / "whole")
     lines = run(tmp_path / "whole", steps="9", eval_prompts="0")
     assert [line["step"] for line in lines] == list(range(1, 10)) and lines[4]["rate"] > lines[3]["rate"]
     assert not torch.equal(before["fc.weight"], weights(tmp_path / "whole")["fc.weight"])
-    original = checkpoints.save
-
-    def stop(folder: Path, step: int, *rest: Any) -> None:
-        original(folder, step, *rest)
-        if step == 6:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "save", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "stopped", more="5", eval_prompts="0", steps="4")
+    with interrupted_at(6):
+        run(tmp_path / "stopped", more="5", eval_prompts="0", steps="4")
     notes: list[str] = []
     run(tmp_path / "stopped", more="5", eval_prompts="0", steps="4", notes=notes)  # type: ignore[arg-type]
     assert any("Going on from step 6" in note for note in notes)
@@ -324,7 +305,7 @@ def test_a_larger_number_of_steps_goes_on_behind_the_end_to_the_same_weights(
 
 @pytest.mark.slow
 def test_a_drafter_of_part_of_the_vocabulary_is_written_in_the_format_that_holds_it(
-    run: Run, tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, tiny_target_dir: Path
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "drafter"
     lines = run(whole, draft_vocab="50")
@@ -333,17 +314,8 @@ def test_a_drafter_of_part_of_the_vocabulary_is_written_in_the_format_that_holds
     assert len(drafter.reduced_head.kept) == 50
     measured = load_file(run_folder(whole) / "measured/model.safetensors")
     assert {*load_file(whole / "model.safetensors")} - {*measured} == {"embed_tokens.weight"}  # costs time each time
-    original = checkpoints.save
-
-    def stop(folder: Path, step: int, *rest: Any) -> None:
-        original(folder, step, *rest)
-        if step == 4:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "save", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(out, draft_vocab="50")
+    with interrupted_at(4):
+        run(out, draft_vocab="50")
     run(out, draft_vocab="50")
     assert same(whole, out)
 
