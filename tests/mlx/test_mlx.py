@@ -23,7 +23,7 @@ from blockdraft.types import Drafting, SamplingParams
 
 pytestmark = pytest.mark.mlx
 
-FOLDERS = ["tiny_drafter_dir", "tiny_dflash2_dir", "tiny_dspark_dir", "tiny_eagle3_dir"]
+FOLDERS = ["tiny_drafter_dir", "tiny_dflash2_dir", "tiny_dspark_dir", "tiny_eagle3_dir", "tiny_mtp_dir"]
 PROMPTS = [[7, 60, 33, 12, 9], [5], [40, 41, 42, 40, 41], [(7 * i + 3) % 60 + 4 for i in range(70)]]
 PARAMS = [SamplingParams(14, (0.0, 0.0, 0.8, 0.0)[row], seed=row, ignore_eos=True) for row in range(4)]
 TREE = torch.tensor([[7, 60, 33, 12, 9, 11]]), torch.tensor([[-1, 0, 1, 0, 3, 4]])
