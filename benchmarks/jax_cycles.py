@@ -6,6 +6,7 @@ Run as `python -m benchmarks.jax_cycles`, on a machine that does nothing else.
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from blockdraft.decode.proposal import chain_parents
 from blockdraft.drafters import load_drafter
 from blockdraft.targets import load_target
 
+PAIR = Path(__file__).parents[1] / "src/blockdraft/pair/tiny/target"
 CONTEXT, REPEATS = 200, 21
 SHAPES = ((2, 0), (4, 0), (8, 0), (16, 0), (16, 16), (16, 32))  # block size and guesses of a tree
 
@@ -30,7 +32,7 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    target = load_target(None, device="cpu", backend="jax")
+    target = load_target(PAIR, device="cpu", backend="jax")
     drafter: Any = load_drafter("bundled-dflash", target=target)
     runner = target.runner(drafter.network)
     cache, state = target.new_cache(1, 2 * CONTEXT), runner.new_state(1, 2 * CONTEXT)

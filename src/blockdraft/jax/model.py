@@ -215,6 +215,13 @@ def bucket(count: int, least: int = 1) -> int:
     return max(least, 1 << (count - 1).bit_length()) if count > 0 else least
 
 
+def wide_product(axes: str, left: Array, right: Array) -> Array:
+    """`einsum` in float32. Of some shapes in bfloat16, XLA knows no such product on a CPU, and gets wider numbers."""
+    if jax.default_backend() == "cpu":
+        left, right = left.astype(jnp.float32), right.astype(jnp.float32)
+    return jnp.einsum(axes, left, right, preferred_element_type=jnp.float32)
+
+
 def attend(
     queries: Array,
     nodes: Memory,
@@ -236,17 +243,16 @@ def attend(
     """
     batch, count, heads, size = queries.shape
     grouped = queries.reshape(batch, count, nodes[0].shape[2], -1, size)
-    wide = {"preferred_element_type": jnp.float32}
-    before = jnp.einsum("bnkgd,bktd->bkgnt", grouped, context[0], **wide) * scale
-    within = jnp.einsum("bnkgd,bmkd->bkgnm", grouped, nodes[0], **wide) * scale
+    before = wide_product("bnkgd,bktd->bkgnt", grouped, context[0]) * scale
+    within = wide_product("bnkgd,bmkd->bkgnm", grouped, nodes[0]) * scale
     scores = jnp.concatenate([before, within], axis=-1)
     if softcap is not None:
         scores = jnp.tanh(scores / softcap) * softcap
     seen = jnp.concatenate(masks, axis=-1)[:, None, None]
     shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(queries.dtype)
     slots = before.shape[-1]
-    out = jnp.einsum("bkgnt,bktd->bnkgd", shares[..., :slots], context[1], **wide)
-    out += jnp.einsum("bkgnm,bmkd->bnkgd", shares[..., slots:], nodes[1], **wide)
+    out = wide_product("bkgnt,bktd->bnkgd", shares[..., :slots], context[1])
+    out += wide_product("bkgnm,bmkd->bnkgd", shares[..., slots:], nodes[1])
     return out.reshape(batch, count, heads * size).astype(queries.dtype)
 
 

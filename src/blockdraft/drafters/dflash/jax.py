@@ -12,74 +12,10 @@ from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.jax import model
 from blockdraft.jax.cache import JaxCache, JaxTensor
 from blockdraft.jax.drafting import Context, JaxRunner, as_decoder, chain_of, latest, padded, tree_of
-from blockdraft.jax.model import Array, Layout, Memory, Params, as_numpy, bucket, jax, jnp
-from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.jax.model import Array, Memory, Params, as_numpy, bucket, jax, jnp
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.timing import PASS, mark
-
-
-def context(drafter: DecoderConfig, layout: Layout, params: Params, features: Array, positions: Array) -> Memory:
-    """Keys and values `[layers, B, N, kv_heads, D]` of committed tokens, whose features `[B, N, m * H]` pass through
-    `fc` and `hidden_norm` only."""
-    fused = model.linear(params, "model.fc", features.astype(params["model.fc.weight"].dtype))
-    fused = model.rms_norm(fused, params["model.hidden_norm.weight"], drafter.norm_eps)
-    turns, found = model.angles(drafter.ropes[0], positions, fused.dtype), []
-    for number in range(len(drafter.layers)):
-        _, *keys_values = model.queries_keys_values(drafter, layout, params, number, fused, turns)
-        found.append(keys_values)
-    keys, values = zip(*found, strict=True)
-    return jnp.stack(keys), jnp.stack(values)
-
-
-def draft(
-    config: DraftConfig,
-    drafter: DecoderConfig,
-    layout: Layout,
-    known: Context,
-    block: Array,
-    size: Array,
-    window: Array,
-) -> Array:
-    """One pass over blocks.
-
-    Args:
-        block: `[B, N, H]`, embedded `[anchor, mask, mask, ...]`.
-        size: Positions of a block, int32; those behind them are padding.
-        window: Number of each row's last committed tokens that are read, int32.
-
-    Returns:
-        Hidden states `[B, N, H]` after the final norm.
-    """
-    rows, (batch, count, _) = known.rows, block.shape
-    at = jnp.arange(count, dtype=jnp.int32)
-    positions, alone = rows.lengths[:, None] + at, at[None] == at[:, None]
-    inside = {True: (at[None] <= at[:, None]) & (at < size) | alone, False: (at < size) | alone}
-    masks = {
-        kind: rows.masks(
-            known.state[0], positions, jnp.broadcast_to(inside[kind.causal], (batch, count, count)), kind.window, window
-        )
-        for kind in dict.fromkeys(config.layers)
-    }
-    scale, each = config.input_embedding_scale, [masks[kind] for kind in config.layers]
-    x = block if scale == 1 else block * scale
-    outputs, _ = model.layers(drafter, layout, known.own, known.state, rows, x, positions, each)
-    return model.rms_norm(outputs[-1], known.own["model.norm.weight"], drafter.norm_eps)
-
-
-def adjusted(config: DraftConfig, logits: Array) -> Array:
-    """As `DFlashNetwork.adjust_logits`, in float32. It changes no order."""
-    logits, cap = logits.astype(jnp.float32) * config.output_multiplier, config.final_logit_softcapping
-    return logits if cap is None else jnp.tanh(logits / cap) * cap
-
-
-def draft_logits(decoder: DecoderConfig, layout: Layout, known: Context, hidden: Array) -> Array:
-    """Logits `[B, N, V]` of hidden states, by the drafter's reduced head, if it has one, or the target's head."""
-    if "reduced" in known.own:
-        few = jnp.einsum("...h,vh->...v", hidden, known.own["reduced"])
-        whole = jnp.full((*few.shape[:-1], decoder.vocab_size), -jnp.inf, few.dtype)
-        return whole.at[..., known.own["kept"]].set(few)
-    return model.head(decoder, layout, known.params, hidden)
 
 
 def best_tree(
@@ -137,7 +73,7 @@ class JaxDraftPass(JaxRunner):
             reduced = cast(ReducedHead, own_head)
             self.params["reduced"] = self._layout.put(as_numpy(reduced.weight))
             self.params["kept"] = self._layout.put(as_numpy(reduced.kept).astype(np.int32))
-        self._pass, self._context = jax.jit(self._guess, static_argnums=0), jax.jit(self._learned)
+        self.jax_guesses, self.jax_context = jax.jit(self._guesses, static_argnums=0), jax.jit(self._context)
 
     def propose(
         self,
@@ -151,29 +87,67 @@ class JaxDraftPass(JaxRunner):
     ) -> tuple[Array, Array, Array]:
         """As in `JaxRunner`."""
         block = jnp.where(jnp.arange(count) == 0, anchors[:, None], self.config.mask_token_id)
-        _, logits = self._guess(1, known, block, size, window)
-        if budget:
-            return best_tree(adjusted(self.config, logits), anchors, size, budget, temperature)
-        return chain_of(anchors, jnp.argmax(logits, axis=-1), size)
+        _, logits = self._guesses(1, known, block, size, window)
+        if not budget:
+            return chain_of(anchors, jnp.argmax(logits, axis=-1), size)
+        logits, cap = logits.astype(jnp.float32) * self.config.output_multiplier, self.config.final_logit_softcapping
+        logits = logits if cap is None else jnp.tanh(logits / cap) * cap  # neither changes an order
+        return best_tree(logits, anchors, size, budget, temperature)
 
     def learn(self, known: Context, tokens: Array, parents: Array, depths: Array, features: Array) -> Memory:
         """As in `JaxRunner`."""
-        return context(self.drafter, self._layout, known.own, features, known.rows.lengths[:, None] + depths)
+        return self._context(known.own, features, known.rows.lengths[:, None] + depths)
 
-    def _guess(self, first: int, known: Context, block: Array, size: Array, window: Array) -> tuple[Array, Array]:
+    def _context(self, own: Params, features: Array, positions: Array) -> Memory:
+        """Keys and values of tokens, whose features pass through `fc` and `hidden_norm` only."""
+        fused = model.linear(own, "model.fc", features.astype(self._dtype))
+        fused = model.rms_norm(fused, own["model.hidden_norm.weight"], self.drafter.norm_eps)
+        turns, found = model.angles(self.drafter.ropes[0], positions, fused.dtype), []
+        for number in range(len(self.drafter.layers)):
+            _, *keys_values = model.queries_keys_values(self.drafter, self._layout, own, number, fused, turns)
+            found.append(keys_values)
+        keys, values = zip(*found, strict=True)
+        return jnp.stack(keys), jnp.stack(values)
+
+    def _guesses(self, first: int, known: Context, block: Array, size: Array, window: Array) -> tuple[Array, Array]:
+        """One pass over blocks.
+
+        Args:
+            first: First position whose results are returned.
+            block: `[B, N]` tokens, or embeddings `[B, N, H]`.
+            size: Positions of a block, int32; those behind them are padding.
+            window: Number of each row's last committed tokens that are read, int32.
+
+        Returns:
+            Hidden states `[B, N - first, H]` after the final norm, and logits `[B, N - first, V]`.
+        """
+        config, rows, (batch, count) = self.config, known.rows, block.shape[:2]
         if block.ndim == 2:
             block = model.embed(known.params, block).astype(self._dtype)
-        hidden = draft(self.config, self.drafter, self._layout, known, block, size, window)[:, first:]
-        return hidden, draft_logits(self._decoder, self._layout, known, hidden)
-
-    def _learned(self, own: Params, features: Array, lengths: Array) -> Memory:
-        positions = lengths[:, None] + jnp.arange(features.shape[1], dtype=jnp.int32)
-        return context(self.drafter, self._layout, own, features, positions)
+        at = jnp.arange(count, dtype=jnp.int32)
+        positions, alone = rows.lengths[:, None] + at, at[None] == at[:, None]
+        inside = {True: (at[None] <= at[:, None]) & (at < size) | alone, False: (at < size) | alone}
+        inside = {causal: jnp.broadcast_to(mask, (batch, count, count)) for causal, mask in inside.items()}
+        masks = {
+            kind: rows.masks(known.state[0], positions, inside[kind.causal], kind.window, window)
+            for kind in dict.fromkeys(config.layers)
+        }
+        scale, each = config.input_embedding_scale, [masks[kind] for kind in config.layers]
+        x = block if scale == 1 else block * scale
+        outputs, _ = model.layers(self.drafter, self._layout, known.own, known.state, rows, x, positions, each)
+        hidden = model.rms_norm(outputs[-1], known.own["model.norm.weight"], self.drafter.norm_eps)[:, first:]
+        if "reduced" not in known.own:
+            return hidden, model.head(self._decoder, self._layout, known.params, hidden)
+        few = jnp.einsum("...h,vh->...v", hidden, known.own["reduced"])
+        whole = jnp.full((*few.shape[:-1], self._decoder.vocab_size), -jnp.inf, few.dtype)
+        return hidden, whole.at[..., known.own["kept"]].set(few)
 
     def observe(self, state: JaxCache, features: Tensor) -> None:
         """As `DraftRunner.observe`; `state.commit` writes."""
-        lengths = state.where().lengths
-        state.leave(self._context(self.params, self._on_devices(features, len(lengths)), lengths))
+        rows = state.where()
+        array = self._on_devices(features, len(rows.lengths))
+        positions = rows.lengths[:, None] + np.arange(array.shape[1], dtype=np.int32)
+        state.leave(self.jax_context(self.params, array, positions))
 
     def guesses(self, state: JaxCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
         """As `DraftRunner.guesses`."""
@@ -191,7 +165,7 @@ class JaxDraftPass(JaxRunner):
         wide = padded(block, (bucket(block.size(0)), bucket(block.size(1)), *block.shape[2:]))
         wide = wide if block.is_floating_point() else wide.astype(np.int32)
         given = (wide, np.int32(block.size(1)), latest(window))
-        found: tuple[Array, Array] = self._pass(first, known, *self._layout.put(given))
+        found: tuple[Array, Array] = self.jax_guesses(first, known, *self._layout.put(given))
         return found
 
 
