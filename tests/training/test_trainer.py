@@ -25,6 +25,9 @@ from blockdraft import load_drafter, load_target
 from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
 from blockdraft.data.writer import DataWriter
 from blockdraft.folders import held
+from blockdraft.formats.gguf import open_gguf
+from blockdraft.formats.gguf.drafter import gguf_trained_for
+from blockdraft.models import bundled_drafter, known
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, target_fingerprint
 from blockdraft.training import checkpoints, feature_sources, preflight, trainer
@@ -502,6 +505,15 @@ def test_a_drafter_says_what_it_was_trained_for(run: Run, tmp_path: Path, tiny_t
     run(tmp_path / "third", **short, init=str(tmp_path / "first"), notes=others)
     told = [note for note in others if note not in own]
     assert len(told) == 1 and "was trained for another target (fingerprint 0123456789abcdef)" in told[0]
+
+
+def test_a_gguf_file_says_what_it_was_trained_for(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, target = bundled_drafter(known("smollm2")), load_target(tiny_target_dir, device="cpu")
+    recipe = find_variant("eagle3").recipe_class(init=str(file))
+    trained_for = gguf_trained_for(open_gguf(file))
+    assert f"{file} was trained for another target (fingerprint {trained_for})" in preflight.init_note(recipe, target)
+    monkeypatch.setattr(type(target), "source_fingerprint", trained_for)
+    assert preflight.init_note(recipe, target) is None
 
 
 def test_what_does_not_fit_is_refused_at_the_start(

@@ -19,7 +19,8 @@ from blockdraft.data.taps import tapped_features
 from blockdraft.decode.proposal import chain
 from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.formats import check_writable, read_config, trained_for
-from blockdraft.formats.gguf import is_gguf
+from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.formats.gguf.drafter import gguf_trained_for
 from blockdraft.targets import Target, other_target_warning, target_fingerprint
 from blockdraft.training.batches import Documents
 from blockdraft.training.defaults import Resolved, resolve
@@ -140,7 +141,10 @@ def check_answers(data: TokenData, target: Target) -> None:
 def init_note(recipe: Recipe, target: Target) -> str | None:
     """Note for training that begins with a drafter of another target; None otherwise."""
     init = begun_with(recipe)
-    return None if init is None or is_gguf(init) else other_target_warning(init, trained_for(read_config(init)), target)
+    if init is None:
+        return None
+    known = gguf_trained_for(open_gguf(init)) if is_gguf(init) else trained_for(read_config(init))
+    return other_target_warning(init, known, target)
 
 
 def steps_note(begin: int, end: int, planned: int, recipe: Recipe, folder: Path) -> str | None:
