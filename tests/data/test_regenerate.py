@@ -391,6 +391,7 @@ def test_a_busy_server_is_asked_again(tmp_path: Path, target: Target, serve: Cal
     assert (counts["documents"], len(served.requests)) == (7, 11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "message"),
     [

@@ -171,6 +171,7 @@ def test_agrees_with_the_readable_twin(seed: int) -> None:
         assert (verdict.path[row], verdict.bonus[row]) == expected
 
 
+@pytest.mark.slow
 def test_a_node_without_a_distribution_changes_no_distribution_before_it() -> None:
     """Guess 0 is followed by no numbers. The tokens up to it have the target's distribution, and with it the path
     ends."""

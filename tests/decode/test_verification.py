@@ -162,6 +162,7 @@ def test_output_has_the_target_distribution(name: str, setting: str) -> None:
     assert abs(surprise(decode(DRAFTERS[name], params), params)) < NOISE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["temperature 1", "penalty"])
 def test_chosen_guesses_beside_sampled_ones_leave_the_distribution(setting: str) -> None:
     assert abs(surprise(decode(beside, SETTINGS[setting]), SETTINGS[setting])) < NOISE

@@ -52,6 +52,7 @@ def test_blocks_of_one_token_answer_as_the_causal_model(
         assert one[0] == two[0] != other[0] != ours[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "shift"),
     [

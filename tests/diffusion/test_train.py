@@ -70,6 +70,7 @@ def killing(step: int) -> Progress:
     return Progress(progress)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ema", [0.0, 0.5])
 def test_interrupted_anywhere(model_of: Any, tmp_path: Path, ema: float) -> None:
     lines = run(model_of, tmp_path / "whole", 5, ema=ema)

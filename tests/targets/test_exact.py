@@ -139,6 +139,7 @@ def test_answers_are_those_of_plain_decoding(
         assert answers(target, PromptLookupDrafter(), 8, Drafting(block_size=1)) == expected
 
 
+@pytest.mark.slow
 def test_one_batch_of_trees_has_the_answers_of_plain_decoding(
     folders: dict[str, Path],  # noqa: F811
     row_dependent: None,
@@ -161,6 +162,7 @@ def test_without_exact_the_same_products_change_answers(
     assert all(answers(target, Oracle(expected), *how) != expected for how in DRAFTINGS[:2])
 
 
+@pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize("name", ["gemma2-uncapped", "llama-odd", "qwen2-window"])
 def test_exact_is_refused_without_filled_pieces_or_with_attention_in_the_dtype(

@@ -62,6 +62,7 @@ def make(family: str) -> HFTarget:
     return HFTarget(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", thinned([*FAMILIES, *OTHERS], keep=2))
 def test_forward_after_commit_equals_forward_from_scratch(family: str) -> None:
     target = make(family)

@@ -78,6 +78,7 @@ def check_scores(target: Target, model: PreTrainedModel, scatter: Callable[..., 
     score([10, 80], [line[:2], line[:2]], [[0, 1], [0]])
 
 
+@pytest.mark.slow
 @EVERY_FAMILY
 @pytest.mark.parametrize("budget", [0, 9])
 def test_drafting_changes_no_answer(family: str, budget: int) -> None:

@@ -233,6 +233,7 @@ def test_bfloat16_is_no_further_from_the_exact_numbers_than_transformers(
     assert 0 < errors[0] < 1.2 * errors[1]
 
 
+@pytest.mark.slow
 @EVERY_MODEL
 def test_facts_and_weights_are_those_of_transformers(folders: dict[str, Path], name: str) -> None:
     ours, theirs = native(folders[name]), load_target(folders[name], device="cpu", backend="hf")

@@ -65,6 +65,7 @@ def test_a_lora_is_merged(tiny_target_dir: Path, lora: Path, backend: str) -> No
     assert adapted.backend == backend and adapted.tokenizer is not None
 
 
+@pytest.mark.slow
 def test_drafters_of_an_adapted_model_are_told_from_those_of_its_source(
     tiny_target_dir: Path, lora: Path, make_adapter: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ def test_a_run_learns_and_leaves_a_drafter(
     assert len(list((folder / "checkpoints").iterdir())) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_run_that_stopped_goes_on_to_the_same_weights(
     optimizer: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -165,6 +166,7 @@ def test_checkpoints_are_written_by_time_too(run: Run, tmp_path: Path, monkeypat
     assert saved == [3, 1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "number"), thinned(["forward", "between"], [signal.SIGTERM, signal.SIGINT], keep=2))
 def test_a_signal_saves_what_was_learned(
     place: str, number: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -197,6 +199,7 @@ def test_a_signal_saves_what_was_learned(
     assert timeless[0] == timeless[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_signal_interrupts_an_evaluation_but_the_last(
     step: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -233,6 +236,7 @@ def test_a_second_signal_stops_at_once() -> None:
         pytest.fail("the second signal was deferred")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reads_the_features_that_are_kept_beside_it(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +327,7 @@ def test_a_drafter_of_part_of_the_vocabulary_is_written_in_the_format_that_holds
     assert same(whole, out)
 
 
+@pytest.mark.slow
 def test_told_to_finish_it_ends_within_a_few_steps(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, notes, add = tmp_path / "drafter", list[str](), RunLog.add
 

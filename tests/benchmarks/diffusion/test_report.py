@@ -67,6 +67,7 @@ def test_figures() -> None:
     assert tokens_per_forward(ANSWERS[8:]) == 2 and right(ANSWERS[:8])[0] == 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "found",
     [

@@ -61,6 +61,7 @@ def test_the_judge_is_another_model_and_judges_what_was_written(
     assert one.bits == pytest.approx(bits[1].bits_per_token) != pytest.approx(bits[0].bits_per_token)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sampled(text_folder: Path, corpus: Corpus, tiny: TextSettings, tmp_path: Path) -> None:
     runs = text_runs(text_folder).all
 

@@ -47,6 +47,7 @@ def test_plain_answers_are_the_reference(plain: tuple[list[Answers], dict[int, l
     assert figures.tokens == sum(len(ids) - 1 for ids in said.values()) == figures.cycles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fixture", "tokens", "passes"),
     # Of each way the tokens of its largest pass, and how many passes there are.

@@ -61,6 +61,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "machine", "text", "rows", "costs"), QUICK)
 def test_close_to_the_best_fixed_size_from_any_costs(kind: str, machine: str, text: str, rows: str, costs: str) -> None:
     known = start(costs, MACHINES[machine], seed=0)

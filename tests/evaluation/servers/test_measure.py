@@ -28,6 +28,7 @@ def load(*urls: str, sets: Any = (PROMPTS,), params: Any = (GREEDY,), raw: bool 
     return measure([Server(url, raw=raw) for url in urls], sets, params, settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "name"), [("vllm", "vLLM"), ("llamacpp", "llama.cpp"), ("sglang", "SGLang")])
 def test_levels(engine: str, name: str) -> None:
     fake = FakeServer(engine)

@@ -107,6 +107,7 @@ def test_more_tokens_than_the_context_has(client: Client) -> None:
     assert body["stop_reason"] in ("model_context_window_exceeded", "end_turn")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.usefixtures("with_tools")
 def test_a_model_is_made_to_call_a_tool(client: Client, enabled: bool) -> None:

@@ -46,6 +46,7 @@ def test_looping_answers_count_as_far_as_they_would_be_written(tokens: int) -> N
     assert survey._found_to_loop([*range(tokens), *([7] * 200)]) == (tokens + 11 + CHECKED_TOKENS - 1) // 32 * 32
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerator")
 def test_all_candidates_learn_from_the_same_features(
     tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch

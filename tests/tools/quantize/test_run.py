@@ -118,6 +118,7 @@ def test_transformers_reads_the_same_numbers(models: dict[str, Path], tmp_path: 
     assert (logits - theirs).std() < 0.1 * theirs.std()  # we round inputs, too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(["qwen2", "llama", "gemma2", "gemma3_text"], keep=2))
 def test_perplexity_is_that_of_the_models(models: dict[str, Path], tmp_path: Path, name: str) -> None:
     """Perplexity layer by layer is that of whole targets, and calibration depends on the text."""
