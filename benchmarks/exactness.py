@@ -50,7 +50,7 @@ def main() -> None:
         for exact in (False, True):
             began = time.perf_counter()
             how = {"compile": "off", "threads": options.threads, "exact": exact}
-            target = load_target(None, options.dtype, "cpu", backend, **how)
+            target = load_target("bundled", options.dtype, "cpu", backend, **how)
             loading[target.running] = time.perf_counter() - began
             for way, (rows, guesses, drafting) in WAYS.items():
                 drafter = load_drafter(None if guesses else "none", target=target)

@@ -252,7 +252,7 @@ def main() -> None:
         help=wanted,
     )
     args = parser.parse()
-    sets, target = read_prompt_sets(args.prompts, args.limit), load_target()
+    sets, target = read_prompt_sets(args.prompts, args.limit), load_target("bundled")
     names = [name_of(one.name, decoding) for decoding in args.decoding for one in sets]
     steps = args.steps or read_settings(DFlashRecipe, args.recipe).steps
     args.out.mkdir(parents=True, exist_ok=True)

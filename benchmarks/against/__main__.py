@@ -53,7 +53,8 @@ class Sample:
 def child(root: Path, backend: str, threads: int | None, log: Path) -> PeerProcess:
     """The process of one tree."""
     command = [sys.executable, str(Path(__file__).with_name("child.py"))]
-    environment = {"PYTHONPATH": str(root / "src")}
+    # Without pulled models, of which one would be the default in the place of the bundled pair.
+    environment = {"PYTHONPATH": str(root / "src"), "BLOCKDRAFT_CACHE": str(ROOT / "build/against-cache")}
     return PeerProcess(command, {"backend": backend}, threads, log, PATIENCE, environment=environment, cwd=root)
 
 
