@@ -104,7 +104,7 @@ def test_what_is_measured_is_kept_and_only_what_is_not_yet_is_measured(
 
     monkeypatch.setattr(train_ablations, "train", lambda *options: trained.append(flags_of([*options[2:]])["out"]))
     monkeypatch.setattr(train_ablations, "measure", measure)
-    monkeypatch.setattr(train_ablations, "load_target", lambda: None)
+    monkeypatch.setattr(train_ablations, "load_target", lambda path: None)
     monkeypatch.setattr(train_ablations, "draw", lambda *args: None)
 
     def run(*more: str) -> None:
