@@ -58,7 +58,7 @@ def test_equal_guesses_are_one_node_and_the_likeliest_are_taken() -> None:
         assert fewer.parents.tolist() == [found.parents[0, : 1 + budget].tolist()]
 
 
-def test_guesses_without_chances_are_accepted_half_of_the_times() -> None:
+def test_guesses_without_chances_are_accepted_half_of_the_time() -> None:
     unknown = replace(proposal([(5, 0, 1), (8, 0, 1), (9, 1, 1)], [(5, 0, 1)]), chances=None)
     lookup = proposal([(4, 0, 0.3)], [])
     found = merged(torch.tensor([3, 3]), [unknown, lookup], plan(3, 2, cycle_seconds=[1.0] * 4))

@@ -112,7 +112,7 @@ class Drafter(Protocol):
             anchor: `[B]` int64, each row's last committed token.
             plan: How far to draft; `plan.block_size` is at most `self.block_size`. Trees come with their `chances` when
                 `plan.cycle_seconds` is set; where they have none, a combined drafter takes every guess to be accepted
-                half of the times.
+                half of the time.
         """
 
     def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
