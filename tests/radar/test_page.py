@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -156,6 +157,19 @@ def test_keyboard(opened: Page) -> None:
     assert "file" in reached and "SUMMARY" in reached
     opened.keyboard.press("Enter")
     expect(opened.locator("details[open]")).to_have_count(1)
+
+
+@pytest.mark.slow
+def test_scale(opened: Page) -> None:
+    """Equal lengths of bars are equal factors, and a tenth of the speed is one step of the scale less."""
+    ticks = [float(tick.replace(",", "")) for tick in opened.locator("#axis text").all_text_contents()]
+    assert ticks == [10**power for power in range(round(math.log10(ticks[0])), round(math.log10(ticks[-1])) + 1)]
+    for bar in opened.locator("#rows .bar").all():
+        told = float((bar.locator(".num").text_content() or "").split(" ")[0].replace(",", ""))
+        width = float((bar.locator("rect").get_attribute("width") or "").removesuffix("%")) / 100
+        assert ticks[0] * (ticks[-1] / ticks[0]) ** width == pytest.approx(told, rel=0.06)
+    opened.locator("#batch").fill("0")
+    expect(opened.locator("#axis")).to_be_hidden()
 
 
 @pytest.mark.slow
