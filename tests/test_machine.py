@@ -1,3 +1,4 @@
+import gc
 import signal
 import subprocess
 import sys
@@ -140,3 +141,11 @@ def test_a_child_dies_with_its_parent() -> None:
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_uncollected_is_undone_by_an_error() -> None:
+    with pytest.raises(ValueError, match="x"), machine.uncollected():
+        assert not gc.isenabled()
+        raise ValueError("x")
+    assert gc.isenabled() and gc.get_freeze_count() > 0
+    gc.unfreeze()

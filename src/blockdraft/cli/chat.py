@@ -7,6 +7,7 @@ from typing import Annotated
 
 from blockdraft.cli import consoles
 from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, drafter_or_lookup, option
+from blockdraft.machine import uncollected
 from blockdraft.settings import Count, settings
 
 
@@ -41,11 +42,13 @@ def chat(
     how = ChatSettings(system=system, max_new_tokens=max_new_tokens)
     params, drafting = sampling.params(how.max_new_tokens), sampling.drafting
 
-    from blockdraft.cli.talk import Talk
-    from blockdraft.drafters import load_drafter
-    from blockdraft.engine import Conversation, chat_engine
+    with uncollected():
+        from blockdraft.cli.talk import Talk
+        from blockdraft.drafters import load_drafter
+        from blockdraft.engine import Conversation, chat_engine
 
-    loaded = run.load()
-    with chat_engine(loaded, load_drafter(drafter, target=loaded), drafting) as engine:
+        loaded = run.load()
+        guesser = load_drafter(drafter, target=loaded)
+    with chat_engine(loaded, guesser, drafting) as engine:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         Talk(Conversation(engine, how.system), params, consoles.terminal() if is_terminal else None).run()

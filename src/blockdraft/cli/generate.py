@@ -17,6 +17,7 @@ from blockdraft.cli import consoles
 from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, drafter_or_lookup, option
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.settings import Settings
+from blockdraft.machine import PeakMemory, uncollected
 from blockdraft.timing import telling
 from blockdraft.types import DraftModel, SamplingParams
 
@@ -62,19 +63,19 @@ def generate(
         raise UsageError(f"--prompts {prompts} and {other} do not go together; leave one of them away.")
     texts = read_prompts(prompts) if prompts else [read_prompt(prompt)]
 
-    from blockdraft.cli import display
-    from blockdraft.cli.display import compare_with_plain, slower_note
-    from blockdraft.drafters import load_drafter
-    from blockdraft.engine import Engine
-    from blockdraft.machine import PeakMemory
+    with uncollected():
+        from blockdraft.cli import display
+        from blockdraft.cli.display import compare_with_plain, slower_note
+        from blockdraft.drafters import load_drafter
+        from blockdraft.engine import Engine
 
-    peak = PeakMemory()  # on top of what the imports take
-    loaded = run.load()
-    if batch_size is None and not prompts:
-        batch_size = 1  # one prompt needs room for one
-    rows = {} if batch_size is None else {"max_batch_size": batch_size}
-    guesser = load_drafter(drafter, target=loaded, device=model.drafter_device, ahead=model.draft_ahead)
-    engine = Engine(loaded, guesser, drafting=drafting, **rows)
+        peak = PeakMemory() if as_json else None  # on top of what the imports take
+        loaded = run.load()
+        if batch_size is None and not prompts:
+            batch_size = 1  # one prompt needs room for one
+        rows = {} if batch_size is None else {"max_batch_size": batch_size}
+        guesser = load_drafter(drafter, target=loaded, device=model.drafter_device, ahead=model.draft_ahead)
+        engine = Engine(loaded, guesser, drafting=drafting, **rows)
 
     if prompts:
         _answer_all(engine, texts, params)
@@ -94,7 +95,7 @@ def generate(
     with telling(_tell, "Answering with and without the drafter" if compare else "Answering", at_once=False):
         measured = compare_with_plain(engine, text, params) if compare else None
         completion = measured.drafted if measured else engine.generate([text], params)[0].checked()
-    if as_json:
+    if peak is not None:
         planned = engine.memory.of_one(engine.request(text, params).slots)
         memory = {**planned, "planned": sum(planned.values()), "measured": peak.bytes()}
         print(json.dumps({**display.as_dict(completion, measured, loaded), "memory": memory}))

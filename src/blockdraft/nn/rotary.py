@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from blockdraft.errors import UsageError, describe
+from blockdraft.light_transformers import import_lightly
+
+import_lightly()  # before any configuration, so that it takes half of the time
+
+from transformers import Qwen3Config  # noqa: E402
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 
 def default_frequencies(channels: int, theta: float) -> Tensor:

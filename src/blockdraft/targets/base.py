@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
-from blockdraft.targets.light_configurations import import_validators
+from blockdraft.light_transformers import import_lightly
 from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
 
-import_validators()  # here, since whatever imports a configuration of transformers for a target imports this file
+import_lightly()  # here, since whatever imports a configuration of transformers for a target imports this file
 
 if TYPE_CHECKING:  # takes as long to import as torch
     from transformers import PreTrainedModel

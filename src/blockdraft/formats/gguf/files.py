@@ -27,6 +27,7 @@ from blockdraft.nn.quantized import QuantizedWeight
 
 SUFFIX = ".gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
+SIZE = struct.Struct("<Q")  # of a text, before it
 ALIGNMENT = 32  # default alignment of tensors, in bytes
 MOST_DIMENSIONS = 4
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -197,12 +198,21 @@ class _Cursor:
         return float(str(np.float32(value))) if kind == "f" else value
 
     def text(self) -> str:
-        size = self.number("Q")
-        found = self.data[self.place : self.place + size]
-        if len(found) < size:
-            raise EOFError(f"a text would end at byte {self.place + size} of {len(self.data)}")
-        self.place += size
-        return found.decode()
+        [found] = self.texts(1)
+        return found
+
+    def texts(self, count: int) -> list[str]:
+        """Read texts one behind the other. A vocabulary has hundreds of thousands, so the loop calls little."""
+        data, place, size_of = self.data, self.place, SIZE.unpack_from
+        found = []
+        for _ in range(count):
+            begin = place + SIZE.size
+            place = begin + size_of(data, place)[0]
+            if place > len(data):
+                raise EOFError(f"a text would end at byte {place} of {len(data)}")
+            found.append(data[begin:place].decode())
+        self.place = place
+        return found
 
     def value(self, kind: GGUFValueType) -> Any:
         if kind == GGUFValueType.STRING:
@@ -210,6 +220,8 @@ class _Cursor:
         if kind != GGUFValueType.ARRAY:
             return self.number(NUMBERS[kind])
         inner, count = GGUFValueType(self.number("I")), self.number("Q")
+        if inner == GGUFValueType.STRING:
+            return self.texts(count)
         if inner not in NUMBERS:
             return [self.value(inner) for _ in range(count)]
         numbers = np.frombuffer(self.data, f"<{NUMBERS[inner]}", count, self.place)
