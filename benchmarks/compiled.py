@@ -1,7 +1,7 @@
-"""Times of the compiled kernels: products of weights of few bits by rows, and forwards behind long contexts, or with
-weights that are mapped from the cache folder against those that are not.
+"""Times of the compiled kernels: products of weights of few bits or in bfloat16 by rows, and forwards behind long
+contexts, or with weights that are mapped from the cache folder against those that are not.
 
-    python -m benchmarks.compiled products [--processors native,x86-64-v3] [--bits 4] [--group 128] [--rows 1,4,8]
+    python -m benchmarks.compiled products [--processors native,x86-64-v3] [--bits 4|8|16] [--group 128] [--rows 1,4,8]
     python -m benchmarks.compiled contexts [--contexts 256,8192] [--nodes 1,4,8] [--width 4]
     python -m benchmarks.compiled mapped [--contexts 256] [--nodes 1,4] [--width 8]
 
@@ -40,15 +40,19 @@ Calls: TypeAlias = dict[tuple[str, str], Callable[[], Any]]
 
 def products(options: argparse.Namespace, folder: Path) -> Calls:
     calls: Calls = {}
+    dtype = torch.bfloat16 if options.bits == 16 else torch.float32
     for processor in options.processors:
         out = folder / f"{processor}.so"
-        chosen = defines(torch.float32, torch.float32, 16, True)
+        chosen = defines(dtype, dtype, dtype, 16, True)
         subprocess.run(command("gcc", out, f"-march={processor}", *VECTORS, *PARALLEL, *chosen), check=True)
         library, layers = Library(out), []
         for inputs, outputs in SHAPES * LAYERS:
-            codes = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
-            scale = torch.rand(outputs, inputs // options.group).half() / 100
-            layer = PackedLinear(QuantizedWeight(codes, scale, None, options.bits))
+            weight: torch.Tensor | QuantizedWeight = torch.randn(outputs, inputs, dtype=dtype)
+            if options.bits < 16:
+                codes = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
+                scale = torch.rand(outputs, inputs // options.group).half() / 100
+                weight = QuantizedWeight(codes, scale, None, options.bits)
+            layer = PackedLinear(weight)
             layers.append((layer.pack(library), layer))
         for rows in options.rows:
             given = [(torch.randn(rows, i), torch.empty(rows, o)) for i, o in SHAPES * LAYERS]
@@ -59,7 +63,8 @@ def products(options: argparse.Namespace, folder: Path) -> Calls:
 
             calls[processor, f"{rows} rows"] = run
     weights = LAYERS * sum(i * o for i, o in SHAPES)
-    print(f"{weights / 1e6:.0f} M weights of {options.bits} bits in groups of {options.group}, ms")
+    kind = "in bfloat16" if options.bits == 16 else f"of {options.bits} bits in groups of {options.group}"
+    print(f"{weights / 1e6:.0f} M weights {kind}, ms")
     return calls
 
 
@@ -98,7 +103,7 @@ def main() -> None:
     add, numbers = parser.add_argument, listed(int)
     add("what", choices=("products", "contexts", "mapped"))
     add("--processors", type=listed(), default="native,x86-64-v3", help="as gcc calls them")
-    add("--bits", type=int, default=4, choices=(4, 8))
+    add("--bits", type=int, default=4, choices=(4, 8, 16), help="16: bfloat16, inputs too")
     add("--group", type=int, default=128)
     add("--rows", type=numbers, default="1,4,6,8,64")
     add("--contexts", type=numbers, default="256,8192")

@@ -33,8 +33,8 @@ QUESTION = "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?
 RUNTIMES = """
 import sys, torch
 from pathlib import Path
-from blockdraft.cpu.prebuilt import FOLDER, PAIRS, find
-assert all(find(*pair, 16) for pair in PAIRS)
+from blockdraft.cpu.prebuilt import FOLDER, DTYPES, find
+assert all(find(*dtypes, 16) for dtypes in DTYPES)
 print(*{line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.rpartition("/")[2]})
 """
 

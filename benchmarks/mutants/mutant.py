@@ -26,7 +26,7 @@ else:
     import tomli as tomllib
 
 FOLDER = Path(__file__).parent
-C_DEFINES = ("-DWEIGHT=0", "-DSTORE=0", "-DMOST_LANES=8", "-DINTEGERS=1")  # any will do for a check
+C_DEFINES = ("-DWEIGHT=1", "-DNARROW=1", "-DSTORE=0", "-DMOST_LANES=8", "-DINTEGERS=1")  # any will do for a check
 
 
 @dataclass(frozen=True)

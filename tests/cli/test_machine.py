@@ -138,7 +138,7 @@ def test_what_is_kept_is_of_a_known_kind(
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 1)
     monkeypatch.setattr("blockdraft.cpu.threads.is_busy", lambda: False)  # a busy machine keeps no number of threads
     threads = torch.get_num_threads()
-    library = Build(torch.float32, torch.float32).library()
+    library = Build(torch.float32, torch.float32, torch.float32).library()
     target = load_target(tiny_target_dir, device="cpu", threads="auto")
     torch.set_num_threads(threads)
     pair = target, load_drafter("none", target=target)

@@ -14,7 +14,14 @@ ARM = ("aarch64-linux-gnu-gcc-12", "qemu-aarch64-static")
 
 def check(folder: Path, compiler: str, lanes: int, store: int, *options: str, run: tuple[str, ...] = ()) -> None:
     program, source = folder / "program", Path(__file__).with_name("attention_check.c")
-    defines = ["-DWEIGHT=0", f"-DSTORE={store}", f"-DMOST_LANES={lanes}", "-DINTEGERS=0", f'-DSOURCE="{SOURCE}"']
+    defines = [
+        "-DWEIGHT=0",
+        "-DNARROW=0",
+        f"-DSTORE={store}",
+        f"-DMOST_LANES={lanes}",
+        "-DINTEGERS=0",
+        f'-DSOURCE="{SOURCE}"',
+    ]
     subprocess.run([compiler, *options, *defines, "-o", program, source, "-lm"], check=True)
     done = subprocess.run([*run, program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "252\n"), done.stdout + done.stderr

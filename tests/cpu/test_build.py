@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compiled() -> Build:
-    build = Build(torch.float32, torch.float32)
+    build = Build(torch.float32, torch.float32, torch.float32)
     assert build.library() is not None, build.reason
     return build
 
@@ -49,10 +49,12 @@ def test_a_library_is_compiled_once(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_each_dtype_and_head_size_has_a_library_of_its_own(folder: Path) -> None:
-    libraries = [compiled().library(), Build(torch.bfloat16, torch.bfloat16).library()]
-    libraries.append(Build(torch.float32, torch.float32, lanes=4).library())
-    assert len(list(folder.iterdir())) == 3
+    libraries = [compiled().library(), Build(*[torch.bfloat16] * 3).library()]
+    libraries.append(Build(torch.float32, torch.float32, torch.float32, lanes=4).library())
+    libraries.append(Build(torch.bfloat16, torch.float32, torch.bfloat16).library())
+    assert len(list(folder.iterdir())) == 4
     assert libraries[2] is not None and libraries[2].lanes == 4
+    assert [each and each.inputs_dtype for each in libraries[1::2]] == [torch.bfloat16, torch.float32]
 
 
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[object]:
@@ -91,7 +93,7 @@ def test_a_library_of_another_version_is_compiled_again(
         changed = header.read_text().replace("FIELD(S, i64, room)", "FIELD(S, int32_t, room)")
         (folder.parent / header.name).write_text(changed)
     source.write_text("void decoder_forward(void) {}" if found == "without a function" else text)
-    kinds = sources.defines(torch.float32, torch.float32, 16, False)
+    kinds = sources.defines(torch.float32, torch.float32, torch.float32, 16, False)
     other = folder.parent / "other.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-w", *kinds, "-o", other, source, "-lm"], check=True)
     ctypes.CDLL(str(other)).decoder_forward  # noqa: B018 (it is a library)
@@ -112,7 +114,7 @@ def test_what_was_compiled_must_have_the_structs_of_python(folder: Path, monkeyp
     check = library.check_structs
     monkeypatch.setattr(library, "check_structs", lambda made: check(made, {**library.STRUCTS, "Model": Odd}))
     with pytest.raises(AssertionError, match=r"struct Model: .*'more'"):
-        Build(torch.float32, torch.float32).library()
+        Build(torch.float32, torch.float32, torch.float32).library()
     assert list(folder.iterdir()) == []
 
 
@@ -177,7 +179,7 @@ def test_processes_that_compile_at_once_each_have_a_whole_library(
 ) -> None:
     code = (
         "import torch; from blockdraft.cpu.build import Build; "
-        "print(Build(torch.float32, torch.float32).library().weights_dtype)"
+        "print(Build(torch.float32, torch.float32, torch.float32).library().weights_dtype)"
     )
     processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     slow_compiler()
@@ -193,7 +195,7 @@ def test_a_compiler_of_no_use_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str
 ) -> None:
     monkeypatch.setenv("CC", compiler)
-    build = Build(torch.float32, torch.float32)
+    build = Build(torch.float32, torch.float32, torch.float32)
     assert build.library() is None
     assert build.reason is not None and reason in build.reason and compiler in build.reason
     assert not folder.exists() or list(folder.iterdir()) == []

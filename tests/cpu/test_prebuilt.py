@@ -41,7 +41,7 @@ GRAVITON2 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpu
         (X86, ALDER_LAKE, "x86-64-v3-vnni"),
         (X86, SKYLAKE_X, "x86-64-v4"),
         (X86, ICE_LAKE, "x86-64-v4-vnni"),
-        (X86, ZEN5, "x86-64-v4-vnni"),
+        (X86, ZEN5, "x86-64-v4-bf16"),
         (X86, "", None),
         (ARM, CORTEX_A72, "armv8"),
         (ARM, GRAVITON2, "armv8.2-dotprod"),
@@ -65,7 +65,7 @@ def test_worse_libraries_run_where_better_ones_do() -> None:
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One that this processor runs."""
     out = tmp_path_factory.mktemp("library") / "own.so"
-    given = defines(torch.float32, torch.float32, 16, False)
+    given = defines(torch.float32, torch.float32, torch.float32, 16, False)
     subprocess.run(command("gcc", out, "-march=native", "-O0", "-w", *given), check=True)
     return out
 
@@ -89,7 +89,7 @@ def place(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pla
         [level] = [each for each in LEVELS[X86] if each.name == name]
         before = {*folder.iterdir()}
         shutil.copyfile(library, folder / "partial")
-        keep(folder / "partial", prebuilt._name(level, defines(torch.float32, torch.float32, 16, True)))
+        keep(folder / "partial", prebuilt._name(level, defines(torch.float32, torch.float32, torch.float32, 16, True)))
         [path] = {*folder.iterdir()} - before
         return path
 
@@ -99,7 +99,7 @@ def place(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pla
 @pytest.mark.parametrize("integers", [False, True])
 def test_with_a_library_of_the_wheel_nothing_is_compiled(place: Place, tmp_path: Path, integers: bool) -> None:
     place("x86-64-v3")
-    build = Build(torch.float32, torch.float32, integers=integers)
+    build = Build(torch.float32, torch.float32, torch.float32, integers=integers)
     assert build.library() is not None and build.reason is None and build.level == "x86-64-v3"
     assert not (tmp_path / "cache").exists()
 
@@ -107,12 +107,12 @@ def test_with_a_library_of_the_wheel_nothing_is_compiled(place: Place, tmp_path:
 def test_the_best_library_is_taken(place: Place) -> None:
     for name in ("x86-64-v3", "x86-64-v4-vnni", "x86-64-v4", "x86-64-v3-vnni"):
         place(name)
-    found = find(torch.float32, torch.float32, 16)
+    found = find(torch.float32, torch.float32, torch.float32, 16)
     assert found is not None and found[1] == "x86-64-v4"
 
 
 def compiles() -> bool:
-    build = Build(torch.float32, torch.float32)
+    build = Build(torch.float32, torch.float32, torch.float32)
     assert build.library() is None and build.level is None
     return build.reason == "there is no C compiler (no-such-compiler)"
 
@@ -130,7 +130,7 @@ def test_a_library_of_the_wheel_that_is_spoilt_is_left(place: Place) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
     assert compiles()
     place("x86-64-v3")
-    found = find(torch.float32, torch.float32, 16)
+    found = find(torch.float32, torch.float32, torch.float32, 16)
     assert found is not None and found[1] == "x86-64-v3"
 
 
@@ -155,19 +155,30 @@ def test_a_library_of_other_flags_is_left(place: Place, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("weights", "store", "lanes"),
-    [(torch.bfloat16, torch.float32, 16), (torch.bfloat16, torch.bfloat16, 16), (torch.float32, torch.float32, 8)],
+    ("weights", "inputs", "store", "lanes"),
+    [
+        (torch.bfloat16, torch.float32, torch.float32, 16),
+        (torch.bfloat16, torch.float32, torch.bfloat16, 16),
+        (torch.bfloat16, torch.bfloat16, torch.float32, 16),
+        (torch.float32, torch.float32, torch.float32, 8),
+    ],
 )
-def test_other_kinds_have_none(place: Place, weights: torch.dtype, store: torch.dtype, lanes: int) -> None:
+def test_other_kinds_have_none(
+    place: Place, weights: torch.dtype, inputs: torch.dtype, store: torch.dtype, lanes: int
+) -> None:
     place("x86-64-v4")
-    assert find(torch.float32, torch.float32, 16) is not None
-    assert find(weights, store, lanes) is None
+    assert find(torch.float32, torch.float32, torch.float32, 16) is not None
+    assert find(weights, inputs, store, lanes) is None
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in LEVELS or shutil.which("gcc") is None, reason="not where wheels are made")
-def test_what_is_made_is_found_and_all_levels_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prebuilt, "PAIRS", prebuilt.PAIRS[1:2])
+@pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16])
+def test_what_is_made_is_found_and_all_levels_compute_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: torch.dtype
+) -> None:
+    dtypes = torch.bfloat16, inputs, torch.bfloat16
+    monkeypatch.setattr(prebuilt, "DTYPES", [dtypes])
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "libraries")
     make("gcc", tmp_path / "libraries")
     levels = LEVELS[platform.machine()]
@@ -175,17 +186,17 @@ def test_what_is_made_is_found_and_all_levels_compute_the_same(tmp_path: Path, m
     here = runs(platform.machine(), processor_flags())
     assert here, "this processor is too old for this test"
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(37, 40, generator=generator).bfloat16()
-    x = torch.randn(7, 40, generator=generator)
+    weight = torch.randn(37, 41, generator=generator).bfloat16()
+    x = torch.randn(9, 41, generator=generator)
     results = []
     for level in here:
         monkeypatch.setattr(prebuilt, "processor_flags", lambda level=level: level.needs)
-        found = find(torch.bfloat16, torch.float32, 16)
+        found = find(*dtypes, 16)
         assert found is not None and found[1] == level.name and found[0].has_integers
         layer = PackedLinear(weight, None)
         layer.pack(found[0])
         results.append(layer(x))
-    torch.testing.assert_close(results[0], x @ weight.float().T)
+    torch.testing.assert_close(results[0], x.to(inputs).float() @ weight.float().T)
     assert all(torch.equal(each, results[0]) for each in results)
 
 
@@ -193,7 +204,7 @@ def test_what_is_made_is_found_and_all_levels_compute_the_same(tmp_path: Path, m
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc-12") is None, reason="no compiler for ARM")
 def test_libraries_for_arm_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: ARM)
-    monkeypatch.setattr(prebuilt, "PAIRS", prebuilt.PAIRS[:1])
+    monkeypatch.setattr(prebuilt, "DTYPES", prebuilt.DTYPES[:1])
     make("aarch64-linux-gnu-gcc-12", tmp_path / "made")
     made = sorted((tmp_path / "made").iterdir())
     assert [path.name.rpartition("-")[0].rpartition("-")[0] for path in made] == [

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from blockdraft.cpu.build import begun
+from blockdraft.machine import multiplies_bfloat16
 from blockdraft.radar import machine
 
 
@@ -50,9 +52,15 @@ def test_several_gpus_of_a_kind_are_one_machine(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_processors_are_measured() -> None:
+@pytest.mark.parametrize("compiler", [True, False])
+def test_processors_are_measured(monkeypatch: pytest.MonkeyPatch, compiler: bool) -> None:
+    if not compiler:
+        monkeypatch.setenv("CC", "no-such-compiler")
+    begun.cache_clear()
     found = machine.measured()
-    assert found.measured
+    begun.cache_clear()
+    assert found.measured and found.note is not None and "4 bits" in found.note
     assert 0.2 < found.bandwidth_gbs < 5000
-    assert found.fp32 and found.int8 and found.int8 >= found.fp32 > 0.0005
+    assert found.fp32 and found.int8 and min(found.fp32, found.int8) > 0.0005
+    assert (found.bf16 is not None) == multiplies_bfloat16()
     assert machine.measured(ram_gb=32).memory_gb == 32

@@ -31,7 +31,7 @@ def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep all weights, in a folder of the test's own; returns it."""
     for way in WAYS:
         dtype = getattr(torch, way["dtype"])
-        build(dtype, dtype, 8, "quantize" in way).library()  # in the cache folder that the tests share
+        build(dtype, dtype, 8, "quantize" in way, dtype).library()  # in the cache folder that the tests share
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 1)
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "weights"

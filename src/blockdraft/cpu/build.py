@@ -32,6 +32,7 @@ class Build:
 
     Args:
         weights: Dtype of the weights that are not of few bits: float32 or bfloat16.
+        inputs: Dtype to which what these are multiplied with is rounded: float32, or bfloat16 with such weights.
         store: Dtype of keys and values: float32, bfloat16 or int8.
         lanes: Most numbers of a vector: 4, 8 or 16.
         integers: Whether there are weights of few bits.
@@ -42,12 +43,17 @@ class Build:
     """
 
     def __init__(
-        self, weights: torch.dtype, store: torch.dtype, lanes: int = MOST_LANES, integers: bool = False
+        self,
+        weights: torch.dtype,
+        inputs: torch.dtype,
+        store: torch.dtype,
+        lanes: int = MOST_LANES,
+        integers: bool = False,
     ) -> None:
         self.reason: str | None = None
         self.level: str | None = None
-        self._kinds = weights, store, lanes
-        self._defines = defines(weights, store, lanes, integers)
+        self._kinds = weights, inputs, store, lanes
+        self._defines = defines(weights, inputs, store, lanes, integers)
         # The thread is no daemon: a process that ends before the compiler still leaves a library for the next one.
         worker = ThreadPoolExecutor(1, "compiler")
         self._made = worker.submit(self._make)
@@ -108,17 +114,23 @@ def _tell_why() -> None:
     )
 
 
-def build(weights: torch.dtype, store: torch.dtype, head_dim: int = MOST_LANES, integers: bool = False) -> Build:
+def build(
+    weights: torch.dtype,
+    store: torch.dtype,
+    head_dim: int = MOST_LANES,
+    integers: bool = False,
+    inputs: torch.dtype = torch.float32,
+) -> Build:
     """The `Build` of this process for these arguments, which the first call begins.
 
     Args:
-        weights, store, integers: As in `Build`.
+        weights, store, integers, inputs: As in `Build`.
         head_dim: Size of an attention head, a multiple of 4.
     """
     assert head_dim % 4 == 0, head_dim
-    return begun(weights, store, gcd(head_dim, MOST_LANES), integers)
+    return begun(weights, inputs, store, gcd(head_dim, MOST_LANES), integers)
 
 
 @cache
-def begun(weights: torch.dtype, store: torch.dtype, lanes: int, integers: bool) -> Build:
-    return Build(weights, store, lanes, integers)
+def begun(weights: torch.dtype, inputs: torch.dtype, store: torch.dtype, lanes: int, integers: bool) -> Build:
+    return Build(weights, inputs, store, lanes, integers)

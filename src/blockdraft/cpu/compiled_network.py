@@ -54,12 +54,12 @@ def library_for(
 
     Args:
         weights: All weights of the network.
-        dtype: Dtype of the arithmetic.
+        dtype: Dtype of the arithmetic, to which inputs of products are rounded.
         store: Dtype of keys and values.
         head_dim: Size of an attention head.
     """
     halved = dtype == torch.float32 and all(fits_bfloat16(each) for each in weights if each.ndim == 2)
-    made = build(torch.bfloat16 if halved else dtype, store, head_dim)
+    made = build(torch.bfloat16 if halved else dtype, store, head_dim, inputs=dtype)
     library = made.library()
     if library is None:
         logging.getLogger(__name__).warning("The drafter runs uncompiled, which is slower: %s.", made.reason)
@@ -143,7 +143,7 @@ def pack_together(
 
 
 class CompiledNetwork(CompiledLayers):
-    """Compiled layers of a draft network. Arithmetic is float32, whatever the dtype.
+    """Compiled layers of a draft network. Sums are in float32, whatever the dtype.
 
     Args:
         library: Library built for the dtype of the weights and the head size.

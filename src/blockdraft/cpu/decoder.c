@@ -2,10 +2,11 @@
    with weights read once.
 
    The numbers of a node are computed by the same operations in the same order, however many nodes there are and wherever
-   its ancestors lie: a token gets the same bits alone, in a block and in a tree. Weights are float32 or bfloat16, with
-   float32 arithmetic, or integers of 8 or 4 bits (integers.h). `rows` counts the nodes of all rows of the batch, which
-   are rows of the matrices here. cpu/compiled_decoder.py, cpu/compiled_autoregressive.py and drafters/dflash/compiled.py
-   fill the structs of calls.h. Exported functions check their arguments, and return the number of a problem. */
+   its ancestors lie: a token gets the same bits alone, in a block and in a tree. Weights are float32 or bfloat16, what
+   they are multiplied with is float32 or rounded to bfloat16, and sums are float32; or weights are integers of 8 or 4
+   bits (integers.h). `rows` counts the nodes of all rows of the batch, which are rows of the matrices here.
+   cpu/compiled_decoder.py, cpu/compiled_autoregressive.py and drafters/dflash/compiled.py fill the structs of calls.h.
+   Exported functions check their arguments, and return the number of a problem. */
 #include "kernels.h"
 
 static void norm_rows(const float *x, const float *weight, float eps, i64 size, i64 rows, float *y, int add) {
@@ -222,11 +223,12 @@ static void convolve(const Model *m, const Call *call, const Convolution *c, i64
 }
 
 /* Input of a layer's first projection: the normed rows h, or h convolved. */
-static const float *convolved(const Model *m, const Call *call, const Convolution *c, const float *h,
+static const float *convolved(const Model *m, const Call *call, const Convolution *c, const float *h, Rounded in,
                               float *corrections, float *turned) {
     if (!c->taps) return h;
+    round_inputs(&c->projection, h, m->hidden, call->batch * call->nodes, in, 1);
 #pragma omp barrier
-    project(&c->projection, h, m->hidden, (Rounded){0}, call->batch * call->nodes, corrections, corrections_of(c), 0);
+    project(&c->projection, h, m->hidden, in, call->batch * call->nodes, corrections, corrections_of(c), 0);
 #pragma omp barrier
     convolve(m, call, c, 0, corrections, h, turned, 0);
     return turned;
@@ -255,8 +257,8 @@ typedef struct {
     i64 depths, x, h, qkv, wide, pairs, turned, corrections, own, own_size, strange, rounded, end;
 } Places;
 
-static int has_integers(const Model *m) {
-    int found = IS_INTEGER(&m->head) || IS_INTEGER(&m->joined);
+static int rounds(const Model *m) {
+    int found = IS_ROUNDED(&m->head) || IS_INTEGER(&m->joined);
     for (i64 index = 0; index < m->num_layers && !found; index++) {
         const Layer *layer = m->layers + index;
         found = IS_INTEGER(&layer->qkv) || IS_INTEGER(&layer->output) || IS_INTEGER(&layer->gate_up)
@@ -266,7 +268,7 @@ static int has_integers(const Model *m) {
 }
 
 /* Numbers of `float` that hold rounded rows. */
-static i64 rounded_size(i64 rows, i64 inputs) { return rows * ((inputs + 7) / 8 * 5); }
+static i64 rounded_size(i64 rows, i64 inputs) { return rows * ((inputs + 7) / 8 * (3 + (NARROW ? 2 * (i64)sizeof(input) : 2))); }
 
 /* Rounded rows in that memory. */
 static Rounded rounded_at(float *memory, i64 rows, i64 inputs) {
@@ -302,7 +304,7 @@ static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads)
     p.own_size = rows ? own_places(m->head_dim, slots).end : 0;
     p.strange = p.own + threads * p.own_size;
     p.rounded = p.strange + (rows * m->kv_heads + 3) / 4;
-    p.end = p.rounded + (has_integers(m) ? rounded_size(rows, widest_input(m)) : 0);
+    p.end = p.rounded + (rounds(m) ? rounded_size(rows, widest_input(m)) : 0);
     return p;
 }
 
@@ -389,7 +391,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
             const float *read = pairs;
             if (!reads_pairs(m, index)) {
                 norm_rows(x, layer->before_attention, m->eps, H, rows, h, 0);
-                read = convolved(m, call, of_attention, h, corrections, turned);
+                read = convolved(m, call, of_attention, h, in, corrections, turned);
             }
             round_inputs(&layer->qkv, read, layer->qkv.inputs, rows, in, 1);
 #pragma omp barrier
@@ -406,7 +408,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
 #pragma omp barrier
             attention(m, layer, call, index, strange, depths, qkv, wide, own);
 #pragma omp barrier
-            if (IS_INTEGER(&layer->output)) {
+            if (IS_ROUNDED(&layer->output)) {
                 round_inputs(&layer->output, wide, mix_width, rows, in, 0);
 #pragma omp barrier
             }
@@ -415,14 +417,14 @@ i64 decoder_forward(const Model *m, const Call *call) {
 #pragma omp barrier
             add_output(m, call, of_attention, layer->after_attention, corrections, h, x);
             norm_rows(x, layer->before_mlp, m->eps, H, rows, h, 0);
-            read = convolved(m, call, of_mlp, h, corrections, turned);
+            read = convolved(m, call, of_mlp, h, in, corrections, turned);
             round_inputs(&layer->gate_up, read, H, rows, in, 1);
 #pragma omp barrier
             project(&layer->gate_up, read, H, in, rows, wide, 2 * m->inner, 0);
 #pragma omp barrier
             activate(m, wide, rows);
 #pragma omp barrier
-            if (IS_INTEGER(&layer->down)) {
+            if (IS_ROUNDED(&layer->down)) {
                 round_inputs(&layer->down, wide, 2 * m->inner, rows, in, 0);
 #pragma omp barrier
             }
@@ -438,7 +440,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
         for (i64 k = 0; call->logits_at && k < call->num_logits; k++) /* moves rows with logits together */
             if (omp_get_thread_num() == 0) memcpy(x + k * H, h + call->logits_at[k] * H, 4 * H);
 #pragma omp barrier
-        if (call->num_logits && IS_INTEGER(&m->head)) {
+        if (call->num_logits && IS_ROUNDED(&m->head)) {
             round_inputs(&m->head, call->logits_at ? x : h, H, call->num_logits, in, 0);
 #pragma omp barrier
         }
@@ -554,6 +556,7 @@ i64 draft_context(const Model *m, const Call *call, const Linear *features, cons
 i64 lanes(void) { return LANES; }
 i64 weight_kind(void) { return WEIGHT; }
 i64 store_kind(void) { return STORE; }
+i64 is_narrow(void) { return NARROW; }
 i64 has_integer_kernels(void) { return INTEGERS; }
 
 /* y = x W^T + bias, for rows of x that are `xs` numbers apart. */
@@ -568,7 +571,7 @@ i64 packed_linear(const Linear *l, const float *x, i64 xs, i64 rows, float *y, i
     REFUSE(wrong, -wrong);
     Rounded in = {0};
     float *memory = 0;
-    if (IS_INTEGER(l)) {
+    if (IS_ROUNDED(l)) {
         memory = malloc(4 * rounded_size(rows, l->inputs));
         REFUSE(!memory, MEMORY);
         in = rounded_at(memory, rows, l->inputs);

@@ -48,8 +48,9 @@ INLINE ints dot4(ints sum, signed_codes w, signed_codes x) {
 #define TILE_ROWS 4
 #endif
 
-/* Rounded inputs. Rows are split into `TILES(rows)` tiles as even as can be. A tile of R rows has codes
-   [inputs / 4, R, 4], so that all that one step of it needs lies together, and [groups, R] of the others. */
+/* Rounded inputs. For weights of integers, rows are split into `TILES(rows)` tiles as even as can be. A tile of R rows has
+   codes [inputs / 4, R, 4], so that all that one step of it needs lies together, and [groups, R] of the others. For other
+   weights, with NARROW, `codes` leads to `input` [rows, inputs]. */
 typedef struct {
     int8_t *codes;
     float *factors, *products; /* of codes; of `factors` and the sums of codes */
@@ -101,10 +102,35 @@ static void round_group(const float *x, i64 size, int8_t *to, i64 apart, float *
 }
 
 #define IS_INTEGER(l) (INTEGERS && ((l)->kind == INT8 || (l)->kind == INT4))
+#define IS_ROUNDED(l) (NARROW || IS_INTEGER(l)) /* whether `round_inputs` comes before a product */
 
-/* Round rows for a product if its weight is of integers. Each thread takes some groups, with `whole_rows` those of the
-   rows of `SHARE(rows)`. */
+#if NARROW
+/* Round a row to bfloat16, to the nearest, ties to even. */
+static void narrow_row(const float *x, i64 size, input *to) {
+    for (i64 i = 0; i < size; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, 4);
+        bits = x[i] == x[i] ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+#if PAIRED
+        to[i] = (uint16_t)bits;
+#else
+        bits <<= 16;
+        memcpy(to + i, &bits, 4);
+#endif
+    }
+}
+#endif
+
+/* Round rows for a product where IS_ROUNDED. Each thread takes some groups, with `whole_rows` those of the rows of
+   `SHARE(rows)`. */
 static void round_inputs(const Linear *l, const float *x, i64 xs, i64 rows, Rounded in, int whole_rows) {
+#if NARROW
+    if (!IS_INTEGER(l)) {
+        SHARE(rows, from, to);
+        for (i64 row = from; row < to; row++) narrow_row(x + row * xs, l->inputs, (input *)in.codes + row * l->inputs);
+        return;
+    }
+#endif
     if (!IS_INTEGER(l)) return;
     const i64 groups = l->inputs / l->group, unit = whole_rows ? groups : 1;
     SHARE(rows * groups / unit, first, last);

@@ -22,8 +22,9 @@
 #else
 #define LANES 4
 #endif
-/* Macros given on the command line: WEIGHT, the kind of weights that are no integers; STORE, the kind of keys and values;
-   MOST_LANES; and INTEGERS, 1 to accept weights of few bits, too, which takes the compiler longer. */
+/* Macros given on the command line: WEIGHT, the kind of weights that are no integers; NARROW, 1 to round what these are
+   multiplied with to bfloat16, which they have to be of, too; STORE, the kind of keys and values; MOST_LANES; and
+   INTEGERS, 1 to accept weights of few bits, too, which takes the compiler longer. */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -163,18 +164,71 @@ INLINE void put_sums(const Linear *l, vec sum, i64 at, float *y, int add) {
     *(vec *)(y + at) = sum;
 }
 
-/* R rows times C blocks of outputs. Sums over inputs run in order, whatever R and C are. With `fetch` the next C blocks
-   of weights are prefetched. */
-INLINE void tile(const Linear *l, const float *x, i64 xs, i64 block, float *y, i64 ys, int add, int fetch,
+#if NARROW && LANES == 16 && defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define PAIRED 1 /* one instruction multiplies two inputs; it takes subnormal numbers for 0 */
+typedef uint16_t input;
+#else
+#define PAIRED 0
+typedef float input;
+#endif
+
+/* Most rows whose sums fit into registers. */
+#if LANES == 16
+#define ROWS 8
+#else
+#define ROWS 6
+#endif
+
+#if PAIRED
+/* Of two inputs, of which the second may be missing, the weights of LANES outputs side by side. */
+INLINE __m512i paired_weights(const uint16_t *w, const int both) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, both ? _mm512_loadu_si512(w) : _mm512_maskz_loadu_epi16(0xffff, w));
+}
+
+/* sums[r][c] += products of two inputs, or of one, the second product first. */
+INLINE void add_products(const uint16_t *w, i64 apart, const uint16_t *x, i64 xs, vec sums[ROWS][8], const int both,
+                         const int R, const int C) {
+    __m512i weights[8];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) weights[c] = paired_weights(w + c * apart, both);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        uint32_t two = x[r * xs];
+        if (both) memcpy(&two, x + r * xs, 4);
+        const __m512bh given = (__m512bh)_mm512_set1_epi32((int)two);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++)
+            sums[r][c] = (vec)_mm512_dpbf16_ps((__m512)sums[r][c], (__m512bh)weights[c], given);
+    }
+}
+#endif
+
+/* R rows times C blocks of outputs. Sums over inputs run in order, whatever R and C are; with NARROW of each two inputs
+   the second comes first, as in the instruction. With `fetch` the next C blocks of weights are prefetched. */
+INLINE void tile(const Linear *l, const input *x, i64 xs, i64 block, float *y, i64 ys, int add, int fetch,
                  const int R, const int C) {
-    vec sums[6][8];
+    vec sums[ROWS][8];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++) sums[r][c] = (vec){};
     const i64 size = l->inputs * LANES, step = C * LANES * BYTES(WEIGHT);
     const char *next = (const char *)l->weight + (block + C) * size * BYTES(WEIGHT);
-    for (i64 i = 0; i < l->inputs; i++) {
+#if PAIRED
+    const uint16_t *w = (const uint16_t *)l->weight + block * size;
+    const i64 pairs = l->inputs / 2 * 2;
+    for (i64 i = 0; i < pairs; i += 2) {
+#pragma GCC unroll 8
+        for (int k = 0; k < 2 * step; k += 64) __builtin_prefetch(next + k, 0, 2);
+        next += fetch ? 2 * step : 0;
+        add_products(w + i * LANES, size, x + i, xs, sums, 1, R, C);
+    }
+    if (pairs < l->inputs) add_products(w + pairs * LANES, size, x + pairs, xs, sums, 0, R, C);
+#else
+    for (i64 at = 0; at < l->inputs; at++) {
+        const i64 i = NARROW && (at ^ 1) < l->inputs ? at ^ 1 : at;
 #pragma GCC unroll 8
         for (int k = 0; k < step; k += 64) __builtin_prefetch(next + k, 0, 2);
         next += fetch ? step : 0;
@@ -183,21 +237,25 @@ INLINE void tile(const Linear *l, const float *x, i64 xs, i64 block, float *y, i
         for (int c = 0; c < C; c++) w[c] = load(l->weight, (block + c) * size + i * LANES, WEIGHT);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            vec input = splat(x[r * xs + i]);
+            vec given = splat(x[r * xs + i]);
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) sums[r][c] = FMA(input, w[c], sums[r][c]);
+            for (int c = 0; c < C; c++) sums[r][c] = FMA(given, w[c], sums[r][c]);
         }
     }
+#endif
     for (int c = 0; c < C; c++)
         for (int r = 0; r < R; r++) put_sums(l, sums[r][c], (block + c) * LANES, y + r * ys, add);
 }
 
 #define TILE(R, C) case R * 16 + C: tile(l, x, xs, block, y, ys, add, fetch, R, C); break;
-static void tiles(const Linear *l, const float *x, i64 xs, i64 block, float *y, i64 ys, int add, int fetch, int R,
+static void tiles(const Linear *l, const input *x, i64 xs, i64 block, float *y, i64 ys, int add, int fetch, int R,
                   int C) {
     switch (R * 16 + C) {
         TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 8) TILE(2, 1) TILE(2, 2) TILE(2, 4) TILE(3, 1) TILE(3, 2)
         TILE(3, 3) TILE(4, 1) TILE(4, 2) TILE(4, 3) TILE(5, 1) TILE(5, 2) TILE(6, 1) TILE(6, 2)
+#if ROWS == 8
+        TILE(7, 1) TILE(7, 2) TILE(8, 1) TILE(8, 2)
+#endif
     }
 }
 
@@ -234,22 +292,29 @@ static i64 best_of(const float *x, i64 size) {
 
 #include "integers.h"
 
-/* y = x W^T + bias, or y += x W^T + bias with `add`; each thread computes some of the outputs. Where weights are
-   integers, `in` holds x as `round_inputs` has rounded it. */
+/* y = x W^T + bias, or y += x W^T + bias with `add`; each thread computes some of the outputs. Where IS_ROUNDED, `in`
+   holds x as `round_inputs` has rounded it. */
 static void project(const Linear *l, const float *x, i64 xs, Rounded in, i64 rows, float *y, i64 ys, int add) {
     if (IS_INTEGER(l)) {
         integer_project(l, in, rows, y, ys, add);
         return;
     }
+#if NARROW
+    const input *given = (const input *)in.codes;
+    xs = l->inputs;
+    (void)x;
+#else
+    const input *given = x;
+#endif
     SHARE((l->outputs + LANES - 1) / LANES, first, last);
-    const i64 groups = (rows + 5) / 6, largest = (rows + groups - 1) / groups;
+    const i64 groups = (rows + ROWS - 1) / ROWS, largest = (rows + groups - 1) / groups;
     /* As many sums at once as fit into registers. */
     const i64 most = largest == 1 ? 8 : largest == 2 ? 4 : largest <= 4 ? 3 : 2;
     for (i64 block = first, C = most; block < last; block += C) {
         while (C > last - block) C = C == 3 ? 2 : C / 2;
         for (i64 group = 0; group < groups; group++) {
             i64 row = rows * group / groups, R = rows * (group + 1) / groups - row;
-            tiles(l, x + row * xs, xs, block, y + row * ys, ys, add, group == groups - 1, R, C);
+            tiles(l, given + row * xs, xs, block, y + row * ys, ys, add, group == groups - 1, R, C);
         }
     }
 }

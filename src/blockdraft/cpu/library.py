@@ -187,6 +187,7 @@ class Library:
         lanes: Output channels of a weight that lie side by side.
         weights_dtype: Dtype of weights that are not integers: float32 or bfloat16.
         has_integers: Whether weights of 8 and 4 bits are accepted, too.
+        inputs_dtype: Dtype to which what these are multiplied with is rounded.
         store_dtype: Dtype of keys and values: float32, bfloat16, or int8 with a factor for each head and token.
 
     Raises:
@@ -209,6 +210,7 @@ class Library:
         self._packed_linear = _function(library, "packed_linear", *types)
         self.lanes = int(_function(library, "lanes")())
         self.weights_dtype = DTYPES[_function(library, "weight_kind")()]
+        self.inputs_dtype = torch.bfloat16 if _function(library, "is_narrow")() else torch.float32
         self.store_dtype = DTYPES[_function(library, "store_kind")()]
         self.has_integers = bool(_function(library, "has_integer_kernels")())
 

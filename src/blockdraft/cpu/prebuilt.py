@@ -15,12 +15,13 @@ from blockdraft.cpu.sources import MOST_LANES, PARALLEL, VECTORS, command, defin
 from blockdraft.machine import processor_flags
 
 FOLDER = Path(__file__).with_name("libraries")  # only in wheels
-PAIRS = (  # dtypes of weights and store; all libraries are for heads of a multiple of 16, and know integers
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float32, torch.int8),
-    (torch.bfloat16, torch.int8),
+DTYPES = (  # of weights, inputs and store; all libraries are for heads of a multiple of 16, and know integers
+    (torch.float32, torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float32, torch.int8),
+    (torch.bfloat16, torch.float32, torch.int8),
+    (torch.bfloat16, torch.bfloat16, torch.int8),
 )
 
 
@@ -42,11 +43,13 @@ class Level:
 V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 V3 = V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+VNNI = ("-mavx512vnni",)
 ARMV8 = frozenset({"asimd", "fp"})
 ARMV82 = ARMV8 | {"asimdrdm", "atomics", "crc32", "dcpop"}
 LEVELS = {  # by `platform.machine()`, the best first
     "x86_64": (
-        Level("x86-64-v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), V4 | {"avx512_vnni"}),
+        Level("x86-64-v4-bf16", ("-march=x86-64-v4", *VNNI, "-mavx512bf16"), V4 | {"avx512_vnni", "avx512_bf16"}),
+        Level("x86-64-v4-vnni", ("-march=x86-64-v4", *VNNI), V4 | {"avx512_vnni"}),
         Level("x86-64-v4", ("-march=x86-64-v4",), V4),
         Level("x86-64-v3-vnni", ("-march=x86-64-v3", "-mavxvnni"), V3 | {"avx_vnni"}),
         Level("x86-64-v3", ("-march=x86-64-v3",), V3),
@@ -69,10 +72,10 @@ def runs(machine: str, flags: Collection[str]) -> list[Level]:
     return [level for level in LEVELS.get(machine, ()) if level.needs <= {*flags}]
 
 
-def find(weights: torch.dtype, store: torch.dtype, lanes: int) -> tuple[Library, str] | None:
+def find(weights: torch.dtype, inputs: torch.dtype, store: torch.dtype, lanes: int) -> tuple[Library, str] | None:
     """The best library for this processor with the name of its level, if one was made of exactly these sources."""
     for level in runs(platform.machine(), processor_flags()) if FOLDER.is_dir() else ():
-        library = whole(FOLDER, _name(level, defines(weights, store, lanes, True)))
+        library = whole(FOLDER, _name(level, defines(weights, inputs, store, lanes, True)))
         if library is not None:
             return library, level.name
     return None
@@ -86,12 +89,12 @@ def make(compiler: str, folder: Path) -> None:
     """
     folder.mkdir(parents=True)
     for level in LEVELS[platform.machine()]:
-        for weights, store in PAIRS:
-            given = defines(weights, store, MOST_LANES, True)
+        for dtypes in DTYPES:
+            given = defines(*dtypes, MOST_LANES, True)
             out = folder / "partial"
             subprocess.run(command(compiler, out, "-s", *level.options, *VECTORS, *PARALLEL, *given), check=True)
             keep(out, _name(level, given))
 
 
-def _name(level: Level, given: tuple[str, ...]) -> str:
+def _name(level: Level, given: list[str]) -> str:
     return f"{level.name}-{name_of(level.options, VECTORS, PARALLEL, given)}"

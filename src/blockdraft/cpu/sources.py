@@ -19,10 +19,13 @@ VECTORS = ("-ftree-vectorize", "-fvect-cost-model=dynamic")  # for gcc; clang ve
 MOST_LANES = 16  # numbers of the widest vector
 
 
-def defines(weights: torch.dtype, store: torch.dtype, lanes: int, integers: bool) -> tuple[str, ...]:
+def defines(weights: torch.dtype, inputs: torch.dtype, store: torch.dtype, lanes: int, integers: bool) -> list[str]:
     """Options that define the macros of the sources."""
-    numbers = {"WEIGHT": KINDS[weights], "STORE": STORES[store], "MOST_LANES": lanes, "INTEGERS": int(integers)}
-    return tuple(f"-D{name}={number}" for name, number in numbers.items())
+    narrow = inputs == torch.bfloat16
+    assert not narrow or weights == inputs, weights
+    numbers = {"WEIGHT": KINDS[weights], "NARROW": int(narrow), "STORE": STORES[store]}
+    numbers |= {"MOST_LANES": lanes, "INTEGERS": int(integers)}
+    return [f"-D{name}={number}" for name, number in numbers.items()]
 
 
 def command(compiler: str, out: Path, *options: str) -> list[str]:

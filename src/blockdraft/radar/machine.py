@@ -17,7 +17,8 @@ from blockdraft.radar.devices import Device, Machine, find, machine_of
 HERE = "here"  # name of this machine's processors for `--device`
 COMMAND_SECONDS = 10.0  # that a driver's tool may take
 LARGE, SMALL = 2**28, 2**22  # bytes that are read to measure memory, and a cache
-SIDE = 1024  # of the matrices that are multiplied, and tokens of the block
+SIDE, ROWS = 1024, 16  # of the matrix that is multiplied, and tokens
+GROUP = 32  # weights that share a scale, as in most files of few bits
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
 
 
@@ -103,17 +104,7 @@ def measured(ram_gb: float | None = None) -> Machine:
         raise UsageError(f"ram is {ram_gb:g} GB; it has to be more than 0.")
     import torch
 
-    from blockdraft.machine import multiplies_bfloat16
-
-    floats = torch.rand(SIDE, SIDE)
-    operations = 2.0 * SIDE**3
-    fp32 = operations / _fastest(lambda: floats @ floats)
-    bf16 = None
-    if multiplies_bfloat16():
-        halves = floats.bfloat16()
-        bf16 = operations / _fastest(lambda: halves @ halves)
-    bytes_ = torch.randint(-8, 8, (SIDE, SIDE), dtype=torch.int8)
-    int8 = operations / _fastest(lambda: torch._int_mm(bytes_, bytes_))
+    rates = {name: 2.0 * ROWS * SIDE**2 / _fastest(product) for name, product in _products().items()}
     large, small = torch.ones(LARGE // 4), torch.ones(SMALL // 4)
     # Sums run on several threads for large tensors only, so the cache is read by one.
     memory, cached = LARGE / _fastest(lambda: large.dot(large)), SMALL / _fastest(lambda: small.sum())
@@ -127,18 +118,43 @@ def measured(ram_gb: float | None = None) -> Machine:
         kind="cpu",
         memory_gb=ram_gb or total,
         bandwidth_gbs=memory / 1e9,
-        fp32=fp32 / 1e12,
-        bf16=None if bf16 is None else bf16 / 1e12,
-        # Kernels of few bits multiply in int8 where that is faster.
-        int8=max(int8, fp32) / 1e12,
+        fp32=rates["float32"] / 1e12,
+        bf16=rates["bfloat16"] / 1e12 if "bfloat16" in rates else None,
+        int8=rates["4 bits"] / 1e12,
         measured=True,
         cache_mb=cache if cached > memory else 0.0,
         cache_gbs=cached * threads / 1e9 if cached > memory else 0.0,
         note=f"{threads} threads, {', '.join(instructions) or platform.machine()}; measured now: "
-        f"{memory / 1e9:.0f} GB/s, {fp32 / 1e9:.0f} GFLOP/s float32"
-        + (f", {bf16 / 1e9:.0f} bfloat16" if bf16 else "")
-        + f", {int8 / 1e9:.0f} int8",
+        f"{memory / 1e9:.0f} GB/s, GFLOP/s: {', '.join(f'{rate / 1e9:.0f} {name}' for name, rate in rates.items())}",
     )
+
+
+def _products() -> dict[str, Callable[[], object]]:
+    """Products as the decoder computes them, by the kind of weights and inputs."""
+    import torch
+
+    from blockdraft.cpu.build import build
+    from blockdraft.machine import multiplies_bfloat16
+    from blockdraft.nn.packed import PackedLinear
+    from blockdraft.nn.quantized import QuantizedWeight
+
+    weight, x = torch.rand(SIDE, SIDE).bfloat16(), torch.rand(ROWS, SIDE)
+    codes = torch.randint(-8, 8, (SIDE, SIDE), dtype=torch.int8)
+    few = QuantizedWeight(codes, torch.rand(SIDE, SIDE // GROUP).half(), None, 4)
+    kinds: dict[str, tuple[torch.Tensor | QuantizedWeight, torch.dtype]]
+    kinds = {"float32": (weight, torch.float32), "4 bits": (few, torch.float32)}
+    if multiplies_bfloat16():
+        kinds["bfloat16"] = weight, torch.bfloat16
+
+    def product(weight: torch.Tensor | QuantizedWeight, inputs: torch.dtype) -> Callable[[], object]:
+        layer, given = PackedLinear(weight.to(inputs) if isinstance(weight, torch.Tensor) else weight), x.to(inputs)
+        library = build(torch.bfloat16, inputs, integers=True, inputs=inputs).library()
+        if library is None:  # torch's operations, as the decoder then runs
+            return lambda: layer(given)
+        packed, out = layer.pack(library), torch.empty(ROWS, SIDE)
+        return lambda: packed(x, out)
+
+    return {name: product(*kind) for name, kind in kinds.items()}
 
 
 def _fastest(run: Callable[[], object], seconds: float = 0.35) -> float:

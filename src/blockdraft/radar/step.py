@@ -63,6 +63,7 @@ class Constants:
         overlap: Share of the shorter of the two times that is hidden behind the longer.
         layer_us, expert_us: Microseconds of a layer that are neither, and of one with routed experts besides.
         recurrent_us: Microseconds of a recurrent layer for each token behind the first.
+        text_us: Microseconds of each text of a batch in a forward, such as for taking its token.
         step_ms, cycle_ms: Milliseconds of a forward outside its layers, and of a drafting cycle besides.
         reported: Whether measurements of the class went into them.
         devices: Devices of the class whose measurements did.
@@ -74,6 +75,7 @@ class Constants:
     layer_us: float
     expert_us: float
     recurrent_us: float
+    text_us: float
     step_ms: float
     cycle_ms: float
     reported: bool
@@ -157,10 +159,12 @@ class Step:
         """Operations a second, with the target's weights, or others of so many bits."""
         machine, packed = self.machine, (bits or self.bits) < 16
         kinds: Sequence[str] = ARITHMETIC.get("" if bits else self.weights, ("bf16", "fp32"))
-        if machine.kind == "cpu":  # weights of 16 bits are multiplied in float32 there
-            kinds = ON_CPUS if packed else ("fp32", "bf16")
+        if machine.kind == "cpu":  # weights of 16 bits are multiplied in float32 there, but where bfloat16 is faster
+            kinds = ON_CPUS if packed else ("bf16", "fp32") if machine.measured else ("fp32", "bf16")
         rates = {kind: getattr(machine, kind) for kind in (*kinds, "fp32", "bf16")}
         kind, rate = next((kind, float(rate)) for kind, rate in rates.items() if rate is not None)
+        if machine.measured:
+            return 1e12 * rate
         return 1e12 * rate * self.own.arithmetic * (UNPACKING if packed and kind not in ("fp8", "fp4") else 1.0)
 
     def _together(self, reading: float, computing: float) -> float:
@@ -174,7 +178,7 @@ class Step:
     def forward(self, size: int) -> float:
         """Seconds of a forward."""
         shape, own = self.shape, self.own
-        outside = self._layers(shape.layers) + own.step_ms / 1e3
+        outside = self._layers(shape.layers) + own.step_ms / 1e3 + self.batch * own.text_us / 1e6
         if shape.experts:
             outside += shape.layers * own.expert_us / 1e6
         outside += shape.recurrent_layers * (size - 1) * own.recurrent_us / 1e6

@@ -90,7 +90,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         _check_alike(wanted, tensors)
     kind = torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
     store = torch.int8 if options.kv_dtype == "int8" else dtype
-    made = None if reason is not None else build(kind, store, wanted.head_dim, bool(quantize or few))
+    made = None if reason is not None else build(kind, store, wanted.head_dim, bool(quantize or few), dtype)
 
     def read(name: str) -> Tensor | QuantizedWeight:
         found = tensors[name].read()

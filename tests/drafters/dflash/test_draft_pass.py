@@ -83,7 +83,7 @@ def uncompiled(network: DFlashNetwork) -> DraftPass:
 
 def compiled(network: DFlashNetwork) -> CompiledDraftPass:
     dtype = network.fc.weight.dtype
-    library = build(dtype, dtype, network.config.head_dim).library()
+    library = build(dtype, dtype, network.config.head_dim, inputs=dtype).library()
     assert library is not None
     kind = CompiledConvolvedPass if isinstance(network, DFlash2Network) else CompiledDraftPass
     beside: Any = Beside(None, unused, unused, 8, dtype)  # type: ignore[arg-type]

@@ -50,16 +50,17 @@ function makeRadar(data) {
     step.memorySeconds = (size) => reading(step.readBytes(size), s.parameters * bits / 8);
     const rate = (some) => {
       const packed = (some || bits) < 16;
-      const wide = m.kind === "cpu" ? ["fp32", "bf16"] : data.arithmetic[some ? "" : weights] || ["bf16", "fp32"];
+      const wide = m.kind === "cpu" ? (m.measured ? ["bf16", "fp32"] : ["fp32", "bf16"]) : data.arithmetic[some ? "" : weights] || ["bf16", "fp32"];
       const kinds = packed && m.kind === "cpu" ? data.on_cpus : wide;
       const kind = [...kinds, "fp32", "bf16"].find((one) => m[one] !== null);
+      if (m.measured) return 1e12 * m[kind];
       return 1e12 * m[kind] * own.arithmetic * (packed && kind !== "fp8" && kind !== "fp4" ? N.UNPACKING : 1);
     };
     step.arithmeticSeconds = (size) => step.flops(size) / rate();
     const together = (one, other) => Math.max(one, other) + (1 - own.overlap) * Math.min(one, other);
     const layersOf = (layers) => layers * (own.layer_us + (m.count > 1 ? N.LINK_US : 0)) / 1e6;
     step.forward = (size) => together(step.memorySeconds(size), step.arithmeticSeconds(size)) +
-      layersOf(s.layers) + own.step_ms / 1e3 + (s.experts ? s.layers * own.expert_us / 1e6 : 0) +
+      layersOf(s.layers) + own.step_ms / 1e3 + batch * own.text_us / 1e6 + (s.experts ? s.layers * own.expert_us / 1e6 : 0) +
       s.recurrent_layers * (size - 1) * own.recurrent_us / 1e6;
     step.draft = (cost, size) => {
       const [passes, tokens] = cost.serial ? [size - 1, batch] : [1, size * batch];
