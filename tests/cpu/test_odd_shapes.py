@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from blockdraft import Engine, SamplingParams, load_drafter
 from blockdraft.cpu.build import build
 from blockdraft.drafters.dflash.compiled import CompiledDraftPass
-from blockdraft.targets import Target, load_target, native_files
+from blockdraft.targets import Target, load_target, native, native_files
 from blockdraft.types import Drafting
 
 SIZES: dict[str, Any] = {
@@ -99,6 +99,21 @@ def test_drafters_are_rounded_as_their_target_is_unless_they_are_to_be_kept(roun
         for each in (drafter, load_drafter("none", target=target))
     ]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("round_drafters", [True, False])
+def test_drafters_beside_bfloat16_are_rounded_where_integers_are_faster(
+    monkeypatch: pytest.MonkeyPatch, few: bool, round_drafters: bool
+) -> None:
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: few)
+    target = load_target(dtype="bfloat16", device="cpu", compile="on", round_drafters=round_drafters)
+    drafter: Any = load_drafter(target=target)
+    assert {packed.bits for packed in drafter._run._packed} == {8 if few and round_drafters else None}
+    ways = [Engine(target, each, drafting=Drafting(None)) for each in (drafter, load_drafter("none", target=target))]
+    drafted, plain = (each.generate([[5, 6, 7, 8]], SamplingParams(max_new_tokens=24))[0].token_ids for each in ways)
+    assert drafted == plain
 
 
 @pytest.mark.parametrize(("how", "most"), [({"quantize": "int8"}, 0.55), ({"kv_dtype": "int8"}, 0.03)])

@@ -222,7 +222,10 @@ Quantize = Annotated[
 ]
 RoundDrafter = Annotated[
     bool,
-    typer.Option("--round-drafter/--keep-drafter", help="Whether the drafter is rounded as the target is."),
+    typer.Option(
+        "--round-drafter/--keep-drafter",
+        help="Whether the drafter is rounded as the target is, or to 8 bits beside a target in bfloat16.",
+    ),
 ]
 KeysValues = Annotated[
     str | None,

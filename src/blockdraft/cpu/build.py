@@ -128,7 +128,8 @@ def build(
         head_dim: Size of an attention head, a multiple of 4.
     """
     assert head_dim % 4 == 0, head_dim
-    return begun(weights, inputs, store, gcd(head_dim, MOST_LANES), integers)
+    narrow = inputs == torch.bfloat16  # target and drafter share a library, also where the drafter alone is of integers
+    return begun(weights, inputs, store, gcd(head_dim, MOST_LANES), integers or narrow)
 
 
 @cache

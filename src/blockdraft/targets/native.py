@@ -21,7 +21,7 @@ from blockdraft.cuda.graphs import MOST_NODES, CapturedDecoder, CudaRecorder, Re
 from blockdraft.decode.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.machine import send
+from blockdraft.machine import multiplies_bfloat16, send
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
@@ -41,6 +41,7 @@ from blockdraft.types import CPU_BLOCK_SIZE, Compile
 RANK = 0
 PROBED_CONTEXT = 256  # slots of the row on which numbers of threads are tried
 PROBED_NODES = (1, 16)
+BESIDE_BFLOAT16 = 8  # bits of drafters beside targets that compute in bfloat16
 MOST_TREE = 256  # nodes of the largest tree that memory is planned for; more nodes are chains of a prompt
 
 
@@ -128,7 +129,8 @@ class NativeTarget(CheckpointTarget):
         compile_reason: Reason why it is neither, where it might have been; torch's operations then run one by one.
         exact: Whether torch's operations run in pieces of one size, so that a node's numbers do not depend on what else
             is computed.
-        round_drafters: Whether drafters' weights are rounded as the layers' are.
+        round_drafters: Whether drafters' weights are rounded as the layers' are, or to 8 bits beside layers that
+            compute in bfloat16.
     """
 
     backend = "native"
@@ -180,6 +182,13 @@ class NativeTarget(CheckpointTarget):
         bits = self.bits
         kind = f"int{bits}" if bits else self.decoder.rounded
         return ", ".join([*parts, *([f"{kind} weights"] if kind else [])])
+
+    @property
+    def _drafter_bits(self) -> int | None:
+        """Bits to which weights of drafters are rounded beside this target."""
+        narrow = self.compiled is not None and self.compiled.library.inputs_dtype == torch.bfloat16
+        # Processors without such instructions multiply small integers no faster than bfloat16.
+        return BESIDE_BFLOAT16 if narrow and not self.bits and multiplies_bfloat16() else self.bits
 
     @property
     def bits(self) -> int | None:
@@ -237,7 +246,7 @@ class NativeTarget(CheckpointTarget):
                 head=self.head,
                 head_dim=self.decoder.config.head_dim,
                 dtype=self.dtype,
-                bits=self.bits if self.round_drafters else None,
+                bits=self._drafter_bits if self.round_drafters else None,
             )
             reason = f"it does not know networks of the kind {type(network).__name__}"
             made = compiled(network, beside, head, owned) if compiled else reason
