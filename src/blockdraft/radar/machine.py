@@ -7,13 +7,15 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 
 from blockdraft.errors import UsageError
-from blockdraft.machine import CPUINFO, processor_flags, processor_name
+from blockdraft.machine import processor_flags, processor_name
 from blockdraft.radar.devices import Device, Machine, find, machine_of
 
+CACHES, OWN_SHARE = Path("/sys/devices/system/cpu/cpu0/cache"), 0.5  # the largest cache is shared with others
 HERE = "here"  # name of this machine's processors for `--device`
 COMMAND_SECONDS = 10.0  # that a driver's tool may take
 LARGE, SMALL = 2**28, 2**22  # bytes that are read to measure memory, and a cache
@@ -169,8 +171,6 @@ def _fastest(run: Callable[[], object], seconds: float = 0.35) -> float:
 
 
 def _cache_mb() -> float:
-    """Size of the largest cache in MB, as Linux tells it; 0 elsewhere."""
-    if not CPUINFO.is_file():
-        return 0.0
-    sizes = [line.partition(":")[2].split() for line in CPUINFO.read_text().splitlines() if "cache size" in line]
-    return max((int(size[0]) * 1024 / 1e6 for size in sizes if size and size[0].isdigit()), default=0.0)
+    """Size of this program's share of the largest cache in MB, as Linux tells it; 0 elsewhere."""
+    sizes = [file.read_text().strip().removesuffix("K") for file in CACHES.glob("index*/size")]
+    return OWN_SHARE * max((int(size) * 1024 / 1e6 for size in sizes if size.isdigit()), default=0.0)

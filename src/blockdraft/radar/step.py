@@ -49,6 +49,7 @@ BITS = {
 ARITHMETIC = {"fp32": ("fp32",), "fp8": ("fp8", "bf16", "fp32"), "nvfp4": ("fp4", "fp8", "bf16", "fp32")}
 ON_CPUS = ("int8", "bf16", "fp32")  # of kinds with 8 bits or less
 UNPACKING = 0.6  # share of the arithmetic that is left where weights of few bits are unpacked for it
+OF_KERNELS = 0.7  # share of the arithmetic of our kernels alone that they reach in whole forwards
 LINK_US = 15.0  # of a layer, for the sums over several devices
 EAGER_US = 650.0  # of a layer, run operation by operation from Python, as by transformers on a GPU
 PREFILL_TOKENS = 2048
@@ -164,7 +165,7 @@ class Step:
         rates = {kind: getattr(machine, kind) for kind in (*kinds, "fp32", "bf16")}
         kind, rate = next((kind, float(rate)) for kind, rate in rates.items() if rate is not None)
         if machine.measured:
-            return 1e12 * rate
+            return 1e12 * rate * OF_KERNELS
         return 1e12 * rate * self.own.arithmetic * (UNPACKING if packed and kind not in ("fp8", "fp4") else 1.0)
 
     def _together(self, reading: float, computing: float) -> float:

@@ -17,7 +17,7 @@ from blockdraft.radar.devices import DEFAULT_RAM_GB, LINKED, Machine, devices, m
 from blockdraft.radar.drafting import cost_for
 from blockdraft.radar.project import BANDS, LOSES, SHARE, SIZES, WINS
 from blockdraft.radar.shape import KEYS_OF_MOE, RECURRENT, Shape, known_shapes
-from blockdraft.radar.step import ARITHMETIC, BITS, LINK_US, ON_CPUS, PREFILL_TOKENS, UNPACKING, constants
+from blockdraft.radar.step import ARITHMETIC, BITS, LINK_US, OF_KERNELS, ON_CPUS, PREFILL_TOKENS, UNPACKING, constants
 
 NAME = "index.html"
 NUMBERS = {
@@ -25,6 +25,7 @@ NUMBERS = {
     "LINKED": LINKED,
     "LINK_US": LINK_US,
     "LOSES": LOSES,
+    "OF_KERNELS": OF_KERNELS,
     "PREFILL_TOKENS": PREFILL_TOKENS,
     "SHARE": SHARE,
     "UNPACKING": UNPACKING,

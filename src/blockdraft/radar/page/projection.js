@@ -53,7 +53,7 @@ function makeRadar(data) {
       const wide = m.kind === "cpu" ? (m.measured ? ["bf16", "fp32"] : ["fp32", "bf16"]) : data.arithmetic[some ? "" : weights] || ["bf16", "fp32"];
       const kinds = packed && m.kind === "cpu" ? data.on_cpus : wide;
       const kind = [...kinds, "fp32", "bf16"].find((one) => m[one] !== null);
-      if (m.measured) return 1e12 * m[kind];
+      if (m.measured) return 1e12 * m[kind] * N.OF_KERNELS;
       return 1e12 * m[kind] * own.arithmetic * (packed && kind !== "fp8" && kind !== "fp4" ? N.UNPACKING : 1);
     };
     step.arithmeticSeconds = (size) => step.flops(size) / rate();
