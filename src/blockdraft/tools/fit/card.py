@@ -120,7 +120,7 @@ def write_card(
         "---",
         *([] if local else [f"base_model: {named_for_others(str(where.target))}"]),
         "library_name: blockdraft",
-        "tags: [speculative-decoding, dflash]",
+        f"tags: [speculative-decoding, {plan.variant}]",
         "---",
         f"# A drafter for {name}",
         "",
