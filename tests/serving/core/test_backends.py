@@ -10,8 +10,9 @@ from torch import Tensor
 from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
+from blockdraft.models import TINY
 from blockdraft.serving.core import backends
-from blockdraft.serving.core.backends import Backends, answers_differ, weights_of
+from blockdraft.serving.core.backends import Backends, answers_differ, name_of, weights_of
 from blockdraft.types import Drafting
 
 
@@ -23,6 +24,20 @@ def test_a_combination_is_named_hidden_and_counted_whole(engine: Any, tmp_path: 
     assert found.drafter == "PromptLookupDrafter+small"
     assert found.public(f"{folder}/config.json is odd.") == "small/config.json is odd."
     assert weights_of(both) == weights_of(engine)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (None, "nothing"),
+        (TINY / "target", "blockdraft-pair"),
+        (TINY.parent / "smollm2" / "drafter" / "drafter.gguf", "bundled for smollm2"),
+        (Path("/models/some/SmolLM2.Q4_1.gguf"), "SmolLM2.Q4_1"),
+        (Path("/hub/models--o--n/snapshots/0a1b"), "o/n"),
+    ],
+)
+def test_models_have_public_names(path: Path | None, name: str) -> None:
+    assert name_of(path, "nothing") == name
 
 
 def test_whoever_counts_weights_leaves_the_cores_to_who_decodes(

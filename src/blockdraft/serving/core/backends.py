@@ -17,10 +17,10 @@ from blockdraft.engine import Engine
 from blockdraft.errors import ClosedError, UsageError
 from blockdraft.evaluation.prompts import SAMPLES
 from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.models import TINY
 from blockdraft.types import JOINT, RequestDrafting, SamplingParams
 
-PACKAGE = Path(__file__).parents[2]
-BUNDLED = "blockdraft-pair"
+BUNDLED = "blockdraft-pair"  # the tiny pair
 CHECK_LENGTH = 64  # most tokens of an answer in the self-check
 CHECK_ROWS = 4
 CHECK_TREE_BUDGET = 16  # guesses of a tree in the self-check, where the server itself chooses their number
@@ -100,8 +100,10 @@ def name_of(path: Path | None, otherwise: str) -> str:
     if path is None:
         return otherwise
     path = Path(os.path.abspath(path))
-    if path.is_relative_to(PACKAGE):
+    if path.is_relative_to(TINY):
         return BUNDLED
+    if path.is_relative_to(TINY.parent):  # such as pair/smollm2/drafter/drafter.gguf
+        return f"bundled for {path.relative_to(TINY.parent).parts[0]}"
     if path.parent.name == "snapshots":  # in the hub's cache: models--OWNER--NAME/snapshots/COMMIT
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")
     return path.stem if path.suffix == ".gguf" else path.name
