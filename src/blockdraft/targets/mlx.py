@@ -282,7 +282,8 @@ class MLXTarget(CheckpointTarget):
     def weight_bytes(self) -> int:
         from mlx.utils import tree_flatten
 
-        return sum(value.nbytes for _, value in tree_flatten(self._model.parameters()))
+        weights: Any = tree_flatten(self._model.parameters())  # pairs of name and array; its type says more is possible
+        return sum(value.nbytes for _, value in weights)
 
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         scored, shape = batch * nodes, self.shape
