@@ -13,11 +13,13 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeAlias, cast
 
+from batched import BatchedAnswerer
 from chats import Chat, kept, sha
 from prompts import SYSTEM, PublicPrompts, key, kind_of, measured_grams, unfit
 
@@ -25,11 +27,13 @@ from blockdraft import Engine, SamplingParams, load_target
 from blockdraft.data.answerers import Answerer, EngineAnswerer
 from blockdraft.data.loops import loop_begin
 from blockdraft.targets import Target
+from blockdraft.targets.native import NativeTarget
 
 PROMPT_TEMPERATURE, PROMPT_TOP_P = 0.9, 0.95
 AGAIN = 0.7  # temperature at which a looping answer is drawn anew
 TWO_TURNS = 6  # of so many chats one has two turns
 
+SLOTS = 1280  # of a row on a GPU, of which a chat of two turns takes most
 SECONDS = 20  # between two lines of progress
 
 # A task asks for tokens after a prompt, is sent them, and returns its line at last.
@@ -177,6 +181,12 @@ def whole_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.split(b"\n")] if whole else []
 
 
+def share(text: str) -> tuple[int, int]:
+    """The numbers of "I/N"."""
+    first, _, count = text.partition("/")
+    return int(first), int(count)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="the GGUF file")
@@ -185,24 +195,35 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/smollm2/answers.jsonl"))
     parser.add_argument("--tasks", type=int, default=30_000)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--gpu", action="store_true", help="answer by `batched.py` on a GPU, --batch being its rows")
+    parser.add_argument("--share", type=share, default=(0, 1), metavar="I/N", help="only every N-th task, from I on")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
 
-    target = load_target(args.target)
+    if args.gpu:
+        target = load_target(args.target, "float16", "cuda", backend="native", compile="off")
+    else:
+        target = load_target(args.target)
     writer = Writer(target, PublicPrompts(args.prompts), measured_grams(args.measured), args.seed)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     earlier = whole_lines(args.out)
     for row in earlier:
         writer.remember(row)
     done = {row["task"] for row in earlier}
-    left = [number for number in range(args.tasks) if number not in done]
+    left = [number for number in range(args.share[0], args.tasks, args.share[1]) if number not in done]
     stopped = Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stopped.set())
     counts, tokens, began = Counter[str](), 0, time.monotonic()
     told = began
-    with Engine(target, max_batch_size=args.batch) as engine, args.out.open("a", encoding="utf-8") as file:
-        for new, row in write(EngineAnswerer(engine), writer, left, stopped.is_set):
+    with ExitStack() as stack:
+        answerer: Answerer
+        if args.gpu:
+            answerer = BatchedAnswerer(cast(NativeTarget, target), args.batch, SLOTS, seed=args.seed + args.share[0])
+        else:
+            answerer = EngineAnswerer(stack.enter_context(Engine(target, max_batch_size=args.batch)))
+        file = stack.enter_context(args.out.open("a", encoding="utf-8"))
+        for new, row in write(answerer, writer, left, stopped.is_set):
             tokens += new
             if row is not None:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
