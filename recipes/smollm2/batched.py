@@ -56,7 +56,9 @@ class RowAttention(ExactAttention):
         """Write keys and values `[1, R, heads, D]` to the memory `[heads, R * T, D]`."""
         memory.index_copy_(1, self.slots, nodes[0].transpose(0, 1))
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None = None
+    ) -> Tensor:
         """Outputs `[1, R, heads * D]` for queries `[1, R, heads, D]`, with keys and values `[kv_heads, R * T, D]`."""
         assert softcap is None
         rows, (kv_heads, _, size) = queries.size(1), keys.shape

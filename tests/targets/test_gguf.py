@@ -12,11 +12,13 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf_models import MODELS, SMALL, model_of, scores
 from gguf_writer import random_blocks, write_gguf
+from pretended_gpu import GPU, pretended_gpu
 from safetensors.torch import save_file
 from thinned import thinned
 from tiny_models import tiny_tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from blockdraft.decode.proposal import chain_parents
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, READERS
 from blockdraft.nn.packed import PackedLinear
@@ -263,7 +265,7 @@ def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     target = load_target(path, device="cpu", compile="off")
     assert "The weights of" in caplog.text and "are held in 8 bits" in caplog.text
     asked: list[int] = []
-    monkeypatch.setattr(checkpoint, "check_memory", lambda file, needed, free: asked.append(needed))
+    monkeypatch.setattr(checkpoint, "check_memory", lambda file, needed, *others: asked.append(needed))
     load_target(path, device="cpu", compile="off")
     held = sum(layer.nbytes for layer in target.decoder.modules() if isinstance(layer, PackedLinear))
     assert asked[0] == pytest.approx(held, rel=0.05)
@@ -314,12 +316,24 @@ def test_refused_options(tmp_path: Path) -> None:
         load_target(tmp_path / "absent.gguf", device="cpu")
 
 
-def test_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from blockdraft.targets.base import LoadOptions
-    from blockdraft.targets.native import load
-
-    with pytest.raises(UsageError, match="runs on a CPU only, and the device is cuda:0; use the device cpu"):
-        load(tmp_path / "m.gguf", LoadOptions(dtype=torch.bfloat16, device=torch.device("cuda:0")))
+@pytest.mark.parametrize("kinds", ["Q4_1", "F32"])
+def test_a_gpu_gets_numbers(kinds: str, tmp_path: Path) -> None:
+    """A GPU has the numbers that weights of few bits stand for; a CPU also rounds what they are multiplied with."""
+    path = tmp_path / "m.gguf"
+    options: dict[str, Any] = {"dtype": "float32", "backend": "native", "compile": "off"}
+    write_gguf(path, model_of("llama", **WIDE), kinds)
+    tokens = torch.tensor([[1, 2, 3]])
+    expected = load_target(path, device="cpu", **options)
+    logits = expected.forward(tokens, chain_parents(1, 3), expected.new_cache(1, 8)).logits
+    with pretended_gpu():
+        target = load_target(path, device="cuda:0", **options)
+        assert target.bits is None and {weight.device for _, weight in target.named_weights()} == {GPU}
+        weights = {name: weight.cpu() for name, weight in target.named_weights()}
+        found = target.forward(tokens.to(GPU), chain_parents(1, 3), target.new_cache(1, 8)).logits.cpu()
+    torch.testing.assert_close(weights, dict(expected.named_weights()), rtol=0, atol=0)
+    assert target.source_fingerprint == expected.source_fingerprint
+    if kinds == "F32":
+        torch.testing.assert_close(found, logits)
 
 
 def test_random_blocks_are_finite() -> None:

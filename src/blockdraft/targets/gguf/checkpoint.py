@@ -29,7 +29,7 @@ from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf.config import EMBEDDING, describe_fitted, differences, gguf_config
 from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, dense, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
-from blockdraft.targets.native_files import Checkpoint, make_decoder
+from blockdraft.targets.native_files import UNMEASURED, Checkpoint, make_decoder
 from blockdraft.targets.weights import OpenCheckpoint
 
 GIB = 2**30
@@ -38,11 +38,12 @@ log = logging.getLogger(__name__)
 
 
 def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
-    """Read a decoder from a GGUF file. Its matrices of few bits stay as they are.
+    """Read a decoder from a GGUF file. Its matrices of few bits stay as they are on a CPU; a GPU gets the numbers that
+    they stand for, in the target's dtype.
 
     Raises:
         UsageError: The file cannot be read, the decoder does not know its architecture, types or settings, or the
-            options ask to round or adapt it, or to run it elsewhere than on a CPU.
+            options ask to round or adapt it.
     """
     check_options(path, options)
     file = open_gguf(path)
@@ -52,23 +53,27 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
         weights = decoder_weights(file, wanted)
         tokenizer, missing = find_tokenizer(file)
         ends = end_ids(file.metadata)
-    dtype = options.dtype
+    dtype, device = options.dtype, options.device
+    on_cpu = device.type == "cpu"
     matrices = {tensor.kind for tensor in weights.tensors.values() if len(tensor.shape) == 2}
     halved = matrices & set(FLOATS) == {"BF16"} and not weights.expanded
     kind = torch.bfloat16 if halved else dtype
-    check_memory(file, weights.nbytes(kind), free_bytes(options.device))
-    reason = "it was not asked for" if options.compile == "off" else why_not(wanted, dtype, options.device)
+    check_memory(file, weights.nbytes(kind if on_cpu else dtype, few=on_cpu), free_bytes(device), device)
+    refused = why_not(wanted, dtype, device) if on_cpu else UNMEASURED
+    reason = "it was not asked for" if options.compile == "off" else refused
     store = torch.int8 if options.kv_dtype == "int8" else dtype
     made = None if reason else build(kind, store, wanted.head_dim, not matrices <= set(FLOATS))
     library = None if made is None else made.library()
 
     def read(name: str) -> Tensor | QuantizedWeight:
         weight = weights.read(name)
+        if not on_cpu:
+            return dense(weight).to(device, dtype)
         if isinstance(weight, QuantizedWeight) or (library is not None and weight.ndim == 2):
             return weight
         return weight.to(dtype)
 
-    with loading(path), torch.no_grad():
+    with loading(path, device), torch.no_grad():
         decoder = make_decoder(wanted, read, library, Origin(file.parts, {"dtype": str(dtype)}))
     return Checkpoint(
         decoder=decoder,
@@ -83,22 +88,25 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     )
 
 
-def check_memory(file: GGUFFile, needed: int, free: int) -> None:
-    """Raise a UsageError if a file's weights need more bytes of memory than are free, and tell where they need much
-    more than in the file."""
+def check_memory(file: GGUFFile, needed: int, free: int, device: torch.device) -> None:
+    """Raise a UsageError if a file's weights need more bytes of a device's memory than are free, and tell where they
+    need much more than in the file."""
     path, stored = file.path, sum(part.stat().st_size for part in file.parts)
     if needed > free:
         raise UsageError(
             f"The weights of {path} take {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free; close "
-            "other programs, or use a smaller model, or this one in Q4_K_M or Q4_0."
+            "other programs, or use a smaller model"
+            f"{', or this one in Q4_K_M or Q4_0' if device.type == 'cpu' else ''}."
         )
     if needed > stored + MUCH_MORE:
         log.warning(
-            "The weights of %s take %.1f GiB of memory and %.1f GiB in the file: types of fewer than 4 bits, and those "
-            "whose values are a table, are held in 8 bits, and F16 in 32.",
+            "The weights of %s take %.1f GiB of memory and %.1f GiB in the file: %s.",
             path,
             needed / GIB,
             stored / GIB,
+            "types of fewer than 4 bits, and those whose values are a table, are held in 8 bits, and F16 in 32"
+            if device.type == "cpu"
+            else "a GPU holds them as numbers of the target's dtype, not in few bits",
         )
 
 
@@ -124,11 +132,6 @@ def understanding(path: str | Path) -> Iterator[None]:
 
 def check_options(path: str | Path, options: LoadOptions) -> None:
     """Raise a UsageError for options that GGUF files do not take."""
-    if options.device.type != "cpu":
-        raise UsageError(
-            f"{path} is a GGUF file, which runs on a CPU only, and the device is {options.device}; use the device cpu, "
-            "or the folder of the model that it was made from."
-        )
     if options.quantize is not None:
         raise UsageError(
             f"quantize is {options.quantize!r}, and the weights of a GGUF file stay as they are; leave it out, or make "

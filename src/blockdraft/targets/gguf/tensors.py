@@ -43,11 +43,12 @@ class GGUFWeights:
     def kinds(self) -> set[str]:
         return {tensor.kind for tensor in self.tensors.values()}
 
-    def nbytes(self, floats: torch.dtype) -> int:
-        """Bytes of memory that the weights take, those that are not of few bits in the dtype `floats`."""
+    def nbytes(self, floats: torch.dtype, few: bool = True) -> int:
+        """Bytes of memory that the weights take, those that are not of few bits, or all without `few`, in the dtype
+        `floats`."""
         total = 0.0
         for name, tensor in self.tensors.items():
-            is_float = tensor.kind in FLOATS or name in self.expanded
+            is_float = not few or tensor.kind in FLOATS or name in self.expanded
             total += math.prod(tensor.shape) * (floats.itemsize if is_float else bytes_held(tensor.kind))
         return round(total)
 
