@@ -23,7 +23,7 @@ def attend_rows(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr = BLOCK,
 ):
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)  # strides of many rows are beyond 32 bits
     length = tl.load(lengths + row)
     group, place, channel = tl.arange(0, 16), tl.arange(0, BLOCK), tl.arange(0, SIZE)
     own = (row * tl.num_programs(1) + head) * GROUP * SIZE + group[:, None] * SIZE + channel[None, :]

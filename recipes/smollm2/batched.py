@@ -62,7 +62,7 @@ class RowAttention(ExactAttention):
         """Outputs `[1, R, heads * D]` for queries `[1, R, heads, D]`, with keys and values `[kv_heads, R * T, D]`."""
         assert softcap is None
         rows, (kv_heads, _, size) = queries.size(1), keys.shape
-        grouped = queries[0].reshape(rows, kv_heads, -1, size)
+        grouped = queries[0].reshape(rows, kv_heads, -1, size).contiguous()  # which the kernel takes for granted
         attend = kernel if keys.is_cuda else reference
         return attend(grouped, keys, values, self.lengths, self.room, scale).reshape(1, rows, -1)
 

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, cast
 
 from batched import BatchedAnswerer
 from chats import Chat, kept, sha
-from prompts import SYSTEM, PublicPrompts, key, kind_of, measured_grams, unfit
+from prompts import PATTERN, SYSTEM, PublicPrompts, key, kind_of, measured_grams, unfit
 
 from blockdraft import Engine, SamplingParams, load_target
 from blockdraft.data.answerers import Answerer, EngineAnswerer
@@ -196,7 +196,9 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=30_000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--gpu", action="store_true", help="answer by `batched.py` on a GPU, --batch being its rows")
-    parser.add_argument("--share", type=share, default=(0, 1), metavar="I/N", help="only every N-th task, from I on")
+    parser.add_argument(
+        "--share", type=share, default=(0, 1), metavar="I/N", help="only every N-th round of tasks, from I on"
+    )
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
 
@@ -210,7 +212,8 @@ def main() -> None:
     for row in earlier:
         writer.remember(row)
     done = {row["task"] for row in earlier}
-    left = [number for number in range(args.share[0], args.tasks, args.share[1]) if number not in done]
+    part, parts = args.share
+    left = [n for n in range(args.tasks) if n not in done and n // len(PATTERN) % parts == part]
     stopped = Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stopped.set())

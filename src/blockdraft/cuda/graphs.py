@@ -7,8 +7,10 @@ at the address and in the layout of an earlier one replays its graphs.
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -56,9 +58,22 @@ class CudaRecorder:
                     call()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with kept_garbage(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 results = call()
         return results, graph.replay
+
+
+@contextmanager
+def kept_garbage() -> Iterator[None]:
+    """A part of a program in which Python frees no objects that refer to each other: an earlier owner's graph among
+    them, freed during a capture, would break it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Graph(NamedTuple):
