@@ -119,7 +119,8 @@ def new_network(kind: Kind, recipe: Recipe, target: Target) -> nn.Module:
         assert isinstance(recipe, SmallLMRecipe)
         return Qwen3ForCausalLM(small_lm_config(recipe, target))
     variant = find_variant(kind.name)(recipe)
-    config = variant.config(target)
+    with torch.device("cpu"):  # where its mask token is looked for
+        config = variant.config(target)
     return variant.network(config)
 
 
