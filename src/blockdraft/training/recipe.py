@@ -28,7 +28,8 @@ class Recipe:
         anchor_placement: "random", or "fixed" for blocks that follow each other, as a baseline.
         held_out: Documents that are held out to measure on; None is 64, or a tenth of all documents if that is less.
         features: Source of the target's hidden states. None runs the target in each step; "memory" computes them once
-            at the start and keeps them in memory in bfloat16; anything else is a folder of stored features.
+            and keeps them: on a CPU at the start, in bfloat16, on a GPU in the first pass, in up to half of
+            its free memory; anything else is a folder of stored features.
         objective: Names of objectives and their weights.
         gamma: Decay constant, in slots, of the objectives that decay; None depends on the block size, 0 is no decay.
         epochs: Passes over the data.

@@ -29,7 +29,7 @@ from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf.config import EMBEDDING, describe_fitted, differences, gguf_config
 from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, dense, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
-from blockdraft.targets.native_files import UNMEASURED, Checkpoint, make_decoder
+from blockdraft.targets.native_files import NOT_CAPTURED, Checkpoint, make_decoder
 from blockdraft.targets.weights import OpenCheckpoint
 
 GIB = 2**30
@@ -59,7 +59,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     halved = matrices & set(FLOATS) == {"BF16"} and not weights.expanded
     kind = torch.bfloat16 if halved else dtype
     check_memory(file, weights.nbytes(kind if on_cpu else dtype, few=on_cpu), free_bytes(device), device)
-    refused = why_not(wanted, dtype, device) if on_cpu else UNMEASURED
+    refused = why_not(wanted, dtype, device) if on_cpu else NOT_CAPTURED
     reason = "it was not asked for" if options.compile == "off" else refused
     store = torch.int8 if options.kv_dtype == "int8" else dtype
     made = None if reason else build(kind, store, wanted.head_dim, not matrices <= set(FLOATS))
