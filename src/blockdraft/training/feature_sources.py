@@ -48,6 +48,7 @@ def open_source(
     Raises:
         UsageError: Stored features belong to another target, other data or other taps, or memory does not suffice.
     """
+
     def computed(chosen: Sequence[int]) -> list[Tensor]:
         return tapped_features(target, taps, [documents[i].tokens for i in chosen])
 
