@@ -11,7 +11,7 @@ import pytest
 import torch
 from thinned import thinned
 
-from blockdraft.cpu.library import INTEGERS, Library
+from blockdraft.cpu.library import FACTORS, INTEGERS, Library
 from blockdraft.cpu.sources import FLAGS, PARALLEL, SOURCE, VECTORS, command
 from blockdraft.machine import processor_flags
 from blockdraft.nn.packed import PackedLinear
@@ -41,13 +41,15 @@ def compiled(folder: Path, processor: str, lanes: int) -> Library:
 
 def weights() -> Iterator[QuantizedWeight]:
     generator = torch.Generator().manual_seed(0)
-    for bits, group, has_offset, outputs in product((4, 8), GROUPS, (False, True), (1, 149)):
+    for bits, group, offsets, outputs in product((4, 8), GROUPS, (None, *FACTORS), (1, 149)):
         own = rounded(torch.randn(outputs, 3 * group, generator=generator), bits, group)
         if bits == 8:
             own.codes[0, :2] = -128  # of others' checkpoints
-        if has_offset:
-            codes = own.codes + 8 if bits == 4 else own.codes
-            own = QuantizedWeight(codes, own.scale.float(), torch.randn(own.scale.shape, generator=generator), bits)
+        if offsets is not None:
+            codes, offset = own.codes + 8 if bits == 4 else own.codes, torch.randn(own.scale.shape, generator=generator)
+            offset[0, 0] = 3 * 2.0**-24  # subnormal in float16
+            scale = own.scale.float() if group == 24 else own.scale
+            own = QuantizedWeight(codes, scale, offset.to(offsets), bits)
         yield own
 
 
@@ -69,6 +71,10 @@ def test_each_processor_computes_what_torch_computes(processor: str, lanes: int,
         torch.testing.assert_close(alone, right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
         for rows in ROWS:
             assert torch.equal(layer(x[:rows]), alone[:rows]), (own.bits, own.group, rows)
+        offset = None if own.offset is None else own.offset.float()
+        wide = PackedLinear(QuantizedWeight(own.codes, own.scale.float(), offset, own.bits), layer.bias)
+        wide.pack(library)
+        assert torch.equal(wide(x), alone), (own.bits, own.group, "float16 holds the same numbers")
 
 
 @pytest.mark.slow
@@ -107,8 +113,8 @@ def test_arm_computes_what_torch_computes(features: str, tmp_path: Path) -> None
             x = torch.randn(9, own.shape[1], generator=torch.Generator().manual_seed(1))
             expected.append(own.multiply(x).flatten())
             laid = InterleavedWeight.of(own, LANES_OF_ARM)
-            half = laid.scale.dtype == torch.float16
-            sizes = own.shape[1], own.shape[0], INTEGERS[own.bits], own.group, half, own.offset is not None, 9
+            kinds = [-1 if each is None else FACTORS[each.dtype] for each in (laid.scale, laid.offset)]
+            sizes = own.shape[1], own.shape[0], INTEGERS[own.bits], own.group, *kinds, 9
             file.write(struct.pack("<8q", *sizes, laid.codes.nbytes))
             for each in (laid.codes, laid.scale, laid.offset, x):
                 file.write(b"" if each is None else each.numpy().tobytes())

@@ -278,8 +278,11 @@ def test_weights_of_few_bits_are_checked() -> None:
     codes, scale = torch.zeros(2, 4, 8, 4, dtype=torch.uint8), torch.zeros(2, 1, 8)
     x, y = torch.ones(3, 16), torch.zeros(3, 9)
 
-    def multiply(kernels: library.Library, kind: int, group: int, scales: int | None = scale.data_ptr()) -> str:
-        fields = LinearFields(weight=codes.data_ptr(), scale=scales, inputs=16, outputs=9, kind=kind, group=group)
+    def multiply(
+        kernels: library.Library, kind: int, group: int, scales: int | None = scale.data_ptr(), **more: Any
+    ) -> str:
+        sizes = {"inputs": 16, "outputs": 9, "kind": kind, "group": group}
+        fields = LinearFields(weight=codes.data_ptr(), scale=scales, **sizes, **more)
         at = x.data_ptr(), 16, 3, y.data_ptr(), 1
         return outcome(lambda: kernels._checked(kernels._packed_linear(ctypes.byref(fields), *at)))
 
@@ -287,6 +290,9 @@ def test_weights_of_few_bits_are_checked() -> None:
     for kernels, kind, group in ((made(), 2, 16), (few, 1, 16), (few, 4, 16), (few, -1, 16)):
         assert "of a kind that this library was not built for" in multiply(kernels, kind, group)
     assert "has no scale" in multiply(few, 2, 16, None)
+    assert multiply(few, 2, 16, scale_kind=4, offset=scale.data_ptr(), offset_kind=4) == "nothing"
+    for factors in ({"scale_kind": 1}, {"offset": scale.data_ptr(), "offset_kind": 2}):
+        assert "or its scales or offsets are" in multiply(few, 2, 16, **factors)
     for group in (0, 4, 12, 32, -8, 1 << 20):
         assert "groups of a weight" in multiply(few, 3, group), group
 

@@ -95,6 +95,7 @@ def test_layout(kind: str, tmp_path: Path) -> None:
     assert isinstance(weight, QuantizedWeight)
     codes = int(weight.codes.min()), int(weight.codes.max())
     assert LAYOUTS[kind] == (weight.bits, weight.group, weight.scale.dtype, weight.offset is not None, *codes)
+    assert weight.offset is None or weight.offset.dtype == weight.scale.dtype
     assert bytes_held(kind) == weight.nbytes / (ROWS * INPUTS)
 
 

@@ -98,6 +98,10 @@ def test_weights_of_different_kinds_are_joined_without_changing_a_number() -> No
             torch.testing.assert_close(
                 both.dequantize(), torch.cat([part.dequantize() for part in parts]), rtol=1e-6, atol=1e-6
             )
+    halves = [QuantizedWeight(each.codes, each.scale, each.scale, 4) for each in (weight(4), weight(4))]
+    both, mixed = joined_weights(halves), joined_weights([halves[0], weight(4, offset=True)])
+    assert both.offset is not None and both.offset.dtype == torch.float16
+    assert mixed.offset is not None and mixed.offset.dtype == torch.float32
     same = joined_weights([weight(4), weight(4)])
     assert same.bits == 4 and same.group == 32 and same.offset is None and same.scale.dtype == torch.float16
 
@@ -141,7 +145,7 @@ def test_groups_of_which_none_divides_the_other_are_joined() -> None:
 
 def test_other_dtypes_are_named() -> None:
     codes, scale = torch.zeros(2, 32, dtype=torch.int8), torch.ones(2, 1, dtype=torch.float16)
-    with pytest.raises(AssertionError, match="offset is torch.float16, not float32"):
-        QuantizedWeight(codes, scale, scale, 4)
+    with pytest.raises(AssertionError, match="offset is torch.int32, not float16 or float32"):
+        QuantizedWeight(codes, scale, scale.int(), 4)
     with pytest.raises(AssertionError, match="scale is torch.bfloat16, not float16 or float32"):
         QuantizedWeight(codes, scale.bfloat16(), None, 4)

@@ -9,11 +9,11 @@
 
 /* weight: [blocks, inputs, LANES] of floats; with 8 bits [blocks, inputs / 4, LANES, 4]; with 4 bits [blocks,
    inputs / 8, LANES, 4], of each 8 inputs the first 4 in the low halves of bytes. scale, and offset or null: [blocks,
-   inputs / group, LANES]. bias: [blocks * LANES] or null. */
+   inputs / group, LANES], each FLOAT32 or FLOAT16. bias: [blocks * LANES] or null. */
 #define Linear_FIELDS(FIELD, S)                                                                           \
-    FIELD(S, const void *, weight) FIELD(S, const void *, scale) FIELD(S, const float *, offset)          \
+    FIELD(S, const void *, weight) FIELD(S, const void *, scale) FIELD(S, const void *, offset)           \
     FIELD(S, const float *, bias) FIELD(S, i64, inputs) FIELD(S, i64, outputs) FIELD(S, i64, kind)        \
-    FIELD(S, i64, group) FIELD(S, i64, half_scales)
+    FIELD(S, i64, group) FIELD(S, i64, scale_kind) FIELD(S, i64, offset_kind)
 STRUCT(Linear)
 
 /* Convolutions of a layer's input and output along the nodes of a row. base: taps [2, taps, hidden], to which a
@@ -96,7 +96,7 @@ const Field *fields(void) {
     P(TAPS, "a tap lies beyond the layers")                                                               \
     P(LOGITS, "logits are wanted of a node that is not there, or of more nodes than there are")           \
     P(TOKENS, "a token lies outside the embedding")                                                       \
-    P(KIND, "a weight is of a kind that this library was not built for, or has no scale")                 \
+    P(KIND, "a weight is of a kind that this library was not built for, or its scales or offsets are, or it has no scale") \
     P(GROUP, "the groups of a weight are no multiples of 8, too large, or do not divide its inputs")                 \
     P(MEMORY, "there is not enough memory")
 #define CODE(name, words) name,
@@ -128,6 +128,8 @@ static i64 check_kind(const Linear *l) {
     REFUSE(!l->weight, POINTER);
     if (l->kind == WEIGHT) return 0;
     REFUSE(!INTEGERS || (l->kind != INT8 && l->kind != INT4) || !l->scale, KIND);
+    REFUSE(l->scale_kind != FLOAT32 && l->scale_kind != FLOAT16, KIND);
+    REFUSE(l->offset && l->offset_kind != FLOAT32 && l->offset_kind != FLOAT16, KIND);
     REFUSE(l->group < 8 || l->group % 8 || l->group > MOST_GROUP || l->inputs % l->group, GROUP);
     return 0;
 }

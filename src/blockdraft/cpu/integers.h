@@ -3,7 +3,7 @@
 typedef uint8_t codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int8_t signed_codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int16_t shorts __attribute__((vector_size(4 * LANES), may_alias));
-typedef uint16_t half_scales __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint16_t half_factors __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 #if LANES == 16
 #define WIDE(name) _mm512_##name
@@ -144,9 +144,12 @@ static void round_inputs(const Linear *l, const float *x, i64 xs, i64 rows, Roun
     }
 }
 
-INLINE vec load_scale(const Linear *l, i64 at) {
-    if (!l->half_scales) return *(const vec *)((const float *)l->scale + at);
-    const uint16_t *half = (const uint16_t *)l->scale + at;
+#define FACTOR_BYTES(kind) ((kind) == FLOAT16 ? 2 : 4)
+
+/* Scales or offsets of LANES outputs. */
+INLINE vec load_factors(const void *factors, i64 at, i64 kind) {
+    if (kind == FLOAT32) return *(const vec *)((const float *)factors + at);
+    const uint16_t *half = (const uint16_t *)factors + at;
 #if LANES == 16
     return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)half));
 #elif LANES == 8 && defined(__F16C__)
@@ -156,12 +159,16 @@ INLINE vec load_scale(const Linear *l, i64 at) {
 #elif defined(__ARM_FEATURE_DOTPROD)
     return (vec)vcvt_f32_f16(vld1_f16((const __fp16 *)half));
 #else
-    ints bits = __builtin_convertvector(*(const half_scales *)half, ints);
+    ints bits = __builtin_convertvector(*(const half_factors *)half, ints);
     /* The biases of the exponents differ by 112. Multiplying by 2^112 corrects that, also for subnormal numbers. */
     vec size = (vec)((bits & 0x7fff) << 13) * 5.192296858534828e33f;
     ints strange = (bits & 0x7c00) == 0x7c00; /* infinite or NaN */
     return choose(strange, splat(NAN), (vec)((ints)size | (bits & 0x8000) << 16));
 #endif
+}
+
+static float one_factor(const void *factors, i64 at, i64 kind) {
+    return kind == FLOAT16 ? half_to_float(((const uint16_t *)factors)[at]) : ((const float *)factors)[at];
 }
 
 INLINE ints spread(const int8_t *four) { /* the same 4 bytes for each lane */
@@ -270,12 +277,12 @@ INLINE void integer_tile(const Linear *l, Rounded in, i64 block, float *y, i64 y
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) sums[r] -= (in.sums[g * R + r] - (ints){}) * base;
         }
-        const vec scale = load_scale(l, at);
+        const vec scale = load_factors(l->scale, at, l->scale_kind);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
             totals[r] = FMA(__builtin_convertvector(sums[r], vec), scale * splat(in.factors[g * R + r]), totals[r]);
         if (!l->offset) continue;
-        const vec offset = *(const vec *)(l->offset + at);
+        const vec offset = load_factors(l->offset, at, l->offset_kind);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) totals[r] = FMA(offset, splat(in.products[g * R + r]), totals[r]);
     }
@@ -330,8 +337,7 @@ static void integer_row(const Linear *l, i64 output, float factor, float *to) {
         const i64 at = (block * groups + i / l->group) * LANES + lane, k = i % 8;
         int code = is4 ? w[(i / 8 * LANES + lane) * 4 + k % 4] >> (k < 4 ? 0 : 4) & 15
                        : (int8_t)w[(i / 4 * LANES + lane) * 4 + i % 4];
-        float scale = l->half_scales ? half_to_float(((const uint16_t *)l->scale)[at]) : ((const float *)l->scale)[at];
-        float weight = (float)(code - base) * scale;
-        to[i] = factor * (l->offset ? weight + l->offset[at] : weight);
+        float weight = (float)(code - base) * one_factor(l->scale, at, l->scale_kind);
+        to[i] = factor * (l->offset ? weight + one_factor(l->offset, at, l->offset_kind) : weight);
     }
 }

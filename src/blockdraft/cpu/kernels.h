@@ -56,7 +56,7 @@ typedef short eight __attribute__((vector_size(16)));
 #endif
 #endif
 
-enum { FLOAT32, BFLOAT16, INT8, INT4 };
+enum { FLOAT32, BFLOAT16, INT8, INT4, FLOAT16 };
 #define BYTES(kind) ((kind) == FLOAT32 ? 4 : (kind) == BFLOAT16 ? 2 : 1)
 #define SLOT(D) (STORE == INT8 ? (D) + 4 : (D)) /* numbers of a key or value in the store; with 8 bits a factor follows */
 

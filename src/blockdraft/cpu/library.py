@@ -19,6 +19,7 @@ from blockdraft.nn.quantized import InterleavedWeight
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # numbers of kernels.h for dtypes of weights and stores
 INTEGERS = {8: 2, 4: 3}  # its numbers for integers, by their bits
 STORES = KINDS | {torch.int8: INTEGERS[8]}
+FACTORS = {torch.float32: 0, torch.float16: 4}  # its numbers for dtypes of scales and offsets
 DTYPES = {number: dtype for dtype, number in STORES.items()}
 FACTOR = 4  # int8 numbers behind a key or a value, which hold its factor
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
@@ -39,7 +40,7 @@ class LinearFields(Fields):
 
     _fields_ = [
         *((name, c_void_p) for name in ("weight", "scale", "offset", "bias")),
-        *((name, c_int64) for name in ("inputs", "outputs", "kind", "group", "half_scales")),
+        *((name, c_int64) for name in ("inputs", "outputs", "kind", "group", "scale_kind", "offset_kind")),
     ]
 
 
@@ -169,8 +170,9 @@ class Product:
             self.fields.weight, self.fields.kind = weight.data_ptr(), KINDS[weight.dtype]
         else:
             self.fields.weight, self.fields.kind = weight.codes.data_ptr(), INTEGERS[weight.bits]
-            self.fields.scale, self.fields.half_scales = weight.scale.data_ptr(), weight.scale.dtype == torch.float16
-            self.fields.offset = None if weight.offset is None else weight.offset.data_ptr()
+            self.fields.scale, self.fields.scale_kind = weight.scale.data_ptr(), FACTORS[weight.scale.dtype]
+            if weight.offset is not None:
+                self.fields.offset, self.fields.offset_kind = weight.offset.data_ptr(), FACTORS[weight.offset.dtype]
             self.fields.group = weight.group
 
     def __call__(self, x: Tensor, out: Tensor) -> None:

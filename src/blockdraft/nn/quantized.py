@@ -23,6 +23,7 @@ LEAST_INPUT = 1e-30  # a group whose largest number is no larger is rounded to 0
 GROUPS = (128, 64, 32, 16, 8)  # sizes that `best_group` chooses from, the best first
 LEAST_GROUP = GROUPS[-1]
 MOST_GROUP = 65536  # largest group whose products compiled kernels add up without an overflow
+FACTORS = (torch.float16, torch.float32)  # dtypes of scales and offsets
 PIECE = 1 << 20  # codes that are interleaved at once
 
 
@@ -33,7 +34,7 @@ class QuantizedWeight:
     Args:
         codes: `[out, in]` int8; with 4 bits from -8 to 7, or from 0 to 15 where there is an offset.
         scale: `[out, in / group]` float32, or float16 where that represents it exactly.
-        offset: `[out, in / group]` float32; None is 0.
+        offset: The same; None is 0.
         bits: 4 or 8.
     """
 
@@ -47,12 +48,10 @@ class QuantizedWeight:
         assert self.scale.ndim == 2 and len(self.scale) == len(self.codes), (self.scale.shape, self.codes.shape)
         assert self.codes.size(1) == self.scale.size(1) * self.group, (self.scale.shape, self.codes.shape)
         assert self.group % LEAST_GROUP == 0, self.group
-        assert self.scale.dtype in (torch.float16, torch.float32), (
-            f"scale is {self.scale.dtype}, not float16 or float32"
-        )
         if self.offset is not None:
             assert self.offset.shape == self.scale.shape, (self.offset.shape, self.scale.shape)
-            assert self.offset.dtype == torch.float32, f"offset is {self.offset.dtype}, not float32"
+        for name, each in (("scale", self.scale), ("offset", self.offset)):
+            assert each is None or each.dtype in FACTORS, f"{name} is {each.dtype}, not float16 or float32"
 
     @property
     def group(self) -> int:
@@ -74,7 +73,7 @@ class QuantizedWeight:
         codes = self.codes.float().unflatten(1, (-1, self.group))
         weight: Tensor = codes * self.scale.float().unsqueeze(-1)
         if self.offset is not None:
-            weight = weight + self.offset.unsqueeze(-1)
+            weight = weight + self.offset.float().unsqueeze(-1)
         return weight.flatten(1)
 
     def channels(self, index: Tensor) -> QuantizedWeight:
@@ -93,7 +92,7 @@ class QuantizedWeight:
             sums = codes[:, part] @ self.codes[:, part].float().T
             out = out + sums * (self.scale[:, number].float() * scale)
             if self.offset is not None:
-                out = out + self.offset[:, number] * (codes[:, part].sum(1, keepdim=True) * scale)
+                out = out + self.offset[:, number].float() * (codes[:, part].sum(1, keepdim=True) * scale)
         return out
 
 
@@ -145,19 +144,22 @@ def joined_weights(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     codes, scales, offsets = [], [], []
     for part in parts:
         own, scale, offset = part.codes, part.scale.float(), part.offset
-        if offset is None:
+        if offset is not None:
+            offset = offset.float()
+        else:
             signed = bits == 4 and shifted
             own, offset = (own + 8, -8 * scale) if signed else (own, torch.zeros_like(scale))
         codes.append(own)
         scales.append(scale.repeat_interleave(part.group // group, 1))
         offsets.append(offset.repeat_interleave(part.group // group, 1))
-    return QuantizedWeight(torch.cat(codes), narrow(torch.cat(scales)), torch.cat(offsets) if shifted else None, bits)
+    offset = narrow(torch.cat(offsets)) if shifted else None
+    return QuantizedWeight(torch.cat(codes), narrow(torch.cat(scales)), offset, bits)
 
 
-def narrow(scale: Tensor) -> Tensor:
-    """Scales as float16 if that represents all of them exactly, else as float32."""
-    half = scale.half()
-    return half if torch.equal(half.float(), scale.float()) else scale.float()
+def narrow(factors: Tensor) -> Tensor:
+    """Scales or offsets as float16 if that represents all of them exactly, else as float32."""
+    half = factors.half()
+    return half if torch.equal(half.float(), factors.float()) else factors.float()
 
 
 @dataclass(frozen=True)

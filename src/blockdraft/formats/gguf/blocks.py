@@ -40,8 +40,7 @@ def _numbers(raw: Tensor, bits: int, size: int) -> Tensor:
 
 
 def _weight(codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int) -> QuantizedWeight:
-    offset = None if offset is None else offset.float().flatten(1)
-    return QuantizedWeight(codes.flatten(1), scale.flatten(1), offset, bits)
+    return QuantizedWeight(codes.flatten(1), scale.flatten(1), None if offset is None else offset.flatten(1), bits)
 
 
 def _q4_0(raw: Tensor) -> QuantizedWeight:

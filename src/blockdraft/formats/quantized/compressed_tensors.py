@@ -139,7 +139,7 @@ def parts_of(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     }
     if weight.offset is not None:
         shift = middle if weight.bits == 8 else 0
-        zeros = (shift - weight.offset / weight.scale.float()).round()
+        zeros = (shift - weight.offset.float() / weight.scale.float()).round()
         zeros = torch.where(weight.scale == 0, float(middle), zeros).to(torch.uint8).T
         rest = -zeros.size(1) % (32 // weight.bits)
         parts[f"{module}.weight_zero_point"] = packed(
