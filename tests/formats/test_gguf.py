@@ -16,6 +16,7 @@ from blockdraft.formats.gguf import FLOATS, READERS, GGUFTensor, bytes_held, ope
 from blockdraft.nn.quantized import QuantizedWeight, joined_weights
 
 ROWS, INPUTS = 6, 512
+SMAPS = Path("/proc/self/smaps")
 FEW = [kind for kind in READERS if kind not in FLOATS]
 
 
@@ -86,6 +87,19 @@ LAYOUTS = {
     "IQ1_S": (8, 32, torch.float32, False, -9, 9),
     "IQ1_M": (8, 16, torch.float32, False, -9, 9),
 }
+
+
+@pytest.mark.skipif(not SMAPS.is_file(), reason="this system does not tell what is in memory")
+@pytest.mark.parametrize("channels", [None, torch.tensor([3, 1])])
+def test_what_was_read_leaves_memory(channels: torch.Tensor | None, tmp_path: Path) -> None:
+    """Of the file, what lies beside it included, which the system reads at the same time."""
+    path = tmp_path / "a.gguf"
+    write(path, {f"x{number}": "F32" for number in range(40)})
+    file = open_gguf(path)
+    file.tensors["x20"].read(channels)
+    lines = SMAPS.read_text().splitlines()
+    [place] = [number for number, line in enumerate(lines) if line.endswith(str(path))]
+    assert next(line.split()[1] for line in lines[place:] if line.startswith("Rss:")) == "0"
 
 
 @pytest.mark.parametrize("kind", FEW)

@@ -24,7 +24,8 @@ from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import open_gguf
 from blockdraft.targets import BUNDLED, TargetText, load_target, load_target_text, tokenizer_metadata
-from blockdraft.targets.gguf.tokenizer import SPLITS, gguf_tokenizer
+from blockdraft.targets.gguf import tokenizer as tokenizer_module
+from blockdraft.targets.gguf.tokenizer import SPLITS, gguf_tokenizer, of_bytes
 from blockdraft.types import SamplingParams
 
 TEXTS = (
@@ -328,3 +329,18 @@ def test_tokenizers_that_have_no_name() -> None:
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
     with pytest.raises(UsageError, match="is of the kind WordLevel; tokenizers of byte pairs"):
         tokenizer_metadata(as_text(words), 300, "qwen3")
+
+
+def test_a_vocabulary_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By transformers, which took as long as making it."""
+    made = []
+
+    def keep(*given: Any) -> Tokenizer:
+        made.append(of_bytes(*given))
+        return made[0]
+
+    monkeypatch.setattr(tokenizer_module, "of_bytes", keep)
+    metadata = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
+    found = gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+    assert isinstance(found, PreTrainedTokenizerFast)
+    assert found.backend_tokenizer is made[0] and found("abb")["input_ids"] == [2, 1]

@@ -74,9 +74,8 @@ class GGUFTensor:
         raw = np.frombuffer(self.file, np.uint8, count, self.place).reshape(shape)
         is_vector = len(self.shape) == 1
         raw = raw.copy() if channels is None or is_vector else raw[channels.numpy()]
-        if hasattr(self.file, "madvise"):  # releases the pages of the file that were read
-            begin = self.place - self.place % mmap.PAGESIZE
-            self.file.madvise(mmap.MADV_DONTNEED, begin, self.place + count - begin)
+        if hasattr(self.file, "madvise"):  # releases the pages that were read, and others that came with them
+            self.file.madvise(mmap.MADV_DONTNEED)
         found = (READERS | INDICES)[self.kind](torch.from_numpy(raw))
         if is_vector and channels is not None:
             assert isinstance(found, Tensor), "few bits are for matrices"

@@ -21,7 +21,7 @@ from blockdraft.cpu.weight_cache import Origin
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, GGUFFile, open_gguf
 from blockdraft.formats.stored import FEW_BITS, Stored
-from blockdraft.machine import free_bytes
+from blockdraft.machine import free_bytes, return_freed
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.targets.base import LoadOptions, NotCovered, TargetText
 from blockdraft.targets.checkpoint import end_tokens, loading, max_context
@@ -53,6 +53,8 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
         weights = decoder_weights(file, wanted)
         tokenizer, missing = find_tokenizer(file)
         ends = end_ids(file.metadata)
+    file = replace(file, metadata={})  # frees its vocabulary
+    return_freed()
     dtype, device = options.dtype, options.device
     on_cpu = device.type == "cpu"
     matrices = {tensor.kind for tensor in weights.tensors.values() if len(tensor.shape) == 2}

@@ -94,11 +94,22 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     bos = spelled["bos_token"] if adds_bos else None
     found.post_processor = post_processor(vocab, bos, spelled["eos_token"], metadata)
     return PreTrainedTokenizerFast(
-        tokenizer_object=found,
+        tokenizer_object=_Kept(found),
         clean_up_tokenization_spaces=False,
         chat_template=metadata.get("tokenizer.chat_template"),
         **spelled,
     )
+
+
+class _Kept:
+    """A tokenizer of which transformers gets the original where it asks for a copy, which would take as long as making
+    it did."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tokenizer:
+        return self._tokenizer
 
 
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask"}
