@@ -15,7 +15,7 @@ from blockdraft.cpu.library import FACTORS, INTEGERS, Library
 from blockdraft.cpu.sources import FLAGS, PARALLEL, SOURCE, VECTORS, command
 from blockdraft.machine import processor_flags
 from blockdraft.nn.packed import PackedLinear
-from blockdraft.nn.quantized import InterleavedWeight, QuantizedWeight
+from blockdraft.nn.quantized import InterleavedWeight, NestedFactors, QuantizedWeight, spans
 from blockdraft.nn.rounding import rounded
 
 # gcc's names of processors: what their kernels use, and what the one that runs them must have.
@@ -41,7 +41,7 @@ def compiled(folder: Path, processor: str, lanes: int) -> Library:
 
 def weights() -> Iterator[QuantizedWeight]:
     generator = torch.Generator().manual_seed(0)
-    for bits, group, offsets, outputs in product((4, 8), GROUPS, (None, *FACTORS), (1, 149)):
+    for bits, group, offsets, outputs in product((4, 8), GROUPS, (None, torch.float32, torch.float16), (1, 149)):
         own = rounded(torch.randn(outputs, 3 * group, generator=generator), bits, group)
         if bits == 8:
             own.codes[0, :2] = -128  # of others' checkpoints
@@ -51,6 +51,18 @@ def weights() -> Iterator[QuantizedWeight]:
             scale = own.scale.float() if group == 24 else own.scale
             own = QuantizedWeight(codes, scale, offset.to(offsets), bits)
         yield own
+    for bits, group, has_offset, outputs in product((4, 8), (16, 32), (False, True), (1, 149)):
+        size, units = 8 * group, 3
+        codes = torch.randint(0, 8, (outputs, units * size), dtype=torch.int8, generator=generator)
+        scale, offset = (
+            NestedFactors(
+                torch.randint(-128, 128, (outputs, 8 * units), dtype=torch.int8, generator=generator),
+                (torch.randn(outputs, units, generator=generator) / 100).half(),
+            )
+            for _ in range(2)
+        )
+        scale.unit[0, 0] = 3 * 2.0**-24
+        yield QuantizedWeight(codes, scale, offset if has_offset else None, bits)
 
 
 @pytest.mark.slow
@@ -113,11 +125,12 @@ def test_arm_computes_what_torch_computes(features: str, tmp_path: Path) -> None
             x = torch.randn(9, own.shape[1], generator=torch.Generator().manual_seed(1))
             expected.append(own.multiply(x).flatten())
             laid = InterleavedWeight.of(own, LANES_OF_ARM)
-            kinds = [-1 if each is None else FACTORS[each.dtype] for each in (laid.scale, laid.offset)]
+            tensors = laid.tensors()
+            kinds = [FACTORS[tensors[name].dtype] if name in tensors else -1 for name in ("scale", "offset")]
             sizes = own.shape[1], own.shape[0], INTEGERS[own.bits], own.group, *kinds, 9
-            file.write(struct.pack("<8q", *sizes, laid.codes.nbytes))
-            for each in (laid.codes, laid.scale, laid.offset, x):
-                file.write(b"" if each is None else each.numpy().tobytes())
+            file.write(struct.pack("<9q", *sizes, laid.codes.nbytes, max(spans(own.scale, own.offset), default=0)))
+            for each in (*tensors.values(), x):
+                file.write(each.numpy().tobytes())
     found = subprocess.run(["qemu-aarch64-static", program, data], check=True, capture_output=True).stdout
     numbers = torch.frombuffer(bytearray(found), dtype=torch.float32)
     right = torch.cat(expected)

@@ -293,6 +293,10 @@ def test_weights_of_few_bits_are_checked() -> None:
     assert multiply(few, 2, 16, scale_kind=4, offset=scale.data_ptr(), offset_kind=4) == "nothing"
     for factors in ({"scale_kind": 1}, {"offset": scale.data_ptr(), "offset_kind": 2}):
         assert "or its scales or offsets are" in multiply(few, 2, 16, **factors)
+    nested = {"scale_kind": 2, "scale_unit": scale.data_ptr(), "span": 1}
+    assert multiply(few, 2, 16, **nested) == multiply(few, 2, 8, **(nested | {"span": 2})) == "nothing"
+    for wrong in ({"span": 0}, {"span": 2}, {"span": -1}, {"scale_unit": None}):
+        assert "or its scales or offsets are" in multiply(few, 2, 16, **(nested | wrong)), wrong
     for group in (0, 4, 12, 32, -8, 1 << 20):
         assert "groups of a weight" in multiply(few, 3, group), group
 

@@ -204,7 +204,7 @@ def test_each_matrix_is_looked_at(origin: Origin) -> None:
     path = origin.path(library())
     content = path.read_bytes()
     for matrix in header_of(content)["matrices"].values():
-        for part in matrix["parts"]:
+        for part in matrix["parts"].values():
             assert part["begin"] % weight_cache.ALIGNMENT == 0
             at = part["end"] - 1
             path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])

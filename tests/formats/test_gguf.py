@@ -13,7 +13,7 @@ from gguf_writer import random_blocks
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, READERS, GGUFTensor, bytes_held, open_gguf, read_header
-from blockdraft.nn.quantized import QuantizedWeight, joined_weights
+from blockdraft.nn.quantized import NestedFactors, QuantizedWeight, joined_weights
 
 ROWS, INPUTS = 6, 512
 SMAPS = Path("/proc/self/smaps")
@@ -61,24 +61,24 @@ def test_numbers_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
     assert torch.equal(numbers_of(tensor), wanted["x"])
 
 
-# Bits, group, dtype of scales, whether there is an offset, lowest and highest code.
+# Bits, group, dtype of scales (int8: nested ones), whether there is an offset, lowest and highest code.
 LAYOUTS = {
     "Q4_0": (4, 32, torch.float16, False, -8, 7),
     "Q4_1": (4, 32, torch.float16, True, 0, 15),
     "Q5_0": (8, 32, torch.float16, False, -16, 15),
     "Q5_1": (8, 32, torch.float16, True, 0, 31),
     "Q8_0": (8, 32, torch.float16, False, -128, 127),
-    "Q2_K": (4, 16, torch.float32, True, 0, 3),
-    "Q3_K": (4, 16, torch.float32, False, -4, 3),
-    "Q4_K": (4, 32, torch.float32, True, 0, 15),
-    "Q5_K": (8, 32, torch.float32, True, 0, 31),
-    "Q6_K": (8, 16, torch.float32, False, -32, 31),
+    "Q2_K": (4, 16, torch.int8, True, 0, 3),
+    "Q3_K": (4, 16, torch.int8, False, -4, 3),
+    "Q4_K": (4, 32, torch.int8, True, 0, 15),
+    "Q5_K": (8, 32, torch.int8, True, 0, 31),
+    "Q6_K": (8, 16, torch.int8, False, -32, 31),
     "TQ1_0": (4, 256, torch.float16, False, -1, 1),
     "TQ2_0": (4, 256, torch.float16, False, -1, 2),
     "MXFP4": (8, 32, torch.float32, False, -12, 12),
-    "NVFP4": (8, 16, torch.float32, False, -12, 12),
+    "NVFP4": (8, 16, torch.float16, False, -12, 12),
     "IQ4_NL": (8, 32, torch.float16, False, -127, 113),
-    "IQ4_XS": (8, 32, torch.float32, False, -127, 113),
+    "IQ4_XS": (8, 32, torch.int8, False, -127, 113),
     "IQ3_S": (8, 32, torch.float32, False, -15, 15),
     "IQ3_XXS": (8, 32, torch.float32, False, -62, 62),
     "IQ2_S": (8, 16, torch.float32, False, -43, 43),
@@ -108,8 +108,11 @@ def test_layout(kind: str, tmp_path: Path) -> None:
     weight = open_gguf(tmp_path / "a.gguf").tensors["x"].read()
     assert isinstance(weight, QuantizedWeight)
     codes = int(weight.codes.min()), int(weight.codes.max())
-    assert LAYOUTS[kind] == (weight.bits, weight.group, weight.scale.dtype, weight.offset is not None, *codes)
-    assert weight.offset is None or weight.offset.dtype == weight.scale.dtype
+    scale, offset = (
+        each.numbers if isinstance(each, NestedFactors) else each for each in (weight.scale, weight.offset)
+    )
+    assert scale is not None and (offset is None or offset.dtype == scale.dtype)
+    assert LAYOUTS[kind] == (weight.bits, weight.group, scale.dtype, offset is not None, *codes)
     assert bytes_held(kind) == weight.nbytes / (ROWS * INPUTS)
 
 

@@ -8,6 +8,7 @@ from blockdraft.errors import UsageError
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantized import (
     InterleavedWeight,
+    NestedFactors,
     QuantizedWeight,
     best_group,
     check_group,
@@ -119,6 +120,58 @@ def test_what_is_interleaved_can_be_read_back(bits: int, offset: bool, lanes: in
     assert torch.equal(again.codes, own.codes) and torch.equal(again.scale, own.scale)
     assert torch.equal(laid.channels(torch.tensor([20, 3])).dequantize(), own.dequantize()[[20, 3]])
     assert torch.equal(again.dequantize(), own.dequantize())
+
+
+def nested(group: int, span: int, seed: int = 0, outputs: int = 21, inputs: int = 256) -> NestedFactors:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(-128, 128, (outputs, inputs // group), dtype=torch.int8, generator=generator)
+    return NestedFactors(numbers, torch.randn(outputs, inputs // group // span, generator=generator).half())
+
+
+def of_nested(bits: int, group: int, offset: bool) -> QuantizedWeight:
+    span = 128 // group
+    codes = torch.randint(0, 8, (21, 256), dtype=torch.int8, generator=torch.Generator().manual_seed(2))
+    return QuantizedWeight(codes, nested(group, span), nested(group, span, 1) if offset else None, bits)
+
+
+def test_nested_factors_are_whole_numbers_times_units() -> None:
+    own = of_nested(4, 16, True)
+    assert isinstance(own.scale, NestedFactors) and own.scale.span == 8
+    for output, group in ((0, 0), (3, 7), (20, 8), (20, 15)):
+        product = int(own.scale.numbers[output, group]) * float(own.scale.unit[output, group // 8])
+        assert float(own.scale.float()[output, group]) == product
+    assert own.nbytes == 21 * (256 // 2 + 2 * (16 + 2 * 2))
+    with pytest.raises(AssertionError, match="of different groups"):
+        QuantizedWeight(own.codes, nested(16, 8), nested(16, 4), 4)
+    with pytest.raises(AssertionError):
+        nested(16, 16 // 3)  # no power of two
+
+
+@pytest.mark.parametrize(("bits", "offset"), [(4, False), (4, True), (8, True)])
+def test_weights_of_nested_factors_are_packed_and_read_back(bits: int, offset: bool) -> None:
+    own = of_nested(bits, 16, offset)
+    laid = InterleavedWeight.of(own, 16)
+    again = InterleavedWeight.of_tensors(laid.tensors(), bits, 21).weight()
+    assert isinstance(again.scale, NestedFactors) and (again.offset is None) != offset
+    assert torch.equal(again.dequantize(), own.dequantize())
+    assert torch.equal(laid.channels(torch.tensor([20, 3])).dequantize(), own.dequantize()[[20, 3]])
+    assert laid.nbytes == 32 * (256 * bits // 8 + (1 + offset) * (16 + 2 * 2))
+
+
+def test_nested_factors_stay_nested_where_weights_are_joined() -> None:
+    """As in Q4_K_M, whose queries and keys are in Q4_K, and whose values are in Q6_K without an offset."""
+    parts = [of_nested(4, 32, True), of_nested(8, 16, False)]
+    both = joined_weights(parts)
+    assert both.bits == 8 and both.group == 16
+    assert isinstance(both.scale, NestedFactors) and isinstance(both.offset, NestedFactors) and both.scale.span == 8
+    assert torch.equal(both.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    first = of_nested(4, 32, True)
+    assert isinstance(joined_weights([first, of_nested(4, 64, True)]).scale, NestedFactors)
+    of_fewer_groups = QuantizedWeight(first.codes, nested(32, 2), nested(32, 2), 4)
+    for other in (weight(4, offset=True, groups=8), of_fewer_groups, of_nested(4, 32, False)):
+        both = joined_weights([first, other])
+        assert isinstance(both.offset, torch.Tensor)
+        torch.testing.assert_close(both.dequantize(), torch.cat([first.dequantize(), other.dequantize()]))
 
 
 def test_groups_that_do_not_fit_are_refused() -> None:

@@ -9,11 +9,13 @@
 
 /* weight: [blocks, inputs, LANES] of floats; with 8 bits [blocks, inputs / 4, LANES, 4]; with 4 bits [blocks,
    inputs / 8, LANES, 4], of each 8 inputs the first 4 in the low halves of bytes. scale, and offset or null: [blocks,
-   inputs / group, LANES], each FLOAT32 or FLOAT16. bias: [blocks * LANES] or null. */
+   inputs / group, LANES], each FLOAT32, FLOAT16, or INT8 times a unit, FLOAT16 [blocks, inputs / group / span, LANES].
+   bias: [blocks * LANES] or null. */
 #define Linear_FIELDS(FIELD, S)                                                                           \
     FIELD(S, const void *, weight) FIELD(S, const void *, scale) FIELD(S, const void *, offset)           \
     FIELD(S, const float *, bias) FIELD(S, i64, inputs) FIELD(S, i64, outputs) FIELD(S, i64, kind)        \
-    FIELD(S, i64, group) FIELD(S, i64, scale_kind) FIELD(S, i64, offset_kind)
+    FIELD(S, i64, group) FIELD(S, i64, scale_kind) FIELD(S, i64, offset_kind)                             \
+    FIELD(S, const uint16_t *, scale_unit) FIELD(S, const uint16_t *, offset_unit) FIELD(S, i64, span)
 STRUCT(Linear)
 
 /* Convolutions of a layer's input and output along the nodes of a row. base: taps [2, taps, hidden], to which a
@@ -124,13 +126,19 @@ static i64 check_shape(const Model *m, i64 batch, i64 nodes, i64 slots, i64 thre
     return 0;
 }
 
+/* Whether scales or offsets of this kind can be read. */
+static int are_factors(const Linear *l, i64 kind, const void *unit) {
+    if (kind != INT8) return kind == FLOAT32 || kind == FLOAT16;
+    return unit && l->span > 0 && !(l->span & (l->span - 1)) && l->inputs / l->group % l->span == 0;
+}
+
 static i64 check_kind(const Linear *l) {
     REFUSE(!l->weight, POINTER);
     if (l->kind == WEIGHT) return 0;
     REFUSE(!INTEGERS || (l->kind != INT8 && l->kind != INT4) || !l->scale, KIND);
-    REFUSE(l->scale_kind != FLOAT32 && l->scale_kind != FLOAT16, KIND);
-    REFUSE(l->offset && l->offset_kind != FLOAT32 && l->offset_kind != FLOAT16, KIND);
     REFUSE(l->group < 8 || l->group % 8 || l->group > MOST_GROUP || l->inputs % l->group, GROUP);
+    REFUSE(!are_factors(l, l->scale_kind, l->scale_unit), KIND);
+    REFUSE(l->offset && !are_factors(l, l->offset_kind, l->offset_unit), KIND);
     return 0;
 }
 

@@ -321,8 +321,11 @@ static Linear outputs_from(const Linear *l, i64 first, i64 count) {
     const i64 size = first * l->inputs, factors = IS_INTEGER(l) ? first * (l->inputs / l->group) : 0;
     const i64 bytes = l->kind == INT4 ? size / 2 : l->kind == INT8 ? size : size * BYTES(WEIGHT);
     part.weight = (const char *)part.weight + bytes;
+    const i64 units = l->span ? factors / l->span : 0;
     if (part.scale) part.scale = (const char *)part.scale + factors * FACTOR_BYTES(l->scale_kind);
     if (part.offset) part.offset = (const char *)part.offset + factors * FACTOR_BYTES(l->offset_kind);
+    if (part.scale_unit) part.scale_unit += units;
+    if (part.offset_unit) part.offset_unit += units;
     if (part.bias) part.bias += first;
     part.outputs = count;
     return part;

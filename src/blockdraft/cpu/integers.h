@@ -144,12 +144,9 @@ static void round_inputs(const Linear *l, const float *x, i64 xs, i64 rows, Roun
     }
 }
 
-#define FACTOR_BYTES(kind) ((kind) == FLOAT16 ? 2 : 4)
+#define FACTOR_BYTES(kind) ((kind) == FLOAT16 ? 2 : (kind) == INT8 ? 1 : 4)
 
-/* Scales or offsets of LANES outputs. */
-INLINE vec load_factors(const void *factors, i64 at, i64 kind) {
-    if (kind == FLOAT32) return *(const vec *)((const float *)factors + at);
-    const uint16_t *half = (const uint16_t *)factors + at;
+INLINE vec load_halves(const uint16_t *half) {
 #if LANES == 16
     return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)half));
 #elif LANES == 8 && defined(__F16C__)
@@ -167,8 +164,17 @@ INLINE vec load_factors(const void *factors, i64 at, i64 kind) {
 #endif
 }
 
-static float one_factor(const void *factors, i64 at, i64 kind) {
-    return kind == FLOAT16 ? half_to_float(((const uint16_t *)factors)[at]) : ((const float *)factors)[at];
+/* Scales or offsets of LANES outputs. */
+INLINE vec load_factors(const void *factors, i64 at, i64 kind, vec unit) {
+    if (kind == FLOAT32) return *(const vec *)((const float *)factors + at);
+    if (kind == FLOAT16) return load_halves((const uint16_t *)factors + at);
+    return load(factors, at, INT8) * unit;
+}
+
+static float one_factor(const void *factors, i64 at, i64 kind, const uint16_t *unit, i64 unit_at) {
+    if (kind == FLOAT32) return ((const float *)factors)[at];
+    if (kind == FLOAT16) return half_to_float(((const uint16_t *)factors)[at]);
+    return (float)((const int8_t *)factors)[at] * half_to_float(unit[unit_at]);
 }
 
 INLINE ints spread(const int8_t *four) { /* the same 4 bytes for each lane */
@@ -264,27 +270,33 @@ INLINE void integer_tile(const Linear *l, Rounded in, i64 block, float *y, i64 y
     const i64 inputs = l->inputs, group = l->group, groups = inputs / group, ahead = inputs * LANES * BITS / 8;
     const uint8_t *w = (const uint8_t *)l->weight + block * ahead;
     const int base = BITS == 8 ? SHIFTED : 8; /* added to the codes for the instruction */
+    const i64 span = l->span ? l->span : groups; /* groups that share units */
+    i64 unit = block * (groups / span) * LANES;
     vec totals[TILE_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) totals[r] = (vec){};
-    for (i64 g = 0; g < groups; g++) {
-        const i64 at = (block * groups + g) * LANES;
-        ints sums[TILE_ROWS];
+    for (i64 begin = 0; begin < groups; begin += span, unit += LANES) {
+        const vec scale_unit = l->scale_unit ? load_halves(l->scale_unit + unit) : (vec){};
+        const vec offset_unit = l->offset_unit ? load_halves(l->offset_unit + unit) : (vec){};
+        for (i64 g = begin; g < begin + span; g++) {
+            const i64 at = (block * groups + g) * LANES;
+            ints sums[TILE_ROWS];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sums[r] = (ints){};
-        group_sums(w + g * group * LANES * BITS / 8, ahead, in.codes + g * group * R, group, sums, BITS, R);
-        if (base && (BITS == 8 || !l->offset)) {
+            for (int r = 0; r < R; r++) sums[r] = (ints){};
+            group_sums(w + g * group * LANES * BITS / 8, ahead, in.codes + g * group * R, group, sums, BITS, R);
+            if (base && (BITS == 8 || !l->offset)) {
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) sums[r] -= (in.sums[g * R + r] - (ints){}) * base;
+                for (int r = 0; r < R; r++) sums[r] -= (in.sums[g * R + r] - (ints){}) * base;
+            }
+            const vec scale = load_factors(l->scale, at, l->scale_kind, scale_unit);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+                totals[r] = FMA(__builtin_convertvector(sums[r], vec), scale * splat(in.factors[g * R + r]), totals[r]);
+            if (!l->offset) continue;
+            const vec offset = load_factors(l->offset, at, l->offset_kind, offset_unit);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) totals[r] = FMA(offset, splat(in.products[g * R + r]), totals[r]);
         }
-        const vec scale = load_factors(l->scale, at, l->scale_kind);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-            totals[r] = FMA(__builtin_convertvector(sums[r], vec), scale * splat(in.factors[g * R + r]), totals[r]);
-        if (!l->offset) continue;
-        const vec offset = load_factors(l->offset, at, l->offset_kind);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) totals[r] = FMA(offset, splat(in.products[g * R + r]), totals[r]);
     }
     for (int r = 0; r < R; r++) put_sums(l, totals[r], block * LANES, y + r * ys, add);
 }
@@ -334,10 +346,12 @@ static void integer_row(const Linear *l, i64 output, float factor, float *to) {
     const int is4 = l->kind == INT4, base = is4 && !l->offset ? 8 : 0;
     const uint8_t *w = (const uint8_t *)l->weight + block * l->inputs * LANES / (is4 ? 2 : 1);
     for (i64 i = 0; i < l->inputs; i++) {
-        const i64 at = (block * groups + i / l->group) * LANES + lane, k = i % 8;
+        const i64 g = i / l->group, at = (block * groups + g) * LANES + lane, k = i % 8;
+        const i64 unit_at = l->span ? (block * (groups / l->span) + g / l->span) * LANES + lane : 0;
         int code = is4 ? w[(i / 8 * LANES + lane) * 4 + k % 4] >> (k < 4 ? 0 : 4) & 15
                        : (int8_t)w[(i / 4 * LANES + lane) * 4 + i % 4];
-        float weight = (float)(code - base) * one_factor(l->scale, at, l->scale_kind);
-        to[i] = factor * (l->offset ? weight + one_factor(l->offset, at, l->offset_kind) : weight);
+        float weight = (float)(code - base) * one_factor(l->scale, at, l->scale_kind, l->scale_unit, unit_at);
+        if (l->offset) weight += one_factor(l->offset, at, l->offset_kind, l->offset_unit, unit_at);
+        to[i] = factor * weight;
     }
 }

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from blockdraft.nn.packed import PackedLinear
-from blockdraft.nn.quantized import InterleavedWeight
+from blockdraft.nn.quantized import InterleavedWeight, spans
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # numbers of kernels.h for dtypes of weights and stores
 INTEGERS = {8: 2, 4: 3}  # its numbers for integers, by their bits
 STORES = KINDS | {torch.int8: INTEGERS[8]}
-FACTORS = {torch.float32: 0, torch.float16: 4}  # its numbers for dtypes of scales and offsets
+FACTORS = {torch.float32: 0, torch.int8: 2, torch.float16: 4}  # its numbers for dtypes of scales and offsets
 DTYPES = {number: dtype for dtype, number in STORES.items()}
 FACTOR = 4  # int8 numbers behind a key or a value, which hold its factor
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
@@ -41,6 +41,8 @@ class LinearFields(Fields):
     _fields_ = [
         *((name, c_void_p) for name in ("weight", "scale", "offset", "bias")),
         *((name, c_int64) for name in ("inputs", "outputs", "kind", "group", "scale_kind", "offset_kind")),
+        *((name, c_void_p) for name in ("scale_unit", "offset_unit")),
+        ("span", c_int64),
     ]
 
 
@@ -169,11 +171,13 @@ class Product:
         if isinstance(weight, Tensor):
             self.fields.weight, self.fields.kind = weight.data_ptr(), KINDS[weight.dtype]
         else:
-            self.fields.weight, self.fields.kind = weight.codes.data_ptr(), INTEGERS[weight.bits]
-            self.fields.scale, self.fields.scale_kind = weight.scale.data_ptr(), FACTORS[weight.scale.dtype]
-            if weight.offset is not None:
-                self.fields.offset, self.fields.offset_kind = weight.offset.data_ptr(), FACTORS[weight.offset.dtype]
-            self.fields.group = weight.group
+            tensors = weight.tensors()
+            for name, tensor in tensors.items():
+                setattr(self.fields, name, tensor.data_ptr())
+            for name in tensors.keys() & {"scale", "offset"}:
+                setattr(self.fields, f"{name}_kind", FACTORS[tensors[name].dtype])
+            self.fields.kind, self.fields.group = INTEGERS[weight.bits], weight.group
+            self.fields.span = max(spans(weight.scale, weight.offset), default=0)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         self._library.multiply(self.fields, x, out)

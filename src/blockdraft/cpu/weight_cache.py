@@ -28,14 +28,14 @@ from blockdraft.machine import cache_folder
 from blockdraft.nn.packed import Kernels, PackedWeight
 from blockdraft.nn.quantized import InterleavedWeight
 
-LAYOUT = 1  # version of these files; raise it when their numbers change by code outside `MAKERS`
+LAYOUT = 2  # version of these files; raise it when their numbers change by code outside `MAKERS`
 MAKERS = ("packed.py", "quantized.py", "rounding.py")  # modules of nn whose code decides the numbers
 SWITCH = "BLOCKDRAFT_CACHE_WEIGHTS"  # environment variable; 0 neither writes nor reads files
 LEAST_BYTES = 64 << 20  # size of the smallest checkpoint whose packing takes long enough to be worth a file
 ALIGNMENT = 64  # bytes
 PIECES, PIECE_BYTES = 64, 64  # samples of each matrix, and of each file of a checkpoint, that are compared
 LENGTH_BYTES, DIGEST_BYTES = 8, 32
-DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8)}
 
 # Packs the matrices of these names, which are computed as one.
 Make = Callable[[Sequence[str]], PackedWeight]
@@ -98,11 +98,11 @@ class CachedWeights:
     def matrix(self, names: Sequence[str]) -> PackedWeight:
         """Output channels of the matrices of these names, one behind the other."""
         found = self._matrices[_key(names)]
-        parts = [self._tensor(**part) for part in found["parts"]]
+        parts = {name: self._tensor(**part) for name, part in found["parts"].items()}
         outputs, bits = found["outputs"], found["bits"]
-        offset = parts[2] if len(parts) == 3 else None
-        data = parts[0] if bits is None else InterleavedWeight(parts[0], parts[1], offset, bits, outputs)
-        return PackedWeight(self._kernels, data, outputs, found["inputs"])
+        if bits is None:
+            return PackedWeight(self._kernels, parts["weight"], outputs, found["inputs"])
+        return PackedWeight(self._kernels, InterleavedWeight.of_tensors(parts, bits, outputs), outputs, found["inputs"])
 
     def _tensor(self, begin: int, end: int, dtype: str, shape: list[int]) -> Tensor:
         return self._bytes[begin:end].view(DTYPES[dtype]).view(shape)
@@ -168,17 +168,14 @@ def _write(
 
 def _add(file: BinaryIO, packed: PackedWeight) -> dict[str, Any]:
     """Write a matrix at the end of a file. Returns its entry for the header."""
-    data, bits = packed.data, None
-    tensors: Sequence[Tensor | None] = [data] if isinstance(data, Tensor) else [data.codes, data.scale, data.offset]
-    if isinstance(data, InterleavedWeight):
-        bits = data.bits
-    parts = []
-    for tensor in tensors:
-        if tensor is not None:
-            file.write(bytes(-file.tell() % ALIGNMENT))
-            begin = file.tell()
-            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-            parts.append({"begin": begin, "end": file.tell(), "dtype": str(tensor.dtype), "shape": list(tensor.shape)})
+    data, parts = packed.data, {}
+    tensors = {"weight": data} if isinstance(data, Tensor) else data.tensors()
+    for name, tensor in tensors.items():
+        file.write(bytes(-file.tell() % ALIGNMENT))
+        begin = file.tell()
+        file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+        parts[name] = {"begin": begin, "end": file.tell(), "dtype": str(tensor.dtype), "shape": list(tensor.shape)}
+    bits = None if isinstance(data, Tensor) else data.bits
     return {"parts": parts, "bits": bits, "outputs": packed.outputs, "inputs": packed.inputs}
 
 
@@ -203,7 +200,7 @@ def _open(path: Path, facts: Any, kernels: Kernels) -> CachedWeights | None:
 
 def _places(matrices: dict[str, Any]) -> list[tuple[int, int]]:
     """Byte ranges `(begin, end)` of all tensors of a file."""
-    return [(part["begin"], part["end"]) for matrix in matrices.values() for part in matrix["parts"]]
+    return [(part["begin"], part["end"]) for matrix in matrices.values() for part in matrix["parts"].values()]
 
 
 def _sample(file: BinaryIO, places: Iterable[tuple[int, int]]) -> str:

@@ -8,9 +8,11 @@ depend on what is computed beside it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +25,46 @@ LEAST_INPUT = 1e-30  # a group whose largest number is no larger is rounded to 0
 GROUPS = (128, 64, 32, 16, 8)  # sizes that `best_group` chooses from, the best first
 LEAST_GROUP = GROUPS[-1]
 MOST_GROUP = 65536  # largest group whose products compiled kernels add up without an overflow
-FACTORS = (torch.float16, torch.float32)  # dtypes of scales and offsets
 PIECE = 1 << 20  # codes that are interleaved at once
+
+
+@dataclass(frozen=True)
+class NestedFactors:
+    """Scales or offsets of groups as whole numbers times a unit, which several groups share.
+
+    Args:
+        numbers: `[out, groups]` int8.
+        unit: `[out, units]` float16, each of as many groups in order, a power of two.
+    """
+
+    numbers: Tensor
+    unit: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.numbers.dtype == torch.int8 and self.unit.dtype == torch.float16, (self.numbers, self.unit)
+        assert self.numbers.size(1) == self.unit.size(1) * self.span and self.span.bit_count() == 1, self.unit.shape
+
+    @property
+    def span(self) -> int:
+        """Groups that share a unit."""
+        return self.numbers.size(1) // self.unit.size(1)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.unit.nbytes
+
+    def float(self) -> Tensor:
+        """The factors, `[out, groups]` float32; no product is rounded."""
+        products: Tensor = self.numbers.float().unflatten(1, (-1, self.span)) * self.unit.float().unsqueeze(-1)
+        return products.flatten(1)
+
+
+# Scales or offsets `[out, groups]`: in float32, in float16 where that represents them exactly, or nested.
+Factors: TypeAlias = Tensor | NestedFactors
 
 
 @dataclass(frozen=True)
@@ -33,30 +73,32 @@ class QuantizedWeight:
 
     Args:
         codes: `[out, in]` int8; with 4 bits from -8 to 7, or from 0 to 15 where there is an offset.
-        scale: `[out, in / group]` float32, or float16 where that represents it exactly.
-        offset: The same; None is 0.
+        scale: `[out, in / group]`.
+        offset: The same; None is 0. Nested ones have as many units as a nested scale has.
         bits: 4 or 8.
     """
 
     codes: Tensor
-    scale: Tensor
-    offset: Tensor | None
+    scale: Factors
+    offset: Factors | None
     bits: int
 
     def __post_init__(self) -> None:
         assert self.bits in (4, 8) and self.codes.dtype == torch.int8, (self.bits, self.codes.dtype)
-        assert self.scale.ndim == 2 and len(self.scale) == len(self.codes), (self.scale.shape, self.codes.shape)
-        assert self.codes.size(1) == self.scale.size(1) * self.group, (self.scale.shape, self.codes.shape)
+        assert len(self.scale.shape) == 2 and self.scale.shape[0] == len(self.codes), (self.scale.shape, self.shape)
+        assert self.codes.size(1) == self.scale.shape[1] * self.group, (self.scale.shape, self.codes.shape)
         assert self.group % LEAST_GROUP == 0, self.group
         if self.offset is not None:
             assert self.offset.shape == self.scale.shape, (self.offset.shape, self.scale.shape)
         for name, each in (("scale", self.scale), ("offset", self.offset)):
-            assert each is None or each.dtype in FACTORS, f"{name} is {each.dtype}, not float16 or float32"
+            if isinstance(each, Tensor):
+                assert each.dtype in (torch.float16, torch.float32), f"{name} is {each.dtype}, not float16 or float32"
+        assert len(spans(self.scale, self.offset)) < 2, "the units of scale and offset are of different groups"
 
     @property
     def group(self) -> int:
         """Inputs that share a scale."""
-        return self.codes.size(1) // self.scale.size(1)
+        return self.codes.size(1) // self.scale.shape[1]
 
     @property
     def shape(self) -> torch.Size:
@@ -78,21 +120,25 @@ class QuantizedWeight:
 
     def channels(self, index: Tensor) -> QuantizedWeight:
         """Some output channels, `[n]` int64."""
-        offset = None if self.offset is None else self.offset[index]
-        return QuantizedWeight(self.codes[index], self.scale[index], offset, self.bits)
+        scale, offset = (
+            None if each is None else _changed(each, lambda part: part[index]) for each in (self.scale, self.offset)
+        )
+        assert scale is not None
+        return QuantizedWeight(self.codes[index], scale, offset, self.bits)
 
     def multiply(self, x: Tensor) -> Tensor:
         """`round(x) @ weight.T`, `[n, in]` float32 to `[n, out]`: the slow twin of the compiled kernels."""
         codes, factor = round_inputs(x, self.group)
         out = x.new_zeros(len(x), len(self.codes))
-        for number in range(self.scale.size(1)):
+        own_scale, own_offset = self.scale.float(), None if self.offset is None else self.offset.float()
+        for number in range(own_scale.size(1)):
             part = slice(number * self.group, (number + 1) * self.group)
             scale = factor[:, number, None]
             # Sums of integers below 2^24 are exact in float32.
             sums = codes[:, part] @ self.codes[:, part].float().T
-            out = out + sums * (self.scale[:, number].float() * scale)
-            if self.offset is not None:
-                out = out + self.offset[:, number].float() * (codes[:, part].sum(1, keepdim=True) * scale)
+            out = out + sums * (own_scale[:, number] * scale)
+            if own_offset is not None:
+                out = out + own_offset[:, number] * (codes[:, part].sum(1, keepdim=True) * scale)
         return out
 
 
@@ -141,19 +187,42 @@ def joined_weights(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     greatest common group; no number changes."""
     bits, group = max(part.bits for part in parts), gcd(*(part.group for part in parts))
     shifted = any(part.offset is not None for part in parts)
-    codes, scales, offsets = [], [], []
+    codes, offsets = [], list[Factors]()
     for part in parts:
-        own, scale, offset = part.codes, part.scale.float(), part.offset
-        if offset is not None:
-            offset = offset.float()
-        else:
-            signed = bits == 4 and shifted
-            own, offset = (own + 8, -8 * scale) if signed else (own, torch.zeros_like(scale))
+        own, offset = part.codes, part.offset
+        if offset is None and bits == 4 and shifted:
+            own, offset = own + 8, -8 * part.scale.float()
         codes.append(own)
-        scales.append(scale.repeat_interleave(part.group // group, 1))
-        offsets.append(offset.repeat_interleave(part.group // group, 1))
-    offset = narrow(torch.cat(offsets)) if shifted else None
-    return QuantizedWeight(torch.cat(codes), narrow(torch.cat(scales)), offset, bits)
+        offsets.append(_changed(part.scale, torch.zeros_like) if offset is None else offset)
+    times = [part.group // group for part in parts]
+    scale = _joined([part.scale for part in parts], times)
+    return QuantizedWeight(torch.cat(codes), scale, _joined(offsets, times) if shifted else None, bits)
+
+
+def _joined(parts: Sequence[Factors], times: Sequence[int]) -> Factors:
+    """Factors one behind the other, those of each group repeated for the groups that it is split into."""
+    repeated = [
+        NestedFactors(part.numbers.repeat_interleave(count, 1), part.unit)
+        for part, count in zip(parts, times, strict=True)
+        if isinstance(part, NestedFactors) and count.bit_count() == 1
+    ]
+    if len(repeated) == len(parts) and len(spans(*repeated)) == 1:
+        return NestedFactors(
+            *(torch.cat(own) for own in zip(*((one.numbers, one.unit) for one in repeated), strict=True))
+        )
+    return narrow(torch.cat([part.float().repeat_interleave(n, 1) for part, n in zip(parts, times, strict=True)]))
+
+
+def spans(*factors: Factors | None) -> set[int]:
+    """Numbers of groups that share a unit, of those that are nested."""
+    return {each.span for each in factors if isinstance(each, NestedFactors)}
+
+
+def _changed(factors: Factors, change: Callable[[Tensor], Tensor]) -> Factors:
+    """Factors with something done to each tensor."""
+    if isinstance(factors, Tensor):
+        return change(factors)
+    return NestedFactors(change(factors.numbers), change(factors.unit))
 
 
 def narrow(factors: Tensor) -> Tensor:
@@ -169,14 +238,14 @@ class InterleavedWeight:
     Args:
         codes: uint8. With 8 bits `[blocks, in / 4, lanes, 4]`; with 4 bits `[blocks, in / 8, lanes, 4]`, of each 8
             inputs the first 4 in the low halves of bytes, from 0 to 15.
-        scale, offset: `[blocks, in / group, lanes]`, as in `QuantizedWeight`.
+        scale, offset: `[blocks, in / group, lanes]`, as in `QuantizedWeight`; units `[blocks, units, lanes]`.
         bits: As in `QuantizedWeight`.
         outputs: Number of output channels; the last block is filled up with zeros.
     """
 
     codes: Tensor
-    scale: Tensor
-    offset: Tensor | None
+    scale: Factors
+    offset: Factors | None
     bits: int
     outputs: int
 
@@ -196,22 +265,41 @@ class InterleavedWeight:
             else:
                 parts = piece.view(-1, lanes, inputs // 4, 4)
             words[begin : begin + step] = parts.transpose(1, 2)
-        factors = (
-            None if each is None else _blocks_of(each, blocks, lanes).transpose(1, 2).contiguous()
+        scale, offset = (
+            None if each is None else _changed(each, partial(_in_blocks, blocks=blocks, lanes=lanes))
             for each in (weight.scale, weight.offset)
         )
-        scale, offset = factors
         assert scale is not None
         return cls(words, scale, offset, weight.bits, count)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors: "weight", "scale", and where there are such, "scale_unit", "offset" and "offset_unit"."""
+        found = {"weight": self.codes}
+        for name, factors in (("scale", self.scale), ("offset", self.offset)):
+            if isinstance(factors, NestedFactors):
+                found |= {name: factors.numbers, f"{name}_unit": factors.unit}
+            elif factors is not None:
+                found[name] = factors
+        return found
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor], bits: int, outputs: int) -> InterleavedWeight:
+        """The weight whose `tensors` these are."""
+        scale, offset = (
+            NestedFactors(tensors[name], tensors[f"{name}_unit"]) if f"{name}_unit" in tensors else tensors.get(name)
+            for name in ("scale", "offset")
+        )
+        assert scale is not None
+        return cls(tensors["weight"], scale, offset, bits, outputs)
 
     @property
     def group(self) -> int:
         """Inputs that share a scale."""
-        return self.codes.size(1) * 32 // self.bits // self.scale.size(1)
+        return self.codes.size(1) * 32 // self.bits // self.scale.shape[1]
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes)
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def channels(self, index: Tensor) -> QuantizedWeight:
         """Some output channels, `[n]` int64."""
@@ -219,14 +307,19 @@ class InterleavedWeight:
         codes = self.codes[block, :, lane]
         if self.bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], 2) - (8 if self.offset is None else 0)
-        offset = None if self.offset is None else self.offset[block, :, lane]
-        return QuantizedWeight(codes.flatten(1).view(torch.int8), self.scale[block, :, lane], offset, self.bits)
+        scale, offset = (
+            None if each is None else _changed(each, lambda part: part[block, :, lane])
+            for each in (self.scale, self.offset)
+        )
+        assert scale is not None
+        return QuantizedWeight(codes.flatten(1).view(torch.int8), scale, offset, self.bits)
 
     def weight(self) -> QuantizedWeight:
         """The weight before it was packed."""
         return self.channels(torch.arange(self.outputs))
 
 
-def _blocks_of(factors: Tensor, blocks: int, lanes: int) -> Tensor:
-    """Factors `[out, groups]` as `[blocks, lanes, groups]`."""
-    return F.pad(factors, (0, 0, 0, blocks * lanes - len(factors))).view(blocks, lanes, -1)
+def _in_blocks(factors: Tensor, blocks: int, lanes: int) -> Tensor:
+    """Factors `[out, groups]` as `[blocks, groups, lanes]`."""
+    padded = F.pad(factors, (0, 0, 0, blocks * lanes - len(factors)))
+    return padded.view(blocks, lanes, -1).transpose(1, 2).contiguous()

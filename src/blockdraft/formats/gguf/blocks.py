@@ -14,7 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import IQ4_NL, MXFP4, NVFP4
 from torch import Tensor
 
-from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.quantized import Factors, NestedFactors, QuantizedWeight
 
 Reader: TypeAlias = Callable[[Tensor], Tensor | QuantizedWeight]
 PIECE = 1 << 22  # numbers of a type of grids that are expanded at once
@@ -39,8 +39,16 @@ def _numbers(raw: Tensor, bits: int, size: int) -> Tensor:
     return found.flatten(-3).view(torch.int8)
 
 
-def _weight(codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int) -> QuantizedWeight:
-    return QuantizedWeight(codes.flatten(1), scale.flatten(1), None if offset is None else offset.flatten(1), bits)
+def _weight(codes: Tensor, scale: Factors, offset: Factors | None, bits: int) -> QuantizedWeight:
+    scale = scale.flatten(1) if isinstance(scale, Tensor) else scale
+    offset = offset.flatten(1) if isinstance(offset, Tensor) else offset
+    return QuantizedWeight(codes.flatten(1), scale, offset, bits)
+
+
+def _nested(numbers: Tensor, unit: Tensor) -> NestedFactors:
+    """Factors of a block's groups, `[matrix rows, blocks, groups]` of 8 bits, times a float16 `[matrix rows, blocks,
+    1]`."""
+    return NestedFactors(numbers.to(torch.int8).flatten(1), unit.flatten(1))
 
 
 def _q4_0(raw: Tensor) -> QuantizedWeight:
@@ -69,8 +77,8 @@ def _q8_0(raw: Tensor) -> QuantizedWeight:
 def _q2_k(raw: Tensor) -> QuantizedWeight:
     """Reads Q2_K: 16 groups of 16 values per block. Scale and offset of a group are factors of the block times 4-bit
     numbers."""
-    factors = _halves(raw[..., 80:]).float()
-    scale, offset = factors[..., :1] * (raw[..., :16] & 15), -(factors[..., 1:] * (raw[..., :16] >> 4))
+    units = _halves(raw[..., 80:])
+    scale, offset = _nested(raw[..., :16] & 15, units[..., :1]), _nested(raw[..., :16] >> 4, -units[..., 1:])
     return _weight(_numbers(raw[..., 16:80], 2, 32), scale, offset, 4)
 
 
@@ -78,16 +86,16 @@ def _q3_k(raw: Tensor) -> QuantizedWeight:
     """Reads Q3_K: 16 groups of 16 values per block, with 6-bit scales; a code is low bits - 4 * (1 - high bit)."""
     codes = _numbers(raw[..., 32:96], 2, 32) + 4 * _numbers(raw[..., :32], 1, 32) - 4
     scales = _numbers(raw[..., 96:104], 4, 8) | _numbers(raw[..., 104:108], 2, 4) << 4
-    return _weight(codes, _halves(raw[..., 108:]).float() * (scales - 32), None, 4)
+    return _weight(codes, _nested(scales - 32, _halves(raw[..., 108:])), None, 4)
 
 
-def _factors(raw: Tensor) -> tuple[Tensor, Tensor]:
+def _factors(raw: Tensor) -> tuple[NestedFactors, NestedFactors]:
     """Scales and offsets of Q4_K and Q5_K, 8 of each per block: factors of the block times 6-bit numbers."""
-    factors = _halves(raw[..., :4]).float()
+    units = _halves(raw[..., :4])
     low, mins, high = raw[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat([low & 63, high & 15 | low >> 2 & 48], -1)
     mins = torch.cat([mins & 63, high >> 4 | mins >> 2 & 48], -1)
-    return factors[..., :1] * scales, -(factors[..., 1:] * mins)
+    return _nested(scales, units[..., :1]), _nested(mins, -units[..., 1:])
 
 
 def _q4_k(raw: Tensor) -> QuantizedWeight:
@@ -102,8 +110,7 @@ def _q5_k(raw: Tensor) -> QuantizedWeight:
 def _q6_k(raw: Tensor) -> QuantizedWeight:
     """Reads Q6_K: 16 groups of 16 values per block, with 6-bit codes."""
     codes = (_numbers(raw[..., :128], 4, 64) | _numbers(raw[..., 128:192], 2, 32) << 4) - 32
-    scale = _halves(raw[..., 208:]).float() * raw[..., 192:208].contiguous().view(torch.int8)
-    return _weight(codes, scale, None, 8)
+    return _weight(codes, _nested(raw[..., 192:208].contiguous().view(torch.int8), _halves(raw[..., 208:])), None, 8)
 
 
 def _tq1_0(raw: Tensor) -> QuantizedWeight:
@@ -131,7 +138,7 @@ def _iq4_xs(raw: Tensor) -> QuantizedWeight:
     """Reads IQ4_XS: 8 groups of 32 values per block, with 6-bit scales."""
     scales = _numbers(raw[..., 4:8], 4, 1) | _numbers(raw[..., 2:4], 2, 1) << 4
     codes = _by_table(IQ4_NL.kvalues, _numbers(raw[..., 8:], 4, 16))
-    return _weight(codes, _halves(raw[..., :2]).float() * (scales - 32), None, 8)
+    return _weight(codes, _nested(scales - 32, _halves(raw[..., :2])), None, 8)
 
 
 def _mxfp4(raw: Tensor) -> QuantizedWeight:
@@ -140,7 +147,7 @@ def _mxfp4(raw: Tensor) -> QuantizedWeight:
 
 
 def _nvfp4(raw: Tensor) -> QuantizedWeight:
-    scale = torch.from_numpy(NVFP4.ue4m3_to_fp32(raw[..., :4].numpy())).float()
+    scale = torch.from_numpy(NVFP4.ue4m3_to_fp32(raw[..., :4].numpy())).half()  # exact
     return _weight(_by_table(NVFP4.kvalues, _numbers(raw[..., 4:], 4, 8)), scale, None, 8)
 
 

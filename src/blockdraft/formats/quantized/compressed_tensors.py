@@ -129,7 +129,8 @@ def _spread(factors: Stored, outputs: int) -> Tensor:
 
 
 def parts_of(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Tensors of a weight in `pack-quantized`. The weight's zero points must be whole numbers."""
+    """Tensors of a weight in `pack-quantized`. Its scales must not be nested, and its zero points whole numbers."""
+    assert isinstance(weight.scale, Tensor), weight.scale
     middle, codes = 1 << weight.bits - 1, weight.codes.view(torch.uint8)
     values = codes ^ 128 if weight.bits == 8 else (weight.codes + (8 if weight.offset is None else 0)).view(torch.uint8)
     parts = {
