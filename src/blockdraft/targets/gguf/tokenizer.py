@@ -82,10 +82,10 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
             raise UnknownTokenizer(f"it {said}, and known are {', '.join(sorted(SPLITS))}")
         found = of_bytes(vocab, metadata, SPLITS[split])
     elif kind == "llama":
-        found = of_pieces(vocab, types, metadata)
+        found = of_pieces(vocab, types, metadata)  # which may spell tokens otherwise
+        vocab = dict(sorted(found.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]))
     else:
         raise UnknownTokenizer(f"it is of the kind {kind!r}, and known are gpt2 and llama")
-    vocab = dict(sorted(found.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]))
     for special, wanted in ((True, TokenType.CONTROL), (False, TokenType.USER_DEFINED)):
         own = [AddedToken(token, normalized=False, special=special) for token, i in vocab.items() if types[i] == wanted]
         (found.add_special_tokens if special else found.add_tokens)(own)
