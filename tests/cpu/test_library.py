@@ -258,12 +258,20 @@ def test_sizes_of_workspaces_are_asked_for_sensible_shapes() -> None:
     layers = (library.LayerFields * 1)()
     model = ModelFields(layers=layers, num_layers=1, hidden=8, heads=2, kv_heads=1, head_dim=8, inner=8)
     assert made().decoder_workspace(model, 0, 0, 0, 1) == 0 == made().draft_context_workspace(model, 0, 5, 8)
-    # Scores of 24 queries for 64 slots, the queries and their sums, and 16 slots, as they are and widened.
-    a_thread = 24 * 64 + 2 * 24 * 8 + 16 * (8 + 1) + 16 * 8
+    # Scores of 32 queries for 64 slots, and these in 16 bits, the queries and their sums, 16 slots as they are, values
+    # of 64 slots in 16 bits, and what begins at a multiple of 64 bytes.
+    a_thread = 32 * 64 + 32 * 64 // 2 + 2 * 32 * 8 + 16 * (8 + 1) + 64 * 8 // 2 + 15
     assert made().decoder_workspace(model, 1, 1, 9, 2) - made().decoder_workspace(model, 1, 1, 9, 1) == a_thread
     for shape, words in (((-1, 1, 1, 1), COUNTS), ((1, 1, -1, 1), COUNTS), ((1, 1, 1, 0), THREADS)):
         assert words in outcome(lambda shape=shape: made().decoder_workspace(model, *shape))
     assert COUNTS in outcome(lambda: made().draft_context_workspace(model, 1, -1, 8))
+    rounded: Any = build(torch.float32, torch.int8, 8).library()
+    model.head_dim = 1024
+    assert rounded.decoder_workspace(model, 1, 1, 1, 1) > 0
+    model.head_dim = 1032  # whose scores may overflow
+    assert SIZES in outcome(lambda: rounded.decoder_workspace(model, 1, 1, 1, 1))
+    assert made().decoder_workspace(model, 1, 1, 1, 1) > 0
+    model.head_dim = 8
     model.kv_heads = 0
     assert SIZES in outcome(lambda: made().decoder_workspace(model, 1, 1, 1, 1))
     assert SIZES in outcome(lambda: made().draft_context_workspace(model, 1, 1, 8))

@@ -113,6 +113,7 @@ const char *problem(i64 code) {
 
 #define MOST ((i64)1 << 31) /* largest count, so that no product of counts overflows */
 #define MOST_GROUP 65536 /* inputs of the largest group, so that no sum of their products overflows */
+#define MOST_HEAD 1024 /* numbers of the largest head in 8 bits, so that no score overflows */
 #define MOST_THREADS 4096
 #define REFUSE(condition, code) if (condition) return -(code)
 
@@ -120,6 +121,7 @@ static i64 check_shape(const Model *m, i64 batch, i64 nodes, i64 slots, i64 thre
     REFUSE(!m || !m->layers, POINTER);
     REFUSE(m->num_layers < 1 || m->hidden < 1 || m->inner < 1 || m->kv_heads < 1 || m->heads < m->kv_heads, SIZES);
     REFUSE(m->heads % m->kv_heads || m->head_dim < LANES || m->head_dim % LANES, SIZES);
+    REFUSE(STORE == INT8 && m->head_dim > MOST_HEAD, SIZES);
     REFUSE(batch < 0 || nodes < 0 || slots < 0 || batch > MOST || slots > MOST, COUNTS);
     REFUSE(nodes > MOST / (batch ? batch : 1), COUNTS);
     REFUSE(threads < 1 || threads > MOST_THREADS, THREADS);

@@ -7,7 +7,7 @@
    bits (integers.h). `rows` counts the nodes of all rows of the batch, which are rows of the matrices here.
    cpu/compiled_decoder.py, cpu/compiled_autoregressive.py and drafters/dflash/compiled.py fill the structs of calls.h.
    Exported functions check their arguments, and return the number of a problem. */
-#include "kernels.h"
+#include "attention.h"
 
 static void norm_rows(const float *x, const float *weight, float eps, i64 size, i64 rows, float *y, int add) {
     SHARE(rows, first, last);
@@ -52,25 +52,26 @@ static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 be
     }
 }
 
-/* Places in a thread's own memory for attention, in numbers of `float`. */
+/* Places in a thread's own memory for attention, in numbers of `float`; all are multiples of 64 bytes where LANES is 16. */
 typedef struct {
-    i64 queries, sums, keys, slots, scores, end;
+    i64 queries, sums, keys, slots, weights, scores, end;
 } Own;
 
 static Own own_places(i64 D, i64 slots) {
     Own p = {0};
     p.sums = QUERIES * D;
     p.keys = p.sums + QUERIES * D;
-    p.slots = p.keys + BLOCK * D;
-    p.scores = p.slots + BLOCK * (D + 1);
-    p.end = p.scores + QUERIES * STRIDE(slots);
+    p.slots = p.keys + WEIGHED / 2 * D; /* also holds values of WEIGHED slots in 16 bits */
+    p.weights = p.slots + BLOCK * (D + 1);
+    p.scores = p.weights + QUERIES * WEIGHED / 2;
+    p.end = p.scores + QUERIES * STRIDE(slots) + 15; /* to begin at a multiple of 64 bytes */
     return p;
 }
 
 /* Attention of up to QUERIES queries of one key/value head: first all scores, then weights and sums, so that sums need no
    correction when a larger score comes, which would depend on where blocks begin. Invisible slots get weight 0, which
    changes no sum unless their values are not finite: `strange` marks nodes whose values may not be, and then the sums
-   leave invisible slots out. */
+   leave invisible slots out. With 8 bits only factors are not finite, which weights leave out. */
 static void attend(const Model *m, const Layer *layer, const Call *call, i64 row, i64 head, i64 from,
                    i64 to, const uint8_t *strange, const i64 *depths, const char *keys, const char *values,
                    const float *qkv, float *mixed, float *memory) {
@@ -79,24 +80,26 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
     const i64 slots = behind + (layer->whole_block ? N : (to - 1) / G + 1), size = SLOT(D) * BYTES(STORE);
     const i64 stride = STRIDE(slots), count = to - from;
     const Own at = own_places(D, slots);
-    float *q = memory + at.queries, *sums = memory + at.sums, *scores = memory + at.scores;
+    memory = (float *)(((uintptr_t)memory + 63) / 64 * 64);
+    float *queries = memory + at.queries, *sums = memory + at.sums, *codes = memory + at.weights;
+    float *scores = memory + at.scores;
     char *last = (char *)(memory + at.slots); /* slots of the last block, behind which others may not be read */
-    float largest[QUERIES], factors[WEIGHED] = {0};
+    float largest[QUERIES], of_queries[QUERIES], scales[QUERIES], factors[WEIGHED] = {0};
     longs totals[QUERIES] = {0};
-    const int skip = memchr(strange, 1, slots - behind) != 0;
+    const int skip = STORE != INT8 && memchr(strange, 1, slots - behind) != 0, tiled = TILED(count, D);
     /* The first slot that a query sees, at the earliest: all queries are behind the committed tokens. */
     i64 begin = length - call->reach;
     if (layer->window && length - layer->window > begin) begin = length - layer->window;
-    begin = begin > 0 ? begin / BLOCK * BLOCK : 0;
+    begin = begin > 0 ? begin / WEIGHED * WEIGHED : 0;
     for (i64 j = 0; j < count; j++) {
         const float *own = qkv + (row * N + (from + j) / G) * width + (head * G + (from + j) % G) * D;
-        for (i64 d = 0; d < D; d++) q[j * D + d] = own[d] * m->attention_scale;
+        place_query(own, m->attention_scale, D, j, tiled, queries, of_queries + j);
     }
     memset(sums, 0, 4 * count * D);
     for (i64 t = begin; t < slots; t += BLOCK) {
         const char *block = keys + t * size;
         if (slots - t < BLOCK) block = memcpy(last, block, (slots - t) * size);
-        score(q, count, block, D, memory + at.keys, scores + t, stride);
+        score(queries, of_queries, count, block, D, tiled, memory + at.keys, scores + t, stride);
     }
     for (i64 j = 0; j < count; j++) {
         float *s = scores + j * stride;
@@ -107,20 +110,24 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
     for (i64 t = begin; t < slots; t += WEIGHED) {
         const i64 T = slots - t < WEIGHED ? slots - t : WEIGHED;
         if (STORE == INT8) read_factors(values + t * size, T, D, factors);
+        if (!skip) read_values(values + t * size, T, D, tiled, memory + at.keys);
         for (i64 j = 0; j < count; j++)
-            totals[j] += __builtin_convertvector(weigh(scores + j * stride + t, T, largest[j], factors), longs);
-        if (!skip) mix(scores + t, count, stride, values + t * size, T, D, sums);
+            totals[j] += __builtin_convertvector(weigh(scores + j * stride + t, largest[j], factors, tiled,
+                                                       (uint16_t *)codes + j * WEIGHED, scales + j), longs);
+        if (!skip) mix(scores + t, stride, codes, scales, count, values + t * size, memory + at.keys, T, D, tiled, sums);
     }
     for (i64 j = 0; j < count; j++) {
-        float *s = scores + j * stride;
+        float *s = scores + j * stride, *own = sums + j * D;
         float *out = mixed + ((row * N + (from + j) / G) * m->heads + head * G + (from + j) % G) * D;
         if (skip) {
             hide(layer, call, row, call->done + (from + j) / G, begin, slots, depths, s, -1);
-            mix_seen(s + begin, values + begin * size, slots - begin, D, sums + j * D);
+            mix_seen(s + begin, values + begin * size, slots - begin, D, own);
         }
         i64 total = 0;
         for (int i = 0; i < LANES; i++) total += totals[j][i];
-        for (i64 d = 0; d < D; d++) out[d] = sums[j * D + d] / ((float)total / UNIT);
+        for (i64 d = 0; d < D; d += 4)
+            for (i64 i = 0, at = tiled && !skip ? interleaved(d) : d; i < 4; i++)
+                out[d + i] = own[at + i] / ((float)total / UNIT);
     }
 }
 
@@ -129,6 +136,9 @@ static void attention(const Model *m, const Layer *layer, const Call *call, i64 
                       const i64 *depths, const float *qkv, float *mixed, float *memory) {
     const i64 N = call->nodes, queries = N * m->heads / m->kv_heads, size = BYTES(STORE);
     SHARE(call->batch * m->kv_heads * queries, first, last);
+#if AMX
+    if (has_tiles) set_tiles();
+#endif
     for (i64 work = first, count; work < last; work += count) {
         const i64 from = work % queries, head = work / queries % m->kv_heads, row = work / queries / m->kv_heads;
         count = queries - from < last - work ? queries - from : last - work;
@@ -140,6 +150,9 @@ static void attention(const Model *m, const Layer *layer, const Call *call, i64 
         const i64 *own = depths + row * all_nodes(call);
         attend(m, layer, call, row, head, from, from + count, of_head, own, keys, values, qkv, mixed, memory);
     }
+#if AMX
+    if (has_tiles) _tile_release();
+#endif
 }
 
 /* Norm and rotate keys, and `heads` heads of queries; write keys and values to the store, behind each row's committed

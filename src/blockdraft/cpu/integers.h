@@ -60,33 +60,45 @@ typedef struct {
 #define TILES(rows) (((rows) + TILE_ROWS - 1) / TILE_ROWS)
 #define TILE_BEGIN(rows, tile) ((rows) * (tile) / TILES(rows))
 
+#define ROUNDING 12582912.0f /* adding it rounds to the nearest integer, ties to even */
+
+/* Larger ones of two vectors of absolute values, given as bits, in whose order NaN comes last. */
+INLINE ints larger_bits(ints most, vec x) {
+    const ints here = (ints)x & 0x7fffffff, larger = here > most;
+    return (here & larger) | (most & ~larger);
+}
+
+/* Number that integers of up to `limit` are multiplied with to stand for numbers whose largest absolute values are `most`: 0
+   if that is 0, NaN if a number is not finite. `inverse` is what numbers are multiplied with to get integers; then 0. */
+INLINE float scale_of(ints most, float limit, float *inverse) {
+#if LANES == 16
+    const int32_t bits = _mm512_reduce_max_epi32((__m512i)most);
+#else
+    int32_t bits = most[0];
+    for (int k = 1; k < LANES; k++) bits = most[k] > bits ? most[k] : bits;
+#endif
+    float largest;
+    memcpy(&largest, &bits, 4);
+    const int usual = largest > 1e-30f && largest <= 3.4028235e38f;
+    *inverse = usual ? limit / largest : 0;
+    return usual ? largest / limit : largest <= 1e-30f ? 0 : NAN;
+}
+
+INLINE ints rounded_codes(vec x, float inverse) {
+    return ((ints)(x * inverse + ROUNDING) - 0x4b400000) & (inverse ? -1 : 0);
+}
+
 /* Round one group of one row. Fours of codes are `apart` bytes apart. A number that is not finite makes the factor NaN. */
 static void round_group(const float *x, i64 size, int8_t *to, i64 apart, float *factor, int32_t *total) {
     const i64 whole = size / LANES * LANES;
-    vec most = {};
-    ints odd = {};
-    for (i64 i = 0; i < whole; i += LANES) {
-        ints bits = *(const ints *)(x + i) & 0x7fffffff;
-        odd |= bits >= 0x7f800000;
-        most = most_of((vec)bits, most);
-    }
-    float largest = 0;
-    int strange = 0;
-    for (int k = 0; k < LANES; k++) {
-        largest = most[k] > largest ? most[k] : largest;
-        strange |= odd[k];
-    }
-    for (i64 i = whole; i < size; i++) {
-        strange |= !(fabsf(x[i]) <= 3.4028235e38f);
-        largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
-    }
-    *factor = strange ? NAN : largest > 1e-30f ? largest / 127 : 0;
+    float inverse;
+    ints most = {}, sums = {};
+    for (i64 i = 0; i < whole; i += LANES) most = larger_bits(most, *(const vec *)(x + i));
+    for (i64 i = whole; i < size; i++) most = larger_bits(most, splat(x[i]));
+    *factor = scale_of(most, 127, &inverse);
     *total = 0;
-    const float inverse = strange || !*factor ? 0 : 127 / largest;
-    const float shift = 12582912.0f; /* rounds to the nearest integer, ties to even */
-    ints sums = {};
     for (i64 i = 0; i < whole; i += LANES) {
-        ints code = ((ints)(*(const vec *)(x + i) * inverse + shift) - 0x4b400000) & (inverse ? -1 : 0);
+        const ints code = rounded_codes(*(const vec *)(x + i), inverse);
         sums += code;
         small_codes small = __builtin_convertvector(code, small_codes);
         if (apart == 4) *(small_codes *)(to + i) = small;
@@ -95,7 +107,7 @@ static void round_group(const float *x, i64 size, int8_t *to, i64 apart, float *
     }
     for (int k = 0; k < LANES; k++) *total += sums[k];
     for (i64 i = whole; i < size; i++) {
-        float code = inverse ? x[i] * inverse + shift - shift : 0;
+        float code = inverse ? x[i] * inverse + ROUNDING - ROUNDING : 0;
         to[i / 4 * apart + i % 4] = (int8_t)code;
         *total += (int32_t)code;
     }

@@ -29,6 +29,7 @@
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t uints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef int8_t small_codes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int64_t i64;
@@ -56,7 +57,11 @@ typedef short eight __attribute__((vector_size(16)));
 #endif
 #endif
 
-enum { FLOAT32, BFLOAT16, INT8, INT4, FLOAT16 };
+#define FLOAT32 0 /* kinds; `#if` does not know those of an enum */
+#define BFLOAT16 1
+#define INT8 2
+#define INT4 3
+#define FLOAT16 4
 #define BYTES(kind) ((kind) == FLOAT32 ? 4 : (kind) == BFLOAT16 ? 2 : 1)
 #define SLOT(D) (STORE == INT8 ? (D) + 4 : (D)) /* numbers of a key or value in the store; with 8 bits a factor follows */
 
@@ -72,18 +77,19 @@ INLINE vec choose(ints mask, vec x, vec y) { return (vec)(((ints)x & mask) | ((i
 INLINE vec least(vec x, vec y) { return choose(x < y, x, y); }
 INLINE vec most_of(vec x, vec y) { return choose(x > y, x, y); }
 
+INLINE ints load_codes(const int8_t *from) {
+#if LANES == 16 /* instructions that gcc does not find */
+    return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif LANES == 8 && defined(__AVX2__)
+    return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#else
+    return __builtin_convertvector(*(const small_codes *)from, ints);
+#endif
+}
+
 INLINE vec load(const void *w, i64 at, const int kind) {
     if (kind == FLOAT32) return *(const vec *)((const float *)w + at);
-    if (kind == INT8) {
-        const int8_t *from = (const int8_t *)w + at;
-#if LANES == 16 /* instructions that gcc does not find */
-        return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-#elif LANES == 8 && defined(__AVX2__)
-        return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
-#else
-        return __builtin_convertvector(*(const small_codes *)from, vec);
-#endif
-    }
+    if (kind == INT8) return __builtin_convertvector(load_codes((const int8_t *)w + at), vec);
 #if defined(__AVX2__) && LANES == 8 && !defined(__clang__) /* an instruction that gcc does not find */
     pair narrow;
     memcpy(&narrow, (const uint16_t *)w + at, 16);
@@ -363,191 +369,6 @@ static void rms_norm(const float *x, const float *weight, float eps, i64 size, f
 #endif
 #define FROM(lane, a, b, c, d) a + lane, b + lane, c + lane, d + lane
 
-#define BLOCK (2 * LANES) /* slots that are scored at once */
-#define QUERIES 24 /* most queries that share what is read of keys and values */
-#define AT_ONCE 6 /* queries whose sums fit into registers, beside two vectors of keys or MIXED of values */
-#if LANES == 16 || defined(__ARM_NEON)
-#define MIXED 4
-#else
-#define MIXED 2
-#endif
-#define WEIGHED 64 /* slots whose weights are computed and used before the next ones are */
-#define STRIDE(slots) (((slots) + WEIGHED - 1) / WEIGHED * WEIGHED) /* between the scores of two queries */
-#define AHEAD 8192 /* bytes that keys and values are prefetched ahead */
-
-/* 16 bytes of every fourth of LANES slots, which lie `row` bytes apart. */
-INLINE ints every_fourth(const char *from, i64 row) {
-#if LANES == 16
-#define PIECE(k) _mm_loadu_si128((const __m128i *)(from + k * 4 * row))
-    __m512i all = _mm512_castsi128_si512(PIECE(0));
-    all = _mm512_inserti32x4(_mm512_inserti32x4(all, PIECE(1), 1), PIECE(2), 2);
-    return (ints)_mm512_inserti32x4(all, PIECE(3), 3);
-#elif LANES == 8
-    const __m256i first = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)from));
-    return (ints)_mm256_insertf128_si256(first, _mm_loadu_si128((const __m128i *)(from + 4 * row)), 1);
-#else
-    (void)row;
-    return *(const ints *)from;
-#endif
-}
-
-/* Widen the keys of LANES slots to to[d * BLOCK + t] = k[t][d]. */
-static void turn(const char *k, i64 D, float *to) {
-    const i64 row = SLOT(D) * BYTES(STORE), each = 16 / BYTES(STORE); /* numbers of 16 bytes */
-    i64 d = 0;
-    for (; d + each <= D; d += each, k += 16) {
-        const ints a = every_fourth(k, row), b = every_fourth(k + row, row);
-        const ints c = every_fourth(k + 2 * row, row), e = every_fourth(k + 3 * row, row);
-        const ints ab = PICK(a, b, IN_FOURS(0, LANES, 1, LANES + 1)), ce = PICK(c, e, IN_FOURS(0, LANES, 1, LANES + 1));
-        const ints more_ab = PICK(a, b, IN_FOURS(2, LANES + 2, 3, LANES + 3));
-        const ints more_ce = PICK(c, e, IN_FOURS(2, LANES + 2, 3, LANES + 3));
-        /* Of all slots the first 4 bytes, the second, and so on. */
-        const ints words[4] = {PICK(ab, ce, IN_FOURS(0, 1, LANES, LANES + 1)),
-                               PICK(ab, ce, IN_FOURS(2, 3, LANES + 2, LANES + 3)),
-                               PICK(more_ab, more_ce, IN_FOURS(0, 1, LANES, LANES + 1)),
-                               PICK(more_ab, more_ce, IN_FOURS(2, 3, LANES + 2, LANES + 3))};
-#pragma GCC unroll 4
-        for (int w = 0; w < 4; w++)
-#pragma GCC unroll 4
-            for (int i = 0; i < 4 / BYTES(STORE); i++) {
-                vec wide = (vec)words[w];
-                if (STORE == BFLOAT16) wide = i ? (vec)(words[w] & -65536) : (vec)(words[w] << 16);
-                if (STORE == INT8) wide = __builtin_convertvector(words[w] << (24 - 8 * i) >> 24, vec);
-                *(vec *)(to + (d + w * each / 4 + i) * BLOCK) = wide;
-            }
-    }
-    for (; d < D; d++, k += BYTES(STORE))
-        for (int t = 0; t < LANES; t++)
-            to[d * BLOCK + t] = STORE == INT8 ? *(const int8_t *)(k + t * row) : load_one(k + t * row, 0, STORE);
-}
-
-/* scores[r * stride + t] = q[r] . k[t] for R queries and the slots of a block; sums over d run in order. With `fetch` a
-   block's memory from `next` on is prefetched, evenly, since many requests at once would be waited for. */
-INLINE void dots(const float *q, i64 D, const float *keys, const float *factors, float *scores, i64 stride,
-                 const char *next, i64 fetch, const int R) {
-    vec sums[AT_ONCE][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = (vec){};
-    for (i64 d = 0; d < D; d++) {
-        __builtin_prefetch(next + d * fetch);
-        const vec first = *(const vec *)(keys + d * BLOCK), second = *(const vec *)(keys + d * BLOCK + LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const vec x = splat(q[r * D + d]);
-            sums[r][0] = FMA(x, first, sums[r][0]);
-            sums[r][1] = FMA(x, second, sums[r][1]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-        for (int c = 0; c < 2; c++) {
-            if (STORE == INT8) sums[r][c] *= *(const vec *)(factors + c * LANES);
-            *(vec *)(scores + r * stride + c * LANES) = sums[r][c];
-        }
-}
-
-/* Factors of the numbers of `count` slots, with keys or values in 8 bits. */
-static void read_factors(const char *slots, i64 count, i64 D, float *factors) {
-    for (i64 t = 0; t < count; t++) memcpy(factors + t, slots + t * SLOT(D) + D, 4);
-}
-
-/* Scores of `count` queries with the slots of a block, whose keys are read once, into `keys`. */
-static void score(const float *q, i64 count, const char *k, i64 D, float *keys, float *scores, i64 stride) {
-    const i64 row = SLOT(D) * BYTES(STORE), groups = (count + AT_ONCE - 1) / AT_ONCE;
-    float factors[BLOCK];
-    if (STORE == INT8) read_factors(k, BLOCK, D, factors);
-    const char *next = k + (BLOCK * row > AHEAD ? BLOCK * row : AHEAD);
-    turn(k, D, keys);
-    turn(k + LANES * row, D, keys + LANES);
-    for (i64 group = 0; group < groups; group++) {
-        const i64 r = count * group / groups;
-        const i64 fetch = group ? 0 : BLOCK * BYTES(STORE); /* bytes for each d */
-        switch (count * (group + 1) / groups - r) {
-#define DOTS(R)                                                                                           \
-    case R:                                                                                               \
-        dots(q + r * D, D, keys, factors, scores + r * stride, stride, next, fetch, R);                   \
-        break;
-            DOTS(1) DOTS(2) DOTS(3) DOTS(4) DOTS(5) DOTS(6)
-        }
-    }
-}
-
-/* out[r][c] += sum of p[r][t] v[t][c] over T slots in order, for C vectors of R queries. */
-INLINE void mix_part(const float *p, i64 stride, const char *v, i64 T, i64 D, float *out, i64 fetch, const int R,
-                     const int C) {
-    const i64 row = SLOT(D) * BYTES(STORE);
-    vec sums[AT_ONCE][MIXED];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) sums[r][c] = *(const vec *)(out + r * D + c * LANES);
-    for (i64 t = 0; t < T; t++, v += row) {
-        for (i64 i = 0; i < fetch; i += 64) __builtin_prefetch(v + AHEAD + i);
-        vec value[MIXED];
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) value[c] = load(v, c * LANES, STORE);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const vec weight = splat(p[r * stride + t]);
-#pragma GCC unroll 4
-            for (int c = 0; c < C; c++) sums[r][c] = FMA(weight, value[c], sums[r][c]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) *(vec *)(out + r * D + c * LANES) = sums[r][c];
-}
-
-/* out[r] += sum of p[r][t] v[t] over T slots in order, for `count` queries. */
-static void mix(const float *p, i64 count, i64 stride, const char *v, i64 T, i64 D, float *out) {
-    const i64 groups = (count + AT_ONCE - 1) / AT_ONCE;
-    for (i64 group = 0; group < groups; group++) {
-        const i64 r = count * group / groups, R = count * (group + 1) / groups - r;
-        for (i64 d = 0, C; d < D; d += C * LANES) {
-            C = D - d >= MIXED * LANES ? MIXED : D - d >= 2 * LANES ? 2 : 1;
-            const i64 fetch = group || d ? 0 : SLOT(D) * BYTES(STORE);
-            switch (R * 8 + C) {
-#define MIX_PART(R, C)                                                                                    \
-    case R * 8 + C:                                                                                       \
-        mix_part(p + r * stride, stride, v + d * BYTES(STORE), T, D, out + r * D + d, fetch, R, C);       \
-        break;
-#if MIXED == 4
-#define MIX_PARTS(R) MIX_PART(R, 1) MIX_PART(R, 2) MIX_PART(R, 4)
-#else
-#define MIX_PARTS(R) MIX_PART(R, 1) MIX_PART(R, 2)
-#endif
-                MIX_PARTS(1) MIX_PARTS(2) MIX_PARTS(3) MIX_PARTS(4) MIX_PARTS(5) MIX_PARTS(6)
-            }
-        }
-    }
-}
-
-/* `mix` of one query, without slots of negative p. */
-static void mix_seen(const float *p, const char *v, i64 T, i64 D, float *out) {
-    for (i64 t = 0; t < T; t++)
-        for (i64 d = 0; d < D && !(p[t] < 0); d += LANES) {
-            const vec value = load(v + t * SLOT(D) * BYTES(STORE), d, STORE);
-            *(vec *)(out + d) = FMA(splat(p[t]), value, *(vec *)(out + d));
-        }
-}
-
-/* Largest of scores, after capping them. `size` is a multiple of LANES. */
-static float largest_score(float *s, i64 size, float limit) {
-    vec most = splat(-INFINITY);
-    for (i64 t = 0; t < size; t += LANES) {
-        vec x = *(vec *)(s + t);
-        for (int i = 0; limit && i < LANES; i++)
-            if (x[i] != -INFINITY) x[i] = limit * tanhf(x[i] / limit);
-        if (limit) *(vec *)(s + t) = x;
-        most = most_of(x, most);
-    }
-    float largest = most[0];
-    for (int i = 1; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
-    return largest;
-}
-
 /* Probability of the largest of some logits. */
 static float chance_of(const float *x, i64 size, float largest) {
     vec sums = {};
@@ -557,19 +378,4 @@ static float chance_of(const float *x, i64 size, float largest) {
     for (int k = 0; k < LANES; k++) sum += sums[k];
     for (; i < size; i++) sum += exp_vec(splat(x[i] - largest))[0];
     return 1.0f / sum;
-}
-
-#define UNIT 67108864.0f /* weights are added up as integers, 1 as so many: in any order the sum is the same */
-
-/* s = exp(s - largest), and 0 where s is -infinity; returns sums in units. Then s is multiplied by `factors`, those of
-   values in 8 bits. `size` is at most WEIGHED. */
-static ints weigh(float *s, i64 size, float largest, const float *factors) {
-    ints sums = {};
-    for (i64 t = 0; t < size; t += LANES) {
-        vec p = exp_vec(*(vec *)(s + t) - largest);
-        sums += __builtin_convertvector(p * UNIT, ints);
-        if (STORE == INT8) p *= *(const vec *)(factors + t);
-        *(vec *)(s + t) = p;
-    }
-    return sums;
 }

@@ -44,11 +44,15 @@ V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"}
 V3 = V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 VNNI = ("-mavx512vnni",)
+BF16 = (*VNNI, "-mavx512bf16")
+AMX = {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}
+ZEN4 = {"avx512_vnni", "avx512_bf16", "sse4a"}  # SSE4a tells AMD's, whose attention is faster with BF16
 ARMV8 = frozenset({"asimd", "fp"})
 ARMV82 = ARMV8 | {"asimdrdm", "atomics", "crc32", "dcpop"}
 LEVELS = {  # by `platform.machine()`, the best first
     "x86_64": (
-        Level("x86-64-v4-bf16", ("-march=x86-64-v4", *VNNI, "-mavx512bf16"), V4 | {"avx512_vnni", "avx512_bf16"}),
+        Level("x86-64-v4-amx", ("-march=x86-64-v4", *BF16, "-mamx-tile", "-mamx-bf16"), V4 | AMX),
+        Level("x86-64-v4-bf16", ("-march=x86-64-v4", *BF16, "-msse4a"), V4 | ZEN4),
         Level("x86-64-v4-vnni", ("-march=x86-64-v4", *VNNI), V4 | {"avx512_vnni"}),
         Level("x86-64-v4", ("-march=x86-64-v4",), V4),
         Level("x86-64-v3-vnni", ("-march=x86-64-v3", "-mavxvnni"), V3 | {"avx_vnni"}),

@@ -11,7 +11,7 @@ import torch
 from blockdraft.cpu.library import KINDS, STORES, Library
 
 SOURCE = Path(__file__).with_name("decoder.c")
-INCLUDED = tuple(SOURCE.with_name(name) for name in ("kernels.h", "integers.h", "calls.h"))
+INCLUDED = tuple(SOURCE.with_name(name) for name in ("attention.h", "kernels.h", "integers.h", "calls.h"))
 # Sums must have the same bits on all machines, so the compiler may fuse and reorder nothing.
 FLAGS = ("-O2", "-ffp-contract=off", "-shared", "-fPIC")
 PARALLEL = ("-fopenmp",)
