@@ -65,7 +65,8 @@ static double error_of(i64 D, i64 length, i64 group, i64 nodes, int mode) {
     char *store = malloc(slots * 2 * kv * row);
     for (i64 slot = 0; slot < slots * 2 * kv; slot++) fill(store + slot * row, D);
     float *qkv = malloc(4 * nodes * width), *mixed = malloc(4 * nodes * heads * D);
-    for (i64 i = 0; i < nodes * width; i++) qkv[i] = 3 * random_number();
+    /* In bfloat16 scores are so large that weights, although they are rounded, show the order of sums. */
+    for (i64 i = 0; i < nodes * width; i++) qkv[i] = (STORE == BFLOAT16 ? 60 : 3) * random_number();
     i64 *parents = malloc(8 * nodes), *depths = malloc(8 * nodes);
     for (i64 node = 0; node < nodes; node++) {
         parents[node] = !node ? -1 : mode == 4 ? (node - 1) / 2 : node - 1;
