@@ -135,7 +135,9 @@ class BatchedAnswerer:
         return [chosen]
 
     def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
-        self._waiting.append((key, prompt[: self._slots - 1], params))
+        if len(prompt) >= self._slots:
+            raise ValueError(f"A prompt has {len(prompt)} tokens, and a row has {self._slots} slots; make rows longer.")
+        self._waiting.append((key, prompt, params))
 
     def answers(self) -> list[tuple[int, Answer]]:
         while True:

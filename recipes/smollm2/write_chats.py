@@ -33,7 +33,7 @@ PROMPT_TEMPERATURE, PROMPT_TOP_P = 0.9, 0.95
 AGAIN = 0.7  # temperature at which a looping answer is drawn anew
 TWO_TURNS = 6  # of so many chats one has two turns
 
-SLOTS = 1280  # of a row on a GPU, of which a chat of two turns takes most
+SLOTS = 1536  # of a row on a GPU, in which the longest chat of two turns finds room
 SECONDS = 20  # between two lines of progress
 
 # A task asks for tokens after a prompt, is sent them, and returns its line at last.

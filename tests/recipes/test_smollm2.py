@@ -227,6 +227,8 @@ def test_rows_of_a_batch_answer_as_each_would_alone(
     assert [found[key].token_ids for key in range(4)] == expected
     assert all(one.ended == (one.token_ids[-1] == target.tokenizer.eos_token_id) for one in found.values())
     assert all(contiguous), "the kernel reads queries as if they were"
+    with pytest.raises(ValueError, match="A prompt has 60 tokens, and a row has 60 slots"):
+        answerer.ask(9, (), [1] * 60, params[0])
 
 
 def test_a_row_that_loops_is_free_again(recipe: Any, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def open_source(
 
 class KeptFeatures:
     """Source that computes features when they are first asked for, and keeps them where they are. On a GPU computing
-    them takes half of a step, and copying them there would take as long as that.
+    them takes half of a step.
 
     Args:
         source: Source that computes.
