@@ -84,6 +84,23 @@ def test_weights_of_few_bits_give_what_torch_gives(tmp_path: Path, family: str, 
         assert 1e-4 < float((a - right).norm() / right.norm()) < (0.05 if quantize == "int8" else 0.5)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_bits_do_not_depend_on_the_number_of_threads(tmp_path: Path, family: str, quantize: Any) -> None:
+    """Of few bits, with more groups than nodes, so that threads share groups when they round."""
+    shape = {"hidden_size": 168, "intermediate_size": 184, "num_attention_heads": 21, "num_key_value_heads": 3}
+    write_model(tmp_path, family, 8, 17, sizes=SIZES | shape)
+    target = load_target(tmp_path, "float32", "cpu", "native", "on", quantize)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(logits_and_features(target))
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("round_drafters", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_drafters_are_rounded_as_their_target_is_unless_they_are_to_be_kept(round_drafters: bool) -> None:
     target = load_target(dtype="float32", device="cpu", quantize="int4", round_drafters=round_drafters)

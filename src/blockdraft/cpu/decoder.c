@@ -14,6 +14,22 @@ static void norm_rows(const float *x, const float *weight, float eps, i64 size, 
     for (i64 row = first; row < last; row++) rms_norm(x + row * size, weight, eps, size, y + row * size, add);
 }
 
+/* Norm rows of x to h, and round them for a product. Threads that share groups compute the factors of all rows. */
+static void norm_and_round(const Linear *l, const float *x, const float *weight, float eps, i64 rows, float *h,
+                           Rounded in) {
+    const i64 H = l->inputs;
+    const int split = rows > 1 && by_groups(l, rows);
+    if (split) {
+        SHARE(H / l->group, first, last);
+        for (i64 row = 0; row < rows; row++) {
+            const float factor = norm_factor(x + row * H, eps, H);
+            for (i64 i = row * H + first * l->group; i < row * H + last * l->group; i++)
+                h[i] = x[i] * factor * weight[i - row * H];
+        }
+    } else norm_rows(x, weight, eps, H, rows, h, 0);
+    round_inputs(l, h, H, rows, in, !split);
+}
+
 /* Norm and rotate one head in place. */
 static void rotate(const Model *m, const Layer *layer, const float *norm, float *x, i64 position) {
     if (norm) rms_norm(x, norm, m->eps, m->head_dim, x, 0);
@@ -235,15 +251,21 @@ static void convolve(const Model *m, const Call *call, const Convolution *c, i64
     }
 }
 
-/* Input of a layer's first projection: the normed rows h, or h convolved. */
-static const float *convolved(const Model *m, const Call *call, const Convolution *c, const float *h, Rounded in,
-                              float *corrections, float *turned) {
-    if (!c->taps) return h;
-    round_inputs(&c->projection, h, m->hidden, call->batch * call->nodes, in, 1);
+/* Norm x to h, and convolve it where the layer does. Returns this input of its projection `l`, rounded for it. */
+static const float *input_of(const Linear *l, const Model *m, const Call *call, const Convolution *c, const float *norm,
+                             const float *x, float *h, Rounded in, float *corrections, float *turned) {
+    const i64 H = m->hidden, rows = call->batch * call->nodes;
+    if (!c->taps) {
+        norm_and_round(l, x, norm, m->eps, rows, h, in);
+        return h;
+    }
+    norm_rows(x, norm, m->eps, H, rows, h, 0);
+    round_inputs(&c->projection, h, H, rows, in, 1);
 #pragma omp barrier
-    project(&c->projection, h, m->hidden, in, call->batch * call->nodes, corrections, corrections_of(c), 0);
+    project(&c->projection, h, H, in, rows, corrections, corrections_of(c), 0);
 #pragma omp barrier
     convolve(m, call, c, 0, corrections, h, turned, 0);
+    round_inputs(l, turned, H, rows, in, 1);
     return turned;
 }
 
@@ -253,7 +275,10 @@ static void add_output(const Model *m, const Call *call, const Convolution *c, c
     if (c->taps) {
         convolve(m, call, c, 1, corrections, h, x, 1);
 #pragma omp barrier
-    } else if (norm) norm_rows(h, norm, m->eps, m->hidden, call->batch * call->nodes, x, 1);
+    } else if (norm) {
+        norm_rows(h, norm, m->eps, m->hidden, call->batch * call->nodes, x, 1);
+#pragma omp barrier
+    }
 }
 
 static void tap(const Model *m, const Call *call, i64 layer, const float *x) {
@@ -400,16 +425,13 @@ i64 decoder_forward(const Model *m, const Call *call) {
                     x[row * H + i] = m->embedding_scale * load_one(m->embedding.weight, begin + i * LANES, WEIGHT);
         }
         if (m->pairs) side_by_side(m, call, x, pairs, in);
+#pragma omp barrier
         for (i64 index = 0; index < m->num_layers; index++) {
             const Layer *layer = m->layers + index;
             const Convolution *of_attention = &layer->attention_conv, *of_mlp = &layer->mlp_conv;
-            /* This thread reads the rows of x that it wrote last, unless a projection wrote them. */
             const float *read = pairs;
-            if (!reads_pairs(m, index)) {
-                norm_rows(x, layer->before_attention, m->eps, H, rows, h, 0);
-                read = convolved(m, call, of_attention, h, in, corrections, turned);
-            }
-            round_inputs(&layer->qkv, read, layer->qkv.inputs, rows, in, 1);
+            if (reads_pairs(m, index)) round_inputs(&layer->qkv, pairs, layer->qkv.inputs, rows, in, 1);
+            else read = input_of(&layer->qkv, m, call, of_attention, layer->before_attention, x, h, in, corrections, turned);
 #pragma omp barrier
             if (index + 1 == m->num_layers && !call->num_taps && !call->num_logits) { /* only keys and values are wanted */
                 const Linear part = outputs_from(&layer->qkv, mix_width, width - mix_width);
@@ -432,9 +454,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
             project(&layer->output, wide, mix_width, in, rows, added ? x : h, H, added);
 #pragma omp barrier
             add_output(m, call, of_attention, layer->after_attention, corrections, h, x);
-            norm_rows(x, layer->before_mlp, m->eps, H, rows, h, 0);
-            read = convolved(m, call, of_mlp, h, in, corrections, turned);
-            round_inputs(&layer->gate_up, read, H, rows, in, 1);
+            read = input_of(&layer->gate_up, m, call, of_mlp, layer->before_mlp, x, h, in, corrections, turned);
 #pragma omp barrier
             project(&layer->gate_up, read, H, in, rows, wide, 2 * m->inner, 0);
 #pragma omp barrier

@@ -84,6 +84,16 @@ INLINE float scale_of(ints most, float limit, float *inverse) {
     return usual ? largest / limit : largest <= 1e-30f ? 0 : NAN;
 }
 
+INLINE int32_t int_sum(ints x) {
+#if LANES == 16 /* instructions that gcc does not find */
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t sum = 0;
+    for (int k = 0; k < LANES; k++) sum += x[k];
+    return sum;
+#endif
+}
+
 INLINE ints rounded_codes(vec x, float inverse) {
     return ((ints)(x * inverse + ROUNDING) - 0x4b400000) & (inverse ? -1 : 0);
 }
@@ -105,7 +115,7 @@ static void round_group(const float *x, i64 size, int8_t *to, i64 apart, float *
         else
             for (int k = 0; k < LANES; k += 4) memcpy(to + (i + k) / 4 * apart, (const int8_t *)&small + k, 4);
     }
-    for (int k = 0; k < LANES; k++) *total += sums[k];
+    *total += int_sum(sums);
     for (i64 i = whole; i < size; i++) {
         float code = inverse ? x[i] * inverse + ROUNDING - ROUNDING : 0;
         to[i / 4 * apart + i % 4] = (int8_t)code;
@@ -133,8 +143,14 @@ static void narrow_row(const float *x, i64 size, input *to) {
 }
 #endif
 
-/* Round rows for a product where IS_ROUNDED. Each thread takes some groups, with `whole_rows` those of the rows of
-   `SHARE(rows)`. */
+/* Whether each thread rounds some groups of all rows. Codes of rows lie side by side, so threads with rows of the same tile
+   would write to the same cache lines, which is slow. */
+static int by_groups(const Linear *l, i64 rows) {
+    return IS_INTEGER(l) && rows < TILE_ROWS * omp_get_num_threads() && rows <= l->inputs / l->group;
+}
+
+/* Round rows for a product where IS_ROUNDED. Each thread takes some groups where they are so shared, and the rows of
+   `SHARE(rows)` elsewhere, or with `whole_rows`. */
 static void round_inputs(const Linear *l, const float *x, i64 xs, i64 rows, Rounded in, int whole_rows) {
 #if NARROW
     if (!IS_INTEGER(l)) {
@@ -144,15 +160,20 @@ static void round_inputs(const Linear *l, const float *x, i64 xs, i64 rows, Roun
     }
 #endif
     if (!IS_INTEGER(l)) return;
-    const i64 groups = l->inputs / l->group, unit = whole_rows ? groups : 1;
-    SHARE(rows * groups / unit, first, last);
-    for (i64 work = first * unit; work < last * unit; work++) {
-        const i64 row = work / groups, g = work % groups, from = g * l->group;
-        const i64 tile = ((row + 1) * TILES(rows) - 1) / rows, begin = TILE_BEGIN(rows, tile);
-        const i64 R = TILE_BEGIN(rows, tile + 1) - begin, at = begin * groups + g * R + row - begin;
-        round_group(x + row * xs + from, l->group, in.codes + begin * l->inputs + from * R + (row - begin) * 4, 4 * R,
-                    in.factors + at, in.sums + at);
-        in.products[at] = in.factors[at] * (float)in.sums[at];
+    const i64 group = l->group, groups = l->inputs / group;
+    const int split = !whole_rows && by_groups(l, rows);
+    SHARE(split ? groups : rows, first, last);
+    const i64 first_row = split ? 0 : first, last_row = split ? rows : last;
+    for (i64 tile = 0; tile < TILES(rows); tile++) {
+        const i64 begin = TILE_BEGIN(rows, tile), end = TILE_BEGIN(rows, tile + 1), R = end - begin;
+        const i64 from = first_row > begin ? first_row : begin, to = last_row < end ? last_row : end;
+        for (i64 g = split ? first : 0; g < (split ? last : groups); g++)
+            for (i64 row = from; row < to; row++) {
+                const i64 at = begin * groups + g * R + row - begin;
+                int8_t *own = in.codes + begin * l->inputs + g * group * R + (row - begin) * 4;
+                round_group(x + row * xs + g * group, group, own, 4 * R, in.factors + at, in.sums + at);
+                in.products[at] = in.factors[at] * (float)in.sums[at];
+            }
     }
 }
 

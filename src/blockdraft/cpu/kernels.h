@@ -344,9 +344,11 @@ static float mean_square(const float *x, i64 size) {
     return sum / size;
 }
 
+static float norm_factor(const float *x, float eps, i64 size) { return 1 / sqrtf(mean_square(x, size) + eps); }
+
 /* y = rms_norm(x) * weight, or y += rms_norm(x) * weight with `add`. */
 static void rms_norm(const float *x, const float *weight, float eps, i64 size, float *y, int add) {
-    float factor = 1 / sqrtf(mean_square(x, size) + eps);
+    float factor = norm_factor(x, eps, size);
     if (add)
         for (i64 i = 0; i < size; i++) y[i] += x[i] * factor * weight[i];
     else
