@@ -244,6 +244,9 @@ INLINE void dots(const float *q, const float *of_queries, i64 D, const float *ke
 INLINE i64 interleaved(i64 d) { return d / 32 * 32 + d % 8 / 4 * 16 + d % 32 / 8 * 4; }
 
 #if AMX
+/* Loads of tiles do not tell compilers what they read: all memory, that at `p`, too, is written before. */
+#define WRITTEN(p) __asm__ volatile("" ::"r"(p) : "memory")
+
 static void set_tiles(void) { /* 8 tiles of 16 rows of 64 bytes */
     struct {
         uint8_t palette, begun, zeros[14];
@@ -251,6 +254,7 @@ static void set_tiles(void) { /* 8 tiles of 16 rows of 64 bytes */
         uint8_t rows[16];
     } shape = {.palette = 1};
     for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = 16;
+    WRITTEN(&shape);
     _tile_loadconfig(&shape);
 }
 
@@ -258,6 +262,7 @@ static void set_tiles(void) { /* 8 tiles of 16 rows of 64 bytes */
 static void score_tiles(const char *q, i64 count, const char *k, i64 D, float *scores, i64 stride) {
     const i64 row = 2 * D;
     __attribute__((aligned(64))) float sums[2][16][16]; /* of both halves of the block */
+    WRITTEN(q);
     for (i64 group = 0; group < count; group += TILE_QUERIES) {
         _tile_zero(0);
         _tile_zero(1);
@@ -295,6 +300,7 @@ static void interleave(const char *v, i64 T, i64 D, i64 fetch, char *to) {
 
 /* `mix` by AMX, to sums in the order of `interleave`. */
 static void mix_tiles(const char *codes, i64 count, const char *values, i64 T, i64 D, float *sums) {
+    WRITTEN(codes);
     for (i64 group = 0; group < count; group += TILE_QUERIES) {
         const char *w = codes + group * 2 * WEIGHED, *own = values;
         for (float *out = sums + group * D; out < sums + (group + 1) * D; out += 32, own += 4096) {
