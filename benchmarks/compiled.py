@@ -2,7 +2,7 @@
 contexts, or with weights that are mapped from the cache folder against those that are not.
 
     python -m benchmarks.compiled products [--processors native,x86-64-v3] [--bits 4|8|16] [--group 128] [--rows 1,4,8]
-    python -m benchmarks.compiled contexts [--contexts 256,8192] [--nodes 1,4,8] [--width 4]
+    python -m benchmarks.compiled contexts [--contexts 256,8192] [--nodes 1,4,8] [--width 4 | --target MODEL]
     python -m benchmarks.compiled mapped [--contexts 256] [--nodes 1,4] [--width 8]
 
 Ways take turns; milliseconds, minimum / median.
@@ -31,7 +31,7 @@ from blockdraft.cpu.sources import PARALLEL, VECTORS, command, defines
 from blockdraft.cpu.weight_cache import SWITCH
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantized import QuantizedWeight
-from blockdraft.targets import load_target
+from blockdraft.targets import Target, load_target
 
 HIDDEN, INNER, LAYERS = 1536, 4608, 8
 SHAPES = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN))  # inputs, outputs
@@ -69,7 +69,10 @@ def products(options: argparse.Namespace, folder: Path) -> Calls:
 
 
 def forwards(way: str, path: Path, options: argparse.Namespace, quantize: str | None, **how: Any) -> Calls:
-    target = load_target(path, "bfloat16", "cpu", "native", "on", quantize, **how)
+    return forwards_of(way, load_target(path, "bfloat16", "cpu", "native", "on", quantize, **how), options)
+
+
+def forwards_of(way: str, target: Target, options: argparse.Namespace) -> Calls:
     return {
         (way, f"{nodes} behind {context}"): call
         for context in options.contexts
@@ -78,6 +81,8 @@ def forwards(way: str, path: Path, options: argparse.Namespace, quantize: str | 
 
 
 def contexts(options: argparse.Namespace, folder: Path) -> Calls:
+    if options.target:
+        return forwards_of(options.target, load_target(options.target, compile="on"), options)
     path, calls = widen(TARGET, folder / "target", options.width), dict[tuple[str, str], Callable[[], Any]]()
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
@@ -109,6 +114,7 @@ def main() -> None:
     add("--contexts", type=numbers, default="256,8192")
     add("--nodes", type=numbers, default="1,4,8")
     add("--width", type=int, default=4, help="of the bundled target")
+    add("--target", metavar="MODEL", help="of `contexts`: a folder, a GGUF file or a name, as `load_target` loads it")
     add("--rounds", type=int, default=7)
     options = parser.parse()
     torch.set_num_threads(options.threads)
