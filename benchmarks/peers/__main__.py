@@ -26,6 +26,7 @@ from benchmarks.peers.environments import BUILD
 from benchmarks.peers.measure import (
     UNTIMED,
     Burst,
+    Process,
     Task,
     Trial,
     differences,
@@ -142,7 +143,8 @@ def run(args: argparse.Namespace) -> None:
         request = {"max_new_tokens": args.max_new_tokens, "stops": sorted(text.eos_token_ids)}
         with display.progress("answers") as progress:
             measure(processes, list(about), tasks, args.repeats, request, trials, progress)
-        memory = {name: process.peak_bytes() for name, process in processes.running.items()}
+        taken = Records(Process, UNFINISHED / "processes.csv")  # not those of a run that finds all answers there
+        taken.add(*(Process(name, each.start_seconds, each.peak_bytes()) for name, each in processes.running.items()))
         bursts = Records(Burst, UNFINISHED / "bursts.csv")
         if args.at_once:
             command.tell(f"{args.at_once} prompts at once")
@@ -153,7 +155,7 @@ def run(args: argparse.Namespace) -> None:
             return float(answer["margin"])
 
         different = differences(trials.all, tasks, margin)
-        starts = {name: process.start_seconds for name, process in processes.running.items()}
+        ran = [one for one in taken.all if one.peer in processes.running]
     names = list(dict.fromkeys(task.prompt_set for task in tasks))
     timed = {trial.key for trial in trials.all if trial.repeat != UNTIMED}
     counts = {name: sum(task.prompt_set == name for task in tasks) for name in names}
@@ -166,8 +168,8 @@ def run(args: argparse.Namespace) -> None:
         settings=models | {"prompts": counts} | settings,
         hardware=hardware(torch.device(args.device)),
         about=about,
-        start_seconds=starts,
-        peak_bytes=memory,
+        start_seconds={one.peer: one.start_seconds for one in ran},
+        peak_bytes={one.peer: one.peak_bytes for one in ran},
         at_once=rates_at_once(bursts.all),
         missing=processes.missing,
         sets={name: figures([trial for trial in trials.all if trial.prompt_set == name]) for name in names},

@@ -71,6 +71,17 @@ class Trial:
         return len(self.tokens) - self.first
 
 
+@dataclass(frozen=True)
+class Process:
+    """What a peer's process took: until it could answer, and of memory when it had answered all prompts, one by one."""
+
+    KEY = ("peer",)
+
+    peer: str
+    start_seconds: float
+    peak_bytes: int
+
+
 def measure(
     processes: Processes,
     peers: Sequence[str],

@@ -88,6 +88,22 @@ def test_an_interrupt_keeps_the_answers(
     run(monkeypatch, [*command, "--repeats", "5"], fake(REFERENCE))  # the default written out
 
 
+def test_memory_and_start_are_those_of_the_process_that_answered(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(program, "measure_at_once", interrupted)
+        run(patch, [*command, "--at-once", "2"], fake(REFERENCE, many=1))
+    file = tmp_path / "build" / "unfinished" / "processes.csv"
+    [peer, seconds, peak] = file.read_text().splitlines()[1].split(",")
+    run(monkeypatch, [*command, "--at-once", "2"], fake(REFERENCE, many=1))
+    found = json.loads((tmp_path / "out" / "peers.json").read_text())
+    assert found["start_seconds"] == {peer: float(seconds)} and found["peak_bytes"] == {peer: int(peak)}
+
+
 def test_the_bundled_prompts_are_read_by_default() -> None:
     args = program.arguments([])
     assert args.repeats == 5 and args.dtype == "float32"
