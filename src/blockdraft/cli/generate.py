@@ -61,6 +61,8 @@ def generate(
     if prompts is not None and (prompt is not None or compare):
         other = "--compare" if compare else "a prompt"
         raise UsageError(f"--prompts {prompts} and {other} do not go together; leave one of them away.")
+    if compare and drafting.sampled and params.temperature:
+        raise UsageError("--compare and --sampled do not go together at a temperature: their tokens differ.")
     texts = read_prompts(prompts) if prompts else [read_prompt(prompt)]
 
     with uncollected():

@@ -178,6 +178,14 @@ AutoBlockSize = Annotated[
 TreeBudget = Annotated[str | None, option(Drafting, "tree_budget", metavar="N|auto")]
 BlockSize = Annotated[str | None, option(Drafting, "block_size", metavar="N|auto")]
 DraftWindow = Annotated[int | None, option(Drafting, "draft_window", metavar="N")]
+Sampled = Annotated[
+    bool,
+    typer.Option(
+        "--sampled",
+        help="At a temperature, sample guesses from the drafter's distribution instead of taking the likeliest. "
+        "Answers have the target's distribution either way; here the tokens of a seed depend on the drafter.",
+    ),
+]
 DraftPasses = Annotated[int | None, option(Drafting, "draft_passes", metavar="N")]
 Dtype = Annotated[
     str | None,
@@ -317,6 +325,7 @@ class SamplingOptions:
     tree_budget: TreeBudget = None
     draft_window: DraftWindow = None
     draft_passes: DraftPasses = None
+    sampled: Sampled = False
 
     def params(self, max_new_tokens: int) -> SamplingParams:
         names = {each.name for each in fields(SamplingParams)} & {each.name for each in fields(self)}
@@ -330,6 +339,4 @@ class SamplingOptions:
         if size is None and budget is None:
             size = "auto"
         guesses = Drafting.tree_budget if budget is None else extent("tree_budget", budget)
-        return Drafting(
-            extent("block_size", size), guesses, draft_window=self.draft_window, draft_passes=self.draft_passes
-        )
+        return Drafting(extent("block_size", size), guesses, self.sampled, self.draft_window, self.draft_passes)

@@ -13,6 +13,7 @@ from blockdraft.cli.options import (
     DrafterPlace,
     DraftPasses,
     DraftWindow,
+    Sampled,
     SamplingOptions,
     TargetOptions,
     TreeBudget,
@@ -93,6 +94,7 @@ def serve(
     tree_budget: TreeBudget = None,
     draft_window: DraftWindow = None,
     draft_passes: DraftPasses = None,
+    sampled: Sampled = False,
     options: ServeOptions,
 ) -> None:
     """Serve a model to programs that speak OpenAI's or Anthropic's API.
@@ -106,7 +108,11 @@ def serve(
     if lacking:
         raise UsageError(f"The server needs {', '.join(lacking)}; run pip install 'blockdraft[server]'.")
     drafting = SamplingOptions(
-        block_size=block_size, tree_budget=tree_budget, draft_window=draft_window, draft_passes=draft_passes
+        block_size=block_size,
+        tree_budget=tree_budget,
+        draft_window=draft_window,
+        draft_passes=draft_passes,
+        sampled=sampled,
     ).drafting
 
     from blockdraft.serving import run as server
