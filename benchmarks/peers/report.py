@@ -153,7 +153,7 @@ def draw(results: Results, peers: Sequence[Peer], path: Path) -> None:
                 over = (number(each, unknown="?") for each in (one.over_reference, one.over_plain))
                 label = f"{rate:.0f}  (x{', x'.join(over)})" + ("" if one.same == 1 else "  tokens differ")
                 axes.text(max(by_repeat) + 0.02 * widest, place, label, va="center", fontsize=8)
-            axes.set(title=title, xlabel="tokens/s  (x transformers generate, x ours plain)", xlim=(0, 1.45 * widest))
+            axes.set(title=title, xlabel="tokens/s  (x transformers generate, x ours plain)", xlim=(0, 1.6 * widest))
             axes.set_yticks(range(len(names)), names)
             axes.grid(axis="x", alpha=0.3)
             axes.set_axisbelow(True)
