@@ -2,7 +2,8 @@
 contexts, or with weights that are mapped from the cache folder against those that are not.
 
     python -m benchmarks.compiled products [--processors native,x86-64-v3] [--bits 4|8|16] [--group 128] [--rows 1,4,8]
-    python -m benchmarks.compiled contexts [--contexts 256,8192] [--nodes 1,4,8] [--width 4 | --target MODEL]
+    python -m benchmarks.compiled contexts [--contexts 256,8192] [--nodes 1,4,8] [--width 4]
+    python -m benchmarks.compiled contexts --target MODEL [--processors native,x86-64-v3] [--contexts 256] [--nodes 1,5]
     python -m benchmarks.compiled mapped [--contexts 256] [--nodes 1,4] [--width 8]
 
 Ways take turns; milliseconds, minimum / median.
@@ -26,6 +27,8 @@ from benchmarks.harness.command import Parser, in_words, listed
 from benchmarks.harness.models import forward_calls, milliseconds
 from benchmarks.harness.turns import time_in_turns
 from benchmarks.sizes.widen import TARGET, widen
+from blockdraft.cpu import build
+from blockdraft.cpu.build import begun
 from blockdraft.cpu.library import Library
 from blockdraft.cpu.sources import PARALLEL, VECTORS, command, defines
 from blockdraft.cpu.weight_cache import SWITCH
@@ -81,9 +84,14 @@ def forwards_of(way: str, target: Target, options: argparse.Namespace) -> Calls:
 
 
 def contexts(options: argparse.Namespace, folder: Path) -> Calls:
+    calls: Calls = {}
+    for processor in options.processors if options.target else ():
+        begun.cache_clear()  # it knows one processor
+        with patch.object(build, "NATIVE", f"-march={processor}"):
+            calls |= forwards_of(processor, load_target(options.target, compile="on"), options)
     if options.target:
-        return forwards_of(options.target, load_target(options.target, compile="on"), options)
-    path, calls = widen(TARGET, folder / "target", options.width), dict[tuple[str, str], Callable[[], Any]]()
+        return calls
+    path = widen(TARGET, folder / "target", options.width)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
     for quantize in (None, "int4"):

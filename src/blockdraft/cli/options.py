@@ -325,7 +325,7 @@ class SamplingOptions:
     tree_budget: TreeBudget = None
     draft_window: DraftWindow = None
     draft_passes: DraftPasses = None
-    sampled: Sampled = False
+    sampled: Sampled = Drafting.sampled
 
     def params(self, max_new_tokens: int) -> SamplingParams:
         names = {each.name for each in fields(SamplingParams)} & {each.name for each in fields(self)}

@@ -94,7 +94,7 @@ def serve(
     tree_budget: TreeBudget = None,
     draft_window: DraftWindow = None,
     draft_passes: DraftPasses = None,
-    sampled: Sampled = False,
+    sampled: Sampled = SamplingOptions.sampled,
     options: ServeOptions,
 ) -> None:
     """Serve a model to programs that speak OpenAI's or Anthropic's API.

@@ -431,7 +431,8 @@ i64 decoder_forward(const Model *m, const Call *call) {
             const Convolution *of_attention = &layer->attention_conv, *of_mlp = &layer->mlp_conv;
             const float *read = pairs;
             if (reads_pairs(m, index)) round_inputs(&layer->qkv, pairs, layer->qkv.inputs, rows, in, 1);
-            else read = input_of(&layer->qkv, m, call, of_attention, layer->before_attention, x, h, in, corrections, turned);
+            else
+                read = input_of(&layer->qkv, m, call, of_attention, layer->before_attention, x, h, in, corrections, turned);
 #pragma omp barrier
             if (index + 1 == m->num_layers && !call->num_taps && !call->num_logits) { /* only keys and values are wanted */
                 const Linear part = outputs_from(&layer->qkv, mix_width, width - mix_width);
