@@ -131,12 +131,14 @@ def guessed(
 ) -> tuple[Tensor, Tensor]:
     """A chain of up to five guesses, node by node, and how many right ones are expected."""
     nodes, tokens = run.nodes(state, 8, 1, window), [anchor]
-    expected, survival = torch.zeros(2), torch.ones(2)
+    expected, survival, following = torch.zeros(2), torch.ones(2), torch.ones(2)
     for made in range(5):
-        if seconds is not None and not next_pays(expected, survival, made, seconds, trust):
+        if seconds is not None and not next_pays(expected, following, made, seconds, trust):
             break
         logits = nodes(tokens[-1][:, None])[:, 0].float()
-        survival = survival * logits.softmax(-1).amax(-1)
+        chance = logits.softmax(-1).amax(-1)
+        survival = survival * chance
+        following = survival * chance
         expected = expected + survival
         tokens.append(run.network.kept[logits.argmax(-1)])
     return torch.stack(tokens, dim=1), expected

@@ -301,9 +301,9 @@ def test_trust_scales_what_is_expected() -> None:
     assert best_count(rows, seconds, 0.1) == 0 < best_count(rows, seconds, 1.0)
 
 
-def test_another_guess_is_taken_to_be_as_likely_as_the_last() -> None:
-    expected, survival = torch.tensor([0.5, 0.0]), torch.tensor([0.5, 0.0])  # the second row gets no guesses
-    # Of one guess a row 2.5 tokens, of two 3.
-    assert next_pays(expected, survival, 1, [1.0, 1.0, 1.19])
-    assert not next_pays(expected, survival, 1, [1.0, 1.0, 1.2])
-    assert not next_pays(expected, survival, 1, [1.0, 1.0, 1.19], trust=0.5)
+def test_another_guess_pays_if_its_tokens_are_worth_its_time() -> None:
+    expected, following = torch.tensor([0.5, 0.0]), torch.tensor([0.25, 0.0])  # the second row gets no guesses
+    # Of one guess a row 2.5 tokens, of two 2.75.
+    assert next_pays(expected, following, 1, [1.0, 1.0, 1.09])
+    assert not next_pays(expected, following, 1, [1.0, 1.0, 1.1])
+    assert not next_pays(expected, following, 1, [1.0, 1.0, 1.09], trust=0.5)

@@ -268,15 +268,17 @@ def test_no_more_is_drafted_than_pays(drafter: DraftLMDrafter) -> None:
     assert count([1.0] * 3) == 2  # no more than there are times for
     assert count([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == 0
     assert count([1.0, 9.0], draws=torch.rand(2, 5, dtype=torch.float64)) == 5  # not what was sampled decides
-    survival, expected, state = [1.0, 1.0], [2.0], [[*PROMPTS[1], 5], [*PROMPTS[2], 6]]
-    for _ in range(5):
-        for row, text in enumerate(state):
+    following, expected = 0.0, 2.0
+    for text in ([*PROMPTS[1], 5], [*PROMPTS[2], 6]):
+        survival = 1.0
+        for _ in range(2):
             prob, token = logits_after(drafter, text).softmax(-1).max(-1)
-            survival[row] *= float(prob)
+            survival *= float(prob)
+            expected += survival
             text.append(int(token))
-        expected.append(expected[-1] + sum(survival))
+        following += survival * float(prob)
     # If the third guess is as likely as the second, it costs just too much, or just little enough.
-    dear = 1 + (expected[2] - expected[1]) / expected[2]
+    dear = 1 + following / expected
     assert count([1.0, 1.0, 1.0, dear + 1e-3, 9.0, 9.0]) == 2
     assert count([1.0, 1.0, 1.0, dear - 1e-3, 9.0, 9.0]) == 3
 

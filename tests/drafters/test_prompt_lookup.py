@@ -155,3 +155,27 @@ def test_chances_are_those_of_matches_that_grow_and_of_what_siblings_leave() -> 
     assert found.chances is not None and found.chances[0] == pytest.approx(expected)
     chain = DRAFTER.propose(state, torch.tensor([2]), plan(3))
     assert chain.chances == (pytest.approx((first, first * two)),)
+
+
+def test_a_chain_ends_where_a_further_guess_would_not_save_time() -> None:
+    state = observed([[1, 2, 3, 4, 1, 2], [7, 8, 7, 9]])
+    anchors = torch.tensor([3, 5])
+    DRAFTER.propose(state, anchors, plan(rows=2))  # has read the texts
+    for text in state.texts:
+        text.rates = [0.1, 0.4, 0.5, 0.8]
+
+    def counts(*seconds: float, trust: float = 1.0) -> int:
+        asked = Plan(16, [SamplingParams()] * 2, cycle_seconds=seconds, trust=trust)
+        found = DRAFTER.propose(state, anchors, asked)
+        count = found.tokens.size(1) - 1
+        assert found.tokens.tolist() == [[3, 4, 1, 2, 3][: 1 + count], [5, 0, 0, 0, 0][: 1 + count]]
+        assert found.parents.tolist() == [[-1, 0, 1, 2, 3][: 1 + count], [-1] * (1 + count)]
+        chances = (0.5, 0.4, 0.32, 0.256)[:count]  # of a match of three tokens, which then has four
+        assert found.chances == (pytest.approx(chances), ())
+        assert found.expected == pytest.approx((sum(chances), 0.0))
+        return count
+
+    assert counts(1.0, 1.1, 1.2, 1.9, 1.99) == 2
+    assert counts(1.0, 1.3, 1.6, 1.9, 2.2) == 0
+    assert counts(1.0, 1.1, 1.2, 1.9, 1.99, trust=0.1) == 0
+    assert counts(1.0, 1.01, 1.02) == 2  # no more than there are times for

@@ -176,7 +176,14 @@ class Knowing(Lookup):
     knows_probabilities = knows_lengths = True
 
 
+class Costless(Knowing):
+    """A drafter with probabilities and without a network."""
+
+    has_pass = False
+
+
 DRAFTERS = {"lookup": (Lookup(), Drafting("auto")), "chain": (Knowing(), Drafting("auto")), "tree": (Knowing(), TREE)}
+COSTLESS = {"costless": (Costless(), Drafting("auto"))}  # for a machine without a draft pass
 
 
 def request(tokens: int = 10**9) -> Request:
@@ -205,7 +212,7 @@ class Decoding:
     """A controller at work on a machine and a text.
 
     Args:
-        kind: One of `DRAFTERS`.
+        kind: One of `DRAFTERS` or `COSTLESS`.
         rows: By cycle.
         slower: By cycle and guesses, what the machine's times are multiplied by.
         answer: Cycles after which all requests are new ones; None lets them go on for ever.
@@ -222,7 +229,7 @@ class Decoding:
         slower: Callable[[int, int | None], float] = lambda cycle, guesses: 1.0,
         answer: int | None = None,
     ) -> None:
-        self.drafter, self.drafting = DRAFTERS[kind]
+        self.drafter, self.drafting = (DRAFTERS | COSTLESS)[kind]
         self.machine, self.text, self.rows, self.slower = machine, text, rows, slower
         self.controller = Controller(
             self.drafter,  # type: ignore[arg-type]

@@ -67,12 +67,13 @@ STRUCT(Call)
 
 /* Chains of guesses. kept: tokens of the head's outputs. tokens: [batch, guesses + 1], of which the first are given. made:
    guesses of each row that were made, set by `draft_chain`. current: [batch], and parents: [batch, guesses], to work in.
-   seconds: of a cycle with 0, 1, ... `guesses` guesses, or null to make all. trust: as in Python's `Plan`. expected, and
-   survival: [batch], set where there are seconds: expected number of right guesses, and the chance that all are. */
+   seconds: of a cycle with 0, 1, ... `guesses` guesses, or null to make all. trust: as in Python's `Plan`. expected,
+   survival and following: [batch], set where there are seconds: expected number of right guesses, the chance that all
+   are, and that of one more that is as likely as the last one. */
 #define Chain_FIELDS(FIELD, S)                                                                            \
     FIELD(S, const i64 *, kept) FIELD(S, i64 *, tokens) FIELD(S, i64 *, current) FIELD(S, i64 *, parents) \
     FIELD(S, i64, guesses) FIELD(S, i64, made) FIELD(S, const double *, seconds) FIELD(S, double, trust)  \
-    FIELD(S, float *, expected) FIELD(S, float *, survival)
+    FIELD(S, float *, expected) FIELD(S, float *, survival) FIELD(S, float *, following)
 STRUCT(Chain)
 
 typedef struct {

@@ -176,7 +176,7 @@ class CompiledAutoregressive(CompiledNetwork):
             torch.empty(batch, self.config.hidden_size),
         )
         logits = torch.empty(batch, self._model.head.outputs)
-        expected, survival = torch.empty(2, batch)
+        expected, survival, following = torch.empty(3, batch)
         costs = None if seconds is None else array("d", seconds[: guesses + 1])
         call, end = self._call(state, batch, guesses)
         call.nodes, call.num_logits, call.hidden_slots = 1, batch, 1
@@ -193,6 +193,7 @@ class CompiledAutoregressive(CompiledNetwork):
             trust=trust,
             expected=expected.data_ptr(),
             survival=survival.data_ptr(),
+            following=following.data_ptr(),
         )
         try:
             self._in_workspace(lambda model, call: self.library.draft_chain(model, call, wanted), call, end)

@@ -496,12 +496,12 @@ i64 decoder_forward(const Model *m, const Call *call) {
     return 0;
 }
 
-/* Whether one more guess a row pays, if it is as likely as the last one; `next_pays` of decode/tree.py. */
+/* Whether one more guess a row pays; `next_pays` of decode/tree.py. */
 static int pays(const Chain *c, i64 batch) {
     double now = batch, more = batch;
     for (i64 row = 0; row < batch; row++) {
         now += c->trust * c->expected[row];
-        more += c->trust * (c->expected[row] + c->survival[row]);
+        more += c->trust * ((double)c->expected[row] + c->following[row]);
     }
     return more / c->seconds[c->made + 1] > now / c->seconds[c->made];
 }
@@ -510,13 +510,13 @@ static int pays(const Chain *c, i64 batch) {
    reads. `call` is that of the first tokens. Returns as `decoder_forward` does, but what is done may be done again. */
 i64 draft_chain(const Model *m, const Call *call, Chain *c) {
     REFUSE(!m || !call || !c || !c->kept || !c->tokens || !c->current || !c->parents, POINTER);
-    REFUSE(!call->features || !call->logits || !call->best || (c->seconds && (!c->expected || !c->survival)), POINTER);
+    REFUSE(!call->features || !call->logits || !call->best || (c->seconds && (!c->expected || !c->survival || !c->following)), POINTER);
     REFUSE(call->nodes != 1 || call->done || call->num_taps != 1 || call->num_logits != call->batch, COUNTS);
     REFUSE(call->batch < 1 || call->batch > MOST || c->guesses < 0 || c->guesses > MOST / call->batch, COUNTS);
     const i64 batch = call->batch, outputs = m->head.outputs;
     Call node = *call;
     node.tokens = c->current, node.parents = c->parents;
-    for (i64 row = 0; c->seconds && row < batch; row++) c->expected[row] = 0, c->survival[row] = 1;
+    for (i64 row = 0; c->seconds && row < batch; row++) c->expected[row] = 0, c->survival[row] = c->following[row] = 1;
     for (c->made = 0; c->made < c->guesses && (!c->seconds || pays(c, batch)); c->made++) {
         node.done = c->made;
         for (i64 row = 0; row < batch; row++) {
@@ -532,7 +532,9 @@ i64 draft_chain(const Model *m, const Call *call, Chain *c) {
             const i64 best = call->best[row] < 0 ? 0 : call->best[row]; /* any guess will do where no number is finite */
             c->tokens[row * (c->guesses + 1) + c->made + 1] = c->kept[best];
             if (!c->seconds) continue;
-            c->survival[row] *= chance_of(logits, outputs, logits[best]);
+            const float chance = chance_of(logits, outputs, logits[best]);
+            c->survival[row] *= chance;
+            c->following[row] = c->survival[row] * chance;
             c->expected[row] += c->survival[row];
         }
     }

@@ -116,7 +116,7 @@ class ChainFields(Fields):
         *((name, c_int64) for name in ("guesses", "made")),
         ("seconds", c_void_p),
         ("trust", c_double),
-        *((name, c_void_p) for name in ("expected", "survival")),
+        *((name, c_void_p) for name in ("expected", "survival", "following")),
     ]
 
 

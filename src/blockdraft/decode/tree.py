@@ -224,14 +224,17 @@ def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[fl
 
 
 def next_pays(
-    expected_B: Tensor, survival_B: Tensor, count: int, cycle_seconds: Sequence[float], trust: float = 1.0
+    expected_B: Tensor, following_B: Tensor, count: int, cycle_seconds: Sequence[float], trust: float = 1.0
 ) -> bool:
-    """Whether one more guess a row pays after chains of `count` guesses, if it is as likely as the last one.
+    """Whether one more guess a row pays after chains of `count` guesses.
 
     Args:
         expected_B: Float, the number of guesses of each row that are expected to be accepted.
-        survival_B: Float, the probability that all of them are; 0 for a row that gets no more guesses.
+        following_B: Float, the probability that one more is accepted with all of them, if the target agrees with it as
+            often as with the last one: the probability that all are, times that of the last one behind the others. 1
+            before the first guess, and 0 for a row that gets no more.
         cycle_seconds, trust: As in `Plan`.
     """
-    now, more = (len(found) + trust * float(found.sum()) for found in (expected_B, expected_B + survival_B))
+    now = len(expected_B) + trust * float(expected_B.sum())
+    more = now + trust * float(following_B.sum())
     return more / cycle_seconds[count + 1] > now / cycle_seconds[count]

@@ -190,9 +190,10 @@ class DraftLMDrafter(Drafter):
         guesses, dists = [anchor], list[SparseDistribution]()
         expected = torch.zeros(len(room), device=anchor.device)  # expected accepted guesses of each row
         survival = torch.tensor([float(free > 0) for free in room], device=anchor.device)
+        following = survival  # chance of one more guess that is as likely as the last one
         survivals = list[list[float]]()
         for depth in range(max(room) if seconds is None else min(max(room), len(seconds) - 1)):
-            if seconds and not next_pays(expected, survival, depth, seconds, plan.trust):
+            if seconds and not next_pays(expected, following, depth, seconds, plan.trust):
                 break
             if depth < len(foreseen):
                 guess, chance = foreseen[depth]
@@ -218,6 +219,7 @@ class DraftLMDrafter(Drafter):
             if seconds:
                 within = torch.tensor([free > depth for free in room], device=anchor.device)
                 survival = survival * within * chance
+                following = survival * chance
                 expected += survival
                 survivals.append(survival.tolist())
             guesses.append(guess)

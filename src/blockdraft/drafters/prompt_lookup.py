@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.tree import best_count
 from blockdraft.drafters.base import Drafter, Entry
 
 BLOCK_SIZE = 16
@@ -105,14 +106,16 @@ class PromptLookupDrafter(Drafter):
     """Guesses by finding the longest match of the last tokens, anchor included, in the prompt and the answer so far.
 
     A chain is the continuation of the most recent among the longest matches. A tree merges the continuations of several
-    matches. A row without a match gets no guesses. The probability of a guess is learned from the text, but not used to
-    choose how far to draft: `plan.cycle_seconds` is ignored, as are `plan.params` and `plan.draws`.
+    matches. A row without a match gets no guesses. The probability of a guess is learned from the text; with
+    `plan.cycle_seconds` a chain ends where a further guess would not save time. `plan.params` and `plan.draws` are
+    ignored.
     """
 
     path: Path | None = None
     taps: tuple[int, ...] = ()
     block_size = BLOCK_SIZE
-    knows_probabilities = knows_lengths = False
+    knows_probabilities = has_pass = False
+    knows_lengths = True
 
     def new_state(self, batch: int, capacity: int) -> Texts:
         rows = [place * capacity for place in range(batch)]
@@ -130,11 +133,14 @@ class PromptLookupDrafter(Drafter):
 
     def propose(self, state: Texts, anchor: Tensor, plan: Plan) -> Proposal:
         rows = [_tree(text, token, plan) for text, token in zip(state.texts, anchor.tolist(), strict=True)]
-        count = max(len(tokens) for tokens, _, _ in rows)
-        tokens = [[*tokens, *[0] * (count - len(tokens))] for tokens, _, _ in rows]
-        parents = [[*parents, *[-1] * (count - len(parents))] for _, parents, _ in rows]
-        chances = tuple(tuple(chances) for _, _, chances in rows)
-        return Proposal(torch.tensor(tokens, device=anchor.device), torch.tensor(parents), chances=chances)
+        count, expected = max(len(chances) for _, _, chances in rows), None
+        if plan.cycle_seconds is not None and not plan.tree_budget:
+            count = best_count([chances for _, _, chances in rows], plan.cycle_seconds, plan.trust)
+            expected = tuple(sum(chances[:count]) for _, _, chances in rows)
+        tokens = [[*tokens, *[0] * count][: 1 + count] for tokens, _, _ in rows]
+        parents = [[*parents, *[-1] * count][: 1 + count] for _, parents, _ in rows]
+        chances = tuple(tuple(chances[:count]) for _, _, chances in rows)
+        return Proposal(torch.tensor(tokens, device=anchor.device), torch.tensor(parents), None, expected, chances)
 
 
 def _tree(text: Text, anchor: int, plan: Plan) -> tuple[list[int], list[int], list[float]]:

@@ -224,9 +224,10 @@ class JaxAutoregressive(JaxRunner):
         found = self.jax_guesses(bucket(1 + guesses), 1, self._known(state), *self._layout.put(given))
         scores, _, tokens = (JaxTensor(each, (batch, guesses)).real for each in found)
         mark(PASS)
-        expected, survival, count = torch.zeros(batch), torch.ones(batch), 0
-        while seconds and count < guesses and next_pays(expected, survival, count, seconds, trust):
-            survival = scores[:, count].exp()
+        expected, survival, following, count = torch.zeros(batch), torch.ones(batch), torch.ones(batch), 0
+        while seconds and count < guesses and next_pays(expected, following, count, seconds, trust):
+            before, survival = survival, scores[:, count].exp()
+            following = survival * survival / before
             expected, count = expected + survival, count + 1
         tokens = torch.cat([anchor[:, None], tokens[:, : count if seconds else guesses]], dim=1)
         return tokens, expected if seconds else None

@@ -255,7 +255,7 @@ def test_costs_decide_how_far_is_drafted(drafter: Eagle3Drafter) -> None:
     observe(drafter, state, [[9, 8, 7]], [taps_of(3, 3)])
     for budget in (0, 12):
         counts = []
-        for each in (1e-6, 10.0):
+        for each in (0.0, 10.0):
             plan = Plan(6, [SamplingParams()], budget, [1 + each * n for n in range(40)])
             proposal = drafter.propose(state, torch.tensor([40]), plan)
             assert proposal.expected is not None and 0 <= proposal.expected[0] < 6

@@ -117,9 +117,9 @@ class Eagle3Drafter(Drafter):
         nodes = self._run.nodes(state, plan.block_size, 1, plan.draft_window)
         guesses, dists = [anchor], list[SparseDistribution]()
         expected = torch.zeros(len(anchor), device=anchor.device)  # expected accepted guesses of each row
-        survival = torch.ones_like(expected)
+        survival = following = torch.ones_like(expected)
         for depth in range(most):
-            if seconds and not next_pays(expected, survival, depth, seconds, plan.trust):
+            if seconds and not next_pays(expected, following, depth, seconds, plan.trust):
                 break
             mark(GUESSES)
             logits = nodes(guesses[-1][:, None])
@@ -132,6 +132,7 @@ class Eagle3Drafter(Drafter):
             if seconds:
                 best = log_probabilities(logits, plan.params)[:, 0].amax(dim=-1)
                 survival = survival * best.exp()
+                following = survival * best.exp()
                 expected += survival
             guesses.append(self._kept[best_tokens(logits)[:, 0].to(anchor.device)])
         tokens = torch.stack(guesses, dim=1)

@@ -84,6 +84,7 @@ class Controller:
         if isinstance(drafting.block_size, int):
             self._block_size = drafting.block_size
         self._knows = self.automatic and (drafter.knows_probabilities if self._tree else drafter.knows_lengths)
+        self._passes = drafter.has_pass
         self._costs, self._clock = cache(costs), now
         most = self.most_guesses if self._knows else min(self.most_guesses, self._block_size - 1)
         self._sizes = [*(size for size in SIZES if size < most), most]
@@ -169,7 +170,7 @@ class Controller:
                 trust = self._acceptance.trust
                 if before.trial and self._paused:
                     trust = max(trust, 1.0)  # the text may have become easy
-                if not self._drafting.sampled:
+                if self._passes and not self._drafting.sampled:
                     block_size = min(block_size, 2 + round(SPARE_DEPTH * self._acceptance.depth))
         if block_size == 1:
             return Plan(1, params)
@@ -235,10 +236,10 @@ class Controller:
             return Decision(most, all_sizes, False, seconds[0], rows)
         tokens = self._yields(requests, [known.tokens], [most])[0]
         cost, plain = times.at(seconds, known.guesses), seconds[0]
-        self._paused = tokens / cost < MARGIN * rows / plain
+        self._paused = self._passes and tokens / cost < MARGIN * rows / plain
         if self._paused:
             cost, tokens = plain, float(rows)
-        if may_try and (self._paused or rows / least[0] <= MARGIN * tokens / cost):
+        if may_try and (self._paused or not self._passes or rows / least[0] <= MARGIN * tokens / cost):
             curve = times.curve(least, times.affordable(TOO_LONG * cost))
             return Decision(most, curve, True, cost, tokens)
         if may_try or self._paused:
