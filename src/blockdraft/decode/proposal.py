@@ -47,6 +47,7 @@ class Proposal:
         expected: For each row the expected number of accepted guesses by the drafter's probabilities; None if unknown.
         chances: For each row and guess the probability that it is accepted together with all before it on its path, in
             the order of the nodes, without padding; None if unknown.
+        part: Index of the drafter that drafted, of a combination whose plan has `turns`.
     """
 
     tokens: Tensor
@@ -54,6 +55,7 @@ class Proposal:
     q: tuple[SparseDistribution | None, ...] | None = None
     expected: tuple[float, ...] | None = None
     chances: tuple[tuple[float, ...], ...] | None = None
+    part: int = 0
 
     @cached_property
     def parent_lists(self) -> list[list[int]]:
@@ -140,6 +142,9 @@ class Plan:
             depth, whatever the tree budget. None asks for chosen guesses. A drafter that cannot sample ignores it and
             returns a proposal without q.
         draft_window, draft_passes: As in `Drafting`.
+        turns: For a combination: the drafters to ask in turn, by index, each with a plan of its own, until one promises
+            more tokens a second than the `rate` of those that would be next. Empty to ask all at once.
+        rate: Tokens a second that cycles of this plan are expected to yield.
     """
 
     block_size: int
@@ -150,6 +155,8 @@ class Plan:
     draws: Tensor | None = None
     draft_window: int | None = None
     draft_passes: int | None = None
+    turns: Sequence[tuple[int, Plan]] = ()
+    rate: float = 0.0
 
 
 SPARSE_SIZE = 64  # tokens that a guess is sampled from, the most probable ones
@@ -198,7 +205,7 @@ def cut(proposal: Proposal, bounds: Sequence[RequestDrafting | None]) -> Proposa
     if proposal.q is not None:  # sampled nodes come first; a row of which none is left has no q
         q = tuple(dist and _cut_q(dist, kept) for dist, kept in zip(proposal.q, rows, strict=True))
     tokens = proposal.tokens.gather(1, send(index, proposal.tokens.device))
-    return Proposal(tokens, torch.tensor(parents), q if q and any(q) else None, proposal.expected)
+    return Proposal(tokens, torch.tensor(parents), q if q and any(q) else None, proposal.expected, part=proposal.part)
 
 
 def _cut_q(dist: SparseDistribution, kept: Sequence[int]) -> SparseDistribution | None:

@@ -1,29 +1,36 @@
 """Several drafters that draft together for one target, such as prompt lookup and a draft model.
 
 The drafters do not know of each other. A tree takes the guesses that are likeliest to be accepted, from any drafter.
-For a chain, the drafter with the highest expected number of accepted guesses is chosen.
+For a chain, the drafter with the highest expected number of accepted guesses is chosen, or they are asked in turn until
+one promises enough.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain
 from blockdraft.decode.tree import best_count
 from blockdraft.drafters.base import Drafter, Entry, State
-from blockdraft.errors import UsageError
+from blockdraft.errors import UsageError, describe
 from blockdraft.timing import GUESSES, mark
 from blockdraft.types import JOINT
+
+log = logging.getLogger(__name__)
 
 FIRST_YIELD = 1.0  # assumed accepted guesses of a chain, until a chain of its drafter has been verified
 ASSUMED = 0.5  # chance of a guess whose drafter states none, where those before it are accepted
 NEWEST = 0.1  # weight of the newest chain in the running mean of accepted guesses
+MOST_UNREAD = 64  # tokens of a row that are kept for a drafter until it is asked
 
 
 @dataclass
@@ -39,20 +46,79 @@ class Yields:
     last: int | None = None
 
 
-class CombinedState:
-    """States of all drafters of a combination, for the same rows."""
+Unread: TypeAlias = dict[int, list[tuple[Tensor, Tensor | None]]]  # by row, tokens [n] and features [n, m * H]
 
-    def __init__(self, inner: Sequence[State], rows: Sequence[int], of_rows: dict[int, Yields]) -> None:
+
+class CombinedState:
+    """States of all drafters of a combination, for the same rows.
+
+    A drafter with a network is told of committed tokens when it is asked next, or when there are many: a call in each
+    cycle of another drafter would cost time.
+
+    Args:
+        parts: The drafters.
+        unread: For each of them, what it has not been told.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Drafter],
+        inner: Sequence[State],
+        rows: Sequence[int],
+        of_rows: dict[int, Yields],
+        unread: Sequence[Unread],
+    ) -> None:
         self.inner = list(inner)
         self.rows = list(rows)
-        self._of_rows = of_rows
+        self._parts, self._of_rows, self._unread = parts, of_rows, unread
 
     @property
     def yields(self) -> list[Yields]:
         return [self._of_rows[row] for row in self.rows]
 
     def of(self, rows: Sequence[int]) -> CombinedState:
-        return CombinedState([state.of(rows) for state in self.inner], rows, self._of_rows)
+        return CombinedState(self._parts, [state.of(rows) for state in self.inner], rows, self._of_rows, self._unread)
+
+    def keep(self, index: int, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        """Keep tokens for a drafter, or tell it of all that is kept. Keeps nothing of them if it fails."""
+        unread = [self._unread[index].setdefault(row, []) for row in self.rows]
+        for place, (kept, count) in enumerate(zip(unread, lengths, strict=True)):
+            kept.append((tokens[place, :count], None if features is None else features[place, :count]))
+        if any(sum(len(ids) for ids, _ in kept) > MOST_UNREAD for kept in unread):
+            try:
+                self.catch_up(index)
+            except Exception:
+                for kept in unread:
+                    kept.pop()
+                raise
+
+    def catch_up(self, index: int) -> None:
+        """Tell a drafter of what is kept for it."""
+        unread = self._unread[index]
+        held = [unread.get(row, []) for row in self.rows]
+        lengths = [sum(len(ids) for ids, _ in each) for each in held]
+        if not any(lengths):
+            return
+        tokens = _joined([[ids for ids, _ in each] for each in held])
+        features = None
+        if self._parts[index].taps:
+            features = _joined([[found for _, found in each if found is not None] for each in held])
+        self._parts[index].observe(self.inner[index], tokens, features, lengths)
+        for row in self.rows:
+            unread.pop(row, None)
+
+    def _catch_up(self, row: int) -> None:
+        """Tell the drafters of a row that is about to change. The guesses of one that fails get worse, no answer."""
+        for index, part in enumerate(self._parts):
+            try:
+                self.of([row]).catch_up(index)
+            except Exception as error:
+                self._unread[index].pop(row)
+                log.warning("The drafter %s missed tokens, and may guess worse: %s", part.kind, describe(error))
+
+    def _forget(self, row: int) -> None:
+        for unread in self._unread:
+            unread.pop(row, None)
 
     def open(self, row: int, capacity: int) -> None:
         for state in self.inner:
@@ -60,20 +126,25 @@ class CombinedState:
         self._begin(row)
 
     def close(self, row: int) -> None:
+        self._forget(row)
         for state in self.inner:
             state.close(row)
         del self._of_rows[row]
 
     def shrink(self, row: int, capacity: int) -> None:
+        self._catch_up(row)
         for state in self.inner:
             state.shrink(row, capacity)
         self._begin(row)
 
     def copy(self, source: int, row: int, length: int) -> None:
+        self._catch_up(source)
         for state in self.inner:
             state.copy(source, row, length)
 
     def wipe(self, row: int, whole: bool = False) -> None:
+        if whole:
+            self._forget(row)
         for state in self.inner:
             state.wipe(row, whole)
 
@@ -87,7 +158,8 @@ class CombinedDrafter(Drafter):
 
     A tree merges the drafters' trees: guesses with the same path and token are one node. The probability of a node,
     given its parent, is the highest that any drafter states, and the likeliest nodes are taken. A chain comes, in each
-    row, from the drafter with the most expected accepted guesses.
+    row, from the drafter with the most expected accepted guesses. With `plan.turns` all rows get chains of one drafter,
+    the first that promises enough.
 
     If guesses are sampled, the first drafter that can sample does so. A tree then holds its whole chain, and guesses of
     the others beside it. In a choice between chains, the expected guesses of a sampled one are the mean of what was
@@ -114,7 +186,8 @@ class CombinedDrafter(Drafter):
     def new_state(self, batch: int, capacity: int) -> CombinedState:
         rows = [place * capacity for place in range(batch)]
         of_rows = {row: Yields([FIRST_YIELD] * len(self.parts)) for row in rows}
-        return CombinedState([part.new_state(batch, capacity) for part in self.parts], rows, of_rows)
+        inner = [part.new_state(batch, capacity) for part in self.parts]
+        return CombinedState(self.parts, inner, rows, of_rows, [{} for _ in self.parts])
 
     @property
     def parts(self) -> Sequence[Drafter]:
@@ -135,10 +208,14 @@ class CombinedDrafter(Drafter):
             if yields.last is not None and length:  # length counts the anchor and the accepted guesses
                 yields.accepted[yields.last] += NEWEST * (length - 1 - yields.accepted[yields.last])
                 yields.last = None
-        # Drafters with a model come first, because they may fail. The rows are then observed again, one by one, and no
-        # drafter may observe the same tokens twice.
-        for part, inner in sorted(zip(self.parts, state.inner, strict=True), key=lambda each: each[0].path is None):
-            part.observe(inner, tokens, self._features_of(part, features), lengths)
+        # Drafters with a network come first, because they may fail. The rows are then observed again, one by one, and
+        # no drafter may observe the same tokens twice.
+        for index, part in sorted(enumerate(self.parts), key=lambda each: not each[1].has_pass):
+            own = self._features_of(part, features)
+            if part.has_pass:
+                state.keep(index, tokens, own, lengths)
+            else:
+                part.observe(state.inner[index], tokens, own, lengths)
 
     def _features_of(self, part: Drafter, features: Tensor | None) -> Tensor | None:
         if features is None or not part.taps:
@@ -151,10 +228,13 @@ class CombinedDrafter(Drafter):
     def propose(self, state: CombinedState, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
+        if plan.turns:
+            return self._in_turn(state, anchor, plan)
         proposals, sampled = list[Proposal](), None
-        for part, inner in zip(self.parts, state.inner, strict=True):
+        for index, part in enumerate(self.parts):
             asked = _asked(part, plan if sampled is None else replace(plan, draws=None))
-            proposals.append(part.propose(inner, anchor, asked))
+            state.catch_up(index)
+            proposals.append(part.propose(state.inner[index], anchor, asked))
             sampled = proposals[-1] if proposals[-1].q is not None else sampled
         mark(GUESSES)
         if not plan.tree_budget:
@@ -162,6 +242,16 @@ class CombinedDrafter(Drafter):
         if sampled is None:
             return merged(anchor, proposals, plan)
         return beside(anchor, sampled, [each for each in proposals if each is not sampled], plan.tree_budget)
+
+    def _in_turn(self, state: CombinedState, anchor: Tensor, plan: Plan) -> Proposal:
+        rates = [asked.rate for _, asked in plan.turns]
+        for place, (index, asked) in enumerate(plan.turns):
+            state.catch_up(index)
+            proposal = self.parts[index].propose(state.inner[index], anchor, asked)
+            mark(GUESSES)
+            if _promise(proposal, asked) >= max(rates[place + 1 :], default=0.0):
+                break
+        return replace(proposal, part=index)
 
     def _best_chains(self, state: CombinedState, anchor: Tensor, proposals: Sequence[Proposal]) -> Proposal:
         tokens, parents, chosen = list[list[int]](), list[list[int]](), list[Proposal]()
@@ -188,6 +278,22 @@ def _asked(part: Drafter, plan: Plan) -> Plan:
     if seconds is None and (draws is None or plan.tree_budget):
         seconds = [1.0] * (1 + (plan.tree_budget or block_size - 1))
     return replace(plan, block_size=block_size, draws=draws, cycle_seconds=seconds, trust=trust)
+
+
+def _joined(rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The tensors of each row behind one another, rows filled up to one length."""
+    if len(rows) == 1:
+        return torch.cat([*rows[0]])[None]
+    nothing = next(filter(None, rows))[0][:0]
+    return pad_sequence([torch.cat([nothing, *row]) for row in rows], batch_first=True)
+
+
+def _promise(proposal: Proposal, plan: Plan) -> float:
+    """Tokens a second that a cycle with these guesses is expected to yield."""
+    if proposal.expected is None or plan.cycle_seconds is None:
+        return plan.rate
+    tokens = len(proposal.expected) + plan.trust * sum(proposal.expected)
+    return tokens / plan.cycle_seconds[proposal.tokens.size(1) - 1]
 
 
 def _hope(proposal: Proposal, row: int, known: float) -> float:

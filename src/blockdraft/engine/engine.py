@@ -13,6 +13,7 @@ from typing import TypeAlias
 from weakref import WeakSet
 
 from blockdraft.drafters import Drafter, load_drafter, slots_behind
+from blockdraft.engine.adaptive.joint import JointController
 from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.engine.adaptive.stored_costs import Costs, load, pair_of, path, store
 from blockdraft.engine.grammar import AnswerGrammar
@@ -95,7 +96,8 @@ class Engine:
                 f"tree_budget is {drafting.tree_budget}, and the backend {target.backend} scores chains only; use 0."
             )
         self.target, self.drafter, self.drafting = target, drafter, drafting
-        self.controller = Controller(drafter, drafting, costs=lambda: load(path(target, drafter)))
+        controller = JointController if JointController.suits(drafter, drafting) else Controller
+        self.controller = controller(drafter, drafting, costs=lambda: load(path(target, drafter)))
         self.max_batch_size, self.prefix_tokens, self.prefill_tokens = max_batch_size, prefix_tokens, prefill_tokens
         nodes = 1 + self.controller.most_guesses
         self.slots_behind = slots_behind(drafter, nodes) if drafting.tree_budget else nodes

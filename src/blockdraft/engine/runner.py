@@ -32,6 +32,7 @@ class Outcome(NamedTuple):
         deepest: For each row the guesses on its longest path.
         lengths: For each row the guesses that were accepted.
         expected: For each row the guesses that the drafter expected to be accepted, where it says so.
+        part: Index of the drafter that drafted, where drafters take turns.
         seconds: Time of the cycle, without what earlier ones had left to observe.
         invalid: Indices of rows for which no token could be chosen, since logits were not finite or the grammar allows
             none. Nothing of them was committed.
@@ -41,6 +42,7 @@ class Outcome(NamedTuple):
     deepest: list[int]
     lengths: list[int]
     expected: Sequence[float] | None
+    part: int
     seconds: float
     invalid: list[int]
 
@@ -221,6 +223,7 @@ class Runner:
             deepest=deepest,
             lengths=[max(len(path) - 1, 0) for path in verdict.path],
             expected=proposal.expected,
+            part=proposal.part,
             seconds=timer.total - late,
             invalid=invalid,
         )

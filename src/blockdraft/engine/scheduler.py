@@ -280,6 +280,7 @@ class Scheduler:
                 lengths=outcome.lengths,
                 expected=outcome.expected,
                 seconds=outcome.seconds,
+                part=outcome.part,
             )
 
     def _retry_alone(self, rows: Sequence[Row], counts: Sequence[int] | None, error: BaseException | None) -> None:

@@ -6,6 +6,7 @@ import math
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -20,6 +21,17 @@ UNTRIED, UNTRIED_GROWTH = 0.8, 0.05
 TRIED, TRIED_GROWTH = 0.1, 3e-4
 
 
+@dataclass
+class Pace:
+    """How much slower cycles are than at first, whatever their size: other work slows all alike for a while.
+
+    Attributes:
+        factor: Product of the changes that the sizes in use have shown.
+    """
+
+    factor: float = 1.0
+
+
 class CycleTimes:
     """Seconds of the cycles of one number of rows.
 
@@ -29,18 +41,21 @@ class CycleTimes:
     Args:
         sizes: Numbers of guesses, rising from 0.
         prior: Seconds `[1 + len(sizes)]` that are expected before any cycle has run.
+        pace: That of all cycles which run in turn with these.
     """
 
-    def __init__(self, sizes: Sequence[int], prior: Sequence[float]) -> None:
+    def __init__(self, sizes: Sequence[int], prior: Sequence[float], pace: Pace | None = None) -> None:
         self._sizes, self._prior = sizes, prior
         self._recent = [deque[float](maxlen=RECENT) for _ in prior]
         self._quartiles = [math.nan] * len(prior)
-        # Other work slows all sizes alike for a while: a change that the size in use shows is taken to hold for those
-        # that ran before it, too. `_pace` is the product of these changes; each size's is the one when it ran last.
-        self._pace, self._paces = 1.0, [1.0] * len(prior)
+        # A change of pace that the size in use shows is taken to hold for those that ran before it, too: each has the
+        # factor of when it ran last.
+        self._pace = Pace() if pace is None else pace
+        self._paces = [self._pace.factor] * len(prior)
         self._ran = [deque[int](maxlen=RECENT) for _ in prior]  # numbers of the recent cycles
         self._counts, self._last = [0] * len(prior), [0] * len(prior)  # cycles so far; the newest one's number
-        self._expected: list[float] | None = None  # until the next cycle is learned
+        self._expected: list[float] | None = None  # as long as nothing is learned, at this pace:
+        self._expected_at = 0.0
 
     def learn(self, guesses: int | None, seconds: float, now: int) -> None:
         """Take in cycle `now`, in which each row had so many guesses; None did not draft."""
@@ -48,7 +63,7 @@ class CycleTimes:
         if guesses is not None and guesses != self._sizes[entry - 1]:  # stands for the nearest size below
             seconds *= self.expected()[entry] / self.at(self.expected(), guesses)
         recent, ran, before = self._recent[entry], self._ran[entry], self._quartiles[entry]
-        if (change := self._pace / self._paces[entry]) != 1:
+        if (change := self._pace.factor / self._paces[entry]) != 1:
             recent.extend([each * change for each in recent])
             before *= change
         recent.append(seconds)
@@ -58,8 +73,8 @@ class CycleTimes:
         self._counts[entry] += 1
         self._last[entry] = now
         if len(ran) == RECENT and now - ran[0] < USUAL:
-            self._pace *= self._quartiles[entry] / before
-        self._paces[entry] = self._pace
+            self._pace.factor *= self._quartiles[entry] / before
+        self._paces[entry] = self._pace.factor
         self._expected = None
 
     def at(self, seconds: Sequence[float], guesses: float | None) -> float:
@@ -80,7 +95,7 @@ class CycleTimes:
         ran = [entry for entry, count in enumerate(self._counts) if count]
         if not ran:
             return [1.0] * len(self._prior)
-        factors = [self._quartiles[n] * self._pace / self._paces[n] / self._prior[n] for n in ran]
+        factors = [self._quartiles[n] * self._pace.factor / self._paces[n] / self._prior[n] for n in ran]
         found = [factors[0]] * ran[0]
         for entry, after, factor, next_factor in zip(ran, ran[1:], factors, factors[1:], strict=False):
             step = (next_factor / factor) ** (1 / (after - entry))
@@ -89,7 +104,8 @@ class CycleTimes:
 
     def expected(self) -> list[float]:
         """Seconds of each entry. None takes longer than a larger one that has run, or less than a smaller one."""
-        if self._expected is None:
+        if self._expected is None or self._expected_at != self._pace.factor:
+            self._expected_at = self._pace.factor
             seconds, most = [a * b for a, b in zip(self._prior, self.correction(), strict=True)], math.inf
             for entry in range(len(seconds) - 1, -1, -1):
                 if self._counts[entry]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +17,7 @@ from functools import cache
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import Drafter
 from blockdraft.engine.adaptive.acceptance import Acceptance
-from blockdraft.engine.adaptive.cycle_times import CycleTimes
+from blockdraft.engine.adaptive.cycle_times import CycleTimes, Pace
 from blockdraft.engine.adaptive.stored_costs import Costs, prior
 from blockdraft.engine.request import Request
 from blockdraft.types import Drafting, RequestDrafting
@@ -70,6 +71,7 @@ class Controller:
     Args:
         costs: What was stored of the machine, if anything; called when it is first needed.
         now: Seconds since 1970, for the date of what was learned.
+        paces: Shared by controllers whose cycles run in turn, by number of rows as in `_times`.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Controller:
         drafting: Drafting,
         costs: Callable[[], Costs | None],
         now: Callable[[], float] = time.time,
+        paces: defaultdict[int, Pace] | None = None,
     ) -> None:
         self._drafting = drafting
         self._block_size = drafter.block_size
@@ -90,13 +93,14 @@ class Controller:
         self._sizes = [*(size for size in SIZES if size < most), most]
         self._times: dict[int, CycleTimes] = {}  # by number of rows, in steps of half a binary logarithm
         self._times_by_rows: dict[int, CycleTimes] = {}
+        self._paces = defaultdict[int, Pace](Pace) if paces is None else paces
         self._acceptance = Acceptance(self._block_size - 1)
         self._at_first = self._acceptance.chains()
         self._cycle = 0
         self._credit = CREDIT  # cycles that trials may lose
         self._tried = False  # whether the last cycle was a trial, after which the next cycles are as usual
         self._paused = False
-        self._decision: Decision | None = None  # of the planned cycle
+        self._decision: Decision | None = None  # of the planned cycle; None where there was nothing to decide
         self._held, self._requests = 0, list[Request]()  # for how many cycles more it holds, and for which requests
 
     @property
@@ -182,6 +186,7 @@ class Controller:
             trust=trust,
             draft_window=self._drafting.draft_window,
             draft_passes=self._drafting.draft_passes,
+            rate=0.0 if self._decision is None else self._decision.tokens / self._decision.seconds,
         )
 
     def _decide(self, requests: Sequence[Request]) -> Decision:
@@ -265,6 +270,7 @@ class Controller:
         lengths: Sequence[int],
         expected: Sequence[float] | None = None,
         seconds: float | None = None,
+        part: int = 0,
     ) -> None:
         """Take in what a cycle yielded.
 
@@ -276,6 +282,7 @@ class Controller:
             lengths: For each request the guesses that were accepted.
             expected: For each request the guesses that the drafter expected to be accepted, where it says so.
             seconds: Time that the cycle took, where it is known.
+            part: Index of the drafter that drafted, where drafters take turns.
         """
         decision, known = self._decision, self._acceptance
         if decision is None:
@@ -321,7 +328,7 @@ class Controller:
                 if self._times:
                     factors = self._times[min(self._times, key=lambda other: abs(other - step))].correction()
                     seconds = [each * factor for each, factor in zip(seconds, factors, strict=True)]
-                self._times[step] = CycleTimes(self._sizes, seconds)
+                self._times[step] = CycleTimes(self._sizes, seconds, self._paces[step])
             self._times_by_rows[rows] = self._times[step]
         return self._times_by_rows[rows]
 

@@ -1,0 +1,86 @@
+"""How far to draft, and by whom: of a combination that drafts chains of a length that is chosen each cycle."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from blockdraft.decode.proposal import Plan
+from blockdraft.drafters import Drafter
+from blockdraft.engine.adaptive.cycle_times import Pace
+from blockdraft.engine.adaptive.policy import Controller
+from blockdraft.engine.adaptive.stored_costs import Costs
+from blockdraft.engine.request import Request
+from blockdraft.types import Drafting
+
+
+class JointController(Controller):
+    """Plans the cycles of an engine whose drafter is a combination, so that one of its drafters drafts in each cycle.
+
+    Each drafter has a controller of its own, which decides as if the others were not there. Those without a network are
+    asked first, then the others, those first whose cycles have yielded the most. A drafter's guesses are taken if they
+    promise more tokens a second than the cycles of all that would be asked next have yielded of late. So a model is
+    spared where the text repeats itself, and pauses where only repetition pays.
+
+    Arguments are those of `Controller`.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        drafting: Drafting,
+        costs: Callable[[], Costs | None],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(drafter, drafting, costs, now)
+        paces = defaultdict[int, Pace](Pace)
+        self._each = [Controller(part, drafting, self._costs, now, paces) for part in drafter.parts]
+        networks = [index for index, part in enumerate(drafter.parts) if part.has_pass]
+        self._free = [index for index in range(len(self._each)) if index not in networks]
+        self._dearest = (networks or self._free)[-1]
+
+    @staticmethod
+    def suits(drafter: Drafter, drafting: Drafting) -> bool:
+        """Whether drafters take turns: a tree has guesses of all, and a sampled chain has a fixed way to be chosen."""
+        return len(drafter.parts) > 1 and drafting == replace(drafting, block_size="auto", tree_budget=0, sampled=False)
+
+    @property
+    def drafts(self) -> bool:
+        return any(each.drafts for each in self._each)
+
+    def prepare(self) -> None:
+        for each in self._each:
+            each.prepare()
+
+    def plan(self, requests: Sequence[Request]) -> Plan:
+        plans = [each.plan(requests) for each in self._each]
+        asked = [index for index, plan in enumerate(plans) if plan.block_size > 1]
+        if not asked:
+            return plans[0]
+        asked.sort(key=lambda index: (index not in self._free, -plans[index].rate))
+        size = max(plans[index].block_size for index in asked)
+        return Plan(size, plans[0].params, turns=[(index, plans[index]) for index in asked])
+
+    def learn(
+        self,
+        requests: Sequence[Request],
+        plan: Plan,
+        guesses: int,
+        deepest: Sequence[int],
+        lengths: Sequence[int],
+        expected: Sequence[float] | None = None,
+        seconds: float | None = None,
+        part: int = 0,
+    ) -> None:
+        none, plain = [0] * len(requests), Plan(1, plan.params)
+        plans = dict(plan.turns)
+        for index, each in enumerate(self._each):
+            if index == part and index in plans:
+                each.learn(requests, plans[index], guesses, deepest, lengths, expected, seconds)
+            elif not guesses and index not in self._free:  # a look that found nothing is as good as plain decoding
+                each.learn(requests, plain, 0, none, none, None, seconds)
+
+    def learned(self) -> Costs | None:
+        return self._each[self._dearest].learned()

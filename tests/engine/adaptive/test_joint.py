@@ -1,0 +1,156 @@
+"""Drafters that take turns, against simulated machines and texts."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from simulation import NOW, PAIR, Costless, Decoding, Knowing, Lookup, Machine, chain, constant, request, stored
+
+from blockdraft.decode.proposal import Plan
+from blockdraft.decode.tree import best_count
+from blockdraft.engine.adaptive.joint import JointController
+from blockdraft.types import Drafting, RequestDrafting
+
+
+class Both(Lookup):
+    """A combination."""
+
+    parts = (Costless(), Knowing())  # type: ignore[abstract, assignment]
+
+
+BOTH = Both()  # type: ignore[abstract]
+FREE = replace(PAIR, draft=0.0)
+
+
+def controller() -> JointController:
+    return JointController(BOTH, Drafting("auto"), lambda: stored(PAIR), now=lambda: NOW)
+
+
+class Turns:
+    """Decoding of one row by two drafters, of which the first has no network.
+
+    Args:
+        easy: Share of the cycles in which the first drafter's guesses are as likely as `first`; else it has none.
+        first, second: Chance of each guess of the drafters if all before it were right.
+    """
+
+    def __init__(self, easy: float, first: float, second: float, machine: Machine = PAIR) -> None:
+        self.easy, self.chances, self.machine = easy, (constant(first)(0), constant(second)(0)), machine
+        self.controller, self.requests, self.rng = controller(), [request()], random.Random(0)
+        self.drafted = [0, 0]  # cycles of each drafter
+
+    def run(self, cycles: int) -> float:
+        """Tokens over those of plain decoding in the same time."""
+        tokens = seconds = 0.0
+        for _ in range(cycles):
+            plan = self.controller.plan(self.requests)
+            known, guesses, part = [0.0], 0, 0
+            rates = [asked.rate for _, asked in plan.turns]
+            for place, (index, asked) in enumerate(plan.turns):
+                part, power = index, self.rng.choice((0.5, 1.0, 2.0))
+                known = list(chain(tuple(c**power for c in self.chances[index])).path_probs[: asked.block_size - 1])
+                known = known if index or self.rng.random() < self.easy else []
+                assert asked.cycle_seconds is not None
+                guesses = best_count([known], asked.cycle_seconds, asked.trust)
+                promise = (1 + asked.trust * sum(known[:guesses])) / asked.cycle_seconds[guesses]
+                if promise >= max(rates[place + 1 :], default=0.0):
+                    break
+            expected = sum(known[:guesses])
+            level = self.rng.random()
+            length = sum(p > level for p in known[:guesses])
+            machine = self.machine if part else replace(self.machine, draft=0.0)
+            took = machine.seconds(1, guesses if plan.turns else None)
+            self.controller.learn(
+                self.requests,
+                plan,
+                guesses,
+                [guesses],
+                [length],
+                [expected],
+                self.machine.measured(took, self.rng),
+                part,
+            )
+            self.drafted[part] += bool(plan.turns)
+            tokens, seconds = tokens + 1 + expected, seconds + took
+        return tokens / seconds * self.machine.seconds(1, None)
+
+
+def alone(kind: str, chance: float) -> float:
+    machine = FREE if kind == "costless" else PAIR
+    decoding = Decoding(kind, machine, constant(chance), stored(machine))
+    decoding.run(200)
+    return decoding.run(1000).against_plain
+
+
+def test_only_chains_whose_length_is_chosen_and_not_sampled_are_drafted_in_turn() -> None:
+    assert JointController.suits(BOTH, Drafting()) and JointController.suits(BOTH, Drafting("auto", draft_window=9))
+    for other in Drafting(None), Drafting(5), Drafting(tree_budget=9), Drafting(None, "auto"), Drafting(sampled=True):
+        assert not JointController.suits(BOTH, other)
+    assert not JointController.suits(Knowing(), Drafting())  # type: ignore[abstract]
+
+
+def test_a_model_is_not_asked_where_only_repetition_pays() -> None:
+    found = Turns(easy=0.5, first=0.9, second=0.02)
+    found.run(200)
+    found.drafted = [0, 0]
+    both = found.run(1000)
+    assert found.drafted[1] < 50 and both > 1.2
+    assert not found.controller._each[1].drafts and found.controller.drafts
+
+
+def test_repetition_that_does_not_pay_costs_next_to_nothing() -> None:
+    found = Turns(easy=0.0, first=0.5, second=0.8)
+    found.run(200)
+    found.drafted = [0, 0]
+    assert found.run(1000) > 0.97 * alone("chain", 0.8)
+    assert found.drafted[0] < 50
+
+
+def test_text_that_nobody_can_guess_is_decoded_plainly() -> None:
+    found = Turns(easy=0.0, first=0.5, second=0.02)
+    found.run(200)
+    assert found.run(1000) > 0.97
+
+
+def test_each_drafts_where_it_promises_more() -> None:
+    found = Turns(easy=0.3, first=0.95, second=0.6)
+    found.run(200)
+    found.drafted = [0, 0]
+    assert found.run(1000) > 1.1 * alone("chain", 0.6)
+    assert min(found.drafted) > 200
+
+
+def test_a_drafter_that_ran_before_the_machine_became_slower_does_not_seem_fast() -> None:
+    found = Turns(easy=0.0, first=0.5, second=0.8)
+    found.run(300)
+    usual = found.machine.measured
+    found.machine, found.drafted = replace(PAIR), [0, 0]
+    object.__setattr__(found.machine, "measured", lambda seconds, rng: 3 * usual(seconds, rng))
+    found.run(60)
+    assert found.drafted[0] <= 2
+    [lookup, model] = [each._times_of(1).expected()[1] for each in found.controller._each]
+    assert lookup > 2 * PAIR.seconds(1, 0) and model > 2 * PAIR.seconds(1, 0)
+
+
+def test_what_is_learned_of_the_model_is_stored() -> None:
+    found = Turns(easy=0.5, first=0.8, second=0.8)
+    assert found.controller.learned() is None
+    found.run(300)
+    learned = found.controller.learned()
+    assert learned is not None and learned.plain_cycle(1) > 0
+    ratio = learned.cycle(1, 3, tree=False)[3] / PAIR.seconds(1, 3)
+    assert ratio == pytest.approx(1.0, rel=0.25)
+
+
+def test_requests_that_want_no_drafts_get_none() -> None:
+    found, off = controller(), request()
+    off.drafting = found.bounds(RequestDrafting(enabled=False))
+    assert off.drafting is not None
+    assert found.plan([off]).block_size == 1 and not found.plan([off]).turns
+    short = request()
+    short.drafting = found.bounds(RequestDrafting(block_size=3))
+    plan: Plan = found.plan([short])
+    assert plan.block_size == 3 and {asked.block_size for _, asked in plan.turns} == {3}
+    last = request(1)
+    last.token_ids = []
+    assert found.plan([last]).block_size == 2
