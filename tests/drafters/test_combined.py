@@ -162,6 +162,8 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     assert drafter.propose(state, anchors, doubted).part == 1
     alone = replace(turns(1.0, 0.0), turns=turns(1.0, 9.0).turns[1:])
     assert drafter.propose(state, anchors, alone).part == 1
+    cheap.said = replace(proposal([], []), expected=(0.0, 0.0))  # it passes
+    assert drafter.propose(state, anchors, turns(1.0, 0.1)).part == 1
     cheap.said = replace(few, expected=None)  # it does not say what it expects
     assert [drafter.propose(state, anchors, turns(rate, 2.0)).part for rate in (1.9, 2.1)] == [1, 0]
 
@@ -180,7 +182,7 @@ def test_a_drafter_that_is_not_asked_is_told_later() -> None:
 
     for texts in ([1, 2], [3]), ([4], []), ([5], [6, 7, 8]):
         observe([0, 200], *texts)
-    drafter.propose(state, anchors, turns(9.0, 0.0))
+    drafter.propose(state, anchors, replace(turns(9.0, 0.0), turns=turns(9.0, 0.0).turns[:1]))
     assert len(cheap.texts) == 3 and not dear.texts
     drafter.propose(state, anchors, turns(0.0, 9.0))
     assert dear.texts == [([0, 200], [[1, 2, 4, 5], [3, 6, 7, 8]])]

@@ -53,7 +53,7 @@ class Drafter(Protocol):
         knows_lengths: Whether its own choice of a chain's length is the best one, because it was trained to predict
             how far a chain is accepted, or because it saves time by ending early. If False, "auto" chooses the length
             from what was accepted so far.
-        has_pass: Whether a draft takes a pass of a network, which is wasted where nothing is accepted.
+        has_pass: Whether a draft takes a pass of a network.
         device: Device that it drafts on; None is the target's device.
         compile_reason: Reason why its network is not compiled for a CPU; None where it is, or without a network.
         slots_beside: Most slots behind a row's text that a draft uses.

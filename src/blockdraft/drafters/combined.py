@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 FIRST_YIELD = 1.0  # assumed accepted guesses of a chain, until a chain of its drafter has been verified
 ASSUMED = 0.5  # chance of a guess whose drafter states none, where those before it are accepted
 NEWEST = 0.1  # weight of the newest chain in the running mean of accepted guesses
-MOST_UNREAD = 64  # tokens of a row that are kept for a drafter until it is asked
+MOST_UNREAD = 512  # tokens of a row that are kept for a drafter until it is asked
 
 
 @dataclass
@@ -289,7 +289,9 @@ def _joined(rows: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def _promise(proposal: Proposal, plan: Plan) -> float:
-    """Tokens a second that a cycle with these guesses is expected to yield."""
+    """Tokens a second that a cycle with these guesses is expected to yield; 0 without any, for others may have some."""
+    if proposal.tokens.size(1) == 1:
+        return 0.0
     if proposal.expected is None or plan.cycle_seconds is None:
         return plan.rate
     tokens = len(proposal.expected) + plan.trust * sum(proposal.expected)

@@ -4,13 +4,14 @@ text follows again. It needs no model, and saves time where an answer repeats it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.decode.tree import best_count
 from blockdraft.drafters.base import Drafter, Entry
 
@@ -134,9 +135,12 @@ class PromptLookupDrafter(Drafter):
     def propose(self, state: Texts, anchor: Tensor, plan: Plan) -> Proposal:
         rows = [_tree(text, token, plan) for text, token in zip(state.texts, anchor.tolist(), strict=True)]
         count, expected = max(len(chances) for _, _, chances in rows), None
-        if plan.cycle_seconds is not None and not plan.tree_budget:
+        if count and plan.cycle_seconds is not None and not plan.tree_budget:
             count = best_count([chances for _, _, chances in rows], plan.cycle_seconds, plan.trust)
             expected = tuple(sum(chances[:count]) for _, _, chances in rows)
+        if not count:
+            nothing = chain(anchor[:, None])
+            return replace(nothing, expected=(0.0,) * len(rows), chances=((),) * len(rows))
         tokens = [[*tokens, *[0] * count][: 1 + count] for tokens, _, _ in rows]
         parents = [[*parents, *[-1] * count][: 1 + count] for _, parents, _ in rows]
         chances = tuple(tuple(chances[:count]) for _, _, chances in rows)

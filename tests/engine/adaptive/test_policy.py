@@ -91,15 +91,14 @@ def test_close_to_the_best_fixed_size_from_any_costs_for_more_texts(
     assert sum(late) / len(late) >= 0.96 and min(late) >= 0.8
 
 
-def test_a_drafter_without_a_network_is_always_asked_for_as_much_as_it_has() -> None:
-    machine = Machine(draft=0.0, flat=1, node=0.3)
-    decoding = Decoding("costless", machine, TEXTS["hard"], stored(machine))
-    assert decoding.run(500).against_plain > 0.97
-    assert None not in decoding.chosen and decoding.chosen.count(0) > 450
-    assert decoding.controller.drafts and decoding.controller.plan([request()]).block_size == BLOCK_SIZE
-    dear = Decoding("chain", PAIR, TEXTS["hard"], stored(PAIR))
-    dear.run(500)
-    assert dear.chosen.count(None) > 400
+def test_a_drafter_without_a_network_is_asked_for_as_much_as_it_has() -> None:
+    sizes = {}
+    for kind in ("costless", "chain"):
+        decoding = Decoding(kind, PAIR, TEXTS["middling"], stored(PAIR))
+        decoding.run(200)
+        plans = [decoding.controller.plan([request()]) for _ in range(20)]
+        sizes[kind] = {plan.block_size for plan in plans if plan.block_size > 1}
+    assert sizes["costless"] == {BLOCK_SIZE} and max(sizes["chain"]) < BLOCK_SIZE
 
 
 @pytest.mark.parametrize("draft", [0.7, 1.0])

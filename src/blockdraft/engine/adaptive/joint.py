@@ -22,7 +22,7 @@ class JointController(Controller):
     Each drafter has a controller of its own, which decides as if the others were not there. Those without a network are
     asked first, then the others, those first whose cycles have yielded the most. A drafter's guesses are taken if they
     promise more tokens a second than the cycles of all that would be asked next have yielded of late. So a model is
-    spared where the text repeats itself, and pauses where only repetition pays.
+    spared where the text repeats itself, and each of them pauses where it does not pay.
 
     Arguments are those of `Controller`.
     """
@@ -57,8 +57,8 @@ class JointController(Controller):
     def plan(self, requests: Sequence[Request]) -> Plan:
         plans = [each.plan(requests) for each in self._each]
         asked = [index for index, plan in enumerate(plans) if plan.block_size > 1]
-        if not asked:
-            return plans[0]
+        if not asked or any(self._each[index].tries_plain for index in self._free):
+            return Plan(1, plans[0].params)
         asked.sort(key=lambda index: (index not in self._free, -plans[index].rate))
         size = max(plans[index].block_size for index in asked)
         return Plan(size, plans[0].params, turns=[(index, plans[index]) for index in asked])
@@ -79,7 +79,7 @@ class JointController(Controller):
         for index, each in enumerate(self._each):
             if index == part and index in plans:
                 each.learn(requests, plans[index], guesses, deepest, lengths, expected, seconds)
-            elif not guesses and index not in self._free:  # a look that found nothing is as good as plain decoding
+            elif not plan.turns or (not guesses and part in self._free):  # a look that found nothing is next to plain
                 each.learn(requests, plain, 0, none, none, None, seconds)
 
     def learned(self) -> Costs | None:

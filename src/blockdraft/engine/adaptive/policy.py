@@ -123,6 +123,11 @@ class Controller:
         return self.most_guesses > 0 and not self._paused
 
     @property
+    def tries_plain(self) -> bool:
+        """Whether the planned cycle is to show how fast plain decoding is."""
+        return self._decision is not None and self._decision.trial and not self._decision.guesses
+
+    @property
     def _tree(self) -> bool:
         return self._drafting.tree_budget != 0
 
@@ -241,10 +246,10 @@ class Controller:
             return Decision(most, all_sizes, False, seconds[0], rows)
         tokens = self._yields(requests, [known.tokens], [most])[0]
         cost, plain = times.at(seconds, known.guesses), seconds[0]
-        self._paused = self._passes and tokens / cost < MARGIN * rows / plain
+        self._paused = tokens / cost < MARGIN * rows / plain
         if self._paused:
             cost, tokens = plain, float(rows)
-        if may_try and (self._paused or not self._passes or rows / least[0] <= MARGIN * tokens / cost):
+        if may_try and (self._paused or rows / least[0] <= MARGIN * tokens / cost):
             curve = times.curve(least, times.affordable(TOO_LONG * cost))
             return Decision(most, curve, True, cost, tokens)
         if may_try or self._paused:
