@@ -510,7 +510,8 @@ static int pays(const Chain *c, i64 batch) {
    reads. `call` is that of the first tokens. Returns as `decoder_forward` does, but what is done may be done again. */
 i64 draft_chain(const Model *m, const Call *call, Chain *c) {
     REFUSE(!m || !call || !c || !c->kept || !c->tokens || !c->current || !c->parents, POINTER);
-    REFUSE(!call->features || !call->logits || !call->best || (c->seconds && (!c->expected || !c->survival || !c->following)), POINTER);
+    REFUSE(!call->features || !call->logits || !call->best, POINTER);
+    REFUSE(c->seconds && (!c->expected || !c->survival || !c->following), POINTER);
     REFUSE(call->nodes != 1 || call->done || call->num_taps != 1 || call->num_logits != call->batch, COUNTS);
     REFUSE(call->batch < 1 || call->batch > MOST || c->guesses < 0 || c->guesses > MOST / call->batch, COUNTS);
     const i64 batch = call->batch, outputs = m->head.outputs;
