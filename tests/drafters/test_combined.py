@@ -189,7 +189,7 @@ def test_a_drafter_that_is_not_asked_is_told_later() -> None:
     assert dear.told[0] is not None and dear.told[0].tolist()[1] == [[1.5], [3.0], [3.5], [4.0]]
     observe([200], [9])
     drafter.propose(state, anchors, turns(0.0, 9.0))
-    assert dear.texts[1:] == [([0, 200], [[], [9]])]
+    assert dear.texts[1:] == [([200], [[9]])]
     drafter.propose(state, anchors, turns(0.0, 9.0))
     assert len(dear.texts) == 2  # there is nothing to tell
     observe([0], [10])
@@ -201,7 +201,10 @@ def test_a_drafter_that_is_not_asked_is_told_later() -> None:
     observe([200], [13])
     state.wipe(0, whole=True)
     drafter.propose(state, anchors, turns(0.0, 9.0))
-    assert dear.texts[3:] == [([0, 200], [[], [13]])]
+    assert dear.texts[3:] == [([200], [[13]])]
+    observe([0, 200], [14, 15], [16])
+    drafter.propose(state, anchors, turns(0.0, 9.0))
+    assert dear.texts[4:] == [([0], [[14, 15]]), ([200], [[16]])]  # without slots for what others were told
 
 
 def test_what_is_kept_for_a_drafter_is_bounded_and_outlives_its_failure(caplog: pytest.LogCaptureFixture) -> None:
@@ -222,7 +225,7 @@ def test_what_is_kept_for_a_drafter_is_bounded_and_outlives_its_failure(caplog: 
     assert len(free.texts) == 1  # it has not observed what will be observed again
     dear.fails = False
     observe(1)
-    assert dear.texts == [([0], [[*range(combined.MOST_UNREAD), 0]])] and len(free.texts) == 2
+    assert dear.texts == [([0], [[*range(combined.MOST_UNREAD)]])] and len(free.texts) == 2
     observe(5)
     dear.fails = True
     state.shrink(0, 3)  # other requests need not end

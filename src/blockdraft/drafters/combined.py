@@ -16,7 +16,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain
 from blockdraft.decode.tree import best_count
@@ -80,32 +79,29 @@ class CombinedState:
         return CombinedState(self._parts, [state.of(rows) for state in self.inner], rows, self._of_rows, self._unread)
 
     def keep(self, index: int, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
-        """Keep tokens for a drafter, or tell it of all that is kept. Keeps nothing of them if it fails."""
-        unread = [self._unread[index].setdefault(row, []) for row in self.rows]
-        for place, (kept, count) in enumerate(zip(unread, lengths, strict=True)):
-            kept.append((tokens[place, :count], None if features is None else features[place, :count]))
-        if any(sum(len(ids) for ids, _ in kept) > MOST_UNREAD for kept in unread):
-            try:
-                self.catch_up(index)
-            except Exception:
-                for kept in unread:
-                    kept.pop()
-                raise
+        """Keep tokens for a drafter, which is first told of what is kept if that is much. Keeps none if it fails."""
+        unread = self._unread[index]
+        if any(sum(len(ids) for ids, _ in unread.get(row, ())) >= MOST_UNREAD for row in self.rows):
+            self.catch_up(index)
+        for place, (row, count) in enumerate(zip(self.rows, lengths, strict=True)):
+            kept = tokens[place, :count], None if features is None else features[place, :count]
+            unread.setdefault(row, []).append(kept)
 
     def catch_up(self, index: int) -> None:
         """Tell a drafter of what is kept for it."""
-        unread = self._unread[index]
-        held = [unread.get(row, []) for row in self.rows]
-        lengths = [sum(len(ids) for ids, _ in each) for each in held]
-        if not any(lengths):
-            return
-        tokens = _joined([[ids for ids, _ in each] for each in held])
-        features = None
-        if self._parts[index].taps:
-            features = _joined([[found for _, found in each if found is not None] for each in held])
-        self._parts[index].observe(self.inner[index], tokens, features, lengths)
+        unread, by_length = self._unread[index], dict[int, list[int]]()
         for row in self.rows:
-            unread.pop(row, None)
+            if count := sum(len(ids) for ids, _ in unread.get(row, ())):
+                by_length.setdefault(count, []).append(row)
+        for rows in by_length.values():  # no row is filled up, which would take slots that it may not have
+            tokens = torch.stack([torch.cat([ids for ids, _ in unread[row]]) for row in rows])
+            features = None
+            if self._parts[index].taps:
+                found = [[each for _, each in unread[row] if each is not None] for row in rows]
+                features = torch.stack([torch.cat(each) for each in found])
+            self._parts[index].observe(self.inner[index].of(rows), tokens, features, [tokens.size(1)] * len(rows))
+            for row in rows:
+                del unread[row]
 
     def _catch_up(self, row: int) -> None:
         """Tell the drafters of a row that is about to change. The guesses of one that fails get worse, no answer."""
@@ -113,7 +109,7 @@ class CombinedState:
             try:
                 self.of([row]).catch_up(index)
             except Exception as error:
-                self._unread[index].pop(row)
+                self._unread[index].pop(row, None)
                 log.warning("The drafter %s missed tokens, and may guess worse: %s", part.kind, describe(error))
 
     def _forget(self, row: int) -> None:
@@ -278,14 +274,6 @@ def _asked(part: Drafter, plan: Plan) -> Plan:
     if seconds is None and (draws is None or plan.tree_budget):
         seconds = [1.0] * (1 + (plan.tree_budget or block_size - 1))
     return replace(plan, block_size=block_size, draws=draws, cycle_seconds=seconds, trust=trust)
-
-
-def _joined(rows: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The tensors of each row behind one another, rows filled up to one length."""
-    if len(rows) == 1:
-        return torch.cat([*rows[0]])[None]
-    nothing = next(filter(None, rows))[0][:0]
-    return pad_sequence([torch.cat([nothing, *row]) for row in rows], batch_first=True)
 
 
 def _promise(proposal: Proposal, plan: Plan) -> float:
