@@ -114,7 +114,7 @@ class PartOfPacked(nn.Module):
 
 
 def pack_together(
-    places: Sequence[tuple[nn.Module, str]],
+    places: Sequence[tuple[object, str]],
     library: Library,
     dtype: torch.dtype,
     bits: int | None = None,
@@ -123,7 +123,7 @@ def pack_together(
     """Several projections packed as one, their output channels one behind the other.
 
     Args:
-        places: Module and attribute name of each projection, an `nn.Linear`.
+        places: Owner and attribute name of each projection, an `nn.Linear`.
         dtype, bits, owned: As in `CompiledNetwork`.
     """
     projections = [cast(nn.Linear, getattr(module, name)) for module, name in places]
@@ -216,8 +216,8 @@ class CompiledNetwork(CompiledLayers):
     def _pointer(self, weight: Tensor) -> int:
         return super()._pointer(weight.to(self._dtype))
 
-    def _pack(self, module: nn.Module, *names: str, rounds: bool = True) -> LinearFields:
-        """Pack projections of a module as one, rounded to `bits` unless `rounds` is False."""
+    def _pack(self, module: object, *names: str, rounds: bool = True) -> LinearFields:
+        """Pack projections of one owner together, rounded to `bits` unless `rounds` is False."""
         places = [(module, name) for name in names]
         packed = pack_together(places, self.library, self._dtype, self._bits if rounds else None, self._owned)
         self._packed.append(packed)  # it owns the memory

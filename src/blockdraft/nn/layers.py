@@ -65,14 +65,24 @@ class ReducedHead:
     """
 
     def __init__(self, weight: Tensor, kept: Tensor, vocab_size: int) -> None:
-        # A parameter, of which a backend may keep a copy of its own.
-        self.weight, self.kept, self.vocab_size = nn.Parameter(weight, requires_grad=False), kept, vocab_size
+        with torch.device("meta"):
+            # A layer, which a backend may replace by a packed one, with a parameter, of which it may keep a copy.
+            self.projection = nn.Linear(weight.size(1), weight.size(0), bias=False)
+        self.projection.weight = nn.Parameter(weight, requires_grad=False)
+        self.kept, self.vocab_size = kept, vocab_size
+
+    @property
+    def weight(self) -> Tensor:
+        return self.projection.weight
 
     def to(self, device: torch.device, dtype: torch.dtype) -> ReducedHead:
         return ReducedHead(self.weight.to(device, dtype), self.kept.to(device), self.vocab_size)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., H]`."""
-        logits = F.linear(hidden, self.weight)
+        return self.everywhere(self.projection(hidden))
+
+    def everywhere(self, logits: Tensor) -> Tensor:
+        """Logits `[..., V]` of all tokens from those of the tokens that can be guessed, `[..., Vd]`."""
         everywhere = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
         return everywhere.index_copy_(-1, self.kept, logits)

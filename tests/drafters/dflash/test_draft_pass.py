@@ -26,6 +26,7 @@ from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.draft_layer import DraftLayer
+from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target, load_target
 from blockdraft.targets.native import NativeTarget
 
@@ -306,6 +307,31 @@ def compiled_pass(
     make: Any = {**dflash_compiled.RUNNERS, **dflash2_compiled.RUNNERS}[type(network)]
     made: CompiledDraftPass | str = make(network, beside, head, owned)
     return made
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_of_part_of_the_vocabulary_is_packed_into_the_same_call(
+    dtype: str, kind: str, tiny_target_dir: Path
+) -> None:
+    target = load_target(tiny_target_dir, dtype, "cpu", "native", compile="on")
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "head_dim": 8}
+    network = made_network(replace(KINDS[kind], **sizes)).to(target.dtype)  # type: ignore[arg-type]
+    kept = torch.randperm(target.vocab_size)[:37]
+    own = ReducedHead(torch.randn(37, target.hidden_size).bfloat16().to(target.dtype), kept, target.vocab_size)
+    before, tokens = deepcopy(own), torch.tensor([[7, 1, 1, 1]])
+    run = compiled_pass(network, target, own, owned=True)
+    assert isinstance(run, CompiledDraftPass) and not list(own.projection.parameters())  # released
+    assert torch.equal(own.weight, before.weight)
+    state = run.new_state(1, 20)
+    run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
+    state.commit([range(9)])
+    hidden, logits = run.guesses(state, tokens, 1)
+    assert torch.equal(hidden, run(state, target.embed(tokens))[:, 1:]) and logits.shape == (1, 3, target.vocab_size)
+    assert (logits[..., kept] > -torch.inf).all() and (logits > -torch.inf).sum() == 3 * 37
+    tolerance = 1e-4 if target.dtype == torch.float32 else 0.1
+    expected = before(hidden).float()[..., kept]
+    torch.testing.assert_close(logits[..., kept].float(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("own_head", [False, True])

@@ -24,6 +24,7 @@ from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.machine import return_freed
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_layer import DraftLayer
+from blockdraft.nn.layers import ReducedHead
 from blockdraft.timing import PASS, mark
 
 
@@ -46,17 +47,19 @@ def compiled(
     if network.layer_class is not kind.layer_class:
         return f"it does not know layers of the kind {network.layer_class.__name__}"
     target, dtype = beside.decoder, beside.dtype
+    reduced = head if isinstance(head, ReducedHead) else None
     reason = why_not_compiled(dtype, network.fc.weight.device, network.config.head_dim)
     if reason is not None:
         return reason
-    if rounded_beside(network, network.config.head_dim, beside):
-        lender = None if head else target
-        return kind(network, target.library, beside, head=head, target=lender, bits=beside.bits, owned=owned)
-    library, reason = library_for(network.state_dict().values(), dtype, beside.store, network.config.head_dim)
-    if library is None:
-        return reason or ""
-    lender = target if target.library is library and head is None else None
-    return kind(network, library, beside, head=head, target=lender, bits=None, owned=owned)
+    library, bits = target.library, beside.bits
+    if not rounded_beside(network, network.config.head_dim, beside):
+        weights = [*network.state_dict().values(), *([] if reduced is None else [reduced.weight])]
+        found, reason = library_for(weights, dtype, beside.store, network.config.head_dim)
+        if found is None:
+            return reason or ""
+        library, bits = found, None
+    lender = target if target.library is library and head is reduced else None
+    return kind(network, library, beside, head=head, target=lender, bits=bits, owned=owned)
 
 
 class CompiledDraftPass(CompiledNetwork):
@@ -67,9 +70,9 @@ class CompiledDraftPass(CompiledNetwork):
             afterwards.
         library: Library built for its dtype and head size.
         beside: The target.
-        head: The network's own head; None is the target's.
-        target: The target's forward, if it uses the same library and lends its embedding and head; a pass with its head
-            then is one call. Else None.
+        head: The network's own head, a `ReducedHead` is packed where `target` is given; None is the target's.
+        target: The target's forward, if it uses the same library and lends its embedding, and its head to a network
+            that has none; a draft then is one call. Else None.
         bits: Bits to which weights are rounded; None keeps them unrounded.
         owned: As in `Target.runner`.
 
@@ -96,10 +99,12 @@ class CompiledDraftPass(CompiledNetwork):
         for own, layer, kind in zip(self._layers, network.layers, config.layers, strict=True):
             self._pack_layer(own, layer)
             own.window, own.whole_block = kind.window or 0, not kind.causal
+        self._reduced = head if isinstance(head, ReducedHead) and target is not None else None
+        lent_head = LinearFields() if target is None else target.head
         self._model = ModelFields(
             layers=self._layers,
             embedding=LinearFields() if target is None else target.embedding,
-            head=LinearFields() if target is None else target.head,
+            head=lent_head if self._reduced is None else self._pack(self._reduced, "projection"),
             norm=self._pointer(network.norm.weight),
             num_layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -151,7 +156,7 @@ class CompiledDraftPass(CompiledNetwork):
         call.logits, call.logits_at, call.num_logits = logits.data_ptr(), address(wanted), len(wanted)
         hidden = self._pass(call, end, tokens, window)[:, first:].to(self._dtype)
         mark(PASS)
-        return hidden, logits
+        return hidden, logits if self._reduced is None else self._reduced.everywhere(logits)
 
     def _pass(self, call: CallFields, end: int, tokens: Tensor | None, window: int | None) -> Tensor:
         """Run a pass; returns hidden states `[B, N, H]` after the final norm."""

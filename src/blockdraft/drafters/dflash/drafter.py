@@ -105,8 +105,9 @@ class DFlashDrafter(Drafter):
 
     def weight_bytes(self) -> int:
         memory = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in self.network.parameters()}
-        head = 0 if self.reduced_head is None else self.reduced_head.weight.nbytes
-        return sum(each.nbytes() for each in memory.values()) + head + self._run.weight_bytes()
+        head = () if self.reduced_head is None else self.reduced_head.projection.parameters()
+        own = sum(each.nbytes() for each in memory.values()) + sum(each.nbytes for each in head)
+        return own + self._run.weight_bytes()
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         return self._run.workspace_bytes(batch, nodes, slots)
