@@ -265,17 +265,25 @@ class CycleTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Where a smaller language model drafts, and whether it drafts ahead; see `load_drafter`.
+    """How drafters run; see `load_drafter`.
 
     Attributes:
         drafter_device: Device of a language model that drafts, such as cuda:1, or cpu beside a GPU; None is the
             target's.
         draft_ahead: Number of outcomes of a verification that it drafts for while the target verifies, on a device of
             its own; 0 drafts none ahead.
+        draft_vocab: Tokens that a drafter with the target's output projection may guess, which makes its drafts
+            cheaper: a number of tokens, the first of the vocabulary, or a file with a list of token ids (JSON or .pt).
+            None is all tokens.
     """
 
     drafter_device: str | None = None
     draft_ahead: int = 0
+    draft_vocab: str | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `load_drafter`."""
+        return {"device": self.drafter_device, "ahead": self.draft_ahead, "draft_vocab": self.draft_vocab}
 
 
 @dataclass(frozen=True)

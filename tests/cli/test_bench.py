@@ -219,6 +219,17 @@ def test_profile(bench: Run, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results.json").read_text())["profiles"] is None
 
 
+def test_a_draft_vocabulary_is_for_drafters_with_a_network(bench: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
+    few = ("--repeats", 1, "--drafter", tiny_drafter_dir, "--draft-vocab", 40)
+    found = bench("--out", tmp_path, "--methods", "none,prompt_lookup:auto,chain:4", *few)
+    assert found.code == 0 and re.search(r"^chain:4 .* 100 ", found.out, re.M)
+    assert json.loads((tmp_path / "results.json").read_text())["arguments"]["draft_vocab"] == "40"
+    found = bench("--methods", "none,prompt_lookup", *few)
+    assert found.code == 2 and "no method has a drafter with a network" in found.err
+    found = bench("--methods", "none,chain:4", *few[:-1], "no.json")
+    assert found.code == 2 and "draft_vocab is no.json, which cannot be read" in found.err
+
+
 def test_a_language_model_drafts_ahead(bench: Run, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ("--drafter", tiny_target_dir, "--drafter-device", "cpu", "--draft-ahead", 2)
     found = bench("--repeats", 1, "--methods", "chain:4", *model)

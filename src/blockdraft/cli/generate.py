@@ -76,7 +76,7 @@ def generate(
         if batch_size is None and not prompts:
             batch_size = 1  # one prompt needs room for one
         rows = {} if batch_size is None else {"max_batch_size": batch_size}
-        guesser = load_drafter(drafter, target=loaded, device=model.drafter_device, ahead=model.draft_ahead)
+        guesser = load_drafter(drafter, target=loaded, **model.options())
         engine = Engine(loaded, guesser, drafting=drafting, **rows)
 
     if prompts:

@@ -17,7 +17,8 @@ HELP, HELP_ALL = "--help", "--help-all"
 PANELS = {
     "Model": "target adapter revision dtype target_dtype device backend threads compile quantize kv_dtype "
     "round_drafters exact",
-    "Drafting": "drafter drafter_device draft_ahead block_size tree_budget draft_window draft_passes sampled",
+    "Drafting": "drafter drafter_device draft_ahead draft_vocab block_size tree_budget draft_window draft_passes "
+    "sampled",
     "Sampling": "max_new_tokens temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty "
     "stop seed",
     "Data": "prompts data suite_data limit split subset text_field prompt_field response_field",

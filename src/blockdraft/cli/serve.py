@@ -161,7 +161,7 @@ def _engine(
     remembered = settings.prefix_tokens
     return Engine(
         target,
-        load_drafter(drafter, target=target, device=model.drafter_device, ahead=model.draft_ahead),
+        load_drafter(drafter, target=target, **model.options()),
         settings.max_batch_size,
         drafting,
         prefix_tokens=4 * target.max_context if remembered is None else remembered,

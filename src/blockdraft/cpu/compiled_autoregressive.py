@@ -23,7 +23,7 @@ from blockdraft.cpu.library import ChainFields, Library, LinearFields, ModelFiel
 from blockdraft.machine import return_freed
 from blockdraft.nn.autoregressive import AutoregressiveNetwork, feature_store, last_features, picked
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.layers import RMSNorm
+from blockdraft.nn.layers import ReducedHead, RMSNorm
 from blockdraft.nn.packed import check_tokens
 from blockdraft.nn.rotary import Rotary
 from blockdraft.timing import HEAD, PASS, mark
@@ -58,12 +58,17 @@ class Parts:
 
 
 def compiled_runner(
-    network: AutoregressiveNetwork, parts: Parts, beside: Beside, owned: bool
+    network: AutoregressiveNetwork,
+    parts: Parts,
+    beside: Beside,
+    owned: bool,
+    head: ReducedHead | None = None,
 ) -> CompiledAutoregressive | str:
     """The compiled runner of a network, or the reason why there is none.
 
     Args:
         owned: As in `Target.runner`.
+        head: Head of a network that has none; None is the target's.
     """
     dtype, head_dim = beside.dtype, network.config.head_dim
     reason = why_not_compiled(dtype, network.fc.weight.device, head_dim)
@@ -71,12 +76,13 @@ def compiled_runner(
         return reason
     if rounded_beside(network, head_dim, beside):
         target = beside.decoder
-        return CompiledAutoregressive(network, parts, target.library, beside, target, owned, bits=beside.bits)
-    library, reason = library_for(network.state_dict().values(), dtype, beside.store, head_dim)
+        return CompiledAutoregressive(network, parts, target.library, beside, target, owned, head, bits=beside.bits)
+    weights = [*network.state_dict().values(), *([] if head is None else [head.weight])]
+    library, reason = library_for(weights, dtype, beside.store, head_dim)
     if library is None:
         return reason or ""
     lender = beside.decoder if beside.decoder.library is library else None
-    return CompiledAutoregressive(network, parts, library, beside, lender, owned)
+    return CompiledAutoregressive(network, parts, library, beside, lender, owned, head)
 
 
 class CompiledAutoregressive(CompiledNetwork):
@@ -91,6 +97,7 @@ class CompiledAutoregressive(CompiledNetwork):
         target: The target's forward where it uses the same library, which then lends its embedding, and its head to a
             network that has none.
         owned: As in `Target.runner`.
+        head: Head of a network that has none; None is the target's. It is packed where `target` is given.
         bits: Bits to which weights are rounded; None keeps them unrounded.
     """
 
@@ -103,16 +110,19 @@ class CompiledAutoregressive(CompiledNetwork):
         beside: Beside,
         target: CompiledDecoder | None,
         owned: bool,
+        head: ReducedHead | None = None,
         bits: int | None = None,
     ) -> None:
         config = network.config
         super().__init__(library, config, 1, beside.dtype, bits, owned)
-        self.embed, self.head, self.network = beside.embed, beside.head, network
-        self._kept = network.kept.contiguous()
+        self.embed, self.head, self.network = beside.embed, head or beside.head, network
         self._pack_layer(self._layers[0], parts.layer)
         fuses, self._normed_taps = parts.normed_taps is not None, parts.normed_taps
         self._fc = self._pack(network, "fc")
+        self._reduced = head if not fuses and target is not None else None
+        self._kept = (network.kept if self._reduced is None else self._reduced.kept).contiguous()
         own_head = self._pack(network, "lm_head") if fuses else None
+        own_head = own_head if self._reduced is None else self._pack(self._reduced, "projection")
         nothing = LinearFields()
         self._model = ModelFields(
             layers=self._layers,
@@ -227,7 +237,9 @@ class CompiledAutoregressive(CompiledNetwork):
         self._run_nodes(state, tokens, beside, parents, done=done, window=window, features=features, logits=logits)
         fed, normed = features[..., :size], features[..., -size:]
         mark(PASS)
-        return fed, self.head(normed.to(self._dtype)) if logits is None else logits
+        if logits is None:
+            return fed, self.head(normed.to(self._dtype))
+        return fed, logits if self._reduced is None else self._reduced.everywhere(logits)
 
     def _run_nodes(
         self,

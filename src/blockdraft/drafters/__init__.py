@@ -28,6 +28,7 @@ from blockdraft.drafters.base import (
     check_refinement,
     slots_behind,
 )
+from blockdraft.drafters.draft_vocab import DraftVocab, read_draft_vocab
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_config, trained_for
 from blockdraft.formats.gguf import is_gguf, open_gguf
@@ -35,7 +36,7 @@ from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.models import TINY, as_moved, bundled_drafter, located, model_of
 from blockdraft.plugins import parts, plugins
-from blockdraft.targets import Target, other_target_warning
+from blockdraft.targets import Target, other_target_warning, with_draft_vocab
 from blockdraft.types import JOINT, DraftModel
 
 PAIR = TINY  # folder of the bundled target's drafters
@@ -88,6 +89,7 @@ def load_drafter(
     target: Target,
     device: str | torch.device | None = DraftModel.drafter_device,
     ahead: int = DraftModel.draft_ahead,
+    draft_vocab: DraftVocab | None = DraftModel.draft_vocab,
 ) -> Drafter:
     """Load the drafter of a target.
 
@@ -104,16 +106,21 @@ def load_drafter(
             device. In a combination, it applies to the language models only.
         ahead: Number of possible outcomes of a verification for which such a model drafts while the verification runs;
             0 is none. Needs `device`.
+        draft_vocab: Tokens that a drafter with the target's output projection may guess, so that a draft reads these
+            rows of it only; see `read_draft_vocab`. In a combination, it applies to such drafters. None is all.
 
     Raises:
         ValueError: Unknown folder or architecture, unreadable weights, a drafter for another target, a combination
-            that names a drafter twice or holds one that guesses nothing, or a `device` for a drafter that cannot use
-            one.
+            that names a drafter twice or holds one that guesses nothing, or a `device` or a `draft_vocab` for a
+            drafter that cannot use one.
     """
     placed = on_its_own(device, ahead, target)
+    kept = None if draft_vocab is None else read_draft_vocab(draft_vocab, target)
     try:
         names = [path] if path is None else joined(path)
-        parts = [_load(name, target, placed, ahead) for name in names]
+        # Each drafter packs rows of its own.
+        lent = [target if kept is None else with_draft_vocab(target, kept) for _ in names]
+        parts = [_load(name, each, placed, ahead) for name, each in zip(names, lent, strict=True)]
         if placed is not None and not any(movable for _, movable in parts):
             raise UsageError(
                 f"The drafter {path or 'bundled'} cannot run on {placed} beside a target on {target.device}: only a "
@@ -121,10 +128,8 @@ def load_drafter(
                 "device out."
             )
         drafters = [drafter for drafter, _ in parts]
-        if len(drafters) == 1:
-            return drafters[0]
         [combined] = [entry for entry in entries().values() if entry.joins]
-        return combined.load(drafters, target)
+        whole = drafters[0] if len(drafters) == 1 else combined.load(drafters, target)
     except UsageError as error:
         if placed is not None or (path is not None and str(path) not in bundled()):
             raise
@@ -133,6 +138,16 @@ def load_drafter(
         ) from error
     finally:
         let_team_go()
+    if kept is not None:
+        for drafter, each in zip(drafters, lent, strict=True):
+            drafter.draft_vocab = len(kept) if drafter.has_target_head else None
+            each.draft_head = each.draft_head if drafter.has_target_head else None  # gives memory back
+        if not any(drafter.has_target_head for drafter in drafters):
+            raise UsageError(
+                f"The drafter {path or 'bundled'} does not use the target's output projection, so draft_vocab would "
+                "change nothing; leave it out."
+            )
+    return whole
 
 
 def names() -> set[str]:

@@ -54,6 +54,9 @@ class Drafter(Protocol):
             how far a chain is accepted, or because it saves time by ending early. If False, "auto" chooses the length
             from what was accepted so far.
         has_pass: Whether a draft takes a pass of a network.
+        has_target_head: Whether it scores tokens by the target's output projection, or the rows of it in
+            `target.draft_head`.
+        draft_vocab: Number of these rows; None is all.
         device: Device that it drafts on; None is the target's device.
         compile_reason: Reason why its network is not compiled for a CPU; None where it is, or without a network.
         slots_beside: Most slots behind a row's text that a draft uses.
@@ -65,6 +68,8 @@ class Drafter(Protocol):
     knows_probabilities: bool = False
     knows_lengths: bool = False
     has_pass: bool = True
+    has_target_head: bool = False
+    draft_vocab: int | None = None
 
     @property
     def kind(self) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.drafters import Drafter, entries, load_drafter
 from blockdraft.engine import Completion, Engine, loops, merge
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method
@@ -138,22 +138,25 @@ def load_methods(
         model: Where and how drafters run.
 
     Raises:
-        UsageError: A method is unknown, a drafter does not load, or a setting exceeds what its drafter can do.
+        UsageError: A method is unknown, a drafter does not load, a setting exceeds what its drafter can do, or no
+            drafter has a network whose draft vocabulary could be cut.
     """
     drafters: dict[str | None, Drafter] = {}
     engines, model = {}, model or DraftModel()
+    without_network = [name for name, entry in entries().items() if entry.by_name and entry.network is None]
     for method in methods:
         try:
             if method.drafter not in drafters:
                 own = DraftModel() if method.drafter == PLAIN else model
-                drafters[method.drafter] = load_drafter(
-                    method.drafter, target=target, device=own.drafter_device, ahead=own.draft_ahead
-                )
+                own = replace(own, draft_vocab=None) if method.drafter in without_network else own
+                drafters[method.drafter] = load_drafter(method.drafter, target=target, **own.options())
             engines[method.name] = Engine(target, drafters[method.drafter], batch_size, method.drafting)
         except ValueError as error:
             unknown = method.drafter is not None and not Path(method.drafter).exists()
             hint = f" Besides drafters, the methods are {CHAIN}, {SAMPLED} and {TREE}." if unknown else ""
             raise UsageError(f"Method {method.name!r}: {error}{hint}") from error
+    if model.draft_vocab is not None and drafters.keys() <= set(without_network):
+        raise UsageError("draft_vocab is given, and no method has a drafter with a network; name one, or leave it out.")
     return engines
 
 

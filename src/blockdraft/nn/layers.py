@@ -75,6 +75,11 @@ class ReducedHead:
     def weight(self) -> Tensor:
         return self.projection.weight
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight where no backend has packed it."""
+        return sum(each.nbytes for each in self.projection.parameters())
+
     def to(self, device: torch.device, dtype: torch.dtype) -> ReducedHead:
         return ReducedHead(self.weight.to(device, dtype), self.kept.to(device), self.vocab_size)
 

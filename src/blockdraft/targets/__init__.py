@@ -31,6 +31,7 @@ from blockdraft.targets.base import (
     TargetOutput,
     TargetText,
     embedding_and_head,
+    with_draft_vocab,
     without_tokenizer,
 )
 from blockdraft.targets.checkpoint import checked_folder, load_text, load_text_with, own_dtype
@@ -285,6 +286,7 @@ __all__ = [
     "other_target_warning",
     "tokenizer_metadata",
     "weights_fingerprint",
+    "with_draft_vocab",
     "without_tokenizer",
     "write_gguf_target",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
 from blockdraft.light_transformers import import_lightly
+from blockdraft.nn.layers import ReducedHead
 from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
 
 import_lightly()  # here, since whatever imports a configuration of transformers for a target imports this file
@@ -165,6 +167,7 @@ class Target(Protocol):
         model: The model of transformers that runs it, where there is one.
         has_trees: Whether `forward` takes trees; else it takes chains only.
         can_truncate: Whether rows may be cut and copied at any of their tokens; else only as a whole.
+        draft_head: Output projection that draft networks without one of their own get; None is the target's.
     """
 
     backend: str
@@ -184,6 +187,7 @@ class Target(Protocol):
     model: PreTrainedModel | None = None
     has_trees: bool = True
     can_truncate: bool = True
+    draft_head: ReducedHead | None = None
 
     @property
     def running(self) -> str:
@@ -239,12 +243,13 @@ class Target(Protocol):
 
         Args:
             network: Draft network of any device and dtype; it is moved to those of the target.
-            head: The network's output projection, hidden states `[..., H]` to logits; None is the target's.
+            head: The network's output projection, hidden states `[..., H]` to logits; None is `draft_head`, or else the
+                target's.
             owned: Whether nobody else uses the network. Then its layers may be replaced by slow ones that take no
                 memory of their own, and its weights may be rounded.
         """
         network.to(device=self.device, dtype=self.dtype)
-        return network.runner(self.embed, head or self.head)
+        return network.runner(self.embed, head or self.draft_head or self.head)
 
     def forward(
         self,
@@ -278,6 +283,26 @@ def without_tokenizer(target: Target | TargetText) -> str:
     return "The target has no tokenizer" if why is None else f"The target has no tokenizer ({why})"
 
 
+def with_draft_vocab(target: Target, kept: Tensor) -> Target:
+    """A copy of a target, for drafters without an output projection of their own: they get these rows of the target's
+    (FR-Spec, arXiv 2502.14856). Copy and target share weights, caches and lock.
+
+    Args:
+        kept: `[Vd]` int64, the tokens that they may guess, distinct.
+
+    Raises:
+        UsageError: As `embedding_and_head`.
+    """
+    units = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)
+    _check_no_bias(target, units)
+    # All rows of a large vocabulary would take gigabytes.
+    weight = torch.cat([target.head(some)[:, kept.to(some.device)] for some in units.split(64)]).T.contiguous()
+    target.lock  # noqa: B018  the copy shares it once it is there
+    found = copy(target)
+    found.draft_head = ReducedHead(weight, kept.to(weight.device), target.vocab_size)
+    return found
+
+
 def embedding_and_head(target: Target) -> tuple[Tensor, Tensor]:
     """Embedding table and output projection of a target, `[V, H]` each, for drafters that borrow them.
 
@@ -285,6 +310,10 @@ def embedding_and_head(target: Target) -> tuple[Tensor, Tensor]:
         UsageError: The projection has a bias, which no format of drafters holds.
     """
     units = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)
+    _check_no_bias(target, units)
+    return target.embed(torch.arange(target.vocab_size, device=target.device)), target.head(units).T
+
+
+def _check_no_bias(target: Target, units: Tensor) -> None:
     if target.head(torch.zeros_like(units[:1])).any():
         raise UsageError(f"The output projection of {target.path or 'the target'} has a bias, which no format holds.")
-    return target.embed(torch.arange(target.vocab_size, device=target.device)), target.head(units).T

@@ -206,6 +206,7 @@ class JaxTarget(CheckpointTarget):
 
     def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
         network.to(device=self.device, dtype=self.dtype)
+        head = head or self.draft_head
         known = {kind: make for module in parts("jax").values() for kind, make in module.RUNNERS.items()}
         make = known.get(type(network))
         if make is not None:

@@ -358,6 +358,7 @@ class MLXTarget(CheckpointTarget):
 
     def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
         network.to(device=self.device, dtype=self.dtype)
+        head = head or self.draft_head
         known = {kind: make for module in parts("mlx").values() for kind, make in module.RUNNERS.items()}
         make = next((known[kind] for kind in type(network).__mro__ if kind in known), None)
         if make is None:

@@ -234,7 +234,7 @@ class NativeTarget(CheckpointTarget):
 
     def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
         network.to(device=self.device)
-        reason = "its target is not compiled"
+        head, reason = head or self.draft_head, "its target is not compiled"
         if self.captured is not None and (capture := _faster("captured", network)):
             network.to(dtype=self.dtype)
             return cast(R, capture(network, self.captured.recorder, self.embed, head or self.head))

@@ -76,6 +76,7 @@ class DFlashDrafter(Drafter):
         self.diffusion_steps = diffusion_steps
         self.noise_schedule = noise_schedule
         self.reduced_head = reduced_head and reduced_head.to(target.device, target.dtype)
+        self.has_target_head = reduced_head is None
         self._target = target
         self._run = target.runner(self.network, self.reduced_head, owned)
         self.network.to(target.device, target.dtype)
@@ -105,8 +106,8 @@ class DFlashDrafter(Drafter):
 
     def weight_bytes(self) -> int:
         memory = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in self.network.parameters()}
-        head = () if self.reduced_head is None else self.reduced_head.projection.parameters()
-        own = sum(each.nbytes() for each in memory.values()) + sum(each.nbytes for each in head)
+        head = self.reduced_head or self._target.draft_head
+        own = sum(each.nbytes() for each in memory.values()) + (head.nbytes if head else 0)
         return own + self._run.weight_bytes()
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:

@@ -78,7 +78,9 @@ class Eagle3Drafter(Drafter):
     def weight_bytes(self) -> int:
         kept = (*self.network.parameters(), *self.network.buffers())
         memory = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in kept}
-        return sum(each.nbytes() for each in memory.values()) + self._run.weight_bytes()
+        head = self._target.draft_head
+        own = sum(each.nbytes() for each in memory.values()) + (head.nbytes if head else 0)
+        return own + self._run.weight_bytes()
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         return self._run.workspace_bytes(batch, nodes, slots)

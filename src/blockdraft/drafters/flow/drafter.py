@@ -46,7 +46,7 @@ class FlowDrafter(DFlashDrafter):
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         network, target = self.network, self._target
-        head, embedded = self.reduced_head or target.head, target.embed(anchor)[:, None]
+        head, embedded = self.reduced_head or target.draft_head or target.head, target.embed(anchor)[:, None]
 
         def run(added: Tensor) -> Tensor:
             slots = (self._mask + added).to(embedded.dtype)

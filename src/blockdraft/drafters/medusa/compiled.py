@@ -14,6 +14,7 @@ from blockdraft.cpu.compiled_network import Beside, library_for, pack_together
 from blockdraft.cpu.library import Library
 from blockdraft.drafters.medusa.network import MedusaNetwork, ResidualBlock
 from blockdraft.machine import return_freed
+from blockdraft.nn.layers import ReducedHead
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.timing import HEAD, PASS, mark
 
@@ -33,6 +34,7 @@ def compiled(
     reason = why_not_compiled(dtype, weights[0].device, beside.head_dim)
     if reason is not None:
         return reason
+    weights += [head.weight] if isinstance(head, ReducedHead) else []
     library, reason = library_for(weights, dtype, beside.decoder.library.store_dtype, beside.head_dim)
     return reason or "" if library is None else CompiledHeads(network, library, head or beside.head, owned)
 
@@ -43,7 +45,7 @@ class CompiledHeads:
     Args:
         network: Network whose weights are copied into the library's layout and must not be changed afterwards.
         library: Library built for its dtype.
-        head: Output head that the heads share.
+        head: Output head that the heads share; a `ReducedHead` is packed.
         owned: As in `Target.runner`.
     """
 
@@ -58,18 +60,21 @@ class CompiledHeads:
         heads = [list(cast(nn.Sequential, each)) for each in network]
         blocks = [[cast(ResidualBlock, block) for block in each[: network.config.num_layers]] for each in heads]
 
-        def packed(*places: tuple[nn.Module, str]) -> PackedLinear:
+        def packed(*places: tuple[object, str]) -> PackedLinear:
             return pack_together(places, library, self._dtype, owned=owned)
 
         self._first = packed(*((of_head[0], "linear") for of_head in blocks))
         self._others = [[packed((block, "linear")) for block in of_head[1:]] for of_head in blocks]
         own = () if network.config.shared_head else tuple(network)
         self._heads = [packed((each, str(network.config.num_layers))) for each in own]
+        self._reduced = None if own or not isinstance(head, ReducedHead) else head
+        self._shared = None if self._reduced is None else packed((self._reduced, "projection"))
         return_freed()
 
     def weight_bytes(self) -> int:
         others = (each for of_head in self._others for each in of_head)
-        return sum(each.nbytes for each in (self._first, *others, *self._heads))
+        shared = () if self._shared is None else (self._shared,)
+        return sum(each.nbytes for each in (self._first, *others, *self._heads, *shared))
 
     def __call__(self, hidden: Tensor, count: int) -> Tensor:
         """As `HeadRunner.__call__`."""
@@ -87,6 +92,9 @@ class CompiledHeads:
         if self._heads:
             by_head = zip(self._heads, states.unbind(1), strict=False)
             logits = torch.stack([self._product(each, state.contiguous()) for each, state in by_head], dim=1)
+        elif self._reduced is not None and self._shared is not None:
+            scores = self._product(self._shared, states.flatten(0, 1))
+            logits = self._reduced.everywhere(scores.view(batch, count, -1))
         else:
             logits = self._head(states.to(self._dtype))
         mark(HEAD)

@@ -43,6 +43,7 @@ class MedusaDrafter(Drafter):
         self.path = path
         self.taps = network.config.taps
         self.block_size = network.config.num_heads + 1
+        self.has_target_head = network.config.shared_head
         self._target, self._run = target, target.runner(self.network, owned=owned)
         self._like = torch.empty(0, dtype=target.dtype, device=target.device)
 
@@ -58,7 +59,9 @@ class MedusaDrafter(Drafter):
         return batch * capacity * self._target.hidden_size * self._target.dtype.itemsize
 
     def weight_bytes(self) -> int:
-        return sum(weight.nbytes for weight in self.network.parameters()) + self._run.weight_bytes()
+        head = self._target.draft_head
+        own = sum(weight.nbytes for weight in self.network.parameters()) + (head.nbytes if head else 0)
+        return own + self._run.weight_bytes()
 
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:

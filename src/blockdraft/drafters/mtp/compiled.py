@@ -11,7 +11,7 @@ from blockdraft.nn.layers import RMSNorm
 
 
 def compiled(network: MTPNetwork, beside: Beside, head: Any, owned: bool) -> CompiledAutoregressive | str:
-    """Compiled runner of a network, or the reason for having none. The head is the target's; see `compiled_runner`."""
+    """Compiled runner of a network, or the reason for having none; see `compiled_runner`."""
     if type(network) is not MTPNetwork:  # a subclass may compute something else
         return f"it does not know networks of the kind {type(network).__name__}"
     parts = Parts(
@@ -24,7 +24,7 @@ def compiled(network: MTPNetwork, beside: Beside, head: Any, owned: bool) -> Com
         normed_stream=False,
         normed_feedback=network.config.normed_feedback,
     )
-    return compiled_runner(network, parts, beside, owned)
+    return compiled_runner(network, parts, beside, owned, head)
 
 
 RUNNERS = {MTPNetwork: compiled}

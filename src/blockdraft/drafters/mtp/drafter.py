@@ -23,6 +23,8 @@ FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_t
 class MTPDrafter(Eagle3Drafter):
     """Drafts with an MTP head, whose embedding and output projection are the target's."""
 
+    has_target_head = True
+
 
 def load(path: Path | None, target: Target) -> MTPDrafter:
     """Load the head of a folder; None is the target's folder."""

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
+from blockdraft.errors import UsageError
 from blockdraft.jax import model
 from blockdraft.jax.autoregressive import JaxAutoregressive
 from blockdraft.jax.drafting import Context
@@ -16,6 +17,8 @@ class JaxMTP(JaxAutoregressive):
     config: MTPConfig
 
     def __init__(self, network: MTPNetwork, target: Any, head: Callable[[Tensor], Tensor] | None) -> None:
+        if head is not None:
+            raise UsageError("JAX runs an MTP head over the target's whole vocabulary only; leave draft_vocab out.")
         super().__init__(network, target, dict(network.named_parameters()))
 
     def fuse(self, own: Params, features: Array) -> Array:

@@ -212,6 +212,7 @@ def path(target: Target, drafter: Drafter) -> Path:
         *(target.device.type, gpu),
         *(type(drafter).__name__, drafter.path, drafter.block_size, drafter.taps),
         *(torch.get_num_threads(), platform.node(), platform.processor()),
+        *(part.draft_vocab for part in drafter.parts if part.draft_vocab is not None),
         *(LAYOUT, version("torch"), version("transformers"), version("blockdraft")),
     ]
     return cache_folder() / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"

@@ -1,0 +1,197 @@
+"""Drafters that score part of the vocabulary with the target's output projection."""
+
+import json
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft import Drafting, Engine, SamplingParams, load_drafter
+from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.drafters import Drafter
+from blockdraft.drafters.draft_vocab import read_draft_vocab
+from blockdraft.drafters.medusa.drafter import MedusaDrafter
+from blockdraft.drafters.medusa.network import MedusaNetwork
+from blockdraft.engine.adaptive.stored_costs import path
+from blockdraft.errors import UsageError
+from blockdraft.formats import read_drafter
+from blockdraft.targets import Target, load_target, with_draft_vocab
+
+KINDS = ["drafter", "dflash2", "dspark", "flow", "mtp", "medusa"]
+KEPT = sorted({(7 * i * i + 3) % 265 for i in range(60)})
+SAMPLED = torch.tensor([[0.1, 0.5, 0.8]], dtype=torch.float64)
+PLANS = {
+    "chain": Plan(4, [SamplingParams()]),
+    "tree": Plan(4, [SamplingParams()], tree_budget=12),
+    "as far as pays": Plan(4, [SamplingParams()], cycle_seconds=[1.0, 1.01, 1.02, 1.03]),
+    "sampled": Plan(4, [SamplingParams(temperature=1.0)], draws=SAMPLED),
+}
+
+
+@pytest.fixture
+def load(request: pytest.FixtureRequest) -> Callable[[str, Target], Drafter]:
+    """Loads a kind for a target that may have a draft head already."""
+
+    def of_kind(kind: str, target: Target) -> Drafter:
+        folder: Path = request.getfixturevalue(f"tiny_{kind}_dir")
+        if kind != "medusa":
+            return load_drafter(folder, target=target)
+        found = read_drafter(folder, None, target.num_layers)
+        config: Any = replace(found.config, shared_head=True)  # type: ignore[type-var]
+        network = MedusaNetwork(config)
+        network.load_state_dict({name: found.tensors[name] for name in network.state_dict()})
+        return MedusaDrafter(network, target, owned=True)
+
+    return of_kind
+
+
+def proposal(drafter: Drafter, target: Target, plan: Plan) -> Proposal:
+    generator, state = torch.Generator().manual_seed(1), drafter.new_state(1, 60)
+    features = torch.randn(1, 7, len(drafter.taps) * target.hidden_size, generator=generator)
+    drafter.observe(state, torch.tensor([[4, 9, 33, 12, 7, 8, 60]]), features, [7])
+    return drafter.propose(state, torch.tensor([21]), plan)
+
+
+def masked(target: Target) -> Target:
+    """The target for drafters that score all tokens, and then forget those that they may not guess."""
+    found, others = copy(target), torch.ones(target.vocab_size, dtype=torch.bool)
+    others[KEPT] = False
+    head: Any = lambda hidden: target.head(hidden).masked_fill(others, -torch.inf)  # noqa: E731
+    found.draft_head = head
+    return found
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("way", ["compiled", "uncompiled", "hf"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_guesses_what_the_whole_head_would_among_these_tokens(
+    kind: str, way: str, plan: Plan, tiny_target_dir: Path, load: Callable[[str, Target], Drafter]
+) -> None:
+    plain = load_target(tiny_target_dir, "float32", "cpu", "native", compile="off")
+    backend = {"hf": "hf"}.get(way, "native")
+    compile: Any = {"compiled": "on", "uncompiled": "off"}.get(way, "auto")
+    target = load_target(tiny_target_dir, "float32", "cpu", backend, compile=compile)
+    drafter = load(kind, with_draft_vocab(target, torch.tensor(KEPT)))
+    assert drafter.has_target_head
+    found, expected = proposal(drafter, target, plan), proposal(load(kind, masked(plain)), plain, plan)
+    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
+    assert set(found.tokens[0, 1:].tolist()) <= set(KEPT) and found.tokens.size(1) > 1
+    if plan.draws is not None and found.q is not None:
+        assert expected.q is not None and (ours := found.q[0]) is not None and (theirs := expected.q[0]) is not None
+        dense = [torch.zeros(len(q.ids), 265).double().scatter_add_(1, q.ids, q.probs.double()) for q in (ours, theirs)]
+        torch.testing.assert_close(*dense, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "int4"}])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "medusa"])
+def test_answers_are_the_targets_and_the_head_takes_less_memory(
+    kind: str, options: dict[str, Any], tiny_target_dir: Path, request: pytest.FixtureRequest
+) -> None:
+    target = load_target(tiny_target_dir, **{"dtype": "float32", "device": "cpu", **options})
+    folder = request.getfixturevalue(f"tiny_{kind}_dir")
+    drafter, whole = load_drafter(folder, target=target, draft_vocab=KEPT), load_drafter(folder, target=target)
+    params = SamplingParams(24, ignore_eos=True)
+    prompts = [[5, 9, 12], [7, 8, 30, 31]]
+    plain = [
+        answer.token_ids for answer in Engine(target, load_drafter("none", target=target)).generate(prompts, params)
+    ]
+    for drafting in (Drafting(4), Drafting(4, 12), Drafting("auto", 0)):
+        answers = Engine(target, drafter, drafting=drafting).generate(prompts, params)
+        assert [answer.token_ids for answer in answers] == plain
+    assert drafter.draft_vocab == len(KEPT) and whole.draft_vocab is None
+    more = drafter.weight_bytes() - whole.weight_bytes()
+    assert 0 < more <= 4 * len(KEPT) * target.hidden_size + 4096  # padding of the last block
+    assert path(target, drafter) != path(target, whole)  # what cycles cost is another thing
+
+
+def test_the_target_keeps_its_head(tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:
+    target = load_target(tiny_target_dir, "float32", "cpu")
+    lent = with_draft_vocab(target, torch.tensor(KEPT))
+    hidden = torch.randn(2, target.hidden_size)
+    assert target.draft_head is None and lent.draft_head is not None and lent.lock is target.lock
+    logits = lent.draft_head(hidden)
+    torch.testing.assert_close(logits[:, KEPT], target.head(hidden)[:, KEPT])
+    assert torch.equal(lent.head(hidden), target.head(hidden))
+
+
+def test_of_a_combination_the_drafters_with_a_head_use_it(tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:
+    target = load_target(tiny_target_dir, "float32", "cpu")
+    drafter = load_drafter(f"prompt_lookup+{tiny_mtp_dir}", target=target, draft_vocab=40)
+    assert [part.draft_vocab for part in drafter.parts] == [None, 40]
+    [answer] = Engine(target, drafter, drafting=Drafting(4)).generate([[5, 9]], SamplingParams(8, ignore_eos=True))
+    assert len(answer.token_ids) == 8
+
+
+@pytest.mark.parametrize("name", ["none", "prompt_lookup", "tiny_eagle3_dir", "tiny_medusa_dir"])
+def test_drafters_without_it_refuse(name: str, tiny_target_dir: Path, request: pytest.FixtureRequest) -> None:
+    target = load_target(tiny_target_dir, "float32", "cpu")
+    drafter = request.getfixturevalue(name) if name.startswith("tiny") else name
+    with pytest.raises(UsageError, match="does not use the target's output projection, so draft_vocab would change"):
+        load_drafter(drafter, target=target, draft_vocab=40)
+
+
+def test_a_number_takes_the_first_tokens_and_the_end_tokens(tiny_target_dir: Path) -> None:
+    target = copy(load_target(tiny_target_dir, "float32", "cpu"))
+    target.eos_token_ids = frozenset({2, 200, 260})
+    assert read_draft_vocab(10, target).tolist() == [*range(8), 200, 260]
+    assert read_draft_vocab("265", target).tolist() == list(range(265))
+    assert read_draft_vocab(201, target).tolist() == [*range(199), 200, 260]
+    assert read_draft_vocab(1, target).tolist() == [2]
+
+
+def test_files(tiny_target_dir: Path, tmp_path: Path) -> None:
+    target = load_target(tiny_target_dir, "float32", "cpu")
+    (tmp_path / "list.json").write_text(json.dumps([9, 4, 4, 264]))
+    torch.save(torch.tensor([4, 9, 264]), tmp_path / "map.pt")
+    torch.save([4, 9, 264], tmp_path / "list.pt")
+    for name in ("list.json", "map.pt", "list.pt"):
+        assert read_draft_vocab(tmp_path / name, target).tolist() == [4, 9, 264]
+        assert read_draft_vocab(str(tmp_path / name), target).tolist() == [4, 9, 264]
+
+
+BROKEN = {
+    "missing.json": (None, "cannot be read as a list of token ids"),
+    "broken.json": ("[1, 2", "cannot be read as a list of token ids"),
+    "broken.pt": ("no tensor", "cannot be read as a list of token ids"),
+    "text.json": ('["a"]', "holds no list of token ids"),
+    "empty.json": ("[]", "holds no list of token ids"),
+    "object.json": ('{"tokens": [1]}', "holds no list of token ids"),
+    "truth.json": ("[true]", "holds no list of token ids"),
+    "fraction.json": ("[1.5]", "holds no list of token ids"),
+    "large.json": ("[3, 265]", "holds the token id 265; the target has the ids 0 to 264"),
+    "negative.json": ("[-1]", "holds the token id -1; the target has the ids 0 to 264"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_named(name: str, tiny_target_dir: Path, tmp_path: Path) -> None:
+    text, told = BROKEN[name]
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=told) as raised:
+        read_draft_vocab(tmp_path / name, load_target(tiny_target_dir, "float32", "cpu"))
+    assert name in str(raised.value)
+
+
+@pytest.mark.parametrize("count", [0, -3, 266, "0"])
+def test_numbers_out_of_range(count: int | str, tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:
+    target = load_target(tiny_target_dir, "float32", "cpu")
+    with pytest.raises(UsageError, match=rf"draft_vocab is {count}; it must be from 1 to 265"):
+        load_drafter(tiny_mtp_dir, target=target, draft_vocab=count)
+
+
+def test_a_projection_with_a_bias_is_refused(tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:
+    target = copy(load_target(tiny_target_dir, "float32", "cpu"))
+    head = target.head
+
+    def biased(hidden: Tensor) -> Tensor:
+        return head(hidden) + 1
+
+    target.head = biased  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="has a bias"):
+        load_drafter(tiny_mtp_dir, target=target, draft_vocab=40)
