@@ -18,26 +18,12 @@
 #define WEIGHED 64 /* slots whose weights are computed and used before the next ones are */
 #define STRIDE(slots) (((slots) + WEIGHED - 1) / WEIGHED * WEIGHED) /* between the scores of two queries */
 #define AHEAD 8192 /* bytes that keys and values are prefetched ahead */
-#define CHAIN 32 /* numbers, or slots */
 #define PARTS (STORE == BFLOAT16 ? 2 : 1) /* sums of a chain */
 #define MOST_CODE 16383 /* so that sums of MOST_HEAD products with 8 bits do not overflow */
 #define UNIT 67108864.0f /* weights are added up as integers, 1 as so many: in any order the sum is the same */
 
-#if LANES == 16 && STORE == BFLOAT16 && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#define AMX 1
-static int has_tiles; /* whether Linux lets this process use AMX */
-__attribute__((constructor)) static void ask_for_tiles(void) {
-    const int permission = 0x1023, tiles = 18;
-    has_tiles = !syscall(SYS_arch_prctl, permission, tiles);
-}
-#else
-#define AMX 0
-#define has_tiles 0
-#endif
 /* Whether so many queries use AMX, which pays where another way would read keys and values more than once. */
-#define TILED(count, D) (AMX && has_tiles && (count) > AT_ONCE && (D) % CHAIN == 0)
+#define TILED(count, D) (AMX && STORE == BFLOAT16 && has_tiles && (count) > AT_ONCE && (D) % CHAIN == 0)
 #define TILE_QUERIES 16
 
 /* x rounded to bfloat16, to the nearest, ties to even. */
@@ -243,21 +229,7 @@ INLINE void dots(const float *q, const float *of_queries, i64 D, const float *ke
 /* Place of 4 numbers from d on in the order of `interleave`. */
 INLINE i64 interleaved(i64 d) { return d / 32 * 32 + d % 8 / 4 * 16 + d % 32 / 8 * 4; }
 
-#if AMX
-/* Loads of tiles do not tell compilers what they read: all memory, that at `p`, too, is written before. */
-#define WRITTEN(p) __asm__ volatile("" ::"r"(p) : "memory")
-
-static void set_tiles(void) { /* 8 tiles of 16 rows of 64 bytes */
-    struct {
-        uint8_t palette, begun, zeros[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } shape = {.palette = 1};
-    for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = 16;
-    WRITTEN(&shape);
-    _tile_loadconfig(&shape);
-}
-
+#if AMX && STORE == BFLOAT16
 /* `score` by AMX: tiles of 16 slots by 64 bytes of their keys, times tiles of the same numbers of 16 queries. */
 static void score_tiles(const char *q, i64 count, const char *k, i64 D, float *scores, i64 stride) {
     const i64 row = 2 * D;
@@ -333,7 +305,7 @@ static void score(const float *q, const float *of_queries, i64 count, const char
     float factors[BLOCK];
     if (STORE == INT8) read_factors(k, BLOCK, D, factors);
     const char *next = k + (BLOCK * row > AHEAD ? BLOCK * row : AHEAD);
-#if AMX
+#if AMX && STORE == BFLOAT16
     if (tiled) {
         for (i64 i = 0; i < BLOCK * row; i += 64) __builtin_prefetch(next + i);
         score_tiles((const char *)q, count, k, D, scores, stride);
@@ -371,7 +343,7 @@ INLINE ints paired_values(const char *first, const char *second) {
    Others are multiplied as they lie. */
 static void read_values(const char *v, i64 T, i64 D, const int tiled, float *to) {
     (void)tiled;
-#if AMX
+#if AMX && STORE == BFLOAT16
     if (tiled) {
         for (i64 at = 0; at < 2 * D; at += 64) interleave(v + at, T, D, at ? 0 : 4 * D, (char *)to + at * WEIGHED);
         return;
@@ -447,7 +419,7 @@ static void mix(const float *p, i64 stride, const float *codes, const float *sca
     (void)tiled;
     const i64 groups = (count + AT_ONCE - 1) / AT_ONCE, apart = PER == 2 ? WEIGHED / 2 : stride;
     const float *weights = PER == 2 ? codes : p;
-#if AMX
+#if AMX && STORE == BFLOAT16
     if (tiled) {
         mix_tiles((const char *)codes, count, (const char *)values, T, D, out);
         return;

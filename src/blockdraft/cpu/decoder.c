@@ -152,8 +152,8 @@ static void attention(const Model *m, const Layer *layer, const Call *call, i64 
                       const i64 *depths, const float *qkv, float *mixed, float *memory) {
     const i64 N = call->nodes, queries = N * m->heads / m->kv_heads, size = BYTES(STORE);
     SHARE(call->batch * m->kv_heads * queries, first, last);
-#if AMX
-    if (has_tiles) set_tiles();
+#if AMX && STORE == BFLOAT16
+    if (has_tiles) set_tiles(16);
 #endif
     for (i64 work = first, count; work < last; work += count) {
         const i64 from = work % queries, head = work / queries % m->kv_heads, row = work / queries / m->kv_heads;
@@ -166,7 +166,7 @@ static void attention(const Model *m, const Layer *layer, const Call *call, i64 
         const i64 *own = depths + row * all_nodes(call);
         attend(m, layer, call, row, head, from, from + count, of_head, own, keys, values, qkv, mixed, memory);
     }
-#if AMX
+#if AMX && STORE == BFLOAT16
     if (has_tiles) _tile_release();
 #endif
 }

@@ -50,7 +50,7 @@ INLINE ints dot4(ints sum, signed_codes w, signed_codes x) {
 
 /* Rounded inputs. For weights of integers, rows are split into `TILES(rows)` tiles as even as can be. A tile of R rows has
    codes [inputs / 4, R, 4], so that all that one step of it needs lies together, and [groups, R] of the others. For other
-   weights, with NARROW, `codes` leads to `input` [rows, inputs]. */
+   weights, with NARROW, `codes` leads to `input` [rows, ROW_SIZE(inputs)]. */
 typedef struct {
     int8_t *codes;
     float *factors, *products; /* of codes; of `factors` and the sums of codes */
@@ -127,8 +127,9 @@ static void round_group(const float *x, i64 size, int8_t *to, i64 apart, float *
 #define IS_ROUNDED(l) (NARROW || IS_INTEGER(l)) /* whether `round_inputs` comes before a product */
 
 #if NARROW
-/* Round a row to bfloat16, to the nearest, ties to even. */
-static void narrow_row(const float *x, i64 size, input *to) {
+/* Round a row to bfloat16, to the nearest, ties to even. `to` has its numbers in order, or as `tile` reads them. */
+static void narrow_row(const float *x, i64 size, int in_order, input *to) {
+    (void)in_order;
     for (i64 i = 0; i < size; i++) {
         uint32_t bits;
         memcpy(&bits, x + i, 4);
@@ -140,6 +141,15 @@ static void narrow_row(const float *x, i64 size, input *to) {
         memcpy(to + i, &bits, 4);
 #endif
     }
+#if PAIRED
+    for (i64 i = size; i < ROW_SIZE(size); i++) to[i] = 0;
+    for (i64 i = 0; !in_order && i < size; i += CHUNK) {
+        uint64_t four; /* 0, 1, 2, 3 becomes 2, 0, 3, 1 */
+        memcpy(&four, to + i, 8);
+        four = (four >> 32 & 0xffff) | (four & 0xffff) << 16 | (four >> 48) << 32 | (four >> 16 & 0xffff) << 48;
+        memcpy(to + i, &four, 8);
+    }
+#endif
 }
 #endif
 
@@ -155,7 +165,8 @@ static void round_inputs(const Linear *l, const float *x, i64 xs, i64 rows, Roun
 #if NARROW
     if (!IS_INTEGER(l)) {
         SHARE(rows, from, to);
-        for (i64 row = from; row < to; row++) narrow_row(x + row * xs, l->inputs, (input *)in.codes + row * l->inputs);
+        for (i64 row = from; row < to; row++)
+            narrow_row(x + row * xs, l->inputs, TILED_PRODUCT(l), (input *)in.codes + row * ROW_SIZE(l->inputs));
         return;
     }
 #endif

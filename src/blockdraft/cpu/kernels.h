@@ -185,34 +185,76 @@ typedef float input;
 #define ROWS 6
 #endif
 
-#if PAIRED
-/* Of two inputs, of which the second may be missing, the weights of LANES outputs side by side. */
-INLINE __m512i paired_weights(const uint16_t *w, const int both) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return _mm512_permutexvar_epi16(order, both ? _mm512_loadu_si512(w) : _mm512_maskz_loadu_epi16(0xffff, w));
+#define CHAIN 32 /* numbers of which AMX adds up the products at even and at odd places apart */
+
+#if LANES == 16 && (NARROW || STORE == BFLOAT16) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define AMX 1
+#define TILE_ROWS_OF_AMX 16
+static int has_tiles; /* whether Linux lets this process use AMX */
+__attribute__((constructor)) static void ask_for_tiles(void) {
+    const int permission = 0x1023, tiles = 18;
+    has_tiles = !syscall(SYS_arch_prctl, permission, tiles);
 }
 
-/* sums[r][c] += products of two inputs, or of one, the second product first. */
-INLINE void add_products(const uint16_t *w, i64 apart, const uint16_t *x, i64 xs, vec sums[ROWS][8], const int both,
+/* Loads of tiles do not tell compilers what they read: all memory, that at `p`, too, is written before. */
+#define WRITTEN(p) __asm__ volatile("" ::"r"(p) : "memory")
+
+/* 8 tiles of 64 bytes a row: the first 5, of results and what they are made of, of `rows` rows, the others of 16. */
+static void set_tiles(i64 rows) {
+    struct {
+        uint8_t palette, begun, zeros[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape = {.palette = 1};
+    for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = (uint8_t)(i < 5 ? rows : 16);
+    WRITTEN(&shape);
+    _tile_loadconfig(&shape);
+}
+#else
+#define AMX 0
+#define has_tiles 0
+#endif
+
+#if PAIRED
+#define CHUNK 4 /* inputs of a row that lie in the order 2, 0, 3, 1: two of the same chain in the order of the instruction */
+
+/* Weights of LANES outputs for two inputs, side by side; those of the first may be missing. */
+INLINE __m512i paired_weights(const uint16_t *first, const uint16_t *second) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m256i before = first ? _mm256_loadu_si256((const __m256i *)first) : _mm256_setzero_si256();
+    const __m512i both = _mm512_castsi256_si512(before);
+    return _mm512_permutexvar_epi16(order, _mm512_inserti64x4(both, _mm256_loadu_si256((const __m256i *)second), 1));
+}
+
+/* sums[r][c] += products of inputs i and i + 2, the first one first. */
+INLINE void add_products(const uint16_t *w, i64 apart, i64 i, i64 inputs, const uint16_t *x, i64 xs, vec sums[ROWS][8],
                          const int R, const int C) {
     __m512i weights[8];
+    const uint16_t *first = w + i * LANES, *second = i + 2 < inputs ? first + 2 * LANES : NULL;
 #pragma GCC unroll 8
-    for (int c = 0; c < C; c++) weights[c] = paired_weights(w + c * apart, both);
+    for (int c = 0; c < C; c++) /* the instruction begins with the second of two numbers */
+        weights[c] = paired_weights(second ? second + c * apart : NULL, first + c * apart);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-        uint32_t two = x[r * xs];
-        if (both) memcpy(&two, x + r * xs, 4);
-        const __m512bh given = (__m512bh)_mm512_set1_epi32((int)two);
+        int32_t two;
+        memcpy(&two, x + r * xs + i / CHUNK * CHUNK + i % 2 * 2, 4);
+        const __m512bh given = (__m512bh)_mm512_set1_epi32(two);
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++)
             sums[r][c] = (vec)_mm512_dpbf16_ps((__m512)sums[r][c], (__m512bh)weights[c], given);
     }
 }
+#else
+#define CHUNK 1
 #endif
+#define ROW_SIZE(inputs) (((inputs) + CHUNK - 1) / CHUNK * CHUNK) /* numbers of a row that is rounded to bfloat16 */
 
-/* R rows times C blocks of outputs. Sums over inputs run in order, whatever R and C are; with NARROW of each two inputs
-   the second comes first, as in the instruction. With `fetch` the next C blocks of weights are prefetched. */
+/* R rows times C blocks of outputs. Sums over inputs run in order, whatever R and C are; with NARROW as AMX adds them up:
+   of each CHAIN inputs those at even and those at odd places, and both to what was before. With `fetch` the next C blocks
+   of weights are prefetched. */
 INLINE void tile(const Linear *l, const input *x, i64 xs, i64 block, float *y, i64 ys, int add, int fetch,
                  const int R, const int C) {
     vec sums[ROWS][8];
@@ -222,33 +264,48 @@ INLINE void tile(const Linear *l, const input *x, i64 xs, i64 block, float *y, i
         for (int c = 0; c < C; c++) sums[r][c] = (vec){};
     const i64 size = l->inputs * LANES, step = C * LANES * BYTES(WEIGHT);
     const char *next = (const char *)l->weight + (block + C) * size * BYTES(WEIGHT);
+    vec totals[ROWS][8], odd[ROWS][8];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) totals[r][c] = (vec){};
+    const i64 chain = NARROW ? CHAIN : l->inputs, parts = NARROW ? 2 : 1, at_once = PAIRED ? 2 : 1;
+    for (i64 from = 0; from < l->inputs; from += chain) {
+        const i64 end = from + chain < l->inputs ? from + chain : l->inputs;
+#pragma GCC unroll 2
+        for (i64 part = parts - 1; part >= 0; part--) {
+#pragma GCC unroll 8
+            for (int r = 0; NARROW && r < R; r++)
+#pragma GCC unroll 8
+                for (int c = 0; c < C; c++) odd[r][c] = sums[r][c], sums[r][c] = (vec){};
+            for (i64 i = from + part; i < end; i += parts * at_once) {
+#pragma GCC unroll 8
+                for (int k = 0; k < at_once * step; k += 64) __builtin_prefetch(next + k, 0, 2);
+                next += fetch ? at_once * step : 0;
 #if PAIRED
-    const uint16_t *w = (const uint16_t *)l->weight + block * size;
-    const i64 pairs = l->inputs / 2 * 2;
-    for (i64 i = 0; i < pairs; i += 2) {
-#pragma GCC unroll 8
-        for (int k = 0; k < 2 * step; k += 64) __builtin_prefetch(next + k, 0, 2);
-        next += fetch ? 2 * step : 0;
-        add_products(w + i * LANES, size, x + i, xs, sums, 1, R, C);
-    }
-    if (pairs < l->inputs) add_products(w + pairs * LANES, size, x + pairs, xs, sums, 0, R, C);
+                add_products((const uint16_t *)l->weight + block * size, size, i, l->inputs, x, xs, sums, R, C);
 #else
-    for (i64 at = 0; at < l->inputs; at++) {
-        const i64 i = NARROW && (at ^ 1) < l->inputs ? at ^ 1 : at;
+                vec w[8];
 #pragma GCC unroll 8
-        for (int k = 0; k < step; k += 64) __builtin_prefetch(next + k, 0, 2);
-        next += fetch ? step : 0;
-        vec w[8];
+                for (int c = 0; c < C; c++) w[c] = load(l->weight, (block + c) * size + i * LANES, WEIGHT);
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c++) w[c] = load(l->weight, (block + c) * size + i * LANES, WEIGHT);
+                for (int r = 0; r < R; r++) {
+                    vec given = splat(x[r * xs + i]);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            vec given = splat(x[r * xs + i]);
-#pragma GCC unroll 8
-            for (int c = 0; c < C; c++) sums[r][c] = FMA(given, w[c], sums[r][c]);
-        }
-    }
+                    for (int c = 0; c < C; c++) sums[r][c] = FMA(given, w[c], sums[r][c]);
+                }
 #endif
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; NARROW && r < R; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) totals[r][c] += sums[r][c] + odd[r][c];
+    }
+#pragma GCC unroll 8
+    for (int r = 0; NARROW && r < R; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) sums[r][c] = totals[r][c];
     for (int c = 0; c < C; c++)
         for (int r = 0; r < R; r++) put_sums(l, sums[r][c], (block + c) * LANES, y + r * ys, add);
 }
@@ -296,7 +353,69 @@ static i64 best_of(const float *x, i64 size) {
     return i;
 }
 
+#define TILED_PRODUCT(l) (AMX && PAIRED && has_tiles && (l)->inputs % CHAIN == 0)
+
 #include "integers.h"
+
+#if AMX && PAIRED
+#define AT_ONCE_TILED 4 /* tiles of rows that share what is interleaved */
+
+/* `project` by AMX, for the blocks of outputs from `first` to `last`. Rows lie in order. */
+static void project_tiles(const Linear *l, const input *x, i64 rows, i64 first, i64 last, float *y, i64 ys, int add) {
+    const i64 size = l->inputs * LANES, R = rows < TILE_ROWS_OF_AMX ? rows : TILE_ROWS_OF_AMX, xs = 2 * l->inputs;
+    __attribute__((aligned(64))) uint16_t weights[CHAIN * LANES];
+    __attribute__((aligned(64))) float sums[TILE_ROWS_OF_AMX][LANES];
+    set_tiles(R);
+    WRITTEN(x);
+    for (i64 block = first; block < last; block++) {
+        for (i64 begin = 0; begin < rows; begin += AT_ONCE_TILED * R) {
+            const char *at[AT_ONCE_TILED]; /* the last tile may begin with rows of the one before */
+            i64 count = 0;
+            for (i64 row = begin; row < rows && count < AT_ONCE_TILED; row += R)
+                at[count++] = (const char *)(x + (row + R < rows ? row : rows - R) * l->inputs);
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            const uint16_t *w = (const uint16_t *)l->weight + block * size;
+            for (i64 i = 0; i < l->inputs; i += CHAIN, w += CHAIN * LANES) {
+#pragma GCC unroll 16
+                for (int k = 0; k < CHAIN; k += 2) {
+                    __builtin_prefetch(w + size + k * LANES, 0, 2); /* of the next block */
+                    _mm512_store_si512(weights + k * LANES, paired_weights(w + k * LANES, w + (k + 1) * LANES));
+                }
+                WRITTEN(weights);
+                _tile_loadd(5, weights, 64);
+                _tile_loadd(4, at[0] + 2 * i, xs);
+                _tile_dpbf16ps(0, 4, 5);
+                if (count > 1) {
+                    _tile_loadd(4, at[1] + 2 * i, xs);
+                    _tile_dpbf16ps(1, 4, 5);
+                }
+                if (count > 2) {
+                    _tile_loadd(4, at[2] + 2 * i, xs);
+                    _tile_dpbf16ps(2, 4, 5);
+                }
+                if (count > 3) {
+                    _tile_loadd(4, at[3] + 2 * i, xs);
+                    _tile_dpbf16ps(3, 4, 5);
+                }
+            }
+            for (i64 group = 0; group < count; group++) {
+                if (group == 0) _tile_stored(0, sums, 64);
+                if (group == 1) _tile_stored(1, sums, 64);
+                if (group == 2) _tile_stored(2, sums, 64);
+                if (group == 3) _tile_stored(3, sums, 64);
+                WRITTEN(sums);
+                const i64 row = begin + group * R, from = row + R < rows ? row : rows - R;
+                for (i64 r = row; r < from + R; r++)
+                    put_sums(l, *(const vec *)sums[r - from], block * LANES, y + r * ys, add);
+            }
+        }
+    }
+    _tile_release();
+}
+#endif
 
 /* y = x W^T + bias, or y += x W^T + bias with `add`; each thread computes some of the outputs. Where IS_ROUNDED, `in`
    holds x as `round_inputs` has rounded it. */
@@ -307,12 +426,18 @@ static void project(const Linear *l, const float *x, i64 xs, Rounded in, i64 row
     }
 #if NARROW
     const input *given = (const input *)in.codes;
-    xs = l->inputs;
+    xs = ROW_SIZE(l->inputs);
     (void)x;
 #else
     const input *given = x;
 #endif
     SHARE((l->outputs + LANES - 1) / LANES, first, last);
+#if AMX && PAIRED
+    if (TILED_PRODUCT(l)) {
+        project_tiles(l, given, rows, first, last, y, ys, add);
+        return;
+    }
+#endif
     const i64 groups = (rows + ROWS - 1) / ROWS, largest = (rows + groups - 1) / groups;
     /* As many sums at once as fit into registers. */
     const i64 most = largest == 1 ? 8 : largest == 2 ? 4 : largest <= 4 ? 3 : 2;
