@@ -77,6 +77,34 @@ def test_a_tree_has_the_bits_of_each_of_its_paths(target: Target) -> None:
         assert_same_bits(line, TargetOutput(tree.logits[:, path], tree.features[:, path]))
 
 
+@pytest.mark.parametrize("length", [0, 5, 41, 59, 64, 100])
+def test_a_path_through_a_tree_has_the_bits_of_a_line_wherever_its_nodes_lie(target: Target, length: int) -> None:
+    """Sums over slots, 64 of which share what rounds their weights, must not know where ancestors lie."""
+    generator = torch.Generator().manual_seed(length)
+    for _ in range(3):
+        path = torch.randint(4, 200, (8,), generator=generator).tolist()
+        tokens, parents, places = list[int](), list[int](), list[int]()
+        for depth, token in enumerate(path):
+            for _ in range(int(torch.randint(0, 8, (), generator=generator))):  # of other branches
+                tokens.append(int(torch.randint(4, 200, (), generator=generator)))
+                parents.append(int(torch.randint(-1, len(parents), (), generator=generator)))
+            tokens.append(token)
+            parents.append(places[-1] if depth else -1)
+            places.append(len(tokens) - 1)
+        text = torch.randint(4, 200, (1, length), generator=generator)
+        found = []
+        for proposal in ((torch.tensor([tokens]), torch.tensor([parents])), pair(chain(torch.tensor([path])))):
+            cache = target.new_cache(1, 256)
+            if length:
+                target.forward(*pair(chain(text)), cache)
+                cache.commit([list(range(length))])
+            found.append(target.forward(*proposal, cache, TAPS))
+        tree, line = found
+        assert torch.equal(tree.logits[0, places], line.logits[0])
+        assert tree.features is not None and line.features is not None
+        assert torch.equal(tree.features[0, places], line.features[0])
+
+
 def test_what_is_committed_of_a_tree_has_the_bits_of_a_line(target: Target) -> None:
     tokens, parents = torch.tensor([[9, 10, 11, 12, 13]]), torch.tensor([[-1, 0, 0, 1, 2]])
     after = pair(chain(torch.tensor([[50, 51]])))

@@ -258,9 +258,9 @@ def test_sizes_of_workspaces_are_asked_for_sensible_shapes() -> None:
     layers = (library.LayerFields * 1)()
     model = ModelFields(layers=layers, num_layers=1, hidden=8, heads=2, kv_heads=1, head_dim=8, inner=8)
     assert made().decoder_workspace(model, 0, 0, 0, 1) == 0 == made().draft_context_workspace(model, 0, 5, 8)
-    # Scores of 32 queries for 64 slots, and these in 16 bits, the queries and their sums, 16 slots as they are, values
-    # of 64 slots in 16 bits, and what begins at a multiple of 64 bytes.
-    a_thread = 32 * 64 + 32 * 64 // 2 + 2 * 32 * 8 + 16 * (8 + 1) + 64 * 8 // 2 + 15
+    # Scores of 32 queries for 64 slots, and these in 16 bits, the queries and their sums, 64 slots in 16 bits with
+    # factors, their values in 16 bits, nodes in the order of a path, and what begins at a multiple of 64 bytes.
+    a_thread = 32 * 64 + 32 * 64 // 2 + 2 * 32 * 8 + 64 // 2 * (8 + 2) + 64 * 8 // 2 + 64 + 15
     assert made().decoder_workspace(model, 1, 1, 9, 2) - made().decoder_workspace(model, 1, 1, 9, 1) == a_thread
     for shape, words in (((-1, 1, 1, 1), COUNTS), ((1, 1, -1, 1), COUNTS), ((1, 1, 1, 0), THREADS)):
         assert words in outcome(lambda shape=shape: made().decoder_workspace(model, *shape))

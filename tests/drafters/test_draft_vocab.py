@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -109,6 +110,17 @@ def test_answers_are_the_targets_and_the_head_takes_less_memory(
     assert path(target, drafter) != path(target, whole)  # what cycles cost is another thing
 
 
+@pytest.mark.parametrize("kind", ["drafter", "dflash2", "dspark", "flow"])
+def test_an_adapted_drafter_keeps_it(kind: str, tiny_target_dir: Path, request: pytest.FixtureRequest) -> None:
+    target = load_target(tiny_target_dir, "float32", "cpu")
+    drafter: Any = load_drafter(request.getfixturevalue(f"tiny_{kind}_dir"), target=target, draft_vocab=KEPT)
+    same = drafter.adapted(target)
+    assert same.network is drafter.network and same.draft_vocab == len(KEPT)
+    other = drafter.adapted(load_target(tiny_target_dir, "bfloat16", "cpu"))
+    assert other.draft_vocab == len(KEPT) and other._target.draft_head.kept.tolist() == KEPT
+    assert other._target.draft_head.weight.dtype == torch.bfloat16
+
+
 def test_the_target_keeps_its_head(tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:
     target = load_target(tiny_target_dir, "float32", "cpu")
     lent = with_draft_vocab(target, torch.tensor(KEPT))
@@ -154,15 +166,17 @@ def test_files(tiny_target_dir: Path, tmp_path: Path) -> None:
         assert read_draft_vocab(str(tmp_path / name), target).tolist() == [4, 9, 264]
 
 
-BROKEN = {
-    "missing.json": (None, "cannot be read as a list of token ids"),
+BROKEN: dict[str, tuple[str | None, str]] = {
+    "missing.json": (None, "which is no file; give a number of tokens, or a JSON or .pt file"),
     "broken.json": ("[1, 2", "cannot be read as a list of token ids"),
     "broken.pt": ("no tensor", "cannot be read as a list of token ids"),
-    "text.json": ('["a"]', "holds no list of token ids"),
-    "empty.json": ("[]", "holds no list of token ids"),
-    "object.json": ('{"tokens": [1]}', "holds no list of token ids"),
-    "truth.json": ("[true]", "holds no list of token ids"),
-    "fraction.json": ("[1.5]", "holds no list of token ids"),
+    "text.json": ('["a"]', "holds 'a'; it must be a list of token ids, from 0 to 264"),
+    "empty.json": ("[]", "holds no token ids"),
+    "object.json": ('{"tokens": [1]}', "holds .'tokens': .1..; it must be a list"),
+    "number.json": ("5", "holds 5; it must be a list"),
+    "nested.json": ("[[1, 2]]", r"holds .1, 2.; it must be a list"),
+    "truth.json": ("[true]", "holds True; it must be a list"),
+    "fraction.json": ("[1.5]", "holds 1.5; it must be a list"),
     "large.json": ("[3, 265]", "holds the token id 265; the target has the ids 0 to 264"),
     "negative.json": ("[-1]", "holds the token id -1; the target has the ids 0 to 264"),
 }
@@ -176,6 +190,32 @@ def test_broken_files_are_named(name: str, tiny_target_dir: Path, tmp_path: Path
     with pytest.raises(UsageError, match=told) as raised:
         read_draft_vocab(tmp_path / name, load_target(tiny_target_dir, "float32", "cpu"))
     assert name in str(raised.value)
+
+
+def test_a_torn_tensor_is_named(tiny_target_dir: Path, tmp_path: Path) -> None:
+    torch.save(torch.tensor([4, 9, 264]), tmp_path / "map.pt")
+    whole, target = (tmp_path / "map.pt").read_bytes(), load_target(tiny_target_dir, "float32", "cpu")
+    for end in range(0, len(whole), 37):
+        (tmp_path / "torn.pt").write_bytes(whole[:end])
+        with pytest.raises(UsageError, match=r"torn.pt, which cannot be read"):
+            read_draft_vocab(tmp_path / "torn.pt", target)
+
+
+def test_arrays_are_lists_and_their_numbers_are_numbers(tiny_target_dir: Path) -> None:
+    target = load_target(tiny_target_dir, "float32", "cpu")
+    given: Any
+    for given in (
+        np.array([9, 4]),
+        torch.tensor([9, 4]),
+        [np.int64(4), 9],
+        (token for token in (9, 4)),
+        range(4, 10, 5),
+    ):
+        assert read_draft_vocab(given, target).tolist() == [4, 9]
+    assert len(read_draft_vocab(np.int64(7), target)) == len(read_draft_vocab(" 7 ", target)) == 7  # type: ignore[arg-type]
+    for given in (True, 3.0, torch.tensor(3.5), "", "  ", "9" * 5000, [True], "1.5"):
+        with pytest.raises(UsageError, match="draft_vocab (is|holds) "):
+            read_draft_vocab(given, target)
 
 
 @pytest.mark.parametrize("count", [0, -3, 266, "0"])

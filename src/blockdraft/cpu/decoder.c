@@ -70,7 +70,7 @@ static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 be
 
 /* Places in a thread's own memory for attention, in numbers of `float`; all are multiples of 64 bytes where LANES is 16. */
 typedef struct {
-    i64 queries, sums, keys, slots, weights, scores, end;
+    i64 queries, sums, keys, slots, weights, scores, path, end;
 } Own;
 
 static Own own_places(i64 D, i64 slots) {
@@ -78,10 +78,45 @@ static Own own_places(i64 D, i64 slots) {
     p.sums = QUERIES * D;
     p.keys = p.sums + QUERIES * D;
     p.slots = p.keys + WEIGHED / 2 * D; /* also holds values of WEIGHED slots in 16 bits */
-    p.weights = p.slots + BLOCK * (D + 1);
+    p.weights = p.slots + WEIGHED / 2 * (D + 2); /* BLOCK slots, or WEIGHED of 16 bits a number or fewer */
     p.scores = p.weights + QUERIES * WEIGHED / 2;
-    p.end = p.scores + QUERIES * STRIDE(slots) + 15; /* to begin at a multiple of 64 bytes */
+    p.path = p.scores + QUERIES * STRIDE(slots);
+    p.end = p.path + STRIDE(slots) + 15; /* to begin at a multiple of 64 bytes */
     return p;
+}
+
+/* Nodes that a node sees of a tree, by their depth, itself the last. Returns how many. */
+static i64 path_of(const i64 *parents, i64 node, i64 depth, int32_t *path) {
+    for (i64 at = depth; at >= 0; at--, node = parents[node]) path[at] = (int32_t)node;
+    return depth + 1;
+}
+
+/* Add to `sums` the values from slot `begin` on that `count` queries of a node see, in the order of a chain: its ancestors
+   lie elsewhere in a tree, and sums of numbers in 16 or 8 bits depend on the places that these have among the slots. */
+static void mix_path(const Call *call, i64 row, i64 node, i64 depth, i64 begin, i64 D, const char *values, float *scores,
+                     i64 stride, i64 count, const float *largest, float *codes, float *scales, longs *totals, float *sums,
+                     char *gathered, float *turned, int32_t *path) {
+    const i64 length = call->lengths[row], size = SLOT(D) * BYTES(STORE);
+    const i64 seen = path_of(call->parents + row * all_nodes(call), node, depth, path), end = length + seen;
+    float factors[WEIGHED] = {0};
+    for (i64 j = 0; j < count; j++) {
+        float *s = scores + j * stride;
+        for (i64 i = 0; i < seen; i++) s[length + i] = s[length + path[i]]; /* path[i] >= i */
+        for (i64 t = end; t < stride; t++) s[t] = -INFINITY;
+    }
+    for (i64 t = begin; t < end; t += WEIGHED) {
+        const i64 T = end - t < WEIGHED ? end - t : WEIGHED;
+        for (i64 i = 0; i < T; i++) {
+            const i64 slot = t + i < length ? t + i : length + path[t + i - length];
+            memcpy(gathered + i * size, values + slot * size, size);
+        }
+        if (STORE == INT8) read_factors(gathered, T, D, factors);
+        read_values(gathered, T, D, 0, turned);
+        for (i64 j = 0; j < count; j++)
+            totals[j] += __builtin_convertvector(weigh(scores + j * stride + t, largest[j], factors, 0,
+                                                       (uint16_t *)codes + j * WEIGHED, scales + j), longs);
+        mix(scores + t, stride, codes, scales, count, gathered, turned, T, D, 0, sums);
+    }
 }
 
 /* Attention of up to QUERIES queries of one key/value head: first all scores, then weights and sums, so that sums need no
@@ -102,7 +137,12 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
     char *last = (char *)(memory + at.slots); /* slots of the last block, behind which others may not be read */
     float largest[QUERIES], of_queries[QUERIES], scales[QUERIES], factors[WEIGHED] = {0};
     longs totals[QUERIES] = {0};
-    const int skip = STORE != INT8 && memchr(strange, 1, slots - behind) != 0, tiled = TILED(count, D);
+    const int skip = STORE != INT8 && memchr(strange, 1, slots - behind) != 0;
+    int branches = 0; /* whether a node has other nodes than its ancestors before it, and their places matter */
+    for (i64 node = call->done + from / G; STORE != FLOAT32 && !layer->whole_block && node < slots - length; node++)
+        branches |= depths[node] != node;
+    const int tiled = TILED(count, D) && !branches;
+    const i64 shared = branches && !skip ? length / WEIGHED * WEIGHED : slots; /* slots that are the same in a chain */
     /* The first slot that a query sees, at the earliest: all queries are behind the committed tokens. */
     i64 begin = length - call->reach;
     if (layer->window && length - layer->window > begin) begin = length - layer->window;
@@ -123,14 +163,20 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
         for (i64 t = slots; t < stride; t++) s[t] = -INFINITY;
         largest[j] = largest_score(s + begin, stride - begin, m->attention_cap);
     }
-    for (i64 t = begin; t < slots; t += WEIGHED) {
-        const i64 T = slots - t < WEIGHED ? slots - t : WEIGHED;
+    for (i64 t = begin; t < shared; t += WEIGHED) {
+        const i64 T = shared - t < WEIGHED ? shared - t : WEIGHED;
         if (STORE == INT8) read_factors(values + t * size, T, D, factors);
         if (!skip) read_values(values + t * size, T, D, tiled, memory + at.keys);
         for (i64 j = 0; j < count; j++)
             totals[j] += __builtin_convertvector(weigh(scores + j * stride + t, largest[j], factors, tiled,
                                                        (uint16_t *)codes + j * WEIGHED, scales + j), longs);
         if (!skip) mix(scores + t, stride, codes, scales, count, values + t * size, memory + at.keys, T, D, tiled, sums);
+    }
+    for (i64 j = 0, same; shared < slots && j < count; j += same) {
+        const i64 node = call->done + (from + j) / G;
+        same = G - (from + j) % G < count - j ? G - (from + j) % G : count - j;
+        mix_path(call, row, node, depths[node], shared > begin ? shared : begin, D, values, scores + j * stride, stride, same,
+                 largest + j, codes, scales, totals + j, sums + j * D, last, memory + at.keys, (int32_t *)(memory + at.path));
     }
     for (i64 j = 0; j < count; j++) {
         float *s = scores + j * stride, *own = sums + j * D;

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-import pickle
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from blockdraft.errors import UsageError
+from blockdraft.errors import UsageError, describe
 from blockdraft.targets import Target
 
+# A number, a file, or the token ids.
 DraftVocab: TypeAlias = int | str | Path | Sequence[int]
 
 
@@ -29,36 +32,49 @@ def read_draft_vocab(given: DraftVocab, target: Target) -> Tensor:
         UsageError: An unreadable file, or tokens that the target does not have.
     """
     size, source = target.vocab_size, "draft_vocab"
-    if isinstance(given, str) and given.strip().isdecimal():
-        given = int(given)
-    if isinstance(given, int):
-        if not 1 <= given <= size:
+    number = _number(given)
+    if number is not None:
+        if not 1 <= number <= size:
             raise UsageError(f"draft_vocab is {given}; it must be from 1 to {size}, the number of the target's tokens.")
         ends = [end for end in sorted(target.eos_token_ids) if end < size]
-        first = [*ends, *(token for token in range(given) if token not in ends)]
-        return torch.tensor(sorted(first[:given]))
+        first = [*ends, *(token for token in range(number) if token not in ends)]
+        return torch.tensor(sorted(first[:number]))
+    listed: Any = given
     if isinstance(given, str | Path):
-        source, given = str(given), _read(Path(given))
-    whole = all(isinstance(each, int) and not isinstance(each, bool) for each in given)
-    tokens = sorted(set(given)) if whole else []
-    if not tokens:
-        raise UsageError(f"{source} holds no list of token ids; give one or more whole numbers from 0 to {size - 1}.")
-    if tokens[0] < 0 or tokens[-1] >= size:
-        wrong = tokens[0] if tokens[0] < 0 else tokens[-1]
-        raise UsageError(f"{source} holds the token id {wrong}; the target has the ids 0 to {size - 1}.")
-    return torch.tensor(tokens)
+        source, listed = str(given), _read(given)
+    listed = listed.tolist() if hasattr(listed, "tolist") else listed
+    is_list = isinstance(listed, Iterable) and not isinstance(listed, str | Mapping)
+    listed = list(listed) if is_list else [listed]
+    for token in listed:
+        if not is_list or isinstance(token, bool) or not isinstance(token, Integral):
+            raise UsageError(f"{source} holds {token!r}; it must be a list of token ids, from 0 to {size - 1}.")
+        if not 0 <= int(token) < size:
+            raise UsageError(f"{source} holds the token id {token}; the target has the ids 0 to {size - 1}.")
+    if not listed:
+        raise UsageError(f"{source} holds no token ids; give one or more, from 0 to {size - 1}.")
+    return torch.tensor(sorted({int(token) for token in listed}))
 
 
-def _read(file: Path) -> Sequence[int]:
-    try:
-        if file.suffix == ".pt":
-            saved = torch.load(file, map_location="cpu", weights_only=True)
-            found = saved.tolist() if isinstance(saved, Tensor) and saved.ndim == 1 else saved
-        else:
-            found = json.loads(file.read_text())
-    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+def _number(given: DraftVocab) -> int | None:
+    if isinstance(given, Integral) and not isinstance(given, bool):
+        return int(given)
+    if isinstance(given, str) and re.fullmatch(r"\s*-?\d{1,18}\s*", given):
+        return int(given)
+    return None
+
+
+def _read(given: str | Path) -> Any:
+    file = Path(given)
+    if not os.path.isfile(file):  # unlike Path's, it takes names that are too long
         raise UsageError(
-            f"draft_vocab is {file}, which cannot be read as a list of token ids ({error}); give a number of tokens, a "
-            "JSON file with a list, or a .pt file with a tensor of one dimension."
+            f"draft_vocab is {str(given)[:200]!r}, which is no file; give a number of tokens, or a JSON or .pt file "
+            "with a list of token ids."
+        )
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True) if file.suffix == ".pt" else None
+        return json.loads(file.read_text()) if found is None else found
+    except Exception as error:  # what torch raises for a file that is no tensor is not foreseeable
+        raise UsageError(
+            f"draft_vocab is {file}, which cannot be read as a list of token ids ({describe(error)}); give a JSON file "
+            "with a list, or a .pt file with a tensor."
         ) from error
-    return found if isinstance(found, list) else []

@@ -29,7 +29,7 @@ from blockdraft.formats import Borrowed, check_fits, read_drafter
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.layers import ReducedHead
-from blockdraft.targets import Target
+from blockdraft.targets import Target, with_draft_vocab
 from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
 from blockdraft.types import CycleTokens, SamplingParams
 
@@ -126,7 +126,11 @@ class DFlashDrafter(Drafter):
     ) -> DFlashDrafter:
         steps = self.diffusion_steps if diffusion_steps is None else diffusion_steps
         schedule = self.noise_schedule if noise_schedule is None else noise_schedule
-        network, owned = self.network, self._owned
+        network, owned, few = self.network, self._owned, self._target.draft_head
+        if target.lock is self._target.lock:  # it, or what `with_draft_vocab` made of it
+            target = self._target
+        elif few is not None:
+            target = with_draft_vocab(target, few.kept)
         if target is self._target and owned:  # the runner holds all weights that are still needed
             self.check_steps(steps, schedule)
             found = copy.copy(self)
@@ -134,10 +138,14 @@ class DFlashDrafter(Drafter):
             return found
         if owned:
             assert self.path is not None
-            return load(self.path, target, type(self), steps, schedule)
+            found = load(self.path, target, type(self), steps, schedule)
+            found.draft_vocab = self.draft_vocab
+            return found
         if (target.device, target.dtype) != (self._target.device, self._target.dtype):
             network = copy.deepcopy(network)  # because this drafter keeps its own target and network
-        return type(self)(network, target, steps, schedule, self.path, self.reduced_head)
+        found = type(self)(network, target, steps, schedule, self.path, self.reduced_head)
+        found.draft_vocab = self.draft_vocab
+        return found
 
     @torch.no_grad()
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
