@@ -89,6 +89,15 @@ def answers(tiny_target_dir: Path) -> Callable[..., list[str]]:
     return plain
 
 
+def test_drafters_run_as_the_other_commands_have_them(chat: Chat) -> None:
+    plain, few = chat(stdin="Tom has 3 pens.\n"), chat("--draft-vocab", 40, stdin="Tom has 3 pens.\n")
+    assert plain[0] == few[0] == 0 and plain[1] == few[1]
+    code, _, err = chat("--draft-vocab", 0, stdin="Tom has 3 pens.\n")
+    assert code == 2 and "draft_vocab is 0; it must be from 1 to" in err
+    code, _, err = chat("--drafter-device", "cpu", stdin="Tom has 3 pens.\n")
+    assert code == 2 and "cannot run on cpu beside a target on cpu" in err
+
+
 def test_a_pipe_gets_the_answers_and_nothing_else(chat: Chat, answers: Callable[..., list[str]]) -> None:
     first, second = answers("hello", "and then?")
     assert chat(stdin="hello\n\nand then?\n") == (0, f"{first}\n{second}\n", "")

@@ -9,6 +9,7 @@ from blockdraft.cli import consoles
 from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, drafter_or_lookup, option
 from blockdraft.machine import uncollected
 from blockdraft.settings import Count, settings
+from blockdraft.types import DraftModel
 
 
 @settings
@@ -28,6 +29,7 @@ def chat(
     *,
     run: TargetOptions,
     drafter: DrafterPlace = None,
+    model: DraftModel,
     system: Annotated[str | None, option(ChatSettings, "system")] = ChatSettings.system,
     max_new_tokens: Annotated[int, option(ChatSettings, "max_new_tokens")] = ChatSettings.max_new_tokens,
     sampling: SamplingOptions,
@@ -48,7 +50,7 @@ def chat(
         from blockdraft.engine import Conversation, chat_engine
 
         loaded = run.load()
-        guesser = load_drafter(drafter, target=loaded)
+        guesser = load_drafter(drafter, target=loaded, **model.options())
     with chat_engine(loaded, guesser, drafting) as engine:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         Talk(Conversation(engine, how.system), params, consoles.terminal() if is_terminal else None).run()
