@@ -166,6 +166,9 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     assert drafter.propose(state, anchors, turns(1.0, 0.1)).part == 1
     cheap.said = replace(few, expected=None)  # it does not say what it expects
     assert [drafter.propose(state, anchors, turns(rate, 2.0)).part for rate in (1.9, 2.1)] == [1, 0]
+    three = CombinedDrafter([Scripted(few), Scripted(few), Scripted(many)])  # the last of those behind may be the best
+    each = [plan(0, 2, cycle_seconds=(1.0, 1.1, 1.2, 1.3), rate=rate) for rate in (1.0, 0.5, 2.3)]
+    assert three.propose(three.new_state(2, 20), anchors, plan(0, 2, turns=list(enumerate(each)))).part == 2
 
 
 def test_a_drafter_that_is_not_asked_is_told_later() -> None:

@@ -106,6 +106,17 @@ def test_repetition_that_does_not_pay_costs_next_to_nothing() -> None:
     assert found.drafted[0] < 50
 
 
+def test_models_are_asked_in_the_order_of_what_they_yield(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Three(Lookup):
+        parts = (Knowing(), Costless(), Knowing())  # type: ignore[abstract, assignment]
+
+    joint = JointController(Three(), Drafting("auto"), lambda: stored(PAIR), now=lambda: NOW)  # type: ignore[abstract]
+    for each, rate in zip(joint._each, (2.0, 1.0, 3.0), strict=True):
+        asked = Plan(4, [request().params], cycle_seconds=[1.0] * 4, rate=rate)
+        monkeypatch.setattr(each, "plan", lambda requests, asked=asked: asked)
+    assert [index for index, _ in joint.plan([request()]).turns] == [1, 2, 0]
+
+
 def test_text_that_nobody_can_guess_is_decoded_plainly() -> None:
     found = Turns(easy=0.0, first=0.5, second=0.02)
     found.run(200)
