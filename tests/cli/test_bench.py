@@ -227,7 +227,7 @@ def test_a_draft_vocabulary_is_for_drafters_with_a_network(bench: Run, tmp_path:
     found = bench("--methods", "none,prompt_lookup", *few)
     assert found.code == 2 and "no method has a drafter with a network" in found.err
     found = bench("--methods", "none,chain:4", *few[:-1], "no.json")
-    assert found.code == 2 and "draft_vocab is no.json, which cannot be read" in found.err
+    assert found.code == 2 and "draft_vocab is 'no.json', which is no file" in found.err
 
 
 def test_a_language_model_drafts_ahead(bench: Run, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
