@@ -272,9 +272,9 @@ class DraftModel:
             target's.
         draft_ahead: Number of outcomes of a verification that it drafts for while the target verifies, on a device of
             its own; 0 drafts none ahead.
-        draft_vocab: Tokens that a drafter with the target's output projection (DFlash, DFlash2, DSpark, MTP) may guess,
-            which makes its drafts cheaper: a number of tokens, the first of the vocabulary, or a file with a list of
-            token ids (JSON or .pt). None is all tokens.
+        draft_vocab: Tokens that a drafter with the target's output projection may guess, which makes its drafts
+            cheaper: a number of tokens, the first of the vocabulary, or a file with a list of token ids (JSON or .pt).
+            None is all tokens.
     """
 
     drafter_device: str | None = None

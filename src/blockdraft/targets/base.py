@@ -285,7 +285,7 @@ def without_tokenizer(target: Target | TargetText) -> str:
 
 def with_draft_vocab(target: Target, kept: Tensor) -> Target:
     """A copy of a target, for drafters without an output projection of their own: they get these rows of the target's
-    (FR-Spec, arXiv 2502.14856). Copy and target share weights, caches and lock.
+    (FR-Spec, arXiv 2502.14856). Copy and target share weights and lock.
 
     Args:
         kept: `[Vd]` int64, the tokens that they may guess, distinct.

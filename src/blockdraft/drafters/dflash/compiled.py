@@ -70,7 +70,7 @@ class CompiledDraftPass(CompiledNetwork):
             afterwards.
         library: Library built for its dtype and head size.
         beside: The target.
-        head: The network's own head, a `ReducedHead` is packed where `target` is given; None is the target's.
+        head: The network's own head, packed if it is a `ReducedHead` and `target` is given; None is the target's.
         target: The target's forward, if it uses the same library and lends its embedding, and its head to a network
             that has none; a draft then is one call. Else None.
         bits: Bits to which weights are rounded; None keeps them unrounded.
