@@ -105,7 +105,7 @@ def test_second_turns_follow_the_answer(bench: Run, asked: list[Any], tiny_targe
         (["--url", "http://localhost:1"], "No such option: --url"),
         (["--tasks", "gsm8k"], "GSM8K: there is neither"),
         (["--limit", "0"], "limit is 0; it must be at least 1"),
-        (["--paper-model", "GPT"], "paper_model is 'GPT'; it must be Qwen3-4B or Qwen3-8B"),
+        (["--paper-model", "GPT"], "--paper-model is 'GPT'; it must be Qwen3-4B or Qwen3-8B"),
         (["--max-new-tokens", "400"], "Prompt 1 of math500: The prompt's"),
         (["--out", "/dev/null"], "/dev/null cannot be written"),
     ],

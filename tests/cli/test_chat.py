@@ -156,8 +156,8 @@ def test_in_a_pipe_what_goes_wrong_ends_the_chat(chat: Chat, stdin: Any, message
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--max-new-tokens", 0), "max_new_tokens is 0"),
-        (("--block-size", "many"), "block_size is 'many'"),
+        (("--max-new-tokens", 0), "--max-new-tokens is 0"),
+        (("--block-size", "many"), "--block-size is 'many'"),
         (("--temperature", -1), "temperature is -1"),
         (("--drafter", "nonesuch"), "nonesuch is no drafter"),
     ],

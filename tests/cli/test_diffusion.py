@@ -153,14 +153,14 @@ def test_interrupted(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (["generate", "--model", "nowhere", "hi"], "nowhere has no config.json of a model"),
         (["generate", "--model", "MODEL", "--strategy", "x", "hi"], "strategy is 'x'; use one of first_hitting"),
-        (["generate", "--model", "MODEL", "--top-p", "0", "hi"], "top_p is 0.0; it must be greater than 0"),
+        (["generate", "--model", "MODEL", "--top-p", "0", "hi"], "--top-p is 0.0; it must be greater than 0"),
         (["generate", "--model", "MODEL", "--max-new-tokens", "900", "hi"], "exceed the model's context of 256"),
         (["generate", "--model", "MODEL", "--dtype", "int3", "hi"], "dtype is 'int3'"),
         (["generate", "--model", "MODEL", "--device", "abacus", "hi"], "Device abacus is not usable here"),
         (["generate", "--model", "MODEL", "--infill", "a \udcff[GAP]"], "The prompt is not valid UTF-8 text"),
         (
             ["generate", "--model", "MODEL", "--block-size", "300", "hi"],
-            "block_size is 300 and the model's context 256",
+            "--block-size is 300 and the model's context 256",
         ),
         (["generate", "--model", "MODEL", "--seed", str(2**70), "hi"], f"seed is {2**70}; it must be at most"),
         (
@@ -175,20 +175,20 @@ def test_interrupted(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> 
             "--prompts f and --steps-file do",
         ),
         (["generate", "--model", "MODEL", "--steps-file", "a.jpg", "hi"], "can be drawn as .gif or .png"),
-        (["new", "--out", "x", "--heads", "3"], "hidden_size is 256 and heads 3"),
+        (["new", "--out", "x", "--heads", "3"], "--hidden-size is 256 and heads 3"),
         (["train", "--model", "MODEL", "--steps", "3"], "--data and --out are missing"),
         (["train", "--schedul", "linear"], "'schedul' is unknown; did you mean schedule or seed?"),
         (["perplexity", "absent.txt", "--model", "MODEL"], "There is no absent.txt"),
         (["perplexity", "text.txt", "--model", "MODEL", "--draws", "2"], "draws is 2; it must be at least 4"),
         (["convert", "MODEL", "--out", "x"], "holds a block-diffusion model, which is no target"),
-        (["convert", "--mask-token-id", "0", "--out", "x"], "mask_token_id is 0, which ends texts; name a token"),
+        (["convert", "--mask-token-id", "0", "--out", "x"], "--mask-token-id is 0, which ends texts; name a token"),
         (
             ["train", "--model", "MODEL", "--data", "text.txt", "--steps", "1", "--out", "x", "--high", "2"],
             "high is '2'; it must be at most 1",
         ),
         (
             ["train", "--model", "MODEL", "--data", "text.txt", "--steps", "1", "--out", "x", "--block-size", "999"],
-            "block_size is 999",
+            "--block-size is 999",
         ),
     ],
 )

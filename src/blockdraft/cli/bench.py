@@ -17,6 +17,7 @@ import typer
 from blockdraft.cli import consoles, loading
 from blockdraft.cli.options import (
     BlockSize,
+    DrafterOptions,
     DraftPasses,
     DraftWindow,
     TargetOptions,
@@ -31,7 +32,7 @@ from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.evaluation.settings import LoadSettings, Settings, SuiteSettings
 from blockdraft.evaluation.suite.paper import SUITES
 from blockdraft.settings import from_text
-from blockdraft.types import DraftModel, SamplingParams
+from blockdraft.types import SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.evaluation.prompts import PromptSet
@@ -80,7 +81,7 @@ def bench(
     prompts: Prompts = None,
     methods: Methods = f"{PLAIN},{CHAIN},{TREE}",
     drafter: MethodsDrafter = None,
-    model: DraftModel,
+    model: DrafterOptions,
     limit: Annotated[int | None, option(Settings, "limit")] = Settings.limit,
     max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
     temperature: Annotated[float, option(SamplingParams, "temperature", metavar="T")] = SamplingParams.temperature,
@@ -337,7 +338,7 @@ def bench_suite(
     run: TargetOptions,
     methods: Methods = f"{PLAIN},{CHAIN}",
     drafter: MethodsDrafter = None,
-    model: DraftModel,
+    model: DrafterOptions,
     settings: SuiteSettings,
     temperature: Temperatures = str(SamplingParams.temperature),
     top_k: Annotated[int, option(SamplingParams, "top_k")] = SamplingParams.top_k,

@@ -6,10 +6,16 @@ import sys
 from typing import Annotated
 
 from blockdraft.cli import consoles
-from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, drafter_or_lookup, option
+from blockdraft.cli.options import (
+    DrafterOptions,
+    DrafterPlace,
+    SamplingOptions,
+    TargetOptions,
+    drafter_or_lookup,
+    option,
+)
 from blockdraft.machine import uncollected
 from blockdraft.settings import Count, settings
-from blockdraft.types import DraftModel
 
 
 @settings
@@ -29,7 +35,7 @@ def chat(
     *,
     run: TargetOptions,
     drafter: DrafterPlace = None,
-    model: DraftModel,
+    model: DrafterOptions,
     system: Annotated[str | None, option(ChatSettings, "system")] = ChatSettings.system,
     max_new_tokens: Annotated[int, option(ChatSettings, "max_new_tokens")] = ChatSettings.max_new_tokens,
     sampling: SamplingOptions,

@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blockdraft.cli import consoles
-from blockdraft.cli.options import DrafterPlace, SamplingOptions, TargetOptions, drafter_or_lookup, option
+from blockdraft.cli.options import (
+    DrafterOptions,
+    DrafterPlace,
+    SamplingOptions,
+    TargetOptions,
+    drafter_or_lookup,
+    option,
+)
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.settings import Settings
 from blockdraft.machine import PeakMemory, uncollected
 from blockdraft.timing import telling
-from blockdraft.types import DraftModel, SamplingParams
+from blockdraft.types import SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.engine import Chunk, Engine
@@ -32,7 +39,7 @@ def generate(
         str | None, typer.Argument(help="Prompt to answer; without one, or with -, it is read from standard input.")
     ] = None,
     drafter: DrafterPlace = None,
-    model: DraftModel,
+    model: DrafterOptions,
     max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
     sampling: SamplingOptions,
     prompts: Annotated[

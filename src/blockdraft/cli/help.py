@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from inspect import getdoc
 from typing import Any, ClassVar
 
@@ -58,6 +59,16 @@ class Command(TyperCommand):
         ctx.meta[HELP_ALL] = HELP_ALL in args
         return super().parse_args(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            raise UsageError(as_typed(str(error), self.typed(ctx))) from error
+
+    def typed(self, ctx: Any) -> dict[str, tuple[str, Any]]:
+        """Flag and value of each option, by the name of what it sets."""
+        return {each.name: (each.opts[0], ctx.params.get(each.name)) for each in self.params if _flags(each)}
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         everything = ctx.meta.get(HELP_ALL) or not self.short
         left_out = [
@@ -106,6 +117,20 @@ class Commands(TyperGroup):
                 raise UsageError(
                     f"{flag} is an option of {' and '.join(owners)}, not of `blockdraft {name}`; leave it out."
                 )
+
+
+def as_typed(message: str, options: Mapping[str, tuple[str, Any]]) -> str:
+    """A message of the library in which settings have the names of their options.
+
+    Args:
+        options: Flag and value by the setting's name. A name that stands before another value is that of something
+            else, such as a field of a file, and one without an underscore may be any word unless its value follows.
+    """
+    for name, (flag, value) in options.items():
+        its_own = rf" is (?:{re.escape(str(value))}|{re.escape(repr(value))})(?!\w)"
+        other = r"(?! is )" if "_" in name else "(?!)"
+        message = re.sub(rf"(?<![\w./-]){name}(?![\w/-]|\.\w)(?:(?={its_own})|{other})", flag, message)
+    return message
 
 
 def _flags(parameter: Any) -> list[str]:

@@ -18,7 +18,7 @@ from blockdraft.cli import loading
 from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import UsageError
 from blockdraft.settings import explain_option
-from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Drafting, SamplingParams
+from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Drafting, DraftModel, SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.targets import Target
@@ -281,6 +281,19 @@ class TargetOptions:
         if self.target is None and default_target().is_relative_to(TINY) and sys.stderr.isatty():
             loading.tell("This is the bundled tiny model; `blockdraft pull smollm2` gets a real one (93 MB).")
         return loading.load(how.pop("target"), **how | {"threads": extent("threads", self.threads)})
+
+
+@dataclass(frozen=True)
+class DrafterOptions(DraftModel):
+    """How drafters run. The draft vocabulary is read at once, before targets load."""
+
+    draft_vocab: Annotated[str | None, option(DraftModel, "draft_vocab", metavar="N|FILE")] = DraftModel.draft_vocab
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab is not None:
+            from blockdraft.drafters.draft_vocab import check_draft_vocab
+
+            check_draft_vocab(self.draft_vocab)
 
 
 @dataclass(frozen=True)

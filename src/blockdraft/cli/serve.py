@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from blockdraft.cli.options import (
     AutoBlockSize,
+    DrafterOptions,
     DrafterPlace,
     DraftPasses,
     DraftWindow,
@@ -89,7 +90,7 @@ def serve(
     *,
     run: TargetOptions,
     drafter: DrafterPlace = None,
-    model: DraftModel,
+    model: DrafterOptions,
     block_size: AutoBlockSize = None,
     tree_budget: TreeBudget = None,
     draft_window: DraftWindow = None,

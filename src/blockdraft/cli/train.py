@@ -23,6 +23,10 @@ class RecipeCommand(Command):
         own, ctx.obj = split_flags(args, known)
         return super().parse_args(ctx, own)
 
+    def typed(self, ctx: Any) -> dict[str, tuple[str, Any]]:
+        fields = {name.replace("-", "_"): (f"--{name}", text) for name, text in (ctx.obj or {}).items()}
+        return super().typed(ctx) | fields
+
 
 def train(
     context: typer.Context,

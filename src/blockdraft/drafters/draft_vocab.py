@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -31,28 +31,44 @@ def read_draft_vocab(given: DraftVocab, target: Target) -> Tensor:
     Raises:
         UsageError: An unreadable file, or tokens that the target does not have.
     """
-    size, source = target.vocab_size, "draft_vocab"
+    read = check_draft_vocab(given, target.vocab_size)
+    if isinstance(read, list):
+        return torch.tensor(sorted(set(read)))
+    ends = [end for end in sorted(target.eos_token_ids) if end < target.vocab_size]
+    first = [*ends, *(token for token in range(read) if token not in ends)]
+    return torch.tensor(sorted(first[:read]))
+
+
+def check_draft_vocab(given: DraftVocab, size: int | None = None) -> int | list[int]:
+    """Number of tokens, or the listed ids, of a draft vocabulary as `read_draft_vocab` takes it.
+
+    Args:
+        size: Number of the target's tokens; None, before that is known, leaves out what depends on it.
+
+    Raises:
+        UsageError: As `read_draft_vocab`.
+    """
     number = _number(given)
     if number is not None:
-        if not 1 <= number <= size:
-            raise UsageError(f"draft_vocab is {given}; it must be from 1 to {size}, the number of the target's tokens.")
-        ends = [end for end in sorted(target.eos_token_ids) if end < size]
-        first = [*ends, *(token for token in range(number) if token not in ends)]
-        return torch.tensor(sorted(first[:number]))
-    listed: Any = given
+        if number < 1 or (size is not None and number > size):
+            limit = "at least 1" if size is None else f"from 1 to {size}, the number of the target's tokens"
+            raise UsageError(f"draft_vocab is {given}; it must be {limit}.")
+        return number
+    source, listed = "draft_vocab", cast(Any, given)
     if isinstance(given, str | Path):
         source, listed = str(given), _read(given)
+    ids = "0 or more" if size is None else f"from 0 to {size - 1}"
     listed = listed.tolist() if hasattr(listed, "tolist") else listed
     is_list = isinstance(listed, Iterable) and not isinstance(listed, str | Mapping)
     listed = list(listed) if is_list else [listed]
     for token in listed:
         if not is_list or isinstance(token, bool) or not isinstance(token, Integral):
-            raise UsageError(f"{source} holds {token!r}; it must be a list of token ids, from 0 to {size - 1}.")
-        if not 0 <= int(token) < size:
-            raise UsageError(f"{source} holds the token id {token}; the target has the ids 0 to {size - 1}.")
+            raise UsageError(f"{source} holds {token!r}; it must be a list of token ids, {ids}.")
+        if token < 0 or (size is not None and token >= size):
+            raise UsageError(f"{source} holds the token id {token}; the target's are {ids}.")
     if not listed:
-        raise UsageError(f"{source} holds no token ids; give one or more, from 0 to {size - 1}.")
-    return torch.tensor(sorted({int(token) for token in listed}))
+        raise UsageError(f"{source} holds no token ids; list one or more, {ids}.")
+    return [int(token) for token in listed]
 
 
 def _number(given: DraftVocab) -> int | None:
