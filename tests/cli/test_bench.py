@@ -223,11 +223,14 @@ def test_a_draft_vocabulary_is_for_drafters_with_a_network(bench: Run, tmp_path:
     few = ("--repeats", 1, "--drafter", tiny_drafter_dir, "--draft-vocab", 40)
     found = bench("--out", tmp_path, "--methods", "none,prompt_lookup:auto,chain:4", *few)
     assert found.code == 0 and re.search(r"^chain:4 .* 100 ", found.out, re.M)
-    assert json.loads((tmp_path / "results.json").read_text())["arguments"]["draft_vocab"] == "40"
+    assert "\nDrafter dflash, guesses among 40 of 265 tokens: chain:4\n" in found.out
+    arguments = json.loads((tmp_path / "results.json").read_text())["arguments"]
+    assert (arguments["draft_vocab"], arguments["vocab_size"]) == ("40", 265)
+    assert arguments["draft_vocabs"] == {"none": None, "prompt_lookup:auto": None, "chain:4": 40}
     found = bench("--methods", "none,prompt_lookup", *few)
     assert found.code == 2 and "no method has a drafter with a network" in found.err
     found = bench("--methods", "none,chain:4", *few[:-1], "no.json")
-    assert found.code == 2 and "draft_vocab is 'no.json', which is no file" in found.err
+    assert found.code == 2 and "--draft-vocab is 'no.json', which is no file" in found.err
 
 
 def test_a_language_model_drafts_ahead(bench: Run, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

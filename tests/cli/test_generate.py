@@ -30,6 +30,9 @@ KEYS = {
     "token_ids",
     "finish_reason",
     "tau",
+    "cycles",
+    "drafted_cycles",
+    "draft_vocab",
     "acceptance_by_position",
     "tokens_per_second",
     "backend",
@@ -231,7 +234,7 @@ def test_compare_in_a_pipe(generate: Run, expected: dict[str, Any]) -> None:
     assert re.search(r"^drafted +20 +\d\.\d\d +\d+\.\d( +\d+\.\d\d){3}$", table, re.M)
     assert re.search(r"^plain +20 +1\.00 +\d+\.\d( +\d+\.\d\d){3}$", table, re.M)
     assert re.search(r"^accepted by position, %:( \d+){3}$", table, re.M)
-    assert re.search(r"^speed-up: \d+\.\d\d; tokens: identical$", table, re.M)
+    assert re.search(r"^speed-up: \d+\.\d\d \((\d+) of \1 cycles drafted\); tokens: identical$", table, re.M)
 
 
 def test_compare_reports_the_first_difference(
@@ -252,7 +255,38 @@ def test_compare_reports_the_first_difference(
     assert comparison.first_difference == 4
     display.show_comparison(consoles.plain(), comparison)
     assert "tokens: differ, first at token 5\n" in capsys.readouterr().out
-    assert display.as_dict(comparison.drafted, comparison, engine.target)["identical"] is False
+    assert display.as_dict(comparison.drafted, comparison, engine)["identical"] is False
+
+
+def test_a_comparison_says_how_many_cycles_drafted(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Completion("", [0] * 6, "stop", [], Stats([1, 2, 1, 1], [0, 3, 0, 1], total_seconds=1.0))
+    display.show_comparison(consoles.plain(), Comparison(run, run, None))
+    assert "speed-up: 1.00 (2 of 4 cycles drafted); tokens: identical\n" in capsys.readouterr().out
+
+
+def test_a_draft_vocabulary_is_told(generate: Run) -> None:
+    few = ("hello", "--draft-vocab", 40)
+    assert "guesses among" not in generate("hello", terminal=True).out
+    assert ", guesses among 40 of 265 tokens" in generate(*few, terminal=True).out.replace("\n", "")
+    assert "\nThe drafter guesses among 40 of 265 tokens.\nspeed-up: " in generate(*few, "--compare").out
+    assert [json.loads(generate(*words, "--json").out)["draft_vocab"] for words in (few, few[:1])] == [40, None]
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--sampled",), "--sampled changes nothing at temperature 0, which decodes greedily; add --temperature T.\n"),
+        (("--top-k", 5, "--min-p", 0.1), "--top-k and --min-p change nothing at temperature 0"),
+        (("--top-p", 1.0), ""),
+        (("--sampled", "--temperature", 1), ""),
+        (("--top-k", -1), "error: --top-k is -1"),
+    ],
+)
+def test_what_only_sampling_heeds_is_told_where_decoding_is_greedy(
+    generate: Run, args: tuple[object, ...], told: str
+) -> None:
+    assert generate("hello", "--max-new-tokens", 2, "--block-size", 4, *args).err.startswith(told)
+    assert told or not generate("hello", "--max-new-tokens", 2, "--block-size", "auto", *args).err
 
 
 def test_a_terminal_shows_the_answer_and_a_summary(generate: Run, expected: dict[str, Any]) -> None:
@@ -288,7 +322,9 @@ def test_guessed_tokens_are_coloured_and_characters_stay_whole(
         Chunk("", tuple(ids[6:9]), (True, True, False), stats, "length"),
     ]
     engine: Any = SimpleNamespace(
-        target=SimpleNamespace(tokenizer=tokenizer, running="native"), stream=lambda *_: iter(chunks)
+        target=SimpleNamespace(tokenizer=tokenizer, running="native"),
+        drafter=SimpleNamespace(parts=()),
+        stream=lambda *_: iter(chunks),
     )
     out = Stream(terminal=True)
     monkeypatch.setattr(sys, "stdout", out)
@@ -497,7 +533,7 @@ def test_penalties_and_stops_shape_the_answer(generate: Run, expected: dict[str,
     text = expected["text"]
     cut = generate("hello", "--stop", text[5:8], "--stop", "no such text").out.removesuffix("\n")
     assert text.startswith(cut) and len(cut) < len(text) and text[5:8] not in cut
-    assert "min_p" in generate("hello", "--min-p", 2).err
+    assert "--min-p is 2.0" in generate("hello", "--min-p", 2).err
 
 
 def test_a_terminal_shows_what_a_pipe_gets_up_to_a_stop_string(generate: Run, expected: dict[str, Any]) -> None:

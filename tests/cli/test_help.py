@@ -13,7 +13,7 @@ from thinned import thinned
 from typer.testing import CliRunner
 
 from blockdraft import cli
-from blockdraft.cli.help import Command
+from blockdraft.cli.help import Command, as_typed
 
 
 def shown(*words: str, width: int = 120) -> str:
@@ -36,6 +36,30 @@ def test_the_overview_groups_all_commands() -> None:
     places = [output.index(each) for each in ("Run models", "Make a drafter", "Measure", "This machine")]
     assert places == sorted(places)
     assert "bench server" in output and "bench suite" in output
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("block_size is 'many'; it must", "--block-size is 'many'; it must"),
+        ("Method 'chain': block_size is many.", "Method 'chain': --block-size is many."),
+        ("block_size is 4; of the file", "block_size is 4; of the file"),
+        ("give a number for block_size.", "give a number for --block-size."),
+        ("leave block_size, or max_block_size, out", "leave --block-size, or max_block_size, out"),
+        ("block_size.json of a/block_size/b and block_size_2", "block_size.json of a/block_size/b and block_size_2"),
+        ("threads is 1; give more threads", "--threads is 1; give more threads"),
+        ("threads is 16, threads is 1.5", "threads is 16, threads is 1.5"),
+    ],
+)
+def test_messages_name_options_as_they_are_typed(message: str, typed: str) -> None:
+    assert as_typed(message, {"block_size": ("--block-size", "many"), "threads": ("--threads", 1)}) == typed
+
+
+def test_errors_of_commands_name_options_as_they_are_typed(blockdraft: Callable[..., Any]) -> None:
+    assert blockdraft("generate", "hi", "--top-k", -1).err.startswith("error: --top-k is -1; ")
+    assert "--seed is -1; " in blockdraft("bench", "--seed", -1).err
+    told = blockdraft("train", "dflash", "--eval-every", "x", "--layers", "0").err
+    assert "--eval-every is 'x'; " in told and "--layers is '0'; " in told
 
 
 def test_every_command_has_both_helps() -> None:

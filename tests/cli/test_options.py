@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -6,8 +7,9 @@ import typer
 from typer.testing import CliRunner
 
 from blockdraft.cli import app
-from blockdraft.cli.options import FieldOptions, RecordOptions, extent, option, with_options
+from blockdraft.cli.options import FieldOptions, RecordOptions, TargetOptions, extent, option, with_options
 from blockdraft.data.settings import RecordSettings
+from blockdraft.errors import UsageError
 from blockdraft.settings import Count, settings
 
 
@@ -63,6 +65,26 @@ def test_a_command_takes_all_fields_of_settings_as_options() -> None:
     assert run("--size", "0") == "size is 0; it must be at least 1."
     assert run("--kind", "odd") == "kind is 'odd'; it must be 'round' or 'flat'."
     assert not taken
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("0", "--draft-vocab is 0; it must be at least 1."),
+        ("abc", "--draft-vocab is 'abc', which is no file"),
+        ("ids.json", "ids.json holds 'a'; it must be a list of token ids, 0 or more."),
+    ],
+)
+def test_draft_vocabularies_are_read_before_targets_load(
+    given: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ids.json").write_text('["a"]')
+    monkeypatch.setattr(TargetOptions, "load", lambda *_: pytest.fail("the target is loaded"))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}')
+    for words in (["generate", "hello"], ["chat"], ["serve"], ["bench", "--prompts", "prompts.jsonl"]):
+        found = CliRunner().invoke(app, [*words, "--target", "bundled", "--draft-vocab", given]).exception
+        assert isinstance(found, UsageError) and told in str(found)
 
 
 def test_records() -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import gguf
 import pytest
 from typer.testing import CliRunner
 
@@ -90,6 +91,24 @@ def test_all_that_is_wrong_is_told_before_the_target_is_loaded(tmp_path: Path, m
     assert told.startswith("6 things do not fit") and told.count("\n") == 6
     for one in ("a/data.json", "b cannot", "c/features.json", "d/config.json", "'e' is unknown", "'f' is unknown"):
         assert one in told
+
+
+@pytest.mark.parametrize("name", ["target.gguf", "README.md"])
+def test_files_to_begin_with_are_refused_before_the_target_is_loaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_data_dir: Path
+) -> None:
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("the target is loaded"))
+    (tmp_path / name).write_text("# Models")
+    if name.endswith("gguf"):
+        writer = gguf.GGUFWriter(tmp_path / name, "llama")
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    words = ["train", "dflash", "--out", str(tmp_path / "x"), "--data", str(tiny_data_dir)]
+    told = str(CliRunner().invoke(app, [*words, "--init", str(tmp_path / name)]).exception)
+    assert told.startswith(f"{tmp_path / name} is ")
+    assert ("is no drafter: its architecture is llama" if name.endswith("gguf") else "is a file; give a folder") in told
 
 
 @pytest.mark.slow

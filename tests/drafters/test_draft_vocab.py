@@ -15,7 +15,7 @@ from torch import Tensor
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import Drafter
-from blockdraft.drafters.draft_vocab import read_draft_vocab
+from blockdraft.drafters.draft_vocab import check_draft_vocab, read_draft_vocab
 from blockdraft.drafters.medusa.drafter import MedusaDrafter
 from blockdraft.drafters.medusa.network import MedusaNetwork
 from blockdraft.engine.adaptive.stored_costs import path
@@ -177,8 +177,8 @@ BROKEN: dict[str, tuple[str | None, str]] = {
     "nested.json": ("[[1, 2]]", r"holds .1, 2.; it must be a list"),
     "truth.json": ("[true]", "holds True; it must be a list"),
     "fraction.json": ("[1.5]", "holds 1.5; it must be a list"),
-    "large.json": ("[3, 265]", "holds the token id 265; the target has the ids 0 to 264"),
-    "negative.json": ("[-1]", "holds the token id -1; the target has the ids 0 to 264"),
+    "large.json": ("[3, 265]", "holds the token id 265; the target's are from 0 to 264"),
+    "negative.json": ("[-1]", "holds the token id -1; the target's are from 0 to 264"),
 }
 
 
@@ -216,6 +216,40 @@ def test_arrays_are_lists_and_their_numbers_are_numbers(tiny_target_dir: Path) -
     for given in (True, 3.0, torch.tensor(3.5), "", "  ", "9" * 5000, [True], "1.5"):
         with pytest.raises(UsageError, match="draft_vocab (is|holds) "):
             read_draft_vocab(given, target)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_needs_no_target_is_told_without_one(name: str, tmp_path: Path) -> None:
+    text, told = BROKEN[name]
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    if name == "large.json":
+        assert check_draft_vocab(str(tmp_path / name)) == [3, 265]
+        return
+    with pytest.raises(UsageError, match=told.replace("from 0 to 264", "0 or more")):
+        check_draft_vocab(str(tmp_path / name))
+
+
+def test_numbers_without_a_target() -> None:
+    assert check_draft_vocab("7") == 7 and check_draft_vocab(10**6) == 10**6
+    for text in ("0", "-3"):
+        with pytest.raises(UsageError, match=rf"draft_vocab is {text}; it must be at least 1\."):
+            check_draft_vocab(text)
+    with pytest.raises(UsageError, match="draft_vocab is 'abc', which is no file; give a number"):
+        check_draft_vocab("abc")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [(265, "leaves out none of the target's 265 tokens"), (264, ""), (1, "has end tokens only"), ([2, 200], "end"), (3, "")],
+)
+def test_vocabularies_that_help_no_one_are_told(
+    given: Any, told: str, tiny_target_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = copy(load_target(tiny_target_dir, "float32", "cpu"))
+    target.eos_token_ids = frozenset({2, 200})
+    read_draft_vocab(given, target)
+    assert told in caplog.text and bool(told) == bool(caplog.text)
 
 
 @pytest.mark.parametrize("count", [0, -3, 266, "0"])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter
-from blockdraft.formats.folder import check_tensors, with_rope_theta
+from blockdraft.formats.folder import check_tensors, read_config, with_rope_theta
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,17 @@ def test_weights_that_are_no_numbers_as_they_stand(
     wrong = f"{tmp_path / 'drafter'}: fc.weight is of type {kind}; weights must be of one of F64, F32, BF16, F16"
     with pytest.raises(UsageError, match=wrong):
         read_drafter(tmp_path / "drafter", None, 3)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "drafter.gguf").write_text("GGUF")
+    (tmp_path / "notes.txt").write_text("GGUF")
+    with pytest.raises(
+        UsageError, match=r"drafter.gguf is a file; give a folder .* blockdraft export .*drafter.gguf -"
+    ):
+        read_config(tmp_path / "drafter.gguf")
+    with pytest.raises(UsageError, match=r"notes.txt is a file; give a folder that holds config.json\.$"):
+        read_config(tmp_path / "notes.txt")
 
 
 def test_maps_of_the_vocabulary_may_be_integers() -> None:

@@ -18,12 +18,14 @@ import httpx
 import pytest
 
 from blockdraft.cli.serve import tell
+from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.serving import run
 from blockdraft.serving.core.backends import Backends
 from blockdraft.serving.core.service import Service
 from blockdraft.serving.settings import ServeSettings
+from blockdraft.targets import load_target
 
 ENDLESS = {"model": "tiny", "prompt": "abc", "temperature": 0, "ignore_eos": True}
 
@@ -220,7 +222,18 @@ def test_an_open_address_is_told_as_one_to_call(engine: Engine, capsys: pytest.C
     local = ServeSettings(port=0, served_model_name=("tiny",))
     with closing(run.bind(local)) as bound:
         tell(Service(Backends(engine), local), bound, None)
-    assert "Network" not in capsys.readouterr().out
+    assert "Network" not in (told := capsys.readouterr().out) and "guesses among" not in told
+
+
+def test_a_draft_vocabulary_is_told(
+    tiny_target_dir: Path, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load_target(tiny_target_dir, device="cpu", compile="off")
+    settings = ServeSettings(port=0, served_model_name=("tiny",))
+    few = Engine(target, load_drafter(tiny_drafter_dir, target=target, draft_vocab=40))
+    with closing(run.bind(settings)) as bound, closing(few):
+        tell(Service(Backends(few), settings), bound, None)
+    assert re.search("^Drafter .*, guesses among 40 of 265 tokens$", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from blockdraft.cli.options import (
     extent,
     need_drafter,
     option,
+    tell_unused,
 )
 from blockdraft.data.settings import SERVER_KEY
 from blockdraft.errors import UsageError
@@ -122,6 +123,7 @@ def bench(
     settings = Settings(limit, batch_size, repeats, extent("tree_budget", tree_budget))
     size = extent("block_size", block_size)
     chosen = parse_methods(methods, drafter, size, settings.tree_budget, draft_window, draft_passes)
+    tell_unused([temperature], _sampled(chosen), top_k=top_k, top_p=top_p)
     if any(method.drafter is None for method in chosen):
         need_drafter(run.target, drafter, "name other methods")
     sets = read_prompt_sets(prompts, limit)
@@ -171,6 +173,8 @@ def bench(
         "backend": loaded.backend,
         "running": loaded.running,
         "kinds": {name: engine.drafter.kind for name, engine in engines.items()},
+        "vocab_size": loaded.vocab_size,
+        "draft_vocabs": {name: display.draft_vocab(engine) for name, engine in engines.items()},
     }
     found = results(trials, arguments, loaded.device, profiles, _sampled(chosen))
     try:
@@ -247,6 +251,7 @@ def bench_server(
     prompts = prompts or []
     seed = secrets.randbits(32) if seed is None else seed
     sampling = [SamplingParams(max_new_tokens, each, top_k, top_p, seed=seed) for each in temperatures(temperature)]
+    tell_unused(temperatures(temperature), top_k=top_k, top_p=top_p)
     sets = read_prompt_sets(prompts, limit)
     settings = load.settings(allow_prefix_cache)
     arguments = {
@@ -361,6 +366,7 @@ def bench_suite(
     """Measure the prompt sets of the DFlash paper (arXiv 2602.06036), and print its figures beside yours."""
     sizes = extent("block_size", block_size), extent("tree_budget", tree_budget)
     chosen = parse_methods(methods, drafter, *sizes, draft_window, draft_passes)
+    tell_unused(temperatures(temperature), _sampled(chosen), top_k=top_k, top_p=top_p)
     if any(method.drafter is None for method in chosen):
         need_drafter(run.target, drafter, "name other methods")
     sampling = [

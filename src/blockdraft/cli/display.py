@@ -22,7 +22,6 @@ from blockdraft.drafters import Drafter, hits
 from blockdraft.engine import Chunk, Completion, Costs, Engine, Stats
 from blockdraft.engine.adaptive import stored_costs
 from blockdraft.engine.text import AnswerText
-from blockdraft.targets import Target
 from blockdraft.tools.quantize.run import Perplexity
 from blockdraft.types import SamplingParams
 
@@ -42,6 +41,8 @@ def stream_answer(console: Console, engine: Engine, prompt: str, params: Samplin
     end, summary = show_chunks(console, chunks, AnswerText(engine.target.tokenizer, params.stop))
     stats = end.checked().stats
     summary.append(f", finish reason: {end.finish_reason}, backend: {engine.target.running}")
+    if note := vocabulary_note(engine):
+        summary.append(f", {note}")
     console.print("\n", summary, sep="")
     return stats
 
@@ -136,11 +137,13 @@ class Comparison:
     Attributes:
         drafted, plain: The run of median speed with drafts, and without.
         first_difference: Index of the first token that differs between runs; None if all are identical.
+        vocabulary: Tokens that the drafter guesses among, in words; None if these are all.
     """
 
     drafted: Completion
     plain: Completion
     first_difference: int | None
+    vocabulary: str | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -165,7 +168,8 @@ def compare_with_plain(engine: Engine, prompt: str, params: SamplingParams) -> C
     )
     answers = [run.token_ids for pair in runs for run in pair]
     columns = enumerate(zip_longest(*answers))
-    return Comparison(drafted, plain, next((i for i, tokens in columns if len(set(tokens)) > 1), None))
+    difference = next((i for i, tokens in columns if len(set(tokens)) > 1), None)
+    return Comparison(drafted, plain, difference, vocabulary_note(engine))
 
 
 def slower_note(engine: Engine, stats: Stats, measured: Comparison | None) -> str | None:
@@ -217,11 +221,16 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     accepted = " ".join(f"{100 * share:.0f}" for share in comparison.drafted.stats.acceptance_by_position)
     if accepted:
         console.print(f"accepted by position, %: {accepted}")
-    ratio = "unknown (one token)" if comparison.speedup is None else f"{comparison.speedup:.2f}"
+    drafted = comparison.drafted.stats.drafted
+    ratio = "unknown (one token)"
+    if comparison.speedup is not None:
+        ratio = f"{comparison.speedup:.2f} ({sum(n > 0 for n in drafted)} of {len(drafted)} cycles drafted)"
     if comparison.first_difference is None:
         same = "identical"
     else:
         same = f"differ, first at token {comparison.first_difference + 1}"
+    if comparison.vocabulary:
+        console.print(f"The drafter {comparison.vocabulary}.")
     console.print(f"speed-up: {ratio}; tokens: {same}")
 
 
@@ -275,24 +284,38 @@ def show_training(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
     console.print(table)
 
 
+def draft_vocab(engine: Engine) -> int | None:
+    """Number of tokens that the drafter may guess; None if these are all."""
+    return next((part.draft_vocab for part in engine.drafter.parts if part.draft_vocab is not None), None)
+
+
+def vocabulary_note(engine: Engine) -> str | None:
+    """The same in words."""
+    kept = draft_vocab(engine)
+    return None if kept is None else f"guesses among {kept} of {engine.target.vocab_size} tokens"
+
+
 def ahead_note(drafter: Drafter) -> str | None:
     """Share of the outcomes that were drafted for ahead of time; None if nothing was drafted ahead."""
     foreseen, tried = hits(drafter)
     return f"Drafted ahead: {foreseen} of {tried} outcomes were foreseen ({foreseen / tried:.0%})." if tried else None
 
 
-def as_dict(completion: Completion, comparison: Comparison | None, target: Target) -> dict[str, Any]:
+def as_dict(completion: Completion, comparison: Comparison | None, engine: Engine) -> dict[str, Any]:
     """An answer as `--json` prints it."""
-    stats = completion.stats
+    stats, target = completion.stats, engine.target
     found: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "tau": stats.tau,
+        "cycles": len(stats.drafted),
+        "drafted_cycles": sum(n > 0 for n in stats.drafted),
         "acceptance_by_position": stats.acceptance_by_position,
         "tokens_per_second": stats.tokens_per_second,
         "backend": target.backend,
         "running": target.running,
+        "draft_vocab": draft_vocab(engine),
     }
     if comparison is not None:
         found["plain_tokens_per_second"] = comparison.plain.stats.tokens_per_second

@@ -110,7 +110,7 @@ def generate(
     if peak is not None:
         planned = engine.memory.of_one(engine.request(text, params).slots)
         memory = {**planned, "planned": sum(planned.values()), "measured": peak.bytes()}
-        print(json.dumps({**display.as_dict(completion, measured, loaded), "memory": memory}))
+        print(json.dumps({**display.as_dict(completion, measured, engine), "memory": memory}))
     else:
         print(completion.text)
         if measured:
@@ -144,7 +144,7 @@ def _answer_all(engine: Engine, prompts: list[str], params: SamplingParams) -> N
         for _ in requests:
             number = ended.get()
             completion = requests[number].result()
-            answer = {"index": number, "prompt": prompts[number], **as_dict(completion, None, engine.target)}
+            answer = {"index": number, "prompt": prompts[number], **as_dict(completion, None, engine)}
             print(json.dumps(answer | ({"error": completion.error} if completion.error else {})), flush=True)
 
 

@@ -127,7 +127,7 @@ def as_typed(message: str, options: Mapping[str, tuple[str, Any]]) -> str:
             else, such as a field of a file, and one without an underscore may be any word unless its value follows.
     """
     for name, (flag, value) in options.items():
-        its_own = rf" is (?:{re.escape(str(value))}|{re.escape(repr(value))})(?!\w)"
+        its_own = rf" is (?:{re.escape(str(value))}|{re.escape(repr(value))})(?!\w|\.\d)"
         other = r"(?! is )" if "_" in name else "(?!)"
         message = re.sub(rf"(?<![\w./-]){name}(?![\w/-]|\.\w)(?:(?={its_own})|{other})", flag, message)
     return message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -81,6 +81,23 @@ def extent(name: str, text: str | None) -> Any:
         return int(text)
     except ValueError:
         raise UsageError(f"{name} is {text!r}; it must be a whole number or auto.") from None
+
+
+def tell_unused(temperatures: Sequence[float], others: Iterable[str] = (), **options: Any) -> None:
+    """Say on standard error what changes nothing because every temperature is 0.
+
+    Args:
+        others: Names of methods that sample.
+        options: Values of options that only sampling heeds; one that has its default is not mentioned.
+    """
+    defaults = {"sampled": Drafting.sampled, **vars(SamplingParams)}
+    idle = [f"--{name.replace('_', '-')}" for name, value in options.items() if value != defaults[name]]
+    idle += others
+    if idle and not any(temperatures):
+        verb = "changes" if len(idle) == 1 else "change"
+        loading.tell(
+            f"{' and '.join(idle)} {verb} nothing at temperature 0, which decodes greedily; add --temperature T."
+        )
 
 
 def drafter_or_lookup(target: str | None, drafter: str | None) -> str | None:
@@ -291,7 +308,7 @@ class DrafterOptions(DraftModel):
 
     def __post_init__(self) -> None:
         if self.draft_vocab is not None:
-            from blockdraft.drafters.draft_vocab import check_draft_vocab
+            from blockdraft.drafters import check_draft_vocab
 
             check_draft_vocab(self.draft_vocab)
 
@@ -343,7 +360,9 @@ class SamplingOptions:
     def params(self, max_new_tokens: int) -> SamplingParams:
         names = {each.name for each in fields(SamplingParams)} & {each.name for each in fields(self)}
         given = {name: getattr(self, name) for name in names}
-        return SamplingParams(max_new_tokens, **given | {"stop": self.stop or ()})
+        params = SamplingParams(max_new_tokens, **given | {"stop": self.stop or ()})
+        tell_unused([self.temperature], top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, sampled=self.sampled)
+        return params
 
     @property
     def drafting(self) -> Drafting:

@@ -181,6 +181,7 @@ def _self_check(engine: Engine, count: int) -> str | None:
 
 def tell(service: Service, bound: socket.socket, checked: str | None) -> None:
     """Print what was started. The last line, "Ready", tells programs that the server takes requests."""
+    from blockdraft.cli.display import vocabulary_note
     from blockdraft.serving.run import url_of
 
     engine, url = service.backends.usual, url_of(bound)
@@ -196,6 +197,8 @@ def tell(service: Service, bound: socket.socket, checked: str | None) -> None:
     extent += f"blocks of {how.block_size or about['block_size']} tokens"
     if "auto" in (how.block_size, how.tree_budget):
         extent = f"as far as it pays, blocks of at most {about['block_size']} tokens"
+    if note := vocabulary_note(engine):
+        extent += f", {note}"
     lines = [
         f"Model    {', '.join(service.model_names)}{' (and any other name)' if service.settings.any_model else ''}",
         f"Target   {about['target']}, {about['parameters'] / 1e6:.1f} M parameters, context {about['max_context']}, "

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from rich.console import Console
 from rich.text import Text
 
-from blockdraft.cli.display import show_chunks
+from blockdraft.cli.display import show_chunks, vocabulary_note
 from blockdraft.engine import Chunk, Completion, ContextFull, Conversation, Turn
 from blockdraft.engine.text import AnswerText
 from blockdraft.errors import BlockdraftError, UsageError
@@ -55,7 +55,9 @@ class Talk:
             BlockdraftError: An answer or command failed, and there is no terminal.
         """
         if self._console is not None:
-            self._tell(f"{self._conversation.engine.target.path}. /help lists commands and keys.")
+            engine = self._conversation.engine
+            note = f", {note}" if (note := vocabulary_note(engine)) else ""
+            self._tell(f"{engine.target.path}{note}. /help lists commands and keys.")
         if not self._conversation.has_template:
             self._tell(RAW)
         while True:

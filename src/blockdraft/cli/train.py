@@ -111,7 +111,8 @@ def train(
     from blockdraft.drafters import as_given
     from blockdraft.evaluation.prompts import read_prompt_sets
     from blockdraft.formats import find_layout, read_config
-    from blockdraft.formats.gguf import is_gguf
+    from blockdraft.formats.gguf import is_gguf, open_gguf
+    from blockdraft.formats.gguf.kinds import kind_in
 
     try:
         from blockdraft.training.checkpoints import after_interruption
@@ -141,8 +142,8 @@ def train(
         if settings.features not in (None, "memory"):
             read_features(settings.features)
     with complaints.noting():
-        if (init := begun_with(settings)) is not None and not is_gguf(init):
-            read_config(init)
+        if (init := begun_with(settings)) is not None:
+            kind_in(open_gguf(init)) if is_gguf(init) else read_config(init)
     with complaints.noting():
         accelerator = make_accelerator(settings, run_folder(out), device)
     complaints.check()

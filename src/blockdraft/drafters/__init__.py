@@ -28,7 +28,7 @@ from blockdraft.drafters.base import (
     check_refinement,
     slots_behind,
 )
-from blockdraft.drafters.draft_vocab import DraftVocab, read_draft_vocab
+from blockdraft.drafters.draft_vocab import DraftVocab, check_draft_vocab, read_draft_vocab
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_config, trained_for
 from blockdraft.formats.gguf import is_gguf, open_gguf
@@ -255,6 +255,7 @@ __all__ = [
     "State",
     "as_given",
     "bundled",
+    "check_draft_vocab",
     "check_refinement",
     "drafter_of",
     "entries",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +17,15 @@ from torch import Tensor
 from blockdraft.errors import UsageError, describe
 from blockdraft.targets import Target
 
+log = logging.getLogger(__name__)
+
 # A number, a file, or the token ids.
 DraftVocab: TypeAlias = int | str | Path | Sequence[int]
 
 
 def read_draft_vocab(given: DraftVocab, target: Target) -> Tensor:
-    """The tokens of a draft vocabulary, `[Vd]` int64, ascending.
+    """The tokens of a draft vocabulary, `[Vd]` int64, ascending. A warning is logged if it leaves nothing out, or
+    nothing but end tokens.
 
     Args:
         given: Number of tokens, taken in the order of their ids, which tokenizers give to what they merged first, with
@@ -31,12 +35,16 @@ def read_draft_vocab(given: DraftVocab, target: Target) -> Tensor:
     Raises:
         UsageError: An unreadable file, or tokens that the target does not have.
     """
-    read = check_draft_vocab(given, target.vocab_size)
-    if isinstance(read, list):
-        return torch.tensor(sorted(set(read)))
-    ends = [end for end in sorted(target.eos_token_ids) if end < target.vocab_size]
-    first = [*ends, *(token for token in range(read) if token not in ends)]
-    return torch.tensor(sorted(first[:read]))
+    read, size = check_draft_vocab(given, target.vocab_size), target.vocab_size
+    ends = [end for end in sorted(target.eos_token_ids) if end < size]
+    if isinstance(read, int):
+        read = [*ends, *(token for token in range(read) if token not in ends)][:read]
+    kept = sorted(set(read))
+    if len(kept) == size:
+        log.warning("The draft vocabulary leaves out none of the target's %d tokens, so drafts get no cheaper.", size)
+    if set(kept) <= set(ends):
+        log.warning("The draft vocabulary has end tokens only, so that nothing else can be guessed.")
+    return torch.tensor(kept)
 
 
 def check_draft_vocab(given: DraftVocab, size: int | None = None) -> int | list[int]:
@@ -64,7 +72,7 @@ def check_draft_vocab(given: DraftVocab, size: int | None = None) -> int | list[
     for token in listed:
         if not is_list or isinstance(token, bool) or not isinstance(token, Integral):
             raise UsageError(f"{source} holds {token!r}; it must be a list of token ids, {ids}.")
-        if token < 0 or (size is not None and token >= size):
+        if int(token) < 0 or (size is not None and int(token) >= size):
             raise UsageError(f"{source} holds the token id {token}; the target's are {ids}.")
     if not listed:
         raise UsageError(f"{source} holds no token ids; list one or more, {ids}.")
@@ -91,6 +99,6 @@ def _read(given: str | Path) -> Any:
         return json.loads(file.read_text()) if found is None else found
     except Exception as error:  # what torch raises for a file that is no tensor is not foreseeable
         raise UsageError(
-            f"draft_vocab is {file}, which cannot be read as a list of token ids ({describe(error)}); give a JSON file "
-            "with a list, or a .pt file with a tensor."
+            f"draft_vocab is {given}, which cannot be read as a list of token ids ({describe(error)}); give a JSON "
+            "file with a list, or a .pt file with a tensor."
         ) from error

@@ -63,7 +63,8 @@ def show(console: Console, found: Results) -> None:
         tables["all sets"] = found.methods
     of = found.arguments
     console.print(f"Target: backend {of['running']}, {of['dtype']}, on {of['device']}")
-    kinds = {name: of["kinds"][name] for name in found.methods if name != PLAIN}
+    kept = {name: f", guesses among {n} of {of['vocab_size']} tokens" for name, n in of["draft_vocabs"].items() if n}
+    kinds = {name: of["kinds"][name] + kept.get(name, "") for name in found.methods if name != PLAIN}
     for kind in dict.fromkeys(kinds.values()):
         console.print(f"Drafter {kind}: {', '.join(shape_name(name) for name in kinds if kinds[name] == kind)}")
     console.print()

@@ -39,6 +39,10 @@ def blaming(file: Path) -> Iterator[None]:
 def read_config(path: str | Path) -> Any:
     """Parsed config.json of a folder. Raises ValueError if there is none or it is not JSON."""
     file = Path(path, "config.json")
+    if Path(path).is_file():
+        export = f" To make one of a drafter in a GGUF file: blockdraft export {path} --target MODEL --out DIR."
+        gguf = export if Path(path).suffix == ".gguf" else ""
+        raise UsageError(f"{path} is a file; give a folder that holds config.json.{gguf}")
     with blaming(file):
         return json.loads(file.read_text(encoding="utf-8"))
 

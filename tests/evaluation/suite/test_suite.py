@@ -93,6 +93,8 @@ def test_table_beside_the_papers() -> None:
     assert any(line.startswith("mean ") for line in whole.splitlines())
     single = shown(Results({}, ABOUT, "Qwen3-8B", (row("gsm8k", "none"), row("gsm8k", "chain", None, None))))
     assert "mean" not in single.split("Ours")[0] and " - " in single
+    assert "Ours: " in whole and "draft vocabulary" not in whole
+    assert ", draft vocabulary 8192. " in shown(Results({"draft_vocab": "8192"}, ABOUT, None, tuple(rows)))
 
 
 METHODS = {"none": (1.0, 1.0), "chain": (2.0, 3.0)}

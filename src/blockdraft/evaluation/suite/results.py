@@ -133,7 +133,8 @@ def show(console: Console, found: Results, tasks: Sequence[Task]) -> None:
         console.print(_table(temperature, shown, rows, published, box.SIMPLE if console.is_terminal else None))
         console.print()
     about = found.about
-    console.print(f"Ours: {about['running']}, {about['dtype']}, {about['machine']}. {NOTES}")
+    few = f", draft vocabulary {found.asked['draft_vocab']}" if "draft_vocab" in found.asked else ""
+    console.print(f"Ours: {about['running']}, {about['dtype']}, {about['machine']}{few}. {NOTES}")
     if found.paper_model is None:
         console.print(f"The paper has no figures for this target; --paper-model {'|'.join(FIGURES)} shows one's.")
     else:
