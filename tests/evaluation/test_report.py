@@ -8,7 +8,7 @@ import torch
 from some_results import ARGUMENTS, PLAIN_TRIAL, trial
 
 from blockdraft.cli.consoles import plain as plain_console
-from blockdraft.evaluation import report
+from blockdraft.evaluation import pictures, report
 from blockdraft.evaluation.pictures import require_pictures
 from blockdraft.evaluation.report import write
 from blockdraft.evaluation.results import Results, results
@@ -110,8 +110,20 @@ def test_pictures(found: Results, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     require_pictures()
     write(tmp_path, found, with_pictures=True)
-    for name in ("acceptance.png", "speedup.png"):
+    for name in ("acceptance.png", "speedup.png", "tau.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.parametrize(("name", "value"), [("speedup.png", "speedup"), ("tau.png", "tau")])
+def test_bars_are_of_each_set_and_of_all(
+    name: str, value: str, found: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[Any] = []
+    monkeypatch.setattr(pictures, "_png", lambda figure, axes: drawn.append(axes) or b"")
+    pictures.PICTURES[name](found)
+    groups = [*(one.methods for one in found.sets.values()), found.methods]
+    assert [bar.get_height() for bar in drawn[0].patches] == [getattr(group["x"], value) for group in groups]
 
 
 @pytest.mark.parametrize("methods", [["none"], ["none", "x"]])
@@ -120,7 +132,7 @@ def test_pictures_where_nothing_was_timed(tmp_path: Path, methods: list[str]) ->
     trials = [trial(method, "a", None, 6.0, PLAIN_TRIAL) for method in methods]
     bare = results(trials, ARGUMENTS, torch.device("cpu"))
     write(tmp_path, bare, with_pictures=True)
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_results_hold_the_sets_and_what_they_were_measured_with(found: Results) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from blockdraft.errors import UsageError, counted
 from blockdraft.evaluation.methods import PLAIN, shape_name
 from blockdraft.evaluation.results import Results
+from blockdraft.evaluation.speed import Figures
 from blockdraft.timing import PARTS
 
 LABEL_WIDTH = 32  # characters of a method's name
@@ -48,6 +49,31 @@ def _acceptance(found: Results) -> bytes:
 
 def _speedups(found: Results) -> bytes:
     """Bars of each method's speed-up on each set and on all of them, as PNG."""
+    figure, axes = _bars(found, lambda one: one.speedup, lambda one: one.speedup_by_repeat)
+    axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="plain decoding")
+    axes.set(title="Speed-up over plain decoding", ylabel="Ratio of tokens/s (thin lines: range of the repeats)")
+    return _png(figure, axes)
+
+
+def _taus(found: Results) -> bytes:
+    """Bars of each method's tau on each set and on all of them, as PNG."""
+    figure, axes = _bars(found, lambda one: one.tau)
+    axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="plain decoding")
+    axes.set(title="Tokens a forward of the target", ylabel="tau: tokens a cycle")
+    return _png(figure, axes)
+
+
+def _bars(
+    found: Results,
+    value: Callable[[Figures], float | None],
+    spread: Callable[[Figures], Sequence[float]] = lambda one: (),
+) -> tuple[Any, Any]:
+    """Plot with a bar for each method, plain decoding excepted, on each set and on all of them.
+
+    Args:
+        value: Height of a bar; None leaves it out.
+        spread: Values whose range a thin line shows.
+    """
     groups = {
         f"{name}\n({counted(one.methods[PLAIN].timed_prompts, 'prompt')})": one.methods
         for name, one in found.sets.items()
@@ -61,18 +87,18 @@ def _speedups(found: Results) -> bytes:
     for i, method in enumerate(methods):
         places = [g - 0.4 + (i + 0.5) * width for g in range(len(groups))]
         drawn = [(place, group[method]) for place, group in zip(places, groups.values(), strict=True)]
-        drawn = [(place, one) for place, one in drawn if one.speedup is not None]
+        drawn = [(place, one) for place, one in drawn if value(one) is not None]
         if not drawn:
             continue
-        heights = [one.speedup or 0.0 for _, one in drawn]
-        lows = [height - min(one.speedup_by_repeat) for height, (_, one) in zip(heights, drawn, strict=True)]
-        highs = [max(one.speedup_by_repeat) - height for height, (_, one) in zip(heights, drawn, strict=True)]
+        heights = [value(one) or 0.0 for _, one in drawn]
+        lows = [height - min(spread(one), default=height) for height, (_, one) in zip(heights, drawn, strict=True)]
+        highs = [max(spread(one), default=height) - height for height, (_, one) in zip(heights, drawn, strict=True)]
         axes.bar(
             [place for place, _ in drawn],
             heights,
             0.92 * width,
             yerr=[lows, highs],
-            capsize=2,
+            capsize=2 if any([*lows, *highs]) else 0,
             error_kw={"linewidth": 0.8},
             label=_label(method),
         )
@@ -80,13 +106,11 @@ def _speedups(found: Results) -> bytes:
             axes.annotate(
                 f"{height:.2f}", (place, height + high), (0, 3), textcoords="offset points", ha="center", fontsize=8
             )
-    axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="plain decoding")
-    axes.set(title="Speed-up over plain decoding", ylabel="Ratio of tokens/s (thin lines: range of the repeats)")
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_xlim(-0.5, len(groups) - 0.5)
     axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
-    return _png(figure, axes)
+    return figure, axes
 
 
 def _profiles(found: Results) -> bytes | None:
@@ -113,6 +137,7 @@ def _profiles(found: Results) -> bytes | None:
 PICTURES: dict[str, Callable[[Results], bytes | None]] = {
     "acceptance.png": _acceptance,
     "speedup.png": _speedups,
+    "tau.png": _taus,
     "profile.png": _profiles,
 }
 
