@@ -9,74 +9,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from two_trees import LOOKUP, MODEL, Tree, plan, proposal
 
+from blockdraft.decode import merging
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution
 from blockdraft.drafters import Drafter, combined, load_drafter
-from blockdraft.drafters.combined import CombinedDrafter, merged
+from blockdraft.drafters.combined import CombinedDrafter
 from blockdraft.drafters.prompt_lookup import PromptLookupDrafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
-Tree = list[tuple[int, int, float]]  # token, parent and chance of each guess
-
 
 @pytest.fixture(scope="module")
 def target(tiny_target_dir: Path) -> Target:
     return load_target(tiny_target_dir)
-
-
-def proposal(*rows: Tree) -> Proposal:
-    count = 1 + max(map(len, rows))
-    tokens = [[0, *(token for token, _, _ in row), *[0] * (count - 1 - len(row))] for row in rows]
-    parents = [[-1, *(parent for _, parent, _ in row), *[-1] * (count - 1 - len(row))] for row in rows]
-    chances = tuple(tuple(chance for _, _, chance in row) for row in rows)
-    return Proposal(torch.tensor(tokens), torch.tensor(parents), chances=chances)
-
-
-def plan(budget: int, rows: int = 1, **others: Any) -> Plan:
-    return Plan(9, [SamplingParams()] * rows, budget, **others)
-
-
-LOOKUP: Tree = [(5, 0, 0.5), (6, 1, 0.4), (7, 2, 0.36)]
-MODEL: Tree = [(5, 0, 0.6), (8, 0, 0.3), (9, 1, 0.3), (6, 2, 0.15)]
-
-
-def test_equal_guesses_are_one_node_and_the_likeliest_are_taken() -> None:
-    """Node 5 gets the model's higher probability; those of prompt lookup behind it, given the node, stay the same."""
-    found = merged(torch.tensor([3]), [proposal(LOOKUP), proposal(MODEL)], plan(7, cycle_seconds=[1.0] * 8))
-    assert found.tokens.tolist() == [[3, 5, 6, 7, 8, 9, 6]]
-    assert found.parents.tolist() == [[-1, 0, 1, 2, 0, 1, 4]]
-    chances = [0.6, 0.6 * 0.8, 0.6 * 0.8 * 0.9, 0.3, 0.3, 0.15]
-    assert found.expected == pytest.approx((sum(chances),))
-    other = merged(torch.tensor([3]), [proposal(MODEL), proposal(LOOKUP)], plan(7, cycle_seconds=[1.0] * 8))
-    assert other.expected == pytest.approx(found.expected)
-    for budget in range(1, 7):
-        fewer = merged(torch.tensor([3]), [proposal(LOOKUP), proposal(MODEL)], plan(budget))
-        assert fewer.tokens.tolist() == [found.tokens[0, : 1 + budget].tolist()] and fewer.expected is None
-        assert fewer.parents.tolist() == [found.parents[0, : 1 + budget].tolist()]
-
-
-def test_guesses_without_chances_are_accepted_half_of_the_time() -> None:
-    unknown = replace(proposal([(5, 0, 1), (8, 0, 1), (9, 1, 1)], [(5, 0, 1)]), chances=None)
-    lookup = proposal([(4, 0, 0.3)], [])
-    found = merged(torch.tensor([3, 3]), [unknown, lookup], plan(3, 2, cycle_seconds=[1.0] * 4))
-    assert found.tokens.tolist() == [[3, 5, 8, 4], [3, 5, 0, 0]]
-    assert found.expected == pytest.approx((0.5 + 0.5 + 0.3, 0.5))
-    four = merged(torch.tensor([3, 3]), [unknown, lookup], plan(4, 2, cycle_seconds=[1.0] * 5))
-    assert four.tokens.tolist()[0] == [3, 5, 8, 4, 9] and four.expected == pytest.approx((1.3 + 0.25, 0.5))
-
-
-def test_rows_are_cut_to_what_pays_for_all_and_filled_up() -> None:
-    anchors, both = torch.tensor([3, 4]), [proposal(LOOKUP, []), proposal(MODEL, [(5, 0, 0.9)])]
-    found = merged(anchors, both, plan(7, 2))
-    assert found.tokens.tolist() == [[3, 5, 6, 7, 8, 9, 6], [4, 5, 0, 0, 0, 0, 0]]
-    assert found.parents.tolist() == [[-1, 0, 1, 2, 0, 1, 4], [-1, 0, -1, -1, -1, -1, -1]]
-    dear = merged(anchors, both, plan(7, 2, cycle_seconds=[1, 1.1, 9, 9, 9, 9, 9, 9]))
-    assert dear.tokens.tolist() == [[3, 5], [4, 5]] and dear.expected == pytest.approx((0.6, 0.9))
-    doubted = merged(anchors, both, plan(7, 2, cycle_seconds=[1, 1.1, 9, 9, 9, 9, 9, 9], trust=0.1))
-    assert doubted.tokens.tolist() == [[3], [4]]
 
 
 class Scripted(Drafter):
@@ -312,7 +260,7 @@ def test_a_combination_that_is_broken_changes_no_token(
     drafter = load_drafter(f"prompt_lookup+{tiny_drafter_dir}", target=target)
     assert isinstance(drafter, CombinedDrafter)
     if broken == "tree":
-        monkeypatch.setattr(combined, "_likeliest", backwards)
+        monkeypatch.setattr(merging, "_likeliest", backwards)
     elif broken == "choice":
         monkeypatch.setattr(combined, "_hope", lambda proposal, row, known: -proposal.tokens.size(1))
     elif broken == "deaf":  # the lookup hears nothing of the text

@@ -241,7 +241,13 @@ def test_numbers_without_a_target() -> None:
 
 @pytest.mark.parametrize(
     ("given", "told"),
-    [(265, "leaves out none of the target's 265 tokens"), (264, ""), (1, "has end tokens only"), ([2, 200], "end"), (3, "")],
+    [
+        (265, "leaves out none of the target's 265 tokens"),
+        (264, ""),
+        (1, "has end tokens only"),
+        ([2, 200], "end"),
+        (3, ""),
+    ],
 )
 def test_vocabularies_that_help_no_one_are_told(
     given: Any, told: str, tiny_target_dir: Path, caplog: pytest.LogCaptureFixture

@@ -96,7 +96,8 @@ def bench(
     draft_window: DraftWindow = None,
     draft_passes: DraftPasses = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for results.json, and pictures of acceptance, tau and speed-up.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for results.json, and pictures of acceptance, tau and speed-up."),
     ] = None,
     profile: Annotated[
         bool,

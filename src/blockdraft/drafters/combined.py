@@ -10,15 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain
-from blockdraft.decode.tree import best_count
+from blockdraft.decode.merging import beside, filled, merged
+from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters.base import Drafter, Entry, State
 from blockdraft.errors import UsageError, describe
 from blockdraft.timing import GUESSES, mark
@@ -27,7 +26,6 @@ from blockdraft.types import JOINT
 log = logging.getLogger(__name__)
 
 FIRST_YIELD = 1.0  # assumed accepted guesses of a chain, until a chain of its drafter has been verified
-ASSUMED = 0.5  # chance of a guess whose drafter states none, where those before it are accepted
 NEWEST = 0.1  # weight of the newest chain in the running mean of accepted guesses
 MOST_UNREAD = 512  # tokens of a row that are kept for a drafter until it is asked
 
@@ -262,7 +260,7 @@ class CombinedDrafter(Drafter):
             tokens.append(texts[best][row])
             parents.append(proposals[best].parent_lists[row])
         q = tuple(None if each.q is None else each.q[row] for row, each in enumerate(chosen))
-        return Proposal(*_filled(anchor, tokens, parents), q if any(dist is not None for dist in q) else None)
+        return Proposal(*filled(anchor, tokens, parents), q if any(dist is not None for dist in q) else None)
 
 
 def _asked(part: Drafter, plan: Plan) -> Plan:
@@ -293,124 +291,6 @@ def _hope(proposal: Proposal, row: int, known: float) -> float:
     if proposal.chances is not None:
         return sum(proposal.chances[row])
     return known if proposal.expected is None else proposal.expected[row]
-
-
-def merged(anchor: Tensor, proposals: Sequence[Proposal], plan: Plan) -> Proposal:
-    """Tree of the guesses that are likeliest to be accepted, from any of the proposals.
-
-    Args:
-        anchor: `[B]` int64.
-        proposals: Trees behind these anchors, of guesses that were not sampled, each with its probability.
-        plan: Gives the most nodes of a row, and the cycle times that decide how many of them pay.
-    """
-    texts = [proposal.tokens.tolist() for proposal in proposals]
-    rows = [
-        _likeliest(
-            [
-                (tokens[row], proposal.parent_lists[row], _chances(proposal, row))
-                for tokens, proposal in zip(texts, proposals, strict=True)
-            ],
-            plan.tree_budget,
-        )
-        for row in range(len(anchor))
-    ]
-    count, expected = plan.tree_budget, None
-    if plan.cycle_seconds is not None:
-        chances = [[chance for chance, _, _ in nodes] for nodes in rows]
-        count = best_count(chances, plan.cycle_seconds, plan.trust)
-        expected = tuple(sum(row[:count]) for row in chances)
-    tokens = [[0, *(token for _, _, token in nodes[:count])] for nodes in rows]
-    parents = [[-1, *(parent for _, parent, _ in nodes[:count])] for nodes in rows]
-    return Proposal(*_filled(anchor, tokens, parents), expected=expected)
-
-
-def beside(anchor: Tensor, sampled: Proposal, others: Sequence[Proposal], budget: int) -> Proposal:
-    """Tree of a whole sampled chain, and of as many of the others' likeliest guesses as the budget leaves.
-
-    Nodes beside the chain may depend on what was sampled. The chain's length must not.
-
-    Args:
-        anchor: `[B]` int64.
-        sampled: Chain whose guesses were sampled.
-        others: As `proposals` of `merged`.
-        budget: Most guesses of a row.
-    """
-    chains, texts = sampled.tokens.tolist(), [proposal.tokens.tolist() for proposal in others]
-    rows, above, dists = list[list[int]](), list[list[int]](), list[SparseDistribution | None]()
-    for row in range(len(anchor)):
-        parents = [parent for node, parent in enumerate(sampled.parent_lists[row]) if node == 0 or parent >= 0]
-        tokens, dist = chains[row][: len(parents)], None if sampled.q is None else sampled.q[row]
-        dists.append(dist and SparseDistribution(dist.ids[: len(parents)], dist.probs[: len(parents)]))
-        nodes = {(parents[node], tokens[node]): node for node in range(1, len(parents))}
-        trees = [
-            (said[row], proposal.parent_lists[row], _chances(proposal, row))
-            for said, proposal in zip(texts, others, strict=True)
-        ]
-        places = [0]  # indices of the others' nodes in this tree
-        for _, parent, token in _likeliest(trees, budget):
-            at = places[parent], token
-            if at not in nodes:
-                if len(tokens) > budget:
-                    break
-                nodes[at] = len(tokens)
-                tokens.append(token)
-                parents.append(at[0])
-            places.append(nodes[at])
-        rows.append(tokens)
-        above.append(parents)
-    return Proposal(*_filled(anchor, rows, above), tuple(dists))
-
-
-def _chances(proposal: Proposal, row: int) -> Sequence[float]:
-    if proposal.chances is not None:
-        return proposal.chances[row]
-    found = [1.0]
-    for parent in proposal.parent_lists[row][1:]:
-        if parent >= 0:  # else padding
-            found.append(ASSUMED * found[parent])
-    return found[1:]
-
-
-def _likeliest(
-    trees: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]], budget: int
-) -> list[tuple[float, int, int]]:
-    """Nodes `(chance, parent, token)` behind the anchor, the likeliest first, so parents come before their children.
-
-    Args:
-        trees: Tokens, parents and chances of several trees of one row; chances begin with the first guess.
-        budget: Most nodes.
-    """
-    # children[node][token] is the index of a child, and the chance that it is accepted if its parent is.
-    children: list[dict[int, tuple[int, float]]] = [{}]
-    for tokens, parents, guessed in trees:
-        places, chances = [0], [1.0, *guessed]
-        for node in range(1, len(chances)):
-            before = parents[node]
-            siblings, token = children[places[before]], tokens[node]
-            if token not in siblings:
-                siblings[token] = len(children), 0.0
-                children.append({})
-            place, known = siblings[token]
-            share = chances[node] / chances[before] if chances[before] > 0 else 0.0
-            siblings[token] = place, max(known, share)
-            places.append(place)
-    nodes = list[tuple[float, int, int]]()
-    heap = [(-share, place, 0, token) for token, (place, share) in children[0].items()]
-    heapify(heap)
-    while heap and len(nodes) < budget:
-        cost, place, parent, token = heappop(heap)
-        nodes.append((-cost, parent, token))
-        for following, (child, share) in children[place].items():
-            heappush(heap, (cost * share, child, len(nodes), following))
-    return nodes
-
-
-def _filled(anchor: Tensor, tokens: list[list[int]], parents: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Tokens, on the anchor's device, and parents of all rows, padded to one length."""
-    count = max(map(len, tokens))
-    filled = torch.tensor([[*row, *[0] * (count - len(row))] for row in tokens]).to(anchor.device)
-    filled[:, 0] = anchor
-    return filled, torch.tensor([[*row, *[-1] * (count - len(row))] for row in parents])
 
 
 DRAFTER = Entry(lambda parts, target: CombinedDrafter(parts), joins=True)

@@ -1,0 +1,26 @@
+"""Trees of two drafters that agree in part, and plans for them."""
+
+from typing import Any
+
+import torch
+
+from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.types import SamplingParams
+
+Tree = list[tuple[int, int, float]]  # token, parent and chance of each guess
+
+
+def proposal(*rows: Tree) -> Proposal:
+    count = 1 + max(map(len, rows))
+    tokens = [[0, *(token for token, _, _ in row), *[0] * (count - 1 - len(row))] for row in rows]
+    parents = [[-1, *(parent for _, parent, _ in row), *[-1] * (count - 1 - len(row))] for row in rows]
+    chances = tuple(tuple(chance for _, _, chance in row) for row in rows)
+    return Proposal(torch.tensor(tokens), torch.tensor(parents), chances=chances)
+
+
+def plan(budget: int, rows: int = 1, **others: Any) -> Plan:
+    return Plan(9, [SamplingParams()] * rows, budget, **others)
+
+
+LOOKUP: Tree = [(5, 0, 0.5), (6, 1, 0.4), (7, 2, 0.36)]
+MODEL: Tree = [(5, 0, 0.6), (8, 0, 0.3), (9, 1, 0.3), (6, 2, 0.15)]
