@@ -341,9 +341,9 @@ def test_a_backend_without_trees_is_refused() -> None:
 
 
 def test_models_with_other_attention_are_refused() -> None:
-    small = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
-    with pytest.raises(ValueError, match="CodeGenForCausalLM has attention of its own"):
-        HFTarget(AutoModelForCausalLM.from_config(AutoConfig.for_model("codegen", **small)), exact=True)
+    small = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with pytest.raises(ValueError, match="FalconForCausalLM has attention of its own"):
+        HFTarget(AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **small)), exact=True)
     long = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 500.0}
     HFTarget(random_model("llama", rope_parameters=long | {"original_max_position_embeddings": 128}), exact=True)
     with pytest.raises(ValueError, match=r"\(longrope\) change with the length"):

@@ -20,6 +20,7 @@ from blockdraft.nn.attention import additive_mask, visible_slots
 from blockdraft.nn.cache import KVCache, slot_bucket
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
 from blockdraft.nn.states import StatesCache
+from blockdraft.nn.transformers_cache import cache_argument
 from blockdraft.targets.base import Cache, LoadOptions, NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, head_size, load_tokenizer, loading
 from blockdraft.targets.exact import forward_in_pieces
@@ -143,6 +144,7 @@ class HFTarget(CheckpointTarget):
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.size(0)
         self.exact = exact
+        self._cache_argument = cache_argument(model)
         self._recurrent = recurrent_layers(model)
         self.can_truncate = not self._recurrent  # a recurrent state cannot be cut
         kinds = _layer_kinds(model, bool(self._recurrent))
@@ -231,8 +233,8 @@ class HFTarget(CheckpointTarget):
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                past_key_values=past,
                 use_cache=True,
+                **{self._cache_argument: past},
             )
         features = torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None
         return TargetOutput(output.logits, features)
@@ -248,9 +250,8 @@ class HFTarget(CheckpointTarget):
     ) -> tuple[Tensor, Tensor | None]:
         layers = [attention[window] for window in self._windows]
         with self._tapping(taps) as tapped, _scoring(self.model, None if has_logits else tokens.new_empty(0)):
-            output = self.model(
-                input_ids=tokens, position_ids=positions, past_key_values=ExactCache(cache, layers), use_cache=True
-            )
+            past = {self._cache_argument: ExactCache(cache, layers)}
+            output = self.model(input_ids=tokens, position_ids=positions, use_cache=True, **past)
         return output.logits, torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None
 
     def _tapping(self, taps: Sequence[int]) -> AbstractContextManager[dict[int, Tensor]]:

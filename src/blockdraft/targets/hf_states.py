@@ -6,7 +6,6 @@ stores their inputs. `commit` runs these layers alone once more, over the accept
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,7 +36,7 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if hasattr(module, "layer_idx") and "cache_params" in inspect.signature(module.forward).parameters
+        if hasattr(module, "layer_idx") and hasattr(module, "conv_kernel_size")
     ]
 
 
@@ -117,19 +116,20 @@ def over_trees(cache: StatesCache, layers: Sequence[Any], past: object, parents:
     """
     paths = None if is_chain(parents) else _Paths(parents)
     known = [cache.states(number) for number in range(len(layers))]
-    inputs, after = dict[int, Tensor](), dict[int, State]()
+    inputs, after = dict[int, tuple[Tensor, str]](), dict[int, State]()
 
-    def run(number: int, forward: Any, hidden_states: Tensor, cache_params: object = None, **others: Any) -> Tensor:
-        if cache_params is not past:  # a forward of another user of the model
-            found: Tensor = forward(hidden_states, cache_params=cache_params, **others)
+    def run(number: int, forward: Any, hidden_states: Tensor, **others: Any) -> Tensor:
+        name = next((name for name, value in others.items() if value is past), None)  # differs between releases
+        if name is None:  # a forward of another user of the model
+            found: Tensor = forward(hidden_states, **others)
             return found
         states, given = known[number], hidden_states
         if paths is not None:
             states = [states[row] for row in paths.rows]
             given = given[torch.tensor(paths.rows)[:, None], paths.nodes]
         own = OnePast(joined(states))
-        found = forward(given, cache_params=own, **others)
-        inputs[number] = hidden_states
+        found = forward(given, **(others | {name: own}))
+        inputs[number] = hidden_states, name
         if paths is not None:
             return found[paths.of_node, paths.depth]
         after[number] = own.state
@@ -142,7 +142,8 @@ def over_trees(cache: StatesCache, layers: Sequence[Any], past: object, parents:
                 found.append(State(*(part[row : row + 1] for part in after[number])))
                 continue
             own = OnePast(joined([known[number][row]]))
-            layer.forward(inputs[number][row : row + 1, nodes], cache_params=own)
+            given, name = inputs[number]
+            layer.forward(given[row : row + 1, nodes], **{name: own})
             found.append(own.state)
         return found
 

@@ -14,6 +14,7 @@ from transformers import AutoModel, PretrainedConfig
 
 from blockdraft.drafters.mtp.network import MTPHead
 from blockdraft.nn.autoregressive import Attend, CachedAttention
+from blockdraft.nn.transformers_cache import cache_argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,7 @@ class TargetMTPNetwork(MTPHead):
             model: Any = AutoModel.from_config(config.layer, attn_implementation="sdpa")
         layer, norm = type(model.layers[0]), type(model.norm)
         super().__init__(config, lambda: layer(model.config, 0), lambda size, eps: norm(size, eps=eps))
+        self._cache_argument = cache_argument(self.layers[0])
         with torch.device("cpu"):  # its frequencies are needed even if the weights are on the meta device
             self._angles = Angles(type(model.rotary_emb)(model.config))
 
@@ -130,7 +132,8 @@ class TargetMTPNetwork(MTPHead):
             return keys[:, :, :1], values[:, :, :1]  # keeps the unused attention cheap
 
         normed, angles = layer.input_layernorm(entries), self._angles(positions, entries.dtype)
-        layer.self_attn(normed, position_embeddings=angles, attention_mask=None, past_key_values=Writing(keep))
+        cache = {self._cache_argument: Writing(keep)}
+        layer.self_attn(normed, position_embeddings=angles, attention_mask=None, **cache)
         return found[0], found[1]
 
     def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -140,8 +143,8 @@ class TargetMTPNetwork(MTPHead):
             entries,
             attention_mask=attend.visible.unsqueeze(1),
             position_ids=positions,
-            past_key_values=Writing(attend.write),
             position_embeddings=self._angles(positions, entries.dtype),
+            **{self._cache_argument: Writing(attend.write)},
         )
         return out
 
