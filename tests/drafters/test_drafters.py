@@ -1,5 +1,7 @@
+import copy
 import dataclasses
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -40,6 +42,14 @@ def test_none_proposes_the_anchor_alone(target: Target) -> None:
     assert drafter.propose(
         drafter.new_state(2, 9), torch.tensor([4, 5]), Plan(1, [SamplingParams()] * 2)
     ).tokens.tolist() == [[4], [5]]
+
+
+def test_deep_copies_share_weights_and_what_is_compiled_is_not_pickled(target: Target, tiny_drafter_dir: Path) -> None:
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    assert copy.deepcopy([target, drafter]) == [target, drafter]
+    for each in (target, drafter):
+        with pytest.raises(UsageError, match="cannot be pickled; load it anew"):
+            pickle.dumps(each)
 
 
 def make(kind: str, target: Target, folder: Path, **options: object) -> DFlashDrafter:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int64, c_void_p
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
+from blockdraft.errors import UsageError
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantized import InterleavedWeight, spans
 
@@ -219,6 +220,9 @@ class Library:
         self.inputs_dtype = torch.bfloat16 if _function(library, "is_narrow")() else torch.float32
         self.store_dtype = DTYPES[_function(library, "store_kind")()]
         self.has_integers = bool(_function(library, "has_integer_kernels")())
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError("A compiled target or drafter cannot be pickled; load it anew in the process that needs it.")
 
     def slot_size(self, head_dim: int) -> int:
         """Numbers of `store_dtype` that hold the key or the value of one head and token."""

@@ -71,6 +71,10 @@ class Drafter(Protocol):
     has_target_head: bool = False
     draft_vocab: int | None = None
 
+    def __deepcopy__(self, memo: object) -> Drafter:
+        """The drafter itself, since its weights never change, and what it knows of texts is in states."""
+        return self
+
     @property
     def kind(self) -> str:
         """Name of its kind: of the file or folder of this package that defines it."""

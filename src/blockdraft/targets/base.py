@@ -189,6 +189,10 @@ class Target(Protocol):
     can_truncate: bool = True
     draft_head: ReducedHead | None = None
 
+    def __deepcopy__(self, memo: object) -> Target:
+        """The target itself, since its weights never change, and what it knows of texts is in caches."""
+        return self
+
     @property
     def running(self) -> str:
         """How the target is run, for people: the backend, and whether compiled, exact, or with int8 weights."""
