@@ -30,6 +30,7 @@ HOLD = 16  # most cycles that a decision holds, since thinking takes time
 HOLD_GROWTH = 8  # cycles after which it holds for one more
 EXPLORE = 0.01  # share of the cycles that trials may lose
 CREDIT, DEBT = 2.0, 1.0  # cycles that they may lose to begin with, and save up; the most that is owed
+FRESH = 0.5  # cycles more that they may lose with each further number of rows, whose times are not known
 TOO_LONG = 2.5  # times the best cycle: a trial that is expected to take longer is left out
 
 
@@ -331,6 +332,7 @@ class Controller:
                 plain, curve = prior(self._costs(), round(2 ** (step / 2)), self.most_guesses, self._tree)
                 seconds = [plain, *(curve[size] for size in self._sizes)]
                 if self._times:
+                    self._credit = min(self._credit + FRESH, CREDIT)
                     factors = self._times[min(self._times, key=lambda other: abs(other - step))].correction()
                     seconds = [each * factor for each, factor in zip(seconds, factors, strict=True)]
                 self._times[step] = CycleTimes(self._sizes, seconds, self._paces[step])
