@@ -34,9 +34,7 @@ RECURRENT_FAMILIES = (
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """Layers of a model that keep a state, in the order in which they run."""
     return [
-        module
-        for module in model.modules()
-        if hasattr(module, "layer_idx") and hasattr(module, "conv_kernel_size")
+        module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "conv_kernel_size")
     ]
 
 
