@@ -116,7 +116,7 @@ def test_options_of_a_server_are_not_of_methods(blockdraft: Run) -> None:
     for words in (("--against", "http://x"), ("--concurrency", 4)):
         told = blockdraft("bench", *words).err
         assert f"{words[0]} is an option of `blockdraft bench server`, not of `blockdraft bench`; leave it out." in told
-    assert "There are no prompts" in blockdraft("bench").err
+    assert "There are no prompts; give at least one file (--prompts FILE)." in blockdraft("bench").err
 
 
 @pytest.mark.slow

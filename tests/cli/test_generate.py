@@ -378,6 +378,7 @@ def test_same_seed_same_answer(generate: Run) -> None:
         (["hello", "--drafter", "/no/such/folder"], "/no/such/folder is no drafter"),
         (["hello", "--drafter", "nonesuch"], "nonesuch is no drafter"),
         ([""], "The prompt is empty"),
+        (["hello", "--batch-size", "0"], "--batch-size is 0; it must be at least 1"),
         ([" \n"], "The prompt is empty"),
         ([], "The prompt is empty"),
         (["a" * 300], "shorten the prompt"),

@@ -47,12 +47,14 @@ def test_the_overview_groups_all_commands() -> None:
         ("give a number for block_size.", "give a number for --block-size."),
         ("leave block_size, or max_block_size, out", "leave --block-size, or max_block_size, out"),
         ("block_size.json of a/block_size/b and block_size_2", "block_size.json of a/block_size/b and block_size_2"),
+        ("kind is x; use one of a, b, or None.", "--type is x; use one of a, b, or leave it out."),
         ("threads is 1; give more threads", "--threads is 1; give more threads"),
         ("threads is 16, threads is 1.5", "threads is 16, threads is 1.5"),
     ],
 )
 def test_messages_name_options_as_they_are_typed(message: str, typed: str) -> None:
-    assert as_typed(message, {"block_size": ("--block-size", "many"), "threads": ("--threads", 1)}) == typed
+    options = {"block_size": ("--block-size", "many"), "threads": ("--threads", 1), "kind": ("--type", "x")}
+    assert as_typed(message, options) == typed
 
 
 def test_errors_of_commands_name_options_as_they_are_typed(blockdraft: Callable[..., Any]) -> None:
@@ -60,6 +62,7 @@ def test_errors_of_commands_name_options_as_they_are_typed(blockdraft: Callable[
     assert "--seed is -1; " in blockdraft("bench", "--seed", -1).err
     told = blockdraft("train", "dflash", "--eval-every", "x", "--layers", "0").err
     assert "--eval-every is 'x'; " in told and "--layers is '0'; " in told
+    assert "--format is 'nope'; " in blockdraft("export", "bundled", "--format", "nope", "--out", "x").err
 
 
 def test_every_command_has_both_helps() -> None:

@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from blockdraft.cli import app
+from blockdraft.cli import app, loading
 from blockdraft.cli.options import FieldOptions, RecordOptions, TargetOptions, extent, option, with_options
 from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import UsageError
@@ -85,6 +85,39 @@ def test_draft_vocabularies_are_read_before_targets_load(
     for words in (["generate", "hello"], ["chat"], ["serve"], ["bench", "--prompts", "prompts.jsonl"]):
         found = CliRunner().invoke(app, [*words, "--target", "bundled", "--draft-vocab", given]).exception
         assert isinstance(found, UsageError) and told in str(found)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "hello"),
+        ("chat",),
+        ("serve",),
+        ("calibrate",),
+        ("bench", "--prompts", "prompts.jsonl", "--methods", "chain"),
+        ("bench", "--prompts", "prompts.jsonl", "--methods", "nowhere:4"),
+    ],
+)
+def test_drafters_are_looked_for_before_targets_load(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("the target is loaded"))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}')
+    named = ("--drafter", "nowhere") if "nowhere:4" not in words else ()
+    found = CliRunner().invoke(app, [*words, "--target", "bundled", *named]).exception
+    assert isinstance(found, UsageError) and "nowhere is no drafter; give a folder" in str(found)
+
+
+def test_more_threads_than_processors_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loading, "load", lambda *_, **how: how["threads"])
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for threads, told in (("2", ""), ("3", "--threads is 3, more than this machine's 2 processors"), ("auto", "")):
+        assert str(TargetOptions("bundled", threads=threads).load()) == threads
+        err = capsys.readouterr().err
+        assert told in err and bool(told) == bool(err)
 
 
 def test_records() -> None:

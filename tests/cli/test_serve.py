@@ -35,7 +35,8 @@ def test_options_become_settings() -> None:
         (["--host", "0.0.0.0"], "set BLOCKDRAFT_API_KEY, or add --allow-open"),
         (["--port", "70000"], "port is 70000"),
         (["--max-batch-size", "0"], "--max-batch-size is 0"),
-        (["--temperature", "-1"], "temperature is -1"),
+        (["--temperature", "-1"], "--temperature is -1"),
+        (["--served-model-name", " "], "--served-model-name holds an empty name"),
         (["--target", "/no/such/model", "--drafter", "none"], "/no/such/model"),
     ],
 )

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from blockdraft.decode.proposal import Plan
-from blockdraft.drafters import NetworkDrafter, as_given, bundled, drafter_of, entries, for_others, load_drafter
+from blockdraft.drafters import (
+    NetworkDrafter,
+    as_given,
+    bundled,
+    check_place,
+    drafter_of,
+    entries,
+    for_others,
+    load_drafter,
+)
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.none import NoDrafter
@@ -213,6 +222,21 @@ def test_other_networks_have_no_drafter(target: Target) -> None:
         drafter_of(torch.nn.Linear(2, 2), target)
     assert not isinstance(load_drafter("none", target=target), NetworkDrafter)
     assert not isinstance(load_drafter(target.path, target=target), NetworkDrafter)  # a language model
+
+
+def test_the_place_of_a_drafter_needs_no_target(tiny_drafter_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
+    for good in ("none", "mtp", "bundled", tiny_drafter_dir, tiny_target_dir, f"prompt_lookup+{tiny_drafter_dir}"):
+        check_place(good)
+    (tmp_path / "notes.gguf").write_text("notes")
+    for bad, told in (
+        (tmp_path, "is no drafter; give a folder with config.json or one of the names"),
+        ("prompt_lookup+nowhere", "^nowhere is no drafter"),
+        ("owner/name", "If it is on the hub, fetch it: hf download owner/name"),
+        (tmp_path / "notes.gguf", "is no GGUF file"),
+        ("none+none", "names none twice"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            check_place(bad)
 
 
 def test_an_adapted_drafter_differs_only_in_what_was_asked(target: Target, tiny_drafter_dir: Path) -> None:

@@ -139,6 +139,7 @@ def bench(
         check_overwrite(out, [report.RESULTS], overwrite)
         if pictures:
             require_pictures()
+    speed.check_methods(chosen)
     loaded = run.load()
     engines = speed.load_methods(chosen, loaded, batch_size, model)
     try:
@@ -377,7 +378,7 @@ def bench_suite(
 
     from blockdraft.cli import display
     from blockdraft.evaluation.results import hardware
-    from blockdraft.evaluation.speed import load_methods
+    from blockdraft.evaluation.speed import check_methods, load_methods
     from blockdraft.evaluation.suite import measure, results
     from blockdraft.evaluation.suite.paper import model_of
     from blockdraft.evaluation.suite.reading import chosen_tasks, read_tasks
@@ -385,6 +386,7 @@ def bench_suite(
 
     tasks = chosen_tasks(suite, settings.tasks)
     prompts = read_tasks(tasks, settings.suite_data, settings.limit)
+    check_methods(chosen)
     target = run.load()
     machine = hardware(target.device)
     asked: dict[str, Any] = {

@@ -55,7 +55,7 @@ def chat(
         from blockdraft.drafters import load_drafter
         from blockdraft.engine import Conversation, chat_engine
 
-        loaded = run.load()
+        loaded = run.load(drafter)
         guesser = load_drafter(drafter, target=loaded, **model.options())
     with chat_engine(loaded, guesser, drafting) as engine:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()

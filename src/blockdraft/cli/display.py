@@ -238,11 +238,7 @@ def show_costs(console: Console, costs: Costs, block_size: int, running: str) ->
     """Print a table of cycle times; R is the time of a cycle with drafts over that of one without."""
     lines = box.SIMPLE if console.is_terminal else None
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(costs.date))
-    cycles = Table(title=f"Cycles, {running}, {when}", title_justify="left", box=lines, pad_edge=False)
-    cycles.caption, cycles.caption_justify = (
-        "R: a cycle that drafts over a plain one; drafting pays where tau > R",
-        "left",
-    )
+    cycles = Table(box=lines, pad_edge=False)
     chains = [n for n in (3, 7, 15) if n < block_size] if costs.knows(tree=False) else []
     trees = [16, 32, 64] if costs.knows(tree=True) else []
     for header in ("rows", "plain ms", *(f"R, chain of {n}" for n in chains), *(f"R, tree of {n}" for n in trees)):
@@ -250,7 +246,11 @@ def show_costs(console: Console, costs: Costs, block_size: int, running: str) ->
     for rows, plain in zip(costs.rows, costs.plain, strict=True):
         times = [costs.cycle(rows, n, tree)[n] for tree, sizes in ((False, chains), (True, trees)) for n in sizes]
         cycles.add_row(str(rows), f"{1000 * plain:.2f}", *(f"{each / plain:.2f}" for each in times))
+    # Title and caption of the table itself would break at its width, which may be small.
+    console.print(f"Cycles, {running}, {when}")
     console.print(cycles)
+    if chains or trees:
+        console.print("R: a cycle that drafts over a plain one; drafting pays where tau > R")
 
 
 def show_perplexity(console: Console, found: Perplexity) -> None:

@@ -73,6 +73,8 @@ def generate(
             "--compare and --sampled do not go together at a temperature: their tokens differ. To compare speeds, use "
             "blockdraft bench --methods none,chain,chain-sampled --temperature T."
         )
+    if batch_size is not None:
+        Settings(batch_size=batch_size)
     texts = read_prompts(prompts) if prompts else [read_prompt(prompt)]
 
     with uncollected():
@@ -82,7 +84,7 @@ def generate(
         from blockdraft.engine import Engine
 
         peak = PeakMemory() if as_json else None  # on top of what the imports take
-        loaded = run.load()
+        loaded = run.load(drafter)
         if batch_size is None and not prompts:
             batch_size = 1  # one prompt needs room for one
         rows = {} if batch_size is None else {"max_batch_size": batch_size}
@@ -165,6 +167,8 @@ def read_prompt(prompt: str | None) -> str:
             text = sys.stdin.read().removesuffix("\n")
         except UnicodeDecodeError as error:
             raise UsageError(f"Standard input is not {error.encoding} text ({error.reason}).") from error
+    if not text.strip():
+        raise UsageError("The prompt is empty; give at least one token of text.")
     return checked_text(text)
 
 

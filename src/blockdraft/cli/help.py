@@ -66,8 +66,10 @@ class Command(TyperCommand):
             raise UsageError(as_typed(str(error), self.typed(ctx))) from error
 
     def typed(self, ctx: Any) -> dict[str, tuple[str, Any]]:
-        """Flag and value of each option, by the name of what it sets."""
-        return {each.name: (each.opts[0], ctx.params.get(each.name)) for each in self.params if _flags(each)}
+        """Flag and value of each option, by the names of what it sets: the parameter's, and that in the flag."""
+        shown = {each.opts[0]: each for each in self.params if _flags(each)}
+        names = {flag.strip("-").replace("-", "_"): flag for flag in shown} | {shown[flag].name: flag for flag in shown}
+        return {name: (flag, ctx.params.get(shown[flag].name)) for name, flag in names.items()}
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         everything = ctx.meta.get(HELP_ALL) or not self.short
@@ -120,7 +122,7 @@ class Commands(TyperGroup):
 
 
 def as_typed(message: str, options: Mapping[str, tuple[str, Any]]) -> str:
-    """A message of the library in which settings have the names of their options.
+    """A message of the library in which settings have the names of their options, and no one is told to give None.
 
     Args:
         options: Flag and value by the setting's name. A name that stands before another value is that of something
@@ -130,7 +132,7 @@ def as_typed(message: str, options: Mapping[str, tuple[str, Any]]) -> str:
         its_own = rf" is (?:{re.escape(str(value))}|{re.escape(repr(value))})(?!\w|\.\d)"
         other = r"(?! is )" if "_" in name else "(?!)"
         message = re.sub(rf"(?<![\w./-]){name}(?![\w/-]|\.\w)(?:(?={its_own})|{other})", flag, message)
-    return message
+    return re.sub(r",? or None(?=[.;])", ", or leave it out", message)
 
 
 def _flags(parameter: Any) -> list[str]:

@@ -183,6 +183,7 @@ def calibrate(
     The block size and tree budget "auto" begin with these times, and learn from the cycles that run. Measure while
     nothing else runs.
     """
+    Settings(batch_size=batch_size)
     need_drafter(run.target, drafter, "--drafter prompt_lookup")
 
     from blockdraft.cli import display
@@ -190,7 +191,7 @@ def calibrate(
     from blockdraft.engine.adaptive import stored_costs
     from blockdraft.engine.adaptive.calibrate import Probe
 
-    loaded = run.load()
+    loaded = run.load(drafter)
     guesser = load_drafter(drafter, target=loaded)
     file = stored_costs.path(loaded, guesser)
     known = None if anew else stored_costs.load(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -291,13 +292,22 @@ class TargetOptions:
     round_drafters: RoundDrafter = True
     exact: Exact = False
 
-    def load(self) -> Target:
+    def load(self, drafter: str | None = None) -> Target:
+        """Load the target, once what can be known without it is checked: of `drafter`, whether it is there."""
+        from blockdraft.drafters import check_place
         from blockdraft.models import TINY, default_target
 
         how = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.target is None and default_target().is_relative_to(TINY) and sys.stderr.isatty():
             loading.tell("This is the bundled tiny model; `blockdraft pull smollm2` gets a real one (93 MB).")
-        return loading.load(how.pop("target"), **how | {"threads": extent("threads", self.threads)})
+        how["threads"] = threads = extent("threads", self.threads)
+        if drafter is not None:
+            check_place(drafter)
+        if isinstance(threads, int) and threads > (processors := os.cpu_count() or threads):
+            loading.tell(
+                f"--threads is {threads}, more than this machine's {processors} processors; it may be very slow."
+            )
+        return loading.load(how.pop("target"), **how)
 
 
 @dataclass(frozen=True)

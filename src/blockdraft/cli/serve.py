@@ -158,7 +158,7 @@ def _engine(
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
 
-    target = replace(run, backend=backend).load()
+    target = replace(run, backend=backend).load(drafter)
     remembered = settings.prefix_tokens
     return Engine(
         target,

@@ -150,6 +150,15 @@ def load_drafter(
     return whole
 
 
+def check_place(path: str | Path) -> None:
+    """Raise the UsageError of `load_drafter` for a drafter that is neither a name nor a folder or file of one. It needs
+    no target."""
+    for one in joined(path):
+        folder = Path(as_moved(one))
+        if one not in names():
+            kind_in(open_gguf(folder)) if is_gguf(folder) else _said_by_folder(folder, one)
+
+
 def names() -> set[str]:
     """Names that `load_drafter` accepts in the place of a folder."""
     return {*bundled(), *(name for name, entry in entries().items() if entry.by_name)}
@@ -256,6 +265,7 @@ __all__ = [
     "as_given",
     "bundled",
     "check_draft_vocab",
+    "check_place",
     "check_refinement",
     "drafter_of",
     "entries",

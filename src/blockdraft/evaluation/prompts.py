@@ -52,7 +52,7 @@ def read_prompt_sets(paths: Sequence[Path], limit: int | None = None) -> list[Pr
             name, or the limit is below 1.
     """
     if not paths:
-        raise UsageError("There are no prompts; give at least one file.")
+        raise UsageError("There are no prompts; give at least one file (--prompts FILE).")
     if limit is not None and limit < 1:
         raise UsageError(f"limit is {limit}; it must be at least 1.")
     sets = [PromptSet(path.stem, tuple(_read(path))[:limit]) for path in paths]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import truediv
@@ -12,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from blockdraft.drafters import Drafter, entries, load_drafter
+from blockdraft.drafters import Drafter, check_place, entries, load_drafter
 from blockdraft.engine import Completion, Engine, loops, merge
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method
@@ -129,6 +130,25 @@ class Profile:
         return sum(self.seconds.values())
 
 
+@contextmanager
+def _naming(method: Method) -> Iterator[None]:
+    """Let errors name the method."""
+    try:
+        yield
+    except ValueError as error:
+        unknown = method.drafter is not None and not Path(method.drafter).exists()
+        hint = f" Besides drafters, the methods are {CHAIN}, {SAMPLED} and {TREE}." if unknown else ""
+        raise UsageError(f"Method {method.name!r}: {error}{hint}") from error
+
+
+def check_methods(methods: Sequence[Method]) -> None:
+    """Raise a UsageError for a method that is unknown, or whose drafter is not there. It needs no target."""
+    for method in methods:
+        if method.drafter is not None:
+            with _naming(method):
+                check_place(method.drafter)
+
+
 def load_methods(
     methods: Sequence[Method], target: Target, batch_size: int, model: DraftModel | None = None
 ) -> dict[str, Engine]:
@@ -145,16 +165,12 @@ def load_methods(
     engines, model = {}, model or DraftModel()
     without_network = [name for name, entry in entries().items() if entry.by_name and entry.network is None]
     for method in methods:
-        try:
+        with _naming(method):
             if method.drafter not in drafters:
                 own = DraftModel() if method.drafter == PLAIN else model
                 own = replace(own, draft_vocab=None) if method.drafter in without_network else own
                 drafters[method.drafter] = load_drafter(method.drafter, target=target, **own.options())
             engines[method.name] = Engine(target, drafters[method.drafter], batch_size, method.drafting)
-        except ValueError as error:
-            unknown = method.drafter is not None and not Path(method.drafter).exists()
-            hint = f" Besides drafters, the methods are {CHAIN}, {SAMPLED} and {TREE}." if unknown else ""
-            raise UsageError(f"Method {method.name!r}: {error}{hint}") from error
     if model.draft_vocab is not None and drafters.keys() <= set(without_network):
         raise UsageError("draft_vocab is given, and no method has a drafter with a network; name one, or leave it out.")
     return engines

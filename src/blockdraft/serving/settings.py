@@ -84,6 +84,8 @@ class ServeSettings:
                 f"host is {self.host}, which other machines reach, and no key is set; set BLOCKDRAFT_API_KEY, or add "
                 f"--allow-open to let in everyone who reaches it."
             )
+        if not all(name.strip() for name in self.served_model_name):
+            raise UsageError("served_model_name holds an empty name; give another, or leave the option out.")
 
     @property
     def places(self) -> int:
