@@ -251,6 +251,7 @@ def test_what_earlier_cycles_left_to_do_does_not_count_as_this_ones_time(
     plans = [Plan(size, [request.params]) for size in (1, 1, 1, 8)]  # a pause, and a draft after it
     outcomes = [runner.step(rows, plan) for plan in plans]
     assert len(late) == 1 and [outcome.seconds for outcome in outcomes] == [0.0] * 4
+    assert sorted(outcome.late for outcome in outcomes) == [0.0, 0.0, 0.0, 1000.0]
     assert request.stats.total_seconds == 1000.0  # includes the pause
 
 

@@ -33,7 +33,8 @@ class Outcome(NamedTuple):
         lengths: For each row the guesses that were accepted.
         expected: For each row the guesses that the drafter expected to be accepted, where it says so.
         part: Index of the drafter that drafted, where drafters take turns.
-        seconds: Time of the cycle, without what earlier ones had left to observe.
+        seconds: Time of the cycle, without `late`.
+        late: Seconds in which the drafter observed what earlier cycles had left to it.
         invalid: Indices of rows for which no token could be chosen, since logits were not finite or the grammar allows
             none. Nothing of them was committed.
     """
@@ -44,6 +45,7 @@ class Outcome(NamedTuple):
     expected: Sequence[float] | None
     part: int
     seconds: float
+    late: float
     invalid: list[int]
 
 
@@ -225,6 +227,7 @@ class Runner:
             expected=proposal.expected,
             part=proposal.part,
             seconds=timer.total - late,
+            late=late,
             invalid=invalid,
         )
 

@@ -280,6 +280,7 @@ class Scheduler:
                 lengths=outcome.lengths,
                 expected=outcome.expected,
                 seconds=outcome.seconds,
+                late=outcome.late,
                 part=outcome.part,
             )
 

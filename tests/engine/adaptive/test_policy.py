@@ -394,14 +394,15 @@ class Trials:
         while not self.found._paused:
             self.cycle()
 
-    def cycle(self, accepted: float = 0.0, slower: float = 1.0) -> int:
-        """Runs a cycle in which this share of guesses is accepted, and which takes longer if it is a trial; returns
-        the guesses."""
+    def cycle(self, accepted: float = 0.0, slower: float = 1.0, late: float = 0.0) -> int:
+        """Runs a cycle in which this share of guesses is accepted, and which takes longer if it is a trial, after so
+        many seconds to catch up; returns the guesses."""
         plan = self.found.plan(self.requests)
         assert self.found._decision is not None
         guesses = plan.block_size - 1
         seconds = PAIR.seconds(1, guesses or None) * (slower if self.found._decision.trial else 1.0)
-        self.found.learn(self.requests, plan, guesses, [guesses], [int(accepted * guesses)], seconds=seconds)
+        lengths, late = [int(accepted * guesses)], late if guesses else 0.0
+        self.found.learn(self.requests, plan, guesses, [guesses], lengths, seconds=seconds, late=late)
         return guesses
 
 
@@ -410,6 +411,21 @@ def test_what_trials_lose_is_made_up_for_before_the_next() -> None:
     cycles = [trials.cycle() for _ in range(2000)]
     lost = sum(PAIR.seconds(1, guesses) / PAIR.seconds(1, None) - 1 for guesses in cycles if guesses)
     assert 0.5 * EXPLORE * 2000 < lost < 1.2 * EXPLORE * 2000 + CREDIT
+
+
+def test_what_a_drafter_is_told_before_a_trial_is_part_of_its_loss() -> None:
+    plain = PAIR.seconds(1, None)
+    at_once, later = Trials(), Trials()
+    tried = [sum(trials.cycle(late=late) > 0 for _ in range(2000)) for trials, late in ((at_once, 0.0), (later, plain))]
+    assert 0 < tried[1] < 0.7 * tried[0] and tried[1] < 1.2 * EXPLORE * 2000 + CREDIT
+
+
+def test_catching_up_does_not_end_what_pays() -> None:
+    trials = Trials()
+    trials.found._credit = CREDIT
+    while not trials.cycle(accepted=0.15, late=PAIR.seconds(1, None)):  # it gains a tenth of a cycle, and loses one
+        pass
+    assert 0 < trials.found._credit < CREDIT - 0.8 and not trials.found._tried  # the next may be one, too
 
 
 def test_after_a_trial_that_lost_there_are_other_cycles_and_after_one_that_paid_the_next() -> None:

@@ -73,12 +73,13 @@ class JointController(Controller):
         expected: Sequence[float] | None = None,
         seconds: float | None = None,
         part: int = 0,
+        late: float = 0.0,
     ) -> None:
         none, plain = [0] * len(requests), Plan(1, plan.params)
         plans = dict(plan.turns)
         for index, each in enumerate(self._each):
             if index == part and index in plans:
-                each.learn(requests, plans[index], guesses, deepest, lengths, expected, seconds)
+                each.learn(requests, plans[index], guesses, deepest, lengths, expected, seconds, late=late)
             elif not plan.turns or (not guesses and part in self._free):  # a look that found nothing is next to plain
                 each.learn(requests, plain, 0, none, none, None, seconds)
 

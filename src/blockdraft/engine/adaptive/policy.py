@@ -277,6 +277,7 @@ class Controller:
         expected: Sequence[float] | None = None,
         seconds: float | None = None,
         part: int = 0,
+        late: float = 0.0,
     ) -> None:
         """Take in what a cycle yielded.
 
@@ -289,6 +290,7 @@ class Controller:
             expected: For each request the guesses that the drafter expected to be accepted, where it says so.
             seconds: Time that the cycle took, where it is known.
             part: Index of the drafter that drafted, where drafters take turns.
+            late: Further seconds in which the drafter was told of cycles that did not draft.
         """
         decision, known = self._decision, self._acceptance
         if decision is None:
@@ -322,6 +324,7 @@ class Controller:
             cost = min(cost, times.at(times.expected(), drafted))
             lost = cost / decision.seconds - tokens / decision.tokens
         self._tried = decision.trial and not (self._paused and lost <= 0)  # drafting that pays again goes on at once
+        lost += late / decision.seconds  # once, so it does not tell whether drafting pays
         self._credit = min(max(self._credit + EXPLORE - lost, -DEBT), CREDIT)
 
     def _times_of(self, rows: int) -> CycleTimes:
