@@ -6,7 +6,8 @@ stores their inputs. `commit` runs these layers alone once more, over the accept
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -62,6 +63,25 @@ class OnePast:
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
+
+    # Releases before 5.21 ask otherwise, and look into the cache's layers.
+
+    record_past = False
+
+    def has_previous_state(self, layer_idx: int = 0, state_idx: int = 0) -> bool:
+        return self._convolution is not None
+
+    @property
+    def layers(self) -> Mapping[int, OnePast]:
+        return defaultdict(lambda: self)
+
+    @property
+    def conv_states(self) -> Sequence[Tensor | None]:
+        return (self._convolution,)
+
+    @property
+    def recurrent_states(self) -> Sequence[Tensor | None]:
+        return (self._recurrence,)
 
     def update_conv_state(self, new: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int) -> Tensor:
         if self._convolution is None:

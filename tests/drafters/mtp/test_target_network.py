@@ -161,11 +161,13 @@ def expected(published: Published, text: list[int], count: int) -> Tensor:
         rows = (torch.cat([norm("enorm", embedded), norm("hnorm", states)], dim=-1) @ around["eh_proj"].T)[None]
         positions = torch.arange(rows.size(1))[None]
         seen = torch.ones(rows.size(1), rows.size(1)).tril().log()[None, None]  # 0 or -inf
+        rotary = whole.model.rotary_emb
+        places = positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions
         out = whole.model.layers[LAYERS](
             rows,
             attention_mask=seen,
             position_ids=positions,
-            position_embeddings=whole.model.rotary_emb(rows, positions),
+            position_embeddings=rotary(rows, places),
         )
         normed = norm("shared_head.norm", out[0, -1])
         found.append(whole.lm_head(normed))
