@@ -16,6 +16,7 @@ from blockdraft.drafters.draft_lm import DraftLMDrafter
 from blockdraft.engine import Engine
 from blockdraft.targets import Target
 from blockdraft.targets.hf import HFTarget
+from blockdraft.targets.hf_states import OnePast
 from blockdraft.types import Drafting, RequestDrafting, SamplingParams
 
 QUICK = ("qwen3_5_text", "bamba")
@@ -32,6 +33,16 @@ def paths(parents: Sequence[int]) -> list[list[int]]:
     for node, parent in enumerate(parents):
         found.append([*(found[parent] if parent >= 0 else []), node])
     return found
+
+
+def test_a_state_is_where_releases_before_5_21_look_for_it() -> None:
+    past = OnePast(None)
+    assert not past.has_previous_state() and not past.layers[3].record_past
+    past.update_conv_state(torch.ones(1, 2, 5), 3, conv_kernel_size=4)
+    past.update_recurrent_state(torch.ones(1, 2), 3)
+    assert past.has_previous_state(3, state_idx=0)
+    assert past.layers[3].conv_states[0] is past.state.convolution
+    assert past.layers[3].recurrent_states[0] is past.state.recurrence
 
 
 @EVERY_FAMILY
