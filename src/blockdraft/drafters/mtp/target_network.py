@@ -85,7 +85,7 @@ class Angles:
         self._module = module
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if hasattr(self._module, "mrope_section"):  # time, height and width; releases 5.16 to 5.18 want all three
+        if hasattr(self._module, "mrope_section"):  # time, height and width; releases before 5.19 want all three
             positions = positions.expand(3, -1, -1)
         like = torch.empty(0, dtype=dtype, device=positions.device)
         found: tuple[Tensor, Tensor] = self._module.to(positions.device)(like, positions)
