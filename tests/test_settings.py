@@ -50,6 +50,7 @@ def test_file_then_flags(tmp_path: Path) -> None:
         ("schedule", "wsd", "wsd"),
         ("steps", "none", None),
         ("trackers", "", ()),
+        ("round-bits", "4", 4),
     ],
 )
 def test_flags(name: str, text: str, value: object) -> None:
@@ -67,6 +68,7 @@ def test_flags(name: str, text: str, value: object) -> None:
         ({"warmup": "2"}, "warmup is '2'; it must be at most 1"),
         ({"objective": "decay=-1,dpace=1"}, "objective is 'decay=-1,dpace=1'; it must be at least 0"),
         ({"learning_rate": "nan"}, "learning_rate is 'nan'"),
+        ({"round_bits": "5"}, "round_bits is '5'; it must be 4 or 8"),
         ({"compile": "perhaps"}, "compile is 'perhaps'; it must be true or false"),
     ],
 )

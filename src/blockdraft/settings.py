@@ -140,6 +140,8 @@ def from_text(kind: type, name: str, text: str) -> Any:
     readings: list[Any] = [None if text.lower() == "none" else text, parts, table]
     if text.strip().isdecimal() and any(get_args(one)[:1] == (int,) for one in get_args(hint)):
         del readings[1:]  # if the field takes numbers too, a list of one needs a comma or brackets
+    if text.strip().isdecimal():
+        readings.append(int(text))  # one of a few numbers is not read from text
     for value in readings:
         try:
             return adapter.validate_python(value)

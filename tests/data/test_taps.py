@@ -1,17 +1,20 @@
 """Choice of tapped layers, and their states."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from some_features import LENGTHS, TAPS, alone
+from torch import Tensor
 
+from blockdraft.data import taps
 from blockdraft.data.documents import TokenData
 from blockdraft.data.settings import FeatureSettings
 from blockdraft.data.taps import chosen_taps, tapped_features
 from blockdraft.decode.proposal import chain
 from blockdraft.settings import from_text
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target, TargetOutput, load_target
 
 
 def test_tapped_features_are_the_layers_outputs(target: Target, data: TokenData) -> None:
@@ -19,6 +22,23 @@ def test_tapped_features_are_the_layers_outputs(target: Target, data: TokenData)
     assert [tuple(one.shape) for one in found] == [(length, 2 * target.hidden_size) for length in LENGTHS]
     for i, one in enumerate(found):
         torch.testing.assert_close(one, alone(target, data, i), atol=1e-4, rtol=1e-4)
+
+
+def test_forwards_on_a_cpu_take_few_documents_of_like_length(
+    target: Target, data: TokenData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(taps, "CPU_TOKENS", 25)
+    shapes, forward = list[tuple[int, ...]](), target.forward
+
+    def watched(tokens: Tensor, *rest: Any, **named: Any) -> TargetOutput:
+        shapes.append(tuple(tokens.shape))
+        return forward(tokens, *rest, **named)
+
+    monkeypatch.setattr(target, "forward", watched)
+    found = tapped_features(target, TAPS, [one.tokens for one in data])
+    assert [len(one) for one in found] == list(LENGTHS)
+    assert len(shapes) > 1 and all(rows == 1 or rows * width <= 25 for rows, width in shapes), shapes
+    assert sum(rows for rows, _ in shapes) == len(LENGTHS)
 
 
 def test_how_many_taps_and_which_a_small_target_has() -> None:
@@ -51,9 +71,9 @@ def test_taps(target: Target, data: TokenData) -> None:
     for text in ("", "x", "1,x", ","):
         with pytest.raises(ValueError, match="it must be a whole number"):
             chosen_taps(from_text(FeatureSettings, "taps", text), 8)
-    for taps in ((4,), (-1,), ()):
+    for wrong in ((4,), (-1,), ()):
         with pytest.raises(ValueError, match="the target has 3 layers; name one or more of 0 to 2, or 3 for"):
-            tapped_features(target, taps, [data[0].tokens])
+            tapped_features(target, wrong, [data[0].tokens])
     with pytest.raises(ValueError, match=r"has 300 tokens and the target's context is 256"):
         tapped_features(target, TAPS, [torch.zeros(300, dtype=torch.int64)])
 

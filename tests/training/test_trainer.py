@@ -432,6 +432,21 @@ def test_bfloat16_trains_float32_weights(run: Run, tmp_path: Path) -> None:
     assert state is not None and {tensor.dtype for tensor in state["network"].values()} == {torch.float32}
 
 
+def test_weights_are_rounded_in_every_other_step(run: Run, tmp_path: Path) -> None:
+    changes = {"steps": "3", "eval_prompts": "0", "dtype": "float32"}
+    plain = run(tmp_path / "plain", **changes)
+    few = run(tmp_path / "few", **changes, round_bits="4")
+    many = run(tmp_path / "many", **changes, round_bits="8")
+    assert few[0]["loss"] == many[0]["loss"] == plain[0]["loss"]
+    assert abs(few[1]["loss"] - plain[1]["loss"]) > 4 * abs(many[1]["loss"] - plain[1]["loss"]) > 0
+    # What is measured and written is not rounded.
+    assert few[2]["held_out_loss"] == pytest.approx(plain[2]["held_out_loss"], rel=0.05)
+    one = weights(tmp_path / "few")["layers.0.self_attn.q_proj.weight"]
+    assert len(one[0].unique()) == one.size(1)
+    with pytest.raises(ValueError, match="round_bits is '5'; it must be 4 or 8"):
+        run(tmp_path / "odd", round_bits="5")
+
+
 @pytest.mark.parametrize("clip", [0.01, 0.0])
 def test_the_optimiser_gets_clipped_gradients_and_the_scheduled_rate(
     clip: float, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -544,6 +559,7 @@ def test_what_does_not_fit_is_refused_at_the_start(
         mask_token_id="2",
     )
     refused("ends answers", mask_token_id="2")
+    refused("round_bits is 4, and the drafter has layers of 20 inputs", round_bits="4", intermediate_size="20")
     refused("no folder made by|does not exist", features=str(tmp_path / "nowhere"))
     refused("'nll' is unknown", objective="nll=1")
     refused("holds no draft|cannot be read|absent", init=str(tmp_path / "nowhere"))
@@ -726,6 +742,7 @@ def test_two_processes_have_the_loss_of_one(
 ) -> None:
     # In float32 whatever the processor, so that sums in another order hardly differ.
     changes = {"objective": "decay=0.5,dpace=0.25,forward_kl=0.25", "optimizer": optimizer, "dtype": "float32"}
+    changes |= {"round_bits": "8"}
     # On CPUs too, Accelerate's launcher starts several processes when told that they are many "GPUs".
     kinds = {"ddp": ("--multi_gpu",), "fsdp2": ("--use_fsdp", "--fsdp_version", "2")}
     # Some free port: two of these tests may run at once.

@@ -23,7 +23,7 @@ from torch import Tensor
 from blockdraft.data.documents import TokenData
 from blockdraft.data.folder import check_free, make_folder, read_manifest, write_file
 from blockdraft.data.settings import FeatureSettings
-from blockdraft.data.taps import check_taps, tapped_features
+from blockdraft.data.taps import batches, check_taps, tapped_features
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.folders import held
 from blockdraft.targets import Target, target_fingerprint
@@ -274,17 +274,6 @@ def plan_features(
     disk = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.exists())
     need = sum(map(sum, missing)) * width
     return FeatureCache(folder, target, data, settings, manifest, need, shutil.disk_usage(disk).free)
-
-
-def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Group indices by similar lengths. A group has at most `most` tokens, padding included, or a single document."""
-    group: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if group and lengths[group[0]] * (len(group) + 1) > most:
-            yield group
-            group = []
-        group.append(i)
-    yield group
 
 
 def size(count: int) -> str:

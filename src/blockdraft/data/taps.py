@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +11,11 @@ from blockdraft.decode.proposal import chain
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 
+CPU_TOKENS = 1024  # of a forward on a CPU, padding included; what larger ones compute leaves its caches
+
 
 def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor]) -> list[Tensor]:
-    """Compute the features of some documents, in one target forward over all of them and without gradients.
+    """Compute the features of some documents without gradients, on a GPU in one target forward over all of them.
 
     Args:
         taps: 0-based layers whose outputs are read; `target.num_layers` is the input of the head.
@@ -21,7 +23,7 @@ def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor
 
     Returns:
         `[S, m * H]` for each document, in the target's dtype and on its device, with the m taps side by side in their
-        order. They share the memory of the padded batch.
+        order. Those of a forward share the memory of its padded batch.
 
     Raises:
         UsageError: The target lacks a tapped layer, or a document is longer than its context.
@@ -33,11 +35,30 @@ def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor
             f"A document has {longest} tokens and the target's context is {target.max_context}; make the data again "
             f"with --length {target.max_context}."
         )
-    padded = torch.zeros(len(tokens), longest, dtype=torch.int64)
+    found: dict[int, Tensor] = {}
+    for group in batches(list(map(len, tokens)), CPU_TOKENS if target.device.type == "cpu" else None):
+        found |= zip(group, _of_one_forward(target, taps, [tokens[i] for i in group]), strict=True)
+    return [found[i] for i in range(len(tokens))]
+
+
+def batches(lengths: Sequence[int], most: int | None) -> Iterator[list[int]]:
+    """Group indices by similar lengths. A group has at most `most` tokens, padding included, or a single document; None
+    makes one group of all."""
+    group: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if group and most is not None and lengths[group[0]] * (len(group) + 1) > most:
+            yield group
+            group = []
+        group.append(i)
+    yield group
+
+
+def _of_one_forward(target: Target, taps: Sequence[int], tokens: Sequence[Tensor]) -> list[Tensor]:
+    padded = torch.zeros(len(tokens), max(map(len, tokens)), dtype=torch.int64)
     for row, document in zip(padded, tokens, strict=True):
         row[: len(document)] = document
     proposal = chain(padded.to(target.device))
-    cache = target.new_cache(len(tokens), longest)
+    cache = target.new_cache(*padded.shape)
     first = torch.zeros(
         len(tokens), dtype=torch.int64, device=target.device
     )  # no logits are needed; one is the minimum

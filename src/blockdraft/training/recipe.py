@@ -47,6 +47,9 @@ class Recipe:
         seed: Seed of initial weights, order, anchors and the choice of held-out documents.
         dtype: Arithmetic of the draft network. "auto" is bfloat16 on a GPU and on a CPU with instructions for it
             (AVX512-BF16, AMX), and float32 elsewhere. Trained weights are float32 in any case.
+        round_bits: Bits, 4 or 8, to which the weights are rounded in every other step, so that the drafter guesses
+            well both with its own weights and with those that it has on a CPU beside a target of so many bits. None
+            rounds none.
         save_dtype: Type of the weights that are written.
         accumulation: Batches of each process that make up a step.
         chunk: Blocks whose logits exist at the same time.
@@ -84,6 +87,7 @@ class Recipe:
     clip: Amount = 1.0
     seed: Natural = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    round_bits: Literal[4, 8] | None = None
     save_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     accumulation: Count = 1
     chunk: Count = 128

@@ -39,6 +39,7 @@ from blockdraft.training.metrics import (
 from blockdraft.training.optimizers import make_optimizers, set_rate
 from blockdraft.training.progress import Progress, RunLog, draw_curves, run_folder
 from blockdraft.training.recipe import Recipe
+from blockdraft.training.rounded_weights import check_roundable, rounded_weights
 from blockdraft.training.schedule import Schedule
 from blockdraft.training.variant import find_variant
 from blockdraft.types import Prompt
@@ -178,6 +179,8 @@ class Trainer:
         network = self.variant.network(self.config, vocabulary).to(target.device)
         self.variant.fit_data(network, data)
         self.variant.fit_head(network, target)
+        if recipe.round_bits is not None:
+            check_roundable(network, recipe.round_bits)
         if note := preflight.init_note(recipe, target):
             progress.note(note)
         if accelerator.is_main_process:
@@ -326,7 +329,8 @@ class Trainer:
         set_rate(self.optimizers, share)
         weights = total_weights(self.variant, [batch])
         try:
-            with self.stops.deferred(processes > 1):  # several processes stop together, between steps
+            # Several processes stop together, between steps.
+            with self._rounding(done), self.stops.deferred(processes > 1):
                 found = self._gradients(batch, weights)
         except Stopped:
             if processes == 1:
@@ -341,6 +345,11 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return {"rate": share, "gradient_norm": float(norm), **metrics}
+
+    def _rounding(self, done: int) -> contextlib.AbstractContextManager[None]:
+        """Round the weights, as the recipe says, for the step that `done` steps came before."""
+        bits = self.recipe.round_bits
+        return contextlib.nullcontext() if bits is None or done % 2 == 0 else rounded_weights(self.module, bits)
 
     def _gradients(self, batch: Batch, weights: Sequence[float]) -> list[Sums]:
         """Run forward and backward over this process's rows of a batch, and return the sums of each part."""

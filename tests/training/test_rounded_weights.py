@@ -1,0 +1,96 @@
+"""Weights that are rounded in training: to what, for how long, and what it is good for."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blockdraft import load_drafter, load_target
+from blockdraft.nn.rounding import rounded
+from blockdraft.training.rounded_weights import check_roundable, rounded_weights
+
+
+def some_network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(48, 32), nn.SiLU(), nn.Linear(32, 24, bias=False), nn.LayerNorm(24))
+
+
+def own(network: nn.Module) -> list[Tensor]:
+    return [each.detach().clone() for each in network.parameters()]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_linear_layers_are_rounded_meanwhile_and_get_the_gradients_of_what_they_were(bits: int) -> None:
+    network, twin, x = some_network(), some_network(), torch.randn(5, 48)
+    before = own(network)
+    for name, layer in twin.named_children():
+        if isinstance(layer, nn.Linear):
+            near = rounded(layer.weight.detach(), bits, 16 if name == "0" else 32, shares=(1.0, 0.9)).dequantize()
+            assert not torch.equal(near, layer.weight)
+            layer.weight.data = near
+    twin(x).square().sum().backward()
+    with rounded_weights(network, bits):
+        assert all(torch.equal(a, b) for a, b in zip(network.parameters(), twin.parameters(), strict=True))
+        network(x).square().sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), before, strict=True))
+    for ours, theirs in zip(network.parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad)
+
+
+def test_an_error_leaves_the_weights_as_they_were() -> None:
+    network = some_network()
+    before = own(network)
+    with pytest.raises(KeyError), rounded_weights(network, 4):
+        raise KeyError
+    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), before, strict=True))
+
+
+def test_learning_with_rounded_weights_makes_them_bear_it() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(256, 6) @ torch.randn(6, 48)  # related inputs, among which errors of rounding can cancel out
+    wanted = x @ torch.randn(48, 32) / 7
+
+    def loss(network: nn.Module) -> Tensor:
+        return (network(x) - wanted).square().mean()
+
+    unrounded, then_rounded, steps = {}, {}, 400
+    for every in (None, 2, 1):
+        torch.manual_seed(1)
+        network = nn.Linear(48, 32)
+        optimizer = torch.optim.Adam(network.parameters(), 3e-3)
+        falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+        for step in range(steps):
+            with rounded_weights(network, 4) if every and step % every == 0 else nullcontext():
+                loss(network).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            falling.step()
+        with torch.no_grad():
+            unrounded[every] = float(loss(network))
+            with rounded_weights(network, 4):
+                then_rounded[every] = float(loss(network))
+    assert then_rounded[2] < 0.7 * then_rounded[None], then_rounded
+    assert unrounded[2] < 0.7 * unrounded[1], unrounded  # and every other step leaves the unrounded ones useful
+
+
+def test_layers_that_are_never_rounded_are_refused() -> None:
+    check_roundable(some_network(), 4)
+    with pytest.raises(ValueError, match="round_bits is 4, and the drafter has layers of 6, 12 inputs, no multi"):
+        check_roundable(nn.Sequential(nn.Linear(12, 6), nn.Linear(6, 12), nn.Linear(16, 12)), 4)
+
+
+@pytest.mark.slow
+def test_they_are_rounded_as_those_of_drafters_beside_such_a_target() -> None:
+    compiled, plain = (
+        load_drafter(target=load_target(dtype="float32", device="cpu", quantize=quantize, compile=compile)).network
+        for quantize, compile in (("int4", "on"), (None, "off"))
+    )
+    network, compared = nn.ModuleList([plain]), 0
+    theirs = compiled.state_dict()
+    with rounded_weights(network, 4):
+        for name, layer in plain.named_modules():
+            if isinstance(layer, nn.Linear):
+                torch.testing.assert_close(theirs[f"{name}.weight"], layer.weight.data, rtol=0, atol=1e-6)
+                compared += 1
+    assert compared > 10
