@@ -8,12 +8,18 @@ from torch import Tensor, nn
 
 from blockdraft import load_drafter, load_target
 from blockdraft.nn.rounding import rounded
-from blockdraft.training.rounded_weights import check_roundable, rounded_weights
+from blockdraft.targets import Target
+from blockdraft.training.rounded_weights import rounded_layers, rounded_weights
+from blockdraft.training.variant import find_variant, variant_names
 
 
 def some_network(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(48, 32), nn.SiLU(), nn.Linear(32, 24, bias=False), nn.LayerNorm(24))
+
+
+def linear(network: nn.Module) -> list[nn.Linear]:
+    return [each for each in network.modules() if isinstance(each, nn.Linear)]
 
 
 def own(network: nn.Module) -> list[Tensor]:
@@ -30,7 +36,7 @@ def test_linear_layers_are_rounded_meanwhile_and_get_the_gradients_of_what_they_
             assert not torch.equal(near, layer.weight)
             layer.weight.data = near
     twin(x).square().sum().backward()
-    with rounded_weights(network, bits):
+    with rounded_weights(linear(network), bits):
         assert all(torch.equal(a, b) for a, b in zip(network.parameters(), twin.parameters(), strict=True))
         network(x).square().sum().backward()
     assert all(torch.equal(a, b) for a, b in zip(network.parameters(), before, strict=True))
@@ -41,7 +47,7 @@ def test_linear_layers_are_rounded_meanwhile_and_get_the_gradients_of_what_they_
 def test_an_error_leaves_the_weights_as_they_were() -> None:
     network = some_network()
     before = own(network)
-    with pytest.raises(KeyError), rounded_weights(network, 4):
+    with pytest.raises(KeyError), rounded_weights(linear(network), 4):
         raise KeyError
     assert all(torch.equal(a, b) for a, b in zip(network.parameters(), before, strict=True))
 
@@ -58,26 +64,68 @@ def test_learning_with_rounded_weights_makes_them_bear_it() -> None:
     for every in (None, 2, 1):
         torch.manual_seed(1)
         network = nn.Linear(48, 32)
+        layers = [network]
         optimizer = torch.optim.Adam(network.parameters(), 3e-3)
         falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
         for step in range(steps):
-            with rounded_weights(network, 4) if every and step % every == 0 else nullcontext():
+            with rounded_weights(layers, 4) if every and step % every == 0 else nullcontext():
                 loss(network).backward()
             optimizer.step()
             optimizer.zero_grad()
             falling.step()
         with torch.no_grad():
             unrounded[every] = float(loss(network))
-            with rounded_weights(network, 4):
+            with rounded_weights(layers, 4):
                 then_rounded[every] = float(loss(network))
     assert then_rounded[2] < 0.7 * then_rounded[None], then_rounded
     assert unrounded[2] < 0.7 * unrounded[1], unrounded  # and every other step leaves the unrounded ones useful
 
 
+def test_weights_that_are_not_finite_are_left_for_the_loss_to_tell() -> None:
+    network = some_network()
+    with torch.no_grad():
+        network[0].weight[3, 5] = torch.nan
+    before = own(network)
+    with rounded_weights(linear(network), 4):
+        assert not bool(network(torch.ones(1, 48)).isfinite().all())
+    for ours, theirs in zip(network.parameters(), before, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
 def test_layers_that_are_never_rounded_are_refused() -> None:
-    check_roundable(some_network(), 4)
+    some = some_network()
+    assert rounded_layers(some, lambda name: name == "2", 4) == [some[2]]
+    odd = nn.Sequential(nn.Linear(12, 6), nn.Linear(6, 12), nn.Linear(16, 12))
     with pytest.raises(ValueError, match="round_bits is 4, and the drafter has layers of 6, 12 inputs, no multi"):
-        check_roundable(nn.Sequential(nn.Linear(12, 6), nn.Linear(6, 12), nn.Linear(16, 12)), 4)
+        rounded_layers(odd, lambda name: name == "2", 4)  # one odd layer, and drafters are loaded unrounded
+    with pytest.raises(ValueError, match="round_bits is 8, and drafters of this kind are never rounded; leave"):
+        rounded_layers(some, lambda name: False, 8)
+
+
+@pytest.fixture(scope="module")
+def beside_four_bits() -> Target:
+    return load_target(dtype="float32", device="cpu", quantize="int4", compile="on")
+
+
+@pytest.mark.parametrize("kind", variant_names())
+def test_what_is_rounded_in_training_is_what_is_rounded_where_a_drafter_is_loaded(
+    kind: str, beside_four_bits: Target
+) -> None:
+    found = find_variant(kind)
+    variant = found(found.recipe_class())
+    network = variant.network(variant.config(beside_four_bits))
+    for name, parameter in network.named_parameters():
+        if parameter.ndim == 2 and not bool(parameter.any()):
+            nn.init.normal_(parameter, std=0.02)  # zeros are the same, rounded or not
+    before = {name: each.clone() for name, each in network.state_dict().items()}
+    names = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    runner = beside_four_bits.runner(network, owned=True)
+    assert (runner.compile_reason is None) == (kind != "peagle")
+    after = network.state_dict()
+    weights = {name: (before[f"{name}.weight"], after[f"{name}.weight"]) for name in names}
+    # Unrounded weights are stored in bfloat16.
+    few_bits = {name for name, (was, now) in weights.items() if not torch.allclose(was, now, rtol=1e-2, atol=0)}
+    assert few_bits == {name for name in names if variant.is_rounded(name)}
 
 
 @pytest.mark.slow
@@ -88,7 +136,7 @@ def test_they_are_rounded_as_those_of_drafters_beside_such_a_target() -> None:
     )
     network, compared = nn.ModuleList([plain]), 0
     theirs = compiled.state_dict()
-    with rounded_weights(network, 4):
+    with rounded_weights(linear(network), 4):
         for name, layer in plain.named_modules():
             if isinstance(layer, nn.Linear):
                 torch.testing.assert_close(theirs[f"{name}.weight"], layer.weight.data, rtol=0, atol=1e-6)

@@ -30,7 +30,7 @@ from blockdraft.formats.gguf.drafter import gguf_trained_for
 from blockdraft.models import bundled_drafter, known
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, target_fingerprint
-from blockdraft.training import checkpoints, feature_sources, preflight, trainer
+from blockdraft.training import checkpoints, feature_sources, preflight, rounded_weights, trainer
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.feature_sources import FOLDER
 from blockdraft.training.graceful_shutdown import FINISH, Stopped, StopSignals
@@ -171,15 +171,16 @@ def test_checkpoints_are_written_by_time_too(run: Run, tmp_path: Path, monkeypat
 def test_a_signal_saves_what_was_learned(
     place: str, number: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a step, whose start is saved, or while its metrics are logged, which are kept."""
-    rare = {"save_every": "0", "save_minutes": "0", "eval_prompts": "0"}
+    """In the middle of a step, here one of rounded weights, whose start is saved, or while its metrics are logged,
+    which are kept."""
+    rare = {"save_every": "0", "save_minutes": "0", "eval_prompts": "0", "round_bits": "4"}
     whole = run(tmp_path / "whole", **rare)
     calls, where = [0], (Trainer, "_forward") if place == "forward" else (RunLog, "add")
     original = getattr(*where)
 
     def stop(*arguments: Any) -> Any:
         calls[0] += 1
-        if calls[0] == 3:
+        if calls[0] == 2:
             signal.raise_signal(number)
         return original(*arguments)
 
@@ -192,11 +193,35 @@ def test_a_signal_saves_what_was_learned(
     assert stopped.value.exit_status == 128 + number and signal.getsignal(number) is before
     assert any("stops once its state is saved" in note for note in notes) == (place == "between")
     state = checkpoints.newest(run_folder(tmp_path / "stopped") / "checkpoints")
-    assert state is not None and state["step"] == (2 if place == "forward" else 3)
+    assert state is not None and state["step"] == (1 if place == "forward" else 2)
     lines = run(tmp_path / "stopped", **rare)
     assert same(tmp_path / "whole", tmp_path / "stopped")
     timeless = [[{k: v for k, v in line.items() if k != "tokens_per_second"} for line in one] for one in (whole, lines)]
     assert timeless[0] == timeless[1]
+
+
+def test_a_second_signal_saves_no_rounded_weights(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while the weights of a rounded step, which the first signal ended, become what they were."""
+    forward, put, calls = Trainer._forward, rounded_weights._set, list[str]()
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append("forward")
+        if len(calls) > 1:
+            signal.raise_signal(signal.SIGINT)
+        return forward(*arguments)
+
+    def interrupted_later(weights: Any, values: Any) -> None:
+        calls.append("set")
+        if len(calls) > 3:
+            signal.raise_signal(signal.SIGINT)
+        put(weights, values)
+
+    monkeypatch.setattr(Trainer, "_forward", interrupted)
+    monkeypatch.setattr(rounded_weights, "_set", interrupted_later)
+    with pytest.raises(Stopped):
+        run(tmp_path / "drafter", save_every="0", save_minutes="0", round_bits="4")
+    assert calls == ["forward", "set", "forward", "set"]
+    assert checkpoints.newest(run_folder(tmp_path / "drafter") / "checkpoints") is None
 
 
 @pytest.mark.slow
@@ -560,6 +585,7 @@ def test_what_does_not_fit_is_refused_at_the_start(
     )
     refused("ends answers", mask_token_id="2")
     refused("round_bits is 4, and the drafter has layers of 20 inputs", round_bits="4", intermediate_size="20")
+    refused("round_bits is 4, and drafters of this kind are never rounded", variant="medusa", round_bits="4")
     refused("no folder made by|does not exist", features=str(tmp_path / "nowhere"))
     refused("'nll' is unknown", objective="nll=1")
     refused("holds no draft|cannot be read|absent", init=str(tmp_path / "nowhere"))
@@ -743,6 +769,8 @@ def test_two_processes_have_the_loss_of_one(
     # In float32 whatever the processor, so that sums in another order hardly differ.
     changes = {"objective": "decay=0.5,dpace=0.25,forward_kl=0.25", "optimizer": optimizer, "dtype": "float32"}
     changes |= {"round_bits": "8"}
+    if kind == "fsdp2":  # nothing is written between an evaluation and a step of rounded weights
+        changes |= {"eval_prompts": "0"}
     # On CPUs too, Accelerate's launcher starts several processes when told that they are many "GPUs".
     kinds = {"ddp": ("--multi_gpu",), "fsdp2": ("--use_fsdp", "--fsdp_version", "2")}
     # Some free port: two of these tests may run at once.

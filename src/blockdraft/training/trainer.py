@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from accelerate import Accelerator
+from torch.distributed.fsdp import FSDPModule
 
 from blockdraft.data.documents import TokenData
 from blockdraft.drafters import entries
@@ -39,7 +40,7 @@ from blockdraft.training.metrics import (
 from blockdraft.training.optimizers import make_optimizers, set_rate
 from blockdraft.training.progress import Progress, RunLog, draw_curves, run_folder
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.rounded_weights import check_roundable, rounded_weights
+from blockdraft.training.rounded_weights import rounded_layers, rounded_weights
 from blockdraft.training.schedule import Schedule
 from blockdraft.training.variant import find_variant
 from blockdraft.types import Prompt
@@ -179,8 +180,8 @@ class Trainer:
         network = self.variant.network(self.config, vocabulary).to(target.device)
         self.variant.fit_data(network, data)
         self.variant.fit_head(network, target)
-        if recipe.round_bits is not None:
-            check_roundable(network, recipe.round_bits)
+        bits = recipe.round_bits
+        self.rounded = [] if bits is None else rounded_layers(network, self.variant.is_rounded, bits)
         if note := preflight.init_note(recipe, target):
             progress.note(note)
         if accelerator.is_main_process:
@@ -328,15 +329,18 @@ class Trainer:
         share = self.schedule.rate(done)
         set_rate(self.optimizers, share)
         weights = total_weights(self.variant, [batch])
-        try:
-            # Several processes stop together, between steps.
-            with self._rounding(done), self.stops.deferred(processes > 1):
-                found = self._gradients(batch, weights)
-        except Stopped:
-            if processes == 1:
-                self.module.zero_grad()
-                self._save_and_stop(done)  # the weights have not changed yet
-            raise
+        stopped = False
+        with self._rounding(done):  # a second signal while it ends is no reason to save what is still rounded
+            try:
+                with self.stops.deferred(processes > 1):  # several processes stop together, between steps
+                    found = self._gradients(batch, weights)
+            except Stopped:
+                if processes > 1:
+                    raise
+                stopped = True
+        if stopped:
+            self.module.zero_grad()
+            self._save_and_stop(done)  # the weights have not changed yet
         norm = accelerator.clip_grad_norm_(self.module.parameters(), recipe.clip or math.inf)
         metrics = step_metrics(self.variant, found, weights, accelerator)
         if not math.isfinite(metrics["loss"]) or not math.isfinite(float(norm)):
@@ -349,7 +353,11 @@ class Trainer:
     def _rounding(self, done: int) -> contextlib.AbstractContextManager[None]:
         """Round the weights, as the recipe says, for the step that `done` steps came before."""
         bits = self.recipe.round_bits
-        return contextlib.nullcontext() if bits is None or done % 2 == 0 else rounded_weights(self.module, bits)
+        if bits is None or done % 2 == 0:
+            return contextlib.nullcontext()
+        if isinstance(self.module, FSDPModule):
+            self.module.reshard()  # an evaluation leaves gathered weights, which the step would use as they are
+        return rounded_weights(self.rounded, bits)
 
     def _gradients(self, batch: Batch, weights: Sequence[float]) -> list[Sums]:
         """Run forward and backward over this process's rows of a batch, and return the sums of each part."""

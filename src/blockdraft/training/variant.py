@@ -204,6 +204,11 @@ class Variant(ABC, Generic[R, N, C]):
         """Whether Muon trains this parameter; AdamW trains the others."""
         return parameter.ndim == 2
 
+    def is_rounded(self, name: str) -> bool:
+        """Whether the linear layer of this name is rounded where the drafter runs on a CPU beside a target of few
+        bits."""
+        return False
+
     # Guesses and losses
 
     @property

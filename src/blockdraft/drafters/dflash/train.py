@@ -266,6 +266,9 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
             for layer in network.layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
+    def is_rounded(self, name: str) -> bool:
+        return name == "fc" or name.startswith("layers.")
+
     def _own(self, name: str) -> bool:
         return any(part in name for part in self.own_modules)
 

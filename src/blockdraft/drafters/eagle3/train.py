@@ -177,6 +177,9 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
     def is_matrix(self, name: str, parameter: Tensor) -> bool:
         return super().is_matrix(name, parameter) and name != "lm_head.weight"
 
+    def is_rounded(self, name: str) -> bool:
+        return True
+
     def hidden(self, network: Eagle3Network, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
         return unrolled(network, target, features_BSF, rows)
 

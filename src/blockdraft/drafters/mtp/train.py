@@ -70,6 +70,9 @@ class MTPVariant(Variant[MTPRecipe, MTPNetwork, MTPConfig]):
         if self.recipe.init is None:
             calm(network.norm.weight, target)
 
+    def is_rounded(self, name: str) -> bool:
+        return True
+
     def hidden(self, network: MTPNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
         return unrolled(network, target, features_BSF, rows)
 

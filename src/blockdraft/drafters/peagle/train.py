@@ -84,6 +84,9 @@ class PEagleVariant(Eagle3Variant):
     def is_matrix(self, name: str, parameter: Tensor) -> bool:
         return super().is_matrix(name, parameter) and name != "embed_tokens.weight"
 
+    def is_rounded(self, name: str) -> bool:
+        return False  # torch runs it
+
     def hidden(  # type: ignore[override]
         self, network: PEagleNetwork, target: Target, features_BSF: Tensor, rows: Rows
     ) -> Tensor:
