@@ -49,7 +49,7 @@ class Recipe:
             (AVX512-BF16, AMX), and float32 elsewhere. Trained weights are float32 in any case.
         round_bits: Bits, 4 or 8, to which the weights are rounded in every other step, so that the drafter guesses
             well both with its own weights and with those that it has on a CPU beside a target of so many bits. None
-            rounds none.
+            rounds none. Kinds that are not rounded there refuse it.
         save_dtype: Type of the weights that are written.
         accumulation: Batches of each process that make up a step.
         chunk: Blocks whose logits exist at the same time.

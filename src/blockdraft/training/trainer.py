@@ -259,7 +259,7 @@ class Trainer:
     def _end(self) -> None:
         """Leave the other processes. No step can follow."""
         meshes = {getattr(one, "device_mesh", None) for one in self.module.parameters()} - {None}
-        del self.module, self.optimizers
+        del self.module, self.optimizers, self.rounded
         end_processes(self.accelerator, meshes)
 
     def _train(self) -> None:
