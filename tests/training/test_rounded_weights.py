@@ -114,7 +114,7 @@ def test_what_is_rounded_in_training_is_what_is_rounded_where_a_drafter_is_loade
     found = find_variant(kind)
     variant = found(found.recipe_class())
     network = variant.network(variant.config(beside_four_bits))
-    for name, parameter in network.named_parameters():
+    for parameter in network.parameters():
         if parameter.ndim == 2 and not bool(parameter.any()):
             nn.init.normal_(parameter, std=0.02)  # zeros are the same, rounded or not
     before = {name: each.clone() for name, each in network.state_dict().items()}
