@@ -1,6 +1,7 @@
 """Choice of tapped layers, and their states."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,19 @@ def test_forwards_on_a_cpu_take_few_documents_of_like_length(
     assert [len(one) for one in found] == list(LENGTHS)
     assert len(shapes) > 1 and all(rows == 1 or rows * width <= 25 for rows, width in shapes), shapes
     assert sum(rows for rows, _ in shapes) == len(LENGTHS)
+
+
+def test_a_forward_on_a_gpu_takes_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, documents = list[int](), [torch.zeros(length, dtype=torch.int64) for length in (3, 900, 500)]
+
+    def forward(target: Any, taps: Any, tokens: list[Tensor]) -> list[Tensor]:
+        calls.append(len(tokens))
+        return tokens
+
+    monkeypatch.setattr(taps, "_of_one_forward", forward)
+    target: Any = SimpleNamespace(device=torch.device("cuda"), num_layers=3, max_context=1000)
+    found = tapped_features(target, TAPS, documents)
+    assert calls == [3] and all(one is other for one, other in zip(found, documents, strict=True))
 
 
 def test_how_many_taps_and_which_a_small_target_has() -> None:

@@ -457,11 +457,19 @@ def test_bfloat16_trains_float32_weights(run: Run, tmp_path: Path) -> None:
     assert state is not None and {tensor.dtype for tensor in state["network"].values()} == {torch.float32}
 
 
-def test_weights_are_rounded_in_every_other_step(run: Run, tmp_path: Path) -> None:
+def test_weights_are_rounded_in_every_other_step(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, original = list[int](), trainer.rounded_weights
+
+    def watched(layers: Any, bits: int) -> Any:
+        asked.append(bits)
+        return original(layers, bits)
+
+    monkeypatch.setattr(trainer, "rounded_weights", watched)
     changes = {"steps": "3", "eval_prompts": "0", "dtype": "float32"}
     plain = run(tmp_path / "plain", **changes)
     few = run(tmp_path / "few", **changes, round_bits="4")
     many = run(tmp_path / "many", **changes, round_bits="8")
+    assert asked == [4, 8]  # in the second step of three
     assert few[0]["loss"] == many[0]["loss"] == plain[0]["loss"]
     assert abs(few[1]["loss"] - plain[1]["loss"]) > 4 * abs(many[1]["loss"] - plain[1]["loss"]) > 0
     # What is measured and written is not rounded.
