@@ -69,6 +69,8 @@ class Command(TyperCommand):
         """Flag and value of each option, by the names of what it sets: the parameter's, and that in the flag."""
         shown = {each.opts[0]: each for each in self.params if _flags(each)}
         names = {flag.strip("-").replace("-", "_"): flag for flag in shown} | {shown[flag].name: flag for flag in shown}
+        # Drafters know their own settings without the word that tells them from the target's on a command line.
+        names = {name.removeprefix("draft_"): flag for name, flag in names.items()} | names
         return {name: (flag, ctx.params.get(shown[flag].name)) for name, flag in names.items()}
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
