@@ -202,7 +202,9 @@ def test_folders_of_data_and_validation(
 
 def test_recipe_of_the_drafter_is_one() -> None:
     kind = find_variant("eagle3").recipe_class
-    assert vars(read_settings(kind, RECIPE / "drafter.toml", {}))["init"] == "last_layer"
+    first, further = (vars(read_settings(kind, RECIPE / f"{name}.toml", {})) for name in ("drafter", "further"))
+    assert first["init"] == "last_layer"
+    assert all(first[name] == further[name] for name in ("block_size", "draft_vocab", "objective"))
 
 
 def test_rows_of_a_batch_answer_as_each_would_alone(
