@@ -98,8 +98,8 @@ class FeatureSettings:
         taps: Number of layers to tap (`5`), spread from layer 1 to the third from the end, or a list of 0-based layers
             (`1,9,17`; a single one is `9,`). None is 5, or fewer in a target that has fewer layers.
         dtype: Type of the stored numbers.
-        batch_tokens: Maximum number of tokens of one target forward, padding included. A longer document is computed
-            alone.
+        batch_tokens: Maximum number of tokens of one target forward, padding included; a CPU takes at most 1024, which
+            suit its caches. A longer document is computed alone.
     """
 
     taps: Count | Layers | None = None
