@@ -15,6 +15,7 @@ from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.formats import Borrowed, speculators, zlab
+from blockdraft.formats.trained import Trained
 from blockdraft.serving.core.backends import weights_of
 from blockdraft.targets import Target, embedding_and_head, load_target
 from blockdraft.types import SamplingParams
@@ -243,7 +244,7 @@ def test_a_gguf_drafter_of_another_target(
     export: Run, tmp_path: Path, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
-    zlab.write_checkpoint(tmp_path / "other", config, tensors, trained_for="0123456789abcdef")
+    zlab.write_checkpoint(tmp_path / "other", config, tensors, trained=Trained("0123456789abcdef"))
     assert export(tmp_path / "other", "--format", "gguf", "--out", tmp_path / "out") == 0
     told = capsys.readouterr().err
     assert "was trained for another target (fingerprint 0123456789abcdef)" in told

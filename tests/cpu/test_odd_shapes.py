@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from blockdraft import Engine, SamplingParams, load_drafter
 from blockdraft.cpu.build import build
 from blockdraft.drafters.dflash.compiled import CompiledDraftPass
+from blockdraft.formats import Trained, zlab
 from blockdraft.targets import Target, load_target, native, native_files
 from blockdraft.types import Drafting
 
@@ -165,3 +166,17 @@ def test_keys_and_values_in_bfloat16_are_rounded_to_the_nearest(
     )
     errors = [float((a - b).abs().mean() / b.abs().mean()) for a, b in zip(rounded, exact, strict=True)]
     assert 0 < max(errors) < 2.5e-3  # 1.7e-3; cut instead of rounded they are off by 6.1e-3
+
+
+@pytest.mark.parametrize("how", [{"quantize": "int8"}, {"dtype": "bfloat16"}, {"dtype": "float32"}])
+def test_a_drafter_that_learned_to_bear_rounding_has_fewer_bits_where_drafters_are_rounded(
+    monkeypatch: pytest.MonkeyPatch, how: Any, tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: True)
+    config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
+    zlab.write_checkpoint(tmp_path / "drafter", config, tensors, Trained(None, 4))
+    for round_drafters in (True, False):
+        target = load_target(tiny_target_dir, device="cpu", compile="on", round_drafters=round_drafters, **how)
+        drafter: Any = load_drafter(tmp_path / "drafter", target=target)
+        few = round_drafters and how != {"dtype": "float32"}
+        assert {packed.bits for packed in drafter._run._packed} == {4 if few else None}

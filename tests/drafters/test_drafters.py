@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -215,6 +216,20 @@ def test_a_network_finds_its_drafter(name: str, target: Target, request: pytest.
 
     found = drafter_of(Extended(loaded.config), target)
     assert type(found) is type(loaded) and found.block_size == loaded.block_size
+
+
+@pytest.mark.parametrize("name", ["tiny_drafter_dir", "tiny_eagle3_dir", "tiny_mtp_dir"])
+def test_a_network_knows_how_it_was_trained(
+    name: str, target: Target, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = tmp_path / "drafter"
+    shutil.copytree(request.getfixturevalue(name), folder)
+    drafter: Any = load_drafter(folder, target=target)
+    assert drafter.network.round_bits is None
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"round_bits": 4}))
+    drafter = load_drafter(folder, target=target)
+    assert drafter.network.round_bits == 4
 
 
 def test_other_networks_have_no_drafter(target: Target) -> None:

@@ -13,6 +13,7 @@ from blockdraft.formats import Borrowed, Checkpoint, read_drafter, zlab
 from blockdraft.formats.gguf import open_gguf, write_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, drafter_metadata, write_drafter
 from blockdraft.formats.stored import stored
+from blockdraft.formats.trained import Trained
 from blockdraft.nn.draft_config import LayerAttention
 
 Make = Callable[..., Checkpoint]
@@ -38,7 +39,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 
     def read(name: str, **differences: Any) -> Checkpoint:
         config, tensors = zlab.read_checkpoint(request.getfixturevalue(name))
-        return Checkpoint(replace(config, **differences), tensors, trained_for="0123456789abcdef")
+        return Checkpoint(replace(config, **differences), tensors, trained=Trained("0123456789abcdef", 4))
 
     return read
 
@@ -57,7 +58,7 @@ def write(path: Path, drafter: Checkpoint, weights: Any = "f32") -> Path:
 def test_there_and_back(name: str, variant: str, make: Make, tmp_path: Path) -> None:
     drafter = make(name, **VARIANTS[variant])
     found = read_drafter(write(tmp_path / "d.gguf", drafter), None, 3)
-    assert found.config == drafter.config and found.trained_for == drafter.trained_for and found.borrowed is None
+    assert found.config == drafter.config and found.trained == drafter.trained and found.borrowed is None
     assert found.tensors.keys() == drafter.tensors.keys()
     assert all(torch.equal(found.tensors[name], drafter.tensors[name]) for name in found.tensors)
 
@@ -174,7 +175,7 @@ def test_files_of_other_programs(make: Make, tmp_path: Path) -> None:
         return tmp_path / "e.gguf"
 
     assert drafter_config(open_gguf(again({})), 3) == drafter.config
-    assert read_drafter(again({}), None, 3).trained_for is None
+    assert read_drafter(again({}), None, 3).trained.target is None
     for changes, more, said in (
         ({}, {"blk.0.attn_sinks.weight": torch.ones(4)}, "a tensor is .*attn_sinks.* must be one that is known here"),
         ({}, {"rope_freqs.weight": torch.ones(4)}, "rope_freqs.weight is 'there'; it must be absent"),

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from blockdraft.drafters import bundled, load_drafter
-from blockdraft.formats import read_config, read_drafter, trained_for
+from blockdraft.formats import read_config, read_drafter
+from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.targets import as_target, load_target, target_fingerprint
 from blockdraft.targets.fingerprint import other_target_warning, weights_fingerprint
 from blockdraft.tools.quantize.run import quantize
@@ -75,11 +76,12 @@ def test_a_drafter_of_another_target_is_told_of(
     for layout in ("zlab", "speculators"):
         format_ = format_for(layout, target, str(tiny_target_dir))
         found = read_drafter(tiny_drafter_dir, None, target.num_layers)
-        assert found.trained_for is None
-        export(tmp_path / layout, format_, found.config, found.tensors, target)
+        assert found.trained == UNKNOWN
+        export(tmp_path / layout, format_, found.config, found.tensors, target, round_bits=4)
         convert(tmp_path / layout, tmp_path / "back", format_for("zlab", target, str(tiny_target_dir)), target)
         for folder in (tmp_path / layout, tmp_path / "back"):
-            assert read_drafter(folder, None, target.num_layers).trained_for == target.source_fingerprint
+            trained = Trained(target.source_fingerprint, 4)
+            assert read_drafter(folder, None, target.num_layers).trained == trained
             load_drafter(folder, target=target)
     assert caplog.messages == []
     load_drafter(tmp_path / "zlab", target=other)
@@ -97,12 +99,12 @@ def test_a_converted_drafter_stays_one_for_its_own_target(
     export(tmp_path / "trained", layout, found.config, found.tensors, target)
     for source, expected in ((tmp_path / "trained", target.source_fingerprint), (tiny_drafter_dir, None)):
         convert(source, tmp_path / "converted", layout, other)
-        assert read_drafter(tmp_path / "converted", None, target.num_layers).trained_for == expected
+        assert read_drafter(tmp_path / "converted", None, target.num_layers).trained.target == expected
 
 
 def test_the_bundled_drafter_is_the_bundled_targets(caplog: pytest.LogCaptureFixture) -> None:
     target = load_target(device="cpu")
     for name, folder in bundled().items():
-        assert trained_for(read_config(folder)) == target.source_fingerprint
+        assert Trained.read(read_config(folder)).target == target.source_fingerprint
         load_drafter(name, target=target)
     assert caplog.messages == []

@@ -26,7 +26,7 @@ from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
 from blockdraft.data.writer import DataWriter
 from blockdraft.folders import held
 from blockdraft.formats.gguf import open_gguf
-from blockdraft.formats.gguf.drafter import gguf_trained_for
+from blockdraft.formats.gguf.drafter import gguf_trained
 from blockdraft.models import bundled_drafter, known
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, target_fingerprint
@@ -548,12 +548,14 @@ def test_a_disk_that_is_full_for_the_log_names_the_last_checkpoint(
 
 def test_a_drafter_says_what_it_was_trained_for(run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:
     short = {"steps": "1", "eval_prompts": "0", "held_out": "1"}
-    run(tmp_path / "first", **short)
+    run(tmp_path / "first", **short, round_bits="4")
     file = tmp_path / "first" / "config.json"
     config = json.loads(file.read_text())
+    assert config["round_bits"] == 4
     assert config["target_fingerprint"] == load_target(tiny_target_dir, device="cpu").source_fingerprint
     own, others = list[str](), list[str]()
     run(tmp_path / "second", **short, init=str(tmp_path / "first"), notes=own)
+    assert "round_bits" not in json.loads((tmp_path / "second" / "config.json").read_text())
     file.write_text(json.dumps(config | {"target_fingerprint": "0123456789abcdef"}))
     run(tmp_path / "third", **short, init=str(tmp_path / "first"), notes=others)
     told = [note for note in others if note not in own]
@@ -563,7 +565,7 @@ def test_a_drafter_says_what_it_was_trained_for(run: Run, tmp_path: Path, tiny_t
 def test_a_gguf_file_says_what_it_was_trained_for(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, target = bundled_drafter(known("smollm2")), load_target(tiny_target_dir, device="cpu")
     recipe = find_variant("eagle3").recipe_class(init=str(file))
-    trained_for = gguf_trained_for(open_gguf(file))
+    trained_for = gguf_trained(open_gguf(file)).target
     assert f"{file} was trained for another target (fingerprint {trained_for})" in preflight.init_note(recipe, target)
     monkeypatch.setattr(type(target), "source_fingerprint", trained_for)
     assert preflight.init_note(recipe, target) is None

@@ -250,7 +250,8 @@ RoundDrafter = Annotated[
     bool,
     typer.Option(
         "--round-drafter/--keep-drafter",
-        help="Whether the drafter is rounded as the target is, or to 8 bits beside a target in bfloat16.",
+        help="Whether the drafter is rounded as the target is, or to 8 bits beside a target in bfloat16; to fewer if "
+        "it was trained with round_bits.",
     ),
 ]
 KeysValues = Annotated[

@@ -30,9 +30,9 @@ from blockdraft.drafters.base import (
 )
 from blockdraft.drafters.draft_vocab import DraftVocab, check_draft_vocab, read_draft_vocab
 from blockdraft.errors import UsageError
-from blockdraft.formats import read_config, trained_for
+from blockdraft.formats import Trained, read_config
 from blockdraft.formats.gguf import is_gguf, open_gguf
-from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
+from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.models import TINY, as_moved, bundled_drafter, located, model_of
 from blockdraft.plugins import parts, plugins
@@ -217,7 +217,7 @@ def _said(file: Path, target: Target) -> tuple[dict[str, Any], str | None]:
     """Architecture of a GGUF file, as in a config.json, and the target that it was trained for."""
     header = open_gguf(file)
     found = type(drafter_config(header, target.num_layers))
-    return {"architectures": [kind_in(header).configs()[found]]}, gguf_trained_for(header)
+    return {"architectures": [kind_in(header).configs()[found]]}, gguf_trained(header).target
 
 
 def _said_by_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None]:
@@ -231,7 +231,7 @@ def _said_by_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None
     raw = read_config(folder)
     if not isinstance(raw, dict):
         raise UsageError(f"{folder / 'config.json'} is not a JSON object; fetch or copy it again.")
-    return raw, trained_for(raw)
+    return raw, Trained.read(raw).target
 
 
 def drafter_of(network: nn.Module, target: Target) -> NetworkDrafter:

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.errors import UsageError
-from blockdraft.formats import check_fits, read_drafter
+from blockdraft.formats import Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_config import DraftConfig
+from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.targets import Target
 from blockdraft.targets.base import Rows
 from blockdraft.types import CycleTokens
@@ -247,7 +248,7 @@ def check_same_tokens(
         )
 
 
-N = TypeVar("N", bound=nn.Module)
+N = TypeVar("N", bound=DraftNetwork)
 
 
 def read_network(path: Path, target: Target, kind: Callable[[Any], N]) -> N:
@@ -262,10 +263,20 @@ def read_network(path: Path, target: Target, kind: Callable[[Any], N]) -> N:
     found = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
     sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
     check_fits(found.config, **sizes)
+    return filled_network(found, kind).to(target.device, target.dtype)
+
+
+def filled_network(found: Checkpoint, kind: Callable[[Any], N]) -> N:
+    """The network of a checkpoint, which takes its tensors.
+
+    Args:
+        kind: As in `read_network`.
+    """
     with torch.device("meta"):
         network = kind(found.config)
     network.load_state_dict(found.tensors, assign=True)
-    return network.to(target.device, target.dtype)
+    network.round_bits = found.trained.round_bits
+    return network
 
 
 @runtime_checkable

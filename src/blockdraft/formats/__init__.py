@@ -8,9 +8,10 @@ from pathlib import Path
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import Borrowed, Checkpoint, Layout, check_fits, find_layout, layout_of, layouts
-from blockdraft.formats.folder import check_writable, read_config, trained_for
+from blockdraft.formats.folder import check_writable, read_config
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.formats.gguf.drafter import read_gguf_drafter
+from blockdraft.formats.trained import Trained
 
 
 def read_drafter(path: str | Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
@@ -23,8 +24,8 @@ def read_drafter(path: str | Path, vocabulary: Mapping[str, int] | None, num_tar
         raise UsageError(
             f"{Path(path, 'config.json')} is not a drafter's; the known layouts are {', '.join(layouts())}."
         )
-    return replace(layout.read(Path(path), vocabulary, num_target_layers), trained_for=trained_for(raw))
+    return replace(layout.read(Path(path), vocabulary, num_target_layers), trained=Trained.read(raw))
 
 
 __all__ = ["Borrowed", "Checkpoint", "Layout", "check_fits", "check_writable", "find_layout"]
-__all__ += ["layout_of", "layouts", "read_config", "read_drafter", "trained_for"]
+__all__ += ["layout_of", "layouts", "read_config", "read_drafter", "Trained"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.formats.starting import Start
 from blockdraft.formats.stored import Stored
+from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.nn.draft_config import need
 from blockdraft.plugins import parts, plugins
 
@@ -40,14 +41,13 @@ class Checkpoint:
         config: Configuration of the network, with at least `hidden_size`, `num_target_layers`, `vocab_size` and `taps`.
         tensors: Tensors of the network by name.
         borrowed: Copies of the target's weights; None in a layout without them.
-        trained_for: `Target.source_fingerprint` of the target, stored in config.json under a key that other engines
-            ignore; None if unknown.
+        trained: How it was trained.
     """
 
     config: Any
     tensors: Mapping[str, Tensor]
     borrowed: Borrowed | None = None
-    trained_for: str | None = None
+    trained: Trained = UNKNOWN
 
 
 class Layout(Protocol):

@@ -18,10 +18,10 @@ from blockdraft.errors import UsageError
 from blockdraft.folders import replaced
 from blockdraft.formats.base import layout_of
 from blockdraft.formats.stored import Stored, check_floats, open_tensors, stored
+from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.formats.vocabulary import MAPS
 from blockdraft.nn.draft_config import need
 
-TRAINED_FOR = "target_fingerprint"  # key of config.json
 PICKLED = "pytorch_model.bin"
 
 
@@ -45,12 +45,6 @@ def read_config(path: str | Path) -> Any:
         raise UsageError(f"{path} is a file; give a folder that holds config.json.{gguf}")
     with blaming(file):
         return json.loads(file.read_text(encoding="utf-8"))
-
-
-def trained_for(raw: Any) -> str | None:
-    """`Checkpoint.trained_for`, from a parsed config.json of any layout."""
-    found = raw.get(TRAINED_FOR) if isinstance(raw, Mapping) else None
-    return found if isinstance(found, str) else None
 
 
 def read_tensors(path: str | Path, pickle: str = PICKLED) -> dict[str, Tensor]:
@@ -132,7 +126,7 @@ def write_folder(
     path: str | Path,
     raw: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    trained_for: str | None = None,
+    trained: Trained = UNKNOWN,
     pickle: str | None = None,
 ) -> None:
     """Write config.json and model.safetensors. The folder appears complete or not at all.
@@ -140,7 +134,7 @@ def write_folder(
     Args:
         path: A new or empty folder, or a draft model's, which is replaced as a whole.
         raw: Content of config.json.
-        trained_for: As in `Checkpoint`; written to config.json as well.
+        trained: As in `Checkpoint`; written to config.json as well.
         tensors: Tensors by name, on any device, contiguous or not.
         pickle: Name of a file pickled by torch that is written in the place of safetensors, for readers without these.
 
@@ -151,7 +145,7 @@ def write_folder(
     check_writable(path)
     with replaced(path) as new:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        raw = raw if trained_for is None else {**raw, TRAINED_FOR: trained_for}
+        raw = {**raw, **trained.values()}
         try:
             if pickle is None:
                 save_file(contiguous, new / "model.safetensors", metadata={"format": "pt"})

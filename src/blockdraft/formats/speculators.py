@@ -25,6 +25,7 @@ from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import ids_of, layer_config, named, taps_of
 from blockdraft.formats.stored import Stored
+from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.formats.vocabulary import kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import config_dict as zlab_config_dict
 from blockdraft.formats.zlab import one_dtype
@@ -168,7 +169,7 @@ def write_checkpoint(
     borrowed: Borrowed,
     target_name: str | None,
     target_architectures: Sequence[str],
-    trained_for: str | None = None,
+    trained: Trained = UNKNOWN,
 ) -> None:
     """Write a folder that `speculators` and vLLM load. It appears complete or not at all, and replaces an earlier draft
     model's folder as a whole.
@@ -181,7 +182,7 @@ def write_checkpoint(
             may be left out: vLLM then refuses the folder, and `load_drafter` takes the target's.
         target_name: Folder or hub name under which readers find the target.
         target_architectures: `architectures` of the target's config.json.
-        trained_for: As in `Checkpoint`.
+        trained: As in `Checkpoint`.
 
     Raises:
         ValueError: The tensors do not fit the configuration, or the format cannot express it.
@@ -202,7 +203,7 @@ def write_checkpoint(
     shapes = _shapes(config, size, maps=borrowed.kept is not None)
     check_tensors({name: shape for name, shape in shapes.items() if name not in copies or name in given}, written)
     raw = {**config_dict(config, target_name, target_architectures, size), "dtype": dtype}
-    write_folder(path, raw, written, trained_for)
+    write_folder(path, raw, written, trained)
 
 
 def _shapes(config: DraftConfig, draft_vocab_size: int, maps: bool = True) -> dict[str, tuple[int, ...]]:
@@ -252,7 +253,7 @@ class Speculators:
     ) -> None:
         assert checkpoint.borrowed is not None
         own = checkpoint.config, checkpoint.tensors, checkpoint.borrowed
-        write_checkpoint(path, *own, target_name, target_architectures, checkpoint.trained_for)
+        write_checkpoint(path, *own, target_name, target_architectures, checkpoint.trained)
 
 
 LAYOUT = Speculators()

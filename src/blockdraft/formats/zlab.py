@@ -18,6 +18,7 @@ from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_tensors, write_folder
 from blockdraft.formats.folder import read_config as read_raw
 from blockdraft.formats.stored import Stored
+from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.nn.draft_config import MOST_LAYERS, DraftConfig, LayerAttention, default_taps, need, whole
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -190,7 +191,7 @@ def read_checkpoint(
 
 
 def write_checkpoint(
-    path: str | Path, config: DraftConfig, tensors: Mapping[str, Tensor], trained_for: str | None = None
+    path: str | Path, config: DraftConfig, tensors: Mapping[str, Tensor], trained: Trained = UNKNOWN
 ) -> None:
     """Write a folder that z-lab's `from_pretrained` loads. It appears complete or not at all, and replaces an earlier
     draft model's folder as a whole.
@@ -199,7 +200,7 @@ def write_checkpoint(
         ValueError: The folder holds something else, or the tensors do not fit the configuration or have several
             dtypes."""
     check_tensors(tensor_shapes(config), tensors)
-    write_folder(path, {**config_dict(config), "dtype": one_dtype(tensors)}, tensors, trained_for)
+    write_folder(path, {**config_dict(config), "dtype": one_dtype(tensors)}, tensors, trained)
 
 
 def one_dtype(tensors: Mapping[str, Tensor]) -> str:
@@ -242,7 +243,7 @@ class ZLab:
         if checkpoint.borrowed is not None and checkpoint.borrowed.kept is not None:
             kept = f"{len(checkpoint.borrowed.kept)} of {checkpoint.config.vocab_size} tokens"
             raise UsageError(f"It guesses among {kept}, which z-lab's layout cannot express; export to speculators.")
-        write_checkpoint(path, checkpoint.config, checkpoint.tensors, checkpoint.trained_for)
+        write_checkpoint(path, checkpoint.config, checkpoint.tensors, checkpoint.trained)
 
 
 LAYOUT = ZLab()

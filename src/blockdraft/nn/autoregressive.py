@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from blockdraft.machine import send
 from blockdraft.nn.attention import attend
 from blockdraft.nn.cache import KVCache
+from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.timing import HEAD, PASS, mark
 from blockdraft.types import CycleTokens
 
@@ -46,7 +47,7 @@ class CachedAttention:
         return attend(queries, *self.write(keys, values), self.visible)
 
 
-class AutoregressiveNetwork(ABC, nn.Module):
+class AutoregressiveNetwork(ABC, DraftNetwork):
     """Base of networks that guess a token at a time; see the top of this file.
 
     Attributes:

@@ -130,7 +130,7 @@ class NativeTarget(CheckpointTarget):
         exact: Whether torch's operations run in pieces of one size, so that a node's numbers do not depend on what else
             is computed.
         round_drafters: Whether drafters' weights are rounded as the layers' are, or to 8 bits beside layers that
-            compute in bfloat16.
+            compute in bfloat16, or to fewer that they were trained with.
     """
 
     backend = "native"
@@ -183,12 +183,13 @@ class NativeTarget(CheckpointTarget):
         kind = f"int{bits}" if bits else self.decoder.rounded
         return ", ".join([*parts, *([f"{kind} weights"] if kind else [])])
 
-    @property
-    def _drafter_bits(self) -> int | None:
-        """Bits to which weights of drafters are rounded beside this target."""
+    def _bits_of(self, network: Runnable[R]) -> int | None:
+        """Bits to which the weights of a draft network are rounded beside this target: those of its layers, or fewer
+        where it has learned to bear them."""
         narrow = self.compiled is not None and self.compiled.library.inputs_dtype == torch.bfloat16
         # Processors without such instructions multiply small integers no faster than bfloat16.
-        return BESIDE_BFLOAT16 if narrow and not self.bits and multiplies_bfloat16() else self.bits
+        bits = BESIDE_BFLOAT16 if narrow and not self.bits and multiplies_bfloat16() else self.bits
+        return min(bits, network.round_bits or bits) if bits else None
 
     @property
     def bits(self) -> int | None:
@@ -246,7 +247,7 @@ class NativeTarget(CheckpointTarget):
                 head=self.head,
                 head_dim=self.decoder.config.head_dim,
                 dtype=self.dtype,
-                bits=self._drafter_bits if self.round_drafters else None,
+                bits=self._bits_of(network) if self.round_drafters else None,
             )
             reason = f"it does not know networks of the kind {type(network).__name__}"
             made = compiled(network, beside, head, owned) if compiled else reason

@@ -18,6 +18,7 @@ from blockdraft.formats import (
     Borrowed,
     Checkpoint,
     Layout,
+    Trained,
     check_fits,
     find_layout,
     layouts,
@@ -131,6 +132,7 @@ def export(
     target: Target,
     kept: Tensor | None = None,
     with_embedding: bool = True,
+    round_bits: int | None = None,
 ) -> None:
     """Write a drafter's folder, which appears whole or not at all.
 
@@ -143,13 +145,13 @@ def export(
         kept: `[Vd]` int64, ascending, tokens that the drafter can guess by the target's head; None is all of them.
         with_embedding: Whether a drafter that guesses among `kept` tokens gets a copy of the target's whole embedding,
             which other engines read and `load_drafter` does not need.
+        round_bits: As in `Trained`.
 
     Raises:
         UsageError: The drafter does not fit the target, the format cannot express it, or `out` holds something else.
     """
-    _write(
-        out, written, Checkpoint(config, tensors, trained_for=target.source_fingerprint), target, kept, with_embedding
-    )
+    trained = Trained(target.source_fingerprint, round_bits)
+    _write(out, written, Checkpoint(config, tensors, trained=trained), target, kept, with_embedding)
 
 
 def _write(
@@ -313,9 +315,9 @@ def export_gguf(
                 source.write_target(folder / target_file.name, weights)
         architecture, fingerprint = gguf_architecture(source.checkpoint), source.checkpoint.source_fingerprint
     notes = [] if source.note is None else [source.note]
-    if found.trained_for not in (None, fingerprint):
+    if found.trained.target not in (None, fingerprint):
         notes.append(
-            f"{drafter} was trained for another target (fingerprint {found.trained_for}) than {target} "
+            f"{drafter} was trained for another target (fingerprint {found.trained.target}) than {target} "
             f"({fingerprint}); fewer of its guesses may be accepted."
         )
     if architecture not in LLAMA_CPP_DRAFTS:

@@ -18,9 +18,9 @@ from blockdraft.data.documents import TokenData, grown_since, read_state
 from blockdraft.data.taps import tapped_features
 from blockdraft.decode.proposal import chain
 from blockdraft.errors import Complaints, UsageError, counted
-from blockdraft.formats import check_writable, read_config, trained_for
+from blockdraft.formats import Trained, check_writable, read_config
 from blockdraft.formats.gguf import is_gguf, open_gguf
-from blockdraft.formats.gguf.drafter import gguf_trained_for
+from blockdraft.formats.gguf.drafter import gguf_trained
 from blockdraft.targets import Target, other_target_warning, target_fingerprint
 from blockdraft.training.batches import Documents
 from blockdraft.training.defaults import Resolved, resolve
@@ -143,8 +143,8 @@ def init_note(recipe: Recipe, target: Target) -> str | None:
     init = begun_with(recipe)
     if init is None:
         return None
-    known = gguf_trained_for(open_gguf(init)) if is_gguf(init) else trained_for(read_config(init))
-    return other_target_warning(init, known, target)
+    known = gguf_trained(open_gguf(init)) if is_gguf(init) else Trained.read(read_config(init))
+    return other_target_warning(init, known.target, target)
 
 
 def steps_note(begin: int, end: int, planned: int, recipe: Recipe, folder: Path) -> str | None:

@@ -48,8 +48,8 @@ class Recipe:
         dtype: Arithmetic of the draft network. "auto" is bfloat16 on a GPU and on a CPU with instructions for it
             (AVX512-BF16, AMX), and float32 elsewhere. Trained weights are float32 in any case.
         round_bits: Bits, 4 or 8, to which the weights are rounded in every other step, so that the drafter guesses
-            well both with its own weights and with those that it has on a CPU beside a target of so many bits. None
-            rounds none. Kinds that are not rounded there refuse it.
+            well both with its own weights and with such ones. Its file says so, and on a CPU it has them beside targets
+            of so many bits or more, and of bfloat16. None rounds none. Kinds that are not rounded there refuse it.
         save_dtype: Type of the weights that are written.
         accumulation: Batches of each process that make up a step.
         chunk: Blocks whose logits exist at the same time.

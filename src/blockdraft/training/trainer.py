@@ -181,6 +181,7 @@ class Trainer:
         self.variant.fit_data(network, data)
         self.variant.fit_head(network, target)
         bits = recipe.round_bits
+        network.round_bits = bits
         self.rounded = [] if bits is None else rounded_layers(network, self.variant.is_rounded, bits)
         if note := preflight.init_note(recipe, target):
             progress.note(note)
@@ -443,7 +444,8 @@ class Trainer:
         if self.accelerator.is_main_process:
             named = {name.removeprefix("network."): tensor for name, tensor in tensors.items()}
             tensors = self.variant.saved(named)
-            export(folder, written, self.config, tensors, self.target, self.variant.kept, with_embedding)
+            kept, bits = self.variant.kept, self.recipe.round_bits
+            export(folder, written, self.config, tensors, self.target, kept, with_embedding, bits)
 
     def _save(self, step: int) -> None:
         """Write the drafter and then a checkpoint, in this order: with the last checkpoint a run has nothing to do."""

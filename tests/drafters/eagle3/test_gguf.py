@@ -16,6 +16,7 @@ from blockdraft.formats import Borrowed, Checkpoint, read_drafter
 from blockdraft.formats.gguf import open_gguf, write_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, drafter_metadata, write_drafter
 from blockdraft.formats.stored import stored
+from blockdraft.formats.trained import UNKNOWN, Trained
 
 KEPT = torch.tensor([0, 3, 4, 9, 62])
 CONFIG = Eagle3Config(
@@ -48,7 +49,7 @@ def drafter(config: Eagle3Config = CONFIG) -> Checkpoint:
     random, size = torch.Generator().manual_seed(0), config.draft_vocab_size
     found = {name: torch.randn(*shape, generator=random) for name, shape in tensor_shapes(config).items()}
     found["d2t"] = KEPT - torch.arange(5) if size == 5 else torch.zeros(size, dtype=torch.int64)
-    return Checkpoint(config, found, Borrowed(None, None, None), "0123456789abcdef")
+    return Checkpoint(config, found, Borrowed(None, None, None), Trained("0123456789abcdef", 8))
 
 
 def write(path: Path, one: Checkpoint, weights: Any = "f32") -> Path:
@@ -60,7 +61,7 @@ def write(path: Path, one: Checkpoint, weights: Any = "f32") -> Path:
 def test_round_trip(config: Eagle3Config, tmp_path: Path) -> None:
     expected = drafter(config)
     found = read_drafter(write(tmp_path / "d.gguf", expected), None, 10)
-    assert found.config == config and found.trained_for == expected.trained_for
+    assert found.config == config and found.trained == expected.trained
     assert found.borrowed == Borrowed(None, None, None)
     assert found.tensors.keys() == expected.tensors.keys()
     assert all(torch.equal(found.tensors[name], expected.tensors[name]) for name in found.tensors)
@@ -154,7 +155,7 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
     assert drafter_config(open_gguf(again(left_out)), 10) == replace(CONFIG, block_size=BLOCK_SIZE)
     table = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     found = read_drafter(again({}, **{"token_embd.weight": table}), None, 10)
-    assert found.trained_for is None and found.borrowed is not None and torch.equal(found.borrowed.embedding, table)  # type: ignore[arg-type]
+    assert found.trained == UNKNOWN and found.borrowed is not None and torch.equal(found.borrowed.embedding, table)  # type: ignore[arg-type]
     for changes, more, said in (
         ({"eagle3.block_count": 2}, {}, "eagle3.block_count is 2; it must be 1; no other is supported"),
         ({"eagle3.target_hidden_size": 64}, {}, "eagle3.target_hidden_size is 64; it must be 32"),

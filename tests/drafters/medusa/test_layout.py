@@ -14,6 +14,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, find_layout, layout_of, layouts, read_drafter
+from blockdraft.formats.trained import Trained
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.targets import load_target
 from blockdraft.training.export import Format, convert
@@ -57,13 +58,13 @@ def test_a_published_folder_is_read(tmp_path: Path) -> None:
 def test_round_trip(shared: bool, tmp_path: Path) -> None:
     config = MedusaConfig(8, 20, 3, num_heads=2, num_layers=2, shared_head=shared)
     layout = layouts()["medusa"]
-    layout.write(tmp_path / "heads", Checkpoint(config, tensors(config), trained_for="abc"), "some/target", [])
+    layout.write(tmp_path / "heads", Checkpoint(config, tensors(config), trained=Trained("abc", 4)), "some/target", [])
     assert {file.name for file in (tmp_path / "heads").iterdir()} == {"config.json", "medusa_lm_head.pt"}
     raw = json.loads((tmp_path / "heads" / "config.json").read_text())
     assert (raw["medusa_num_heads"], raw["medusa_num_layers"]) == (2, 2)
     assert raw["base_model_name_or_path"] == "some/target"
     found = read_drafter(tmp_path / "heads", None, 3)
-    assert found.config == config and found.trained_for == "abc"
+    assert found.config == config and found.trained == Trained("abc", 4)
     assert found.tensors.keys() == tensors(config).keys()
     layout.write(tmp_path / "heads", Checkpoint(CONFIG, tensors()), None, [])  # replaces a drafter
     assert read_drafter(tmp_path / "heads", None, 3).config == CONFIG

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from blockdraft.drafters import load_drafter
 from blockdraft.formats import Checkpoint, layout_of, layouts, read_drafter
+from blockdraft.formats.trained import Trained
 from blockdraft.targets import load_target
 from blockdraft.training.export import Format, convert
 
@@ -31,10 +32,10 @@ def test_tensors_have_qwen3_nexts_names_and_norms(tiny_mtp_dir: Path) -> None:
 def test_round_trip(tmp_path: Path, tiny_mtp_dir: Path, tiny_target_dir: Path) -> None:
     found, target = read_drafter(tiny_mtp_dir, None, 3), load_target(tiny_target_dir)
     half = {name: tensor.bfloat16() for name, tensor in found.tensors.items()}
-    checkpoint = Checkpoint(found.config, half, trained_for="abc")
+    checkpoint = Checkpoint(found.config, half, trained=Trained("abc", 4))
     layouts()["mtp"].write(tmp_path / "head", checkpoint, None, [])
     again = read_drafter(tmp_path / "head", None, 3)
-    assert (again.config, again.trained_for) == (found.config, "abc")
+    assert (again.config, again.trained) == (found.config, Trained("abc", 4))
     assert all(torch.equal(again.tensors[name], half[name]) for name in half)
     convert(tiny_mtp_dir, tmp_path / "copy", Format("mtp"), target)
     assert type(load_drafter(tmp_path / "copy", target=target)).__name__ == "MTPDrafter"

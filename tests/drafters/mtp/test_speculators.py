@@ -14,6 +14,7 @@ from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.drafters.mtp.speculators import LAYOUT, parse_config
 from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, layout_of, layouts, read_drafter
+from blockdraft.formats.trained import Trained
 
 CONFIG = MTPConfig(
     hidden_size=16,
@@ -38,7 +39,9 @@ def tensors_of(config: MTPConfig) -> dict[str, Tensor]:
 
 
 def write(path: Path, config: MTPConfig = CONFIG) -> dict[str, Any]:
-    LAYOUT.write(path, Checkpoint(config, tensors_of(config), trained_for="abc"), "some/target", ("ForCausalLM",))
+    LAYOUT.write(
+        path, Checkpoint(config, tensors_of(config), trained=Trained("abc", 4)), "some/target", ("ForCausalLM",)
+    )
     raw: dict[str, Any] = json.loads((path / "config.json").read_text())
     return raw
 
@@ -48,7 +51,7 @@ def test_round_trip(config: MTPConfig, tmp_path: Path) -> None:
     raw = write(tmp_path / "head", config)
     assert layout_of(raw) is layouts()["mtp_speculators"]
     found, expected = read_drafter(tmp_path / "head", None, 5), tensors_of(config)
-    assert (found.config, found.trained_for) == (config, "abc")
+    assert (found.config, found.trained) == (config, Trained("abc", 4))
     assert found.tensors.keys() == expected.keys()
     assert all(torch.equal(found.tensors[name], one) for name, one in expected.items())
 

@@ -16,6 +16,7 @@ from blockdraft.drafters.peagle.network import PEagleConfig, PEagleNetwork
 from blockdraft.drafters.peagle.speculators import LAYOUT
 from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, layout_of, layouts, read_drafter
+from blockdraft.formats.trained import Trained
 from blockdraft.targets import load_target
 from blockdraft.training.export import Format, convert
 
@@ -42,7 +43,7 @@ def write(path: Path, config: PEagleConfig) -> tuple[dict[str, Any], dict[str, t
     network = PEagleNetwork(config)
     network.keep(torch.arange(64)[torch.randperm(64)[: config.draft_vocab_size].sort().values])
     tensors = {name: one.bfloat16() if one.is_floating_point() else one for name, one in network.state_dict().items()}
-    LAYOUT.write(path, Checkpoint(config, tensors, trained_for="abc"), "some/target", ("ForCausalLM",))
+    LAYOUT.write(path, Checkpoint(config, tensors, trained=Trained("abc", 4)), "some/target", ("ForCausalLM",))
     return json.loads((path / "config.json").read_text()), tensors
 
 
@@ -51,7 +52,7 @@ def test_round_trip(config: PEagleConfig, tmp_path: Path) -> None:
     raw, tensors = write(tmp_path / "draft", config)
     assert layout_of(raw) is layouts()["peagle_speculators"]
     found = read_drafter(tmp_path / "draft", None, 10)
-    assert (found.config, found.trained_for) == (config, "abc") and type(found.config) is PEagleConfig
+    assert (found.config, found.trained) == (config, Trained("abc", 4)) and type(found.config) is PEagleConfig
     assert found.tensors.keys() == tensors.keys()
     assert all(torch.equal(found.tensors[name], one) for name, one in tensors.items())
 

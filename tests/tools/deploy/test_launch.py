@@ -19,6 +19,7 @@ from fake_server import FakeServer
 from blockdraft import cli
 from blockdraft.errors import UsageError
 from blockdraft.formats import zlab
+from blockdraft.formats.trained import Trained
 from blockdraft.models.catalogue import known
 from blockdraft.models.places import file_place, folder_place
 from blockdraft.targets import BUNDLED, load_target
@@ -110,7 +111,7 @@ def test_pairs_that_do_not_fit(tmp_path: Path, tiny_target_dir: Path, tiny_draft
     zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=9), tensors)
     with pytest.raises(UsageError, match=r"does not fit .*: layers \(9 here, 3 in the target\)"):
         command("vllm", target, str(tmp_path / "deep"), 8000)
-    zlab.write_checkpoint(tmp_path / "other", config, tensors, trained_for="0123456789abcdef")
+    zlab.write_checkpoint(tmp_path / "other", config, tensors, trained=Trained("0123456789abcdef"))
     notes = list[str]()
     assert command("vllm", target, str(tmp_path / "other"), 8000, note=notes.append)
     assert len(notes) == 1 and "may not fit" in notes[0] and "fingerprint (0123456789abcdef here" in notes[0]

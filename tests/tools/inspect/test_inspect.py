@@ -18,6 +18,7 @@ from blockdraft.diffusion.settings import NewSettings
 from blockdraft.drafters import BUNDLED_DFLASH, bundled, load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, layouts, read_drafter, speculators, zlab
+from blockdraft.formats.trained import Trained
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import embedding_and_head, load_target
 from blockdraft.tools.inspect import Report, inspect
@@ -33,7 +34,7 @@ def variant(tmp_path: Path, tiny_drafter_dir: Path) -> Variant:
 
     def write(name: str = "drafter", trained_for: str | None = None, **differences: Any) -> Path:
         config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
-        zlab.write_checkpoint(tmp_path / name, replace(config, **differences), tensors, trained_for)
+        zlab.write_checkpoint(tmp_path / name, replace(config, **differences), tensors, Trained(trained_for))
         return tmp_path / name
 
     return write

@@ -21,6 +21,7 @@ from blockdraft.drafters.base import (
     Drafter,
     Entry,
     check_refinement,
+    filled_network,
     whole_cycle,
 )
 from blockdraft.drafters.dflash.network import DFlashNetwork
@@ -267,9 +268,7 @@ def load(
         check_borrowed(path, borrowed, target)
         if borrowed.kept is not None and borrowed.head is not None:
             head = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
-    with torch.device("meta"):
-        network = kind.network_class(config)
-    network.load_state_dict(found.tensors, assign=True)
+    network = filled_network(found, kind.network_class)
     del found, borrowed  # the network holds the tensors now
     return kind(network, target, diffusion_steps, noise_schedule, path, head, owned=True)
 

@@ -21,6 +21,7 @@ from blockdraft.nn.attention import attend_grouped, grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, write_nodes
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.draft_layer import Attend, DraftAttention, DraftLayer
+from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.nn.layers import GatedMLP, RMSNorm, rms_factor, rotate, rotate_swapped
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.rotary import Rotary
@@ -30,7 +31,7 @@ from blockdraft.types import CycleTokens
 ANGLES = 1024  # fewest positions whose angles are computed at once
 
 
-class DFlashNetwork(nn.Module):
+class DFlashNetwork(DraftNetwork):
     """Draft layers, `fc` and norms. The target lends its embedding and head.
 
     Parameter names equal the tensor names of z-lab's checkpoints, so `state_dict` is the checkpoint.

@@ -16,7 +16,7 @@ from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_of, next_pays
-from blockdraft.drafters.base import DraftCost, Drafter, Entry, whole_cycle
+from blockdraft.drafters.base import DraftCost, Drafter, Entry, filled_network, whole_cycle
 from blockdraft.drafters.dflash.drafter import check_borrowed, log_probabilities
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Network
 from blockdraft.formats import check_fits, find_layout, read_drafter
@@ -182,10 +182,7 @@ def load(path: Path, target: Target) -> Eagle3Drafter:
     check_fits(found.config, **sizes)
     if found.borrowed is not None:
         check_borrowed(path, found.borrowed, target)
-    with torch.device("meta"):
-        network = Eagle3Network(found.config)
-    network.load_state_dict(found.tensors, assign=True)
-    return Eagle3Drafter(network, target, path, owned=True)
+    return Eagle3Drafter(filled_network(found, Eagle3Network), target, path, owned=True)
 
 
 DRAFTER = Entry(

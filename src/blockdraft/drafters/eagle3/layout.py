@@ -268,7 +268,7 @@ class Eagle3(EagleLayout):
     ) -> None:
         raw = config_dict(checkpoint.config)
         tensors, dtype = written_tensors(checkpoint.config, checkpoint.tensors)
-        write_folder(path, {**raw, "dtype": dtype}, tensors, checkpoint.trained_for)
+        write_folder(path, {**raw, "dtype": dtype}, tensors, checkpoint.trained)
 
 
 LAYOUT = Eagle3()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork
 from blockdraft.nn.draft_config import check_fields, check_shape, need
+from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
 from blockdraft.nn.rotary import Rotary
 
@@ -95,7 +96,7 @@ class Eagle3Layer(nn.Module):
         return torch.cat([first, normed.to(first.dtype)], dim=-1)
 
 
-class Eagle3Base(nn.Module):
+class Eagle3Base(DraftNetwork):
     """Base of EAGLE-3's networks: `fc`, norms, the layer that reads entries, and a head.
 
     Parameter names equal the tensor names of SafeAILab's and SpecForge's checkpoints, so `state_dict` is the

@@ -93,7 +93,7 @@ class SpeculatorsLayout(EagleLayout):
         if self.borrows:
             assert checkpoint.borrowed is not None and checkpoint.borrowed.embedding is not None
             found[TABLE] = checkpoint.borrowed.embedding.to(getattr(torch, dtype), copy=True)
-        write_folder(path, {**raw, "dtype": dtype}, found, checkpoint.trained_for)
+        write_folder(path, {**raw, "dtype": dtype}, found, checkpoint.trained)
 
 
 class Eagle3Speculators(SpeculatorsLayout):

@@ -78,7 +78,7 @@ class Medusa:
             "vocab_size": config.vocab_size,
             "num_target_layers": config.num_target_layers,
         }
-        write_folder(path, raw, checkpoint.tensors, checkpoint.trained_for, WEIGHTS)
+        write_folder(path, raw, checkpoint.tensors, checkpoint.trained, WEIGHTS)
 
 
 def _config(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.nn.draft_config import whole
+from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.timing import HEAD, PASS, mark
 
 
@@ -57,7 +58,7 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class MedusaNetwork(nn.ModuleList):
+class MedusaNetwork(nn.ModuleList, DraftNetwork):
     """Heads, each a sequence of residual blocks and, unless it is the target's, an output projection.
 
     Parameter names equal the tensor names of FasterDecoding's checkpoints, so `state_dict` is the checkpoint.

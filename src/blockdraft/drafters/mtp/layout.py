@@ -70,7 +70,7 @@ class MTP:
         check_tensors(_shapes(checkpoint.config), checkpoint.tensors)
         raw = {"architectures": [NAME], "num_nextn_predict_layers": 1, **asdict(checkpoint.config)}
         tensors = {PREFIX + name: _shifted(name, one, -1) for name, one in checkpoint.tensors.items()}
-        write_folder(path, raw, tensors, checkpoint.trained_for)
+        write_folder(path, raw, tensors, checkpoint.trained)
 
 
 def _shifted(name: str, tensor: Tensor, by: int) -> Tensor:

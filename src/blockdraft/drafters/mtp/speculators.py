@@ -130,7 +130,7 @@ class MTPSpeculators:
         check_tensors(_shapes(checkpoint.config), checkpoint.tensors)
         names = StoredHead(Path(path), {}, LAYERS, AROUND)
         tensors = {names.own(name): tensor for name, tensor in checkpoint.tensors.items()}
-        write_folder(path, {**raw, "dtype": one_dtype(tensors)}, tensors, checkpoint.trained_for)
+        write_folder(path, {**raw, "dtype": one_dtype(tensors)}, tensors, checkpoint.trained)
 
 
 def _shapes(config: MTPConfig | TargetMTPConfig) -> dict[str, tuple[int, ...]]:

@@ -19,12 +19,13 @@ from blockdraft.formats.gguf.kinds import EMBEDDING, HEAD, LIMIT, OWN, TOKENS, k
 from blockdraft.formats.gguf.rope import IN_FACTORS, ROPE_BASE, ROPE_FACTORS, WORDS, rope_factors, rope_metadata
 from blockdraft.formats.gguf.write import write_gguf
 from blockdraft.formats.stored import stored
+from blockdraft.formats.trained import Trained
 from blockdraft.nn.draft_config import need
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.nn.rotary import rotary_frequencies
 from blockdraft.types import GGUFWeights
 
-TRAINED_FOR, DEPTH = f"{OWN}target_fingerprint", f"{OWN}num_target_layers"
+DEPTH = f"{OWN}num_target_layers"
 # Fields of a configuration, by their GGUF keys without the architecture.
 FIELDS = {
     "context_length": "max_position_embeddings",
@@ -79,8 +80,7 @@ def write_drafter(path: Path, drafter: Checkpoint, tokenizer: Mapping[str, Any],
             config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling
         )
         tensors[ROPE_FACTORS] = stored(rope_factors(config.rope_theta, frequencies))
-    if drafter.trained_for is not None:
-        metadata[TRAINED_FOR] = drafter.trained_for
+    metadata |= drafter.trained.values(OWN)
     write_gguf(path, kind.architecture, metadata, tensors, weights)
 
 
@@ -88,9 +88,9 @@ def is_drafter(file: GGUFFile) -> bool:
     return file.metadata.get("general.architecture") in [kind.architecture for kind in kinds()]
 
 
-def gguf_trained_for(file: GGUFFile) -> str | None:
-    """`Checkpoint.trained_for`, from a file's metadata."""
-    return file.metadata.get(TRAINED_FOR)
+def gguf_trained(file: GGUFFile) -> Trained:
+    """How the drafter of a file was trained."""
+    return Trained.read(file.metadata, OWN)
 
 
 def drafter_config(file: GGUFFile, num_target_layers: int | None = None) -> Any:
@@ -159,7 +159,7 @@ def read_gguf_drafter(path: str | Path, num_target_layers: int | None = None) ->
     strange = sorted(set(file.tensors) - known)
     need(not strange, f"{path}: a tensor", strange[:1], "one that is known here; use llama.cpp for this drafter")
     found = kind.checkpoint(config, {name: _tensor(file, name) for name in file.tensors if name != ROPE_FACTORS})
-    return replace(found, trained_for=gguf_trained_for(file))
+    return replace(found, trained=gguf_trained(file))
 
 
 def _tensor(file: GGUFFile, name: str) -> Tensor:

@@ -254,5 +254,5 @@ def checker_of(path: str | Path, target: Target) -> tuple[Checker, str | None]:
     kinds: list[type[Checker]] = [module.CHECKER for module in parts("checks").values()]
     for kind in kinds:
         if type(found.config) is kind.examines:
-            return kind(target, found), found.trained_for
+            return kind(target, found), found.trained.target
     raise UsageError(f"{path} holds a {type(found.config).__name__}, which cannot be examined; give another drafter.")

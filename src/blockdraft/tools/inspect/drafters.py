@@ -10,11 +10,11 @@ from typing import Any
 
 from blockdraft.drafters import entries
 from blockdraft.errors import UsageError
-from blockdraft.formats import Layout, trained_for
+from blockdraft.formats import Layout, Trained
 from blockdraft.formats.architectures import find_architecture
 from blockdraft.formats.folder import blaming, open_folder, weight_files
 from blockdraft.formats.gguf import GGUFFile
-from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
+from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.formats.speculators_config import target_said
 from blockdraft.targets import Description
@@ -51,7 +51,7 @@ class Found:
         bytes: Size of the files.
         kept: Number of tokens that it can guess.
         target_name: Name of the target in the files; None if they have none.
-        fingerprint: `Target.source_fingerprint` of its target; None if it is unknown.
+        trained: How it was trained.
         words: The target's tokens; None if the files do not hold them.
     """
 
@@ -64,7 +64,7 @@ class Found:
     bytes: int
     kept: int
     target_name: str | None
-    fingerprint: str | None
+    trained: Trained
     words: list[str] | None = None
 
 
@@ -93,7 +93,7 @@ def layout_report(path: Path, name: str, layout: Layout, raw: Mapping[str, Any],
         bytes=sum(file.stat().st_size for file in files),
         kept=int(raw.get("draft_vocab_size") or config.vocab_size),
         target_name=target_name,
-        fingerprint=trained_for(raw),
+        trained=Trained.read(raw),
     )
     return _report(found, target)
 
@@ -114,7 +114,7 @@ def gguf_report(file: GGUFFile, target: Description | None) -> Report:
         bytes=sum(part.stat().st_size for part in file.parts),
         kept=file.tensors["d2t"].shape[0] if "d2t" in file.tensors else config.vocab_size,
         target_name=None,
-        fingerprint=gguf_trained_for(file),
+        trained=gguf_trained(file),
         words=file.metadata[TOKENS],
     )
     return _report(found, target)
@@ -142,10 +142,12 @@ def _report(found: Found, target: Description | None) -> Report:
         values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         about["parameters"] = sum(math.prod(shape) for shape in shared.shapes(config).values())
         about["key_value_bytes_per_token"] = {"float32": 4 * values, "bfloat16": 2 * values}
+    if found.trained.round_bits is not None:
+        about["rounded_in_training"] = f"{found.trained.round_bits} bits"
     checks: list[Check] = []
     if target is not None:
         taps = () if reads_head else config.taps
-        *checks, last = checks_of(config, taps, found.layers_known, found.fingerprint, target)
+        *checks, last = checks_of(config, taps, found.layers_known, found.trained.target, target)
         if shared:
             checks += [same_tokenizer(found.words, target), same_mask(config, target)]
         elif found.words is not None:
@@ -156,7 +158,7 @@ def _report(found: Found, target: Description | None) -> Report:
         "layers": config.num_target_layers if found.layers_known else None,
         "hidden_size": config.hidden_size,
         "vocabulary": config.vocab_size,
-        "fingerprint": found.fingerprint,
+        "fingerprint": found.trained.target,
     }
     return Report(
         path=found.path,

@@ -11,11 +11,12 @@ from blockdraft.drafters.toy.network import ToyConfig, ToyNetwork  # type: ignor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import Checkpoint
-from blockdraft.formats.folder import PICKLED, TRAINED_FOR, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.folder import PICKLED, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.starting import Start, nowhere
+from blockdraft.formats.trained import KEYS
 
 NAME = "ToyModel"
-OTHERS = ("architectures", TRAINED_FOR)  # keys of config.json that are not fields
+OTHERS = ("architectures", *KEYS.values())  # keys of config.json that are not fields
 
 
 class ToyLayout:
@@ -53,7 +54,7 @@ class ToyLayout:
     ) -> None:
         self.check(checkpoint.config, target_name, target_architectures)
         raw = {"architectures": [NAME], **asdict(checkpoint.config)}
-        write_folder(path, raw, checkpoint.tensors, checkpoint.trained_for)
+        write_folder(path, raw, checkpoint.tensors, checkpoint.trained)
 
 
 LAYOUT = ToyLayout()

@@ -1,0 +1,15 @@
+"""Base of all draft networks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class DraftNetwork(nn.Module):
+    """A draft network.
+
+    Attributes:
+        round_bits: Bits to which its weights were rounded in training, as in `Trained`; None if they were not.
+    """
+
+    round_bits: int | None = None
