@@ -181,7 +181,6 @@ class Trainer:
         self.variant.fit_data(network, data)
         self.variant.fit_head(network, target)
         bits = recipe.round_bits
-        network.round_bits = bits
         self.rounded = [] if bits is None else rounded_layers(network, self.variant.is_rounded, bits)
         if note := preflight.init_note(recipe, target):
             progress.note(note)
