@@ -32,9 +32,12 @@ Variant = Callable[..., Path]
 def variant(tmp_path: Path, tiny_drafter_dir: Path) -> Variant:
     """Writes `tiny_drafter_dir` with another configuration, for this target's fingerprint."""
 
-    def write(name: str = "drafter", trained_for: str | None = None, **differences: Any) -> Path:
+    def write(
+        name: str = "drafter", trained_for: str | None = None, round_bits: int | None = None, **differences: Any
+    ) -> Path:
         config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
-        zlab.write_checkpoint(tmp_path / name, replace(config, **differences), tensors, Trained(trained_for))
+        trained = Trained(trained_for, round_bits)
+        zlab.write_checkpoint(tmp_path / name, replace(config, **differences), tensors, trained)
         return tmp_path / name
 
     return write
@@ -42,6 +45,11 @@ def variant(tmp_path: Path, tiny_drafter_dir: Path) -> Variant:
 
 def verdicts(report: Report) -> dict[str, bool | None]:
     return {check.name: check.holds for check in report.fits}
+
+
+def test_a_drafter_says_to_how_few_bits_it_was_trained(variant: Variant) -> None:
+    assert inspect(variant("few", round_bits=4)).about["rounded_in_training"] == "4 bits"
+    assert "rounded_in_training" not in inspect(variant("own")).about
 
 
 def test_a_drafter(variant: Variant) -> None:
