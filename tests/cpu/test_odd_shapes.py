@@ -180,3 +180,12 @@ def test_a_drafter_that_learned_to_bear_rounding_has_fewer_bits_where_drafters_a
         drafter: Any = load_drafter(tmp_path / "drafter", target=target)
         few = round_drafters and how != {"dtype": "float32"}
         assert {packed.bits for packed in drafter._run._packed} == {4 if few else None}
+
+
+def test_a_network_of_ones_own_needs_nothing_but_its_runner(tiny_target_dir: Path) -> None:
+    class Own(torch.nn.Module):
+        def runner(self, embed: Any, head: Any, compile_reason: str | None = None) -> str:
+            return "it ran"
+
+    target = load_target(tiny_target_dir, device="cpu", compile="on", quantize="int8")
+    assert target.runner(Own()) == "it ran"

@@ -182,8 +182,8 @@ def train(
         console = consoles.standard()
         display.show_training(console, lines)
         console.print(f"\nThe drafter is in {out}, recipe, log and curves are in {run_folder(out)}. Use it:")
-        named = f" --target {target}" if target is not None else ""
-        console.print(f"blockdraft generate{named} --drafter {as_given(out)} PROMPT", soft_wrap=True)
+        named = target or "bundled"  # without a name, other commands may take SmolLM2
+        console.print(f"blockdraft generate --target {named} --drafter {as_given(out)} PROMPT", soft_wrap=True)
 
 
 def split_flags(arguments: Sequence[str], known: Collection[str]) -> tuple[list[str], dict[str, str]]:

@@ -14,7 +14,7 @@ from blockdraft.drafters import NetworkDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash2.network import DFlash2Network
 from blockdraft.errors import UsageError
-from blockdraft.formats import check_fits
+from blockdraft.formats import Trained, check_fits, read_config
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.targets import Target, as_target
 from blockdraft.types import SamplingParams
@@ -105,6 +105,7 @@ class DFlashDraftModel(DFlashNetwork):
             raise UsageError(f'dtype is {dtype!r}; it must be float32, bfloat16, float16 or "auto".')
         model = cls(config)
         model.load_state_dict(tensors)
+        model.round_bits = Trained.read(read_config(path)).round_bits
         return model.to(wanted).eval()
 
     @property

@@ -129,13 +129,7 @@ class TargetText:
 
 
 class Runnable(Protocol[R]):
-    """A draft network that makes its runner, whose class decides what can be asked of it.
-
-    Attributes:
-        round_bits: As in `Trained`; None also where the network is never rounded.
-    """
-
-    round_bits: int | None
+    """A draft network that makes its runner, whose class decides what can be asked of it."""
 
     def to(self, *, device: torch.device = ..., dtype: torch.dtype = ...) -> Any:
         """Move it, as `nn.Module.to` does."""

@@ -28,6 +28,7 @@ from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer
 from blockdraft.nn.delta_net import CHUNK, Ancestry, DeltaRecurrence, ExactRecurrence, TreeRecurrence
+from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
 from blockdraft.nn.states import StatesCache, joined
 from blockdraft.plugins import parts
@@ -189,7 +190,8 @@ class NativeTarget(CheckpointTarget):
         narrow = self.compiled is not None and self.compiled.library.inputs_dtype == torch.bfloat16
         # Processors without such instructions multiply small integers no faster than bfloat16.
         bits = BESIDE_BFLOAT16 if narrow and not self.bits and multiplies_bfloat16() else self.bits
-        return min(bits, network.round_bits or bits) if bits else None
+        learned = network.round_bits if isinstance(network, DraftNetwork) else None
+        return min(bits, learned or bits) if bits else None
 
     @property
     def bits(self) -> int | None:

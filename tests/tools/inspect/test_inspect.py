@@ -47,8 +47,11 @@ def verdicts(report: Report) -> dict[str, bool | None]:
     return {check.name: check.holds for check in report.fits}
 
 
-def test_a_drafter_says_to_how_few_bits_it_was_trained(variant: Variant) -> None:
-    assert inspect(variant("few", round_bits=4)).about["rounded_in_training"] == "4 bits"
+def test_a_drafter_says_to_how_few_bits_it_was_trained(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:
+    few = variant("few", round_bits=4)
+    assert inspect(few).about["rounded_in_training"] == "4 bits"
+    file = export_gguf(few, tmp_path / "gguf", tiny_target_dir, "q8_0").drafter
+    assert inspect(file).about["rounded_in_training"] == "4 bits"
     assert "rounded_in_training" not in inspect(variant("own")).about
 
 
