@@ -182,6 +182,17 @@ def test_a_drafter_that_learned_to_bear_rounding_has_fewer_bits_where_drafters_a
         assert {packed.bits for packed in drafter._run._packed} == {4 if few else None}
 
 
+def test_a_drafter_that_learned_to_bear_rounding_keeps_its_weights_where_integers_are_no_faster(
+    monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: False)
+    config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
+    zlab.write_checkpoint(tmp_path / "drafter", config, tensors, Trained(None, 4))
+    target = load_target(tiny_target_dir, "bfloat16", "cpu", compile="on")
+    drafter: Any = load_drafter(tmp_path / "drafter", target=target)
+    assert {packed.bits for packed in drafter._run._packed} == {None}
+
+
 def test_a_network_of_ones_own_needs_nothing_but_its_runner(tiny_target_dir: Path) -> None:
     class Own(torch.nn.Module):
         def runner(self, embed: Any, head: Any, compile_reason: str | None = None) -> str:
