@@ -14,6 +14,8 @@ from blockdraft.compat.zlab import spec_generate
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash2.drafter import DFlash2Drafter
 from blockdraft.engine import Engine
+from blockdraft.formats import Trained
+from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import SamplingParams
@@ -110,6 +112,12 @@ def test_a_drafter_of_another_target_is_refused(model, wide_drafter_dir):
 def test_what_is_no_target_is_refused(draft):
     with pytest.raises(ValueError, match="target is a str"):
         draft.spec_generate("folder", PROMPT, 5)
+
+
+def test_from_pretrained_knows_of_rounding_in_training(drafter_dir, tmp_path):
+    assert DFlashDraftModel.from_pretrained(drafter_dir).round_bits is None
+    write_checkpoint(tmp_path / "few", *read_checkpoint(drafter_dir), Trained(None, 4))
+    assert DFlashDraftModel.from_pretrained(tmp_path / "few").round_bits == 4
 
 
 def test_from_pretrained_needs_no_target(drafter_dir):
