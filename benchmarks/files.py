@@ -1,9 +1,11 @@
-"""Plain decoding of a GGUF file, beside llama.cpp on the same file:
+"""Decoding of a GGUF file, beside llama.cpp on the same file:
 
     python -m benchmarks.files MODEL.gguf --llama build/peers/llama_cpp/build/llama_peer [--processor x86-64-v3]
+    python -m benchmarks.files MODEL.gguf --llama PROGRAM --drafter DRAFTER.gguf --prompts FILE --limit 4 --tokens 96
 
-Each round decodes a few prompts greedily and reads one of 512 tokens, ours and llama.cpp's in turns, one stream.
-`make bench-peers` builds the program for this processor; for --processor it has to be built alike. llama.cpp's keys and
+Each round decodes a few prompts greedily and reads one of 512 tokens, ours and llama.cpp's in turns, one stream; with a
+drafter also as both draft, with it and from the text alone. Prompts that we answer in a loop are left out. `make
+bench-peers` builds the program for this processor; for --processor it has to be built alike. llama.cpp's keys and
 values are in float16, its default. `python -m benchmarks.start` measures memory and the time to a first token.
 """
 
@@ -13,17 +15,22 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from benchmarks.harness.command import CORES, Parser, in_words
 from benchmarks.harness.process import PeerProcess
 from benchmarks.harness.report import table
 from benchmarks.harness.turns import in_turns
+from blockdraft.cli.display import progress
 from blockdraft.cpu import build
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import Engine
+from blockdraft.engine import Engine, loops
+from blockdraft.engine.text import encode
+from blockdraft.evaluation.prompts import read_prompt_sets
+from blockdraft.formats.gguf import open_gguf
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 
@@ -33,103 +40,147 @@ QUESTIONS = (
     "Write a Python function that returns the largest number in a list.",
 )
 PROMPT = 512  # tokens of the long prompt
+GUESSES = (1, 2, 3)  # of llama.cpp's drafts; 3 is its default
 OURS, THEIRS = "blockdraft", "llama.cpp"
 
 
 class Answer(NamedTuple):
-    """Seconds to the first token, and tokens/s after it."""
+    """Seconds to the first token and after it, tokens after it, and forwards of the target that made these."""
 
     first: float
-    rate: float
+    seconds: float
+    tokens: int
+    forwards: int
 
 
-Decode = Callable[[list[int], int], Answer]  # a prompt and the number of tokens to decode
+Decode = Callable[[list[int], int], Answer]  # a prompt and the most tokens to decode
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, prog="python -m benchmarks.files", threads=CORES)
     parser.add_argument("model", type=Path, help="GGUF file")
     parser.add_argument("--llama", type=Path, metavar="PROGRAM", required=True, help="llama_peer")
+    parser.add_argument("--drafter", type=Path, metavar="FILE", help="GGUF file of a drafter, to draft with too")
+    parser.add_argument("--prompts", type=Path, action="append", metavar="FILE", help="as for `blockdraft bench`")
+    parser.add_argument("--limit", type=int, help="prompts taken of each file")
     parser.add_argument("--processor", default="native", help="as gcc calls it, for our kernels (native)")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer (64)")
     parser.add_argument("--rounds", type=int, default=5, help="after one that warms up (5)")
     given = parser.parse(words)
-    for file in (given.model, given.llama):
-        if not file.is_file():
+    for file in (given.model, given.llama, given.drafter):
+        if file is not None and not file.is_file():
             parser.error(f"There is no file {file}.")
     if given.tokens < 2 or given.rounds < 1:
         parser.error("--tokens must be at least 2 and --rounds at least 1.")
     return given
 
 
-def prompts(target: Target) -> list[list[int]]:
-    """Questions, as chats where the model has a template, and a long prompt, which comes last."""
-    tokenizer = target.tokenizer
-    assert tokenizer is not None
-    found = []
-    for question in QUESTIONS:
-        chat = [{"role": "user", "content": question}]
-        if tokenizer.chat_template is None:
-            found.append(list(tokenizer(question).input_ids))
-        else:
-            found.append(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+def prompts(target: Target, files: Sequence[Path] | None = None, limit: int | None = None) -> list[list[int]]:
+    """Token ids of the prompts, or of a few questions, and a long prompt, which comes last."""
+    asked = [prompt for one in read_prompt_sets(files, limit) for prompt in one.prompts] if files else QUESTIONS
+    found = [encode(prompt, target) for prompt in asked]
     long = [token for each in found for token in each]
     return [*found, (long * (PROMPT // len(long) + 1))[:PROMPT]]
 
 
 def ours(engine: Engine) -> Decode:
     def decode(prompt: list[int], tokens: int) -> Answer:
-        [done] = engine.generate([prompt], SamplingParams(tokens, ignore_eos=True))
+        [done] = engine.generate([prompt], SamplingParams(tokens))
         stats = done.checked().stats
-        return Answer(stats.prefill_seconds, stats.tokens_per_second)
+        return Answer(stats.prefill_seconds, stats.total_seconds, sum(stats.committed), len(stats.committed))
 
     return decode
 
 
-def theirs(peer: PeerProcess) -> Decode:
+def theirs(peer: PeerProcess, stops: Sequence[int]) -> Decode:
     def decode(prompt: list[int], tokens: int) -> Answer:
-        found = peer.ask("decode", {"prompt": prompt, "max_new_tokens": tokens, "stops": []})
-        seconds = found["decode_seconds"]
-        return Answer(found["prefill_seconds"], (len(found["tokens"]) - 1) / seconds if seconds else 0.0)
+        found = peer.ask("decode", {"prompt": prompt, "max_new_tokens": tokens, "stops": list(stops)})
+        later = len(found["tokens"]) - found["first"]
+        return Answer(found["prefill_seconds"], found["decode_seconds"], later, found["cycles"])
 
     return decode
 
 
-def report(found: dict[str, list[Answer]], longs: dict[str, list[float]]) -> str:
-    """Medians, and medians of the ratios within a turn."""
-    rates = {way: [each.rate for each in answers] for way, answers in found.items()}
-    rows = [
-        [way, f"{statistics.median(rates[way]):.1f}", f"{1000 * statistics.median(longs[way]):.0f}"] for way in rates
+def their_ways(drafter: Path | None) -> dict[str, dict[str, Any]]:
+    """Settings of `llama_peer` that each of llama.cpp's ways to decode adds."""
+    if drafter is None:
+        return {THEIRS: {}}
+    found: dict[str, dict[str, Any]] = {THEIRS: {}}
+    for name in ("ngram-simple", "ngram-cache"):
+        found[f"{THEIRS} {name}"] = {"speculator": name, "draft": None, "guesses": None}
+    speculator = f"draft-{open_gguf(drafter).metadata['general.architecture']}"
+    for count in GUESSES:
+        way = {"speculator": speculator, "draft": str(drafter), "guesses": count}
+        found[f"{THEIRS} {speculator}:{count}"] = way
+    return found
+
+
+def our_ways(target: Target, drafter: Path | None) -> dict[str, Engine]:
+    """Engines of our ways to decode."""
+    named = {OURS: "none"}
+    if drafter is not None:
+        named |= {f"{OURS} auto": str(drafter), f"{OURS} prompt_lookup+": f"prompt_lookup+{drafter}"}
+    return {way: Engine(target, load_drafter(name, target=target), 1) for way, name in named.items()}
+
+
+def report(found: dict[str, list[list[Answer]]], longs: dict[str, list[float]]) -> str:
+    """Figures of each way: answers by round, and seconds to read the long prompt. Ratios are taken within a round."""
+    rates = {
+        way: [sum(each.tokens for each in one) / sum(each.seconds for each in one) for one in rounds]
+        for way, rounds in found.items()
+    }
+    rows = []
+    for way, own in rates.items():
+        answers = [each for one in found[way] for each in one]
+        times = statistics.median(a / b for a, b in zip(own, rates[THEIRS], strict=True))
+        sooner = statistics.median(b / a for a, b in zip(longs[way], longs[THEIRS], strict=True))
+        tau = sum(each.tokens for each in answers) / sum(each.forwards for each in answers)
+        speed = f"{statistics.median(own):.1f}", f"{min(own):.1f}-{max(own):.1f}", f"{times:.2f}", f"{tau:.2f}"
+        rows.append([way, *speed, f"{1000 * statistics.median(longs[way]):.0f}", f"{sooner:.2f}"])
+    header = ["", "tokens/s", "range", "times llama.cpp", "tau", f"ms to read {PROMPT} tokens", "llama.cpp's over it"]
+    best = [
+        max((way for way in rates if way.startswith(whose)), key=lambda way: statistics.median(rates[way]))
+        for whose in (OURS, THEIRS)
     ]
-    more = [a / b for a, b in zip(rates[OURS], rates[THEIRS], strict=True)]
-    sooner = [b / a for a, b in zip(longs[OURS], longs[THEIRS], strict=True)]
-    told = [["times", f"{statistics.median(more):.2f}", f"{statistics.median(sooner):.2f}"]]
-    return table(["", "tokens/s", f"ms to read {PROMPT} tokens"], rows + told)
+    over = statistics.median(a / b for a, b in zip(*(rates[way] for way in best), strict=True))
+    return f"{table(header, rows)}\n\nFastest: {' over '.join(best)}: {over:.2f} times"
 
 
 def main(words: Sequence[str] | None = None) -> None:
     options = arguments(words)
-    settings = {"type": "f16", "model": str(options.model), "threads": options.threads, "max_length": 2 * PROMPT}
+    settings = {"type": "f16", "model": str(options.model), "threads": options.threads}
     with (
         in_words(),
-        tempfile.TemporaryDirectory() as folder,
+        ExitStack() as stack,
         patch.object(build, "NATIVE", f"-march={options.processor}"),
     ):
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         target = load_target(options.model, device="cpu", threads=options.threads, compile="on")
-        peer = PeerProcess([str(options.llama)], settings, options.threads, Path(folder) / "log", 600)
-        with peer, Engine(target, load_drafter("none", target=target), 1) as engine:
-            ways = {OURS: ours(engine), THEIRS: theirs(peer)}
-            found: dict[str, list[Answer]] = {way: [] for way in ways}
-            longs: dict[str, list[float]] = {way: [] for way in ways}
-            *asked, long = prompts(target)
-            tasks = [(prompt, options.tokens) for prompt in asked] + [(long, 1)]
-            for repeat, (prompt, tokens), way in in_turns(tasks, list(ways), options.rounds + 1):
+        *asked, long = prompts(target, options.prompts, options.limit)
+        settings["max_length"] = max(map(len, (*asked, long))) + options.tokens + 64  # some speculators look ahead
+        ways: dict[str, Decode] = {}
+        for way, engine in our_ways(target, options.drafter).items():
+            ways[way] = ours(stack.enter_context(engine))
+        for way, more in their_ways(options.drafter).items():
+            log = folder / way.replace(" ", "-")
+            peer = PeerProcess([str(options.llama)], settings | more, options.threads, log, 600)
+            ways[way] = theirs(stack.enter_context(peer), sorted(target.eos_token_ids))
+        plain = Engine(target, load_drafter("none", target=target), 1)
+        answers = plain.generate(asked, SamplingParams(options.tokens))
+        kept = [prompt for prompt, answer in zip(asked, answers, strict=True) if not loops(answer.token_ids)]
+        tasks = [(prompt, options.tokens) for prompt in kept] + [(long, 1)]
+        found: dict[str, list[list[Answer]]] = {way: [[] for _ in range(options.rounds)] for way in ways}
+        longs: dict[str, list[float]] = {way: [] for way in ways}
+        with progress("answers") as shown:
+            for done, (repeat, (prompt, tokens), way) in enumerate(in_turns(tasks, list(ways), options.rounds + 1)):
                 answer = ways[way](prompt, tokens)
+                shown("decoding", done + 1, len(tasks) * len(ways) * (options.rounds + 1))
                 if repeat and tokens > 1:
-                    found[way].append(answer)
+                    found[way][repeat - 1].append(answer)
                 elif repeat:
                     longs[way].append(answer.first)
     print(f"{options.model.name}, {target.running}, {options.processor}, {options.threads} threads, one stream")
+    print(f"{len(kept)} of {len(asked)} prompts, up to {options.tokens} tokens, {options.rounds} rounds\n")
     print(report(found, longs))
 
 

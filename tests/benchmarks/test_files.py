@@ -4,34 +4,97 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.files import OURS, PROMPT, THEIRS, Answer, arguments, ours, prompts, report, theirs
+from benchmarks import files
+from benchmarks.files import OURS, PROMPT, THEIRS, Answer, arguments, ours, prompts, report, their_ways, theirs
 from benchmarks.harness.process import PeerProcess
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
+from blockdraft.models import bundled_drafter, known
 from blockdraft.targets import load_target
 
 
 def test_ours_is_timed_as_theirs(tiny_target_dir: Path) -> None:
-    """To the first token, and tokens/s after it."""
+    """To the first token, and from there to the last."""
     target = load_target(tiny_target_dir, device="cpu")
     *asked, long = prompts(target)
     assert len(long) == PROMPT and len(asked) == 3
     with Engine(target, load_drafter("none", target=target), 1) as engine:
         decode = ours(engine)
-        assert decode(asked[0], 4).rate > 0
-        assert decode(asked[0], 1) == Answer(pytest.approx(0, abs=10), 0.0)
+        first, seconds, *counts = decode(asked[0], 4)
+        assert counts == [3, 3] and first > 0 and seconds > 0
+        assert decode(asked[0], 1)[1:] == (0, 0, 0)
 
     def ask(name: str, request: Any) -> dict[str, Any]:
-        assert request == {"prompt": [5], "max_new_tokens": 3, "stops": []}
-        return {"tokens": [1, 2, 3], "prefill_seconds": 0.5, "decode_seconds": 0.1}
+        assert request == {"prompt": [5], "max_new_tokens": 3, "stops": [2]}
+        return {"tokens": [1, 2, 3], "first": 1, "cycles": 1, "prefill_seconds": 0.5, "decode_seconds": 0.1}
 
-    assert theirs(cast(PeerProcess, SimpleNamespace(ask=ask)))([5], 3) == Answer(0.5, pytest.approx(20))
+    assert theirs(cast(PeerProcess, SimpleNamespace(ask=ask)), [2])([5], 3) == Answer(0.5, 0.1, 2, 1)
 
 
-def test_ratios_are_taken_within_a_turn() -> None:
-    rates = {OURS: [Answer(0, 30), Answer(0, 300)], THEIRS: [Answer(0, 10), Answer(0, 100)]}
-    told = report(rates, {OURS: [0.1], THEIRS: [0.4]})
-    assert "| blockdraft | 165.0 | 100 |" in told and "| times | 3.00 | 4.00 |" in told
+def test_prompts_of_files(tiny_target_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "some.jsonl"
+    file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    target = load_target(tiny_target_dir, device="cpu")
+    assert [len(prompts(target, [file], limit)) for limit in (None, 1)] == [3, 2]
+
+
+def test_llama_cpp_drafts_with_the_same_file() -> None:
+    assert their_ways(None) == {THEIRS: {}}
+    drafter = bundled_drafter(known("smollm2"))
+    found = their_ways(drafter)
+    assert found["llama.cpp draft-eagle3:2"] == {
+        "speculator": "draft-eagle3",
+        "draft": str(drafter),
+        "guesses": 2,
+    }
+    assert list(found)[1:3] == ["llama.cpp ngram-simple", "llama.cpp ngram-cache"] and len(found) == 6
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    def rounds(*rates: int, forwards: int = 6) -> list[list[Answer]]:
+        return [[Answer(0, 1, rate, forwards), Answer(0, 1, 2 * rate, forwards)] for rate in rates]
+
+    found = {
+        OURS: rounds(30, 300),
+        f"{OURS} auto": rounds(60, 60),
+        THEIRS: rounds(10, 100),
+        f"{THEIRS} x": rounds(5, 5),
+    }
+    told = report(found, dict.fromkeys(found, [0.1]) | {THEIRS: [0.4]})
+    assert "| blockdraft | 247.5 | 45.0-450.0 | 3.00 | 41.25 | 100 | 4.00 |" in told
+    assert "| blockdraft auto | 90.0 | 90.0-90.0 | 3.30 | 15.00 | 100 | 4.00 |" in told
+    assert told.endswith("Fastest: blockdraft over llama.cpp: 3.00 times")
+
+
+def test_the_whole_command(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Peer:
+        def __init__(self, command: list[str], settings: dict[str, Any], *_: object) -> None:
+            assert settings["max_length"] == 128 + 4 + 64
+
+        def __enter__(self) -> "Peer":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def ask(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
+            count = request["max_new_tokens"]
+            times = {"prefill_seconds": 0.1, "decode_seconds": 0.1 * (count - 1)}
+            return {"tokens": [1] * count, "first": 1, "cycles": count - 1, **times}
+
+    monkeypatch.setattr(files, "PeerProcess", Peer)
+    monkeypatch.setattr(files, "PROMPT", 128)
+    file = tmp_path / "model"
+    file.touch()
+    monkeypatch.setattr(files, "load_target", lambda *_, **__: load_target(tiny_target_dir, device="cpu"))
+    files.main([str(file), "--llama", str(file), "--tokens", "4", "--rounds", "2"])
+    out = capsys.readouterr().out
+    assert (
+        "3 of 3 prompts, up to 4 tokens, 2 rounds" in out
+        and "| llama.cpp | 10.0 | 10.0-10.0 | 1.00 | 1.00 | 100 |" in out
+    )
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

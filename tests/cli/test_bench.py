@@ -227,6 +227,7 @@ def test_a_draft_vocabulary_is_for_drafters_with_a_network(bench: Run, tmp_path:
     arguments = json.loads((tmp_path / "results.json").read_text())["arguments"]
     assert (arguments["draft_vocab"], arguments["vocab_size"]) == ("40", 265)
     assert arguments["draft_vocabs"] == {"none": None, "prompt_lookup:auto": None, "chain:4": 40}
+    assert arguments["drafter_bits"] == dict.fromkeys(arguments["draft_vocabs"])
     found = bench("--methods", "none,prompt_lookup", *few)
     assert found.code == 2 and "no method has a drafter with a network" in found.err
     found = bench("--methods", "none,chain:4", *few[:-1], "no.json")

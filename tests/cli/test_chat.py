@@ -92,7 +92,7 @@ def answers(tiny_target_dir: Path) -> Callable[..., list[str]]:
 def test_drafters_run_as_the_other_commands_have_them(chat: Chat) -> None:
     plain, few = chat(stdin="Tom has 3 pens.\n"), chat("--draft-vocab", 40, stdin="Tom has 3 pens.\n")
     assert plain[0] == few[0] == 0 and plain[1] == few[1]
-    assert "target, guesses among 40 of 265 tokens. /help lists" in chat("--draft-vocab", 40, typed=[])[1]
+    assert "target, the drafter guesses among 40 of 265 tokens. /help lists" in chat("--draft-vocab", 40, typed=[])[1]
     code, _, err = chat("--draft-vocab", 266, stdin="Tom has 3 pens.\n")
     assert code == 2 and "--draft-vocab is 266; it must be from 1 to 265" in err
     code, _, err = chat("--drafter-device", "cpu", stdin="Tom has 3 pens.\n")

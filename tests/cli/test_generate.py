@@ -33,6 +33,7 @@ KEYS = {
     "cycles",
     "drafted_cycles",
     "draft_vocab",
+    "drafter_bits",
     "acceptance_by_position",
     "tokens_per_second",
     "backend",
@@ -267,9 +268,19 @@ def test_a_comparison_says_how_many_cycles_drafted(capsys: pytest.CaptureFixture
 def test_a_draft_vocabulary_is_told(generate: Run) -> None:
     few = ("hello", "--draft-vocab", 40)
     assert "guesses among" not in generate("hello", terminal=True).out
-    assert ", guesses among 40 of 265 tokens" in generate(*few, terminal=True).out.replace("\n", "")
+    assert ", the drafter guesses among 40 of 265 tokens" in generate(*few, terminal=True).out.replace("\n", "")
     assert "\nThe drafter guesses among 40 of 265 tokens.\nspeed-up: " in generate(*few, "--compare").out
     assert [json.loads(generate(*words, "--json").out)["draft_vocab"] for words in (few, few[:1])] == [40, None]
+
+
+def test_bits_of_the_drafter_are_told(generate: Run) -> None:
+    rounded = ("hello", "--quantize", "int8")
+    assert "weights of" not in generate("hello", terminal=True).out
+    assert ", the drafter has weights of 8 bits" in generate(*rounded, terminal=True).out.replace("\n", "")
+    both = generate(*rounded, "--draft-vocab", 40, "--compare").out
+    assert "\nThe drafter guesses among 40 of 265 tokens and has weights of 8 bits.\nspeed-up: " in both
+    kept = (*rounded, "--keep-drafter")
+    assert [json.loads(generate(*words, "--json").out)["drafter_bits"] for words in (rounded, kept)] == [8, None]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from blockdraft.drafters import (
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.none import NoDrafter
+from blockdraft.engine.adaptive import stored_costs
 from blockdraft.errors import UsageError
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.models import bundled_drafter
@@ -142,8 +143,18 @@ def test_other_engines_get_the_drafter_that_is_bundled_for_the_target(
 
 def test_a_bundled_drafter_that_does_not_fit_is_refused_as_bundled(target: Target) -> None:
     for name in (None, "bundled", "bundled-dflash"):
-        with pytest.raises(ValueError, match="The bundled drafter does not fit this target; name a drafter"):
+        with pytest.raises(ValueError, match=r'The bundled drafter does not fit this target; .*"none"\. \(the drafter'):
             load_drafter(name, target=target)
+
+
+def test_a_target_like_one_of_the_catalogue_is_told_of_its_drafter(
+    target: Target, tiny_eagle3_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "blockdraft.drafters.bundled_drafter", lambda model: tiny_eagle3_dir if model.id == "smollm2" else None
+    )
+    with pytest.raises(UsageError, match=f"{tiny_eagle3_dir} is for SmolLM2-135M-Instruct, which has the same sizes"):
+        load_drafter("bundled", target=target)
 
 
 def test_a_folder_with_the_name_of_a_drafter() -> None:
@@ -232,6 +243,26 @@ def test_a_network_knows_how_it_was_trained(
     assert drafter.network.round_bits == 4
 
 
+@pytest.mark.parametrize("name", ["tiny_drafter_dir", "tiny_eagle3_dir", "tiny_mtp_dir"])
+def test_a_drafter_knows_its_bits(
+    name: str, target: Target, tiny_target_dir: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = tmp_path / "drafter"
+    shutil.copytree(request.getfixturevalue(name), folder)
+    rounded = load_target(tiny_target_dir, device="cpu", quantize="int8", compile="on")
+    kept = load_target(tiny_target_dir, device="cpu", quantize="int8", compile="on", round_drafters=False)
+    assert [load_drafter(folder, target=each).bits for each in (target, kept, rounded)] == [None, None, 8]
+    before = load_drafter(folder, target=rounded)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"round_bits": 4}))
+    after = load_drafter(folder, target=rounded)
+    both = load_drafter(f"prompt_lookup+{folder}", target=rounded)
+    assert after.bits == 4 and [part.bits for part in both.parts] == [None, 4]
+    files = [stored_costs.path(one, drafter) for one, drafter in ((rounded, before), (rounded, after), (kept, before))]
+    files.append(stored_costs.path(kept, load_drafter(folder, target=kept)))
+    assert len({*files}) == 3 and files[0] != files[1]  # what cycles cost is another thing
+
+
 def test_other_networks_have_no_drafter(target: Target) -> None:
     with pytest.raises(UsageError, match=r"No drafter runs a Linear; give one of \['DFlash2Network', 'DFlashNetwork'"):
         drafter_of(torch.nn.Linear(2, 2), target)
@@ -244,7 +275,7 @@ def test_the_place_of_a_drafter_needs_no_target(tiny_drafter_dir: Path, tiny_tar
         check_place(good)
     (tmp_path / "notes.gguf").write_text("notes")
     for bad, told in (
-        (tmp_path, "is no drafter; give a folder with config.json or one of the names"),
+        (tmp_path, r"is no drafter; .* prompt_lookup. It holds the file \S*notes.gguf, which may be one.$"),
         ("prompt_lookup+nowhere", "^nowhere is no drafter"),
         ("owner/name", "If it is on the hub, fetch it: hf download owner/name"),
         (tmp_path / "notes.gguf", "is no GGUF file"),

@@ -20,7 +20,7 @@ from blockdraft.cli.options import (
     RecordOptions,
     Revision,
     TargetBackend,
-    TargetFolder,
+    TrainingTarget,
     option,
 )
 from blockdraft.data.settings import DataSettings, FeatureDtype, FeatureSettings, RecordSettings
@@ -44,7 +44,7 @@ def prompts(
             show_default=False,
         ),
     ] = None,
-    target: TargetFolder = None,
+    target: TrainingTarget = None,
     adapter: Adapter = None,
     revision: Revision = None,
     settings: PromptSettings,
@@ -106,7 +106,7 @@ def data(
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the data, new or of an interrupted run.")],
-    target: TargetFolder = None,
+    target: TrainingTarget = None,
     adapter: Adapter = None,
     revision: Revision = None,
     regenerate: Annotated[
@@ -259,7 +259,7 @@ def features(
         Path,
         typer.Option(metavar="DIR", help="Folder of the features, new or of an interrupted run."),
     ],
-    target: TargetFolder = None,
+    target: TrainingTarget = None,
     adapter: Adapter = None,
     revision: Revision = None,
     taps: Annotated[str | None, option(FeatureSettings, "taps", metavar="N|LAYER,...")] = None,

@@ -77,7 +77,7 @@ def convert(
         typer.Argument(
             metavar="[TARGET]",
             help="Causal language model of the Llama or Qwen families, as a folder, hub name or GGUF file; by default "
-            "the bundled target.",
+            "the bundled tiny model.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new model, new or empty.")],
@@ -99,7 +99,9 @@ def new(
     *,
     like: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Folder or hub name whose tokenizer is used; by default the bundled target."),
+        typer.Option(
+            metavar="DIR", help="Folder or hub name whose tokenizer is used; by default the bundled tiny model."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new model, new or empty.")],
     settings: NewSettings,

@@ -41,8 +41,8 @@ def stream_answer(console: Console, engine: Engine, prompt: str, params: Samplin
     end, summary = show_chunks(console, chunks, AnswerText(engine.target.tokenizer, params.stop))
     stats = end.checked().stats
     summary.append(f", finish reason: {end.finish_reason}, backend: {engine.target.running}")
-    if note := vocabulary_note(engine):
-        summary.append(f", {note}")
+    if note := drafter_note(engine):
+        summary.append(f", the drafter {note}")
     console.print("\n", summary, sep="")
     return stats
 
@@ -137,13 +137,13 @@ class Comparison:
     Attributes:
         drafted, plain: The run of median speed with drafts, and without.
         first_difference: Index of the first token that differs between runs; None if all are identical.
-        vocabulary: Tokens that the drafter guesses among, in words; None if these are all.
+        drafter: What `drafter_note` says.
     """
 
     drafted: Completion
     plain: Completion
     first_difference: int | None
-    vocabulary: str | None = None
+    drafter: str | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -169,7 +169,7 @@ def compare_with_plain(engine: Engine, prompt: str, params: SamplingParams) -> C
     answers = [run.token_ids for pair in runs for run in pair]
     columns = enumerate(zip_longest(*answers))
     difference = next((i for i, tokens in columns if len(set(tokens)) > 1), None)
-    return Comparison(drafted, plain, difference, vocabulary_note(engine))
+    return Comparison(drafted, plain, difference, drafter_note(engine))
 
 
 def slower_note(engine: Engine, stats: Stats, measured: Comparison | None) -> str | None:
@@ -229,8 +229,8 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
         same = "identical"
     else:
         same = f"differ, first at token {comparison.first_difference + 1}"
-    if comparison.vocabulary:
-        console.print(f"The drafter {comparison.vocabulary}.")
+    if comparison.drafter:
+        console.print(f"The drafter {comparison.drafter}.")
     console.print(f"speed-up: {ratio}; tokens: {same}")
 
 
@@ -289,10 +289,16 @@ def draft_vocab(engine: Engine) -> int | None:
     return next((part.draft_vocab for part in engine.drafter.parts if part.draft_vocab is not None), None)
 
 
-def vocabulary_note(engine: Engine) -> str | None:
-    """The same in words."""
-    kept = draft_vocab(engine)
-    return None if kept is None else f"guesses among {kept} of {engine.target.vocab_size} tokens"
+def drafter_bits(drafter: Drafter) -> int | None:
+    """Bits to which the drafter's weights are rounded; None if they are not."""
+    return next((part.bits for part in drafter.parts if part.bits is not None), None)
+
+
+def drafter_note(engine: Engine) -> str | None:
+    """The same in words, with the tokens that it may guess; None if these are all and nothing is rounded."""
+    kept, bits = draft_vocab(engine), drafter_bits(engine.drafter)
+    said = [f"guesses among {kept} of {engine.target.vocab_size} tokens"] if kept else []
+    return " and ".join([*said, *([f"has weights of {bits} bits"] if bits else [])]) or None
 
 
 def ahead_note(drafter: Drafter) -> str | None:
@@ -316,6 +322,7 @@ def as_dict(completion: Completion, comparison: Comparison | None, engine: Engin
         "backend": target.backend,
         "running": target.running,
         "draft_vocab": draft_vocab(engine),
+        "drafter_bits": drafter_bits(engine.drafter),
     }
     if comparison is not None:
         found["plain_tokens_per_second"] = comparison.plain.stats.tokens_per_second

@@ -28,7 +28,7 @@ def doctor(
     run: TargetOptions,
     drafter: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Folder of a drafter; by default the bundled DFlash drafter."),
+        typer.Option(metavar="DIR", help="Folder of a drafter; by default the one that comes along for the target."),
     ] = None,
     prompts: Annotated[
         list[Path] | None,
@@ -47,7 +47,7 @@ def doctor(
     It decodes some prompts, asks the drafter again on the finished texts, and checks whether it would guess better if
     its checkpoint meant something else: taps, slots and features off by one, windows, causality, halves in another
     order, norms, draft vocabulary, rotary base, precision. The drafter is not rounded, whatever --round-drafter says.
-    The exit code is 1 if it finds a fault.
+    Without options it examines the bundled tiny pair. The exit code is 1 if it finds a fault.
     """
     # A rounded drafter guesses other tokens than the network that the checks run, as if decoding were at fault.
     run = replace(run, target=run.target or "bundled", round_drafters=False)

@@ -10,7 +10,7 @@ from typing import Annotated, get_args
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import Adapter, Revision, TargetBackend, TargetFolder
+from blockdraft.cli.options import Adapter, Revision, TargetBackend, TrainingTarget
 from blockdraft.errors import UsageError
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_GGUF_WEIGHTS, GGUFWeights
 
@@ -23,11 +23,11 @@ def export(
         typer.Argument(
             metavar="DRAFTER",
             help="Drafter in any format that `generate` reads, as a folder or GGUF file; bundled is the one that comes "
-            "along for this target, of the bundled target the DFlash drafter.",
+            "along for this target, beside the tiny model the DFlash drafter.",
         ),
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="Folder to write; new, empty, or an earlier export.")],
-    target: TargetFolder = None,
+    target: TrainingTarget = None,
     adapter: Adapter = None,
     revision: Revision = None,
     to_format: Annotated[

@@ -15,7 +15,7 @@ from blockdraft.cli.options import (
     RecordOptions,
     Revision,
     TargetBackend,
-    TargetFolder,
+    TrainingTarget,
 )
 from blockdraft.errors import UsageError
 from blockdraft.tools.fit.settings import FitSettings
@@ -32,7 +32,7 @@ def fit(
             "resumes an interrupted fit.",
         ),
     ] = None,
-    target: TargetFolder = None,
+    target: TrainingTarget = None,
     adapter: Adapter = None,
     revision: Revision = None,
     data: Annotated[

@@ -26,7 +26,7 @@ def inspect(
         typer.Argument(
             metavar="DIR|FILE",
             help="Drafter, target, adapter or block-diffusion model, as a folder or GGUF file; bundled is the drafter "
-            "that comes along, bundled-dflash the one that other engines read.",
+            "that comes along for the target, bundled-dflash the tiny one that other engines read.",
         ),
     ],
     target: Annotated[

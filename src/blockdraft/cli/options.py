@@ -156,13 +156,17 @@ def _has_drafter(target: str | None, lookup: bool = True) -> bool:
     return False
 
 
+_TARGET = (
+    "Model whose output counts: a Hugging Face folder or hub name, a GGUF file, or a name that `blockdraft models` "
+    "lists, once it is pulled. By default "
+)
 TargetFolder = Annotated[
     str | None,
-    typer.Option(
-        metavar="DIR|NAME",
-        help="Model whose output counts: a Hugging Face folder or hub name, a GGUF file, or a name that `blockdraft "
-        "models` lists, once it is pulled. By default the bundled one.",
-    ),
+    typer.Option(metavar="DIR|NAME", help=f"{_TARGET}SmolLM2, if it has been pulled, else the bundled tiny model."),
+]
+# Data and drafters go with one target, so this default does not depend on what has been pulled.
+TrainingTarget = Annotated[
+    str | None, typer.Option("--target", metavar="DIR|NAME", help=f"{_TARGET}the bundled tiny model.")
 ]
 Adapter = Annotated[
     str | None,

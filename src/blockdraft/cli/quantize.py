@@ -24,7 +24,7 @@ def quantize(
         typer.Argument(
             metavar="[MODEL]",
             help="Hugging Face model folder or hub name, or a GGUF file in F16, BF16 or F32; by default the bundled "
-            "target.",
+            "tiny model.",
         ),
     ] = None,
     settings: QuantizeSettings,

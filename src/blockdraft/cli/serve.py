@@ -100,7 +100,7 @@ def serve(
 ) -> None:
     """Serve a model to programs that speak OpenAI's or Anthropic's API.
 
-    By default it serves the bundled model at http://127.0.0.1:8000/v1, and a page to try it at http://127.0.0.1:8000.
+    It serves the model at http://127.0.0.1:8000/v1, and a page to try it at http://127.0.0.1:8000.
     Ctrl-C or SIGTERM lets running answers end; a second one ends the server at once.
     """
     drafter = drafter_or_lookup(run.target, drafter)
@@ -181,7 +181,7 @@ def _self_check(engine: Engine, count: int) -> str | None:
 
 def tell(service: Service, bound: socket.socket, checked: str | None) -> None:
     """Print what was started. The last line, "Ready", tells programs that the server takes requests."""
-    from blockdraft.cli.display import vocabulary_note
+    from blockdraft.cli.display import drafter_note
     from blockdraft.serving.run import url_of
 
     engine, url = service.backends.usual, url_of(bound)
@@ -197,8 +197,8 @@ def tell(service: Service, bound: socket.socket, checked: str | None) -> None:
     extent += f"blocks of {how.block_size or about['block_size']} tokens"
     if "auto" in (how.block_size, how.tree_budget):
         extent = f"as far as it pays, blocks of at most {about['block_size']} tokens"
-    if note := vocabulary_note(engine):
-        extent += f", {note}"
+    if note := drafter_note(engine):
+        extent += f", it {note}"
     lines = [
         f"Model    {', '.join(service.model_names)}{' (and any other name)' if service.settings.any_model else ''}",
         f"Target   {about['target']}, {about['parameters'] / 1e6:.1f} M parameters, context {about['max_context']}, "

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from rich.console import Console
 from rich.text import Text
 
-from blockdraft.cli.display import show_chunks, vocabulary_note
+from blockdraft.cli.display import drafter_note, show_chunks
 from blockdraft.engine import Chunk, Completion, ContextFull, Conversation, Turn
 from blockdraft.engine.text import AnswerText
 from blockdraft.errors import BlockdraftError, UsageError
@@ -56,7 +56,7 @@ class Talk:
         """
         if self._console is not None:
             engine = self._conversation.engine
-            note = f", {note}" if (note := vocabulary_note(engine)) else ""
+            note = f", the drafter {note}" if (note := drafter_note(engine)) else ""
             self._tell(f"{engine.target.path}{note}. /help lists commands and keys.")
         if not self._conversation.has_template:
             self._tell(RAW)

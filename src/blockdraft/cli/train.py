@@ -10,7 +10,7 @@ import typer
 
 from blockdraft.cli import consoles, loading
 from blockdraft.cli.help import Command
-from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder
+from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TrainingTarget
 from blockdraft.errors import Complaints, UsageError
 from blockdraft.types import DEFAULT_BACKEND
 
@@ -35,7 +35,7 @@ def train(
         Path | None,
         typer.Argument(metavar="[RECIPE.toml]", help="File with values of recipe fields; others keep their defaults."),
     ] = None,
-    target: TargetFolder = None,
+    target: TrainingTarget = None,
     adapter: Adapter = None,
     revision: Revision = None,
     data: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder made by `blockdraft data`.")] = None,

@@ -164,7 +164,7 @@ class CompiledNetwork(CompiledLayers):
         self.config: Any = config
         self._dtype = dtype
         self._packed: list[PackedLinear] = []
-        self._bits, self._owned = bits, owned
+        self.bits, self._owned = bits, owned
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity)
@@ -219,6 +219,6 @@ class CompiledNetwork(CompiledLayers):
     def _pack(self, module: object, *names: str, rounds: bool = True) -> LinearFields:
         """Pack projections of one owner together, rounded to `bits` unless `rounds` is False."""
         places = [(module, name) for name in names]
-        packed = pack_together(places, self.library, self._dtype, self._bits if rounds else None, self._owned)
+        packed = pack_together(places, self.library, self._dtype, self.bits if rounds else None, self._owned)
         self._packed.append(packed)  # it owns the memory
         return self.library.linear(packed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,11 +31,11 @@ from blockdraft.drafters.base import (
 )
 from blockdraft.drafters.draft_vocab import DraftVocab, check_draft_vocab, read_draft_vocab
 from blockdraft.errors import UsageError
-from blockdraft.formats import Trained, read_config
+from blockdraft.formats import Trained, check_fits, read_config, read_drafter
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
-from blockdraft.models import TINY, as_moved, bundled_drafter, located, model_of
+from blockdraft.models import TINY, as_moved, bundled_drafter, catalogue, located, model_of
 from blockdraft.plugins import parts, plugins
 from blockdraft.targets import Target, other_target_warning, with_draft_vocab
 from blockdraft.types import JOINT, DraftModel
@@ -55,6 +56,13 @@ def bundled() -> dict[str, Path]:
     return {"bundled": others[0] if others else dflash, BUNDLED_DFLASH: dflash}
 
 
+def bundled_for(target: str | Path) -> Path | None:
+    """The drafter that is bundled for a target, if that is a model of the catalogue with one. Arguments and errors as
+    in `located`."""
+    model = model_of(located(target))
+    return None if model is None else bundled_drafter(model)
+
+
 def for_others(drafter: str | Path, target: str | Path | None, note: Callable[[str], None]) -> str | Path:
     """Drafter for engines other than this one: the bundled DFlash drafter for any bundled name, else as given.
 
@@ -64,8 +72,7 @@ def for_others(drafter: str | Path, target: str | Path | None, note: Callable[[s
         note: Function called with a message where the bundled DFlash drafter takes the place of another bundled one.
     """
     folders = bundled()
-    model = None if target is None or str(drafter) != "bundled" else model_of(located(target))
-    if model is not None and (own := bundled_drafter(model)) is not None:
+    if target is not None and str(drafter) == "bundled" and (own := bundled_for(target)) is not None:
         return own
     if str(drafter) not in folders:
         return drafter
@@ -134,7 +141,8 @@ def load_drafter(
         if placed is not None or (path is not None and str(path) not in bundled()):
             raise
         raise UsageError(
-            f'The bundled drafter does not fit this target; name a drafter made for it, or "none". ({error})'
+            f'The bundled drafter does not fit this target; name a drafter made for it, or "none".'
+            f"{_of_same_sizes(target)} ({error})"
         ) from error
     finally:
         let_team_go()
@@ -213,6 +221,18 @@ def _load(path: str | Path | None, target: Target, device: torch.device | None, 
     raise UsageError(f"{folder} has the architectures {found}; use a drafter of one of the known kinds: {others}.")
 
 
+def _of_same_sizes(target: Target) -> str:
+    """Sentence on the bundled drafters that a target's sizes and tokens allow; empty if there are none."""
+    found, vocabulary = [], target.tokenizer.get_vocab() if target.tokenizer else None
+    sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
+    for model in catalogue():
+        if (place := bundled_drafter(model)) is not None:
+            with suppress(UsageError):
+                check_fits(read_drafter(place, vocabulary, target.num_layers).config, **sizes)
+                found.append(f" {place} is for {model.name}, which has the same sizes.")
+    return "".join(found)
+
+
 def _said(file: Path, target: Target) -> tuple[dict[str, Any], str | None]:
     """Architecture of a GGUF file, as in a config.json, and the target that it was trained for."""
     header = open_gguf(file)
@@ -223,10 +243,12 @@ def _said(file: Path, target: Target) -> tuple[dict[str, Any], str | None]:
 def _said_by_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None]:
     if not (folder / "config.json").is_file():
         of_hub = re.fullmatch(r"[\w-]+/[\w.-]+", path) and not folder.exists()
-        fetch = f" If it is on the hub, fetch it: hf download {path} --local-dir DIR." if of_hub else ""
+        hint = f" If it is on the hub, fetch it: hf download {path} --local-dir DIR." if of_hub else ""
+        if files := sorted(folder.glob("*.gguf")):
+            hint = f" It holds the file {files[0]}, which may be one."
         raise UsageError(
             f"{folder} is no drafter; give a folder with config.json or one of the names {', '.join(sorted(names()))}."
-            f"{fetch}"
+            f"{hint}"
         )
     raw = read_config(folder)
     if not isinstance(raw, dict):

@@ -60,6 +60,7 @@ class Drafter(Protocol):
         draft_vocab: Number of these rows; None is all.
         device: Device that it drafts on; None is the target's device.
         compile_reason: Reason why its network is not compiled for a CPU; None where it is, or without a network.
+        bits: Bits to which its weights are rounded beside its target; None where they are not.
         slots_beside: Most slots behind a row's text that a draft uses.
     """
 
@@ -87,6 +88,10 @@ class Drafter(Protocol):
 
     @property
     def compile_reason(self) -> str | None:
+        return None
+
+    @property
+    def bits(self) -> int | None:
         return None
 
     @property

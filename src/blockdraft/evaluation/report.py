@@ -64,9 +64,12 @@ def show(console: Console, found: Results) -> None:
     of = found.arguments
     console.print(f"Target: backend {of['running']}, {of['dtype']}, on {of['device']}")
     kept = {name: f", guesses among {n} of {of['vocab_size']} tokens" for name, n in of["draft_vocabs"].items() if n}
-    kinds = {name: of["kinds"][name] + kept.get(name, "") for name in found.methods if name != PLAIN}
-    for kind in dict.fromkeys(kinds.values()):
-        console.print(f"Drafter {kind}: {', '.join(shape_name(name) for name in kinds if kinds[name] == kind)}")
+    bits = {name: f", weights of {n} bits" for name, n in of["drafter_bits"].items() if n}
+    said = {
+        name: of["kinds"][name] + kept.get(name, "") + bits.get(name, "") for name in found.methods if name != PLAIN
+    }
+    for drafter in dict.fromkeys(said.values()):
+        console.print(f"Drafter {drafter}: {', '.join(shape_name(name) for name in said if said[name] == drafter)}")
     console.print()
     for name, methods in tables.items():
         console.print(_table(name, methods, box.SIMPLE if console.is_terminal else None))

@@ -115,6 +115,7 @@ class JaxRunner(ABC):
     """
 
     compile_reason: str | None = None
+    bits = None
 
     def __init__(
         self, config: Any, target: Any, drafter: DecoderConfig, tensors: Mapping[str, Tensor], features: int = 0

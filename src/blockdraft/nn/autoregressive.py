@@ -144,6 +144,10 @@ class AutoregressiveRunner(Protocol):
     compile_reason: str | None
 
     @property
+    def bits(self) -> int | None:
+        """As `Drafter.bits`."""
+
+    @property
     def cycle(self) -> Callable[..., CycleTokens] | None:
         """Program of a whole cycle, as `Drafter.cycle` returns it, with the keywords of `DraftRunner.cycle`."""
 
@@ -209,7 +213,7 @@ class AutoregressivePass:
         compile_reason: Reason why it is not compiled, where it might have been.
     """
 
-    cycle = None
+    bits = cycle = None
 
     def __init__(
         self,

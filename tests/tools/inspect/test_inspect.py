@@ -19,8 +19,9 @@ from blockdraft.drafters import BUNDLED_DFLASH, bundled, load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, layouts, read_drafter, speculators, zlab
 from blockdraft.formats.trained import Trained
+from blockdraft.models import bundled_drafter, known, models_folder
 from blockdraft.nn.draft_config import LayerAttention
-from blockdraft.targets import embedding_and_head, load_target
+from blockdraft.targets import BUNDLED, embedding_and_head, load_target
 from blockdraft.tools.inspect import Report, inspect
 from blockdraft.tools.inspect.drafters import HEAD_INPUT
 from blockdraft.training.export import convert, export_gguf, format_for
@@ -220,6 +221,17 @@ def test_the_bundled_drafter() -> None:
     found = inspect("bundled-dflash")
     assert found.about["architecture"] == "DFlashDraftModel" and verdicts(found)["fingerprint"] is True
     assert inspect(bundled()[BUNDLED_DFLASH], "bundled").fits == found.fits
+
+
+def test_a_target_of_the_catalogue_has_its_own_drafter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    place = models_folder() / "smollm2"
+    shutil.copytree(BUNDLED, place)
+    own = bundled_drafter(known("smollm2"))
+    assert inspect("bundled", "smollm2").path == str(own)
+    assert inspect("bundled-dflash", "smollm2").path == str(bundled()[BUNDLED_DFLASH])
+    assert inspect("smollm2").starts["blockdraft"].line == f"blockdraft chat --target {place}"
+    assert inspect("bundled").path == inspect("bundled", "bundled").path == str(bundled()["bundled"])
 
 
 def test_another_kind_beside_the_bundled_dflash_drafter(two_kinds: tuple[Path, Path], tiny_target_dir: Path) -> None:

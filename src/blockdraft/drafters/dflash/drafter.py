@@ -98,6 +98,10 @@ class DFlashDrafter(Drafter):
         """Reason why the network is not compiled for a CPU; None where it is, or where it runs as CUDA graphs."""
         return self._run.compile_reason
 
+    @property
+    def bits(self) -> int | None:
+        return self._run.bits
+
     def new_state(self, batch: int, capacity: int) -> KVCache:
         state: KVCache = self._run.new_state(batch, capacity)
         return state

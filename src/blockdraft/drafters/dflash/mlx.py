@@ -27,7 +27,7 @@ class MLXDraftPass:
     """
 
     compile_reason: str | None = None
-    cycle = None
+    bits = cycle = None
 
     def __init__(
         self, network: DFlashNetwork, embed: Callable[[Tensor], Tensor], head: Callable[[Tensor], Tensor]

@@ -135,6 +135,10 @@ class DraftRunner(Protocol):
     compile_reason: str | None
 
     @property
+    def bits(self) -> int | None:
+        """As `Drafter.bits`."""
+
+    @property
     def cycle(self) -> Callable[..., CycleTokens] | None:
         """Program of a whole cycle, as `Drafter.cycle` returns it; None where the backend has none. It takes the
         keywords `block_size`, `tree_budget`, `temperatures` of the rows, and `window` of the draft."""
@@ -216,7 +220,7 @@ class DraftPass:
         compile_reason: Reason why a network that could have been compiled is not; else None.
     """
 
-    cycle = None
+    bits = cycle = None
 
     @torch.no_grad()
     def __init__(

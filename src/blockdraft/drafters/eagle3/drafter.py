@@ -65,6 +65,10 @@ class Eagle3Drafter(Drafter):
         return self._run.compile_reason
 
     @property
+    def bits(self) -> int | None:
+        return self._run.bits
+
+    @property
     def slots_beside(self) -> int:
         """Most slots behind a row's text that a draft uses."""
         return self._run.slots_beside(self.block_size, WIDTH)

@@ -203,8 +203,8 @@ def _median(cycles: list[tuple[int, float]]) -> tuple[int, float]:
 def path(target: Target, drafter: Drafter) -> Path:
     """The file of a pair's costs, in the folder that `BLOCKDRAFT_CACHE` names, or else in `~/.cache/blockdraft`.
 
-    There is one for each target, backend, drafter, dtype, device, number of threads, machine, and version of torch,
-    transformers and blockdraft.
+    There is one for each target, backend, drafter and what is left of it (tokens, bits), dtype, device, number of
+    threads, machine, and version of torch, transformers and blockdraft.
     """
     gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
     facts = [
@@ -212,7 +212,7 @@ def path(target: Target, drafter: Drafter) -> Path:
         *(target.device.type, gpu),
         *(type(drafter).__name__, drafter.path, drafter.block_size, drafter.taps),
         *(torch.get_num_threads(), platform.node(), platform.processor()),
-        *(part.draft_vocab for part in drafter.parts if part.draft_vocab is not None),
+        *((part.draft_vocab, part.bits) for part in drafter.parts if part.draft_vocab or part.bits),
         *(LAYOUT, version("torch"), version("transformers"), version("blockdraft")),
     ]
     return cache_folder() / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"

@@ -136,8 +136,8 @@ def check_options(path: str | Path, options: LoadOptions) -> None:
     """Raise a UsageError for options that GGUF files do not take."""
     if options.quantize is not None:
         raise UsageError(
-            f"quantize is {options.quantize!r}, and the weights of a GGUF file stay as they are; leave it out, or make "
-            "a smaller file with llama-quantize."
+            f"quantize is {options.quantize!r}, and the weights of a GGUF file stay as they are; leave it out, give "
+            "the model's folder instead, or make another file with llama-quantize."
         )
     refuse(path, adapter=options.adapter, revision=options.revision)
 

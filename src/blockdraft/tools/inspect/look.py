@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.diffusion.folder import FAMILY_OF
-from blockdraft.drafters import bundled, for_others
+from blockdraft.drafters import bundled, bundled_for, for_others
 from blockdraft.errors import UsageError
 from blockdraft.formats import layout_of, layouts, read_config
 from blockdraft.formats.folder import blaming
@@ -32,15 +32,16 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
     """Report on a checkpoint.
 
     Args:
-        path: A folder, a GGUF file, the hub name of a target, "bundled" for the bundled drafter, which drafts by
-            default, or "bundled-dflash" for the DFlash drafter in it.
+        path: A folder, a GGUF file, the hub name of a target, "bundled" for the drafter that is bundled for the
+            target, of the tiny one the default, or "bundled-dflash" for the DFlash drafter in it.
         target: Target to check a drafter against: a folder, hub name, GGUF file, or "bundled" for the bundled one.
         revision: Revision of a hub name.
 
     Raises:
         UsageError: The checkpoint is missing, of an unknown kind, or cannot be read.
     """
-    place = bundled().get(str(path)) or Path(located(path))
+    own = bundled_for(target) if target is not None and str(path) == "bundled" else None
+    place = own or bundled().get(str(path)) or Path(located(path))
     if target is None and place in bundled().values():
         target = BUNDLED
     if target is not None:
@@ -152,7 +153,8 @@ def _target(path: str | Path, found: Description, given: Description | None) -> 
             "parameters": sum(math.prod(shape) for shape in wanted.tensor_shapes().values()),
             "key_value_bytes_per_token": {"float32": 4 * values, "bfloat16": 2 * values},
         }
-    ours = {"blockdraft": Start(shlex.join(["blockdraft", "chat", "--target", name, "--drafter", "none"]))}
+    plain = [] if bundled_for(path) else ["--drafter", "none"]
+    ours = {"blockdraft": Start(shlex.join(["blockdraft", "chat", "--target", name, *plain]))}
     if is_gguf(path):
         llama_cpp = Start(shlex.join(["llama-server", "-m", name]))
         return Report(name, "target", "gguf", about, starts={**ours, "llama.cpp": llama_cpp})
