@@ -14,14 +14,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from benchmarks.harness.command import CORES, Parser, in_words
-from benchmarks.harness.process import PeerProcess
+from benchmarks.harness.process import PeerError, PeerProcess
 from benchmarks.harness.report import table
 from benchmarks.harness.turns import in_turns
 from blockdraft.cli.display import progress
@@ -70,6 +70,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     for file in (given.model, given.llama, given.drafter):
         if file is not None and not file.is_file():
             parser.error(f"There is no file {file}.")
+    if given.limit is not None and not given.prompts:
+        parser.error(f"--limit is {given.limit}, which goes with --prompts; leave it out.")
     if given.tokens < 2 or given.rounds < 1:
         parser.error("--tokens must be at least 2 and --rounds at least 1.")
     return given
@@ -101,6 +103,15 @@ def theirs(peer: PeerProcess, stops: Sequence[int]) -> Decode:
     return decode
 
 
+@contextmanager
+def named(way: str) -> Iterator[None]:
+    """Say in errors of llama.cpp which way failed."""
+    try:
+        yield
+    except PeerError as error:
+        raise PeerError(f"{way}: {error}") from error
+
+
 def their_ways(drafter: Path | None) -> dict[str, dict[str, Any]]:
     """Settings of `llama_peer` that each of llama.cpp's ways to decode adds."""
     if drafter is None:
@@ -119,16 +130,30 @@ def our_ways(target: Target, drafter: Path | None) -> dict[str, Engine]:
     """Engines of our ways to decode."""
     named = {OURS: "none"}
     if drafter is not None:
-        named |= {f"{OURS} auto": str(drafter), f"{OURS} prompt_lookup+": f"prompt_lookup+{drafter}"}
+        named |= {f"{OURS} drafter": str(drafter), f"{OURS} prompt_lookup+drafter": f"prompt_lookup+{drafter}"}
     return {way: Engine(target, load_drafter(name, target=target), 1) for way, name in named.items()}
+
+
+def usable(plain: Engine, asked: Sequence[list[int]], tokens: int) -> list[list[int]]:
+    """Prompts whose answers have tokens to be timed, and do not loop. Raises ValueError where there are none."""
+    answers = [answer.token_ids for answer in plain.generate(asked, SamplingParams(tokens))]
+    kept = [prompt for prompt, ids in zip(asked, answers, strict=True) if len(ids) > 2 and not loops(ids)]
+    if not kept:
+        raise ValueError(
+            f"All {len(asked)} prompts are answered in a loop or with a word; give others, or another number of tokens "
+            f"than {tokens}."
+        )
+    return kept
 
 
 def report(found: dict[str, list[list[Answer]]], longs: dict[str, list[float]]) -> str:
     """Figures of each way: answers by round, and seconds to read the long prompt. Ratios are taken within a round."""
     rates = {
-        way: [sum(each.tokens for each in one) / sum(each.seconds for each in one) for one in rounds]
+        way: [sum(each.tokens for each in one) / (sum(each.seconds for each in one) or 1.0) for one in rounds]
         for way, rounds in found.items()
     }
+    if silent := [way for way, own in rates.items() if not all(own)]:
+        raise ValueError(f"{silent[0]} answered all prompts of a round with one token; give other prompts.")
     rows = []
     for way, own in rates.items():
         answers = [each for one in found[way] for each in one]
@@ -137,20 +162,23 @@ def report(found: dict[str, list[list[Answer]]], longs: dict[str, list[float]]) 
         tau = sum(each.tokens for each in answers) / sum(each.forwards for each in answers)
         speed = f"{statistics.median(own):.1f}", f"{min(own):.1f}-{max(own):.1f}", f"{times:.2f}", f"{tau:.2f}"
         rows.append([way, *speed, f"{1000 * statistics.median(longs[way]):.0f}", f"{sooner:.2f}"])
-    header = ["", "tokens/s", "range", "times llama.cpp", "tau", f"ms to read {PROMPT} tokens", "llama.cpp's over it"]
+    header = ["", "tokens/s", "range", "times llama.cpp", "tau", f"ms to read {PROMPT} tokens", "times llama.cpp"]
     best = [
         max((way for way in rates if way.startswith(whose)), key=lambda way: statistics.median(rates[way]))
         for whose in (OURS, THEIRS)
     ]
     over = statistics.median(a / b for a, b in zip(*(rates[way] for way in best), strict=True))
-    return f"{table(header, rows)}\n\nFastest: {' over '.join(best)}: {over:.2f} times"
+    told = (
+        f"tau: tokens a forward of the target. We draft as far as pays (auto), {THEIRS} as many guesses as behind the :"
+    )
+    return f"{table(header, rows)}\n\n{told}\nFastest: {' over '.join(best)}: {over:.2f} times"
 
 
 def main(words: Sequence[str] | None = None) -> None:
     options = arguments(words)
     settings = {"type": "f16", "model": str(options.model), "threads": options.threads}
     with (
-        in_words(),
+        in_words(resumes=False),
         ExitStack() as stack,
         patch.object(build, "NATIVE", f"-march={options.processor}"),
     ):
@@ -159,27 +187,28 @@ def main(words: Sequence[str] | None = None) -> None:
         *asked, long = prompts(target, options.prompts, options.limit)
         settings["max_length"] = max(map(len, (*asked, long))) + options.tokens + 64  # some speculators look ahead
         ways: dict[str, Decode] = {}
-        for way, engine in our_ways(target, options.drafter).items():
+        engines = our_ways(target, options.drafter)
+        for way, engine in engines.items():
             ways[way] = ours(stack.enter_context(engine))
         for way, more in their_ways(options.drafter).items():
             log = folder / way.replace(" ", "-")
-            peer = PeerProcess([str(options.llama)], settings | more, options.threads, log, 600)
+            with named(way):
+                peer = PeerProcess([str(options.llama)], settings | more, options.threads, log, 600)
             ways[way] = theirs(stack.enter_context(peer), sorted(target.eos_token_ids))
-        plain = Engine(target, load_drafter("none", target=target), 1)
-        answers = plain.generate(asked, SamplingParams(options.tokens))
-        kept = [prompt for prompt, answer in zip(asked, answers, strict=True) if not loops(answer.token_ids)]
+        kept = usable(engines[OURS], asked, options.tokens)
         tasks = [(prompt, options.tokens) for prompt in kept] + [(long, 1)]
         found: dict[str, list[list[Answer]]] = {way: [[] for _ in range(options.rounds)] for way in ways}
         longs: dict[str, list[float]] = {way: [] for way in ways}
         with progress("answers") as shown:
             for done, (repeat, (prompt, tokens), way) in enumerate(in_turns(tasks, list(ways), options.rounds + 1)):
-                answer = ways[way](prompt, tokens)
+                with named(way):
+                    answer = ways[way](prompt, tokens)
                 shown("decoding", done + 1, len(tasks) * len(ways) * (options.rounds + 1))
                 if repeat and tokens > 1:
                     found[way][repeat - 1].append(answer)
                 elif repeat:
                     longs[way].append(answer.first)
-    print(f"{options.model.name}, {target.running}, {options.processor}, {options.threads} threads, one stream")
+    print(f"{options.model.name}, {target.running}, for the processor {options.processor}, {options.threads} threads")
     print(f"{len(kept)} of {len(asked)} prompts, up to {options.tokens} tokens, {options.rounds} rounds\n")
     print(report(found, longs))
 

@@ -144,15 +144,20 @@ def keep_settings(
 
 
 @contextmanager
-def in_words() -> Iterator[None]:
-    """Report an expected error, or an interruption, in one line and end with status 2 or 130."""
+def in_words(resumes: bool = True) -> Iterator[None]:
+    """Report an expected error, or an interruption, in one line and end with status 2 or 130.
+
+    Args:
+        resumes: Whether the same command goes on where it was interrupted.
+    """
     try:
         yield
     except (ValueError, PeerError, BlockdraftError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        print("\nInterrupted; the same command goes on from here.", file=sys.stderr)
+        how = "the same command goes on from here" if resumes else "nothing was kept"
+        print(f"\nInterrupted; {how}.", file=sys.stderr)
         raise SystemExit(130) from None
 
 

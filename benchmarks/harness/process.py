@@ -114,13 +114,19 @@ class PeerProcess:
         assert self._process.stdout is not None
         late = Timer(self._patience, self._process.kill)
         late.start()
-        line = self._process.stdout.readline()
-        if not line and not late.is_alive():
+        try:
+            line = self._process.stdout.readline()
+            in_time = late.is_alive()
+        finally:
+            late.cancel()  # also when interrupted, since the process would wait for it
+        if not line and not in_time:
             raise PeerError(f"no answer within {self._patience:g} s")
-        late.cancel()
         if not line:
             raise PeerError(last_words(self._log, self._process.wait()))
-        answer: dict[str, Any] = json.loads(line)
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError as error:
+            raise PeerError(f"it printed {line.strip()[:REASON_LENGTH]!r} in the place of an answer") from error
         if "error" in answer:
             raise PeerError(answer["error"][:REASON_LENGTH])
         return answer

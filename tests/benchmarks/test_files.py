@@ -6,11 +6,12 @@ import pytest
 
 from benchmarks import files
 from benchmarks.files import OURS, PROMPT, THEIRS, Answer, arguments, ours, prompts, report, their_ways, theirs
-from benchmarks.harness.process import PeerProcess
+from benchmarks.harness.process import PeerError, PeerProcess
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.models import bundled_drafter, known
 from blockdraft.targets import load_target
+from blockdraft.training.export import export_gguf
 
 
 def test_ours_is_timed_as_theirs(tiny_target_dir: Path) -> None:
@@ -56,22 +57,27 @@ def test_ratios_are_taken_within_a_round() -> None:
 
     found = {
         OURS: rounds(30, 300),
-        f"{OURS} auto": rounds(60, 60),
+        f"{OURS} drafter": rounds(60, 60),
         THEIRS: rounds(10, 100),
         f"{THEIRS} x": rounds(5, 5),
     }
     told = report(found, dict.fromkeys(found, [0.1]) | {THEIRS: [0.4]})
     assert "| blockdraft | 247.5 | 45.0-450.0 | 3.00 | 41.25 | 100 | 4.00 |" in told
-    assert "| blockdraft auto | 90.0 | 90.0-90.0 | 3.30 | 15.00 | 100 | 4.00 |" in told
+    assert "| blockdraft drafter | 90.0 | 90.0-90.0 | 3.30 | 15.00 | 100 | 4.00 |" in told
     assert told.endswith("Fastest: blockdraft over llama.cpp: 3.00 times")
 
 
-def test_the_whole_command(
-    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path) -> list[dict[str, Any]]:
+    """Settings of processes that stand for llama.cpp, with a long prompt that fits the tiny target."""
+    found: list[dict[str, Any]] = []
+
     class Peer:
         def __init__(self, command: list[str], settings: dict[str, Any], *_: object) -> None:
-            assert settings["max_length"] == 128 + 4 + 64
+            if settings.get("speculator") == "broken":
+                raise PeerError("it ended")
+            found.append(settings)
+            self.answered = 0
 
         def __enter__(self) -> "Peer":
             return self
@@ -80,21 +86,74 @@ def test_the_whole_command(
             pass
 
         def ask(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
-            count = request["max_new_tokens"]
-            times = {"prefill_seconds": 0.1, "decode_seconds": 0.1 * (count - 1)}
+            count, self.answered = request["max_new_tokens"], self.answered + 1
+            pace = 0.1 if self.answered > 4 else 5.0  # the first round warms up
+            times = {"prefill_seconds": 0.1, "decode_seconds": pace * (count - 1)}
             return {"tokens": [1] * count, "first": 1, "cycles": count - 1, **times}
 
     monkeypatch.setattr(files, "PeerProcess", Peer)
     monkeypatch.setattr(files, "PROMPT", 128)
+    monkeypatch.setattr(files, "load_target", lambda *_, **__: load_target(tiny_target_dir, device="cpu"))
+    return found
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
     file = tmp_path / "model"
     file.touch()
-    monkeypatch.setattr(files, "load_target", lambda *_, **__: load_target(tiny_target_dir, device="cpu"))
-    files.main([str(file), "--llama", str(file), "--tokens", "4", "--rounds", "2"])
+    return [str(file), "--llama", str(file), "--tokens", "4", "--rounds", "2"]
+
+
+def test_the_whole_command(asked: list[dict[str, Any]], command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    files.main(command)
     out = capsys.readouterr().out
-    assert (
-        "3 of 3 prompts, up to 4 tokens, 2 rounds" in out
-        and "| llama.cpp | 10.0 | 10.0-10.0 | 1.00 | 1.00 | 100 |" in out
-    )
+    assert "3 of 3 prompts, up to 4 tokens, 2 rounds" in out
+    assert "| llama.cpp | 10.0 | 10.0-10.0 | 1.00 | 1.00 | 100 |" in out
+    assert [each["max_length"] for each in asked] == [128 + 4 + 64]
+
+
+def test_a_drafter_drafts_on_both_sides(
+    asked: list[dict[str, Any]], command: list[str], tmp_path: Path, tiny_drafter_dir: Path, tiny_target_dir: Path
+) -> None:
+    drafter = export_gguf(tiny_drafter_dir, tmp_path / "gguf", tiny_target_dir, "f32").drafter
+    files.main([*command, "--drafter", str(drafter)])
+    assert [each["draft"] for each in asked if "draft" in each] == [None, None, *[str(drafter)] * 3]
+    target = load_target(tiny_target_dir, device="cpu")
+    engines = files.our_ways(target, drafter)
+    assert [engine.drafter.kind for engine in engines.values()] == ["none", "dflash", "prompt_lookup+dflash"]
+    assert [engine.drafter.path for engine in engines.values()] == [None, drafter, drafter]
+
+
+def test_answers_that_cannot_be_timed_are_left_out() -> None:
+    loop, word, good = [7, 8] * 40, [5], list(range(40))
+
+    def generate(prompts: list[list[int]], params: Any) -> list[Any]:
+        return [SimpleNamespace(token_ids={1: loop, 2: word, 3: good}[prompt[0]]) for prompt in prompts]
+
+    engine: Any = SimpleNamespace(generate=generate)
+    assert files.usable(engine, [[1], [2], [3]], 80) == [[3]]
+    with pytest.raises(
+        ValueError, match="All 2 prompts are answered in a loop or with a word; .* number of tokens than 80"
+    ):
+        files.usable(engine, [[1], [2]], 80)
+    silent = {OURS: [[Answer(0, 1, 5, 5)]], THEIRS: [[Answer(0, 0, 0, 0)]]}
+    with pytest.raises(ValueError, match="llama.cpp answered all prompts of a round with one token"):
+        report(silent, dict.fromkeys(silent, [0.1]))
+
+
+def test_errors_name_the_way(
+    asked: list[dict[str, Any]],
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(files, "their_ways", lambda drafter: {THEIRS: {}, "llama.cpp x": {"speculator": "broken"}})
+    with pytest.raises(SystemExit):
+        files.main(command)
+    assert capsys.readouterr().err.endswith("error: llama.cpp x: it ended\n")
+    with pytest.raises(SystemExit):
+        files.main([*command, "--limit", "1"])
+    assert "--limit is 1, which goes with --prompts" in capsys.readouterr().err
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -219,11 +220,25 @@ def test_profile(bench: Run, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results.json").read_text())["profiles"] is None
 
 
+def test_bits_of_drafters_are_told(bench: Run, tmp_path: Path, tiny_drafter_dir: Path, tiny_eagle3_dir: Path) -> None:
+    few, four = tmp_path / "results.json", tmp_path / "four"
+    shutil.copytree(tiny_eagle3_dir, four)
+    raw = json.loads((four / "config.json").read_text())
+    (four / "config.json").write_text(json.dumps(raw | {"round_bits": 4}))
+    methods = ("chain:4", f"{four}:4", f"{four}+chain:4", "prompt_lookup+chain:4")
+    found = bench("--out", tmp_path, "--methods", ",".join(methods), "--repeats", 1, "--quantize", "int8")
+    bits = json.loads(few.read_text())["arguments"]["drafter_bits"]
+    assert found.code == 0 and bits == {"none": None} | dict(zip(methods, (8, 4, [4, 8], 8), strict=True))
+    assert "Drafter dflash, which has weights of 8 bits: chain:4\n" in found.out
+    assert "Drafter eagle3+dflash, which has weights of 4 bits, 8 bits: " in found.out
+    assert "Drafter prompt_lookup+dflash, which has weights of 8 bits: " in found.out
+
+
 def test_a_draft_vocabulary_is_for_drafters_with_a_network(bench: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
     few = ("--repeats", 1, "--drafter", tiny_drafter_dir, "--draft-vocab", 40)
     found = bench("--out", tmp_path, "--methods", "none,prompt_lookup:auto,chain:4", *few)
     assert found.code == 0 and re.search(r"^chain:4 .* 100 ", found.out, re.M)
-    assert "\nDrafter dflash, guesses among 40 of 265 tokens: chain:4\n" in found.out
+    assert "\nDrafter dflash, which guesses among 40 of 265 tokens: chain:4\n" in found.out
     arguments = json.loads((tmp_path / "results.json").read_text())["arguments"]
     assert (arguments["draft_vocab"], arguments["vocab_size"]) == ("40", 265)
     assert arguments["draft_vocabs"] == {"none": None, "prompt_lookup:auto": None, "chain:4": 40}

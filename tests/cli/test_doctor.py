@@ -1,11 +1,13 @@
 """`blockdraft doctor` as a command; what it finds is tested in tests/tools/deploy."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from blockdraft.cli.options import TargetOptions
+from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.errors import UsageError
 
 
@@ -16,3 +18,14 @@ def test_the_drafter_is_not_rounded(blockdraft: Callable[..., Any], monkeypatch:
     monkeypatch.setattr(TargetOptions, "load", load)
     for words in ((), ("--round-drafter",)):
         assert blockdraft("doctor", *words).err == "error: bundled, rounded: False\n"
+
+
+def test_bundled_drafters_have_names(blockdraft: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def examine(target: Any, drafter: Path, *_: object) -> None:
+        raise UsageError(f"examined {drafter}")
+
+    monkeypatch.setattr("blockdraft.tools.deploy.doctor.examine", examine)
+    dflash = bundled()[BUNDLED_DFLASH]
+    for words in ((), ("--drafter", "bundled"), ("--drafter", "bundled-dflash")):
+        told = blockdraft("doctor", *words).err
+        assert f", drafter {dflash}.\n" in told and told.endswith(f"error: examined {dflash}\n")

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from blockdraft import drafters
+from blockdraft.cli.options import drafter_or_lookup
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import (
     NetworkDrafter,
     as_given,
     bundled,
+    bundled_for,
     check_place,
     drafter_of,
     entries,
@@ -31,7 +34,9 @@ from blockdraft.models.catalogue import known
 from blockdraft.models.places import folder_place
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.nn.layers import ReducedHead
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import BUNDLED, Target, load_target
+from blockdraft.tools.quantize.run import quantize
+from blockdraft.tools.quantize.settings import QuantizeSettings
 from blockdraft.types import SamplingParams
 
 KINDS = {
@@ -112,8 +117,13 @@ def test_weights_are_borrowed_not_copied(target: Target, tiny_drafter_dir: Path)
     assert not any("embed" in name or "lm_head" in name for name, _ in drafter.network.named_parameters())
 
 
-def test_another_kind_beside_the_bundled_dflash_drafter(two_kinds: tuple[Path, Path], target: Target) -> None:
+def test_another_kind_beside_the_bundled_dflash_drafter(
+    two_kinds: tuple[Path, Path], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dflash, dspark = two_kinds
+    with monkeypatch.context() as patch:
+        patch.setattr(drafters, "bundled_for", lambda target: dspark)
+        assert for_others("bundled", "bundled", print) == dflash
     for name in (None, "bundled", Path("bundled")):
         assert load_drafter(name, target=target).path == dspark
     assert load_drafter("bundled-dflash", target=target).path == dflash
@@ -143,7 +153,10 @@ def test_other_engines_get_the_drafter_that_is_bundled_for_the_target(
 
 def test_a_bundled_drafter_that_does_not_fit_is_refused_as_bundled(target: Target) -> None:
     for name in (None, "bundled", "bundled-dflash"):
-        with pytest.raises(ValueError, match=r'The bundled drafter does not fit this target; .*"none"\. \(the drafter'):
+        with pytest.raises(
+            ValueError,
+            match=rf"model's drafter, which {name or 'no drafter'} means here, does not fit this target: the .*none",
+        ):
             load_drafter(name, target=target)
 
 
@@ -155,6 +168,28 @@ def test_a_target_like_one_of_the_catalogue_is_told_of_its_drafter(
     )
     with pytest.raises(UsageError, match=f"{tiny_eagle3_dir} is for SmolLM2-135M-Instruct, which has the same sizes"):
         load_drafter("bundled", target=target)
+
+
+def test_a_target_is_known_by_its_weights(
+    tmp_path: Path, tiny_target_dir: Path, tiny_eagle3_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it lies, and however it was rounded."""
+    folder, few = tmp_path / "drafter", tmp_path / "few"
+    shutil.copytree(tiny_eagle3_dir, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    trained_for = load_target(tiny_target_dir, device="cpu").source_fingerprint
+    (folder / "config.json").write_text(json.dumps(raw | {"target_fingerprint": trained_for}))
+    monkeypatch.setattr(drafters, "bundled_drafter", lambda model: folder if model.id == "smollm2" else None)
+    quantize(tiny_target_dir, few, QuantizeSettings(8, 8))
+    for place in (tiny_target_dir, few):
+        assert bundled_for(place) == for_others("bundled", place, print) == folder
+        loaded = load_target(place, device="cpu")
+        assert load_drafter(target=loaded).path == load_drafter("bundled", target=loaded).path == folder
+        assert not drafter_or_lookup(str(place), None)
+    assert bundled_for(BUNDLED) == bundled()["bundled"]
+    assert for_others("bundled", BUNDLED, print) == bundled()["bundled-dflash"]
+    for other in (folder, tmp_path, "owner/name"):
+        assert bundled_for(other) is None
 
 
 def test_a_folder_with_the_name_of_a_drafter() -> None:
@@ -258,9 +293,35 @@ def test_a_drafter_knows_its_bits(
     after = load_drafter(folder, target=rounded)
     both = load_drafter(f"prompt_lookup+{folder}", target=rounded)
     assert after.bits == 4 and [part.bits for part in both.parts] == [None, 4]
-    files = [stored_costs.path(one, drafter) for one, drafter in ((rounded, before), (rounded, after), (kept, before))]
-    files.append(stored_costs.path(kept, load_drafter(folder, target=kept)))
-    assert len({*files}) == 3 and files[0] != files[1]  # what cycles cost is another thing
+    pairs = (rounded, before), (rounded, after), (kept, load_drafter(folder, target=kept)), (rounded, both)
+    assert len({stored_costs.path(*pair) for pair in pairs}) == 4  # what cycles cost is another thing
+
+
+def test_uncompiled_drafters_have_no_few_bits(target: Target, request: pytest.FixtureRequest) -> None:
+    uncompiled = load_target(target.path, "float32", "cpu", compile="off")
+    for name in ("tiny_drafter_dir", "tiny_eagle3_dir", "tiny_mtp_dir", "tiny_peagle_dir", "tiny_medusa_dir"):
+        assert load_drafter(request.getfixturevalue(name), target=uncompiled).bits is None
+
+
+def test_combinations_have_costs_of_their_own(
+    target: Target, tiny_drafter_dir: Path, tiny_eagle3_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def file(*names: object) -> Path:
+        return stored_costs.path(target, load_drafter("+".join(map(str, names)), target=target))
+
+    together = [
+        (tiny_drafter_dir, tiny_eagle3_dir),
+        (tiny_drafter_dir, "prompt_lookup"),
+        (tiny_drafter_dir, target.path),
+    ]
+    assert len({file(*each) for each in together}) == 3
+    found = file(tiny_drafter_dir)
+    monkeypatch.chdir(tiny_drafter_dir.parent)
+    assert file(tiny_drafter_dir.name) == found  # by the place, however it is named
+    (other := tiny_drafter_dir.parent / "elsewhere").mkdir()
+    shutil.copytree(tiny_drafter_dir, other / tiny_drafter_dir.name)
+    monkeypatch.chdir(other)
+    assert file(tiny_drafter_dir.name) != found
 
 
 def test_other_networks_have_no_drafter(target: Target) -> None:
@@ -273,7 +334,8 @@ def test_other_networks_have_no_drafter(target: Target) -> None:
 def test_the_place_of_a_drafter_needs_no_target(tiny_drafter_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
     for good in ("none", "mtp", "bundled", tiny_drafter_dir, tiny_target_dir, f"prompt_lookup+{tiny_drafter_dir}"):
         check_place(good)
-    (tmp_path / "notes.gguf").write_text("notes")
+    for name in ("pages.gguf", "notes.gguf"):
+        (tmp_path / name).write_text("notes")
     for bad, told in (
         (tmp_path, r"is no drafter; .* prompt_lookup. It holds the file \S*notes.gguf, which may be one.$"),
         ("prompt_lookup+nowhere", "^nowhere is no drafter"),

@@ -17,7 +17,7 @@ from blockdraft.evaluation.results import Results, results
 def test_tables(found: Results, capsys: pytest.CaptureFixture[str]) -> None:
     report.show(plain_console(), found)
     told = capsys.readouterr().out
-    assert told.splitlines()[1:3] == ["Drafter eagle3, guesses among 40 of 265 tokens, weights of 4 bits: x", ""]
+    assert told.splitlines()[1:3] == ["Drafter eagle3, which has weights of 4 bits: x", ""]
     lines = [line.split() for line in told.splitlines()]
     assert [" ".join(line) for line in lines if "timed" in line] == [
         "first: 1 prompt, 1 timed",

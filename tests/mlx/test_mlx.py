@@ -176,7 +176,7 @@ def test_quantised_checkpoints(
     assert in_torch(few.forward(*TREE, few.new_cache(1, 8)).logits).dtype == few.dtype
     drafter: Any = load_drafter(tiny_drafter_dir, target=few)
     rounded = tensor.weight(drafter.network.layers[0].mlp.up_proj.weight)
-    assert isinstance(rounded, FewBits) and rounded.bits == bits
+    assert isinstance(rounded, FewBits) and rounded.bits == bits == drafter.bits
     assert rounded.scales.dtype == rounded.biases.dtype == mx.float32
     drafted, plain = (answers(few, each) for each in (tiny_drafter_dir, "none"))
     if runs == "float32":

@@ -177,6 +177,7 @@ def bench(
         "kinds": {name: engine.drafter.kind for name, engine in engines.items()},
         "vocab_size": loaded.vocab_size,
         "draft_vocabs": {name: display.draft_vocab(engine) for name, engine in engines.items()},
+        "drafter_notes": {name: display.drafter_note(engine) for name, engine in engines.items()},
         "drafter_bits": {name: display.drafter_bits(engine.drafter) for name, engine in engines.items()},
     }
     found = results(trials, arguments, loaded.device, profiles, _sampled(chosen))

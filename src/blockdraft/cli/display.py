@@ -289,16 +289,21 @@ def draft_vocab(engine: Engine) -> int | None:
     return next((part.draft_vocab for part in engine.drafter.parts if part.draft_vocab is not None), None)
 
 
-def drafter_bits(drafter: Drafter) -> int | None:
-    """Bits to which the drafter's weights are rounded; None if they are not."""
-    return next((part.bits for part in drafter.parts if part.bits is not None), None)
+def drafter_bits(drafter: Drafter) -> int | list[int | None] | None:
+    """Bits to which the drafter's weights are rounded; None if they are not. A list where those of the networks of a
+    combination differ."""
+    found = [part.bits for part in drafter.parts if part.has_pass]
+    return found if len({*found}) > 1 else next(iter(found), None)
 
 
 def drafter_note(engine: Engine) -> str | None:
     """The same in words, with the tokens that it may guess; None if these are all and nothing is rounded."""
     kept, bits = draft_vocab(engine), drafter_bits(engine.drafter)
     said = [f"guesses among {kept} of {engine.target.vocab_size} tokens"] if kept else []
-    return " and ".join([*said, *([f"has weights of {bits} bits"] if bits else [])]) or None
+    if bits:
+        each = [f"{one} bits" if one else "no fewer bits" for one in (bits if isinstance(bits, list) else [bits])]
+        said.append(f"has weights of {', '.join(each)}")
+    return " and ".join(said) or None
 
 
 def ahead_note(drafter: Drafter) -> str | None:

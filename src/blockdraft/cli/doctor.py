@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockdraft.cli import consoles
+from blockdraft.cli import consoles, loading
 from blockdraft.cli.options import TargetOptions, need_drafter, option
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
 from blockdraft.evaluation.settings import Settings
@@ -46,22 +46,22 @@ def doctor(
 
     It decodes some prompts, asks the drafter again on the finished texts, and checks whether it would guess better if
     its checkpoint meant something else: taps, slots and features off by one, windows, causality, halves in another
-    order, norms, draft vocabulary, rotary base, precision. The drafter is not rounded, whatever --round-drafter says.
-    Without options it examines the bundled tiny pair. The exit code is 1 if it finds a fault.
+    order, norms, draft vocabulary, rotary base, precision. The drafter is not rounded. Without --target it
+    examines the bundled tiny pair, whatever has been pulled. The exit code is 1 if it finds a fault.
     """
     # A rounded drafter guesses other tokens than the network that the checks run, as if decoding were at fault.
     run = replace(run, target=run.target or "bundled", round_drafters=False)
+    drafter = None if drafter == "bundled" else drafter
     need_drafter(run.target, drafter, "leave --target out for the bundled pair", lookup=False)
     texts = [prompt for one in read_prompt_sets(prompts, limit) for prompt in one.prompts] if prompts else None
 
     from blockdraft.cli import display
-    from blockdraft.drafters import BUNDLED_DFLASH, bundled
-    from blockdraft.models import bundled_drafter, model_of
+    from blockdraft.drafters import for_others
     from blockdraft.tools.deploy.doctor import examine
 
     target = run.load()
-    model = model_of(target.path)
-    examined = drafter or (bundled_drafter(model) if model else None) or bundled()[BUNDLED_DFLASH]
+    examined = for_others(drafter or "bundled", run.target, loading.tell)
+    loading.tell(f"Target {target.path}, drafter {examined}.")
     with display.progress("checks") as progress:
         found = examine(target, examined, texts or SAMPLES.prompts, settings, progress)
     if as_json:

@@ -33,7 +33,7 @@ def inspect(
         str | None,
         typer.Option(
             metavar="DIR",
-            help="Target to check the drafter against: a folder, hub name or GGUF file, or bundled.",
+            help="Target to check the drafter against: folder, hub name, GGUF file, name of the catalogue, or bundled.",
         ),
     ] = None,
     revision: Revision = None,

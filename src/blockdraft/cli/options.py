@@ -132,6 +132,7 @@ def _has_drafter(target: str | None, lookup: bool = True) -> bool:
     """Whether a drafter is known for a target, as in `need_drafter`. Raises a UsageError if there is no such target."""
     if target is None or target == "bundled":
         return True
+    from blockdraft.drafters import bundled_for
     from blockdraft.models import bundled_drafter, find, located, model_of
 
     path = Path(target).expanduser()
@@ -143,6 +144,8 @@ def _has_drafter(target: str | None, lookup: bool = True) -> bool:
             loading.tell(f"No drafter is bundled for {model.id}: prompt_lookup drafts, which guesses what repeats.")
         if lookup or bundled:
             return True
+    if path.exists() and bundled_for(path) is not None:
+        return True
     is_path = target.startswith(("/", "./", "../", "~")) or ("/" not in target and model is None)
     if is_path and not path.exists():
         raise UsageError(
@@ -185,7 +188,7 @@ DrafterPlace = Annotated[
         help="Drafter: the folder or GGUF file of one, or the folder of a smaller language model or block-diffusion "
         "model with the target's tokens. Or a name: mtp (the head in the target's own folder), prompt_lookup (repeats "
         "the text), none (plain decoding), bundled (the default, for targets that have one), bundled-dflash "
-        "(another for that target, which other engines read too). A + joins several, as in prompt_lookup+DIR.",
+        "(the tiny model's DFlash drafter, which other engines read too). A + joins several, as in prompt_lookup+DIR.",
     ),
 ]
 AutoBlockSize = Annotated[

@@ -37,7 +37,7 @@ from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.models import TINY, as_moved, bundled_drafter, catalogue, located, model_of
 from blockdraft.plugins import parts, plugins
-from blockdraft.targets import Target, other_target_warning, with_draft_vocab
+from blockdraft.targets import Target, describe_target, other_target_warning, with_draft_vocab
 from blockdraft.types import JOINT, DraftModel
 
 PAIR = TINY  # folder of the bundled target's drafters
@@ -57,10 +57,23 @@ def bundled() -> dict[str, Path]:
 
 
 def bundled_for(target: str | Path) -> Path | None:
-    """The drafter that is bundled for a target, if that is a model of the catalogue with one. Arguments and errors as
-    in `located`."""
-    model = model_of(located(target))
-    return None if model is None else bundled_drafter(model)
+    """The drafter that is bundled for a target: for a model of the catalogue that has one, or for a folder or file with
+    the weights that one was trained for, also where they were rounded since. Arguments and errors as in `located`."""
+    place = located(target)
+    if (model := model_of(place)) is not None:
+        return bundled_drafter(model)
+    if not Path(place).exists():
+        return None
+    with suppress(UsageError):  # what is no target, or cannot be read, has none
+        return _bundled_by_fingerprint().get(describe_target(place).fingerprint())
+    return None
+
+
+def _bundled_by_fingerprint() -> dict[str | None, Path]:
+    """The bundled drafters by the fingerprint of the target that each was trained for."""
+    places = [*reversed(bundled().values()), *filter(None, map(bundled_drafter, catalogue()))]
+    trained = [gguf_trained(open_gguf(at)) if is_gguf(at) else Trained.read(read_config(at)) for at in places]
+    return {one.target: place for one, place in zip(trained, places, strict=True) if one.target is not None}
 
 
 def for_others(drafter: str | Path, target: str | Path | None, note: Callable[[str], None]) -> str | Path:
@@ -72,7 +85,8 @@ def for_others(drafter: str | Path, target: str | Path | None, note: Callable[[s
         note: Function called with a message where the bundled DFlash drafter takes the place of another bundled one.
     """
     folders = bundled()
-    if target is not None and str(drafter) == "bundled" and (own := bundled_for(target)) is not None:
+    own = bundled_for(target) if target is not None and str(drafter) == "bundled" else None
+    if own is not None and own not in folders.values():
         return own
     if str(drafter) not in folders:
         return drafter
@@ -103,8 +117,8 @@ def load_drafter(
     Args:
         path: Folder or GGUF file of a drafter, folder of a smaller language model with the target's tokens, or name of
             a drafter that needs no folder ("none" decodes without drafts, "mtp" is the MTP head in the target's own
-            folder). None or "bundled" is the drafter that is bundled for this target, or else the bundled target's,
-            which fits models made from it too; for a model of the catalogue without a bundled drafter None is
+            folder). None or "bundled" is the drafter of `bundled_for`, or else the bundled target's, which fits models
+            made from it too; for a model of the catalogue without a bundled drafter None is
             "prompt_lookup". "bundled-dflash" is the bundled target's DFlash drafter, even if its default is of another
             kind. Several drafters joined by +, such as "prompt_lookup+bundled", draft together.
         target: Target to draft for, whose dtype and device the drafter gets. A warning is logged if the drafter was
@@ -141,8 +155,8 @@ def load_drafter(
         if placed is not None or (path is not None and str(path) not in bundled()):
             raise
         raise UsageError(
-            f'The bundled drafter does not fit this target; name a drafter made for it, or "none".'
-            f"{_of_same_sizes(target)} ({error})"
+            f"The tiny model's drafter, which {path or 'no drafter'} means here, does not fit this target: {error}"
+            f'{_of_same_sizes(target)} Without one: "prompt_lookup", or "none".'
         ) from error
     finally:
         let_team_go()
@@ -194,8 +208,9 @@ def joined(path: str | Path) -> list[str]:
 
 def _load(path: str | Path | None, target: Target, device: torch.device | None, ahead: int) -> tuple[Drafter, bool]:
     """Load one drafter, and tell whether it runs on the given device instead of the target's."""
-    if path in (None, "bundled") and (model := model_of(target.path)) is not None:
-        path = bundled_drafter(model) or ("prompt_lookup" if path is None else path)
+    if path in (None, "bundled") and target.path is not None:
+        lookup = path is None and model_of(target.path) is not None
+        path = bundled_for(target.path) or ("prompt_lookup" if lookup else path)
     folder = bundled().get("bundled" if path is None else str(path))
     known = entries()
     if folder is None and str(path) in names():
@@ -223,6 +238,8 @@ def _load(path: str | Path | None, target: Target, device: torch.device | None, 
 
 def _of_same_sizes(target: Target) -> str:
     """Sentence on the bundled drafters that a target's sizes and tokens allow; empty if there are none."""
+    if target.path is not None and bundled_for(target.path) is not None:
+        return " Use bundled, the one for this target."
     found, vocabulary = [], target.tokenizer.get_vocab() if target.tokenizer else None
     sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
     for model in catalogue():
@@ -247,7 +264,7 @@ def _said_by_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None
         if files := sorted(folder.glob("*.gguf")):
             hint = f" It holds the file {files[0]}, which may be one."
         raise UsageError(
-            f"{folder} is no drafter; give a folder with config.json or one of the names {', '.join(sorted(names()))}."
+            f"{path} is no drafter; give a folder with config.json or one of the names {', '.join(sorted(names()))}."
             f"{hint}"
         )
     raw = read_config(folder)

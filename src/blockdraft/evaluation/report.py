@@ -63,11 +63,8 @@ def show(console: Console, found: Results) -> None:
         tables["all sets"] = found.methods
     of = found.arguments
     console.print(f"Target: backend {of['running']}, {of['dtype']}, on {of['device']}")
-    kept = {name: f", guesses among {n} of {of['vocab_size']} tokens" for name, n in of["draft_vocabs"].items() if n}
-    bits = {name: f", weights of {n} bits" for name, n in of["drafter_bits"].items() if n}
-    said = {
-        name: of["kinds"][name] + kept.get(name, "") + bits.get(name, "") for name in found.methods if name != PLAIN
-    }
+    notes = {name: f", which {note}" for name, note in of["drafter_notes"].items() if note}
+    said = {name: of["kinds"][name] + notes.get(name, "") for name in found.methods if name != PLAIN}
     for drafter in dict.fromkeys(said.values()):
         console.print(f"Drafter {drafter}: {', '.join(shape_name(name) for name in said if said[name] == drafter)}")
     console.print()

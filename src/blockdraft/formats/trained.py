@@ -16,7 +16,7 @@ class Trained:
     Attributes:
         target: `Target.source_fingerprint` of the target.
         round_bits: 4 or 8, bits to which its weights were rounded in training, as in `Recipe`. It then guesses about as
-            well with weights of so few bits, and is rounded to them beside any target whose drafters are rounded.
+            well with weights of so few bits, and on CPUs is rounded to them beside any target whose drafters are.
     """
 
     target: str | None = None

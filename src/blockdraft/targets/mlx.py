@@ -366,11 +366,13 @@ class MLXTarget(CheckpointTarget):
             log.warning("The drafter is not run by MLX: %s.", reason)
             run = network.runner(lambda x: in_torch(self.embed(x)), lambda x: in_torch((head or self.head)(x)), reason)
             return cast(R, InTorch(run))
+        run = make(network, self.embed, head or self.head)
         if owned and self._bits and self._round_drafters:
+            run.bits = self._bits
             for module in cast(nn.Module, network).modules():
                 if isinstance(module, nn.Linear):
                     round_weight(module.weight, self._bits, self._group_size)
-        return cast(R, make(network, self.embed, head or self.head))
+        return cast(R, run)
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """As in `Target`, read from the checkpoint's files."""

@@ -223,7 +223,9 @@ def test_the_bundled_drafter() -> None:
     assert inspect(bundled()[BUNDLED_DFLASH], "bundled").fits == found.fits
 
 
-def test_a_target_of_the_catalogue_has_its_own_drafter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_target_of_the_catalogue_has_its_own_drafter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_target_dir: Path
+) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     place = models_folder() / "smollm2"
     shutil.copytree(BUNDLED, place)
@@ -231,6 +233,10 @@ def test_a_target_of_the_catalogue_has_its_own_drafter(monkeypatch: pytest.Monke
     assert inspect("bundled", "smollm2").path == str(own)
     assert inspect("bundled-dflash", "smollm2").path == str(bundled()[BUNDLED_DFLASH])
     assert inspect("smollm2").starts["blockdraft"].line == f"blockdraft chat --target {place}"
+    assert (
+        inspect(tiny_target_dir).starts["blockdraft"].line
+        == f"blockdraft chat --target {tiny_target_dir} --drafter none"
+    )
     assert inspect("bundled").path == inspect("bundled", "bundled").path == str(bundled()["bundled"])
 
 

@@ -203,19 +203,24 @@ def _median(cycles: list[tuple[int, float]]) -> tuple[int, float]:
 def path(target: Target, drafter: Drafter) -> Path:
     """The file of a pair's costs, in the folder that `BLOCKDRAFT_CACHE` names, or else in `~/.cache/blockdraft`.
 
-    There is one for each target, backend, drafter and what is left of it (tokens, bits), dtype, device, number of
-    threads, machine, and version of torch, transformers and blockdraft.
+    There is one for each target, backend, drafter with the tokens and bits that are left of it, dtype, device, number
+    of threads, machine, and version of torch, transformers and blockdraft.
     """
     gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
     facts = [
-        *(target.path, target.running, target.hidden_size, target.num_layers, target.vocab_size, target.dtype),
+        *(_place(target.path), target.running, target.hidden_size, target.num_layers, target.vocab_size, target.dtype),
         *(target.device.type, gpu),
-        *(type(drafter).__name__, drafter.path, drafter.block_size, drafter.taps),
+        *(type(drafter).__name__, drafter.block_size, drafter.taps),
+        *((part.kind, _place(part.path), part.draft_vocab, part.bits, str(part.device)) for part in drafter.parts),
         *(torch.get_num_threads(), platform.node(), platform.processor()),
-        *((part.draft_vocab, part.bits) for part in drafter.parts if part.draft_vocab or part.bits),
         *(LAYOUT, version("torch"), version("transformers"), version("blockdraft")),
     ]
     return cache_folder() / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
+
+
+def _place(path: str | Path | None) -> str | None:
+    """A folder or file, wherever it is named from; a hub name as it is."""
+    return None if path is None else str(Path(path).resolve() if Path(path).exists() else path)
 
 
 @dataclass(frozen=True)
@@ -236,12 +241,12 @@ class Pair:
 
 def pair_of(target: Target, drafter: Drafter) -> Pair:
     """What costs of a loaded pair are of."""
-    place = None if target.path is None else str(Path(target.path).resolve())
+    place = _place(target.path)
     bits = getattr(target, "bits", None)
     weights = f"int{bits}" if bits else str(target.dtype).removeprefix("torch.")
     return Pair(
         target=place,
-        drafter=None if drafter.path is None else str(Path(drafter.path).resolve()),
+        drafter=_place(drafter.path),
         weights="file" if place and place.endswith(".gguf") else weights,
         threads=torch.get_num_threads(),
     )
@@ -254,7 +259,7 @@ def of_target(target: str | Path) -> Iterator[tuple[Pair, Costs]]:
         costs = load(file)
         with suppress(OSError, ValueError, TypeError, KeyError):  # older files do not say what they are of
             pair = Pair(**json.loads(file.read_text(encoding="utf-8"))["pair"])
-            if costs is not None and pair.target == str(Path(target).resolve()):
+            if costs is not None and pair.target == _place(target):
                 found.append((pair, costs))
     yield from sorted(found, key=lambda each: -each[1].date)
 

@@ -115,7 +115,10 @@ def prepare(
         raise UsageError(f"repo is {repo!r}; it must have the form OWNER/NAME.")
     report = checked_pair(drafter, target, note)
     if not Path(report.path).is_dir():
-        raise UsageError(f"{report.path} is not the folder of a drafter; export it to one first.")
+        raise UsageError(
+            f"{report.path} is not the folder of a drafter; make one of it first: blockdraft "
+            f"export {drafter} --target {target} --out DIR."
+        )
     target = named_for_others(target)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} holds other files; choose a new or empty folder.")
