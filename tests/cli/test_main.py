@@ -1,6 +1,8 @@
 """How commands end."""
 
 import errno
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -28,3 +30,8 @@ def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cli, "app", broken)
     with pytest.raises(PermissionError):
         cli.main()
+
+
+def test_a_text_in_the_place_of_a_path(blockdraft: Callable[..., Any]) -> None:
+    done = blockdraft("inspect", "word " * 80)
+    assert done.code == 2 and done.err == f"error: {('word ' * 12)!r}... is too long to be a path or name.\n"

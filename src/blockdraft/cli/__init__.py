@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from functools import partial
 from importlib.metadata import version
@@ -102,6 +103,9 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            print(f"error: {str(error.filename)[:60]!r}... is too long to be a path or name.", file=sys.stderr)
+            sys.exit(2)
         if error.errno not in FULL:
             raise
         print(f"error: {error}; free space, and give the command again.", file=sys.stderr)
