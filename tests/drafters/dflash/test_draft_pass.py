@@ -363,7 +363,7 @@ def test_rounded_where_the_library_of_the_target_has_vectors_for_its_heads(
     target = load_target(tiny_target_dir, "float32", "cpu", "native", "on", "int4")
     network = made_network(replace(KINDS[kind], hidden_size=target.hidden_size, head_dim=head_dim))
     run = compiled_pass(network, target, bits=4)
-    assert isinstance(run, CompiledDraftPass) and run._bits == bits
+    assert isinstance(run, CompiledDraftPass) and run.bits == bits
     state = run.new_state(1, 20)
     run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
     state.commit([range(9)])
