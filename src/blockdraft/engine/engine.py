@@ -96,8 +96,10 @@ class Engine:
                 f"tree_budget is {drafting.tree_budget}, and the backend {target.backend} scores chains only; use 0."
             )
         self.target, self.drafter, self.drafting = target, drafter, drafting
-        controller = JointController if JointController.suits(drafter, drafting) else Controller
-        self.controller = controller(drafter, drafting, costs=lambda: load(path(target, drafter)))
+        if JointController.suits(drafter, drafting):
+            self.controller: Controller = JointController(drafter, drafting, lambda part: load(path(target, part)))
+        else:
+            self.controller = Controller(drafter, drafting, lambda: load(path(target, drafter)))
         self.max_batch_size, self.prefix_tokens, self.prefill_tokens = max_batch_size, prefix_tokens, prefill_tokens
         nodes = 1 + self.controller.most_guesses
         self.slots_behind = slots_behind(drafter, nodes) if drafting.tree_budget else nodes
@@ -338,15 +340,15 @@ class Engine:
                     request.wait()
                 self._worker.join()
                 self._scheduler = None
-        learned = self.controller.learned() if self.controller.automatic else None
-        if learned is not None:
-            self._store_costs(learned)
+        if self.controller.automatic:
+            for drafter, learned in self.controller.learned():
+                self._store_costs(drafter, learned)
 
-    def _store_costs(self, learned: Costs) -> None:
-        file = path(self.target, self.drafter)
+    def _store_costs(self, drafter: Drafter, learned: Costs) -> None:
+        file = path(self.target, drafter)
         known = load(file)
         try:
-            store(file, learned if known is None else known.updated(learned), pair_of(self.target, self.drafter))
+            store(file, learned if known is None else known.updated(learned), pair_of(self.target, drafter))
         except OSError as error:
             log.warning("The measured cycle times cannot be stored in %s: %s", file, describe(error))
 

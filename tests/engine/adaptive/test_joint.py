@@ -23,7 +23,7 @@ FREE = replace(PAIR, draft=0.0)
 
 
 def controller() -> JointController:
-    return JointController(BOTH, Drafting("auto"), lambda: stored(PAIR), now=lambda: NOW)
+    return JointController(BOTH, Drafting("auto"), lambda part: stored(PAIR), now=lambda: NOW)
 
 
 class Turns:
@@ -110,7 +110,7 @@ def test_models_are_asked_in_the_order_of_what_they_yield(monkeypatch: pytest.Mo
     class Three(Lookup):
         parts = (Knowing(), Costless(), Knowing())  # type: ignore[abstract, assignment]
 
-    joint = JointController(Three(), Drafting("auto"), lambda: stored(PAIR), now=lambda: NOW)  # type: ignore[abstract]
+    joint = JointController(Three(), Drafting("auto"), lambda part: stored(PAIR), now=lambda: NOW)  # type: ignore[abstract]
     for each, rate in zip(joint._each, (2.0, 1.0, 3.0), strict=True):
         asked = Plan(4, [request().params], cycle_seconds=[1.0] * 4, rate=rate)
         monkeypatch.setattr(each, "plan", lambda requests, asked=asked: asked)
@@ -139,14 +139,32 @@ def test_what_one_drafter_shows_of_the_pace_of_the_machine_holds_for_all() -> No
     assert lookup.expected()[1 + 3] == pytest.approx(6e-3)
 
 
-def test_what_is_learned_of_the_model_is_stored() -> None:
+def test_what_is_learned_of_each_drafter_is_stored_for_it() -> None:
     found = Turns(easy=0.5, first=0.8, second=0.8)
-    assert found.controller.learned() is None
+    assert not list(found.controller.learned())
     found.run(300)
-    learned = found.controller.learned()
-    assert learned is not None and learned.plain_cycle(1) > 0
-    ratio = learned.cycle(1, 3, tree=False)[3] / PAIR.seconds(1, 3)
-    assert ratio == pytest.approx(1.0, rel=0.25)
+    learned = dict(found.controller.learned())
+    assert list(learned) == list(BOTH.parts) and all(costs.plain_cycle(1) > 0 for costs in learned.values())
+    lookup, model = (learned[part].cycle(1, 3, tree=False)[3] for part in BOTH.parts)
+    assert model / PAIR.seconds(1, 3) == pytest.approx(1.0, rel=0.25) and lookup < model
+
+
+def test_each_drafter_begins_with_costs_of_its_own() -> None:
+    costs = dict(zip(BOTH.parts, (stored(FREE), stored(PAIR)), strict=True))
+    found = JointController(BOTH, Drafting("auto"), costs.__getitem__, now=lambda: NOW)
+    lookup, model = (each._times_of(1).expected()[1 + 3] for each in found._each)
+    assert (lookup, model) == (pytest.approx(FREE.seconds(1, 3)), pytest.approx(PAIR.seconds(1, 3)))
+
+
+def test_a_drafter_that_pauses_is_tried_while_another_drafts() -> None:
+    """Text in which lookup begins to pay only after a while."""
+    found = Turns(easy=0.0, first=0.95, second=0.6)
+    lookup = found.controller._each[0]
+    lookup._paused, lookup._credit = True, -1.0
+    lookup._acceptance.tokens, lookup._acceptance.guesses = 1.0, 3.0
+    found.easy, found.drafted = 0.8, [0, 0]
+    found.run(600)
+    assert found.drafted[0] > 200
 
 
 def test_requests_that_want_no_drafts_get_none() -> None:

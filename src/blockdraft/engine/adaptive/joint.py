@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import Drafter
@@ -24,22 +25,21 @@ class JointController(Controller):
     promise more tokens a second than the cycles of all that would be asked next have yielded of late. So a model is
     spared where the text repeats itself, and each of them pauses where it does not pay.
 
-    Arguments are those of `Controller`.
+    Arguments are those of `Controller`, but `costs` is called with each of the drafters: a cycle of one costs another
+    time than a cycle of another.
     """
 
     def __init__(
         self,
         drafter: Drafter,
         drafting: Drafting,
-        costs: Callable[[], Costs | None],
+        costs: Callable[[Drafter], Costs | None],
         now: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(drafter, drafting, costs, now)
+        super().__init__(drafter, drafting, lambda: None, now)
         paces = defaultdict[int, Pace](Pace)
-        self._each = [Controller(part, drafting, self._costs, now, paces) for part in drafter.parts]
-        networks = [index for index, part in enumerate(drafter.parts) if part.has_pass]
-        self._free = [index for index in range(len(self._each)) if index not in networks]
-        self._dearest = (networks or self._free)[-1]
+        self._each = [Controller(part, drafting, partial(costs, part), now, paces) for part in drafter.parts]
+        self._free = [index for index, part in enumerate(drafter.parts) if not part.has_pass]
 
     @staticmethod
     def suits(drafter: Drafter, drafting: Drafting) -> bool:
@@ -82,6 +82,9 @@ class JointController(Controller):
                 each.learn(requests, plans[index], guesses, deepest, lengths, expected, seconds, late=late)
             elif not plan.turns or (not guesses and part in self._free):  # a look that found nothing is next to plain
                 each.learn(requests, plain, 0, none, none, None, seconds)
+            else:
+                each.pass_over()
 
-    def learned(self) -> Costs | None:
-        return self._each[self._dearest].learned()
+    def learned(self) -> Iterator[tuple[Drafter, Costs]]:
+        for each in self._each:
+            yield from each.learned()

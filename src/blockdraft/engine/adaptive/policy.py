@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -83,7 +83,7 @@ class Controller:
         now: Callable[[], float] = time.time,
         paces: defaultdict[int, Pace] | None = None,
     ) -> None:
-        self._drafting = drafting
+        self._drafter, self._drafting = drafter, drafting
         self._block_size = drafter.block_size
         if isinstance(drafting.block_size, int):
             self._block_size = drafting.block_size
@@ -327,6 +327,12 @@ class Controller:
         lost += late / decision.seconds  # once, so it does not tell whether drafting pays
         self._credit = min(max(self._credit + EXPLORE - lost, -DEBT), CREDIT)
 
+    def pass_over(self) -> None:
+        """Take in that another drafter drafted in a cycle: what is known gets older, and trials may be due."""
+        self._cycle += 1
+        self._acceptance.age()
+        self._credit = min(self._credit + EXPLORE, CREDIT)
+
     def _times_of(self, rows: int) -> CycleTimes:
         """Times of cycles of so many rows; a new number of rows begins with what was learned of the nearest one."""
         if rows not in self._times_by_rows:
@@ -342,13 +348,13 @@ class Controller:
             self._times_by_rows[rows] = self._times[step]
         return self._times_by_rows[rows]
 
-    def learned(self) -> Costs | None:
-        """What cycles cost, as far as it has been learned, to be stored; None where nothing has."""
+    def learned(self) -> Iterator[tuple[Drafter, Costs]]:
+        """What cycles with each drafter cost, as far as it has been learned, to be stored."""
         found = {round(2 ** (step / 2)): times.learned() for step, times in sorted(self._times.items())}
         known = {rows: each for rows, each in found.items() if each is not None}
         if not known:
-            return None
+            return
         plain, points = zip(*known.values(), strict=True)
         none = ((),) * len(known)
         chain, tree = (none, points) if self._tree else (points, none)
-        return Costs(tuple(known), plain, chain, tree, self._clock())
+        yield self._drafter, Costs(tuple(known), plain, chain, tree, self._clock())
