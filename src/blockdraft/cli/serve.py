@@ -198,7 +198,7 @@ def tell(service: Service, bound: socket.socket, checked: str | None) -> None:
     if "auto" in (how.block_size, how.tree_budget):
         extent = f"as far as it pays, blocks of at most {about['block_size']} tokens"
     if note := drafter_note(engine):
-        extent += f", it {note}"
+        extent += f", {note}"
     lines = [
         f"Model    {', '.join(service.model_names)}{' (and any other name)' if service.settings.any_model else ''}",
         f"Target   {about['target']}, {about['parameters'] / 1e6:.1f} M parameters, context {about['max_context']}, "
