@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +132,24 @@ def test_what_auto_has_learned_is_kept_for_the_next_engine(
     with Engine(target, drafter, drafting=Drafting(None)) as fixed:
         fixed.generate(PROMPTS[:1], GREEDY)
     assert len(list((tmp_path / "costs").iterdir())) == 1
+
+
+def test_each_drafter_of_a_combination_begins_with_what_is_stored_of_it(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model of which nothing is stored begins with what was measured of the whole combination."""
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    both = load_drafter(f"prompt_lookup+{drafter.path}", target=target)
+    measured, own = (stored_costs.Costs((1,), (plain,), (((3, 2 * plain),),), ((),)) for plain in (7.0, 5.0))
+
+    def plain_times() -> list[float]:
+        controller: Any = Engine(target, both, drafting=Drafting("auto")).controller
+        return [each._times_of(1).expected()[0] for each in controller._each]
+
+    stored_costs.store(stored_costs.path(target, both), measured, stored_costs.pair_of(target, both))
+    assert plain_times() == [1.0, 7.0]
+    stored_costs.store(stored_costs.path(target, drafter), own, stored_costs.pair_of(target, drafter))
+    assert plain_times() == [1.0, 5.0]
 
 
 def test_a_stream_that_is_dropped_cancels_its_request(

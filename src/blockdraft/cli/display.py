@@ -301,7 +301,7 @@ def drafter_note(engine: Engine) -> str | None:
     kept, bits = draft_vocab(engine), drafter_bits(engine.drafter)
     said = [f"guesses among {kept} of {engine.target.vocab_size} tokens"] if kept else []
     if bits:
-        each = [f"{one} bits" if one else "no fewer bits" for one in (bits if isinstance(bits, list) else [bits])]
+        each = [f"{one} bits" if one else "full precision" for one in (bits if isinstance(bits, list) else [bits])]
         said.append(f"has weights of {', '.join(each)}")
     return " and ".join(said) or None
 

@@ -46,8 +46,8 @@ def doctor(
 
     It decodes some prompts, asks the drafter again on the finished texts, and checks whether it would guess better if
     its checkpoint meant something else: taps, slots and features off by one, windows, causality, halves in another
-    order, norms, draft vocabulary, rotary base, precision. The drafter is not rounded. Without --target it
-    examines the bundled tiny pair, whatever has been pulled. The exit code is 1 if it finds a fault.
+    order, norms, draft vocabulary, rotary base, precision. The drafter is not rounded. Without --target it examines
+    the bundled tiny pair, whatever has been pulled. The exit code is 1 if it finds a fault.
     """
     # A rounded drafter guesses other tokens than the network that the checks run, as if decoding were at fault.
     run = replace(run, target=run.target or "bundled", round_drafters=False)

@@ -97,7 +97,7 @@ class Engine:
             )
         self.target, self.drafter, self.drafting = target, drafter, drafting
         if JointController.suits(drafter, drafting):
-            self.controller: Controller = JointController(drafter, drafting, lambda part: load(path(target, part)))
+            self.controller: Controller = JointController(drafter, drafting, self._costs_of)
         else:
             self.controller = Controller(drafter, drafting, lambda: load(path(target, drafter)))
         self.max_batch_size, self.prefix_tokens, self.prefill_tokens = max_batch_size, prefix_tokens, prefill_tokens
@@ -343,6 +343,10 @@ class Engine:
         if self.controller.automatic:
             for drafter, learned in self.controller.learned():
                 self._store_costs(drafter, learned)
+
+    def _costs_of(self, part: Drafter) -> Costs | None:
+        """What is stored of one drafter of a combination; else, of a model, what was measured of all together."""
+        return load(path(self.target, part)) or (load(path(self.target, self.drafter)) if part.has_pass else None)
 
     def _store_costs(self, drafter: Drafter, learned: Costs) -> None:
         file = path(self.target, drafter)
