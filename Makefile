@@ -8,7 +8,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # kept: compiling sources and tests again takes each worker longer than all else before its first test.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-long lint check quick fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp test-mlx test-jax test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
+.PHONY: demo test test-long lint check quick fuzz soak against try-stranger test-peers test-clients test-llamacpp test-mlx test-jax test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft demo
@@ -36,10 +36,6 @@ quick: .venv/.installed
 MINUTES ?= 60
 fuzz: .venv/.installed
 	.venv/bin/python tests/fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
-
-# Breaks the code on purpose, a line at a time, and runs the tests that should notice; ARGS="--help".
-mutants: .venv/.installed
-	.venv/bin/python -m benchmarks.mutants $(ARGS)
 
 # An engine under load for long, with cancellations and faults; ARGS="--help".
 soak: .venv/.installed

@@ -27,11 +27,11 @@ from benchmarks.harness.command import Parser, in_words, listed
 from benchmarks.harness.models import forward_calls, milliseconds
 from benchmarks.harness.turns import time_in_turns
 from benchmarks.sizes.widen import TARGET, widen
-from blockdraft.cpu import build
-from blockdraft.cpu.build import begun
-from blockdraft.cpu.library import Library
-from blockdraft.cpu.sources import PARALLEL, VECTORS, command, defines
-from blockdraft.cpu.weight_cache import SWITCH
+from blockdraft.kernels.cpu import build
+from blockdraft.kernels.cpu.build import begun
+from blockdraft.kernels.cpu.library import Library
+from blockdraft.kernels.cpu.sources import PARALLEL, VECTORS, command, defines
+from blockdraft.kernels.cpu.weight_cache import SWITCH
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.targets import Target, load_target

@@ -25,12 +25,12 @@ from benchmarks.harness.process import PeerError, PeerProcess
 from benchmarks.harness.report import table
 from benchmarks.harness.turns import in_turns
 from blockdraft.cli.display import progress
-from blockdraft.cpu import build
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine, loops
 from blockdraft.engine.text import encode
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.formats.gguf import open_gguf
+from blockdraft.kernels.cpu import build
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 

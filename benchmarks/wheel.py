@@ -1,7 +1,7 @@
 """Makes a source archive and a wheel in dist/, and tries the wheel: `make wheel`.
 
-The wheel holds the forward compiled for common processors (`cpu/prebuilt.py`). It is made in `build/wheel`, of the
-files that git knows, so that no library lies in the working tree. Then it is installed there into a new environment,
+The wheel holds kernels compiled for common processors (`kernels/cpu/prebuilt.py`). It is built in `build/wheel` from the
+files that git tracks, so that no library lies in the working tree. Then it is installed there into a new environment,
 which takes all other packages from the present one, and decodes with the bundled pair in an empty folder, with an empty
 cache and a compiler that fails. The status is 1 where a check fails.
 """
@@ -23,7 +23,7 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from blockdraft.cpu.prebuilt import LEVELS, make
+from blockdraft.kernels.cpu.prebuilt import LEVELS, make
 
 ROOT = Path(__file__).parents[1]
 WORK, DIST = ROOT / "build" / "wheel", ROOT / "dist"
@@ -33,7 +33,7 @@ QUESTION = "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?
 RUNTIMES = """
 import sys, torch
 from pathlib import Path
-from blockdraft.cpu.prebuilt import FOLDER, DTYPES, find
+from blockdraft.kernels.cpu.prebuilt import FOLDER, DTYPES, find
 assert all(find(*dtypes, 16) for dtypes in DTYPES)
 print(*{line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.rpartition("/")[2]})
 """
@@ -80,7 +80,7 @@ def check_contents(wheel: Path, names: Iterable[str]) -> None:
     right = {name.removeprefix("src/") for name in names if name.startswith("src/")}
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
-    libraries = {name for name in found if name.startswith("blockdraft/cpu/libraries/")}
+    libraries = {name for name in found if name.startswith("blockdraft/kernels/cpu/libraries/")}
     assert libraries, "the wheel has no libraries"
     missing, more = sorted(right - found), sorted(found - libraries - right)
     assert not missing and not more, f"the wheel lacks {missing}, and should not have {more}"

@@ -18,7 +18,7 @@ LAYERS = [
     {"settings", "folders"},
     {"types", "models"},
     {"decode", "nn"},
-    {"cpu", "cuda", "jax", "mlx"},
+    {"kernels", "kernels.cpu", "kernels.cuda", "jax", "mlx"},
     {"formats"},
     {"targets"},
     {"diffusion.model"},
@@ -44,8 +44,8 @@ DECODE_FOR = {
 # A drafter is a folder of `drafters`, whose files stand among the layers by the part that they play.
 PARTS = {
     **dict.fromkeys(("network", "target_network", "config"), "nn"),
-    "compiled": "cpu",
-    "captured": "cuda",
+    "compiled": "kernels.cpu",
+    "captured": "kernels.cuda",
     "jax": "jax",
     "mlx": "mlx",
     **dict.fromkeys(("layout", "speculators", "gguf", "in_target"), "formats"),
@@ -95,7 +95,7 @@ def layer_of(name: str) -> str:
     if path[:1] == ["drafters"] and len(path) == 3:
         return PARTS.get(path[2], f"a part {path[2]} of drafters")
     two = ".".join(path[:2])
-    return two if path[:1] == ["tools"] or two in HEIGHT else unit_of(name)
+    return two if path[:1] in (["tools"], ["kernels"]) or two in HEIGHT else unit_of(name)
 
 
 def is_former(module: Module) -> bool:

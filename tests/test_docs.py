@@ -270,12 +270,6 @@ def test_named_files_are_there(page: str) -> None:
     assert [name for name in ours if not any((place / name).exists() for place in places)] == []
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_prose_wraps_at_120(page: str) -> None:
-    lines = [line for line in prose_of(ROOT / page).splitlines() if len(line) > 120]
-    assert [line for line in lines if not line.startswith(("|", "!["))] == []  # a table's row and a picture stay whole
-
-
 def test_bodies_are_requests() -> None:
     """The server takes the JSON blocks, and knows each of their fields."""
     blocks = [json.loads(block.text) for block in blocks_of("docs/serve.md") if block.language == "json"]

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from blockdraft.cuda.graphs import CudaRecorder
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.kernels.cuda.graphs import CudaRecorder
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.targets import NotCovered, Target, decoder_config

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.cuda.graphs import CudaRecorder
 from blockdraft.data.answerers import Answer
 from blockdraft.data.records import Message
 from blockdraft.engine import loops
+from blockdraft.kernels.cuda.graphs import CudaRecorder
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.exact import ExactAttention
 from blockdraft.targets.native import NativeTarget

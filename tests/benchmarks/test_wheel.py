@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks import wheel
 
-TRACKED = ["README.md", "src/blockdraft/cpu/decoder.c", "src/blockdraft/pair/tiny/target/config.json"]
-LIBRARY = "blockdraft/cpu/libraries/one.so"
+TRACKED = ["README.md", "src/blockdraft/kernels/cpu/decoder.c", "src/blockdraft/pair/tiny/target/config.json"]
+LIBRARY = "blockdraft/kernels/cpu/libraries/one.so"
 GOOD = [
-    "blockdraft/cpu/decoder.c",
+    "blockdraft/kernels/cpu/decoder.c",
     "blockdraft/pair/tiny/target/config.json",
     "blockdraft-0.1.0.dist-info/RECORD",
     LIBRARY,
@@ -41,7 +41,9 @@ def test_nothing_else_may_be_in_it(tmp_path: Path) -> None:
 
 def test_the_package_is_what_git_knows() -> None:
     names = wheel.tracked()
-    assert {"pyproject.toml", "src/blockdraft/cpu/decoder.c", "src/blockdraft/pair/tiny/target/model.safetensors"} <= {
-        *names
-    }
+    assert {
+        "pyproject.toml",
+        "src/blockdraft/kernels/cpu/decoder.c",
+        "src/blockdraft/pair/tiny/target/model.safetensors",
+    } <= {*names}
     assert not any("egg-info" in name or "libraries" in name for name in names)

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from blockdraft import cli
 from blockdraft.cli.machine import facts
-from blockdraft.cpu import weight_cache
-from blockdraft.cpu.build import Build
 from blockdraft.drafters import load_drafter
 from blockdraft.engine.adaptive import stored_costs
+from blockdraft.kernels.cpu import weight_cache
+from blockdraft.kernels.cpu.build import Build
 from blockdraft.machine import CACHED
 from blockdraft.targets import load_target
 
@@ -44,7 +44,7 @@ def test_what_needs_no_torch_comes_first() -> None:
 
 
 def test_why_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from blockdraft.cpu import build
+    from blockdraft.kernels.cpu import build
 
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -136,7 +136,9 @@ def test_what_is_kept_is_of_a_known_kind(
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 1)
-    monkeypatch.setattr("blockdraft.cpu.threads.is_busy", lambda: False)  # a busy machine keeps no number of threads
+    monkeypatch.setattr(
+        "blockdraft.kernels.cpu.threads.is_busy", lambda: False
+    )  # a busy machine keeps no number of threads
     threads = torch.get_num_threads()
     library = Build(torch.float32, torch.float32, torch.float32).library()
     target = load_target(tiny_target_dir, device="cpu", threads="auto")

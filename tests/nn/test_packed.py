@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.cpu.build import build
-from blockdraft.cpu.library import Library
 from blockdraft.errors import UsageError
+from blockdraft.kernels.cpu.build import build
+from blockdraft.kernels.cpu.library import Library
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16
 from blockdraft.nn.quantized import InterleavedWeight
 

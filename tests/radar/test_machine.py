@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.cpu.build import begun
+from blockdraft.kernels.cpu.build import begun
 from blockdraft.machine import multiplies_bfloat16
 from blockdraft.radar import machine
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockdraft.cpu import weight_cache
-from blockdraft.cpu.build import build
 from blockdraft.decode.proposal import chain
 from blockdraft.formats.stored import Stored
+from blockdraft.kernels.cpu import weight_cache
+from blockdraft.kernels.cpu.build import build
 from blockdraft.targets import Target, load_target, native_files, target_fingerprint, weights
 
 WAYS: list[dict[str, Any]] = [

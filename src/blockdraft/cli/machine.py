@@ -61,7 +61,7 @@ def facts() -> Iterator[tuple[str, str]]:
 
     import torch
 
-    from blockdraft.cpu.build import build
+    from blockdraft.kernels.cpu.build import build
     from blockdraft.machine import free_bytes
 
     yield "threads", f"{torch.get_num_threads()} of torch"

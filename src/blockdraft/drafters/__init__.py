@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from blockdraft.cpu.threads import let_team_go
 from blockdraft.drafters.ahead import draft_ahead, hits, on_its_own
 from blockdraft.drafters.base import (
     DIFFUSION_STEPS,
@@ -35,6 +34,7 @@ from blockdraft.formats import Trained, check_fits, read_config, read_drafter
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
+from blockdraft.kernels.cpu.threads import let_team_go
 from blockdraft.models import TINY, as_moved, bundled_drafter, catalogue, located, model_of
 from blockdraft.plugins import parts, plugins
 from blockdraft.targets import Target, describe_target, other_target_warning, with_draft_vocab

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from weakref import WeakKeyDictionary
 
-from blockdraft.cpu.threads import let_team_go
 from blockdraft.engine.request import Request
 from blockdraft.engine.scheduler import Scheduler
+from blockdraft.kernels.cpu.threads import let_team_go
 from blockdraft.targets import Target
 
 NAME = "blockdraft"

@@ -135,7 +135,7 @@ def _products() -> dict[str, Callable[[], object]]:
     """Products as the decoder computes them, by the kind of weights and inputs."""
     import torch
 
-    from blockdraft.cpu.build import build
+    from blockdraft.kernels.cpu.build import build
     from blockdraft.machine import multiplies_bfloat16
     from blockdraft.nn.packed import PackedLinear
     from blockdraft.nn.quantized import QuantizedWeight

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import torch
 
-from blockdraft.cpu.threads import let_team_go
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
+from blockdraft.kernels.cpu.threads import let_team_go
 from blockdraft.machine import multiplies_bfloat16
 from blockdraft.models import TINY, default_target, located
 from blockdraft.targets.base import (

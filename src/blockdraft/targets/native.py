@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from blockdraft.cpu.build import Build
-from blockdraft.cpu.compiled_decoder import CompiledDecoder
-from blockdraft.cpu.compiled_network import Beside
-from blockdraft.cpu.threads import use_best_threads
-from blockdraft.cuda.graphs import MOST_NODES, CapturedDecoder, CudaRecorder, Recorder, room
 from blockdraft.decode.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
+from blockdraft.kernels.cpu.build import Build
+from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder
+from blockdraft.kernels.cpu.compiled_network import Beside
+from blockdraft.kernels.cpu.threads import use_best_threads
+from blockdraft.kernels.cuda.graphs import MOST_NODES, CapturedDecoder, CudaRecorder, Recorder, room
 from blockdraft.machine import multiplies_bfloat16, send
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, bucket, slot_bucket

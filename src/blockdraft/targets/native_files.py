@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from blockdraft.cpu.build import Build, build
-from blockdraft.cpu.compiled_decoder import why_not
-from blockdraft.cpu.library import Library
-from blockdraft.cpu.weight_cache import Origin, cached_weights
-from blockdraft.cuda.rounded import round_weights, why_not_rounded
 from blockdraft.errors import UsageError
 from blockdraft.formats.stored import FEW_BITS, Stored
+from blockdraft.kernels.cpu.build import Build, build
+from blockdraft.kernels.cpu.compiled_decoder import why_not
+from blockdraft.kernels.cpu.library import Library
+from blockdraft.kernels.cpu.weight_cache import Origin, cached_weights
+from blockdraft.kernels.cuda.rounded import round_weights, why_not_rounded
 from blockdraft.machine import return_freed
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig

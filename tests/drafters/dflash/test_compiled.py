@@ -25,7 +25,7 @@ def run(tiny_target_dir: Path, request: pytest.FixtureRequest) -> CompiledDraftP
 def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
     run: CompiledDraftPass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockdraft.cpu.compiled_decoder.FIRST_POSITIONS", 8)
+    monkeypatch.setattr("blockdraft.kernels.cpu.compiled_decoder.FIRST_POSITIONS", 8)
     texts = torch.randn(6, 200, 64)
 
     def answer(number: int) -> list[torch.Tensor]:

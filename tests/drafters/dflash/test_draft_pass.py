@@ -14,15 +14,15 @@ import torch
 from thinned import thinned
 from torch import Tensor
 
-from blockdraft.cpu.build import begun, build
-from blockdraft.cpu.compiled_decoder import CompiledDecoder
-from blockdraft.cpu.compiled_network import Beside
 from blockdraft.drafters.dflash import compiled as dflash_compiled
 from blockdraft.drafters.dflash.compiled import CompiledDraftPass
 from blockdraft.drafters.dflash.network import DFlashNetwork, DraftPass
 from blockdraft.drafters.dflash2 import compiled as dflash2_compiled
 from blockdraft.drafters.dflash2.compiled import CompiledConvolvedPass
 from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
+from blockdraft.kernels.cpu.build import begun, build
+from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder
+from blockdraft.kernels.cpu.compiled_network import Beside
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.draft_layer import DraftLayer

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from blockdraft.cuda.graphs import Graphs, Recorder, place
 from blockdraft.drafters.dflash.network import DFlashNetwork, DraftPass
+from blockdraft.kernels.cuda.graphs import Graphs, Recorder, place
 from blockdraft.nn.attention import grouped_mask
 from blockdraft.nn.cache import KVCache, slot_bucket
 

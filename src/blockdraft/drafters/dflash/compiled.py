@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from blockdraft.cpu.compiled_decoder import (
+from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.kernels.cpu.compiled_decoder import (
     EVERYWHERE,
     CompiledDecoder,
     address,
@@ -18,9 +19,8 @@ from blockdraft.cpu.compiled_decoder import (
     numbers,
     why_not_compiled,
 )
-from blockdraft.cpu.compiled_network import Beside, CompiledNetwork, library_for, rounded_beside
-from blockdraft.cpu.library import CallFields, Library, LinearFields, ModelFields
-from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.kernels.cpu.compiled_network import Beside, CompiledNetwork, library_for, rounded_beside
+from blockdraft.kernels.cpu.library import CallFields, Library, LinearFields, ModelFields
 from blockdraft.machine import return_freed
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_layer import DraftLayer

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from blockdraft.cpu.library import ConvolutionFields, LayerFields
 from blockdraft.drafters.dflash.compiled import CompiledDraftPass, compiled
 from blockdraft.drafters.dflash2.network import ConvolvedLayer, DFlash2Network, DynamicConv
+from blockdraft.kernels.cpu.library import ConvolutionFields, LayerFields
 
 
 class CompiledConvolvedPass(CompiledDraftPass):

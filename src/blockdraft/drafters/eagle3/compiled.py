@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from blockdraft.cpu.compiled_autoregressive import CompiledAutoregressive, Parts, compiled_runner
-from blockdraft.cpu.compiled_network import Beside
 from blockdraft.drafters.eagle3.network import Eagle3Network
+from blockdraft.kernels.cpu.compiled_autoregressive import CompiledAutoregressive, Parts, compiled_runner
+from blockdraft.kernels.cpu.compiled_network import Beside
 
 
 def compiled(network: Eagle3Network, beside: Beside, head: Any, owned: bool) -> CompiledAutoregressive | str:

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.cpu.compiled_decoder import why_not_compiled
-from blockdraft.cpu.compiled_network import Beside, library_for, pack_together
-from blockdraft.cpu.library import Library
 from blockdraft.drafters.medusa.network import MedusaNetwork, ResidualBlock
+from blockdraft.kernels.cpu.compiled_decoder import why_not_compiled
+from blockdraft.kernels.cpu.compiled_network import Beside, library_for, pack_together
+from blockdraft.kernels.cpu.library import Library
 from blockdraft.machine import return_freed
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.nn.packed import PackedLinear

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from blockdraft.cpu.compiled_autoregressive import CompiledAutoregressive, Parts, compiled_runner
-from blockdraft.cpu.compiled_network import Beside
 from blockdraft.drafters.mtp.network import MTPNetwork
+from blockdraft.kernels.cpu.compiled_autoregressive import CompiledAutoregressive, Parts, compiled_runner
+from blockdraft.kernels.cpu.compiled_network import Beside
 from blockdraft.nn.layers import RMSNorm
 
 

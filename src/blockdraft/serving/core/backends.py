@@ -12,11 +12,11 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from blockdraft.cpu.threads import let_team_go
 from blockdraft.engine import Engine
 from blockdraft.errors import ClosedError, UsageError
 from blockdraft.evaluation.prompts import SAMPLES
 from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.kernels.cpu.threads import let_team_go
 from blockdraft.models import TINY
 from blockdraft.types import JOINT, RequestDrafting, SamplingParams
 

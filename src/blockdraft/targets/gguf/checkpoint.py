@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from blockdraft.cpu.build import build
-from blockdraft.cpu.compiled_decoder import why_not
-from blockdraft.cpu.weight_cache import Origin
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, GGUFFile, open_gguf
 from blockdraft.formats.stored import FEW_BITS, Stored
+from blockdraft.kernels.cpu.build import build
+from blockdraft.kernels.cpu.compiled_decoder import why_not
+from blockdraft.kernels.cpu.weight_cache import Origin
 from blockdraft.machine import free_bytes, return_freed
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.targets.base import LoadOptions, NotCovered, TargetText

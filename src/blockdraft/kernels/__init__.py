@@ -1,0 +1,1 @@
+"""Compiled kernels: C for CPUs, CUDA graphs for NVIDIA GPUs."""

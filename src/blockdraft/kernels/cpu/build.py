@@ -1,0 +1,137 @@
+"""The library for this machine: from the wheel, or compiled once from `decoder.c` and stored in the cache folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from math import gcd
+from pathlib import Path
+
+import torch
+
+from blockdraft.kernels.cpu import prebuilt
+from blockdraft.kernels.cpu.library import Library
+from blockdraft.kernels.cpu.sources import MOST_LANES, PARALLEL, VECTORS, command, defines, keep, name_of, whole
+from blockdraft.machine import cache_folder, processor
+
+COMPILERS = ("gcc", "cc", "clang")
+NATIVE = "-march=native"
+ATTEMPTS = (VECTORS + PARALLEL, PARALLEL, ())  # options that a compiler may lack; without OpenMP there is one thread
+LONGEST_SECONDS = 120.0  # of the compiler
+SILENT_SECONDS = 1.5  # before a message tells what the program waits for
+TELLING = threading.Lock()  # lets only one of several threads log the message
+
+
+class Build:
+    """A library that a background thread gets: from the wheel, from the cache folder, or from the compiler.
+
+    Args:
+        weights: Dtype of the weights that are not of few bits: float32 or bfloat16.
+        inputs: Dtype to which what these are multiplied with is rounded: float32, or bfloat16 with such weights.
+        store: Dtype of keys and values: float32, bfloat16 or int8.
+        lanes: Most numbers of a vector: 4, 8 or 16.
+        integers: Whether there are weights of few bits.
+
+    Attributes:
+        reason: Reason why there is no library; None while that is unknown.
+        level: Level of the processors that a library from the wheel is for; None for others, and while it is unknown.
+    """
+
+    def __init__(
+        self,
+        weights: torch.dtype,
+        inputs: torch.dtype,
+        store: torch.dtype,
+        lanes: int = MOST_LANES,
+        integers: bool = False,
+    ) -> None:
+        self.reason: str | None = None
+        self.level: str | None = None
+        self._kinds = weights, inputs, store, lanes
+        self._defines = defines(weights, inputs, store, lanes, integers)
+        # The thread is no daemon: a process that ends before the compiler still leaves a library for the next one.
+        worker = ThreadPoolExecutor(1, "compiler")
+        self._made = worker.submit(self._make)
+        worker.shutdown(wait=False)
+
+    def library(self) -> Library | None:
+        """The library, after waiting for the compiler; or None, and `reason` is the reason.
+
+        Raises:
+            AssertionError: The structs of what was compiled are not those of `kernels/cpu/library.py`.
+        """
+        wait([self._made], SILENT_SECONDS)
+        if not self._made.done():
+            with TELLING:
+                _tell_why()
+        return self._made.result()
+
+    def _make(self) -> Library | None:
+        found = prebuilt.find(*self._kinds)
+        if found is not None:
+            library, self.level = found
+            return library
+        named = os.environ.get("CC")
+        compiler = next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
+        if compiler is None:
+            self.reason = f"there is no C compiler ({named or ', '.join(COMPILERS)})"
+            return None
+        facts = [compiler, os.stat(compiler).st_mtime, NATIVE, ATTEMPTS, self._defines, processor()]
+        folder, name = cache_folder() / "libraries", name_of(*facts)
+        try:
+            return whole(folder, name) or self._compile(compiler, folder, name)
+        except (OSError, subprocess.SubprocessError) as error:
+            self.reason = f"{compiler} is of no use: {error}"
+            return None
+
+    def _compile(self, compiler: str, folder: Path, name: str) -> Library | None:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{name}.{os.getpid()}-{threading.get_ident()}.partial"
+        try:
+            for more in ATTEMPTS:
+                call = command(compiler, partial, NATIVE, *more, *self._defines)
+                done = subprocess.run(call, capture_output=True, text=True, timeout=LONGEST_SECONDS)
+                if done.returncode == 0:
+                    library = Library(partial)  # under this name, since a library of the other may be loaded already
+                    keep(partial, name)
+                    return library
+        finally:
+            partial.unlink(missing_ok=True)
+        self.reason = f"{compiler} failed: {(done.stderr.strip() or 'without a message').splitlines()[0]}"
+        return None
+
+
+@cache
+def _tell_why() -> None:
+    """Log once in a process why the program waits."""
+    logging.getLogger(__name__).warning(
+        "Compiling for this processor, once for these dtypes; the result is kept in %s.", cache_folder() / "libraries"
+    )
+
+
+def build(
+    weights: torch.dtype,
+    store: torch.dtype,
+    head_dim: int = MOST_LANES,
+    integers: bool = False,
+    inputs: torch.dtype = torch.float32,
+) -> Build:
+    """The `Build` of this process for these arguments, which the first call begins.
+
+    Args:
+        weights, store, integers, inputs: As in `Build`.
+        head_dim: Size of an attention head, a multiple of 4.
+    """
+    assert head_dim % 4 == 0, head_dim
+    narrow = inputs == torch.bfloat16  # target and drafter share a library, also where the drafter alone is of integers
+    return begun(weights, inputs, store, gcd(head_dim, MOST_LANES), integers or narrow)
+
+
+@cache
+def begun(weights: torch.dtype, inputs: torch.dtype, store: torch.dtype, lanes: int, integers: bool) -> Build:
+    return Build(weights, inputs, store, lanes, integers)

@@ -1,0 +1,247 @@
+"""The decoder's forward as one call of the library compiled from `decoder.c`."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdraft.kernels.cpu.library import KINDS, NORMS, PROJECTIONS, CallFields, LayerFields, Library, ModelFields
+from blockdraft.nn.cache import KVCache
+from blockdraft.nn.decoder import Decoder
+from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.decoder_layer import Norm
+from blockdraft.nn.packed import check_tokens
+
+FIRST_POSITIONS = 1024  # size of the first tables of angles, which grow with the texts
+EVERYWHERE = 1 << 40  # size of a window, or number of positions, that limits nothing
+
+
+def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Reason that a decoder has no compiled forward, or None where it has one."""
+    if config.activation not in ("silu", "gelu_pytorch_tanh"):
+        return f"it does not know the activation {config.activation}"
+    return why_not_compiled(dtype, device, config.head_dim)
+
+
+def why_not_compiled(dtype: torch.dtype, device: torch.device, head_dim: int) -> str | None:
+    """Reason that nothing is compiled for such a device, dtype and heads, or None where it is."""
+    if device.type != "cpu":
+        return f"it is for CPUs, and the device is {device}"
+    if dtype not in KINDS:
+        return f"it knows float32 and bfloat16, and the dtype is {str(dtype).removeprefix('torch.')}"
+    return f"heads of {head_dim} are no multiple of 4" if head_dim % 4 else None
+
+
+def numbers(values: Iterable[int]) -> array[int]:
+    """Values as an int64 array, which takes a tenth of the time that a tensor takes."""
+    return array("q", values)
+
+
+def address(values: array[int]) -> int:
+    """Pointer to the first value."""
+    return values.buffer_info()[0]
+
+
+@lru_cache(maxsize=256)
+def chain_parents(batch: int, count: int) -> array[int]:
+    """Parents of `batch` chains of `count` nodes."""
+    return numbers(list(range(-1, count - 1)) * batch)
+
+
+class CompiledLayers(ABC):
+    """Layers as `decoder.c` takes them, with their tables of angles and the workspace of its calls.
+
+    Threads may call at once and then wait for each other: one workspace suffices, whose size can be planned for, and
+    the OpenMP threads of one call have the cores to themselves.
+
+    Args:
+        library: Library built for the dtypes and head size of the layers.
+        count: Number of layers.
+        max_positions: Positions from this one on are clamped to the last before it.
+    """
+
+    def __init__(self, library: Library, count: int, max_positions: int) -> None:
+        self.library, self._max_positions = library, max_positions
+        self._layers = (LayerFields * count)()
+        self._model = ModelFields()
+        self._owners: list[Tensor] = []
+        # `_reach` changes `_model` and `_layers`, so the lock guards these and what follows.
+        self._lock = threading.Lock()
+        self._workspace = torch.empty(0)
+        self._tables: list[tuple[Tensor, Tensor]] = []
+
+    @abstractmethod
+    def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Cosines and sines of the first `count` positions for each layer, `[count, D / 2]` float32."""
+
+    def _reach(self, end: int) -> None:
+        """Make tables of angles for positions below `end`."""
+        if end <= self._model.max_positions or self._model.max_positions == self._max_positions:
+            return
+        count = min(max(FIRST_POSITIONS, 1 << (end - 1).bit_length()), self._max_positions)
+        self._tables = self._angles(count)
+        for own, (cos, sin) in zip(self._layers, self._tables, strict=True):
+            own.cos, own.sin = cos.data_ptr(), sin.data_ptr()
+        self._model.max_positions = count
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        """Bytes that a call takes beside its results; those of the largest call so far stay allocated.
+
+        Args:
+            batch: Rows.
+            nodes: Nodes a row.
+            slots: Slots that a row reaches, those of its nodes included.
+        """
+        return 4 * self.library.decoder_workspace(self._model, batch, nodes, slots, torch.get_num_threads())
+
+    def _in_workspace(self, function: Callable[[ModelFields, CallFields], int], call: CallFields, end: int) -> None:
+        """Let a function of the library do a call whose rows reach at most `end` slots."""
+        with self._lock:
+            self._reach(end)
+            call.workspace, call.room = self._workspace.data_ptr(), self._workspace.numel()
+            while needed := function(self._model, call):  # a chain's later nodes may need more than its first
+                self._workspace = torch.empty(0)  # frees the old one first
+                self._workspace = torch.empty(needed)
+                call.workspace, call.room = self._workspace.data_ptr(), needed
+
+    def _run(self, call: CallFields, end: int, tokens: Tensor | None) -> None:
+        """Run the layers on rows that reach at most `end` slots."""
+        try:
+            self._in_workspace(self.library.decoder_forward, call, end)
+        except AssertionError:
+            if tokens is not None:  # the one argument that comes from outside
+                check_tokens(tokens, self._model.embedding.outputs)
+            raise
+
+    def _pointer(self, weight: Tensor) -> int:
+        """Pointer to a float32 copy, or to the weight itself where it is one; this object owns it."""
+        owned = weight.detach().float().contiguous()
+        self._owners.append(owned)
+        return owned.data_ptr()
+
+
+class CompiledDecoder(CompiledLayers):
+    """A decoder's forward in one call, from the tree of nodes to logits and features.
+
+    A token gets the same bits alone, in a block, in a tree and in a batch.
+
+    Args:
+        decoder: A decoder for which `why_not` returns None. Its weights are packed for the library, and its own
+            forward uses them from then on.
+        library: Library built for the decoder's dtypes and head size.
+        max_context: Positions from this one on are clamped; nodes there are never committed.
+
+    Attributes:
+        library: As given.
+        embedding, head: Embedding table and output head as the library takes them.
+    """
+
+    def __init__(self, decoder: Decoder, library: Library, max_context: int) -> None:
+        config = decoder.config
+        super().__init__(library, len(config.layers), max_context)
+        self._decoder = decoder
+        layer: Any  # nn.Module knows no types of its parts
+        for own, layer in zip(self._layers, decoder.layers, strict=True):
+            for name in PROJECTIONS:
+                setattr(own, name, library.linear(getattr(layer, name)))
+            for name in NORMS:
+                norm: Norm | None = getattr(layer, name, None)
+                setattr(own, name, None if norm is None else self._pointer(norm.weight))
+            if config.qk_norm:  # a weight a head, equal among queries and among keys
+                own.query_norm = self._pointer(layer.qk_norm.weight[0])
+                own.key_norm = self._pointer(layer.qk_norm.weight[-1])
+            own.window = config.layers[layer.number].window or 0
+        self.embedding, self.head = library.linear(decoder.embedding), library.linear(decoder.head)
+        self._model = ModelFields(
+            layers=self._layers,
+            embedding=self.embedding,
+            head=self.head,
+            norm=self._pointer(decoder.norm.weight),
+            num_layers=len(config.layers),
+            hidden=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            inner=config.intermediate_size,
+            gelu=config.activation != "silu",
+            eps=config.norm_eps,
+            embedding_scale=decoder.embedding_scale,
+            attention_scale=config.query_scale,
+            attention_cap=config.attention_softcap or 0.0,
+            logit_cap=config.final_softcap or 0.0,
+        )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        cache: KVCache,
+        memory: Tensor,
+        taps: Sequence[int] = (),
+        logits_at: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Score N nodes a row, and write their keys and values behind each row's committed tokens.
+
+        Args:
+            tokens, parents: `[B, N]` int64, as in `Proposal`.
+            cache: Cache of the B rows.
+            memory: The cache's memory, `[layers, 2 * num_kv_heads, slots, D]`, keys before values.
+            taps, logits_at: As in `Decoder.forward`.
+
+        Returns:
+            Logits `[B, N, V]` or `[B, 1, V]`, and features `[B, N, m * H]` or None, float32 whatever the weights; and
+            the argmax of the logits, int64, as in `TargetOutput`.
+        """
+        batch, count = tokens.shape
+        config, threads, lengths = self._decoder.config, torch.get_num_threads(), cache.lengths
+        end = cache.check_room(count)
+        assert tokens.dtype == parents.dtype == torch.int64 and parents.shape == tokens.shape and len(lengths) == batch
+        layers, heads, slots, size = memory.shape
+        expected = len(config.layers), 2 * config.num_kv_heads, self.library.slot_size(config.head_dim)
+        assert (layers, heads, size) == expected, memory.shape
+        assert memory.is_contiguous() and memory.dtype == self.library.store_dtype, (memory.stride(), memory.dtype)
+        wanted = None if logits_at is None else logits_at + torch.arange(batch) * count
+        assert logits_at is None or bool(((logits_at >= 0) & (logits_at < count)).all()), (logits_at, count)
+        scored = count if wanted is None else 1
+        logits = torch.empty(batch, scored, config.vocab_size)
+        features = torch.empty(batch, count, len(taps) * config.hidden_size) if taps else None
+        best = torch.empty(batch, scored, dtype=torch.int64)
+        tokens, parents = tokens.contiguous(), parents.contiguous()
+        committed, starts, tapped = numbers(lengths), numbers(cache.rows), numbers(taps)
+        call = CallFields(
+            tokens=tokens.data_ptr(),
+            parents=parents.data_ptr(),
+            lengths=address(committed),
+            taps=address(tapped),
+            logits_at=None if wanted is None else wanted.data_ptr(),
+            batch=batch,
+            nodes=count,
+            num_taps=len(taps),
+            num_logits=batch * scored,
+            reach=EVERYWHERE,
+            threads=threads,
+            slots=slots,
+            store=memory.data_ptr(),
+            layer_stride=memory.stride(0),
+            head_stride=memory.stride(1),
+            starts=address(starts),
+            features=None if features is None else features.data_ptr(),
+            logits=logits.data_ptr(),
+            best=best.data_ptr(),
+        )
+        self._run(call, end, tokens)
+        return logits, features, best
+
+    def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        config, tables = self._decoder.config, {}
+        for rope in config.ropes:
+            angles = torch.arange(count)[:, None] * torch.tensor(rope.inverse_frequencies)
+            tables[rope] = (angles.cos() * rope.scale, angles.sin() * rope.scale)
+        return [tables[kind.rope] for kind in config.layers]

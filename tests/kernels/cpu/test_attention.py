@@ -1,0 +1,69 @@
+"""Attention of the compiled forward against sums in double precision, with sanitizers, and on ARM."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from blockdraft.kernels.cpu.sources import FLAGS, SOURCE
+from blockdraft.machine import processor_flags
+
+SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-march=native")
+ARM = ("aarch64-linux-gnu-gcc-12", "qemu-aarch64-static")
+
+
+# Kernels' ways to the same bits: numbers of a vector, gcc's options, and flags of the processors that run them.
+WAYS = [
+    (16, ("-march=native",), ()),
+    (16, ("-march=x86-64-v4", "-mavx512vnni"), ("avx512_vnni", "avx512vl")),
+    (16, ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16"), ("avx512vl", "amx_tile", "amx_bf16")),
+    (16, ("-march=x86-64-v4", "-mavx512bf16", "-msse4a"), ("avx512vl", "avx512_bf16")),  # SSE4a is not used
+    (16, ("-march=x86-64-v4",), ("avx512bw", "avx512vl")),
+    (8, ("-march=x86-64-v3", "-mavxvnni"), ("avx2", "avx_vnni")),
+    (8, ("-march=x86-64-v3",), ("avx2", "fma")),
+    (4, ("-march=x86-64-v3",), ("avx2", "fma")),
+]
+
+
+def check(folder: Path, compiler: str, lanes: int, store: int, *options: str, run: tuple[str, ...] = ()) -> str:
+    """Compile and run the check. Returns the digest of its numbers."""
+    program, source = folder / "program", Path(__file__).with_name("attention_check.c")
+    narrow = int(store == 1)
+    defines = [
+        f"-DWEIGHT={narrow}",
+        f"-DNARROW={narrow}",
+        f"-DSTORE={store}",
+        f"-DMOST_LANES={lanes}",
+        "-DINTEGERS=0",
+        f'-DSOURCE="{SOURCE}"',
+    ]
+    subprocess.run([compiler, *options, *defines, "-o", program, source, "-lm"], check=True)
+    done = subprocess.run([*run, program], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("336 "), done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("store", [0, 1, 2])
+def test_attention_is_right_and_stays_within_its_memory(tmp_path: Path, lanes: int, store: int) -> None:
+    check(tmp_path, "gcc", lanes, store, *SANITIZED, "-ffp-contract=off")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("fma" not in processor_flags() or shutil.which("gcc") is None, reason="no FMA, or no gcc")
+@pytest.mark.parametrize("store", [0, 1, 2])
+def test_all_instructions_compute_the_same_bits(tmp_path: Path, store: int) -> None:
+    ways = [(lanes, options) for lanes, options, needed in WAYS if {*needed} <= processor_flags()]
+    found = {check(tmp_path, "gcc", lanes, store, "-O1", "-ffp-contract=off", *each) for lanes, each in ways}
+    assert len(found) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not all(map(shutil.which, ARM)), reason="no compiler for ARM, or no qemu-user")
+@pytest.mark.parametrize("store", [0, 1, 2])
+def test_attention_is_right_on_arm(tmp_path: Path, store: int) -> None:
+    flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
+    check(tmp_path, ARM[0], 16, store, *flags, "-march=armv8-a", "-static", run=ARM[1:])

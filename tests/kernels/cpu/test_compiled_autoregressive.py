@@ -1,0 +1,364 @@
+"""Compiled rows of EAGLE-3 and MTP heads beside torch's, and what only they can do wrong."""
+
+from array import array
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from thinned import thinned
+from torch import Tensor
+
+from blockdraft import Drafting, Engine, SamplingParams, load_drafter
+from blockdraft.decode.proposal import Plan
+from blockdraft.decode.tree import next_pays
+from blockdraft.drafters import slots_behind
+from blockdraft.drafters.combined import CombinedDrafter
+from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
+from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
+from blockdraft.errors import UsageError
+from blockdraft.kernels.cpu.compiled_autoregressive import CompiledAutoregressive
+from blockdraft.kernels.cpu.library import ChainFields
+from blockdraft.nn.autoregressive import AutoregressiveNetwork, AutoregressivePass
+from blockdraft.nn.cache import KVCache
+from blockdraft.targets import load_target
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 37,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 265,
+    "num_target_layers": 3,
+    "block_size": 8,
+    "max_position_embeddings": 128,
+}
+EAGLE = SHAPE | {"draft_vocab_size": 61, "taps": (0, 1)}
+CONFIGS: dict[str, Eagle3Config | MTPConfig] = {
+    "eagle3": Eagle3Config(**EAGLE, head_dim=8),
+    "eagle3 with heads of its own": Eagle3Config(**EAGLE, head_dim=16, qk_norm=True, attention_bias=True),
+    "eagle3 with norms": Eagle3Config(**EAGLE, head_dim=8, norm_before_residual=True, norm_output=True, fc_norm=True),
+    "mtp": MTPConfig(**SHAPE, head_dim=8),
+    "mtp with heads of its own": MTPConfig(**SHAPE, head_dim=4),
+    "mtp that feeds its stream on": MTPConfig(**SHAPE, head_dim=4, normed_feedback=False),
+}
+# How a target is loaded, and how far logits may differ, in standard deviations.
+STORES: dict[str, tuple[Any, float]] = {
+    "float32": ({}, 4e-4),
+    "bfloat16": ({"dtype": "bfloat16", "round_drafters": False}, 0.24),
+    "int8": ({"kv_dtype": "int8"}, 0.4),
+    "weights of 8 bits": ({"quantize": "int8"}, 4e-4),
+}
+
+
+def network_of(name: str) -> AutoregressiveNetwork:
+    config = CONFIGS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        network = Eagle3Network(config) if isinstance(config, Eagle3Config) else MTPNetwork(config)
+        for weight in network.parameters():
+            weight.data += 0.2 * torch.randn_like(weight)
+    if isinstance(network, Eagle3Network):
+        network.keep(4 * torch.arange(len(network.kept)) + 1)
+    return network
+
+
+def taps(network: AutoregressiveNetwork, rows: int, count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, count, 32 * len(network.config.taps), generator=generator)
+
+
+def two_texts(run: Any, network: AutoregressiveNetwork) -> KVCache:
+    """State of two texts of different lengths that lie anywhere, one of them read in two parts."""
+    state = KVCache(2, 150)
+    for row in (0, 150):
+        state.close(row)
+    for row, capacity in ((160, 60), (3, 70)):
+        state.open(row, capacity)
+    state = state.of([160, 3])
+    tokens = torch.arange(60).view(2, 30) * 7 % 265
+    run.observe(state, tokens[:, :21], taps(network, 2, 21, 0))
+    state.commit([range(20), range(6)])
+    run.observe(state, tokens[:, 21:], taps(network, 2, 9, 1))
+    state.commit([range(9), range(2)])
+    return state
+
+
+@torch.no_grad()
+def logits_of(run: Any, network: AutoregressiveNetwork, window: int | None = None) -> list[Tensor]:
+    """Of six levels behind two texts."""
+    state = two_texts(run, network)
+    nodes = run.nodes(state, 8, 3, window)
+    found = [nodes(torch.tensor([[40], [41]]))]
+    found.append(nodes(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.zeros(2, 3, dtype=torch.int64)))
+    found.append(nodes(torch.tensor([[7, 8, 9], [10, 11, 12]]), torch.tensor([[2, 0, 2], [1, 1, 0]])))
+    found.append(nodes(torch.tensor([[9, 8], [9, 8]]), torch.tensor([[2, 1], [0, 2]])))
+    found.append(nodes(torch.tensor([[3], [3]]), torch.tensor([[1], [0]])))
+    found.append(nodes(torch.tensor([[4], [5]])))
+    return found
+
+
+@pytest.mark.parametrize(("name", "window", "store"), thinned(CONFIGS, [None, 7], STORES, keep=3))
+def test_logits_are_torchs(name: str, window: int | None, store: str, tiny_target_dir: Path) -> None:
+    target: Any = load_target(tiny_target_dir, backend="native", compile="on", **STORES[store][0])
+    network = network_of(name).to(target.dtype)
+    exact = logits_of(AutoregressivePass(network, target.embed, target.head), network, window)
+    run = target.runner(network_of(name).to(target.dtype), owned=True)
+    assert isinstance(run, CompiledAutoregressive)
+    assert run.library.store_dtype == target.compiled.library.store_dtype
+    assert store == "weights of 8 bits" or (run._target is None) == (network.config.head_dim != 8)
+    for ours, theirs in zip(logits_of(run, network, window), exact, strict=True):
+        scale = float(theirs.float().std())
+        assert ours.shape == theirs.shape and float((ours - theirs).abs().max()) < STORES[store][1] * scale
+
+
+# Seconds of cycles by guesses, and how far expectations are trusted.
+COSTS: dict[str, tuple[list[float] | None, float]] = {
+    "all guesses": (None, 1.0),
+    "cheap ones": ([1.0, 1.01, 1.02, 1.03, 1.04, 1.05], 1.0),
+    "one that costs": ([1.0, 1.03, 1.06, 1.5, 1.6, 1.7], 1.0),
+    "none that pays": ([1.0, 3.0, 6.0, 9.0, 12.0, 15.0], 1.0),
+    "little trust": ([1.0, 1.01, 1.02, 1.03, 1.04, 1.05], 0.1),
+}
+
+
+@torch.no_grad()
+def guessed(
+    run: Any, state: KVCache, anchor: Tensor, window: int | None, seconds: list[float] | None, trust: float
+) -> tuple[Tensor, Tensor]:
+    """A chain of up to five guesses, node by node, and how many right ones are expected."""
+    nodes, tokens = run.nodes(state, 8, 1, window), [anchor]
+    expected, survival, following = torch.zeros(2), torch.ones(2), torch.ones(2)
+    for made in range(5):
+        if seconds is not None and not next_pays(expected, following, made, seconds, trust):
+            break
+        logits = nodes(tokens[-1][:, None])[:, 0].float()
+        chance = logits.softmax(-1).amax(-1)
+        survival = survival * chance
+        following = survival * chance
+        expected = expected + survival
+        tokens.append(run.network.kept[logits.argmax(-1)])
+    return torch.stack(tokens, dim=1), expected
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "store", "costs"), thinned(["eagle3", "mtp"], [None, 7], STORES, COSTS, keep=4)
+)
+def test_a_chain_in_one_call_is_that_of_its_nodes(
+    name: str, window: int | None, store: str, costs: str, tiny_target_dir: Path
+) -> None:
+    target: Any = load_target(tiny_target_dir, backend="native", compile="on", **STORES[store][0])
+    network, (seconds, trust) = network_of(name).to(target.dtype), COSTS[costs]
+    run = target.runner(network)
+    state, anchor = two_texts(run, network), torch.tensor([40, 41])
+    wanted, hoped = guessed(run, state, anchor, window, seconds, trust)
+    found = run.chain(state, anchor, 5, window, seconds, trust)
+    if run._target is None:  # with weights of other bits than the target's
+        assert found is None
+        return
+    assert torch.equal(found[0], wanted) and wanted.size(1) <= 6
+    assert (found[1] is None) == (seconds is None)
+    assert seconds is None or torch.allclose(found[1], hoped, rtol=1e-4)
+    assert torch.equal(run.chain(state, anchor, 5, window, seconds, trust)[0], wanted)  # it has left nothing behind
+
+
+def test_a_chain_gets_all_the_workspace_that_it_needs(tiny_target_dir: Path) -> None:
+    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    run = target.runner(network_of("mtp"))
+    state = two_texts(run, run.network)
+    run._workspace = torch.empty(0)
+    assert run.chain(state, torch.tensor([40, 41]), 20)[0].size(1) == 21
+
+
+def test_chains_of_costs_have_all_lengths(tiny_target_dir: Path) -> None:
+    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    network = network_of("eagle3")
+    run = target.runner(network)
+    state = two_texts(run, network)
+    lengths = [run.chain(state, torch.tensor([40, 41]), 5, None, *costs)[0].size(1) for costs in COSTS.values()]
+    assert lengths[0] == 6 and lengths[3] == 1 and len(set(lengths)) > 2
+
+
+def test_a_chain_through_numbers_that_are_none(tiny_target_dir: Path) -> None:
+    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    network = network_of("eagle3")
+    run = target.runner(network)
+    state = two_texts(run, network)
+    run.features(state)[:] = float("nan")
+    tokens, expected = run.chain(state, torch.tensor([40, 41]), 3, None, [1.0, 1.0, 1.0, 1.0])
+    assert set(tokens[:, 1:].flatten().tolist()) <= set(network.kept.tolist())
+
+
+def test_what_a_chain_refuses(tiny_target_dir: Path) -> None:
+    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    run = target.runner(network_of("eagle3"))
+    state = two_texts(run, run.network)
+    with pytest.raises(UsageError, match="Token id 265 is none of the 265"):
+        run.chain(state, torch.tensor([40, 265]), 3)
+    with pytest.raises(AssertionError, match="slots needed"):
+        run.chain(state, torch.tensor([40, 41]), 60)
+    call, _ = run._call(state, 2, 2)
+    room = torch.zeros(64, dtype=torch.int64)
+    fields = {name: room.data_ptr() for name in ("kept", "tokens", "current", "parents")}
+    with pytest.raises(AssertionError, match="a pointer is null"):
+        run.library.draft_chain(run._model, call, ChainFields(**fields, guesses=1))
+    for name in ("features", "logits", "best"):
+        setattr(call, name, room.data_ptr())
+    with pytest.raises(AssertionError, match="too many to count"):
+        run.library.draft_chain(run._model, call, ChainFields(**fields, guesses=1))
+
+
+@pytest.mark.parametrize("bits", [8, 4, None])
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_weights_are_rounded_as_the_targets_unless_they_are_to_be_kept(
+    name: str, bits: int | None, tiny_target_dir: Path
+) -> None:
+    config = replace(CONFIGS[name], intermediate_size=64, head_dim=16)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        network = Eagle3Network(config) if isinstance(config, Eagle3Config) else MTPNetwork(config)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight += 0.2 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(weight)))
+    target = load_target(
+        tiny_target_dir, device="cpu", quantize=f"int{bits or 4}", round_drafters=bits is not None, compile="on"
+    )
+    network.round_bits = 8  # which asks for no more bits than the target has
+    run: Any = target.runner(network)
+    assert isinstance(run, CompiledAutoregressive) and {each.bits for each in run._packed} == {bits}
+    plain = AutoregressivePass(network, target.embed, target.head, "")
+    for ours, theirs in zip(logits_of(run, network), logits_of(plain, network), strict=True):
+        error = float((ours - theirs).norm() / theirs.norm())
+        assert error < {8: 0.05, 4: 0.6, None: 1e-3}[bits] and (error > 1e-3 or bits is None)
+
+
+@pytest.fixture(params=["eagle3", "mtp with heads of its own"])
+def run(tiny_target_dir: Path, request: pytest.FixtureRequest) -> CompiledAutoregressive:
+    target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    found = target.runner(network_of(request.param))
+    assert isinstance(found, CompiledAutoregressive)
+    return found
+
+
+def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
+    run: CompiledAutoregressive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockdraft.kernels.cpu.compiled_decoder.FIRST_POSITIONS", 8)
+
+    def answer(number: int) -> list[Tensor]:
+        return logits_of(run, run.network, number + 1)
+
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(answer, range(6)))
+    for number, found in enumerate(together):
+        assert all(map(torch.equal, found, answer(number)))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_bits_do_not_depend_on_the_number_of_threads(run: CompiledAutoregressive, threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = logits_of(run, run.network)
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, found, logits_of(run, run.network)))
+
+
+def test_calls_stay_within_the_workspace_that_they_ask_for(run: CompiledAutoregressive) -> None:
+    needed = run.workspace_bytes(2, 30, 60) // 4
+    memory = torch.full((needed + 64,), 7.5)
+    run._workspace = memory[:needed]
+    logits_of(run, run.network)
+    assert (memory[needed:] == 7.5).all() and run._workspace.data_ptr() == memory.data_ptr()
+
+
+def test_a_row_without_slots_for_more_rows_says_so(run: CompiledAutoregressive) -> None:
+    state = KVCache(1, 12)
+    run.observe(state, torch.ones(1, 5, dtype=torch.int64), taps(run.network, 1, 5, 0))
+    state.commit([range(5)])
+    nodes = run.nodes(state, 8, 10)
+    assert nodes.room == 7
+    nodes(torch.tensor([[4]]))
+    assert nodes.room == 6
+    with pytest.raises(AssertionError, match="13 slots needed, 12 allocated"):
+        nodes(torch.ones(1, 7, dtype=torch.int64), torch.zeros(1, 7, dtype=torch.int64))
+
+
+def test_tokens_must_be_known(run: CompiledAutoregressive) -> None:
+    for wrong in (-1, 265):
+        with pytest.raises(UsageError, match=f"Token id {wrong} is none of the 265"):
+            run.nodes(KVCache(1, 16), 8, 1)(torch.tensor([[wrong]]))
+
+
+def test_what_the_library_refuses_is_told_in_its_own_words(run: CompiledAutoregressive) -> None:
+    with pytest.raises(AssertionError, match="the parent of a node is neither -1 nor a node before it"):
+        run._run_nodes(KVCache(1, 16), torch.tensor([[4, 5]]), torch.zeros(1, 2, 32), array("q", [-1, 5]))
+
+
+def test_what_is_not_compiled_says_why(tiny_target_dir: Path) -> None:
+    target: Any = load_target(tiny_target_dir, backend="native", compile="off")
+    assert target.runner(network_of("eagle3")).compile_reason == "its target is not compiled"
+    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    odd = Eagle3Network(Eagle3Config(**EAGLE, head_dim=6))
+    assert target.runner(odd).compile_reason == "heads of 6 are no multiple of 4"
+
+    class Other(Eagle3Network):
+        pass
+
+    run = target.runner(Other(Eagle3Config(**EAGLE, head_dim=8)))
+    assert isinstance(run, AutoregressivePass)
+    assert run.compile_reason == "it does not know networks of the kind Other"
+
+
+@pytest.mark.parametrize("folder", ["tiny_eagle3_dir", "tiny_mtp_dir"])
+def test_a_tree_has_slots_until_the_last_token(
+    folder: str, tiny_target_dir: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine gives each row as many slots as its trees take, so that the last cycles draft as deep as the first."""
+    target: Any = load_target(tiny_target_dir, backend="native", compile="on")
+    drafter: Any = load_drafter(request.getfixturevalue(folder), target=target)
+    assert slots_behind(drafter, 5) == drafter.slots_beside == 1 + 10 * (drafter.block_size - 2) > 13
+    assert (
+        slots_behind(CombinedDrafter([load_drafter("prompt_lookup", target=target), drafter]), 5)
+        == drafter.slots_beside
+    )
+    room = list[int]()
+    nodes = drafter._run.nodes
+
+    def watched(*given: Any) -> Any:
+        found = nodes(*given)
+        room.append(found.room)
+        return found
+
+    monkeypatch.setattr(drafter._run, "nodes", watched)
+    engine = Engine(target, drafter, drafting=Drafting(tree_budget=12))
+    assert engine.slots_behind == drafter.slots_beside
+    [answer] = engine.generate([[7, 60, 33]], SamplingParams(20, ignore_eos=True))
+    [plain] = Engine(target).generate([[7, 60, 33]], SamplingParams(20, ignore_eos=True))
+    assert answer.token_ids == plain.token_ids and min(room) >= drafter.slots_beside
+    assert Engine(target, drafter).slots_behind == drafter.block_size
+    alone = Engine(target, drafter, 1, Drafting(tree_budget=3))
+    assert alone.request([5] * 9, SamplingParams(target.max_context - 9)).slots == alone.cache_tokens
+
+
+def test_chains_of_rows_of_different_kinds_are_those_alone(tiny_target_dir: Path, tiny_eagle3_dir: Path) -> None:
+    """A batch gives each row what it gets alone, bit for bit, since guesses may decide near ties otherwise."""
+    target: Any = load_target(tiny_target_dir, backend="native", compile="on")
+    drafter: Any = load_drafter(tiny_eagle3_dir, target=target)
+
+    def proposed(texts: Sequence[Sequence[int]]) -> list[list[int]]:
+        state = drafter.new_state(len(texts), 80)
+        longest = max(map(len, texts))
+        tokens = torch.tensor([[*text, *[77] * (longest - len(text))] for text in texts])
+        features = torch.randn(1, longest, 64, generator=torch.Generator().manual_seed(5))
+        drafter.observe(state, tokens, features.expand(len(texts), -1, -1), [len(text) for text in texts])
+        plan = Plan(6, [SamplingParams()] * len(texts), 12)
+        found: list[list[int]] = drafter.propose(state, torch.full((len(texts),), 40), plan).tokens.tolist()
+        return found
+
+    texts = [[9, 8, 7, 20], [31, 5], [60, 61, 62, 63, 64, 65, 66]]
+    assert proposed(texts) == [proposed([text])[0] for text in texts]

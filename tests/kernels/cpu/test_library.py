@@ -1,0 +1,336 @@
+"""C refuses what it cannot compute, in a process that lives on; and its structs are those of Python."""
+
+import ctypes
+import json
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockdraft.drafters import load_drafter
+from blockdraft.drafters.dflash.compiled import CompiledDraftPass
+from blockdraft.errors import UsageError
+from blockdraft.kernels.cpu import library
+from blockdraft.kernels.cpu.build import build
+from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder
+from blockdraft.kernels.cpu.library import CallFields, LinearFields, ModelFields
+from blockdraft.nn.cache import KVCache
+from blockdraft.targets import load_target
+
+
+class Damaged:
+    """A library that gets other arguments than it is given."""
+
+    def __init__(self, real: Any, damage: Callable[..., None]) -> None:
+        self._real, self._damage = real, damage
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._real, name)
+        if name not in ("decoder_forward", "draft_context"):
+            return function
+
+        def damaged(model: ModelFields, call: CallFields, *more: Any) -> int:
+            model = ModelFields.from_buffer_copy(model)
+            self._damage(model, call)
+            return int(function(model, call, *more))
+
+        return damaged
+
+
+def set_call(**values: object) -> Callable[..., None]:
+    return lambda model, call: [setattr(call, name, value) for name, value in values.items()] and None
+
+
+def set_model(**values: object) -> Callable[..., None]:
+    return lambda model, call: [setattr(model, name, value) for name, value in values.items()] and None
+
+
+def write(name: str, value: int, at: int = 0) -> Callable[..., None]:
+    """Into one of the arrays that a call points to."""
+
+    def damage(model: ModelFields, call: CallFields) -> None:
+        ctypes.c_int64.from_address(getattr(call, name) + 8 * at).value = value
+
+    return damage
+
+
+def set_layer(name: str, **values: object) -> Callable[..., None]:
+    """Of a field of the last layer, or the field itself."""
+
+    def damage(model: ModelFields, call: CallFields) -> None:
+        kept = library.LayerFields * model.num_layers
+        layers = kept.from_buffer_copy(kept.from_address(ctypes.addressof(model.layers.contents)))
+        model.layers, model.alive = layers, layers
+        if not values:
+            setattr(layers[-1], name, None)
+        for field, value in values.items():
+            setattr(getattr(layers[-1], name), field, value)
+
+    return damage
+
+
+POINTER, SIZES, COUNTS, THREADS = "a pointer is null", "a size of the model", "fewer than 0 rows", "fewer threads"
+KIND, CONVOLUTIONS = "a weight is of a kind", ("attention_conv", "mlp_conv")
+LENGTHS, PARENTS, TAPS, LOGITS = "a row begins before", "the parent of a node", "a tap lies beyond", "logits are wanted"
+BOTH = {
+    **{f"no {name}": (set_call(**{name: None}), POINTER) for name in ("lengths", "starts", "store")},
+    **{f"layers without {name}": (set_layer(name), POINTER) for name in ("before_attention", "before_mlp", "cos")},
+    **{f"no weight of {name}": (set_layer(name, weight=None), POINTER) for name in library.PROJECTIONS},
+    **{f"inputs of {name}": (set_layer(name, inputs=7), SIZES) for name in library.PROJECTIONS},
+    **{f"outputs of {name}": (set_layer(name, outputs=7), SIZES) for name in library.PROJECTIONS},
+    **{f"{name} 0": (set_model(**{name: 0}), SIZES) for name in ("num_layers", "hidden", "inner", "heads", "kv_heads")},
+    **{f"{name} of -1 taps": (set_layer(name, taps=-1, groups=1, base=8), SIZES) for name in CONVOLUTIONS},
+    **{f"{name} without end": (set_layer(name, taps=1 << 62, groups=1, base=8), SIZES) for name in CONVOLUTIONS},
+    **{f"{name} of 0 groups": (set_layer(name, taps=1, groups=0, base=8), SIZES) for name in CONVOLUTIONS},
+    **{f"{name} of uneven groups": (set_layer(name, taps=1, groups=5, base=8), SIZES) for name in CONVOLUTIONS},
+    **{f"{name} without taps": (set_layer(name, taps=1, groups=1, base=None), POINTER) for name in CONVOLUTIONS},
+    **{f"{name} uncorrected": (set_layer(name, taps=1, groups=1, base=8), POINTER) for name in CONVOLUTIONS},
+    **{
+        f"{name} in few bits": (
+            set_layer(name, taps=1, groups=1, base=8, projection=LinearFields(weight=8, kind=2)),
+            KIND,
+        )
+        for name in CONVOLUTIONS
+    },
+    "heads that are in no group": (set_model(heads=3), SIZES),
+    "heads of 3": (set_model(head_dim=3), SIZES),
+    "no angles": (set_model(max_positions=0), SIZES),
+    "no layers": (set_model(layers=ctypes.POINTER(library.LayerFields)()), POINTER),
+    **{f"{name} -1": (set_call(**{name: -1}), COUNTS) for name in ("batch", "nodes", "slots")},
+    "rows without end": (set_call(batch=1 << 40), COUNTS),
+    "nodes without end": (set_call(nodes=1 << 31), COUNTS),
+    **{f"threads {count}": (set_call(threads=count), THREADS) for count in (0, -1, 1 << 32)},
+    "a negative length": (write("lengths", -3), LENGTHS),
+    "one slot too few": (set_call(slots=15), LENGTHS),
+    "a row before the store": (write("starts", -1), LENGTHS),
+    "a row that ends behind the store": (write("starts", 9, at=1), LENGTHS),
+    "a row without end": (write("starts", 2**63 - 1), LENGTHS),
+    "a length without end": (write("lengths", 2**63 - 1), LENGTHS),
+    "no workspace": (set_call(workspace=None), POINTER),
+}
+FORWARD = BOTH | {
+    **{f"no {name}": (set_call(**{name: None}), POINTER) for name in ("parents", "tokens", "features", "logits")},
+    "taps that are nowhere": (set_call(taps=None), POINTER),
+    "no embedding": (set_model(embedding=LinearFields()), POINTER),
+    "no head": (set_model(head=LinearFields()), POINTER),
+    "no norm": (set_model(norm=None), POINTER),
+    "a node that hangs on itself": (write("parents", 1, at=1), PARENTS),
+    "a node that hangs on a later one": (write("parents", 2, at=1), PARENTS),
+    "a node of the row before": (write("parents", 2, at=4), PARENTS),
+    "a parent of -2": (write("parents", -2), PARENTS),
+    "a tap of -1": (write("taps", -1), TAPS),
+    "a tap behind the last": (write("taps", 4, at=1), TAPS),
+    "logits of some nodes, which?": (set_call(num_logits=5), LOGITS),
+    "logits of more nodes than there are": (set_call(num_logits=7), LOGITS),
+    "less than no logits": (set_call(num_logits=-1), LOGITS),
+    "less than no taps": (set_call(num_taps=-1), TAPS),
+    "logits of a node that is not there": (
+        lambda model, call: [set_call(logits_at=call.tokens)(model, call), write("tokens", 6, at=5)(model, call)][0],
+        LOGITS,
+    ),
+    "token 999": (write("tokens", 999, at=4), "UsageError: Token id 999 is none of the 265"),
+    "token -1": (write("tokens", -1), "UsageError: Token id -1 is none of the 265"),
+}
+CONTEXT = BOTH | {
+    "no features": (set_call(embedded=None), POINTER),
+    "pairs": (set_model(pairs=1, token_norm=8, feature_norm=8), SIZES),
+    "pairs that are joined": (
+        lambda model, call: set_model(
+            pairs=1, token_norm=8, feature_norm=8, joined=LinearFields(weight=8, inputs=64, outputs=32)
+        )(model, call),
+        SIZES,
+    ),
+    "earlier nodes": (set_call(done=1, slots=32), SIZES),
+}
+# Of a network whose first layer reads pairs; one node of each row has been there before.
+ROWS = {
+    **{f"no {name}": (set_call(**{name: None}), POINTER) for name in ("beside", "parents", "tokens", "store")},
+    **{f"no {name}": (set_model(**{name: None}), POINTER) for name in ("token_norm", "feature_norm")},
+    "inputs of qkv": (set_layer("qkv", inputs=32), SIZES),
+    "no pairs": (set_model(pairs=0), SIZES),
+    "pairs that are joined": (set_model(joined=LinearFields(weight=8, inputs=64, outputs=32)), SIZES),
+    "pairs that are joined to others": (set_model(joined=LinearFields(weight=8, inputs=64, outputs=31)), SIZES),
+    "pairs in another kind": (set_model(joined=LinearFields(weight=8, inputs=64, outputs=32, kind=1)), KIND),
+    "pairs that are convolved": (set_layer("attention_conv", taps=1, groups=1, base=8), SIZES),
+    **{f"{name} -1": (set_call(**{name: -1}), COUNTS) for name in ("done", "hidden_slots")},
+    "earlier nodes without end": (set_call(done=1 << 31), COUNTS),
+    "more earlier nodes than slots": (set_call(done=9), LENGTHS),
+    "a node that hangs on a later one": (write("parents", 2, at=1), PARENTS),
+    "an earlier node that hangs on itself": (write("parents", 0), PARENTS),
+    "a node of the second row that hangs on itself": (write("parents", 1, at=4), PARENTS),
+    "a parent of -2": (write("parents", -2, at=5), PARENTS),
+}
+
+
+def outcome(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except (AssertionError, UsageError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path) -> None:
+    """Print each case and what came of it."""
+    target: Any = load_target(target_dir, "float32", "cpu", "native", compile="on")
+    drafter: Any = load_drafter(drafter_dir, target=target)
+    decoder, run = target.compiled, drafter._run
+    assert isinstance(decoder, CompiledDecoder) and isinstance(run, CompiledDraftPass)
+    store = torch.zeros(3, 4, 16, 8)
+    state, cache = KVCache(2, 8), KVCache(2, 8)
+    for rows in (state, cache):
+        rows.commit([range(5)] * 2)
+
+    def forward() -> object:
+        tokens, parents = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[-1, 0, 0]] * 2)
+        return decoder.forward(tokens.clone(), parents, cache, store, (0, 3))
+
+    eagle: Any = load_drafter(eagle_dir, target=target)
+    rows_run, texts = eagle._run, KVCache(2, 8)
+    rows_run.observe(texts, torch.ones(2, 5, dtype=torch.int64), torch.zeros(2, 5, 64))
+    texts.commit([range(5)] * 2)
+
+    def next_rows() -> object:
+        tokens, parents = torch.tensor([[1, 2], [4, 5]]), array("q", [-1, 0, 0] * 2)
+        return rows_run.pass_of(texts, tokens, torch.zeros(2, 2, 32), parents, 1, 100)
+
+    for name, cases, user, work in (
+        ("rows", ROWS, rows_run, next_rows),
+        ("forward", FORWARD, decoder, forward),
+        ("context", CONTEXT, run, lambda: run.observe(state, torch.zeros(2, 3, 64))),
+        ("pass", BOTH, run, lambda: run.guesses(state, torch.zeros(2, 3, dtype=torch.int64), 1)),
+    ):
+        real = user.library
+        work()
+        for case, (damage, _) in cases.items():
+            user.library = Damaged(real, damage)
+            print(json.dumps([f"{name}: {case}", outcome(work)]), flush=True)
+        user.library = real
+        print(json.dumps([f"{name}: nothing is wrong", outcome(work)]), flush=True)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_computed_is_refused_and_the_process_lives(
+    tiny_target_dir: Path, tiny_drafter_dir: Path, tiny_eagle3_dir: Path
+) -> None:
+    command = [sys.executable, __file__, str(tiny_target_dir), str(tiny_drafter_dir), str(tiny_eagle3_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    found = dict(json.loads(line) for line in done.stdout.splitlines())
+    last = list(found)[-1] if found else "the first case"
+    assert done.returncode == 0, f"died behind {last!r}: {done.stderr[-2000:]}"
+    for name, cases in (("rows", ROWS), ("forward", FORWARD), ("context", CONTEXT), ("pass", BOTH)):
+        for case, (_, words) in cases.items():
+            assert words in found.pop(f"{name}: {case}"), (name, case)
+        assert found.pop(f"{name}: nothing is wrong") == "nothing"
+    assert not found
+
+
+def made() -> Any:
+    found = build(torch.float32, torch.float32, 8).library()
+    assert found is not None
+    return found
+
+
+def test_a_product_is_checked_too() -> None:
+    weight = torch.zeros(2, 5, made().lanes)
+    fields, x, y = LinearFields(weight=weight.data_ptr(), inputs=5, outputs=9), torch.ones(3, 5), torch.zeros(3, 9)
+
+    def multiply(fields: LinearFields | None, x: torch.Tensor | None, stride: int, rows: int, threads: int) -> str:
+        at = None if x is None else x.data_ptr()
+        arguments = None if fields is None else ctypes.byref(fields), at, stride, rows, y.data_ptr(), threads
+        return outcome(lambda: made()._checked(made()._packed_linear(*arguments)))
+
+    assert multiply(fields, x, 5, 3, 1) == multiply(fields, x, 5, 0, 1) == multiply(fields, None, 5, 0, 1) == "nothing"
+    assert POINTER in multiply(None, x, 5, 3, 1)
+    assert POINTER in multiply(LinearFields(inputs=5, outputs=9), x, 5, 3, 1)
+    assert POINTER in multiply(fields, None, 5, 3, 1)
+    assert SIZES in multiply(LinearFields(weight=weight.data_ptr(), inputs=-5, outputs=9), x, 5, 3, 1)
+    assert COUNTS in multiply(fields, x, 5, -1, 1) and COUNTS in multiply(fields, x, -5, 3, 1)
+    assert THREADS in multiply(fields, x, 5, 3, 0)
+
+
+def test_sizes_of_workspaces_are_asked_for_sensible_shapes() -> None:
+    layers = (library.LayerFields * 1)()
+    model = ModelFields(layers=layers, num_layers=1, hidden=8, heads=2, kv_heads=1, head_dim=8, inner=8)
+    assert made().decoder_workspace(model, 0, 0, 0, 1) == 0 == made().draft_context_workspace(model, 0, 5, 8)
+    # Scores of 32 queries for 64 slots, and these in 16 bits, the queries and their sums, 64 slots in 16 bits with
+    # factors, their values in 16 bits, nodes in the order of a path, and what begins at a multiple of 64 bytes.
+    a_thread = 32 * 64 + 32 * 64 // 2 + 2 * 32 * 8 + 64 // 2 * (8 + 2) + 64 * 8 // 2 + 64 + 15
+    assert made().decoder_workspace(model, 1, 1, 9, 2) - made().decoder_workspace(model, 1, 1, 9, 1) == a_thread
+    for shape, words in (((-1, 1, 1, 1), COUNTS), ((1, 1, -1, 1), COUNTS), ((1, 1, 1, 0), THREADS)):
+        assert words in outcome(lambda shape=shape: made().decoder_workspace(model, *shape))
+    assert COUNTS in outcome(lambda: made().draft_context_workspace(model, 1, -1, 8))
+    rounded: Any = build(torch.float32, torch.int8, 8).library()
+    model.head_dim = 1024
+    assert rounded.decoder_workspace(model, 1, 1, 1, 1) > 0
+    model.head_dim = 1032  # whose scores may overflow
+    assert SIZES in outcome(lambda: rounded.decoder_workspace(model, 1, 1, 1, 1))
+    assert made().decoder_workspace(model, 1, 1, 1, 1) > 0
+    model.head_dim = 8
+    model.kv_heads = 0
+    assert SIZES in outcome(lambda: made().decoder_workspace(model, 1, 1, 1, 1))
+    assert SIZES in outcome(lambda: made().draft_context_workspace(model, 1, 1, 8))
+    model.kv_heads = 1
+    assert SIZES in outcome(lambda: made().draft_context_workspace(model, 1, 1, 0))
+
+
+def test_weights_of_few_bits_are_checked() -> None:
+    """A library that knows them, and one that does not."""
+    few = build(torch.float32, torch.float32, 8, True).library()
+    assert few is not None and few.has_integers and not made().has_integers
+    codes, scale = torch.zeros(2, 4, 8, 4, dtype=torch.uint8), torch.zeros(2, 1, 8)
+    x, y = torch.ones(3, 16), torch.zeros(3, 9)
+
+    def multiply(
+        kernels: library.Library, kind: int, group: int, scales: int | None = scale.data_ptr(), **more: Any
+    ) -> str:
+        sizes = {"inputs": 16, "outputs": 9, "kind": kind, "group": group}
+        fields = LinearFields(weight=codes.data_ptr(), scale=scales, **sizes, **more)
+        at = x.data_ptr(), 16, 3, y.data_ptr(), 1
+        return outcome(lambda: kernels._checked(kernels._packed_linear(ctypes.byref(fields), *at)))
+
+    assert multiply(few, 2, 16) == multiply(few, 3, 8) == "nothing"
+    for kernels, kind, group in ((made(), 2, 16), (few, 1, 16), (few, 4, 16), (few, -1, 16)):
+        assert "of a kind that this library was not built for" in multiply(kernels, kind, group)
+    assert "has no scale" in multiply(few, 2, 16, None)
+    assert multiply(few, 2, 16, scale_kind=4, offset=scale.data_ptr(), offset_kind=4) == "nothing"
+    for factors in ({"scale_kind": 1}, {"offset": scale.data_ptr(), "offset_kind": 2}):
+        assert "or its scales or offsets are" in multiply(few, 2, 16, **factors)
+    nested = {"scale_kind": 2, "scale_unit": scale.data_ptr(), "span": 1}
+    assert multiply(few, 2, 16, **nested) == multiply(few, 2, 8, **(nested | {"span": 2})) == "nothing"
+    for wrong in ({"span": 0}, {"span": 2}, {"span": -1}, {"scale_unit": None}):
+        assert "or its scales or offsets are" in multiply(few, 2, 16, **(nested | wrong)), wrong
+    for group in (0, 4, 12, 32, -8, 1 << 20):
+        assert "groups of a weight" in multiply(few, 3, group), group
+
+
+@pytest.mark.parametrize("struct", library.STRUCTS)
+@pytest.mark.parametrize("change", ["name", "order", "size", "more", "less"])
+def test_structs_must_be_those_of_c(struct: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields: list[tuple[str, Any]] = [*library.STRUCTS[struct]._fields_]  # type: ignore[misc]
+    first, field = fields[0][0], fields[0]
+    if change == "name":
+        fields[0] = ("another", field[1])
+    elif change == "order":
+        fields[0], fields[1] = fields[1], field
+    elif change == "size":
+        fields[0] = (first, ctypes.c_int64 * 33)
+    elif change == "more":
+        fields.append(("another", ctypes.c_int64))
+    else:
+        del fields[-1]
+    odd = type("Odd", (ctypes.Structure,), {"_fields_": fields})
+    place = fields[0][0] if change in ("name", "order", "size") else "another" if change == "more" else ""
+    plain = made()._library
+    library.check_structs(plain)
+    with pytest.raises(AssertionError, match=rf"struct {struct}: .*\('{place}', .* in Python"):
+        library.check_structs(plain, {**library.STRUCTS, struct: odd})
+
+
+if __name__ == "__main__":
+    try_all(*map(Path, sys.argv[1:]))

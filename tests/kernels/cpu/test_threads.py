@@ -1,0 +1,102 @@
+"""The number of threads is measured once, and whoever sets it has the last word."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft.kernels.cpu import threads
+from blockdraft.targets import load_target
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The cache folder, empty, for an idle machine of three cores whose user has set nothing."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(threads.os, "getloadavg", lambda: (1.0, 9.0, 9.0), raising=False)
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "candidates", lambda: [1, 2, 3])
+    yield tmp_path
+    torch.set_num_threads(before)
+
+
+def test_more_threads_must_pay() -> None:
+    assert threads.fastest({1: 1.0, 2: 0.97, 4: 0.96}) == 1
+    assert threads.fastest({1: 1.0, 2: 0.6, 4: 0.59}) == 2
+    assert threads.fastest({1: 1.0, 2: 1.2, 4: 0.7}) == 4
+
+
+def test_every_number_is_tried_and_the_threads_are_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(threads, "fastest", lambda seconds: 3 if set(seconds) == {1, 2, 3} else 1)
+    threads.use_best_threads(lambda: tried.append(torch.get_num_threads()), ("a model",))
+    assert set(tried) == {1, 2, 3} and torch.get_num_threads() == 3
+    tried.clear()
+    torch.set_num_threads(1)
+    threads.use_best_threads(lambda: tried.append(0), ("a model",))
+    assert tried == [] and torch.get_num_threads() == 3  # known by now
+    threads.use_best_threads(lambda: tried.append(0), ("another",))
+    assert tried
+    assert len(list((folder / "threads").iterdir())) == 2
+
+
+def test_what_a_busy_machine_says_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads.os, "getloadavg", lambda: (4.6, 0.0, 0.0), raising=False)
+    tried: list[int] = []
+    for _ in range(2):
+        tried.clear()
+        threads.use_best_threads(lambda: tried.append(0), ())
+        assert tried and list(folder.iterdir()) == []
+
+
+def test_a_spoilt_file_is_measured_again(folder: Path) -> None:
+    threads.use_best_threads(lambda: None, ())
+    [path] = (folder / "threads").iterdir()
+    path.write_text("{")
+    threads.use_best_threads(lambda: None, ())
+    assert json.loads(path.read_text())["threads"] in (1, 2, 3)
+
+
+def test_the_environment_wins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads.use_best_threads(lambda: pytest.fail("measured"), ())
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_targets_are_measured_unless_a_number_is_given(
+    folder: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "fastest", lambda seconds: 2)
+    load_target(tiny_target_dir, device="cpu", compile="on", threads="auto")
+    assert torch.get_num_threads() == 2
+    load_target(tiny_target_dir, device="cpu", threads=1)
+    assert torch.get_num_threads() == 1
+    with pytest.raises(ValueError, match="threads is 0"):
+        load_target(tiny_target_dir, device="cpu", threads=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+def test_a_team_that_is_let_go_ends_and_comes_again() -> None:
+    code = """
+import os, torch
+from blockdraft.kernels.cpu.threads import _pause, let_team_go
+torch.set_num_threads(2)
+def threads():
+    return len(os.listdir("/proc/self/task"))
+before = threads()
+numbers = torch.ones(10**6)
+for _ in range(2):
+    assert float((numbers * 2).sum()) == 2e6
+    with_team = threads()
+    let_team_go()
+    assert _pause() is None or threads() < with_team, (before, with_team, threads())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,402 @@
+"""Captured forwards against eager ones. Without a GPU a stand-in for CUDA graphs shows that the right numbers are
+copied to and from the right places; with one, the same tests run on real graphs."""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from blockdraft.decode.proposal import Plan, chain_parents
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.engine.adaptive.calibrate import Probe
+from blockdraft.kernels.cuda import graphs
+from blockdraft.kernels.cuda.graphs import CapturedDecoder, CudaRecorder, Graphs, Recorder, room
+from blockdraft.nn.cache import bucket, slot_bucket
+from blockdraft.nn.decoder import Decoder
+from blockdraft.targets import load_target
+from blockdraft.targets.families import decoder_config
+from blockdraft.targets.native import NativeTarget
+from blockdraft.types import Drafting, SamplingParams
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 256,
+}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": WINDOWS | {"use_sliding_window": True},
+    "gemma2": WINDOWS | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+}
+TAPS = (2, 0, 4)
+
+
+class StandIn:
+    """Replays by calling the function again on the tensors that it was captured with.
+
+    As with CUDA graphs, to capture computes nothing, a replay may overwrite what other graphs have computed, and no
+    tensor can be made of numbers that the host has.
+    """
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+        self._results: list[Tensor] = []
+
+    def capture(self, call: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        self.captures += 1
+        results = [torch.full_like(each, torch.nan) for each in self._call(call)]
+        self._results += results
+
+        def replay() -> None:
+            self.replays += 1
+            for each in self._results:
+                each.fill_(torch.nan)
+            for own, new in zip(results, self._call(call), strict=True):
+                own.copy_(new)
+
+        return results, replay
+
+    def _call(self, call: Callable[[], list[Tensor]]) -> list[Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "tensor", None)
+            return call()
+
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def recorder(device: torch.device) -> Recorder:
+    return CudaRecorder(device) if device.type == "cuda" else StandIn()
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short texts fill several of them, and each graph is replayed all the same."""
+    monkeypatch.setattr("blockdraft.nn.cache.LEAST_SLOTS", 32)
+
+
+def target_of(name: str, device: torch.device) -> NativeTarget:
+    config = AutoConfig.for_model(name, **SMALL | MODELS[name])
+    wanted, generator = decoder_config(config), torch.Generator().manual_seed(0)
+    shapes = wanted.tensor_shapes()
+
+    def read(tensor: str) -> Tensor:
+        shape = shapes[tensor]
+        return (torch.randn(shape, generator=generator) * 0.25 + 0.2 * (len(shape) == 1)).to(device)
+
+    return NativeTarget(Decoder(wanted, read), config)
+
+
+def scores(target: NativeTarget, rows: int) -> Iterator[Tensor]:
+    """Logits and features of what comes by while requests are decoded; the second round begins with new caches."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(rows: int, count: int) -> Tensor:
+        return torch.randint(3, 61, (rows, count), generator=generator).to(target.device)
+
+    def score(parents: Tensor, taps: tuple[int, ...] = TAPS) -> Iterator[Tensor]:
+        for _ in range(2):
+            output = target.forward(random(*parents.shape), parents, cache, taps)
+            yield from (output.logits,) if output.features is None else (output.logits, output.features)
+
+    def chains(count: int) -> Tensor:
+        return chain_parents(len(cache.lengths), count)
+
+    #     0
+    #   1   2
+    #  3 4    5, in another row a smaller tree that is filled up, and a line
+    trees = torch.tensor([[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 1, -1, -1], [-1, 0, 1, 2, 3, 4]][:rows])
+    for _ in range(2):
+        size = room(70)
+        whole = target.new_cache(rows + 2, size)
+        cache = whole.of([row * size for row in range(rows)])
+        lengths = [9, 4, 7][:rows]
+        prompt_at = torch.tensor(lengths, device=target.device) - 1
+        yield target.forward(random(rows, 9), chains(9), cache, TAPS, prompt_at).logits
+        cache.commit([range(length) for length in lengths])
+        for count in (1, 5, 9, 11, 1, 17, 9):  # of which some are filled up, to 10, 12, 20
+            yield from score(chains(count))
+            cache.commit([range(min(count, 1 + row)) for row in range(rows)])
+        yield from score(trees)
+        cache.commit([[0, 2, 5], [0], [0, 1, 2, 3]][:rows])
+        nine = torch.cat([trees, torch.full((rows, 3), 1)], dim=1)
+        yield from score(nine)
+        yield from score(nine, taps=())
+        yield from score(nine, taps=(1,))
+        cache.commit([[0, 8], [0, 1, 3], [0]][:rows])
+        whole.copy(0, rows * size, 5)
+        cache = whole.of([row * size for row in range(rows + 1)])  # one more
+        yield from score(chains(5))
+        cache.commit([[0]] * (rows + 1))
+        cache = whole.of([(row + 1) * size for row in range(rows)])  # without the first
+        yield from score(chains(5))
+        cache.commit([range(5)] * rows)
+        cache = whole.of([*range(0, rows * size, size), (rows + 1) * size][::-1])  # not at equal distances
+        yield from score(chains(5))
+        cache.commit([range(5)] * (rows + 1))
+        cache = whole.of([row * size for row in range(rows + 2)])
+        while max(cache.lengths) + 20 <= 70:
+            yield from score(chains(17))
+            cache.commit([range(17)] * (rows + 2))
+
+
+def assert_same(found: Iterator[Tensor], expected: Iterator[Tensor]) -> None:
+    for mine, theirs in zip(list(found), expected, strict=True):  # the whole of the one before the other
+        tolerance = 1e-4 if mine.device.type == "cpu" else 1e-3  # kernels differ there with and without a mask
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("qwen3", 3),
+        ("gemma2", 1),
+        pytest.param("llama", 1, marks=pytest.mark.slow),
+        pytest.param("gemma2", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_logits_and_features_are_those_of_eager_forwards(
+    small_buckets: None, device: torch.device, recorder: Recorder, name: str, rows: int
+) -> None:
+    captured = target_of(name, device)
+    captured.capture(recorder)
+    assert_same(scores(captured, rows), scores(target_of(name, device), rows))
+
+
+def test_a_graph_is_captured_once_for_a_shape() -> None:
+    target, recorder = target_of("llama", torch.device("cpu")), StandIn()
+    target.capture(recorder)
+    before, cache = recorder.captures, target.new_cache(2, room(40))
+    for count in (7, 7, 9, 10, 9):
+        target.forward(torch.zeros(2, count, dtype=torch.int64), chain_parents(2, count), cache, TAPS)
+        cache.commit([[0], [0, 1]])
+    assert recorder.captures == before + 2 and recorder.replays == 1 + 5
+
+
+def test_prompts_and_large_trees_stay_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, recorder = target_of("llama", torch.device("cpu")), StandIn()
+    target.capture(recorder)
+    before, cache = recorder.captures, target.new_cache(1, room(70))
+    target.forward(torch.zeros(1, 9, dtype=torch.int64), chain_parents(1, 9), cache, TAPS, torch.tensor([8]))
+    monkeypatch.setattr("blockdraft.targets.native.MOST_NODES", 16)
+    target.forward(torch.zeros(1, 17, dtype=torch.int64), chain_parents(1, 17), cache, TAPS)
+    assert recorder.captures == before
+
+
+def test_rows_that_lie_anywhere_or_have_no_slots_to_fill_up_stay_eager(scatter: Callable[..., Any]) -> None:
+    target, recorder = target_of("llama", torch.device("cpu")), StandIn()
+    target.capture(recorder)
+    before, size = recorder.replays, room(20)
+
+    def replayed(*places: tuple[int, int]) -> bool:
+        cache, replays = scatter(target.new_cache(1, 4 * size), *places), recorder.replays
+        target.forward(torch.zeros(len(places), 5, dtype=torch.int64), chain_parents(len(places), 5), cache)
+        return recorder.replays > replays
+
+    assert replayed((7, size)) and replayed((0, size), (size + 3, size), (2 * size + 6, size))
+    assert not replayed((0, size), (size, size), (2 * size + 3, size))  # not at equal distances
+    assert not replayed((size, size), (0, size))
+    assert not replayed((0, size), (size, 20))  # one that shrank
+    assert recorder.replays == before + 2
+
+
+def test_a_graph_writes_to_the_rows_that_it_was_captured_for(small_buckets: None) -> None:
+    """Where rows lie is part of what a graph is for; slots of others stay as they are, padding or not."""
+    target = target_of("llama", torch.device("cpu"))
+    target.capture(StandIn())
+    size = room(20)
+    cache, generator = target.new_cache(3, size), torch.Generator().manual_seed(1)
+    for rows in ([0, size], [size, 2 * size], [2 * size], [0], [0, 2 * size]):
+        part, nodes = cache.of(rows), torch.randint(3, 61, (len(rows), 9), generator=generator)
+        target.forward(nodes[:, :1], chain_parents(len(rows), 1), part)  # so that it has memory
+        [store] = cache._stores()
+        before = store.clone()
+        target.forward(nodes, chain_parents(len(rows), 9), part)
+        changed = set((store != before).any(dim=-1).any(dim=1).any(dim=0).nonzero().flatten().tolist())
+        starts = [row + length for row, length in zip(rows, part.lengths, strict=True)]
+        written, padded = ({start + at for start in starts for at in range(n)} for n in (9, bucket(9)))
+        # The first node is the one that was there already.
+        assert written - {*starts} <= changed <= padded
+        part.commit([range(2)] * len(rows))
+
+
+def test_at_most_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    recorder = StandIn()
+    kept = Graphs(recorder, torch.device("cpu"))
+
+    def run(key: str) -> None:
+        [doubled] = kept.run(key, lambda x: [2 * x], [torch.ones(1, 3)], 2)
+        assert torch.equal(doubled, torch.full((1, 2), 2.0))
+
+    for key, captures in (("a", 1), ("b", 2), ("a", 2), ("c", 3), ("a", 3), ("b", 4)):  # c puts out b, and b then c
+        run(key)
+        assert recorder.captures == captures, key
+
+
+def test_buckets_leave_little_unused() -> None:
+    assert [bucket(n) for n in (1, 2, 3, 7, 8, 9, 16, 17, 33, 256, 257)] == [1, 2, 3, 7, 8, 10, 16, 20, 40, 256, 320]
+    assert slot_bucket(1) == 256 and slot_bucket(257) == 320 and slot_bucket(4097) == 5120
+    for count in range(1, 4000):
+        assert count <= bucket(count) <= 1.25 * count and bucket(bucket(count)) == bucket(count)
+
+
+def test_a_store_has_room_for_what_fills_up() -> None:
+    assert room(100) == target_of("llama", torch.device("cpu")).row_slots(100)
+    for count in range(1, graphs.MOST_NODES + 1):
+        for capacity in (count, 500, 1000, 1024, 1025):
+            assert slot_bucket(max(capacity - count, 0) + bucket(count)) <= room(capacity)
+
+
+def test_what_cannot_be_captured_says_so_at_once() -> None:
+    class Broken:
+        def capture(self, call: object) -> Any:
+            raise RuntimeError("CUDA error: operation not permitted\nmore of it")
+
+    with pytest.raises(
+        ValueError, match=r"could not be captured: CUDA error: operation not permitted. .*--compile off"
+    ):
+        target_of("llama", torch.device("cpu")).capture(Broken())
+
+
+def test_stores_take_what_they_say(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    target = load_target(tiny_target_dir, device="cpu", backend="native", compile="off")
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    plain = target.cache_bytes(3, 100), drafter.state_bytes(3, 100)
+    assert isinstance(target, NativeTarget)
+    target.capture(StandIn())
+    captured = load_drafter(tiny_drafter_dir, target=target)
+    assert (target.cache_bytes(3, 100), captured.state_bytes(3, 100)) == plain  # what is filled up has row_slots
+    for store in (target.new_cache(3, 100), captured.new_state(3, 100)):
+        assert (store.rows, store.capacity) == ([0, 100, 200], 100)
+    assert target.running == "native, captured"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drafter", "drafting"),
+    [
+        ("none", Drafting(None)),
+        ("tiny_drafter_dir", Drafting(None)),
+        pytest.param("tiny_drafter_dir", Drafting(tree_budget=11), marks=pytest.mark.slow),
+        pytest.param("tiny_drafter_dir", Drafting(block_size=5, draft_window=9), marks=pytest.mark.slow),
+        pytest.param("tiny_dflash2_dir", Drafting(None), marks=pytest.mark.slow),
+        pytest.param("tiny_dspark_dir", Drafting(tree_budget=11), marks=pytest.mark.slow),
+    ],
+)
+def test_answers_are_those_of_an_eager_engine(
+    request: pytest.FixtureRequest,
+    small_buckets: None,
+    device: torch.device,
+    recorder: Recorder,
+    tiny_target_dir: Path,
+    drafter: str,
+    drafting: Drafting,
+) -> None:
+    """Four requests in a batch of two, so that rows come and go, and a second round on new caches."""
+    folder = drafter if drafter == "none" else request.getfixturevalue(drafter)
+    prompts = [[7 * row + i for i in range(3 + 5 * row)] for row in range(4)]
+    params = [SamplingParams(5 + 7 * row, temperature=float(row == 2), seed=1, ignore_eos=True) for row in range(4)]
+    answers = []
+    for capture in (False, True):
+        target = load_target(tiny_target_dir, "float32", device, "native", "off")
+        assert isinstance(target, NativeTarget)
+        if capture:
+            target.capture(recorder)
+        engine = Engine(target, load_drafter(folder, target=target), 2, drafting)
+        answers.append([[c.token_ids for c in engine.generate(prompts, params)] for _ in range(2)])
+    assert answers[0] == answers[1]
+    if isinstance(recorder, StandIn):
+        assert recorder.replays > recorder.captures
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize(("budget", "waits"), [(0, 1), (11, 2)])
+def test_how_often_a_greedy_cycle_waits_for_a_gpu(
+    tiny_target_dir: Path, tiny_drafter_dir: Path, capture: bool, budget: int, waits: int
+) -> None:
+    target = load_target(tiny_target_dir, "float32", "cuda", "native", "on" if capture else "off")
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    runner, rows = Probe(target, drafter).rows(1, 3, 64)
+    plan = Plan(drafter.block_size, [SamplingParams()], budget)
+    for _ in range(3):  # captures
+        runner.step(rows, plan)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            runner.step(rows, plan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([each for each in heard if "synchroniz" in str(each.message)]) == waits
+
+
+@torch.no_grad()
+def test_draft_passes_are_those_of_an_eager_drafter(
+    small_buckets: None, device: torch.device, recorder: Recorder, tiny_target_dir: Path, tiny_drafter_dir: Path
+) -> None:
+    found = []
+    for capture in (False, True):
+        target = load_target(tiny_target_dir, "float32", device, "native", "off")
+        assert isinstance(target, NativeTarget)
+        if capture:
+            target.capture(recorder)
+        drafter: Any = load_drafter(tiny_drafter_dir, target=target)
+        generator, passes = torch.Generator().manual_seed(0), []
+        for _ in range(2):
+            size = room(60)
+            state = drafter.new_state(4, size)
+            rows = [[0, size, 2 * size], [0, size, 3 * size], [2 * size, size, 0], [size, 2 * size, 3 * size]]
+            for step in range(8):
+                features = torch.randn(3, 6, 2 * target.hidden_size, generator=generator).to(device)
+                part = state.of(rows[step // 2])
+                drafter.observe(part, torch.zeros(3, 6), features, [6, 1 + step % 3, 4])
+                tokens = torch.randint(5, 200, (3, 8 - step % 2), generator=generator).to(device)
+                before = recorder.replays if isinstance(recorder, StandIn) else 0
+                passes += drafter._draft_pass(part, tokens, step // 2 % 2)
+                if capture and isinstance(recorder, StandIn):
+                    assert (recorder.replays > before) == (step // 2 in (0, 3)), "those at equal distances"
+        found.append(passes)
+    assert_same(iter(found[1]), iter(found[0]))
+
+
+def test_decoders_share_no_graphs() -> None:
+    recorder = StandIn()
+    targets = [target_of(name, torch.device("cpu")) for name in ("llama", "qwen3")]
+    for target in targets:
+        target.captured = CapturedDecoder(target.decoder, recorder)
+    outputs = [
+        t.forward(torch.zeros(1, 3, dtype=torch.int64), chain_parents(1, 3), t.new_cache(1, 300)) for t in targets
+    ]
+    assert recorder.captures == 2 and not torch.equal(outputs[0].logits, outputs[1].logits)
+
+
+def test_garbage_stays_during_a_capture() -> None:
+    """A graph that Python frees during a capture would break it, as an H200 has shown."""
+    with graphs.kept_garbage():
+        assert not gc.isenabled()
+        with graphs.kept_garbage():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
