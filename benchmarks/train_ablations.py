@@ -3,11 +3,9 @@
     python recipes/tiny/paired_answers.py --out data     # from what recipes/tiny/make_pair.sh has made
     blockdraft data data/written.jsonl --limit 2300 --out data/written     # {"prompt", "response"}, by the target
     blockdraft data data/original.jsonl --limit 2300 --out data/original   # the same prompts, original responses
-    blockdraft hidden-states --data data/written --target-layers 5 --out features/written-5  # likewise written-1 and
-    original-5 blockdraft hidden-states --data data/written --target-layers 1,2,3,4,5,8 --out features/written-teacher 
-    # 8 taps the last layer python benchmarks/train_ablations.py recipes/tiny/ablation.toml --written data/written
-    # --original
-    data/original \
+    blockdraft hidden-states --data data/written --target-layers 5 --out features/written-5  # also written-1
+    blockdraft hidden-states --data data/written --target-layers 1,2,3,4,5,8 --out features/written-teacher 
+    python benchmarks/train_ablations.py recipes/tiny/ablation.toml --written data/written --original data/original \
         --hidden-states features --prompts gsm8k.jsonl --prompts humaneval.jsonl --out build/ablations
 
 Every arm changes one thing of the base recipe. Each seed of an arm is one `blockdraft train` run, or two of half the

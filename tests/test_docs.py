@@ -164,7 +164,6 @@ def commands_of(page: str) -> list[Command]:
 
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
-FORMER = (ROOT / "tests/former_command_lines.txt").read_text(encoding="utf-8").splitlines()
 
 
 @cache
@@ -177,12 +176,6 @@ def command_line() -> Any:
 def test_every_command_is_one(page: str) -> None:
     for command in commands_of(page):
         check(command)
-
-
-def test_command_lines_of_before_still_work() -> None:
-    """What README and docs showed before `bench` became three commands, methods got new names and help became short."""
-    for line in FORMER:
-        check(Command("", line, in_block=False))
 
 
 def check(command: Command) -> None:

@@ -28,9 +28,14 @@ class Needy:
 
 def test_file_then_flags(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
-    file.write_text(
-        'layers = 3\nlearning_rate = 1\ntarget_layers = [1, 2]\nobjective = {decay = 1, dpace = 0.5}\ninit = "x"\n'
+    lines = (
+        "layers = 3",
+        "learning_rate = 1",
+        "target_layers = [1, 2]",
+        "objective = {decay = 1, dpace = 0.5}",
+        'init = "x"',
     )
+    file.write_text("\n".join(lines))
     recipe = read_settings(DFlashRecipe, file, {"layers": "4", "compile": "true", "gamma": "2.5", "init": "none"})
     assert (recipe.layers, recipe.learning_rate, recipe.target_layers, recipe.compile, recipe.gamma) == (
         4,

@@ -79,8 +79,8 @@ def check_parity(
 ) -> tuple[Tensor, list[Drafted]]:
     """The training forward at an anchor guesses what the drafter drafts at that anchor.
 
-    The tokens behind each anchor are taken to be the drafter's own guesses, because `Variant.draft_tokens` looks at a
-    slot as if all guesses before it had been right.
+    The tokens behind each anchor count as the drafter's own draft tokens, because `Variant.draft_tokens` looks at a
+    position as if all draft tokens before it had been accepted.
 
     Returns:
         The logits of training, `[A, K, V]`, and what was drafted at each of the A anchors.

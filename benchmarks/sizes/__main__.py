@@ -117,7 +117,7 @@ def _check_memory(size: str, bits: int, processes: Collection[Way], target: Path
     if needed > free:
         raise ValueError(
             f"The {len(processes)} processes that decode size {size} with {bits} bits take about {needed / 1e9:.1f} GB"
-            f" together; {free / 1e9:.1f} GB are free. Give fewer --kinds, --llama or --llama-guesses."
+            f" together; {free / 1e9:.1f} GB are free. Give fewer --kinds, --llama or --llama-draft-tokens."
         )
 
 

@@ -126,9 +126,9 @@ def test_bad_input_of_features(run: Run, tmp_path: Path) -> None:
     run("data", "rows.jsonl", "--out", "data")
     for target_layers, message in (
         ("9,", "the target has 3 layers"),
-        ("x", "target_layers is 'x'"),
-        ("5", "target_layers is 5, the number of target layers"),
-        ("0", "target_layers is '0'; it must be at least 1"),
+        ("x", "-layers is 'x'"),
+        ("5", "is 5, a number of layers"),
+        ("0", "-layers is '0'; it must be at least 1"),
     ):
         code, out, err = run(
             "hidden-states", "--data", "data", "--out", "hidden_states", "--target-layers", target_layers

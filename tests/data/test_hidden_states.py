@@ -56,7 +56,7 @@ def test_an_interrupted_cache_goes_on(
     with pytest.raises(KeyboardInterrupt):
         plan_hidden_states(tmp_path / "f", target, data, TARGET_LAYERS, FLOAT).write(stop)
     with pytest.raises(
-        ValueError, match=r"lacks hidden-states-00002\.safetensors; run the `blockdraft hidden-states` command"
+        ValueError, match=r"lacks hidden-states-00002\.safetensors; run the same `blockdraft hidden-states` command"
     ):
         read_hidden_states(tmp_path / "f")
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "f").glob("hidden-states-*")}
@@ -94,7 +94,7 @@ def test_anothers_cache_is_refused(tmp_path: Path, target: Target, data: TokenDa
         ),
         ((target, others, TARGET_LAYERS), "other features: data "),
     ]:
-        with pytest.raises(ValueError, match=message + ".*make new ones with `blockdraft hidden-states`"):
+        with pytest.raises(ValueError, match=message + ".*or run `blockdraft hidden-states` with another folder"):
             found.check(*arguments)
         with pytest.raises(ValueError, match=message):
             plan_hidden_states(tmp_path / "f", *arguments, FLOAT)

@@ -75,9 +75,7 @@ def test_how_many_taps_and_which_a_small_target_has() -> None:
         (0, 1, 2, 3, 4, 5),
     ]
     for count in (0, 7):
-        with pytest.raises(
-            ValueError, match=f"target_layers is {count}, the number of target layers, and the target has 6"
-        ):
+        with pytest.raises(ValueError, match=f"target_layers is {count}, a number of layers, but the target has 6"):
             chosen_target_layers(count, 6)
 
 

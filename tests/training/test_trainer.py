@@ -582,14 +582,13 @@ def test_what_does_not_fit_is_refused_at_the_start(
         assert not (out / "config.json").exists()
 
     refused("target_layers is .* layers of the target, 0 to 2", target_layers="0,7")
-    refused(
-        "target_layers is 5, the number of target layers, and the target has 3;.* name the layers", target_layers="5"
-    )
+    refused("target_layers is 5, a number of layers, but the target has 3;.* name the layers", target_layers="5")
     refused("length is 4000 and the target's context is 256", length="4000")
     refused("held_out is 40 and the data hold 40", held_out="40")
     refused("mask_token_id is 100000 and the target's vocabulary has 265 tokens, 0 to 264", mask_token_id="100000")
     refused(
-        "4 things do not fit:\n- length is 4000.*\n- held_out is 40.*\n- target_layers is 9.*\n- mask_token_id is 2, which",
+        "4 things do not fit:\n- length is 4000.*\n- held_out is 40.*\n- target_layers is 9.*\n- mask_token_id is 2,"
+        " which",
         length="4000",
         held_out="40",
         target_layers="9",

@@ -1,7 +1,7 @@
 """Features of training data, that is the outputs of the target's tapped layers, computed once and kept on disk.
 
-A feature cache is a folder of shards with a manifest, `hidden_states.json`. Shard i is a safetensors file with the
-features of consecutive documents one after the other, `[T, m * H]`; it appears whole or not at all.
+The cache is a folder of shards with a manifest, `hidden_states.json`. Shard i is a safetensors file with the hidden
+states of consecutive documents, `[T, m * H]`. A shard is written atomically.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def read_hidden_states(folder: str | Path) -> HiddenStates:
     for i, lengths in enumerate(manifest["lengths"]):
         if not _shard(folder, i).exists():
             raise UsageError(
-                f"{folder} lacks {_shard(folder, i).name}; run the `blockdraft hidden-states` command that began it again."
+                f"{folder} lacks {_shard(folder, i).name}; run the same `blockdraft hidden-states` command again."
             )
         shards.append(_read_shard(_shard(folder, i), lengths))
     return HiddenStates(folder, manifest, shards)
@@ -304,5 +304,5 @@ def _check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any], name
         if (list(theirs[name]) if name == "target_layers" else theirs.get(name)) != ours[name]:
             raise UsageError(
                 f"{folder} holds other features: {name} {theirs.get(name)} instead of {ours[name]}. Give the target, "
-                "data and taps that they were made for, or make new ones with `blockdraft hidden-states` in another folder."
+                "data and taps that they were made for, or run `blockdraft hidden-states` with another folder."
             )

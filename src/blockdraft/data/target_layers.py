@@ -84,7 +84,7 @@ def chosen_target_layers(target_layers: int | tuple[int, ...] | None, num_layers
         return count
     if not 1 <= count <= num_layers:
         raise UsageError(
-            f"target_layers is {count}, the number of target layers, and the target has {num_layers}; give at most that, or "
+            f"target_layers is {count}, a number of layers, but the target has {num_layers}; give at most that, or "
             "name the layers, as in --target-layers 0,1 or, for layer 0 alone, --target-layers 0,"
         )
     if count == 1:
@@ -103,6 +103,6 @@ def check_target_layers(target: Target, target_layers: Sequence[int]) -> None:
     outside = [target_layer for target_layer in target_layers if not 0 <= target_layer <= target.num_layers]
     if outside or not target_layers:
         raise UsageError(
-            f"target_layers are {list(target_layers)} and the target has {target.num_layers} layers; name one or more of "
-            f"0 to {target.num_layers - 1}, or {target.num_layers} for what goes into the head."
+            f"target_layers are {list(target_layers)} and the target has {target.num_layers} layers; name one or more "
+            f"of 0 to {target.num_layers - 1}, or {target.num_layers} for what goes into the head."
         )

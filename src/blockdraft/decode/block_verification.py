@@ -66,8 +66,9 @@ def block_acceptance_probs(
 def accept_block(
     p_RNK: Tensor, q_RNK: Tensor, draft_token_p_RN: Tensor, draft_token_q_RN: Tensor, tests_RN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Accept the beginning of each chain, given numbers in [0, 1) for its nodes. Arguments as for
-    `block_acceptance_probs`.
+    """Accept the beginning of each chain, given numbers in [0, 1) for its nodes.
+
+    Args are those of `block_acceptance_probs`.
 
     Returns:
         last: `[R]` int64, the last accepted node.

@@ -93,8 +93,7 @@ def _acceptance_probs(proposal: Proposal, row: int) -> Sequence[float]:
 def _likeliest(
     trees: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]], budget: int
 ) -> list[tuple[float, int, int]]:
-    """Nodes `(acceptance_prob, parent, token)` behind the anchor, the likeliest first, so parents come before their
-    children.
+    """Return nodes `(acceptance_prob, parent, token)` behind the anchor, the likeliest first, parents before children.
 
     Args:
         trees: Tokens, parents and chances of several trees of one row; chances begin with the first guess.

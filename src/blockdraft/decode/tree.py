@@ -182,8 +182,8 @@ def _paying(build: Callable[[int], Proposal], budget: int) -> Proposal:
 def _grow(
     log_probs: list[float], ranks: int, budget: int, children: Sequence[int] = ()
 ) -> list[tuple[float, int, int]]:
-    """Nodes `(cost, parent, draft_token)` in the order of their worth: minus the log probability of the path, the
-    parent's index, and the guess.
+    """Return nodes `(cost, parent, draft_token)`, the best first. The cost is minus the log probability of the
+    path, and the parent is an index.
 
     Args:
         log_probs: Log probability of each guess; guess d * ranks + r has rank r at depth d + 1.

@@ -127,9 +127,9 @@ class Drafter(Protocol):
 
         Args:
             anchor: `[B]` int64, each row's last committed token.
-            plan: How far to draft; `plan.block_size` is at most `self.block_size`. Trees come with their
-                `acceptance_probs` when `plan.cycle_seconds` is set; where they have none, a combined drafter takes
-                every guess to be accepted half of the time.
+            plan: How far to draft; `plan.block_size` is at most `self.block_size`. Trees have `acceptance_probs` when
+                `plan.cycle_seconds` is set. Without them a hybrid drafter assumes that every draft token is accepted
+                half of the time.
         """
 
     def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:

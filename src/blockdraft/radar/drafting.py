@@ -1,4 +1,4 @@
-"""What drafters of a kind weigh and cost, as far as a projection needs it: `DrafterSpec.cost` of the kind, for a target."""
+"""Weight and cost of a kind of drafter for a projection, from `DrafterSpec.cost`."""
 
 from __future__ import annotations
 

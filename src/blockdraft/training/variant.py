@@ -24,9 +24,9 @@ those before the one that it guesses.
 
 A variant of the DFlash family needs less; see `drafters/dflash/train.py`.
 
-`logits`, `losses`, `draft_tokens` and `counts` see a chunk of blocks at a time. They call those modules of the network
-that `hidden` does not call, such as a head on top of hidden states and logits. The results of `losses` are discarded
-and computed again in the backward pass, so it must neither draw random numbers nor change anything.
+`logits`, `losses`, `draft_tokens` and `counts` see a chunk of blocks at a time. They call the modules of the network
+that `hidden` does not call, such as a head on top of hidden states and logits. The results of `losses` are dropped and
+computed again in the backward pass, so it must neither draw random numbers nor change anything.
 
 `tests/drafters/test_parity.py` tests every variant that it finds: a written drafter that `load_drafter` reads back must
 guess what `draft_tokens` returns.
@@ -227,8 +227,8 @@ class Variant(ABC, Generic[R, N, C]):
 
         Args:
             network: The draft network itself, not its wrapper.
-            hidden_states_BSF: Outputs of the target at `config.target_layers`, side by side. The features of the anchor
-                and of later tokens are included, and must not be used.
+            hidden_states_BSF: Outputs of the target at `config.target_layers`, concatenated. Those of the anchor and
+                of later tokens are included and must not be used.
             rows: Tokens, documents and anchors, on the target's device. Blocks of negative anchors are meaningless.
         """
 

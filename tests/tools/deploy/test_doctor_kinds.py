@@ -181,7 +181,7 @@ def test_learned_otherwise(
 
 
 WRITTEN = [
-    ("eagle3", {}, {"target_layers": (1, 2)}, "target_layers", "target layers [0, 1] in place of [1, 2]"),
+    ("eagle3", {}, {"target_layers": (1, 2)}, "target_layers", "target_layers [0, 1] in place of [1, 2]"),
     ("eagle3", {"norm_output": True}, {"norm_output": False}, "feedback", "taken behind the last norm"),
     ("eagle3", {}, {"norm_before_residual": True}, "norm", "begun before the norm"),
     ("eagle3", {}, {"rope_theta": 3.0}, "rope", "rope_theta 10000 in place of 3"),

@@ -38,7 +38,7 @@ def test_every_command_is_one(make_plan: MakePlan) -> None:
             decodes = step.name in ("calibrate", "bench")
             assert context.params.get("target") == (where.target or ("bundled" if decodes else None))
             assert (context.params["adapter"], context.params["revision"]) == (where.adapter, where.revision)
-            assert step.line.startswith(f"blockdraft {step.name} ")
+            assert step.line.startswith(f"blockdraft {step.name.replace('_', '-')} ")
 
 
 def test_what_the_plan_says_is_what_the_commands_get(make_plan: MakePlan) -> None:

@@ -38,8 +38,8 @@ from blockdraft.types import CycleTokens, SamplingParams
 class DFlashDrafter(Drafter):
     """Drafts with a DFlash network. Embedding and, unless there is a `reduced_head`, head are the target's.
 
-    Drafters that extend it set `network_class`, `first_draft_token` (first position of a block that makes a guess: 0,
-    the anchor's, or 1) and override `_draft_token`, which turns a draft pass into a proposal.
+    Subclasses set `network_class` and `first_draft_token`, the first position of a block that drafts a token (0, the
+    anchor's, or 1). They override `_draft_token`, which turns a draft pass into a proposal.
 
     Args:
         network: Draft network, which is moved to the target's device and dtype.
