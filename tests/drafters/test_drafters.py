@@ -299,7 +299,7 @@ def test_a_drafter_knows_its_bits(
 
 def test_uncompiled_drafters_have_no_few_bits(target: Target, request: pytest.FixtureRequest) -> None:
     uncompiled = load_target(target.path, "float32", "cpu", compile="off")
-    for name in ("tiny_drafter_dir", "tiny_eagle3_dir", "tiny_mtp_dir", "tiny_peagle_dir", "tiny_medusa_dir"):
+    for name in ("tiny_drafter_dir", "tiny_eagle3_dir", "tiny_mtp_dir", "tiny_medusa_dir"):
         assert load_drafter(request.getfixturevalue(name), target=uncompiled).bits is None
 
 
