@@ -1,7 +1,6 @@
 """vllm-project/speculators as outside judge: it loads what we export, computes what our drafter computes, and writes
 what we read."""
 
-import importlib
 import warnings
 from dataclasses import replace
 from pathlib import Path

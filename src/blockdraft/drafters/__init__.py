@@ -36,7 +36,7 @@ from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.kernels.cpu.threads import let_team_go
 from blockdraft.models import TINY, as_moved, bundled_drafter, catalogue, located, model_of
-from blockdraft.plugins import parts, plugins
+from blockdraft.plugins import drafter_modules
 from blockdraft.targets import Target, describe_target, other_target_warning, with_draft_vocab
 from blockdraft.types import JOINT, DraftModel
 
@@ -100,8 +100,7 @@ def for_others(drafter: str | Path, target: str | Path | None, note: Callable[[s
 
 def entries() -> dict[str, DrafterSpec]:
     """All kinds of drafters, by the name of their file or folder."""
-    found = {name: module.DRAFTER for name, module in plugins(__name__).items() if hasattr(module, "DRAFTER")}
-    return dict(sorted({**found, **{name: module.DRAFTER for name, module in parts("drafter").items()}}.items()))
+    return {name: module.DRAFTER for name, module in sorted(drafter_modules().items())}
 
 
 def load_drafter(

@@ -98,6 +98,7 @@ class Eagle3Network(AutoregressiveNetwork):
     checkpoint without `t2d`, which follows from `d2t`.
     """
 
+    architecture = "eagle3"
     config: Eagle3Config
     d2t: Tensor
 
