@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from blockdraft import load_drafter, load_target
 from blockdraft.kernels.cpu.compiled_network import pack_together
-from blockdraft.nn.rounding import rounded
+from blockdraft.nn.quantization import quantize_weight
 from blockdraft.targets import Target
 from blockdraft.training.rounded_weights import rounded_layers, rounded_weights
 from blockdraft.training.variant import find_variant, variant_names
@@ -33,7 +33,9 @@ def test_linear_layers_are_rounded_meanwhile_and_get_the_gradients_of_what_they_
     before = own(network)
     for name, layer in twin.named_children():
         if isinstance(layer, nn.Linear):
-            near = rounded(layer.weight.detach(), bits, 16 if name == "0" else 32, shares=(1.0, 0.9)).dequantize()
+            near = quantize_weight(
+                layer.weight.detach(), bits, 16 if name == "0" else 32, shares=(1.0, 0.9)
+            ).dequantize()
             assert not torch.equal(near, layer.weight)
             layer.weight.data = near
     twin(x).square().sum().backward()

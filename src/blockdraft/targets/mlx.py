@@ -31,7 +31,7 @@ from blockdraft.mlx.cache import MLXCache
 from blockdraft.mlx.tensor import Array, MLXTensor, computing, dtypes, in_mlx, mx, round_weight
 from blockdraft.nn.attention import visible_slots
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
-from blockdraft.nn.foreign import in_torch
+from blockdraft.nn.foreign_tensor import in_torch
 from blockdraft.plugins import runner_class
 from blockdraft.targets.base import LoadOptions, NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import (

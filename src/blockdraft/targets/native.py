@@ -22,15 +22,13 @@ from blockdraft.kernels.cpu.compiled_network import CompiledHost, NotCompiled
 from blockdraft.kernels.cpu.threads import use_best_threads
 from blockdraft.kernels.cuda.graphs import MOST_NODES, CapturedDecoder, CapturedHost, CudaRecorder, Recorder, room
 from blockdraft.machine import multiplies_bfloat16, send
-from blockdraft.nn.attention import grouped_mask, visible_slots
-from blockdraft.nn.cache import KVCache, bucket, slot_bucket
+from blockdraft.nn.attention import EXACT_NODES, ExactAttention, attention_bytes, grouped_mask, visible_slots
+from blockdraft.nn.cache import KVCache, RecurrentCache, bucket, join_states, slot_bucket
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer
 from blockdraft.nn.delta_net import CHUNK, Ancestry, DeltaRecurrence, ExactRecurrence, TreeRecurrence
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
-from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
-from blockdraft.nn.states import StatesCache, joined
 from blockdraft.plugins import runner_class
 from blockdraft.targets.base import Cache, LoadOptions, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget
@@ -202,7 +200,7 @@ class NativeTarget(CheckpointTarget):
         return None if self.compiled is None else CPU_BLOCK_SIZE
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity) if self.can_truncate else StatesCache(batch, capacity)
+        return KVCache(batch, capacity) if self.can_truncate else RecurrentCache(batch, capacity)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
         config, slot = self.decoder.config, self.decoder.config.head_dim * self.dtype.itemsize
@@ -286,7 +284,7 @@ class NativeTarget(CheckpointTarget):
             if self.compiled is not None:
                 return TargetOutput(*self.compiled.forward(tokens, parents, cache, memory, target_layers, logits_at))
             recurrent: dict[int, DeltaRecurrence] = {}
-            if isinstance(cache, StatesCache):
+            if isinstance(cache, RecurrentCache):
                 recurrent = _recurrences(self.decoder, cache, parents, self.exact)
                 cache.leave(lambda row, nodes: [each.after(row, nodes) for each in recurrent.values()])
             if self.exact:
@@ -378,7 +376,7 @@ class NativeTarget(CheckpointTarget):
 # Recurrent layers.
 
 
-def _recurrences(decoder: Decoder, cache: StatesCache, parents: Tensor, exact: bool) -> dict[int, DeltaRecurrence]:
+def _recurrences(decoder: Decoder, cache: RecurrentCache, parents: Tensor, exact: bool) -> dict[int, DeltaRecurrence]:
     """Recurrences of a forward, by the numbers of their layers.
 
     Args:
@@ -393,7 +391,7 @@ def _recurrences(decoder: Decoder, cache: StatesCache, parents: Tensor, exact: b
         if net is None:
             continue
         states = cache.states(len(found))
-        alone = states[0] if len(states) == 1 else joined(states)
+        alone = states[0] if len(states) == 1 else join_states(states)
         state = net.empty(len(states)) if alone is None else alone
         found[layer.number] = ExactRecurrence(state, above) if family is None else TreeRecurrence(state, family)
     return found

@@ -24,8 +24,7 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_network import DraftHost
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16, pack_weights
-from blockdraft.nn.quantized import LEAST_GROUP, PIECE, QuantizedWeight, best_group
-from blockdraft.nn.rounding import QUICK, rounded
+from blockdraft.nn.quantization import LEAST_GROUP, PIECE, QUICK, QuantizedWeight, best_group, quantize_weight
 
 
 class NotCompiled(Exception):
@@ -97,7 +96,7 @@ def pack_together(
     if bits is not None:
         group, step = best_group(projections[0].in_features), max(1, PIECE // projections[0].in_features)
         pieces = [piece for projection in projections for piece in projection.weight.detach().split(step)]
-        weights = [rounded(piece.to(dtype), bits, group, shares=QUICK) for piece in pieces]
+        weights = [quantize_weight(piece.to(dtype), bits, group, shares=QUICK) for piece in pieces]
     biases = [projection.bias.detach().to(dtype) for projection in projections if projection.bias is not None]
     packed = PackedLinear(pack_weights(weights, library), torch.cat(biases) if biases else None)
     packed.dtype = dtype
