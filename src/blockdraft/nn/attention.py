@@ -21,7 +21,7 @@ from blockdraft.machine import send
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Visible: TypeAlias = "Tensor | BlockMask"  # which node sees which slot, as a tensor or a mask of FlexAttention
+Visible: TypeAlias = "Tensor | BlockMask"  # which node attends to which slot, as a tensor or a mask of FlexAttention
 
 
 def visible_slots(
@@ -31,18 +31,18 @@ def visible_slots(
     window: int | None = None,
     total: int | None = None,
 ) -> Tensor:
-    """Mask of the slots that N nodes behind each row's committed tokens see.
+    """Return the mask of the slots that N nodes behind each sequence's committed tokens attend to.
 
-    A node sees every committed token of its row and the nodes that `within_BNN` allows; with a window W only those
-    less than W positions away.
+    A node attends to every committed token of its sequence and to the nodes that `within_BNN` allows. With a window W,
+    it attends only to those less than W positions away.
 
     Args:
-        lengths: Number of committed tokens of each row; committed slot s has position s. May be a tensor `[B]` if
+        lengths: Number of committed tokens of each sequence; committed slot s has position s. May be a tensor `[B]` if
             `total` is given.
-        within_BNN: `[B, N, N]` bool, whether node i sees node j.
+        within_BNN: `[B, N, N]` bool, whether node i attends to node j.
         positions_BN: Positions of the nodes, needed with a window.
         window: Sliding window in tokens.
-        total: Number T of slots, of which those beyond the nodes are seen by none. None is max(lengths) + N.
+        total: Number T of slots. No node attends to those beyond the nodes. None is max(lengths) + N.
 
     Returns:
         `[B, N, T]` bool.
@@ -67,33 +67,33 @@ def visible_slots(
 
 
 def additive_mask(visible_BNT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mask `[B, 1, N, T]` to add to scores: 0 where visible, the dtype's lowest number elsewhere."""
+    """Return a mask `[B, 1, N, T]` to add to scores: 0 where visible, the dtype's lowest number elsewhere."""
     mask = torch.zeros(visible_BNT.shape, dtype=dtype, device=visible_BNT.device)
     return mask.masked_fill_(~visible_BNT, torch.finfo(dtype).min).unsqueeze(1)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Visible | None) -> Tensor:
-    """Scaled dot-product attention with grouped key/value heads.
+    """Compute scaled dot-product attention with grouped key/value heads.
 
     Args:
         queries: `[B, heads, N, D]`.
         keys, values: `[B, kv_heads, T, D]`; `heads` is a multiple of `kv_heads`.
-        visible: `[B, N, T]` bool, or None where every query sees every key. With a mask of FlexAttention, FlexAttention
-            computes, and skips blocks of keys that no query sees.
+        visible: `[B, N, T]` bool, or None if every query attends to every key. A mask of FlexAttention selects
+            FlexAttention, which skips blocks of keys that no query attends to.
 
     Returns:
         `[B, heads, N, D]`.
     """
     if visible is not None and not isinstance(visible, Tensor):
-        found: Tensor = _flex(queries.is_cuda)(queries, keys, values, block_mask=visible, enable_gqa=True)
-        return found
+        out: Tensor = _flex(queries.is_cuda)(queries, keys, values, block_mask=visible, enable_gqa=True)
+        return out
     mask = None if visible is None else visible.unsqueeze(1)
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
 
 
 @cache
 def _flex(compiled: bool) -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention  # takes seconds, which only training pays
+    from torch.nn.attention.flex_attention import flex_attention  # takes seconds, and only training needs it
 
     if compiled:
         return torch.compile(flex_attention, dynamic=False)
@@ -109,18 +109,18 @@ def attend_grouped(
     softcap: float | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Attention of a few nodes, in which the query heads of a group are further queries of their key/value head.
+    """Compute attention of a few nodes, with the query heads of a group as further queries of their key/value head.
 
-    So each key is read once a group, and the matrix products are larger.
+    So each key is read once per group, and the matrix products are larger.
 
     Args:
         queries: `[B, N, heads, D]`.
         keys, values: `[B, kv_heads, T, D]`; `heads` is a multiple of `kv_heads`, a group is `heads / kv_heads`.
         mask: Result of `grouped_mask`, `[B or 1, 1, group * N, T]` in the dtype of the queries, which is added to the
-            scores. With None each node sees the slots up to its own; this takes N = 1, or N = T and no soft-cap.
+            scores. With None each node attends to the slots up to its own; this needs N = 1, or N = T and no soft-cap.
         scale: Factor on the scores.
         softcap: c in c * tanh(scores / c), or None.
-        causal: If False, each node sees all slots where there is no mask.
+        causal: If False, each node attends to all slots if there is no mask.
 
     Returns:
         `[B, N, heads * D]`.
@@ -145,21 +145,21 @@ def attend_grouped(
 
 
 def grouped_mask(visible_BNT: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """Mask `[B, 1, group * N, T]` for `attend_grouped`."""
+    """Return the mask `[B, 1, group * N, T]` for `attend_grouped`."""
     return additive_mask(visible_BNT, dtype).repeat(1, 1, group, 1)
 
 
-EXACT_NODES = 16  # nodes of every piece of an exact forward, so that all products have one shape
+EXACT_NODES = 16  # nodes of each piece of an exact forward pass, so that all products have one shape
 
 
 @dataclass(frozen=True)
 class PieceRow:
-    """Nodes of one row in a piece.
+    """Nodes of one sequence in a piece.
 
     Attributes:
         nodes: Range of these nodes in the piece.
-        slots: Slots of the row, up to that of the last node.
-        visible: `[nodes, slots]` bool, which node sees which slot.
+        slots: Slots of the sequence, up to that of the last node.
+        visible: `[nodes, slots]` bool, which node attends to which slot.
     """
 
     nodes: slice
@@ -171,12 +171,12 @@ class PieceRow:
 class ExactAttention:
     """Attention of the nodes of a piece in the layers of one window.
 
-    A piece has `EXACT_NODES` nodes, of one row or several. The last ones may be padding: they belong to no row, are not
-    stored, and see nothing.
+    A piece has `EXACT_NODES` nodes of one or several sequences. The last ones may be padding, which is not stored and
+    attends to nothing.
 
     Attributes:
-        slots: Slots of the other nodes, `[n]` int64, counted through the whole memory.
-        rows: The rows that these nodes belong to.
+        slots: Slots of the other nodes in the whole memory, `[n]` int64.
+        rows: The sequences that these nodes belong to.
     """
 
     slots: Tensor
@@ -189,7 +189,7 @@ class ExactAttention:
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None = None
     ) -> Tensor:
-        """Attention over a layer's memory.
+        """Compute attention over a layer's memory.
 
         Args:
             queries: `[1, EXACT_NODES, heads, D]`.
@@ -202,20 +202,22 @@ class ExactAttention:
         """
         out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         for row in self.rows:
-            own = keys[:, row.slots], values[:, row.slots]
-            out[0, row.nodes] = attend_in_float64(queries[0, row.nodes], *own, row.visible, scale, softcap)
+            own_keys, own_values = keys[:, row.slots], values[:, row.slots]
+            out[0, row.nodes] = attend_in_float64(
+                queries[0, row.nodes], own_keys, own_values, row.visible, scale, softcap
+            )
         return out
 
 
 def attend_in_float64(
     queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Attention in float64, rounded once to the dtype of the queries.
+    """Compute attention in float64, rounded once to the dtype of the queries.
 
     Args:
         queries: `[n, heads, D]`.
         keys, values: `[kv_heads, T, D]`.
-        visible: `[n, T]` bool, which node sees which slot.
+        visible: `[n, T]` bool, which node attends to which slot.
         scale, softcap: As in `ExactAttention.attend`.
 
     Returns:
@@ -233,6 +235,5 @@ def attend_in_float64(
 
 
 def attention_bytes(heads: int, kv_heads: int, head_dim: int, slots: int) -> int:
-    """Bytes that the attention of a piece takes meanwhile, on rows of `slots` slots: for keys and values, scores and
-    weights in float64."""
+    """Return the temporary bytes of the attention of a piece on sequences of `slots` slots, all in float64."""
     return (2 * kv_heads * head_dim + 2 * EXACT_NODES * heads) * slots * torch.float64.itemsize
