@@ -33,7 +33,7 @@ from blockdraft.kernels.cpu.library import Library
 from blockdraft.kernels.cpu.sources import PARALLEL, VECTORS, command, defines
 from blockdraft.kernels.cpu.weight_cache import SWITCH
 from blockdraft.nn.packed import PackedLinear
-from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets import Target, load_target
 
 HIDDEN, INNER, LAYERS = 1536, 4608, 8

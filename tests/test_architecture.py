@@ -287,6 +287,7 @@ def test_a_kind_that_is_asked_for_is_reported() -> None:
 # What is called like a kind: a former method's name, a value in z-lab's files, a layout, the kind that is advised, and
 # methods of vLLM.
 NAMING = {
+    "blockdraft.plugins",  # the registry
     "blockdraft.evaluation.methods",
     "blockdraft.formats.zlab",
     "blockdraft.radar.drafting",

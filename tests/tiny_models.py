@@ -21,7 +21,6 @@ from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from blockdraft.drafters.flow.network import FlowConfig, FlowNetwork
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
-from blockdraft.drafters.peagle.network import PEagleConfig, PEagleNetwork
 from blockdraft.formats import Checkpoint, find_layout
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.machine import cache_folder
@@ -193,7 +192,7 @@ EAGLE_SHAPE: dict[str, Any] = {
 def tiny_eagle3_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
     """A random EAGLE-3 drafter for `tiny_target_dir` that guesses 5 tokens at most, among 120 of the vocabulary."""
     folder = tmp_path_factory.mktemp("tiny") / "eagle3"
-    _write_eagle(folder, "eagle3", Eagle3Network, Eagle3Config(**EAGLE_SHAPE, block_size=6), 5)
+    _write_eagle(folder, Eagle3Config(**EAGLE_SHAPE, block_size=6), 5)
     return folder
 
 
@@ -201,30 +200,19 @@ def tiny_eagle3_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: P
 def eagle3_of_three_target_layers(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
     """As `tiny_eagle3_dir`, with as many taps as llama.cpp reads."""
     folder = tmp_path_factory.mktemp("tiny") / "eagle3-taps"
-    _write_eagle(
-        folder, "eagle3", Eagle3Network, Eagle3Config(**EAGLE_SHAPE | {"target_layers": (0, 1, 1)}, block_size=6), 5
-    )
+    _write_eagle(folder, Eagle3Config(**EAGLE_SHAPE | {"target_layers": (0, 1, 1)}, block_size=6), 5)
     return folder
 
 
-@pytest.fixture(scope="session")
-def tiny_peagle_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """A random P-EAGLE drafter of two layers for `tiny_target_dir`: 4 guesses among 120 tokens of the vocabulary."""
-    folder = tmp_path_factory.mktemp("tiny") / "peagle"
-    config = PEagleConfig(**EAGLE_SHAPE, block_size=5, mask_token_id=3, num_hidden_layers=2)
-    _write_eagle(folder, "peagle_speculators", PEagleNetwork, config, 7)
-    return folder
-
-
-def _write_eagle(folder: Path, layout: str, network_class: Any, config: Eagle3Config, seed: int) -> None:
+def _write_eagle(folder: Path, config: Eagle3Config, seed: int) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        network = network_class(config)
+        network = Eagle3Network(config)
         network.keep(torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values)
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter += 0.2 * torch.randn_like(parameter)
-    find_layout(layout).write(folder, Checkpoint(config, network.state_dict()), None, ())
+    find_layout("eagle3").write(folder, Checkpoint(config, network.state_dict()), None, ())
 
 
 @pytest.fixture(scope="session")

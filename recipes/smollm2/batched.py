@@ -19,8 +19,8 @@ from blockdraft.data.answerers import Answer
 from blockdraft.data.records import Message
 from blockdraft.engine import loops
 from blockdraft.kernels.cuda.graphs import CudaRecorder
+from blockdraft.nn.attention import ExactAttention
 from blockdraft.nn.decoder import Decoder
-from blockdraft.nn.exact import ExactAttention
 from blockdraft.targets.native import NativeTarget
 from blockdraft.types import SamplingParams
 

@@ -1,7 +1,6 @@
-"""Plug-ins found by their place: modules of a package, or folders of it with a file for each part.
+"""Registry of the drafters' modules, and the modules of other packages by name.
 
-All folders of the package's `__path__` are searched, so others can be added. Modules named `base` are no plug-ins.
-Folders are listed once in a process, because loading a model asks for plug-ins many times.
+The tables below name what a drafter consists of. A module is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -10,36 +9,89 @@ import pkgutil
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 DRAFTERS = "blockdraft.drafters"
 
+# Drafters without a draft network that they train: one file each, which ends in `DRAFTER`.
+FILES = ["block_diffusion", "combined", "draft_lm", "none", "prompt_lookup"]
 
-def plugin_names(package: str) -> list[str]:
-    """Names of a package's modules and folders but `base`, sorted."""
-    return sorted(_modules(package))
+# Drafters with a network: one folder each, and its files beside `network`. `drafter` ends in `DRAFTER`.
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "dflash": ("drafter", "layout", "train", "checks", "gguf"),
+    "dflash2": ("drafter", "layout", "train", "checks"),
+    "dspark": ("drafter", "layout", "train", "checks"),
+    "eagle3": ("drafter", "layout", "train", "checks", "gguf", "speculators"),
+    "flow": ("drafter", "layout", "train"),
+    "medusa": ("drafter", "layout", "train", "checks"),
+    "mtp": ("drafter", "layout", "train", "checks", "speculators"),
+}
+
+# Runners that are faster than torch's operations: by backend, then by `DraftNetwork.architecture`.
+RUNNERS: dict[str, dict[str, str]] = {
+    "compiled": {
+        "dflash": "drafters.dflash.compiled.CompiledDraftPass",
+        "dflash2": "drafters.dflash2.compiled.CompiledConvolvedPass",
+        "dspark": "drafters.dflash.compiled.CompiledDraftPass",
+        "eagle3": "drafters.eagle3.compiled.CompiledEagle3",
+        "medusa": "drafters.medusa.compiled.CompiledHeads",
+        "mtp": "drafters.mtp.compiled.CompiledMTP",
+    },
+    "captured": {
+        "dflash": "drafters.dflash.captured.CapturedDraftPass",
+        "dflash2": "drafters.dflash.captured.CapturedDraftPass",
+        "dspark": "drafters.dflash.captured.CapturedDraftPass",
+    },
+    "jax": {
+        "dflash": "drafters.dflash.jax.JaxDraftPass",
+        "dspark": "drafters.dspark.jax.JaxDSparkPass",
+        "eagle3": "drafters.eagle3.jax.JaxEagle3",
+        "mtp": "drafters.mtp.jax.JaxMTP",
+    },
+    "mlx": {
+        "dflash": "drafters.dflash.mlx.MLXDraftPass",
+        "dflash2": "drafters.dflash.mlx.MLXDraftPass",
+        "dspark": "drafters.dflash.mlx.MLXDraftPass",
+        "eagle3": "mlx.autoregressive.MLXAutoregressive",
+        "mtp": "mlx.autoregressive.MLXAutoregressive",
+    },
+}
 
 
-def plugins(package: str) -> dict[str, ModuleType]:
-    """Imported modules of a package by name."""
-    return {name: import_module(f"{package}.{name}") for name in plugin_names(package)}
+def drafter_modules() -> dict[str, ModuleType]:
+    """Import the module of each kind of drafter that ends in `DRAFTER`, by the name of the kind."""
+    return {name: import_module(f"{DRAFTERS}.{name}") for name in FILES} | parts("drafter")
 
 
 def part_names(part: str) -> list[str]:
-    """Names of the drafters' folders that have a file for this part, such as "train"."""
-    folders = [name for name, is_folder in _modules(DRAFTERS).items() if is_folder]
-    return sorted(name for name in folders if part in _modules(f"{DRAFTERS}.{name}"))
+    """Return the kinds of drafters that have a file for this part, such as "train"."""
+    return [name for name, files in FOLDERS.items() if part in files]
 
 
 def parts(part: str) -> dict[str, ModuleType]:
-    """Imported files of the drafters' folders for this part, by the folder's name."""
+    """Import the files of all drafters for this part, by the name of the kind."""
     return {name: import_module(f"{DRAFTERS}.{name}.{part}") for name in part_names(part)}
 
 
-def _modules(package: str) -> dict[str, bool]:
-    """Modules and folders of a package but `base`, and whether each is a folder."""
-    return _listed(tuple(import_module(package).__path__))
+def runner_class(network: Any, backend: str) -> Any:
+    """Return the class that runs a draft network on a backend, or None where only torch's operations do."""
+    path = RUNNERS[backend].get(getattr(network, "architecture", None) or "")
+    if path is None:
+        return None
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(f"blockdraft.{module}"), name)
+
+
+def plugin_names(package: str) -> list[str]:
+    """Return the names of a package's modules and folders except `base`, sorted."""
+    return sorted(_module_names(tuple(import_module(package).__path__)))
+
+
+def plugins(package: str) -> dict[str, ModuleType]:
+    """Import the modules of a package, by name."""
+    return {name: import_module(f"{package}.{name}") for name in plugin_names(package)}
 
 
 @cache
-def _listed(folders: tuple[str, ...]) -> dict[str, bool]:
-    return {file.name: file.ispkg for file in pkgutil.iter_modules(folders) if file.name != "base"}
+def _module_names(folders: tuple[str, ...]) -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(folders) if module.name != "base"]

@@ -18,7 +18,7 @@ from blockdraft.engine import Completion, Engine
 from blockdraft.formats import Borrowed, Checkpoint, layouts
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
-from blockdraft.nn.foreign import in_torch
+from blockdraft.nn.foreign_tensor import in_torch
 from blockdraft.targets import Target, backends, embedding_and_head, load_target
 from blockdraft.targets.base import LoadOptions
 from blockdraft.types import Drafting, SamplingParams

@@ -31,7 +31,6 @@ FOLDERS = {
     "medusa": "tiny_medusa_dir",
     "mtp": "tiny_mtp_dir",
     "none": None,
-    "peagle": "tiny_peagle_dir",
     "prompt_lookup": None,
 }
 FILES = sorted(drafters.entries())

@@ -1,5 +1,5 @@
-"""Test that a new kind of drafter is one folder and nothing else: `toy_kind/toy` is an autoregressive drafter with its
-network, layout, training and checks. It is trained, resumed, exported, inspected, examined, loaded and run."""
+"""Test that a new kind of drafter is one folder and a line of the registry: `toy_kind/toy` is an autoregressive drafter
+with its network, layout, training and checks. It is trained, resumed, exported, inspected, examined, loaded and run."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ from training_fixtures import interrupted_at
 from blockdraft import Engine, drafters, load_drafter, load_target
 from blockdraft.data.documents import read_data
 from blockdraft.formats import layouts
+from blockdraft.plugins import FOLDERS
 from blockdraft.settings import read_settings
 from blockdraft.tools.deploy.doctor import examine
 from blockdraft.tools.deploy.settings import DoctorSettings
@@ -32,9 +33,10 @@ Run = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(autouse=True)
 def toy(fresh_accelerator: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Add the toy's folder to the drafters."""
+    """Register the toy, whose folder is added to the drafters."""
     kinds = [*drafters.__path__, str(Path(__file__).parent / "toy_kind")]
     monkeypatch.setattr(drafters, "__path__", kinds)
+    monkeypatch.setitem(FOLDERS, "toy", ("drafter", "layout", "train", "checks"))
     yield
     for name in [name for name in sys.modules if name.startswith("blockdraft.drafters.toy")]:
         del sys.modules[name]
@@ -56,7 +58,7 @@ def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
     return call
 
 
-def test_it_is_found_by_its_folder() -> None:
+def test_it_is_registered() -> None:
     assert "toy" in variant_names() and "toy" in layouts()
     with pytest.raises(ValueError, match="'causal' is unknown"):  # a field of the DFlash family
         read_settings(find_variant("toy").recipe_class, flags={"causal": "true"})

@@ -13,7 +13,7 @@ from gguf_writer import random_blocks
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, READERS, GGUFTensor, bytes_held, open_gguf, read_header
-from blockdraft.nn.quantized import NestedFactors, QuantizedWeight, joined_weights
+from blockdraft.nn.quantization import NestedFactors, QuantizedWeight, concatenate_weights
 
 ROWS, INPUTS = 6, 512
 SMAPS = Path("/proc/self/smaps")
@@ -130,7 +130,9 @@ def test_all_types_of_the_package_are_read() -> None:
 def test_kinds_joined_keep_their_numbers(kinds: list[str], tmp_path: Path) -> None:
     wanted = write(tmp_path / "a.gguf", {kind: kind for kind in kinds})
     tensors = open_gguf(tmp_path / "a.gguf").tensors
-    both = joined_weights([weight for kind in kinds if isinstance(weight := tensors[kind].read(), QuantizedWeight)])
+    both = concatenate_weights(
+        [weight for kind in kinds if isinstance(weight := tensors[kind].read(), QuantizedWeight)]
+    )
     assert torch.equal(both.dequantize(), torch.cat([wanted[kind] for kind in kinds]))
 
 

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, LlamaFileType
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import new_files, open_gguf, write_gguf
 from blockdraft.formats.stored import stored
-from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.types import GGUFWeights
 
 NUMBERS = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))

@@ -8,11 +8,11 @@ from blockdraft.formats import find_layout, layout_of, layouts, read_drafter
 
 
 def test_layouts_go_by_their_file_names() -> None:
-    speculators = ["eagle3_speculators", "mtp_speculators", "peagle_speculators", "speculators"]
+    speculators = ["eagle3_speculators", "mtp_speculators", "speculators"]
     assert sorted(layouts()) == sorted(["eagle3", "medusa", "mtp", "zlab", *speculators])
     assert find_layout("zlab") is layouts()["zlab"]
     with pytest.raises(
-        ValueError, match="format is 'gguf'; it must be one of zlab, speculators, peagle_speculators, mtp_s"
+        ValueError, match="format is 'gguf'; it must be one of zlab, speculators, mtp_speculators, mtp, medusa"
     ):
         find_layout("gguf")
 

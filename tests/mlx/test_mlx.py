@@ -16,7 +16,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.mlx import tensor
 from blockdraft.mlx.tensor import FewBits, MLXTensor, mx, round_weight
-from blockdraft.nn.foreign import in_torch
+from blockdraft.nn.foreign_tensor import in_torch
 from blockdraft.targets import Target, load_target
 from blockdraft.targets.mlx import MLXTarget
 from blockdraft.types import Drafting, SamplingParams

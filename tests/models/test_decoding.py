@@ -20,7 +20,7 @@ from blockdraft.models import known
 from blockdraft.models.pull import pull
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
-from blockdraft.nn.quantized import round_inputs
+from blockdraft.nn.quantization import quantize_inputs
 from blockdraft.targets import Target, decoder_config, load_target
 from blockdraft.targets.gguf.config import gguf_config
 from blockdraft.targets.gguf.tensors import decoder_weights, dense, fitted
@@ -85,7 +85,7 @@ class Noisy(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.linear and args[1].ndim == 2 and args[0].size(-1) % 32 == 0:
             x = args[0]
-            _, factor = round_inputs(x.reshape(-1, x.size(-1)), 32)
+            _, factor = quantize_inputs(x.reshape(-1, x.size(-1)), 32)
             noise = torch.rand(x.shape, generator=self.generator) - 0.5
             x = x + noise * factor.repeat_interleave(32, -1).view(x.shape)
             args = (x, *args[1:])

@@ -12,7 +12,7 @@ from blockdraft.errors import UsageError
 from blockdraft.kernels.cpu.build import build
 from blockdraft.kernels.cpu.library import Library
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16
-from blockdraft.nn.quantized import InterleavedWeight
+from blockdraft.nn.quantization import InterleavedWeight
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16, 32)
 SHAPES = ((1, 1), (3, 5), (16, 8), (33, 40), (224, 17), (7, 130))  # inputs, outputs

@@ -1,7 +1,7 @@
 import pytest
 from torch import nn
 
-from blockdraft.nn.transformers_cache import cache_argument
+from blockdraft.nn.cache import cache_argument
 
 
 class Old(nn.Module):

@@ -1,7 +1,6 @@
 """vllm-project/speculators as outside judge: it loads what we export, computes what our drafter computes, and writes
 what we read."""
 
-import importlib
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,6 @@ from torch import Tensor
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
-from blockdraft.drafters.peagle.drafter import PEagleDrafter
-from blockdraft.drafters.peagle.network import PEagleNetwork
 from blockdraft.formats import Borrowed, read_drafter, speculators, zlab
 from blockdraft.nn.autoregressive import CachedAttention
 from blockdraft.nn.draft_config import LayerAttention
@@ -162,50 +159,6 @@ def test_eagle3(tmp_path: Path, target: Target, tiny_target_dir: Path, flags: di
         assert proposal.tokens[0, 1:].tolist() == draft_tokens
         seen |= {*draft_tokens}
     assert len(seen) > 5
-    model.save_pretrained(tmp_path / "again")
-    again = read_drafter(tmp_path / "again", None, target.num_layers)
-    assert again.config == config
-    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in network.state_dict().items())
-
-
-@pytest.mark.parametrize("flags", [{}, {"qk_norm": True, "draft_vocab_size": 265, "fc_norm": True}])
-def test_peagle(
-    tmp_path: Path,
-    target: Target,
-    tiny_target_dir: Path,
-    tiny_peagle_dir: Path,
-    flags: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Logits of all guesses behind an anchor, in their training pass and in our draft pass; and back."""
-    config = replace(read_drafter(tiny_peagle_dir, None, target.num_layers).config, **flags)
-    torch.manual_seed(7)
-    network = PEagleNetwork(config)
-    network.keep(torch.randperm(target.vocab_size)[: config.draft_vocab_size].sort().values)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter += 0.2 * torch.randn_like(parameter)
-    written = Format("peagle_speculators", str(tiny_target_dir), ARCHITECTURES)
-    export(tmp_path / "ours", written, config, network.state_dict(), target)
-    model, drafter = theirs(tmp_path / "ours"), load_drafter(tmp_path / "ours", target=target)
-    assert isinstance(drafter, PEagleDrafter)
-    hidden_states, tokens = torch.randn(1, CONTEXT, 2 * target.hidden_size), torch.randint(4, 200, (1, CONTEXT + 1))
-    draft_tokens = drafter.block_size - 1
-    # All rows of the text, and those of masks behind one anchor; their rows are one place to the left of ours.
-    places = torch.cat([torch.arange(CONTEXT), torch.full((draft_tokens - 1,), ANCHOR - 1)])
-    depths = torch.cat([torch.zeros(CONTEXT, dtype=torch.long), torch.arange(1, draft_tokens)])
-    core = importlib.import_module("speculators.models.peagle.core")
-    monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (places, depths))
-    monkeypatch.setattr(core, "compute_metrics", lambda **_: (None, {}))  # it wants Triton
-    seen: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
-    with torch.no_grad():
-        last, documents = torch.zeros(1, CONTEXT, target.hidden_size), torch.zeros(1, CONTEXT, dtype=torch.long)
-        model(hidden_states, tokens[:, 1:], documents, verifier_last_hidden_states=last, num_depths=draft_tokens)
-    state = drafter.new_state(1, CONTEXT)
-    drafter.observe(state, tokens[:, :ANCHOR], hidden_states[:, :ANCHOR], [ANCHOR])
-    ours = drafter.draft_logits(state, tokens[:, ANCHOR], Plan(draft_tokens + 1, [SamplingParams()]))[0]
-    assert_close(torch.cat([seen[0][ANCHOR - 1 : ANCHOR], seen[0][CONTEXT:]]), ours[:, network.kept])
     model.save_pretrained(tmp_path / "again")
     again = read_drafter(tmp_path / "again", None, target.num_layers)
     assert again.config == config

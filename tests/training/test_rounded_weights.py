@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft import load_drafter, load_target
-from blockdraft.nn.rounding import rounded
+from blockdraft.kernels.cpu.compiled_network import pack_together
+from blockdraft.nn.quantization import quantize_weight
 from blockdraft.targets import Target
 from blockdraft.training.rounded_weights import rounded_layers, rounded_weights
 from blockdraft.training.variant import find_variant, variant_names
@@ -32,7 +33,9 @@ def test_linear_layers_are_rounded_meanwhile_and_get_the_gradients_of_what_they_
     before = own(network)
     for name, layer in twin.named_children():
         if isinstance(layer, nn.Linear):
-            near = rounded(layer.weight.detach(), bits, 16 if name == "0" else 32, shares=(1.0, 0.9)).dequantize()
+            near = quantize_weight(
+                layer.weight.detach(), bits, 16 if name == "0" else 32, shares=(1.0, 0.9)
+            ).dequantize()
             assert not torch.equal(near, layer.weight)
             layer.weight.data = near
     twin(x).square().sum().backward()
@@ -117,28 +120,19 @@ def test_what_is_rounded_in_training_is_what_is_rounded_where_a_drafter_is_loade
     for parameter in network.parameters():
         if parameter.ndim == 2 and not bool(parameter.any()):
             nn.init.normal_(parameter, std=0.02)  # zeros are the same, rounded or not
-    before = {name: each.clone() for name, each in network.state_dict().items()}
     names = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
     runner = beside_four_bits.runner(network, owned=True)
-    assert (runner.compile_reason is None) == (kind != "peagle")
-    after = network.state_dict()
-    weights = {name: (before[f"{name}.weight"], after[f"{name}.weight"]) for name in names}
-    # Unrounded weights are stored in bfloat16.
-    few_bits = {name for name, (was, now) in weights.items() if not torch.allclose(was, now, rtol=1e-2, atol=0)}
-    assert few_bits == {name for name in names if variant.is_rounded(name)}
+    assert (runner.compile_reason is None) == (kind != "flow")
+    quantized = getattr(runner, "quantized_layers", set())
+    assert quantized == {name for name in names if variant.is_rounded(name)}
 
 
 @pytest.mark.slow
-def test_they_are_rounded_as_those_of_drafters_beside_such_a_target() -> None:
-    compiled, plain = (
-        load_drafter(target=load_target(dtype="float32", device="cpu", quantize=quantize, compile=compile)).network
-        for quantize, compile in (("int4", "on"), (None, "off"))
-    )
-    network, compared = nn.ModuleList([plain]), 0
-    theirs = compiled.state_dict()
-    with rounded_weights(linear(network), 4):
-        for name, layer in plain.named_modules():
-            if isinstance(layer, nn.Linear):
-                torch.testing.assert_close(theirs[f"{name}.weight"], layer.weight.data, rtol=0, atol=1e-6)
-                compared += 1
-    assert compared > 10
+def test_they_are_rounded_as_where_a_drafter_is_loaded(beside_four_bits: Target) -> None:
+    library = beside_four_bits.compiled.library  # type: ignore[attr-defined]
+    layers = linear(load_drafter(target=load_target(dtype="float32", device="cpu", compile="off")).network)  # type: ignore[attr-defined]
+    packed = [pack_together([layer], library, torch.float32, 4) for layer in layers]
+    with rounded_weights(layers, 4):
+        for layer, compiled in zip(layers, packed, strict=True):
+            torch.testing.assert_close(compiled.weight, layer.weight.data, rtol=0, atol=1e-6)
+    assert len(layers) > 10

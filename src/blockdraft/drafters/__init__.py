@@ -1,7 +1,7 @@
-"""Drafters. A kind with a network is a folder of this package, any other kind a file.
+"""Drafters, and how one is found and loaded.
 
-Each registers itself as `DRAFTER`, an `DrafterSpec`. `plugins.parts` finds the parts of the folders: layouts, training,
-checks and faster runners.
+A kind of drafter with a network is a folder of this package, any other kind a file. Each ends in `DRAFTER`, and
+`blockdraft.plugins` lists all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.kernels.cpu.threads import let_team_go
 from blockdraft.models import TINY, as_moved, bundled_drafter, catalogue, located, model_of
-from blockdraft.plugins import parts, plugins
+from blockdraft.plugins import drafter_modules
 from blockdraft.targets import Target, describe_target, other_target_warning, with_draft_vocab
 from blockdraft.types import JOINT, DraftModel
 
@@ -45,9 +45,9 @@ BUNDLED_DFLASH = "bundled-dflash"
 
 
 def bundled() -> dict[str, Path]:
-    """Folders of the bundled drafters by name.
+    """Return the folders of the bundled drafters by name.
 
-    "bundled" is the default drafter; "bundled-dflash" is the DFlash drafter, which other engines read as well. Both
+    "bundled" is the default drafter. "bundled-dflash" is the DFlash drafter, which other engines read as well. Both
     name the same folder if no other drafter is bundled.
     """
     dflash = PAIR / "drafter"
@@ -57,32 +57,38 @@ def bundled() -> dict[str, Path]:
 
 
 def bundled_for(target: str | Path) -> Path | None:
-    """The drafter that is bundled for a target: for a model of the catalogue that has one, or for a folder or file with
-    the weights that one was trained for, also where they were rounded since. Arguments and errors as in `located`."""
+    """Return the drafter that is bundled for a target, or None.
+
+    This is the drafter of a model of the catalogue, or of the weights in a folder or file, quantized ones included.
+    Arguments and errors as in `located`.
+    """
     place = located(target)
     if (model := model_of(place)) is not None:
         return bundled_drafter(model)
     if not Path(place).exists():
         return None
-    with suppress(UsageError):  # what is no target, or cannot be read, has none
+    with suppress(UsageError):  # not a target, or not readable
         return _bundled_by_fingerprint().get(describe_target(place).fingerprint())
     return None
 
 
-def _bundled_by_fingerprint() -> dict[str | None, Path]:
-    """The bundled drafters by the fingerprint of the target that each was trained for."""
-    places = [*reversed(bundled().values()), *filter(None, map(bundled_drafter, catalogue()))]
-    trained = [gguf_trained(open_gguf(at)) if is_gguf(at) else Trained.read(read_config(at)) for at in places]
-    return {one.target: place for one, place in zip(trained, places, strict=True) if one.target is not None}
+def _bundled_by_fingerprint() -> dict[str, Path]:
+    """Map the fingerprint of each target to the drafter that was trained for it."""
+    drafters = {}
+    for path in [*reversed(bundled().values()), *filter(None, map(bundled_drafter, catalogue()))]:
+        trained = gguf_trained(open_gguf(path)) if is_gguf(path) else Trained.read(read_config(path))
+        if trained.target is not None:
+            drafters[trained.target] = path
+    return drafters
 
 
 def for_others(drafter: str | Path, target: str | Path | None, note: Callable[[str], None]) -> str | Path:
-    """Drafter for engines other than this one: the bundled DFlash drafter for any bundled name, else as given.
+    """Return the drafter to give to other engines: the bundled DFlash drafter for a bundled name, else the given one.
 
     Args:
-        drafter: "bundled", "bundled-dflash", or any other drafter, which is returned unchanged. "bundled" is the one
-            that is bundled for the target where that is a model of the catalogue with one.
-        note: Function called with a message where the bundled DFlash drafter takes the place of another bundled one.
+        drafter: "bundled", "bundled-dflash", or any other drafter, which is returned unchanged. "bundled" is the
+            drafter that is bundled for the target, where the target is a model of the catalogue with one.
+        note: Function called with a message if the bundled DFlash drafter replaces another bundled one.
     """
     folders = bundled()
     own = bundled_for(target) if target is not None and str(drafter) == "bundled" else None
@@ -99,9 +105,8 @@ def for_others(drafter: str | Path, target: str | Path | None, note: Callable[[s
 
 
 def entries() -> dict[str, DrafterSpec]:
-    """All kinds of drafters, by the name of their file or folder."""
-    found = {name: module.DRAFTER for name, module in plugins(__name__).items() if hasattr(module, "DRAFTER")}
-    return dict(sorted({**found, **{name: module.DRAFTER for name, module in parts("drafter").items()}}.items()))
+    """Return all kinds of drafters by name."""
+    return {name: module.DRAFTER for name, module in sorted(drafter_modules().items())}
 
 
 def load_drafter(
@@ -116,54 +121,54 @@ def load_drafter(
 
     Args:
         path: Folder or GGUF file of a drafter, folder of a smaller language model with the target's tokens, or name of
-            a drafter that needs no folder ("none" decodes without drafts, "mtp" is the MTP head in the target's own
-            folder). None or "bundled" is the drafter of `bundled_for`, or else the bundled target's, which fits models
-            made from it too; for a model of the catalogue without a bundled drafter None is
-            "prompt_lookup". "bundled-dflash" is the bundled target's DFlash drafter, even if its default is of another
-            kind. Several drafters joined by +, such as "prompt_lookup+bundled", draft together.
-        target: Target to draft for, whose dtype and device the drafter gets. A warning is logged if the drafter was
+            a drafter without a folder ("none" decodes without drafts, "mtp" is the MTP head in the target's folder).
+            None or "bundled" is the drafter of `bundled_for`, else that of the bundled target, which also fits models
+            made from it. For a model of the catalogue without a bundled drafter, None is "prompt_lookup".
+            "bundled-dflash" is the bundled target's DFlash drafter. Several drafters joined by +, such as
+            "prompt_lookup+bundled", draft together.
+        target: Target to draft for. The drafter gets its dtype and device. A warning is logged if the drafter was
             trained for another target of the same shape.
-        device: Device of a smaller language model, such as "cuda:1", or "cpu" beside a GPU; None is the target's
-            device. In a combination, it applies to the language models only.
+        device: Device of a smaller language model, such as "cuda:1", or "cpu" next to a GPU; None is the target's. In a
+            hybrid drafter, it applies to the language models only.
         ahead: Number of possible outcomes of a verification for which such a model drafts while the verification runs;
             0 is none. Needs `device`.
-        draft_vocab: Tokens that a drafter with the target's output projection may guess, so that a draft reads these
-            rows of it only; see `read_draft_vocab`. In a combination, it applies to such drafters. None is all.
+        draft_vocab: Tokens that a drafter with the target's output projection may draft, so that it reads only these
+            rows of the projection; see `read_draft_vocab`. In a hybrid drafter, it applies to such members. None is all
+            tokens.
 
     Raises:
-        ValueError: Unknown folder or architecture, unreadable weights, a drafter for another target, a combination
-            that names a drafter twice or holds one that guesses nothing, or a `device` or a `draft_vocab` for a
-            drafter that cannot use one.
+        ValueError: Unknown folder or architecture, unreadable weights, a drafter for another target, a hybrid that
+            names a drafter twice or has a member that drafts nothing, or a `device` or `draft_vocab` for a drafter that
+            cannot use one.
     """
-    placed = on_its_own(device, ahead, target)
+    own_device = on_its_own(device, ahead, target)
     kept = None if draft_vocab is None else read_draft_vocab(draft_vocab, target)
     try:
-        names = [path] if path is None else joined(path)
-        # Each drafter packs rows of its own.
-        lent = [target if kept is None else with_draft_vocab(target, kept) for _ in names]
-        parts = [_load(name, each, placed, ahead) for name, each in zip(names, lent, strict=True)]
-        if placed is not None and not any(movable for _, movable in parts):
+        paths = [path] if path is None else joined(path)
+        # Each drafter packs its own rows of the output projection.
+        hosts = [target if kept is None else with_draft_vocab(target, kept) for _ in paths]
+        loaded = [_load(member, host, own_device, ahead) for member, host in zip(paths, hosts, strict=True)]
+        if own_device is not None and not any(moved for _, moved in loaded):
             raise UsageError(
-                f"The drafter {path or 'bundled'} cannot run on {placed} beside a target on {target.device}: only a "
-                "smaller language model can, because it reads nothing but tokens. Name such a model, or leave the "
+                f"The drafter {path or 'bundled'} cannot run on {own_device} beside a target on {target.device}: only "
+                "a smaller language model can, because it reads nothing but tokens. Name such a model, or leave the "
                 "device out."
             )
-        drafters = [drafter for drafter, _ in parts]
-        [combined] = [entry for entry in entries().values() if entry.joins]
-        whole = drafters[0] if len(drafters) == 1 else combined.load(drafters, target)
+        drafters = [drafter for drafter, _ in loaded]
+        whole = drafters[0] if len(drafters) == 1 else entries()["combined"].load(drafters, target)
     except UsageError as error:
-        if placed is not None or (path is not None and str(path) not in bundled()):
+        if own_device is not None or (path is not None and str(path) not in bundled()):
             raise
         raise UsageError(
             f"The tiny model's drafter, which {path or 'no drafter'} means here, does not fit this target: {error}"
-            f'{_of_same_sizes(target)} Without one: "prompt_lookup", or "none".'
+            f'{_suggest_bundled(target)} Without one: "prompt_lookup", or "none".'
         ) from error
     finally:
         let_team_go()
     if kept is not None:
-        for drafter, each in zip(drafters, lent, strict=True):
+        for drafter, host in zip(drafters, hosts, strict=True):
             drafter.draft_vocab = len(kept) if drafter.has_target_head else None
-            each.draft_head = each.draft_head if drafter.has_target_head else None  # gives memory back
+            host.draft_head = host.draft_head if drafter.has_target_head else None  # frees its memory
         if not any(drafter.has_target_head for drafter in drafters):
             raise UsageError(
                 f"The drafter {path or 'bundled'} does not use the target's output projection, so draft_vocab would "
@@ -173,94 +178,95 @@ def load_drafter(
 
 
 def check_place(path: str | Path) -> None:
-    """Raise the UsageError of `load_drafter` for a drafter that is neither a name nor a folder or file of one. It needs
-    no target."""
-    for one in joined(path):
-        folder = Path(as_moved(one))
-        if one not in names():
-            kind_in(open_gguf(folder)) if is_gguf(folder) else _said_by_folder(folder, one)
+    """Raise the UsageError of `load_drafter` if a drafter is neither a name nor a folder or file. Needs no target."""
+    for member in joined(path):
+        folder = Path(as_moved(member))
+        if member not in names():
+            kind_in(open_gguf(folder)) if is_gguf(folder) else _read_folder(folder, member)
 
 
 def names() -> set[str]:
-    """Names that `load_drafter` accepts in the place of a folder."""
+    """Return the names that `load_drafter` accepts in place of a folder."""
     return {*bundled(), *(name for name, entry in entries().items() if entry.by_name)}
 
 
 def as_given(folder: str | Path) -> str:
-    """Path of a drafter's folder that `load_drafter` cannot confuse with a drafter's name."""
+    """Return a path to a drafter's folder that `load_drafter` cannot confuse with a drafter's name."""
     return f"./{folder}" if str(folder) in names() else str(folder)
 
 
 def joined(path: str | Path) -> list[str]:
-    """Drafters that a combination joins; the path alone if it joins none. A folder may have a + in its name."""
-    pieces, names = str(path).split(JOINT), list[str]()
+    """Split the path of a hybrid drafter into its members. A folder may have a + in its name."""
+    pieces, members = str(path).split(JOINT), list[str]()
     while pieces:
         count = next((n for n in range(len(pieces), 1, -1) if Path(JOINT.join(pieces[:n])).exists()), 1)
-        names.append(JOINT.join(pieces[:count]))
+        members.append(JOINT.join(pieces[:count]))
         del pieces[:count]
-    for name in names if len(names) > 1 else ():
-        if not name:
+    for member in members if len(members) > 1 else ():
+        if not member:
             raise UsageError(f"drafter is {str(path)!r}; put a folder or a name on each side of {JOINT}.")
-        if names.count(name) > 1:
-            raise UsageError(f"drafter is {str(path)!r}, which names {name} twice; name it once.")
-    return names
+        if members.count(member) > 1:
+            raise UsageError(f"drafter is {str(path)!r}, which names {member} twice; name it once.")
+    return members
 
 
 def _load(path: str | Path | None, target: Target, device: torch.device | None, ahead: int) -> tuple[Drafter, bool]:
-    """Load one drafter, and tell whether it runs on the given device instead of the target's."""
+    """Load one drafter. The flag is whether it runs on `device` instead of the target's."""
     if path in (None, "bundled") and target.path is not None:
         lookup = path is None and model_of(target.path) is not None
         path = bundled_for(target.path) or ("prompt_lookup" if lookup else path)
-    folder = bundled().get("bundled" if path is None else str(path))
-    known = entries()
+    folder, kinds = bundled().get("bundled" if path is None else str(path)), entries()
     if folder is None and str(path) in names():
-        return known[str(path)].load(None, target), False
+        return kinds[str(path)].load(None, target), False
     folder = folder or Path(as_moved(str(path)))
-    said, source = _said(folder, target) if is_gguf(folder) else _said_by_folder(folder, str(path))
-    found = said.get("architectures")
-    found = found if isinstance(found, list | tuple) else []
-    kinds = [entry for entry in known.values() if entry.claims(said)]
-    kinds += [entry for name in found for entry in known.values() if name in entry.architectures]
-    if kinds:
-        entry, own = kinds[0], False
-        if device is None or entry.load_on is None:
-            drafter = entry.load(folder, target)
-        else:
-            own, drafter = True, entry.load_on(folder, target, device)
-            drafter = draft_ahead(drafter, target, ahead) if ahead else drafter
-        told = other_target_warning(folder, source, target)
-        if told:
-            logging.getLogger(__name__).warning(told)
-        return drafter, own
-    others = ", ".join(f"{name} ({_few(entry.architectures)})" for name, entry in known.items() if entry.architectures)
-    raise UsageError(f"{folder} has the architectures {found}; use a drafter of one of the known kinds: {others}.")
+    config, source = _read_gguf(folder, target) if is_gguf(folder) else _read_folder(folder, str(path))
+    architectures = config.get("architectures")
+    architectures = architectures if isinstance(architectures, list | tuple) else []
+    claimants = [entry for entry in kinds.values() if entry.claims(config)]
+    claimants += [entry for name in architectures for entry in kinds.values() if name in entry.architectures]
+    if not claimants:
+        known = ", ".join(f"{name} ({_few(kind.architectures)})" for name, kind in kinds.items() if kind.architectures)
+        raise UsageError(
+            f"{folder} has the architectures {architectures}; use a drafter of one of the known kinds: {known}."
+        )
+    entry, moved = claimants[0], device is not None and claimants[0].load_on is not None
+    if device is not None and entry.load_on is not None:
+        drafter = entry.load_on(folder, target, device)
+        drafter = draft_ahead(drafter, target, ahead) if ahead else drafter
+    else:
+        drafter = entry.load(folder, target)
+    warning = other_target_warning(folder, source, target)
+    if warning:
+        logging.getLogger(__name__).warning(warning)
+    return drafter, moved
 
 
-def _of_same_sizes(target: Target) -> str:
-    """Sentence on the bundled drafters that a target's sizes and tokens allow; empty if there are none."""
+def _suggest_bundled(target: Target) -> str:
+    """Return a sentence on the bundled drafters that a target's sizes and tokens allow, or an empty string."""
     if target.path is not None and bundled_for(target.path) is not None:
         return " Use bundled, the one for this target."
-    found, vocabulary = [], target.tokenizer.get_vocab() if target.tokenizer else None
+    sentences, vocabulary = [], target.tokenizer.get_vocab() if target.tokenizer else None
     sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
     for model in catalogue():
         if (place := bundled_drafter(model)) is not None:
             with suppress(UsageError):
                 check_fits(read_drafter(place, vocabulary, target.num_layers).config, **sizes)
-                found.append(f" {place} is for {model.name}, which has the same sizes.")
-    return "".join(found)
+                sentences.append(f" {place} is for {model.name}, which has the same sizes.")
+    return "".join(sentences)
 
 
-def _said(file: Path, target: Target) -> tuple[dict[str, Any], str | None]:
-    """Architecture of a GGUF file, as in a config.json, and the target that it was trained for."""
+def _read_gguf(file: Path, target: Target) -> tuple[dict[str, Any], str | None]:
+    """Return the architecture of a GGUF file, as in a config.json, and the target that it was trained for."""
     header = open_gguf(file)
-    found = type(drafter_config(header, target.num_layers))
-    return {"architectures": [kind_in(header).configs()[found]]}, gguf_trained(header).target
+    config_class = type(drafter_config(header, target.num_layers))
+    return {"architectures": [kind_in(header).configs()[config_class]]}, gguf_trained(header).target
 
 
-def _said_by_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None]:
+def _read_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None]:
+    """Return the config.json of a drafter's folder, and the target that it was trained for."""
     if not (folder / "config.json").is_file():
-        of_hub = re.fullmatch(r"[\w-]+/[\w.-]+", path) and not folder.exists()
-        hint = f" If it is on the hub, fetch it: hf download {path} --local-dir DIR." if of_hub else ""
+        on_hub = re.fullmatch(r"[\w-]+/[\w.-]+", path) and not folder.exists()
+        hint = f" If it is on the hub, fetch it: hf download {path} --local-dir DIR." if on_hub else ""
         if files := sorted(folder.glob("*.gguf")):
             hint = f" It holds the file {files[0]}, which may be one."
         raise UsageError(
@@ -274,21 +280,21 @@ def _said_by_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None
 
 
 def drafter_of(network: nn.Module, target: Target) -> NetworkDrafter:
-    """Drafter that runs this network, which is moved to the target's device and dtype.
+    """Return a drafter that runs this network, which is moved to the target's device and dtype.
 
     Raises:
         UsageError: No drafter runs networks of this class.
     """
     kinds = {entry.network: entry.drafter for entry in entries().values() if entry.network and entry.drafter}
-    for ancestor in type(network).__mro__:  # the closest ancestor that a drafter runs wins
-        if ancestor in kinds:
-            return cast(NetworkDrafter, kinds[ancestor](network, target))
+    for network_class in type(network).__mro__:  # its own class, or the closest base class
+        if network_class in kinds:
+            return cast(NetworkDrafter, kinds[network_class](network, target))
     known = sorted(kind.__name__ for kind in kinds)
     raise UsageError(f"No drafter runs a {type(network).__name__}; give one of {known} or use load_drafter.")
 
 
 def _few(names: Sequence[str]) -> str:
-    """Up to five names in full; of more, the first and the number of the others."""
+    """Return up to five names in full, or the first and the number of the others."""
     return ", ".join(names) if len(names) <= 5 else f"{names[0]} and {len(names) - 1} more"
 
 

@@ -1,4 +1,4 @@
-"""Protocol between the engine and a drafter, and the entry that registers a kind of drafter."""
+"""Protocol between the engine and a drafter, and the entry that describes a kind of drafter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from blockdraft.targets import Target
 from blockdraft.targets.base import Rows
 from blockdraft.types import CycleTokens
 
-# Share of the guesses that are final after the fraction t of the draft passes.
+# Share of the draft tokens that are final after the fraction t of the draft passes.
 NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda t: t,
     "cosine": lambda t: 1 - math.cos(math.pi / 2 * t),
@@ -32,36 +32,37 @@ DIFFUSION_STEPS, NOISE_SCHEDULE = 1, "cosine"
 
 
 def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
-    """Raise a UsageError for a number of draft passes below 1 or an unknown schedule."""
+    """Raise a UsageError if there is no draft pass or the schedule is unknown."""
     if diffusion_steps < 1:
         raise UsageError(f"diffusion_steps is {diffusion_steps}; it must be at least 1.")
     if noise_schedule not in NOISE_SCHEDULES:
         raise UsageError(f"noise_schedule is {noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
 
 
-# A drafter's cache. It has the same rows as the target's cache, but slots of its own.
+# A drafter's cache. It has the same sequences as the target's cache, but KV slots of its own.
 State: TypeAlias = Rows
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of a target. It sees committed tokens only, never rejected ones.
+    """Proposes the next tokens of a target. It observes committed tokens only, never rejected ones.
 
     Attributes:
-        target_layers: Target layers whose outputs `observe` needs, 0-based; empty for a drafter that reads tokens only.
+        target_layers: Target layers whose hidden states `observe` needs, 0-based; empty for a drafter that reads tokens
+            only.
         path: Folder or file that it was loaded from; None for a drafter without files.
-        block_size: Most tokens of a path through a draft, anchor included.
+        block_size: Maximum number of tokens on a path of a proposal, anchor included.
         knows_probabilities: Whether it chooses how far to draft from `plan.cycle_seconds`.
-        knows_lengths: Whether its own choice of a chain's length is the best one, because it was trained to predict
-            how far a chain is accepted, or because it saves time by ending early. If False, "auto" chooses the length
-            from what was accepted so far.
-        has_pass: Whether a draft takes a pass of a network.
-        has_target_head: Whether it scores tokens by the target's output projection, or the rows of it in
+        knows_lengths: Whether it chooses the length of a chain best itself, because it was trained to predict how far
+            a chain is accepted, or because it saves time by ending early. If False, "auto" chooses the length from
+            what was accepted so far.
+        has_pass: Whether a draft takes a forward pass of a network.
+        has_target_head: Whether it scores tokens by the target's output projection, or by the rows of it in
             `target.draft_head`.
         draft_vocab: Number of these rows; None is all.
         device: Device that it drafts on; None is the target's device.
-        compile_reason: Reason why its network is not compiled for a CPU; None where it is, or without a network.
-        bits: Bits to which its weights are rounded beside its target; None where they are not.
-        slots_beside: Most slots behind a row's text that a draft uses.
+        compile_reason: Reason why its network is not compiled for a CPU; None if it is, or without a network.
+        bits: Bits to which its weights are quantized next to its target; None if they are not.
+        slots_beside: Maximum number of KV slots behind a sequence that a draft uses.
     """
 
     path: Path | None
@@ -74,12 +75,12 @@ class Drafter(Protocol):
     draft_vocab: int | None = None
 
     def __deepcopy__(self, memo: object) -> Drafter:
-        """The drafter itself, since its weights never change, and what it knows of texts is in states."""
+        """Return the drafter itself: its weights never change, and sequences are in states."""
         return self
 
     @property
     def kind(self) -> str:
-        """Name of its kind: of the file or folder of this package that defines it."""
+        """Name of its kind, which is that of its file or folder in this package."""
         return type(self).__module__.removeprefix(f"{__package__}.").partition(".")[0]
 
     @property
@@ -100,45 +101,44 @@ class Drafter(Protocol):
 
     @property
     def parts(self) -> Sequence[Drafter]:
-        """Drafters that a combination is made of; any other drafter is its own only part."""
+        """Members of a hybrid drafter; for any other drafter, itself."""
         return (self,)
 
     def new_state(self, batch: int, capacity: int) -> Any:
-        """Empty `State` for `batch` rows of up to `capacity` tokens each."""
+        """Return an empty `State` for `batch` sequences of up to `capacity` tokens each."""
 
     def state_bytes(self, batch: int, capacity: int) -> int:
-        """Memory of such a state, in bytes."""
+        """Return the bytes of such a state."""
 
     def weight_bytes(self) -> int:
-        """Memory of its own weights, in bytes; weights borrowed from the target do not count."""
+        """Return the bytes of its own weights, without those borrowed from the target."""
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        """Working memory that is kept between calls, results excluded, in bytes.
+        """Return the bytes of working memory kept between calls, without results.
 
         Args:
-            batch: Rows of a call.
-            nodes: Tokens of each row.
-            slots: Slots that a row uses, those of these tokens included.
+            batch: Sequences of a call.
+            nodes: Tokens per sequence.
+            slots: KV slots that a sequence uses, those of these tokens included.
         """
         return 0
 
     def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
-        """Guess the tokens behind the anchors.
+        """Propose the tokens behind the anchors.
 
         Args:
-            anchor: `[B]` int64, each row's last committed token.
-            plan: How far to draft; `plan.block_size` is at most `self.block_size`. Trees have `acceptance_probs` when
-                `plan.cycle_seconds` is set. Without them a hybrid drafter assumes that every draft token is accepted
-                half of the time.
+            anchor: `[B]` int64, each sequence's last committed token.
+            plan: How far to draft; `plan.block_size` is at most `self.block_size`. Trees have acceptance probabilities
+                when `plan.cycle_seconds` is set. Without them, a hybrid drafter assumes 0.5 for every draft token.
         """
 
     def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
-        """Program that runs a whole cycle of this plan: draft, score, verify, commit and observe. None where target and
-        drafter have none, or not for this plan.
+        """Return a program that runs a whole step of this plan: draft, score, verify, commit and observe. Return None
+        where target and drafter have none for this plan.
 
-        It is called with `(cache, state, anchors, uniforms)`: the caches of target and drafter for B rows, the anchors
-        as numbers, and a number in [0, 1) for each depth, `[B, block_size]` float64, None where all rows are greedy.
-        Rows are sampled by their temperature alone.
+        It is called with `(cache, state, anchors, uniforms)`: the caches of target and drafter for B sequences, the
+        anchors as integers, and a number in [0, 1) for each depth, `[B, block_size]` float64, or None if all sequences
+        are greedy. Sampling uses the temperature alone.
         """
         return None
 
@@ -146,19 +146,20 @@ class Drafter(Protocol):
         """Add the tokens committed since the last call to the state, the newest anchor excluded.
 
         Args:
-            tokens: `[B, N]` int64, shorter rows padded at their end.
-            hidden_states: `[B, N, m * H]`, outputs of the m tapped layers at these tokens; None without taps.
-            lengths: Valid tokens of each row.
+            tokens: `[B, N]` int64, shorter sequences padded at their end.
+            hidden_states: `[B, N, m * H]`, hidden states of the m target layers at these tokens; None without such
+                layers.
+            lengths: Number of valid tokens of each sequence.
         """
 
 
 def whole_cycle(program: Callable[..., CycleTokens] | None, plan: Plan) -> Callable[..., CycleTokens] | None:
-    """A runner's program of a whole cycle, as `Drafter.cycle` returns it; None where the runner has none, or where the
-    plan leaves the number of guesses open or asks for sampled ones.
+    """Return a runner's program of a whole step, as `Drafter.cycle` does. Return None if the runner has none, or if the
+    plan leaves the number of draft tokens open or samples them.
 
     Args:
         program: As `Drafter.cycle` describes it, with the keywords `block_size`, `tree_budget`, `temperatures` of the
-            rows, and `window` of the draft.
+            sequences, and `window` of the draft.
     """
     if program is None or plan.block_size == 1 or plan.cycle_seconds is not None or plan.draws is not None:
         return None
@@ -173,14 +174,14 @@ def whole_cycle(program: Callable[..., CycleTokens] | None, plan: Plan) -> Calla
 
 @dataclass(frozen=True)
 class DraftCost:
-    """What drafters of a kind cost to run, for projections of models that are not there.
+    """Cost of running drafters of a kind, for projections of models that are not loaded.
 
     Attributes:
         layers: Layers of the network, each as wide as the target's.
-        target_layers: Layers of the target that are fused into its input.
-        block_size: Tokens of a block, anchor included, where a drafter's maker does not say; also the most to try.
-        serial: Whether each guess takes a pass.
-        head_vocabulary: Tokens of an output head of its own, in bfloat16; None runs the target's.
+        target_layers: Number of target layers that are fused into its input.
+        block_size: Tokens of a block, anchor included, if the drafter's maker states none; also the maximum to try.
+        serial: Whether each draft token takes a pass.
+        head_vocabulary: Tokens of an output head of its own, in bfloat16; None if it runs the target's head.
     """
 
     layers: int = 5
@@ -195,19 +196,18 @@ class DrafterSpec:
     """Kind of drafter: the value of `DRAFTER` in a file of this package, or in the `drafter.py` of a folder.
 
     Attributes:
-        load: Function that loads a drafter from a folder, or None without a folder, for a target. For a kind that
-            `joins` others, the first argument is the list of these drafters.
+        load: Function that loads a drafter from a folder, or None without a folder, for a target. For hybrid drafters,
+            the first argument is the list of members.
         architectures: Architecture names in config.json that this kind loads.
-        by_name: Whether it can be loaded without a folder, by the name of its file or folder in this package.
-        claims: Whether a parsed config.json belongs to this kind, whatever architecture it names; asked before
+        by_name: Whether it can be loaded by its name in this package, without a folder.
+        claims: Whether a parsed config.json belongs to this kind, whatever architecture it names. It is asked before
             `architectures`.
-        network: Class of its network, as training makes it; None without a network.
-        layouts: Names of the layouts that can hold it; training writes the first.
+        network: Class of the network that training makes; None without a network.
+        layouts: Names of the layouts that can hold it. Training writes the first.
         drafter: Class that drafts with a network for a target, called with both; None without a network.
-        joins: Whether it is made of other drafters; such a kind has no name of its own.
         load_on: Function that loads it onto another device than the target's; None for a kind that reads the target's
-            features or has no model.
-        cost: What published drafters of the kind cost to run.
+            hidden states or has no model.
+        cost: Cost of running published drafters of the kind.
     """
 
     load: Callable[[Any, Target], Drafter]
@@ -217,13 +217,12 @@ class DrafterSpec:
     network: type[nn.Module] | None = None
     layouts: tuple[str, ...] = ()
     drafter: Callable[[Any, Target], Drafter] | None = None
-    joins: bool = False
     load_on: Callable[[Path, Target, torch.device], Drafter] | None = None
     cost: DraftCost = DraftCost()
 
 
 def slots_behind(drafter: Drafter, nodes: int) -> int:
-    """Slots that each row needs behind its text, for the nodes of a cycle and for what its drafters write there."""
+    """Return the KV slots that each sequence needs behind its tokens, for the nodes of a step and for its drafters."""
     return max(nodes, *(part.slots_beside for part in drafter.parts))
 
 
@@ -234,7 +233,7 @@ def check_same_tokens(
 
     Args:
         tokenizer, vocab_size: Tokenizer and vocabulary size of the draft model.
-        own: Token ids of the draft model that the target need not have.
+        own: Token ids of the draft model that the target may lack.
     """
     if tokenizer is None or target.tokenizer is None:
         if vocab_size - len(own) > target.vocab_size or vocab_size < target.vocab_size:
@@ -257,36 +256,32 @@ N = TypeVar("N", bound=DraftNetwork)
 
 
 def read_network(path: Path, target: Target, kind: Callable[[Any], N]) -> N:
-    """Load the network of a drafter's folder, in the target's dtype and on its device.
+    """Load the network in a drafter's folder, in the target's dtype and on its device.
 
     Args:
-        kind: Function that makes the network from the configuration in the folder.
+        kind: Function that makes the network from its configuration.
 
     Raises:
         ValueError: The folder cannot be read, or its drafter does not fit this target.
     """
-    found = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
+    checkpoint = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
     sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
-    check_fits(found.config, **sizes)
-    return filled_network(found, kind).to(target.device, target.dtype)
+    check_fits(checkpoint.config, **sizes)
+    return filled_network(checkpoint, kind).to(target.device, target.dtype)
 
 
-def filled_network(found: Checkpoint, kind: Callable[[Any], N]) -> N:
-    """The network of a checkpoint, which takes its tensors.
-
-    Args:
-        kind: As in `read_network`.
-    """
+def filled_network(checkpoint: Checkpoint, kind: Callable[[Any], N]) -> N:
+    """Return the network of a checkpoint, which takes over its tensors. `kind` as in `read_network`."""
     with torch.device("meta"):
-        network = kind(found.config)
-    network.load_state_dict(found.tensors, assign=True)
-    network.qat_bits = found.trained.qat_bits
+        network = kind(checkpoint.config)
+    network.load_state_dict(checkpoint.tensors, assign=True)
+    network.qat_bits = checkpoint.trained.qat_bits
     return network
 
 
 @runtime_checkable
 class NetworkDrafter(Drafter, Protocol):
-    """Drafter that runs a draft network, in one or several passes per block.
+    """Drafter with a draft network, which runs in one or several passes per block.
 
     Attributes:
         network: Draft network, already on the target's device and in its dtype.
@@ -299,5 +294,5 @@ class NetworkDrafter(Drafter, Protocol):
     def adapted(
         self, target: Target, diffusion_steps: int | None = None, noise_schedule: str | None = None
     ) -> NetworkDrafter:
-        """Copy of this drafter for a target, with the given number and schedule of draft passes; None keeps the
+        """Return a copy of this drafter for a target, with this number and schedule of draft passes. None keeps the
         present value."""

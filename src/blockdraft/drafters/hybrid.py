@@ -295,4 +295,4 @@ def _upper_bound(proposal: Proposal, row: int, known: float) -> float:
     return known if proposal.expected is None else proposal.expected[row]
 
 
-DRAFTER = DrafterSpec(lambda parts, target: HybridDrafter(parts), joins=True)
+DRAFTER = DrafterSpec(lambda members, target: HybridDrafter(members))

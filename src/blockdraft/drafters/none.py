@@ -1,4 +1,4 @@
-"""No drafter: the proposal is the anchor alone, which makes the loop plain autoregressive decoding."""
+"""The drafter without draft tokens: with it, the loop is plain autoregressive decoding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockdraft.drafters.base import Drafter, DrafterSpec
 
 
 class _NoState:
-    """Rows of a drafter that remembers nothing."""
+    """State of a drafter that remembers nothing."""
 
     def of(self, rows: Sequence[int]) -> _NoState:
         return self
@@ -34,7 +34,7 @@ class _NoState:
 
 
 class NoDrafter(Drafter):
-    """Drafter without guesses."""
+    """Drafter that proposes the anchor alone."""
 
     path: Path | None = None
     target_layers: tuple[int, ...] = ()

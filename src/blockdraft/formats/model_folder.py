@@ -17,7 +17,7 @@ from blockdraft.errors import UsageError
 from blockdraft.folders import clear_remains, held, replaced
 from blockdraft.formats.folder import with_rope_theta
 from blockdraft.formats.quantized.compressed_tensors import parts_of
-from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.quantization import QuantizedWeight
 
 SHARD = 2_000_000_000  # bytes of a file, about, which are in memory together
 

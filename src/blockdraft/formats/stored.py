@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.quantization import QuantizedWeight
 
 FLOAT_KINDS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 KINDS = {**FLOAT_KINDS, torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}

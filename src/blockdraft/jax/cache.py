@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blockdraft.jax.model import LEAST_SLOTS, Array, Layout, Memory, Rows, bucket, jax, jnp, write
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.foreign import ForeignTensor
+from blockdraft.nn.foreign_tensor import ForeignTensor
 
 NOWHERE = 2**30  # first slot of a row that pads a batch, of which nothing is read or written
 

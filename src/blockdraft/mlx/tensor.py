@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from blockdraft.nn.foreign import ForeignTensor, converted
+from blockdraft.nn.foreign_tensor import ForeignTensor, converted
 
 try:
     mx: Any = import_module("mlx.core")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from blockdraft.machine import send
 from blockdraft.nn.attention import attend
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.draft_network import DraftNetwork
+from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.timing import HEAD, PASS, mark
 from blockdraft.types import CycleTokens
 
@@ -100,14 +100,8 @@ class AutoregressiveNetwork(ABC, DraftNetwork):
             target_head: The target's output projection, for networks without one of their own.
         """
 
-    def runner(
-        self,
-        embed: Callable[[Tensor], Tensor],
-        head: Callable[[Tensor], Tensor],
-        compile_reason: str | None = None,
-    ) -> AutoregressiveRunner:
-        """An `AutoregressivePass`; see `targets.base.Runnable`."""
-        return AutoregressivePass(self, embed, head, compile_reason)
+    def runner(self, host: DraftHost) -> AutoregressiveRunner:
+        return AutoregressivePass(self, host)
 
 
 class DraftNodes(Protocol):
@@ -208,21 +202,13 @@ class AutoregressivePass:
     """An `AutoregressiveRunner` that uses torch's operations.
 
     Args:
-        network: Network on the device and in the dtype to run it.
-        embed, head: The target's `embed` and `head`.
-        compile_reason: Reason why it is not compiled, where it might have been.
+        network: Network on the host's device and in its dtype.
     """
 
     bits = cycle = None
 
-    def __init__(
-        self,
-        network: AutoregressiveNetwork,
-        embed: Callable[[Tensor], Tensor],
-        head: Callable[[Tensor], Tensor],
-        compile_reason: str | None = None,
-    ) -> None:
-        self.network, self.embed, self.head, self.compile_reason = network, embed, head, compile_reason
+    def __init__(self, network: AutoregressiveNetwork, host: DraftHost) -> None:
+        self.network, self.embed, self.head, self.compile_reason = network, host.embed, host.head, host.compile_reason
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity)

@@ -13,10 +13,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from blockdraft.nn.attention import ExactAttention
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer, Norm, Read, ReadFused, joining, plain
 from blockdraft.nn.delta_net import DeltaRecurrence, GatedDeltaNet
-from blockdraft.nn.exact import ExactAttention
 from blockdraft.nn.packed import PackedLinear
 
 

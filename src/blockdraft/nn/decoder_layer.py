@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.nn.attention import attend_grouped
+from blockdraft.nn.attention import EXACT_NODES, ExactAttention, attend_grouped
 from blockdraft.nn.cache import write_nodes
 from blockdraft.nn.decoder_config import DecoderConfig, Experts
 from blockdraft.nn.delta_net import DeltaRecurrence, GatedDeltaNet
-from blockdraft.nn.exact import EXACT_NODES, ExactAttention
 from blockdraft.nn.packed import PackedLinear, PackedWeight
-from blockdraft.nn.quantized import QuantizedWeight, joined_weights
+from blockdraft.nn.quantization import QuantizedWeight, concatenate_weights
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -70,7 +69,7 @@ def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWei
     assert not few or len(few) == len(weights), "what is computed at once is either of few bits or not"
     if len(weights) == 1:
         return weights[0]
-    return joined_weights(few) if few else torch.cat([plain(weight) for weight in weights])
+    return concatenate_weights(few) if few else torch.cat([plain(weight) for weight in weights])
 
 
 def joining(read: Read) -> ReadFused:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blockdraft.nn.attention import EXACT_NODES
+from blockdraft.nn.cache import RecurrentState
 from blockdraft.nn.decoder_config import DeltaNet
-from blockdraft.nn.exact import EXACT_NODES
-from blockdraft.nn.states import State
 
 CHUNK = 64  # nodes of a chain that are computed at once; the work grows with their square
 LEAST_NORM = 1e-6  # added to the squared lengths of queries and keys, so that none is divided by zero
@@ -41,7 +41,7 @@ class DeltaRecurrence(Protocol):
             shares, decays: Projections before their non-linearities, `[R, value heads]`.
         """
 
-    def after(self, row: int, nodes: list[int]) -> State:
+    def after(self, row: int, nodes: list[int]) -> RecurrentState:
         """State of a row after a path; see `nn.states.After`."""
 
 
@@ -75,11 +75,13 @@ class GatedDeltaNet(nn.Module):
         """Bytes of the weights."""
         return sum(each.nbytes for each in (*self.given.values(), *self.buffers()))
 
-    def empty(self, batch: int) -> State:
+    def empty(self, batch: int) -> RecurrentState:
         """State before any token, for `batch` rows."""
         config, like = self.config, self.given["conv1d.weight"]
         inputs = like.new_zeros(batch, config.kernel - 1, config.channels)
-        return State(inputs, self.weight.new_zeros(batch, config.value_heads, config.key_dim, config.value_dim))
+        return RecurrentState(
+            inputs, self.weight.new_zeros(batch, config.value_heads, config.key_dim, config.value_dim)
+        )
 
     def forward(self, x: Tensor, recurrence: DeltaRecurrence) -> Tensor:
         """Projected inputs of R nodes, `[R, sum of DeltaNet.inputs]`, to `[R, DeltaNet.values]`."""
@@ -177,7 +179,7 @@ class TreeRecurrence:
         ancestry: Ancestors of the nodes.
     """
 
-    def __init__(self, state: State, ancestry: Ancestry) -> None:
+    def __init__(self, state: RecurrentState, ancestry: Ancestry) -> None:
         self.state, self.ancestry = state, ancestry
         self.mixed: Tensor
         self.nodes: Entering
@@ -205,14 +207,14 @@ class TreeRecurrence:
         self.corrections = torch.cat(corrections, dim=2)
         return torch.cat(outputs, dim=2).transpose(1, 2).flatten(0, 1)
 
-    def after(self, row: int, nodes: list[int]) -> State:
+    def after(self, row: int, nodes: list[int]) -> RecurrentState:
         own = slice(row, row + 1)
         path = slice(len(nodes)) if nodes == [*range(len(nodes))] else nodes  # a slice needs no copy
         keys, corrections, decays = (
             each[own, :, path] for each in (self.nodes.keys, self.corrections, self.nodes.decays)
         )
         inputs = torch.cat([self.state.convolution[own], self.mixed[own, path]], dim=1)[:, len(nodes) :]
-        return State(inputs.clone(), corrected(self.state.recurrence[own], keys, corrections, decays))
+        return RecurrentState(inputs.clone(), corrected(self.state.recurrence[own], keys, corrections, decays))
 
 
 class ExactRecurrence:
@@ -224,12 +226,12 @@ class ExactRecurrence:
         parents: Parents of the nodes of each row, as in `Target.forward`.
     """
 
-    def __init__(self, state: State, parents: Sequence[Sequence[int]]) -> None:
-        self.before = [State(*parts) for parts in zip(*state, strict=True)]
+    def __init__(self, state: RecurrentState, parents: Sequence[Sequence[int]]) -> None:
+        self.before = [RecurrentState(*parts) for parts in zip(*state, strict=True)]
         self.parents = parents
         self.last_child = [{parent: node for node, parent in enumerate(above)} for above in parents]
-        self.behind: dict[tuple[int, int], State] = {}  # states after nodes that have children to come
-        self.newest: dict[int, State] = {}  # state after the last node of each row so far
+        self.behind: dict[tuple[int, int], RecurrentState] = {}  # states after nodes that have children to come
+        self.newest: dict[int, RecurrentState] = {}  # state after the last node of each row so far
         self.inputs: list[tuple[Tensor, Tensor, Tensor]] = []  # inputs of the nodes so far
 
     def run(self, net: GatedDeltaNet, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
@@ -251,15 +253,17 @@ class ExactRecurrence:
                 self.behind.pop((row, parent), None)
         return out
 
-    def after(self, row: int, nodes: list[int]) -> State:
+    def after(self, row: int, nodes: list[int]) -> RecurrentState:
         through_all = len(nodes) == len(self.parents[row])
         state = self.newest[row] if through_all else self.before[row]
         for node in () if through_all else nodes:
             _, state = step(self.net, state, *self.inputs[row * len(self.parents[0]) + node])
-        return State(*(part.unsqueeze(0) for part in state))
+        return RecurrentState(*(part.unsqueeze(0) for part in state))
 
 
-def step(net: GatedDeltaNet, state: State, mixed: Tensor, shares: Tensor, decays: Tensor) -> tuple[Tensor, State]:
+def step(
+    net: GatedDeltaNet, state: RecurrentState, mixed: Tensor, shares: Tensor, decays: Tensor
+) -> tuple[Tensor, RecurrentState]:
     """Output `[heads, value_dim]` and state after one token, for a state without a batch dimension."""
     window = torch.cat([state.convolution, mixed[None]])
     convolved = (window.to(net.wide) * net.kernel).sum(0)
@@ -267,4 +271,4 @@ def step(net: GatedDeltaNet, state: State, mixed: Tensor, shares: Tensor, decays
     faded = state.recurrence * fading.exp()[:, None, None]
     correction = (values - (faded * keys[:, :, None]).sum(1)) * share[:, None]
     behind = faded + keys[:, :, None] * correction[:, None, :]
-    return (behind * queries[:, :, None]).sum(1), State(window[1:], behind)
+    return (behind * queries[:, :, None]).sum(1), RecurrentState(window[1:], behind)

@@ -1,15 +1,117 @@
-"""Base of all draft networks."""
+"""Base of draft networks, what they borrow from their target, and the layer that several of them use.
+
+Training and decoding run the same layers with different sources of keys and values, so both pass in an `attend`
+function. Parameters have the names of z-lab's checkpoints.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHost:
+    """What a draft network borrows from its target.
+
+    Attributes:
+        dtype: Dtype of the target, in which the network computes.
+        embed: The target's embedding, tokens `[...]` int64 to `[..., H]`.
+        target_head: The target's output projection, hidden states `[..., H]` to logits `[..., V]`.
+        own_head: Output projection to use in its place, or None.
+        compile_reason: Reason why the network is not compiled, where it might have been; else None.
+    """
+
+    dtype: torch.dtype
+    embed: Callable[[Tensor], Tensor]
+    target_head: Callable[[Tensor], Tensor]
+    own_head: Callable[[Tensor], Tensor] | None = None
+    compile_reason: str | None = None
+
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """Output projection that the network uses."""
+        return self.own_head or self.target_head
 
 
 class DraftNetwork(nn.Module):
-    """A draft network.
+    """Base of all draft networks.
 
     Attributes:
-        qat_bits: Bits to which its weights were rounded in training, as in `Trained`; None if they were not.
+        architecture: Key of the network in `plugins.RUNNERS`, or None where only torch's operations run it. A subclass
+            that computes something else sets another one.
+        qat_bits: Bits to which the weights were quantized in training, as in `Trained`; None if they were not.
     """
 
+    architecture: ClassVar[str | None] = None
     qat_bits: int | None = None
+
+    @abstractmethod
+    def runner(self, host: DraftHost) -> Any:
+        """Return a runner that uses torch's operations. The network is on the host's device and in its dtype."""
+
+
+# (layer, queries [B, heads, N, D], keys and values of the block [B, kv_heads, N, D]) -> [B, heads, N, D]
+Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class LayerShape(Protocol):
+    """Sizes of a draft layer; see `DraftConfig`."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def attention_bias(self) -> bool: ...
+
+
+class DraftAttention(nn.Module):
+    def __init__(self, config: LayerShape) -> None:
+        super().__init__()
+        size, bias, self.head_dim = config.hidden_size, config.attention_bias, config.head_dim
+        self.q_proj = nn.Linear(size, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, size, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+        queries, keys, values = (
+            proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        queries = rotate(self.q_norm(queries), cos, sin)
+        keys = rotate(self.k_norm(keys), cos, sin)
+        out = attend(layer, queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2))
+        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
+        return projected
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: LayerShape) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, layer, attend)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out

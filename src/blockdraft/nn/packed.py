@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.errors import UsageError
-from blockdraft.nn.quantized import InterleavedWeight, QuantizedWeight, joined_weights
+from blockdraft.nn.quantization import InterleavedWeight, QuantizedWeight, concatenate_weights
 
 PIECE = 1 << 20  # numbers that are packed at once
 # Multiplies x `[n, in]` with one weight and writes to `[n, out]`. Both are float32; `out` and each x[i] are contiguous.
@@ -64,7 +64,7 @@ def pack_weights(parts: Sequence[Tensor | QuantizedWeight], kernels: Kernels) ->
     plain = [part for part in parts if isinstance(part, Tensor)]
     assert not few or not plain, "what is computed at once is either of few bits or not"
     if few:
-        whole = few[0] if len(few) == 1 else joined_weights(few)
+        whole = few[0] if len(few) == 1 else concatenate_weights(few)
         return PackedWeight(kernels, InterleavedWeight.of(whole, lanes), outputs, inputs)
     blocks, step = -(-outputs // lanes), max(1, PIECE // (lanes * inputs))
     data = torch.empty(blocks, inputs, lanes, dtype=kernels.weights_dtype)

@@ -138,7 +138,7 @@ def _products() -> dict[str, Callable[[], object]]:
     from blockdraft.kernels.cpu.build import build
     from blockdraft.machine import multiplies_bfloat16
     from blockdraft.nn.packed import PackedLinear
-    from blockdraft.nn.quantized import QuantizedWeight
+    from blockdraft.nn.quantization import QuantizedWeight
 
     weight, x = torch.rand(SIDE, SIDE).bfloat16(), torch.rand(ROWS, SIDE)
     codes = torch.randint(-8, 8, (SIDE, SIDE), dtype=torch.int8)

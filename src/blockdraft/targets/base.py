@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
 from blockdraft.light_transformers import import_lightly
+from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
 
@@ -24,8 +25,6 @@ import_lightly()  # here, since whatever imports a configuration of transformers
 
 if TYPE_CHECKING:  # takes as long to import as torch
     from transformers import PreTrainedModel
-
-R = TypeVar("R", covariant=True)
 
 
 class NotCovered(ValueError):
@@ -128,27 +127,6 @@ class TargetText:
     tokenizer_reason: str | None = None
 
 
-class Runnable(Protocol[R]):
-    """A draft network that makes its runner, whose class decides what can be asked of it."""
-
-    def to(self, *, device: torch.device = ..., dtype: torch.dtype = ...) -> Any:
-        """Move it, as `nn.Module.to` does."""
-
-    def runner(
-        self,
-        embed: Callable[[Tensor], Tensor],
-        head: Callable[[Tensor], Tensor],
-        compile_reason: str | None = None,
-    ) -> R:
-        """A runner that uses torch's operations.
-
-        Args:
-            embed: The target's `embed`, tokens `[...]` to `[..., H]`.
-            head: Output projection, hidden states `[..., H]` to logits.
-            compile_reason: Reason why the network is not compiled, where it might have been.
-        """
-
-
 class Target(Protocol):
     """The language model whose output must not change.
 
@@ -241,19 +219,25 @@ class Target(Protocol):
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         """Bytes that a forward takes meanwhile, beside its logits and features, on rows that reach `slots` slots."""
 
-    def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
-        """A runner of a draft network beside this target: the network's own, which uses torch's operations, or a faster
-        one that the backend has.
+    def draft_host(self, head: Callable[[Tensor], Tensor] | None = None) -> DraftHost:
+        """Return what a draft network borrows from this target.
+
+        Args:
+            head: The network's own output projection; None is `draft_head`, or else the target's.
+        """
+        return DraftHost(dtype=self.dtype, embed=self.embed, target_head=self.head, own_head=head or self.draft_head)
+
+    def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
+        """Return the runner of a draft network for this target: the one that `plugins.RUNNERS` names for this backend,
+        or the network's own, which uses torch's operations.
 
         Args:
             network: Draft network of any device and dtype; it is moved to those of the target.
-            head: The network's output projection, hidden states `[..., H]` to logits; None is `draft_head`, or else the
-                target's.
-            owned: Whether nobody else uses the network. Then its layers may be replaced by slow ones that take no
-                memory of their own, and its weights may be rounded.
+            head: As in `draft_host`.
+            owned: Whether nobody else uses the network. A runner that packs or quantizes its weights then frees them.
         """
         network.to(device=self.device, dtype=self.dtype)
-        return network.runner(self.embed, head or self.draft_head or self.head)
+        return network.runner(self.draft_host(head))
 
     def forward(
         self,

@@ -12,9 +12,8 @@ from torch import Tensor
 from blockdraft.decode.proposal import chain_parents, depths, tree_mask
 from blockdraft.errors import UsageError
 from blockdraft.machine import send
-from blockdraft.nn.attention import visible_slots
+from blockdraft.nn.attention import EXACT_NODES, ExactAttention, PieceRow, visible_slots
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.exact import EXACT_NODES, ExactAttention, PieceRow
 from blockdraft.targets.base import Target, TargetOutput
 
 Windows: TypeAlias = "Mapping[int | None, ExactAttention]"

@@ -16,11 +16,8 @@ from transformers.cache_utils import Cache as TransformersCache
 from blockdraft.decode.proposal import chain_parents, depths, tree_mask
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.nn.attention import additive_mask, visible_slots
-from blockdraft.nn.cache import KVCache, slot_bucket
-from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
-from blockdraft.nn.states import StatesCache
-from blockdraft.nn.transformers_cache import cache_argument
+from blockdraft.nn.attention import EXACT_NODES, ExactAttention, additive_mask, attention_bytes, visible_slots
+from blockdraft.nn.cache import KVCache, RecurrentCache, cache_argument, slot_bucket
 from blockdraft.targets.base import Cache, LoadOptions, NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, head_size, load_tokenizer, loading
 from blockdraft.targets.exact import forward_in_pieces
@@ -159,7 +156,7 @@ class HFTarget(CheckpointTarget):
         return f"{self.backend}, exact" if self.exact else self.backend
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return StatesCache(batch, capacity) if self._recurrent else KVCache(batch, capacity)
+        return RecurrentCache(batch, capacity) if self._recurrent else KVCache(batch, capacity)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
         a_token, a_row = self._cache_sizes
@@ -172,7 +169,7 @@ class HFTarget(CheckpointTarget):
         cache, token = self.new_cache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self.forward(token, chain_parents(1, 1), cache)
         cache.commit([[0]])
-        return cache.nbytes, cache.state_bytes if isinstance(cache, StatesCache) else 0
+        return cache.nbytes, cache.state_bytes if isinstance(cache, RecurrentCache) else 0
 
     def weight_bytes(self) -> int:
         return sum(weight.nbytes for weight in self.model.parameters())
@@ -226,7 +223,7 @@ class HFTarget(CheckpointTarget):
         }
         past = HFCache(cache)
         over_nodes = (
-            over_trees(cache, self._recurrent, past, parents) if isinstance(cache, StatesCache) else nullcontext()
+            over_trees(cache, self._recurrent, past, parents) if isinstance(cache, RecurrentCache) else nullcontext()
         )
         with (
             self.lock,

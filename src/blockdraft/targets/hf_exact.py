@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 
 from blockdraft.errors import UsageError
+from blockdraft.nn.attention import ExactAttention
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.exact import ExactAttention
 from blockdraft.targets.hf_states import recurrent_layers
 
 if TYPE_CHECKING:  # takes as long to import as torch

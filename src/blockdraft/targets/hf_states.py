@@ -1,4 +1,4 @@
-"""Recurrent layers of transformers' models (Mamba-2, gated delta nets) over a `StatesCache`.
+"""Recurrent layers of transformers' models (Mamba-2, gated delta nets) over a `RecurrentCache`.
 
 A forward runs them from the states after the committed tokens, over a chain at once or over each path of a tree, and
 stores their inputs. `commit` runs these layers alone once more, over the accepted nodes.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.decode.proposal import is_chain
-from blockdraft.nn.states import State, StatesCache, joined
+from blockdraft.nn.cache import RecurrentCache, RecurrentState, join_states
 
 # Families whose recurrent layers keep no more than `State` holds, by our tests.
 RECURRENT_FAMILIES = (
@@ -46,14 +46,14 @@ class OnePast:
         state: A copy, since the layers change parts of it in place.
     """
 
-    def __init__(self, state: State | None) -> None:
+    def __init__(self, state: RecurrentState | None) -> None:
         self._convolution = None if state is None else state.convolution
         self._recurrence = None if state is None else state.recurrence
 
     @property
-    def state(self) -> State:
+    def state(self) -> RecurrentState:
         assert self._convolution is not None and self._recurrence is not None
-        return State(self._convolution, self._recurrence)
+        return RecurrentState(self._convolution, self._recurrence)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self._convolution
@@ -123,7 +123,7 @@ class _Paths:
 
 
 @contextmanager
-def over_trees(cache: StatesCache, layers: Sequence[Any], past: object, parents: Tensor) -> Iterator[None]:
+def over_trees(cache: RecurrentCache, layers: Sequence[Any], past: object, parents: Tensor) -> Iterator[None]:
     """Context in which recurrent layers run over trees, in forwards that use `past` as their cache.
 
     Args:
@@ -134,7 +134,7 @@ def over_trees(cache: StatesCache, layers: Sequence[Any], past: object, parents:
     """
     paths = None if is_chain(parents) else _Paths(parents)
     known = [cache.states(number) for number in range(len(layers))]
-    inputs, after = dict[int, tuple[Tensor, str]](), dict[int, State]()
+    inputs, after = dict[int, tuple[Tensor, str]](), dict[int, RecurrentState]()
 
     def run(number: int, forward: Any, hidden_states: Tensor, **others: Any) -> Tensor:
         name = next((name for name, value in others.items() if value is past), None)  # differs between releases
@@ -145,7 +145,7 @@ def over_trees(cache: StatesCache, layers: Sequence[Any], past: object, parents:
         if paths is not None:
             states = [states[row] for row in paths.rows]
             given = given[torch.tensor(paths.rows)[:, None], paths.nodes]
-        own = OnePast(joined(states))
+        own = OnePast(join_states(states))
         found = forward(given, **(others | {name: own}))
         inputs[number] = hidden_states, name
         if paths is not None:
@@ -153,13 +153,13 @@ def over_trees(cache: StatesCache, layers: Sequence[Any], past: object, parents:
         after[number] = own.state
         return found
 
-    def states_after(row: int, nodes: list[int]) -> list[State]:
+    def states_after(row: int, nodes: list[int]) -> list[RecurrentState]:
         found = []
         for number, layer in enumerate(layers):
             if number in after and len(nodes) == parents.size(1):
-                found.append(State(*(part[row : row + 1] for part in after[number])))
+                found.append(RecurrentState(*(part[row : row + 1] for part in after[number])))
                 continue
-            own = OnePast(joined([known[number][row]]))
+            own = OnePast(join_states([known[number][row]]))
             given, name = inputs[number]
             layer.forward(given[row : row + 1, nodes], **{name: own})
             found.append(own.state)

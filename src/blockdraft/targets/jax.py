@@ -11,9 +11,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +27,9 @@ from blockdraft.jax import model
 from blockdraft.jax.cache import JaxCache, JaxTensor
 from blockdraft.jax.model import Array, Layout, Memory, Params, Rows, as_numpy, bucket, jax, jnp
 from blockdraft.nn.decoder_config import DecoderConfig
-from blockdraft.plugins import parts
-from blockdraft.targets.base import LoadOptions, NotCovered, R, Runnable, TargetOutput
+from blockdraft.nn.draft_network import DraftNetwork
+from blockdraft.plugins import runner_class
+from blockdraft.targets.base import LoadOptions, NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import (
     CheckpointTarget,
     checked_folder,
@@ -204,16 +206,14 @@ class JaxTarget(CheckpointTarget):
         found = self._head(self.params, self.layout.put(as_numpy(hidden)))
         return JaxTensor(found, found.shape).real.to(self.dtype)
 
-    def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
+    def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
         network.to(device=self.device, dtype=self.dtype)
-        head = head or self.draft_head
-        known = {kind: make for module in parts("jax").values() for kind, make in module.RUNNERS.items()}
-        make = known.get(type(network))
+        make = runner_class(network, "jax")
         if make is not None:
-            return cast(R, make(network, self, head))
+            return make(network, self, head or self.draft_head)
         reason = f"JAX knows no networks of the kind {type(network).__name__}, and torch runs it on the CPU"
         logging.getLogger(__name__).warning("The drafter is not run by JAX: %s.", reason)
-        return network.runner(self.embed, head or self.head, reason)
+        return network.runner(replace(self.draft_host(head), compile_reason=reason))
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         for name, weight in self.params.items():

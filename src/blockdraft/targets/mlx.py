@@ -30,9 +30,10 @@ from blockdraft.formats.gguf import is_gguf
 from blockdraft.mlx.cache import MLXCache
 from blockdraft.mlx.tensor import Array, MLXTensor, computing, dtypes, in_mlx, mx, round_weight
 from blockdraft.nn.attention import visible_slots
-from blockdraft.nn.foreign import in_torch
-from blockdraft.plugins import parts
-from blockdraft.targets.base import LoadOptions, NotCovered, R, Runnable, TargetOutput
+from blockdraft.nn.draft_network import DraftHost, DraftNetwork
+from blockdraft.nn.foreign_tensor import in_torch
+from blockdraft.plugins import runner_class
+from blockdraft.targets.base import LoadOptions, NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import (
     CheckpointTarget,
     checked_folder,
@@ -356,23 +357,27 @@ class MLXTarget(CheckpointTarget):
         with computing():
             return MLXTensor(self._head(in_mlx(hidden)))
 
-    def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
+    def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
         network.to(device=self.device, dtype=self.dtype)
         head = head or self.draft_head
-        known = {kind: make for module in parts("mlx").values() for kind, make in module.RUNNERS.items()}
-        make = next((known[kind] for kind in type(network).__mro__ if kind in known), None)
+        make = runner_class(network, "mlx")
         if make is None:
             reason = f"MLX knows no networks of the kind {type(network).__name__}, and torch runs it on the CPU"
             log.warning("The drafter is not run by MLX: %s.", reason)
-            run = network.runner(lambda x: in_torch(self.embed(x)), lambda x: in_torch((head or self.head)(x)), reason)
-            return cast(R, InTorch(run))
+            host = DraftHost(
+                dtype=self.dtype,
+                embed=lambda x: in_torch(self.embed(x)),
+                target_head=lambda x: in_torch((head or self.head)(x)),
+                compile_reason=reason,
+            )
+            return InTorch(network.runner(host))
         run = make(network, self.embed, head or self.head)
         if owned and self._bits and self._round_drafters:
             run.bits = self._bits
-            for module in cast(nn.Module, network).modules():
+            for module in network.modules():
                 if isinstance(module, nn.Linear):
                     round_weight(module.weight, self._bits, self._group_size)
-        return cast(R, run)
+        return run
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """As in `Target`, read from the checkpoint's files."""

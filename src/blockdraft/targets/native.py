@@ -18,21 +18,19 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.kernels.cpu.build import Build
 from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder
-from blockdraft.kernels.cpu.compiled_network import Beside
+from blockdraft.kernels.cpu.compiled_network import CompiledHost, NotCompiled
 from blockdraft.kernels.cpu.threads import use_best_threads
-from blockdraft.kernels.cuda.graphs import MOST_NODES, CapturedDecoder, CudaRecorder, Recorder, room
+from blockdraft.kernels.cuda.graphs import MOST_NODES, CapturedDecoder, CapturedHost, CudaRecorder, Recorder, room
 from blockdraft.machine import multiplies_bfloat16, send
-from blockdraft.nn.attention import grouped_mask, visible_slots
-from blockdraft.nn.cache import KVCache, bucket, slot_bucket
+from blockdraft.nn.attention import EXACT_NODES, ExactAttention, attention_bytes, grouped_mask, visible_slots
+from blockdraft.nn.cache import KVCache, RecurrentCache, bucket, join_states, slot_bucket
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer
 from blockdraft.nn.delta_net import CHUNK, Ancestry, DeltaRecurrence, ExactRecurrence, TreeRecurrence
-from blockdraft.nn.draft_network import DraftNetwork
-from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
-from blockdraft.nn.states import StatesCache, joined
-from blockdraft.plugins import parts
-from blockdraft.targets.base import Cache, LoadOptions, R, Runnable, TargetOutput
+from blockdraft.nn.draft_network import DraftHost, DraftNetwork
+from blockdraft.plugins import runner_class
+from blockdraft.targets.base import Cache, LoadOptions, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.gguf import read_gguf
@@ -184,14 +182,13 @@ class NativeTarget(CheckpointTarget):
         kind = f"int{bits}" if bits else self.decoder.rounded
         return ", ".join([*parts, *([f"{kind} weights"] if kind else [])])
 
-    def _bits_of(self, network: Runnable[R]) -> int | None:
-        """Bits to which the weights of a draft network are rounded beside this target: those of its layers, or fewer
-        where it has learned to bear them."""
+    def _draft_bits(self, network: DraftNetwork) -> int | None:
+        """Return the bits to which a draft network is quantized for this target: those of the target's layers, or fewer
+        where the network was trained with fewer."""
         narrow = self.compiled is not None and self.compiled.library.inputs_dtype == torch.bfloat16
         # Processors without such instructions multiply small integers no faster than bfloat16.
         bits = BESIDE_BFLOAT16 if narrow and not self.bits and multiplies_bfloat16() else self.bits
-        learned = network.qat_bits if isinstance(network, DraftNetwork) else None
-        return min(bits, learned or bits) if bits else None
+        return min(bits, network.qat_bits or bits) if bits and self.round_drafters else None
 
     @property
     def bits(self) -> int | None:
@@ -203,7 +200,7 @@ class NativeTarget(CheckpointTarget):
         return None if self.compiled is None else CPU_BLOCK_SIZE
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity) if self.can_truncate else StatesCache(batch, capacity)
+        return KVCache(batch, capacity) if self.can_truncate else RecurrentCache(batch, capacity)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
         config, slot = self.decoder.config, self.decoder.config.head_dim * self.dtype.itemsize
@@ -235,29 +232,28 @@ class NativeTarget(CheckpointTarget):
         # Rows at unequal distances are copied side by side, in all layers.
         return (scored * widths + masks + scores) * self.dtype.itemsize + self.cache_bytes(batch, slots) + recurrent
 
-    def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
+    def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
         network.to(device=self.device)
-        head, reason = head or self.draft_head, "its target is not compiled"
-        if self.captured is not None and (capture := _faster("captured", network)):
+        shared, reason = vars(self.draft_host(head)), "its target is not compiled"
+        captured, compiled = (runner_class(network, backend) for backend in ("captured", "compiled"))
+        if self.captured is not None and captured is not None:
             network.to(dtype=self.dtype)
-            return cast(R, capture(network, self.captured.recorder, self.embed, head or self.head))
-        if self.compiled is not None:
-            compiled = _faster("compiled", network)
-            beside = Beside(
+            return captured(network, CapturedHost(**shared, recorder=self.captured.recorder))
+        if self.compiled is not None and compiled is not None:
+            host = CompiledHost(
+                **shared,
                 decoder=self.compiled,
-                embed=self.embed,
-                head=self.head,
                 head_dim=self.decoder.config.head_dim,
-                dtype=self.dtype,
-                bits=self._bits_of(network) if self.round_drafters else None,
+                bits=self._draft_bits(network),
             )
-            reason = f"it does not know networks of the kind {type(network).__name__}"
-            made = compiled(network, beside, head, owned) if compiled else reason
-            if not isinstance(made, str):
-                return cast(R, made)
-            reason = made
+            try:
+                return compiled(network, host, owned)
+            except NotCompiled as error:
+                reason = str(error)
+        elif self.compiled is not None:
+            reason = f"no compiled runner is registered for {type(network).__name__}"
         network.to(dtype=self.dtype)
-        return network.runner(self.embed, head or self.head, reason)
+        return network.runner(DraftHost(**shared | {"compile_reason": reason}))
 
     def capture(self, recorder: Recorder) -> None:
         """Run forwards over few nodes as graphs from now on. Call it before the first cache and drafter are made.
@@ -288,7 +284,7 @@ class NativeTarget(CheckpointTarget):
             if self.compiled is not None:
                 return TargetOutput(*self.compiled.forward(tokens, parents, cache, memory, target_layers, logits_at))
             recurrent: dict[int, DeltaRecurrence] = {}
-            if isinstance(cache, StatesCache):
+            if isinstance(cache, RecurrentCache):
                 recurrent = _recurrences(self.decoder, cache, parents, self.exact)
                 cache.leave(lambda row, nodes: [each.after(row, nodes) for each in recurrent.values()])
             if self.exact:
@@ -377,17 +373,10 @@ class NativeTarget(CheckpointTarget):
         return logits
 
 
-def _faster(how: str, network: object) -> Callable[..., Any] | None:
-    """Maker of a faster runner for a draft network, from `RUNNERS` of the files `compiled.py` or `captured.py` in the
-    drafters' folders, by the network's class or its nearest ancestor; None where there is none."""
-    known = {kind: make for module in parts(how).values() for kind, make in module.RUNNERS.items()}
-    return next((known[kind] for kind in type(network).__mro__ if kind in known), None)
-
-
 # Recurrent layers.
 
 
-def _recurrences(decoder: Decoder, cache: StatesCache, parents: Tensor, exact: bool) -> dict[int, DeltaRecurrence]:
+def _recurrences(decoder: Decoder, cache: RecurrentCache, parents: Tensor, exact: bool) -> dict[int, DeltaRecurrence]:
     """Recurrences of a forward, by the numbers of their layers.
 
     Args:
@@ -402,7 +391,7 @@ def _recurrences(decoder: Decoder, cache: StatesCache, parents: Tensor, exact: b
         if net is None:
             continue
         states = cache.states(len(found))
-        alone = states[0] if len(states) == 1 else joined(states)
+        alone = states[0] if len(states) == 1 else join_states(states)
         state = net.empty(len(states)) if alone is None else alone
         found[layer.number] = ExactRecurrence(state, above) if family is None else TreeRecurrence(state, family)
     return found

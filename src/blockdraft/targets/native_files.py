@@ -23,8 +23,7 @@ from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import Read
 from blockdraft.nn.packed import PackedWeight, pack_weights
-from blockdraft.nn.quantized import QuantizedWeight, best_group
-from blockdraft.nn.rounding import QUICK, rounded
+from blockdraft.nn.quantization import QUICK, QuantizedWeight, best_group, quantize_weight
 from blockdraft.targets.base import LoadOptions, NotCovered
 from blockdraft.targets.checkpoint import checked_folder, load_generation_config, load_tokenizer, loading
 from blockdraft.targets.families import decoder_config, text_part
@@ -158,7 +157,7 @@ def make_decoder(wanted: DecoderConfig, read: Read, library: Library | None, ori
 def _rounded_weight(name: str, weight: Tensor, bits: int) -> QuantizedWeight:
     """A matrix of a checkpoint rounded to `bits`, embedding and head to at least `TABLE_BITS`."""
     bits = max(bits, TABLE_BITS) if name in (TABLE, HEAD) else bits
-    return rounded(weight, bits, best_group(weight.size(1)), shares=QUICK)
+    return quantize_weight(weight, bits, best_group(weight.size(1)), shares=QUICK)
 
 
 def _few_bits_of(config: PretrainedConfig, options: LoadOptions) -> Mapping[str, Any] | None:

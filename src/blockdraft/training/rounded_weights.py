@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from blockdraft.errors import UsageError
-from blockdraft.nn.quantized import LEAST_GROUP, best_group
-from blockdraft.nn.rounding import QUICK, rounded
+from blockdraft.nn.quantization import LEAST_GROUP, QUICK, best_group, quantize_weight
 
 
 def rounded_layers(network: nn.Module, is_rounded: Callable[[str], bool], bits: int) -> list[nn.Linear]:
@@ -63,7 +62,7 @@ def rounded_weights(layers: Sequence[nn.Linear], bits: int) -> Iterator[None]:
 def _rounded(weight: Tensor, bits: int) -> Tensor:
     if not bool(weight.isfinite().all()):
         return weight
-    return rounded(weight, bits, best_group(weight.size(1)), shares=QUICK).dequantize()
+    return quantize_weight(weight, bits, best_group(weight.size(1)), shares=QUICK).dequantize()
 
 
 def _local(weight: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
@@ -14,21 +15,17 @@ import torch
 from thinned import thinned
 from torch import Tensor
 
-from blockdraft.drafters.dflash import compiled as dflash_compiled
 from blockdraft.drafters.dflash.compiled import CompiledDraftPass
 from blockdraft.drafters.dflash.network import DFlashNetwork, DraftPass
-from blockdraft.drafters.dflash2 import compiled as dflash2_compiled
-from blockdraft.drafters.dflash2.compiled import CompiledConvolvedPass
 from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.kernels.cpu.build import begun, build
-from blockdraft.kernels.cpu.compiled_decoder import CompiledDecoder
-from blockdraft.kernels.cpu.compiled_network import Beside
+from blockdraft.kernels.cpu.compiled_network import CompiledHost, NotCompiled
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
-from blockdraft.nn.draft_layer import DraftLayer
+from blockdraft.nn.draft_network import DraftHost
 from blockdraft.nn.layers import ReducedHead
+from blockdraft.plugins import runner_class
 from blockdraft.targets import Target, load_target
-from blockdraft.targets.native import NativeTarget
 
 Run: TypeAlias = DraftPass | CompiledDraftPass
 
@@ -79,16 +76,17 @@ def unused(given: Tensor) -> Tensor:
 
 
 def uncompiled(network: DFlashNetwork) -> DraftPass:
-    return DraftPass(network, unused, unused)
+    return DraftPass(network, DraftHost(dtype=network.fc.weight.dtype, embed=unused, target_head=unused))
 
 
 def compiled(network: DFlashNetwork) -> CompiledDraftPass:
     dtype = network.fc.weight.dtype
-    library = build(dtype, dtype, network.config.head_dim, inputs=dtype).library()
-    assert library is not None
-    kind = CompiledConvolvedPass if isinstance(network, DFlash2Network) else CompiledDraftPass
-    beside: Any = Beside(None, unused, unused, 8, dtype)  # type: ignore[arg-type]
-    return kind(network, library, beside, head=None, target=None, bits=None, owned=False)
+    decoder: Any = SimpleNamespace(library=build(dtype, dtype, 8, inputs=dtype).library())
+    own = {"embed": unused, "target_head": unused, "own_head": unused}
+    made: CompiledDraftPass = runner_class(network, "compiled")(
+        network, CompiledHost(dtype=dtype, decoder=decoder, head_dim=8, **own)
+    )
+    return made
 
 
 @pytest.fixture(params=[uncompiled, compiled], ids=["torch", "compiled"])
@@ -292,11 +290,6 @@ def test_guesses_are_the_pass_and_the_head_in_one_call(
         torch.testing.assert_close(logits, target.head(expected).float(), atol=tolerance, rtol=tolerance)
 
 
-def compiled_of(target: Target) -> CompiledDecoder:
-    assert isinstance(target, NativeTarget) and target.compiled is not None
-    return target.compiled
-
-
 def compiled_pass(
     network: DFlashNetwork,
     target: Target,
@@ -304,12 +297,11 @@ def compiled_pass(
     owned: bool = False,
     dtype: torch.dtype | None = None,
     bits: int | None = None,
-) -> CompiledDraftPass | str:
-    """Compiled runner, with options that need not be the target's."""
-    dtype = dtype or network.fc.weight.dtype
-    beside = Beside(compiled_of(target), target.embed, target.head, 8, dtype, bits)
-    make: Any = {**dflash_compiled.RUNNERS, **dflash2_compiled.RUNNERS}[type(network)]
-    made: CompiledDraftPass | str = make(network, beside, head, owned)
+) -> CompiledDraftPass:
+    """Return the compiled runner, with options that need not be the target's."""
+    own: Any = vars(target.draft_host(head)) | {"dtype": dtype or network.fc.weight.dtype}
+    host = CompiledHost(**own, decoder=target.compiled, head_dim=8, bits=bits)  # type: ignore[attr-defined]
+    made: CompiledDraftPass = runner_class(network, "compiled")(network, host, owned)
     return made
 
 
@@ -325,8 +317,7 @@ def test_a_head_of_part_of_the_vocabulary_is_packed_into_the_same_call(
     own = ReducedHead(torch.randn(37, target.hidden_size).bfloat16().to(target.dtype), kept, target.vocab_size)
     before, tokens = deepcopy(own), torch.tensor([[7, 1, 1, 1]])
     run = compiled_pass(network, target, own, owned=True)
-    assert isinstance(run, CompiledDraftPass) and not list(own.projection.parameters())  # released
-    assert torch.equal(own.weight, before.weight)
+    assert own.nbytes == 0  # its weight is freed
     state = run.new_state(1, 20)
     run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
     state.commit([range(9)])
@@ -350,7 +341,6 @@ def test_a_head_that_is_not_in_the_library_is_called(
     if not own_head:
         monkeypatch.setattr(target, "head", lambda hidden: 3 * hidden)
     run = compiled_pass(network, target, head, dtype=torch.float32)
-    assert isinstance(run, CompiledDraftPass)
     state, tokens = run.new_state(1, 20), torch.tensor([[7, 1, 1]])
     run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
     state.commit([range(9)])
@@ -367,7 +357,7 @@ def test_rounded_where_the_library_of_the_target_has_vectors_for_its_heads(
     target = load_target(tiny_target_dir, "float32", "cpu", "native", "on", "int4")
     network = made_network(replace(KINDS[kind], hidden_size=target.hidden_size, head_dim=head_dim))
     run = compiled_pass(network, target, bits=4)
-    assert isinstance(run, CompiledDraftPass) and run.bits == bits
+    assert run.bits == bits
     state = run.new_state(1, 20)
     run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
     state.commit([range(9)])
@@ -383,14 +373,14 @@ def test_what_is_compiled_and_what_is_not(
     assert isinstance(plain.runner(deepcopy(network)), DraftPass)
     odd = target.runner(DFlashNetwork(replace(CONFIG, head_dim=6)))
     assert isinstance(odd, DraftPass) and "heads of 6" in (odd.compile_reason or "")
-    assert "float16" in str(compiled_pass(DFlashNetwork(CONFIG), target, dtype=torch.float16))
+    with pytest.raises(NotCompiled, match="float16"):
+        compiled_pass(DFlashNetwork(CONFIG), target, dtype=torch.float16)
 
-    class Other(DraftLayer):
-        pass
+    class Other(DFlashNetwork):
+        architecture = None
 
-    other = DFlashNetwork(CONFIG)
-    monkeypatch.setattr(other, "layer_class", Other)
-    assert "layers of the kind Other" in str(compiled_pass(other, target))
+    other = target.runner(Other(CONFIG))
+    assert isinstance(other, DraftPass) and other.compile_reason == "no compiled runner is registered for Other"
     assert not caplog.messages
     monkeypatch.setenv("CC", "no-such-compiler")
     begun.cache_clear()
@@ -403,34 +393,20 @@ def test_what_is_compiled_and_what_is_not(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_that_were_given_away_take_no_memory_and_give_the_same_numbers(
-    tiny_target_dir: Path, dtype: torch.dtype
-) -> None:
+def test_weights_of_an_owned_network_are_freed(tiny_target_dir: Path, dtype: torch.dtype) -> None:
     target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
     torch.manual_seed(3)
     network = DFlashNetwork(CONFIG).eval().to(dtype)
-    before, weights = deepcopy(network), [weakref.ref(each) for each in network.parameters() if each.ndim == 2]
+    before, weights = deepcopy(network), [weakref.ref(weight) for weight in network.parameters() if weight.ndim == 2]
     run = compiled_pass(network, target, owned=True, dtype=torch.float32)
-    kept = compiled_pass(deepcopy(before), target, dtype=torch.float32)
-    assert isinstance(run, CompiledDraftPass) and isinstance(kept, CompiledDraftPass)
+    kept = compiled_pass(before, target, dtype=torch.float32)
     gc.collect()
     assert weights and not any(weight() is not None for weight in weights)
-    assert all(each.ndim == 1 for each in network.parameters())
+    assert all(parameter.ndim == 1 for parameter in network.parameters())
     hidden_states = torch.randn(1, 7, len(CONFIG.target_layers) * CONFIG.hidden_size)
     block = torch.randn(1, 5, CONFIG.hidden_size)
-    states = [each.new_state(1, 32) for each in (run, kept)]
-    for each, state in zip((run, kept), states, strict=True):
-        each.observe(state, hidden_states)
+    states = [runner.new_state(1, 32) for runner in (run, kept)]
+    for runner, state in zip((run, kept), states, strict=True):
+        runner.observe(state, hidden_states)
         state.commit([range(7)])
     assert torch.equal(run(states[0], block), kept(states[1], block)) and run.weight_bytes() == kept.weight_bytes()
-    other = deepcopy(network)  # has weights of its own again
-    for found in (network, other):
-        for (name, mine), (_, theirs) in zip(found.state_dict().items(), before.state_dict().items(), strict=True):
-            assert torch.equal(mine.float(), theirs.float()), name
-        x = torch.randn(3, CONFIG.hidden_size)
-        torch.testing.assert_close(
-            found.layers[0].mlp.float()(x),
-            before.float().layers[0].mlp(x),  # type: ignore[union-attr, operator]
-        )
-    other.fc.weight.data.zero_()
-    assert torch.equal(network.fc.weight.float(), before.fc.weight.float())

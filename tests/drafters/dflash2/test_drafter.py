@@ -107,7 +107,7 @@ def test_a_new_network_drafts_exactly_as_v1(
     config, _ = read_checkpoint(tiny_dflash2_dir)
     assert isinstance(v1, DFlashDrafter) and isinstance(config, DFlash2Config)
     network = DFlash2Network(config)
-    network.load_state_dict(v1.network.state_dict(), strict=False)
+    network.load_state_dict(read_checkpoint(tiny_drafter_dir)[1], strict=False)
     expected, found = (propose(each, plan)[0] for each in (v1, DFlash2Drafter(network, target)))
     assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
     assert found.tokens.size(1) > 1

@@ -61,7 +61,9 @@ class Twin:
     """Readable twin of the network: one entry at a time, with a loop over heads."""
 
     def __init__(self, drafter: Eagle3Drafter, target: Target) -> None:
-        self.config, self.weights, self.target = drafter.config, drafter.network.state_dict(), target
+        self.config, self.target, self.weights = drafter.config, target, drafter.network.state_dict()
+        if drafter.path is not None:  # a packed network keeps no weights
+            self.weights = read_drafter(drafter.path, None, target.num_layers).tensors
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean(dim=-1, keepdim=True) + self.config.rms_norm_eps).sqrt() * self.weights[name]

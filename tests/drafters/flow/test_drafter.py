@@ -115,12 +115,12 @@ def test_q_is_the_distribution_that_guesses_are_sampled_from(drafter: FlowDrafte
     assert (shares - whole[0]).abs().max() < 1.01 / rows
 
 
-def test_a_compiled_pass_equals_torchs(tiny_target_dir: Path, tiny_flow_dir: Path) -> None:
+def test_torch_runs_it_next_to_a_compiled_target(tiny_target_dir: Path, tiny_flow_dir: Path) -> None:
     found = []
     for compile in ("on", "off"):
         target = load_target(tiny_target_dir, "float32", "cpu", "native", compile=compile)
         drafter = load_drafter(tiny_flow_dir, target=target)
-        assert isinstance(drafter, FlowDrafter) and (drafter.compile_reason is None) == (compile == "on")
+        assert isinstance(drafter, FlowDrafter) and drafter.compile_reason is not None
         found.append(logits_of(drafter, Plan(8, [GREEDY], draft_window=4)))
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 

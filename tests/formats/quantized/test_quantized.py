@@ -15,8 +15,7 @@ from torch import Tensor
 from blockdraft.formats.quantized import NotRead, read_quantized
 from blockdraft.formats.quantized.compressed_tensors import parts_of
 from blockdraft.formats.stored import FEW_BITS, Stored
-from blockdraft.nn.quantized import QuantizedWeight
-from blockdraft.nn.rounding import rounded
+from blockdraft.nn.quantization import QuantizedWeight, quantize_weight
 from blockdraft.targets import load_target
 
 OUT, IN, GROUP = 16, 64, 32
@@ -157,14 +156,14 @@ def test_what_is_written_is_read(bits: int, symmetric: bool) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_may_be_one_group(bits: int) -> None:
     for rows in (1, 32 // bits):
-        weight = rounded(torch.randn(rows, IN), bits, IN, zero_points=True)
+        weight = quantize_weight(torch.randn(rows, IN), bits, IN, zero_points=True)
         again = read(scheme(bits), parts_of(NAME, weight))
         torch.testing.assert_close(again.dequantize(), weight.dequantize())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_groups_of_zeros_have_their_zero_in_the_middle(bits: int) -> None:
-    parts = parts_of(NAME, rounded(torch.zeros(32 // bits, IN), bits, IN, zero_points=True))
+    parts = parts_of(NAME, quantize_weight(torch.zeros(32 // bits, IN), bits, IN, zero_points=True))
     assert parts[f"{NAME}.weight_zero_point"].tolist() == [words([1 << bits - 1] * (32 // bits), bits)]
 
 

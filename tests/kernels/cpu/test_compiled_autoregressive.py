@@ -105,7 +105,7 @@ def logits_of(run: Any, network: AutoregressiveNetwork, window: int | None = Non
 def test_logits_are_torchs(name: str, window: int | None, store: str, tiny_target_dir: Path) -> None:
     target: Any = load_target(tiny_target_dir, backend="native", compile="on", **STORES[store][0])
     network = network_of(name).to(target.dtype)
-    exact = logits_of(AutoregressivePass(network, target.embed, target.head), network, window)
+    exact = logits_of(AutoregressivePass(network, target.draft_host()), network, window)
     run = target.runner(network_of(name).to(target.dtype), owned=True)
     assert isinstance(run, CompiledAutoregressive)
     assert run.library.store_dtype == target.compiled.library.store_dtype
@@ -231,7 +231,7 @@ def test_weights_are_rounded_as_the_targets_unless_they_are_to_be_kept(
     network.qat_bits = 8  # which asks for no more bits than the target has
     run: Any = target.runner(network)
     assert isinstance(run, CompiledAutoregressive) and {each.bits for each in run._packed} == {bits}
-    plain = AutoregressivePass(network, target.embed, target.head, "")
+    plain = AutoregressivePass(network, target.draft_host())
     for ours, theirs in zip(logits_of(run, network), logits_of(plain, network), strict=True):
         error = float((ours - theirs).norm() / theirs.norm())
         assert error < {8: 0.05, 4: 0.6, None: 1e-3}[bits] and (error > 1e-3 or bits is None)
@@ -309,11 +309,11 @@ def test_what_is_not_compiled_says_why(tiny_target_dir: Path) -> None:
     assert target.runner(odd).compile_reason == "heads of 6 are no multiple of 4"
 
     class Other(Eagle3Network):
-        pass
+        architecture = None
 
     run = target.runner(Other(Eagle3Config(**EAGLE, head_dim=8)))
     assert isinstance(run, AutoregressivePass)
-    assert run.compile_reason == "it does not know networks of the kind Other"
+    assert run.compile_reason == "no compiled runner is registered for Other"
 
 
 @pytest.mark.parametrize("folder", ["tiny_eagle3_dir", "tiny_mtp_dir"])

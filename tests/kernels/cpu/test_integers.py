@@ -15,8 +15,7 @@ from blockdraft.kernels.cpu.library import FACTORS, INTEGERS, Library
 from blockdraft.kernels.cpu.sources import FLAGS, PARALLEL, SOURCE, VECTORS, command
 from blockdraft.machine import processor_flags
 from blockdraft.nn.packed import PackedLinear
-from blockdraft.nn.quantized import InterleavedWeight, NestedFactors, QuantizedWeight, spans
-from blockdraft.nn.rounding import rounded
+from blockdraft.nn.quantization import InterleavedWeight, NestedFactors, QuantizedWeight, quantize_weight, spans
 
 # gcc's names of processors: what their kernels use, and what the one that runs them must have.
 PROCESSORS = {
@@ -42,7 +41,7 @@ def compiled(folder: Path, processor: str, lanes: int) -> Library:
 def weights() -> Iterator[QuantizedWeight]:
     generator = torch.Generator().manual_seed(0)
     for bits, group, offsets, outputs in product((4, 8), GROUPS, (None, torch.float32, torch.float16), (1, 149)):
-        own = rounded(torch.randn(outputs, 3 * group, generator=generator), bits, group)
+        own = quantize_weight(torch.randn(outputs, 3 * group, generator=generator), bits, group)
         if bits == 8:
             own.codes[0, :2] = -128  # of others' checkpoints
         if offsets is not None:

@@ -11,6 +11,7 @@ from blockdraft import Engine, SamplingParams, load_drafter
 from blockdraft.drafters.dflash.compiled import CompiledDraftPass
 from blockdraft.formats import Trained, zlab
 from blockdraft.kernels.cpu.build import build
+from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.targets import Target, load_target, native, native_files
 from blockdraft.types import Drafting
 
@@ -195,8 +196,8 @@ def test_a_drafter_that_learned_to_bear_rounding_keeps_its_weights_where_integer
 
 
 def test_a_network_of_ones_own_needs_nothing_but_its_runner(tiny_target_dir: Path) -> None:
-    class Own(torch.nn.Module):
-        def runner(self, embed: Any, head: Any, compile_reason: str | None = None) -> str:
+    class Own(DraftNetwork):
+        def runner(self, host: DraftHost) -> str:
             return "it ran"
 
     target = load_target(tiny_target_dir, device="cpu", compile="on", quantize="int8")

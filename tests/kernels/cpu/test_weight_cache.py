@@ -22,8 +22,7 @@ from blockdraft.kernels.cpu.build import build
 from blockdraft.kernels.cpu.library import Library
 from blockdraft.kernels.cpu.weight_cache import CachedWeights, Origin, cached_weights
 from blockdraft.nn.packed import PackedLinear, PackedWeight, pack_weights
-from blockdraft.nn.quantized import QuantizedWeight
-from blockdraft.nn.rounding import rounded
+from blockdraft.nn.quantization import QuantizedWeight, quantize_weight
 
 PRODUCTS = [["table"], ["query", "key"], ["few"], ["shifted"]]
 BIASED = torch.arange(35.0)
@@ -38,7 +37,7 @@ def library() -> Library:
 def weights() -> dict[str, Tensor | QuantizedWeight]:
     generator = torch.Generator().manual_seed(3)
     plain = {name: torch.randn(size, 16, generator=generator) for name, size in (("table", 35), ("query", 24))}
-    few = rounded(torch.randn(40, 32, generator=generator), 4, 16)
+    few = quantize_weight(torch.randn(40, 32, generator=generator), 4, 16)
     codes = torch.randint(0, 16, (24, 32), generator=generator, dtype=torch.int8)
     shifted = QuantizedWeight(codes, few.scale[:24], torch.randn(24, 2, generator=generator), 4)
     return {**plain, "key": torch.randn(8, 16, generator=generator), "few": few, "shifted": shifted}

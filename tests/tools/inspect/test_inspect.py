@@ -302,14 +302,19 @@ RUINS: list[tuple[str, tuple[str, ...], Any, str]] = [
     ("tiny_medusa_dir", ("medusa_num_layers",), 10**12, "medusa_num_layers is 1000000000000; it must be at most 1024"),
     ("tiny_medusa_dir", ("hidden_size",), 10**12, "hidden_size is 1000000000000; it must be at most"),
     ("tiny_mtp_dir", ("rope_scaling",), -1, "rope_scaling is -1"),
-    ("tiny_peagle_dir", ("speculators_model_type",), [], "speculators_model_type is"),
-    ("tiny_peagle_dir", ("speculators_config",), -1, "speculators_config is -1; it must be a JSON object"),
-    ("tiny_peagle_dir", ("speculators_config", "proposal_methods"), {"a": 1}, "proposal_methods is"),
-    ("tiny_peagle_dir", ("speculators_config", "proposal_methods"), [[]], "proposal_methods is"),
-    ("tiny_peagle_dir", ("speculators_config", "verifier"), 5, "verifier is 5"),
-    ("tiny_peagle_dir", ("transformer_layer_config", "num_hidden_layers"), 10**12, "it must be at most 1024"),
-    ("tiny_peagle_dir", ("transformer_layer_config", "model_type"), "x", "of the type 'x' cannot be read: .{1,200}$"),
+    ("speculators_dir", ("speculators_model_type",), [], "speculators_model_type is"),
+    ("speculators_dir", ("speculators_config",), -1, "speculators_config is -1; it must be a JSON object"),
+    ("speculators_dir", ("speculators_config", "proposal_methods"), {"a": 1}, "proposal_methods is"),
+    ("speculators_dir", ("speculators_config", "proposal_methods"), [[]], "proposal_methods is"),
+    ("speculators_dir", ("speculators_config", "verifier"), 5, "verifier is 5"),
+    ("speculators_dir", ("transformer_layer_config", "num_hidden_layers"), 10**12, "num_hidden_layers is 10000"),
+    ("speculators_dir", ("transformer_layer_config", "model_type"), "x", "of the type 'x' cannot be read: .{1,200}$"),
 ]
+
+
+@pytest.fixture
+def speculators_dir(tiny_eagle3_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> Path:
+    return written_so(tiny_eagle3_dir, "eagle3_speculators", tiny_target_dir, tmp_path / "speculators")
 
 
 @pytest.mark.parametrize(("drafter", "place", "value", "message"), RUINS)
@@ -462,12 +467,11 @@ def test_every_layout_says_its_configuration(
     tiny_eagle3_dir: Path,
     tiny_medusa_dir: Path,
     tiny_mtp_dir: Path,
-    tiny_peagle_dir: Path,
     tiny_target_dir: Path,
     tmp_path: Path,
 ) -> None:
     """Each of them is inspected as it is read, whatever is in it."""
-    folders = [tiny_drafter_dir, tiny_dspark_dir, tiny_eagle3_dir, tiny_medusa_dir, tiny_mtp_dir, tiny_peagle_dir]
+    folders = [tiny_drafter_dir, tiny_dspark_dir, tiny_eagle3_dir, tiny_medusa_dir, tiny_mtp_dir]
     folders.append(written_so(tiny_mtp_dir, "mtp_speculators", tiny_target_dir, tmp_path / "mtp"))
     folders.append(written_so(tiny_drafter_dir, "speculators", tiny_target_dir, tmp_path / "speculators"))
     folders.append(written_so(tiny_eagle3_dir, "eagle3_speculators", tiny_target_dir, tmp_path / "eagle3"))

@@ -20,8 +20,7 @@ from torch import Tensor
 from blockdraft.decode.proposal import chain_parents
 from blockdraft.errors import UsageError
 from blockdraft.formats import model_folder
-from blockdraft.nn.quantized import QuantizedWeight
-from blockdraft.nn.rounding import rounded
+from blockdraft.nn.quantization import QuantizedWeight, quantize_weight
 from blockdraft.targets import Target, load_target
 from blockdraft.tools.quantize import run
 from blockdraft.tools.quantize.run import quantize
@@ -63,7 +62,7 @@ def test_what_is_written_is_the_rounded_model(
     weights = dict(target.named_weights())
     for name, weight in source.named_weights():
         own = 8 if name in TABLES else bits
-        expected = rounded(weight, own, 8, zero_points).dequantize() if weight.ndim == 2 else weight
+        expected = quantize_weight(weight, own, 8, zero_points).dequantize() if weight.ndim == 2 else weight
         torch.testing.assert_close(weights[name], expected, rtol=1e-3 if zero_points else 0, atol=1e-5 * zero_points)
     assert (target.decoder.bits, target.decoder.embedding.bits, target.decoder.head.bits) == (bits, 8, 8)
     assert target.source_fingerprint == source.source_fingerprint is not None
@@ -157,7 +156,7 @@ def test_what_calibration_makes_worse_is_not_taken(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoilt(weight: Tensor, moments: Tensor, *how: Any) -> QuantizedWeight:
-        return rounded(torch.zeros_like(weight), *how)
+        return quantize_weight(torch.zeros_like(weight), *how)
 
     seen, moments = [], run.moments
 

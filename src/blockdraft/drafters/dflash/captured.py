@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from blockdraft.drafters.dflash.network import DFlashNetwork, DraftPass
-from blockdraft.kernels.cuda.graphs import Graphs, Recorder, place
+from blockdraft.kernels.cuda.graphs import CapturedHost, Graphs, place
 from blockdraft.nn.attention import grouped_mask
 from blockdraft.nn.cache import KVCache, slot_bucket
 
 
 class CapturedDraftPass(DraftPass):
-    """Draft pass with its head, as CUDA graphs. The keys and values of the context are written without graphs.
+    """Draft pass with its head, as CUDA graphs. The keys and values of the context are written without graphs."""
 
-    Args:
-        network, embed, head: As in `DraftPass`.
-        recorder: Recorder of the target.
-    """
-
-    def __init__(
-        self,
-        network: DFlashNetwork,
-        recorder: Recorder,
-        embed: Callable[[Tensor], Tensor],
-        head: Callable[[Tensor], Tensor],
-    ) -> None:
-        super().__init__(network, embed, head)
-        self._graphs = Graphs(recorder, network.fc.weight.device)
+    def __init__(self, network: DFlashNetwork, host: CapturedHost) -> None:
+        super().__init__(network, host)
+        self._graphs = Graphs(host.recorder, network.fc.weight.device)
 
     def draft_tokens(
         self, state: KVCache, tokens: Tensor, first: int, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `DraftPass.draft_tokens`. A pass with a window is not captured, because it reads other slots each time."""
+        # A pass with a window is not captured, because it reads other KV slots each time.
         config, (batch, count) = self.config, tokens.shape
         slots = slot_bucket(max(state.lengths) + count)
         if window is not None or slots > state.capacity:
@@ -47,7 +34,7 @@ class CapturedDraftPass(DraftPass):
             at = starts[:, None] + torch.arange(count, device=starts.device)
             block = self._embed(tokens)
             visible = {kind: self._visible(starts, at, kind, slots) for kind in set(config.layers)}
-            masks = {kind: grouped_mask(each, self._group, block.dtype) for kind, each in visible.items()}
+            masks = {kind: grouped_mask(seen, self._group, block.dtype) for kind, seen in visible.items()}
             hidden = self._through(block, at, self._angles(at), masks, store, slice(0, slots))[:, first:]
             return [hidden, self._head(hidden)]
 
@@ -55,6 +42,3 @@ class CapturedDraftPass(DraftPass):
         inputs = [tokens, torch.tensor(state.lengths)]
         hidden, logits = self._graphs.run(key, call, inputs, count - first)
         return hidden, logits
-
-
-RUNNERS = {DFlashNetwork: CapturedDraftPass}

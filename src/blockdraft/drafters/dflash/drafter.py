@@ -24,7 +24,7 @@ from blockdraft.drafters.base import (
     filled_network,
     whole_cycle,
 )
-from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.drafters.dflash.network import DFlashNetwork, DraftRunner
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, check_fits, read_drafter
 from blockdraft.nn.cache import KVCache
@@ -79,7 +79,7 @@ class DFlashDrafter(Drafter):
         self.reduced_head = reduced_head and reduced_head.to(target.device, target.dtype)
         self.has_target_head = reduced_head is None
         self._target = target
-        self._run = target.runner(self.network, self.reduced_head, owned)
+        self._run: DraftRunner = target.runner(self.network, self.reduced_head, owned)
         self.network.to(target.device, target.dtype)
         self._owned = owned
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)

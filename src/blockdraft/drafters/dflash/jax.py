@@ -171,6 +171,3 @@ class JaxDraftPass(JaxRunner):
         given = (wide, np.int32(block.size(1)), latest(window))
         found: tuple[Array, Array] = self.jax_draft_tokens(first, known, *self._layout.put(given))
         return found
-
-
-RUNNERS = {DFlashNetwork: JaxDraftPass}

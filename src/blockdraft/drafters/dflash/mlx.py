@@ -13,7 +13,7 @@ from blockdraft.mlx.cache import MLXCache
 from blockdraft.mlx.tensor import Array, MLXTensor, computing, in_mlx, mx
 from blockdraft.nn.attention import visible_slots
 from blockdraft.nn.draft_config import LayerAttention
-from blockdraft.nn.draft_layer import DraftLayer
+from blockdraft.nn.draft_network import DraftLayer
 from blockdraft.nn.layers import rotate
 from blockdraft.timing import PASS, mark
 
@@ -107,6 +107,3 @@ class MLXDraftPass:
         block = seen.gather(2, positions[:, None].expand(-1, count, -1))
         with computing():
             return mx.array(torch.cat([known[:, :, begin:], block], dim=2)[:, None].numpy())
-
-
-RUNNERS = {DFlashNetwork: MLXDraftPass}

@@ -20,8 +20,7 @@ from blockdraft.machine import send
 from blockdraft.nn.attention import attend_grouped, grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, write_nodes
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
-from blockdraft.nn.draft_layer import Attend, DraftAttention, DraftLayer
-from blockdraft.nn.draft_network import DraftNetwork
+from blockdraft.nn.draft_network import Attend, DraftAttention, DraftHost, DraftLayer, DraftNetwork
 from blockdraft.nn.layers import GatedMLP, RMSNorm, rms_factor, rotate, rotate_swapped
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.rotary import Rotary
@@ -41,6 +40,7 @@ class DFlashNetwork(DraftNetwork):
         layer_class: Class of its layers, likewise.
     """
 
+    architecture = "dflash"
     config_class: type[DraftConfig] = DraftConfig
     layer_class: type[DraftLayer] = DraftLayer
 
@@ -53,14 +53,8 @@ class DFlashNetwork(DraftNetwork):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
 
-    def runner(
-        self,
-        embed: Callable[[Tensor], Tensor],
-        head: Callable[[Tensor], Tensor],
-        compile_reason: str | None = None,
-    ) -> DraftRunner:
-        """As `Runnable.runner` of targets: a `DraftPass`."""
-        return DraftPass(self, embed, head, compile_reason)
+    def runner(self, host: DraftHost) -> DraftRunner:
+        return DraftPass(self, host)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions `[B, N]`, each `[B, N, D]`."""
@@ -215,22 +209,13 @@ class DraftPass:
     Args:
         network: Network of any kind of the DFlash family, already on its device and in its dtype. Its projections
             become views of the joined ones, to hold them in memory once; its weights must not be replaced afterwards.
-        embed: Embedding of tokens `[B, N]`.
-        head: Logits of hidden states.
-        compile_reason: Reason why a network that could have been compiled is not; else None.
     """
 
     bits = cycle = None
 
     @torch.no_grad()
-    def __init__(
-        self,
-        network: DFlashNetwork,
-        embed: Callable[[Tensor], Tensor],
-        head: Callable[[Tensor], Tensor],
-        compile_reason: str | None = None,
-    ) -> None:
-        self._embed, self._head, self.compile_reason = embed, head, compile_reason
+    def __init__(self, network: DFlashNetwork, host: DraftHost) -> None:
+        self._embed, self._head, self.compile_reason = host.embed, host.head, host.compile_reason
         self.config = config = network.config
         shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
         self.network = deepcopy(network, shared)

@@ -34,7 +34,7 @@ from blockdraft.drafters.dflash.train_pass import draft_pass
 from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.formats.zlab import read_checkpoint, read_config
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
-from blockdraft.nn.draft_layer import DraftLayer
+from blockdraft.nn.draft_network import DraftLayer
 from blockdraft.settings import Count, Layers, Natural, settings
 from blockdraft.targets import Target, embedding_and_head
 from blockdraft.training.batches import Rows

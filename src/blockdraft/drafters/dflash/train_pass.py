@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.nn.draft_config import LayerAttention
-from blockdraft.nn.draft_layer import Attend
+from blockdraft.nn.draft_network import Attend
 
 
 def mask_rule(documents_BS: Tensor, anchors_BA: Tensor, block_size: int, kind: LayerAttention) -> Callable[..., Tensor]:

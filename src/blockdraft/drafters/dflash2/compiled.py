@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from blockdraft.drafters.dflash.compiled import CompiledDraftPass, compiled
-from blockdraft.drafters.dflash2.network import ConvolvedLayer, DFlash2Network, DynamicConv
+from blockdraft.drafters.dflash.compiled import CompiledDraftPass
+from blockdraft.drafters.dflash2.network import DynamicConv
 from blockdraft.kernels.cpu.library import ConvolutionFields, LayerFields
 
 
 class CompiledConvolvedPass(CompiledDraftPass):
-    layer_class = ConvolvedLayer
-
     def _pack_layer(self, own: LayerFields, layer: Any) -> None:
         super()._pack_layer(own, layer)
         own.attention_conv = self._convolution(layer.attention_conv)
@@ -20,10 +17,6 @@ class CompiledConvolvedPass(CompiledDraftPass):
 
     def _convolution(self, module: DynamicConv) -> ConvolutionFields:
         _, taps, groups = module.corrections
-        # Rounding this small matrix to few bits would save little.
-        projection = self._pack(module, "kernel_projection", rounds=False)
+        projection = self._pack(module.kernel_projection, quantize=False)  # small, so 4 bits would save little
         base = self._pointer(module.base_kernel)
         return ConvolutionFields(projection=projection, base=base, taps=taps, groups=groups)
-
-
-RUNNERS = {DFlash2Network: partial(compiled, kind=CompiledConvolvedPass)}

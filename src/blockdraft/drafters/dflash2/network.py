@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig, need
-from blockdraft.nn.draft_layer import Attend, DraftLayer
+from blockdraft.nn.draft_network import Attend, DraftLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +120,7 @@ class CandidateSelector(nn.Module):
 class DFlash2Network(DFlashNetwork):
     """DFlash v1 with convolutions and a candidate selector. Parameters that v1 has, too, keep their names."""
 
+    architecture = "dflash2"
     config_class: type[DraftConfig] = DFlash2Config
     layer_class: type[DraftLayer] = ConvolvedLayer
     config: DFlash2Config

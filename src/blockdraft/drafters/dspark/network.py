@@ -67,6 +67,7 @@ class ConfidenceHead(nn.Module):
 class DSparkNetwork(DFlashNetwork):
     """DFlash v1 with two heads. Parameters that v1 has, too, keep their names."""
 
+    architecture = "dspark"
     config_class: type[DraftConfig] = DSparkConfig
     config: DSparkConfig
 

@@ -20,7 +20,7 @@ from blockdraft.drafters.base import DraftCost, Drafter, DrafterSpec, filled_net
 from blockdraft.drafters.dflash.drafter import check_borrowed, log_probabilities
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Network
 from blockdraft.formats import check_fits, find_layout, read_drafter
-from blockdraft.nn.autoregressive import WIDTH, AutoregressiveNetwork, DraftNodes
+from blockdraft.nn.autoregressive import WIDTH, AutoregressiveNetwork, AutoregressiveRunner, DraftNodes
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, DRAFT_TOKENS, OBSERVE, mark
@@ -57,7 +57,7 @@ class Eagle3Drafter(Drafter):
         self.config, self.path = network.config, path
         self.target_layers, self.block_size = self.config.target_layers, self.config.block_size
         self._target, self._kept = target, self.network.kept
-        self._run = target.runner(self.network, owned=owned)
+        self._run: AutoregressiveRunner = target.runner(self.network, owned=owned)
 
     @property
     def compile_reason(self) -> str | None:

@@ -39,6 +39,3 @@ class JaxEagle3(JaxAutoregressive):
 
     def logits(self, known: Context, hidden: Array) -> Array:
         return model.linear(known.own, "model.lm_head", self.norm(known.own, "norm", hidden))
-
-
-RUNNERS = {Eagle3Network: JaxEagle3}

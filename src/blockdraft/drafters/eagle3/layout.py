@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, default_target_layers
+from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, Eagle3Network, default_target_layers
 from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, sglang, tensorrt_llm, vllm
@@ -44,33 +44,26 @@ EAGLE |= {"use_last_layernorm": (True,), "use_mtp_layernorm": (False,), "paralle
 T = TypeVar("T")
 UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")  # used in training only
 
-C = TypeVar("C", bound=Eagle3Config)
-
 
 def network_config(
     raw: Mapping[str, Any],
     tensors: Collection[str],
     target_layers: Sequence[int],
     num_target_layers: int,
-    kind: type[C],
-    depth: int = 1,
-    **more: Any,
-) -> C:
-    """Configuration of a network, from the keys of transformers' Llama and the tensor names that `renamed` gives.
-    Raises ValueError if a value is missing or unsupported.
+    block_size: int,
+) -> Eagle3Config:
+    """Return a network's configuration from the keys of transformers' Llama and the tensor names that `renamed` gives.
 
-    Args:
-        kind: Class of the configuration.
-        depth: Most layers that are supported.
-        more: Further fields.
+    Raises:
+        ValueError: A value is missing or unsupported.
     """
-    for key, values in (INERT | {"num_hidden_layers": (depth,)}).items():
+    for key, values in (INERT | {"num_hidden_layers": (1,)}).items():
         need(raw.get(key) is None or raw[key] in values, key, raw.get(key), "absent: this value is not supported")
     hidden, heads = (whole(key, raw.get(key)) for key in ("hidden_size", "num_attention_heads"))
     own = raw.get("target_hidden_size")
     need(own in (None, hidden), "target_hidden_size", own, f"hidden_size, {hidden}, the one that is supported")
-    kinds = raw.get("layer_types") or ["full_attention"] * depth
-    need(kinds == ["full_attention"] * depth, "layer_types", kinds, "full_attention alone, which is what is supported")
+    kinds = raw.get("layer_types") or ["full_attention"]
+    need(kinds == ["full_attention"], "layer_types", kinds, "full_attention alone, which is what is supported")
     for key, name in NORMS.items():
         need(not raw.get(key) or name in tensors, name, None, f"among the tensors, since {key} is {raw.get(key)!r}")
     theta, scaling = rope_of(raw)
@@ -81,13 +74,13 @@ def network_config(
     found |= {key: name in tensors for key, name in NORMS.items()}
     lacking = [key for key in ("intermediate_size", "vocab_size") if key not in found]
     need(not lacking, lacking[0] if lacking else "", None, "in config.json")
-    return kind(
+    return Eagle3Config(
         **found,
         rope_scaling=None if scaling is None or scaling["rope_type"] == "default" else scaling,
         qk_norm="midlayer.self_attn.q_norm.weight" in tensors,
         target_layers=tuple(target_layers),
         num_target_layers=num_target_layers,
-        **more,
+        block_size=block_size,
     )
 
 
@@ -101,7 +94,7 @@ def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkp
     """Checkpoint made from the tensors of `renamed`. Raises ValueError if they do not fit the configuration."""
     found, size, shapes = dict(tensors), config.vocab_size, tensor_shapes(config)
     t2d, d2t = (found.pop(name, None) for name in ("t2d", "d2t"))
-    embedding = None if TABLE in shapes else found.pop(TABLE, None)
+    embedding = found.pop(TABLE, None)
     if t2d is not None:
         check_tensors({"t2d": (size,)}, {"t2d": t2d})
     if d2t is None:
@@ -129,7 +122,7 @@ def least_layers(ids: Sequence[Any]) -> int:
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors of the network."""
     with torch.device("meta"):
-        network = config.network()
+        network = Eagle3Network(config)
     return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
 
 
@@ -146,10 +139,10 @@ def written_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> tupl
     return found | (vocabulary_maps(kept, config.vocab_size) if len(kept) < config.vocab_size else {}), dtype
 
 
-def check_kind(config: Any, kind: type[Eagle3Config] = Eagle3Config) -> None:
-    """Raise a ValueError unless the configuration's class is exactly `kind`."""
-    found = type(config)
-    need(found is kind, "the configuration", found.__name__, f"{kind.__name__}, the only one that this layout can hold")
+def check_kind(config: Any) -> None:
+    """Raise a ValueError unless the configuration is an `Eagle3Config`."""
+    kind = type(config)
+    need(kind is Eagle3Config, "the configuration", kind.__name__, "Eagle3Config, the only one that this layout holds")
 
 
 def layer_keys(config: Eagle3Config) -> dict[str, Any]:
@@ -157,7 +150,7 @@ def layer_keys(config: Eagle3Config) -> dict[str, Any]:
     values = asdict(config)
     return {
         **{key: values[key] for key in SIZES if key != "draft_vocab_size"},
-        "num_hidden_layers": getattr(config, "num_hidden_layers", 1),
+        "num_hidden_layers": 1,
         "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling,
         "tie_word_embeddings": False,
@@ -188,7 +181,7 @@ def _misread_by_vllm(drafter: str) -> bool:
 
 
 class EagleLayout(ABC):
-    """Base of the layouts of EAGLE-3 and related networks."""
+    """Base of the layouts of EAGLE-3."""
 
     pickle = PICKLED
 
@@ -243,7 +236,7 @@ class Eagle3(EagleLayout):
         need(isinstance(ids, list | tuple), IDS, ids, "a list of target layers")
         layers = layers or least_layers(ids) + 1  # a guess: few drafters read the last layer's output
         block_size = raw.get("block_size") or BLOCK_SIZE
-        config = network_config(raw, renamed(tensors), ids, layers or 0, Eagle3Config, block_size=block_size)
+        config = network_config(raw, renamed(tensors), ids, layers or 0, block_size)
         return config, num_target_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:

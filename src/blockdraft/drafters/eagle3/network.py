@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork
 from blockdraft.nn.draft_config import check_fields, check_shape, need
-from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
 from blockdraft.nn.rotary import Rotary
 
@@ -46,15 +45,11 @@ class Eagle3Config:
     norm_before_fc: bool = False  # one norm on all taps together before `fc`
 
     def __post_init__(self) -> None:
-        check_fields(self, {"block_size": 2, "mask_token_id": 0})
+        check_fields(self, {"block_size": 2})
         check_shape(self)
         size, whole = self.draft_vocab_size, self.vocab_size
         need(size <= whole, "draft_vocab_size", size, f"at most vocab_size, {whole}")
         need(not (self.fc_norm and self.norm_before_fc), "fc_norm", True, "false where norm_before_fc is true")
-
-    def network(self) -> Eagle3Base:
-        """New network of this configuration."""
-        return Eagle3Network(self)
 
 
 class Eagle3Attention(nn.Module):
@@ -96,13 +91,14 @@ class Eagle3Layer(nn.Module):
         return torch.cat([first, normed.to(first.dtype)], dim=-1)
 
 
-class Eagle3Base(DraftNetwork):
-    """Base of EAGLE-3's networks: `fc`, norms, the layer that reads entries, and a head.
+class Eagle3Network(AutoregressiveNetwork):
+    """EAGLE-3's network: `fc`, norms, one layer that reads entries, and a head. The target lends its embedding.
 
     Parameter names equal the tensor names of SafeAILab's and SpecForge's checkpoints, so `state_dict` is the
-    checkpoint, except that `t2d`, which follows from `d2t`, is missing.
+    checkpoint without `t2d`, which follows from `d2t`.
     """
 
+    architecture = "eagle3"
     config: Eagle3Config
     d2t: Tensor
 
@@ -141,8 +137,12 @@ class Eagle3Base(DraftNetwork):
     def fuse(self, hidden_states: Tensor) -> Tensor:
         return cast(Tensor, self.fc(self.normed_target_layers(hidden_states)))
 
-    def first(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Output of the layer for entries; arguments as in `AutoregressiveNetwork.forward`."""
+    def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.midlayer
+        entries = layer.beside(embedded, layer.hidden_norm(hidden_state))
+        return layer.self_attn.keys_values(entries, *self.rotary(positions, entries.dtype))
+
+    def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         layer = self.midlayer
         normed = layer.hidden_norm(hidden_state)
         entries = layer.beside(embedded, normed)
@@ -152,18 +152,6 @@ class Eagle3Base(DraftNetwork):
 
     def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
         return cast(Tensor, self.lm_head(self.norm(hidden)))
-
-
-class Eagle3Network(Eagle3Base, AutoregressiveNetwork):
-    """EAGLE-3's network. The target lends its embedding."""
-
-    def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        layer = self.midlayer
-        entries = layer.beside(embedded, layer.hidden_norm(hidden_state))
-        return layer.self_attn.keys_values(entries, *self.rotary(positions, entries.dtype))
-
-    def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self.first(embedded, hidden_state, positions, attend)
 
     def fed_on(self, hidden: Tensor) -> Tensor:
         return cast(Tensor, self.norm(hidden)) if self.config.norm_output else hidden

@@ -49,56 +49,11 @@ def configured_target_layers(raw: Mapping[str, Any], num_target_layers: int | No
     return target_layers_of(raw, IDS, layers), layers
 
 
-class SpeculatorsLayout(EagleLayout):
-    """Base of the layouts of EAGLE-3 and related networks in the speculators format.
-
-    Attributes:
-        model_type: `speculators_model_type` in config.json.
-        architecture: Architecture name in config.json.
-        kind: Class of the configurations that the layout can hold.
-    """
-
-    borrows: bool
-    model_type: str
-    architecture: str
-    kind: type[Eagle3Config]
+class Eagle3Speculators(EagleLayout):
+    borrows = True
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
-        return raw.get("speculators_model_type") == self.model_type
-
-    def config_dict(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> dict[str, Any]:
-        """Content of config.json. Raises ValueError if the format cannot express the configuration."""
-        check_kind(config, self.kind)
-        return {
-            "architectures": [self.architecture],
-            **named(self.model_type, config.block_size - 1, target_name, target_architectures),
-            "transformer_layer_config": {"model_type": "qwen3" if config.qk_norm else "llama", **layer_keys(config)},
-            "draft_vocab_size": config.draft_vocab_size,
-            "target_hidden_size": config.hidden_size,
-            IDS: ids_of(config),
-            **{key: getattr(config, key) for key in (*FLAGS, *NORMS)},
-            "tie_word_embeddings": False,
-            "embed_requires_grad": not self.borrows,
-        }
-
-    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
-        self.config_dict(config, target_name, target_architectures)
-
-    def write(
-        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
-    ) -> None:
-        raw = self.config_dict(checkpoint.config, target_name, target_architectures)
-        tensors, dtype = written_tensors(checkpoint.config, checkpoint.tensors)
-        found = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
-        if self.borrows:
-            assert checkpoint.borrowed is not None and checkpoint.borrowed.embedding is not None
-            found[TABLE] = checkpoint.borrowed.embedding.to(getattr(torch, dtype), copy=True)
-        write_folder(path, {**raw, "dtype": dtype}, found, checkpoint.trained)
-
-
-class Eagle3Speculators(SpeculatorsLayout):
-    borrows = True
-    model_type, architecture, kind = "eagle3", "Eagle3Speculator", Eagle3Config
+        return raw.get("speculators_model_type") == "eagle3"
 
     def config(
         self,
@@ -108,15 +63,40 @@ class Eagle3Speculators(SpeculatorsLayout):
         num_target_layers: int | None,
     ) -> tuple[Eagle3Config, bool]:
         target_layers, layers = configured_target_layers(raw, num_target_layers)
-        size = _block_size(raw)
-        config = network_config(
-            network_keys(raw), renamed(tensors), target_layers, layers, Eagle3Config, block_size=size
-        )
+        config = network_config(network_keys(raw), renamed(tensors), target_layers, layers, _block_size(raw))
         return config, num_target_layers is not None
+
+    def config_dict(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> dict[str, Any]:
+        """Return the content of config.json. Raises ValueError if the format cannot express the configuration."""
+        check_kind(config)
+        return {
+            "architectures": ["Eagle3Speculator"],
+            **named("eagle3", config.block_size - 1, target_name, target_architectures),
+            "transformer_layer_config": {"model_type": "qwen3" if config.qk_norm else "llama", **layer_keys(config)},
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.hidden_size,
+            IDS: ids_of(config),
+            **{key: getattr(config, key) for key in (*FLAGS, *NORMS)},
+            "tie_word_embeddings": False,
+            "embed_requires_grad": False,
+        }
+
+    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
+        self.config_dict(config, target_name, target_architectures)
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         other = Start(None, "it reads SafeAILab's layout", None if config.qk_norm else export("eagle3"))
         return {VLLM: vllm_alone(drafter), SGLANG: other, TENSORRT_LLM: other}
+
+    def write(
+        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
+    ) -> None:
+        raw = self.config_dict(checkpoint.config, target_name, target_architectures)
+        tensors, dtype = written_tensors(checkpoint.config, checkpoint.tensors)
+        renamed_tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
+        assert checkpoint.borrowed is not None and checkpoint.borrowed.embedding is not None
+        renamed_tensors[TABLE] = checkpoint.borrowed.embedding.to(getattr(torch, dtype), copy=True)
+        write_folder(path, {**raw, "dtype": dtype}, renamed_tensors, checkpoint.trained)
 
 
 def _block_size(raw: Mapping[str, Any]) -> int:

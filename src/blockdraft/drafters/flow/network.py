@@ -68,6 +68,7 @@ def mean_embedding(logits: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
 class FlowNetwork(DFlashNetwork):
     """DFlash v1 that also reads states and the times of a jump. Parameters that v1 has, too, keep their names."""
 
+    architecture = None  # torch's operations alone run it
     config_class: type[DraftConfig] = FlowConfig
     config: FlowConfig
 

@@ -73,6 +73,9 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
     network_class: type[DFlashNetwork] = FlowNetwork
     own_modules = ("state_proj", "time_proj")
 
+    def is_rounded(self, name: str) -> bool:
+        return False  # torch's operations run it
+
     def own_config(self, target: Target) -> Mapping[str, Any]:
         return {"noise_std": noise_std(target), "diffusion_steps": self.recipe.diffusion_steps}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters.base import DraftCost, Drafter, DrafterSpec, read_network
 from blockdraft.drafters.dflash.drafter import independent_draft_tokens
-from blockdraft.drafters.medusa.network import MedusaNetwork
+from blockdraft.drafters.medusa.network import HeadRunner, MedusaNetwork
 from blockdraft.formats import find_layout
 from blockdraft.machine import send
 from blockdraft.nn.cache import KVCache
@@ -44,7 +44,8 @@ class MedusaDrafter(Drafter):
         self.target_layers = network.config.target_layers
         self.block_size = network.config.num_heads + 1
         self.has_target_head = network.config.shared_head
-        self._target, self._run = target, target.runner(self.network, owned=owned)
+        self._target = target
+        self._run: HeadRunner = target.runner(self.network, owned=owned)
         self._like = torch.empty(0, dtype=target.dtype, device=target.device)
 
     @property

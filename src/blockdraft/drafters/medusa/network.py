@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.nn.draft_config import whole
-from blockdraft.nn.draft_network import DraftNetwork
+from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.timing import HEAD, PASS, mark
 
 
@@ -64,6 +64,8 @@ class MedusaNetwork(nn.ModuleList, DraftNetwork):
     Parameter names equal the tensor names of FasterDecoding's checkpoints, so `state_dict` is the checkpoint.
     """
 
+    architecture = "medusa"
+
     def __init__(self, config: MedusaConfig) -> None:
         size, vocabulary = config.hidden_size, config.vocab_size
         super().__init__(
@@ -91,14 +93,8 @@ class MedusaNetwork(nn.ModuleList, DraftNetwork):
         """Output projections of the heads; none if they share the target's."""
         return (cast(nn.Linear, head[-1]) for head in self._heads(0 if self.config.shared_head else len(self)))
 
-    def runner(
-        self,
-        embed: Callable[[Tensor], Tensor],
-        head: Callable[[Tensor], Tensor],
-        compile_reason: str | None = None,
-    ) -> HeadRunner:
-        """As `Runnable.runner` of targets: a `HeadPass`."""
-        return HeadPass(self, head, compile_reason)
+    def runner(self, host: DraftHost) -> HeadRunner:
+        return HeadPass(self, host)
 
     def _heads(self, count: int) -> list[nn.Sequential]:
         return [cast(nn.Sequential, head) for head in list(self)[:count]]
@@ -121,17 +117,10 @@ class HeadRunner(Protocol):
 
 
 class HeadPass:
-    """A `HeadRunner` that uses torch's operations.
+    """A `HeadRunner` that uses torch's operations."""
 
-    Args:
-        head: The target's `head`.
-        compile_reason: Reason why heads that could have been compiled are not; else None.
-    """
-
-    def __init__(
-        self, network: MedusaNetwork, head: Callable[[Tensor], Tensor], compile_reason: str | None = None
-    ) -> None:
-        self._network, self._head, self.compile_reason = network, head, compile_reason
+    def __init__(self, network: MedusaNetwork, host: DraftHost) -> None:
+        self._network, self._head, self.compile_reason = network, host.head, host.compile_reason
 
     def weight_bytes(self) -> int:
         return 0

@@ -34,6 +34,3 @@ class JaxMTP(JaxAutoregressive):
 
     def logits(self, known: Context, hidden: Array) -> Array:
         return model.head(self._decoder, self._layout, known.params, self.norm(known.own, "norm", hidden))
-
-
-RUNNERS = {MTPNetwork: JaxMTP}

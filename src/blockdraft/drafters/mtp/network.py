@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork
 from blockdraft.nn.draft_config import check_fields, check_layer
-from blockdraft.nn.draft_layer import DraftLayer
+from blockdraft.nn.draft_network import DraftLayer
 from blockdraft.nn.layers import RMSNorm, rotate
 from blockdraft.nn.rotary import Rotary
 
@@ -92,6 +92,7 @@ class MTPHead(AutoregressiveNetwork):
 class MTPNetwork(MTPHead):
     """MTP head with a layer of our own, which can be trained."""
 
+    architecture = "mtp"
     config: MTPConfig
     norm: RMSNorm
 

@@ -14,7 +14,7 @@ from transformers import AutoModel, PretrainedConfig
 
 from blockdraft.drafters.mtp.network import MTPHead
 from blockdraft.nn.autoregressive import Attend, CachedAttention
-from blockdraft.nn.transformers_cache import cache_argument
+from blockdraft.nn.cache import cache_argument
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import IQ4_NL, MXFP4, NVFP4
 from torch import Tensor
 
-from blockdraft.nn.quantized import Factors, NestedFactors, QuantizedWeight
+from blockdraft.nn.quantization import Factors, NestedFactors, QuantizedWeight
 
 Reader: TypeAlias = Callable[[Tensor], Tensor | QuantizedWeight]
 PIECE = 1 << 22  # numbers of a type of grids that are expanded at once

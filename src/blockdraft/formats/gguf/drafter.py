@@ -21,7 +21,7 @@ from blockdraft.formats.gguf.write import write_gguf
 from blockdraft.formats.stored import stored
 from blockdraft.formats.trained import Trained
 from blockdraft.nn.draft_config import need
-from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.nn.rotary import rotary_frequencies
 from blockdraft.types import GGUFWeights
 

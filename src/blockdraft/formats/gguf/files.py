@@ -23,7 +23,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf.blocks import INDICES, READERS
-from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.quantization import QuantizedWeight
 
 SUFFIX = ".gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blockdraft.formats.quantized.base import check, check_groups, few_bits, lazily, modules, part_of, unpacked
 from blockdraft.formats.stored import FLOATS, Stored
-from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.quantization import QuantizedWeight
 
 BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs in a word, from the lowest bits upward

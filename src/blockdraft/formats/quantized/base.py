@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.formats.stored import FEW_BITS, Stored
-from blockdraft.nn.quantized import LEAST_GROUP, MOST_GROUP, QuantizedWeight, narrow
+from blockdraft.nn.quantization import LEAST_GROUP, MOST_GROUP, QuantizedWeight, narrow
 
 
 class NotRead(ValueError):

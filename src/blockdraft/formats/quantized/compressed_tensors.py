@@ -25,7 +25,7 @@ from blockdraft.formats.quantized.base import (
     unpacked,
 )
 from blockdraft.formats.stored import FLOATS, Stored
-from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.quantization import QuantizedWeight
 
 PACKED, WHOLE = "pack-quantized", "int-quantized"
 STRATEGIES = ("group", "channel", "tensor")

@@ -22,7 +22,7 @@ from blockdraft.formats.quantized.base import (
     unpacked,
 )
 from blockdraft.formats.stored import FLOATS, Stored
-from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.quantization import QuantizedWeight
 
 LESS_ONE = {"gptq": 1, "gptq_v2": 0}  # subtracted from stored zeros, by `checkpoint_format`
 

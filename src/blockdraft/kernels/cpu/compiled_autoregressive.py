@@ -1,5 +1,4 @@
-"""Compiled runner of networks that guess a token at a time (`nn/autoregressive.py`): a call of the library for each
-of its own."""
+"""Compiled runner of networks that draft one token at a time (`nn/autoregressive.py`)."""
 
 from __future__ import annotations
 
@@ -10,41 +9,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from blockdraft.kernels.cpu.compiled_decoder import (
-    EVERYWHERE,
-    CompiledDecoder,
-    address,
-    chain_parents,
-    numbers,
-    why_not_compiled,
-)
-from blockdraft.kernels.cpu.compiled_network import Beside, CompiledNetwork, library_for, rounded_beside
-from blockdraft.kernels.cpu.library import ChainFields, Library, LinearFields, ModelFields
+from blockdraft.kernels.cpu.compiled_decoder import EVERYWHERE, address, chain_parents, numbers
+from blockdraft.kernels.cpu.compiled_network import CompiledHost, CompiledNetwork
+from blockdraft.kernels.cpu.library import ChainFields, LinearFields
 from blockdraft.machine import return_freed
 from blockdraft.nn.autoregressive import AutoregressiveNetwork, hidden_state_store, last_hidden_states, picked
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.layers import ReducedHead, RMSNorm
+from blockdraft.nn.layers import RMSNorm
 from blockdraft.nn.packed import check_tokens
 from blockdraft.nn.rotary import Rotary
 from blockdraft.timing import HEAD, PASS, mark
 
-STREAM, NORMED = 0, 1  # taps: the output of the only layer, and the same behind the last norm
+STREAM, NORMED = 0, 1  # outputs to return: that of the only layer, and the same behind the last norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Weights of a network by their role, and how it joins embedding and feature.
+    """Weights of a network by their role, and how it joins embedding and hidden state.
 
     Attributes:
         layer: The only layer.
-        token_norm, hidden_state_norm: Norms of an entry's embedding and feature.
+        token_norm, hidden_state_norm: Norms of an entry's embedding and hidden state.
         norm: Norm behind the layer.
         rotary: Rotary embedding of the layer's attention.
-        normed_target_layers: Function from tapped outputs `[..., m * H]` to the input of `fc`, for networks whose `fc`
-            makes features of them and that have a head of their own; None where `fc` joins embedding and feature, and
-            the head is the target's.
-        normed_stream: Whether the layer's output is added to the normed feature.
-        normed_feedback: Whether the feature fed to the next node is taken behind the last norm.
+        normed_target_layers: Function from the target layers' outputs `[..., m * H]` to the input of `fc`, for networks
+            whose `fc` fuses them and that have a head of their own, `lm_head`. None where `fc` joins embedding and
+            hidden state, and the head is the target's.
+        normed_stream: Whether the layer's output is added to the normed hidden state.
+        normed_feedback: Whether the next node reads the hidden state behind the last norm.
     """
 
     layer: nn.Module
@@ -57,96 +49,40 @@ class Parts:
     normed_feedback: bool
 
 
-def compiled_runner(
-    network: AutoregressiveNetwork,
-    parts: Parts,
-    beside: Beside,
-    owned: bool,
-    head: ReducedHead | None = None,
-) -> CompiledAutoregressive | str:
-    """The compiled runner of a network, or the reason why there is none.
-
-    Args:
-        owned: As in `Target.runner`.
-        head: Head of a network that has none; None is the target's.
-    """
-    dtype, head_dim = beside.dtype, network.config.head_dim
-    reason = why_not_compiled(dtype, network.fc.weight.device, head_dim)
-    if reason is not None:
-        return reason
-    if rounded_beside(network, head_dim, beside):
-        target = beside.decoder
-        return CompiledAutoregressive(network, parts, target.library, beside, target, owned, head, bits=beside.bits)
-    weights = [*network.state_dict().values(), *([] if head is None else [head.weight])]
-    library, reason = library_for(weights, dtype, beside.store, head_dim)
-    if library is None:
-        return reason or ""
-    lender = beside.decoder if beside.decoder.library is library else None
-    return CompiledAutoregressive(network, parts, library, beside, lender, owned, head)
-
-
 class CompiledAutoregressive(CompiledNetwork):
-    """An `AutoregressiveRunner` with one call of the library for each of its own. Nodes of a draft lie in the slots
-    behind their row's committed tokens.
+    """An `AutoregressiveRunner` with one library call per method. The nodes of a draft lie in the KV slots behind their
+    sequence's committed tokens.
 
     Args:
-        network: Network whose weights are copied into the library's layout and must not be changed afterwards.
-        parts: Its weights by their role.
-        library: Library built for its dtype and head size.
-        beside: The target.
-        target: The target's forward where it uses the same library, which then lends its embedding, and its head to a
-            network that has none.
-        owned: As in `Target.runner`.
-        head: Head of a network that has none; None is the target's. It is packed where `target` is given.
-        bits: Bits to which weights are rounded; None keeps them unrounded.
+        network, host, owned: As in `CompiledNetwork`.
+        parts: Weights of the network by their role.
     """
 
     @torch.no_grad()
-    def __init__(
-        self,
-        network: AutoregressiveNetwork,
-        parts: Parts,
-        library: Library,
-        beside: Beside,
-        target: CompiledDecoder | None,
-        owned: bool,
-        head: ReducedHead | None = None,
-        bits: int | None = None,
-    ) -> None:
+    def __init__(self, network: AutoregressiveNetwork, host: CompiledHost, owned: bool, parts: Parts) -> None:
         config = network.config
-        super().__init__(library, config, 1, beside.dtype, bits, owned)
-        self.embed, self.head, self.network = beside.embed, head or beside.head, network
-        self._pack_layer(self._layers[0], parts.layer)
+        super().__init__(network, host, 1, owned)
+        self.embed, self.head, self.network = host.embed, host.head, network
         fuses, self._normed_target_layers = parts.normed_target_layers is not None, parts.normed_target_layers
-        self._fc = self._pack(network, "fc")
-        self._reduced = head if not fuses and target is not None else None
         self._kept = (network.kept if self._reduced is None else self._reduced.kept).contiguous()
-        own_head = self._pack(network, "lm_head") if fuses else None
-        own_head = own_head if self._reduced is None else self._pack(self._reduced, "projection")
-        nothing = LinearFields()
-        self._model = ModelFields(
-            layers=self._layers,
-            embedding=nothing if target is None else target.embedding,
-            head=own_head or (nothing if target is None else target.head),
-            norm=self._pointer(parts.norm.weight),
-            num_layers=1,
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            inner=config.intermediate_size,
-            eps=config.rms_norm_eps,
+        self._pack_layer(self._layers[0], parts.layer)
+        self._fc = self._pack(network.fc)
+        own_head = self._pack(network.lm_head) if fuses else None
+        own_head = own_head if self._reduced is None else self._pack(self._reduced.projection)
+        self._model = self._model_fields(
+            config,
+            parts.norm.weight,
+            own_head,
             embedding_scale=1.0,
-            attention_scale=config.head_dim**-0.5,
-            joined=nothing if fuses else self._fc,
+            joined=LinearFields() if fuses else self._fc,
             token_norm=self._pointer(parts.token_norm.weight),
             hidden_state_norm=self._pointer(parts.hidden_state_norm.weight),
             pairs=True,
             normed_stream=parts.normed_stream,
         )
-        self._target, self._rotary = target, parts.rotary
-        self._scores = own_head is not None or target is not None
-        # The first tap is fed to the next node; the last is read by the target's head, unless the library runs it.
+        self._rotary = parts.rotary
+        self._scores = own_head is not None or self._target is not None
+        # The first output is fed to the next node. The target's head reads the last, unless the library runs it.
         target_layers = [NORMED if parts.normed_feedback else STREAM]
         self._target_layers = numbers(
             target_layers if self._scores or parts.normed_feedback else [*target_layers, NORMED]

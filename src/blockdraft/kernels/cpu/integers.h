@@ -1,4 +1,4 @@
-/* Products of weights in few bits with inputs rounded to int8; nn/quantized.py has a slow twin. Sums within a group of
+/* Products of weights in few bits with inputs rounded to int8; nn/quantization.py has a slow twin. Sums within a group of
    inputs are of integers, so their order does not matter, and groups are added up in order. */
 typedef uint8_t codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int8_t signed_codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));

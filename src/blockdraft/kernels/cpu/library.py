@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.nn.packed import PackedLinear
-from blockdraft.nn.quantized import InterleavedWeight, spans
+from blockdraft.nn.quantization import InterleavedWeight, spans
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # numbers of kernels.h for dtypes of weights and stores
 INTEGERS = {8: 2, 4: 3}  # its numbers for integers, by their bits

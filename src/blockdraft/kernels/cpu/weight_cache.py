@@ -26,7 +26,7 @@ from torch import Tensor
 
 from blockdraft.machine import cache_folder
 from blockdraft.nn.packed import Kernels, PackedWeight
-from blockdraft.nn.quantized import InterleavedWeight
+from blockdraft.nn.quantization import InterleavedWeight
 
 LAYOUT = 2  # version of these files; raise it when their numbers change by code outside `MAKERS`
 MAKERS = ("packed.py", "quantized.py", "rounding.py")  # modules of nn whose code decides the numbers

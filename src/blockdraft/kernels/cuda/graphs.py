@@ -11,6 +11,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
+from blockdraft.nn.draft_network import DraftHost
 
 MOST_NODES = 320  # nodes of the largest captured forward, padding included
 MOST_GRAPHS = 32  # graphs of one owner; each keeps its results in memory
@@ -35,6 +37,13 @@ class Recorder(Protocol):
 
     def capture(self, call: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
         """Tensors for the results of a call, and a function that computes them anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedHost(DraftHost):
+    """What a captured draft network borrows from its target: its recorder, too."""
+
+    recorder: Recorder
 
 
 class CudaRecorder:

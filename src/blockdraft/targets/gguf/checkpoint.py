@@ -22,7 +22,7 @@ from blockdraft.kernels.cpu.build import build
 from blockdraft.kernels.cpu.compiled_decoder import why_not
 from blockdraft.kernels.cpu.weight_cache import Origin
 from blockdraft.machine import free_bytes, return_freed
-from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import LoadOptions, NotCovered, TargetText
 from blockdraft.targets.checkpoint import end_tokens, loading, max_context
 from blockdraft.targets.families import decoder_config

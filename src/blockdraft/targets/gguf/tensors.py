@@ -16,7 +16,7 @@ from blockdraft.formats.gguf import FLOATS, READERS, GGUFFile, GGUFTensor, bytes
 from blockdraft.formats.gguf.rope import ROPE_FACTORS, paired, rope_factors
 from blockdraft.formats.stored import Stored, stored
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
-from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.fingerprint import sampled_fingerprint, sampled_places
 

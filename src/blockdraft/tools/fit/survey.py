@@ -31,6 +31,7 @@ from blockdraft.engine import Engine, loops
 from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
+from blockdraft.formats import read_drafter
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 from blockdraft.timing import telling
@@ -193,12 +194,13 @@ def measure(
     for name, costs in cycles.items():
         told = ", ".join(f"{cost:.2f} with blocks of {size}" for size, cost in costs.items())
         note(f"{name}: cycles take, over a plain one, {told}")
-        network: torch.nn.Module = drafters[name].network  # type: ignore[attr-defined]  # of all trained variants
+        vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
+        weights = read_drafter(folder / name / "drafter", vocabulary, target.num_layers).tensors
         speeds[name] = Speeds(
             tokens=tuple(rows * length for rows in steps[name]),
             seconds=tuple(steps[name].values()),
             cycles=costs,
-            parameters=sum(weight.numel() for weight in network.state_dict().values()),
+            parameters=sum(weight.numel() for weight in weights.values()),
         )
     lengths = sorted(len(prompt) + more for prompt, more in zip(found.prompts, found.lengths, strict=True))
     return Measured(

@@ -19,8 +19,7 @@ from blockdraft.nn.decoder import rope_angles, rope_frequencies
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer, Norm
 from blockdraft.nn.packed import PackedLinear
-from blockdraft.nn.quantized import QuantizedWeight, best_group, check_group
-from blockdraft.nn.rounding import compensated, rounded
+from blockdraft.nn.quantization import QuantizedWeight, best_group, check_group, quantize_weight, quantize_weight_gptq
 from blockdraft.targets import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
 from blockdraft.tools.quantize.settings import QuantizeSettings
 from blockdraft.tools.quantize.text import Text
@@ -170,7 +169,7 @@ def _nearest(
     for done, (name, shape) in enumerate(shapes.items()):
         progress("rounding", done, len(shapes))
         bits, tensor = _bits(name, shape, settings), source.tensors[name].tensor()
-        yield name, tensor if bits is None else rounded(tensor, bits, group, settings.zero_points)
+        yield name, tensor if bits is None else quantize_weight(tensor, bits, group, settings.zero_points)
     progress("rounding", len(shapes), len(shapes))
 
 
@@ -298,7 +297,9 @@ class _CalibratedRounding:
         wanted, settings = self.source.wanted, self.settings
         for projection, parts in wanted.projections(number).items():
             whole: PackedLinear = getattr(layer, projection)
-            weight = compensated(whole.weight, sums[projection], settings.bits, self.group, settings.zero_points)
+            weight = quantize_weight_gptq(
+                whole.weight, sums[projection], settings.bits, self.group, settings.zero_points
+            )
             begin = 0
             for name, rows in parts:
                 yield f"{name}.weight", weight.channels(torch.arange(begin, begin + rows))
@@ -315,7 +316,9 @@ class _CalibratedRounding:
         stored = self.source.tensors[name]
         bits = _bits(name, stored.shape, self.settings)
         return (
-            stored.tensor() if bits is None else rounded(stored.tensor(), bits, self.group, self.settings.zero_points)
+            stored.tensor()
+            if bits is None
+            else quantize_weight(stored.tensor(), bits, self.group, self.settings.zero_points)
         )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.nn.rounding import DAMPING, PIECE, SHRUNK, Grid, best_grid, compensated, rounded
+from blockdraft.nn.quantization import DAMPING, PIECE, SHRUNK, Grid, best_grid, quantize_weight, quantize_weight_gptq
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -60,7 +60,7 @@ def test_the_grid_of_each_group_has_the_least_error(zero_points: bool) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_weight_is_that_of_its_grid(bits: int, zero_points: bool) -> None:
     weight = drawn(6, 64) + 0.5
-    found = rounded(weight, bits, 32, zero_points)
+    found = quantize_weight(weight, bits, 32, zero_points)
     assert (found.bits, found.group, found.offset is None) == (bits, 32, not zero_points)
     parts = weight.unflatten(1, (-1, 32))
     grid = best_grid(parts, bits, None, zero_points)
@@ -72,26 +72,30 @@ def test_a_weight_is_that_of_its_grid(bits: int, zero_points: bool) -> None:
 def test_zero_points_help_where_numbers_lie_on_one_side() -> None:
     weight = drawn(4, 32).abs()
     errors = [
-        (rounded(weight, 4, 32, zero_points).dequantize() - weight).square().sum() for zero_points in (True, False)
+        (quantize_weight(weight, 4, 32, zero_points).dequantize() - weight).square().sum()
+        for zero_points in (True, False)
     ]
     assert errors[0] < 0.5 * errors[1]
 
 
 def test_many_rows_are_rounded_in_pieces() -> None:
     weight = drawn(2 * PIECE // 64 + 3, 64)
-    found = rounded(weight, 8, 64)
+    found = quantize_weight(weight, 8, 64)
     for row in (0, PIECE // 64 - 1, PIECE // 64, len(weight) - 1):
-        assert torch.equal(found.dequantize()[row], rounded(weight[row : row + 1], 8, 64).dequantize()[0])
+        assert torch.equal(found.dequantize()[row], quantize_weight(weight[row : row + 1], 8, 64).dequantize()[0])
 
 
 def test_zeros_and_numbers_that_float16_has_no_place_for() -> None:
     weight = torch.zeros(2, 16)
-    assert not rounded(weight, 4, 8).dequantize().any() and not rounded(weight, 4, 8, True).dequantize().any()
+    assert (
+        not quantize_weight(weight, 4, 8).dequantize().any()
+        and not quantize_weight(weight, 4, 8, True).dequantize().any()
+    )
     weight[0] = 1e7
-    torch.testing.assert_close(rounded(weight, 8, 8).dequantize(), weight, rtol=1e-5, atol=0)
-    assert rounded(weight, 8, 8).scale.dtype == torch.float32
+    torch.testing.assert_close(quantize_weight(weight, 8, 8).dequantize(), weight, rtol=1e-5, atol=0)
+    assert quantize_weight(weight, 8, 8).scale.dtype == torch.float32
     moments = torch.zeros(16, 16)  # of a text that says nothing
-    assert compensated(weight, moments, 8, 8).dequantize().isfinite().all()
+    assert quantize_weight_gptq(weight, moments, 8, 8).dequantize().isfinite().all()
 
 
 def one_by_one(weight: Tensor, moments: Tensor, grid: Grid, group: int) -> Tensor:
@@ -114,18 +118,20 @@ def test_compensation_is_that_of_the_definition() -> None:
     inputs, group = 160, 32  # more than one block
     weight, x = drawn(5, inputs), drawn(400, 40, seed=1) @ drawn(40, inputs, seed=2) + 0.3 * drawn(400, inputs, seed=3)
     moments = x.T @ x
-    found = compensated(weight, moments, 4, group).dequantize()
+    found = quantize_weight_gptq(weight, moments, 4, group).dequantize()
     damped = moments.diagonal() + DAMPING * moments.diagonal().mean()
     grid = best_grid(weight.unflatten(1, (-1, group)), 4, damped.view(-1, group))
     expected = one_by_one(weight, moments, grid, group)
     assert (found != expected).float().mean() < 0.1  # near a border between codes, and then all that follows it
-    losses = [((x @ (one - weight).T) ** 2).sum() for one in (found, expected, rounded(weight, 4, group).dequantize())]
+    losses = [
+        ((x @ (one - weight).T) ** 2).sum() for one in (found, expected, quantize_weight(weight, 4, group).dequantize())
+    ]
     assert abs(losses[0] / losses[1] - 1) < 0.05 and losses[0] < 0.5 * losses[2]
 
 
 def test_inputs_that_do_not_go_together_make_up_for_nothing() -> None:
     weight = drawn(4, 64)
-    assert torch.equal(compensated(weight, torch.eye(64), 4, 32).codes, rounded(weight, 4, 32).codes)
+    assert torch.equal(quantize_weight_gptq(weight, torch.eye(64), 4, 32).codes, quantize_weight(weight, 4, 32).codes)
 
 
 @pytest.mark.parametrize("zero_points", [False, True])
@@ -135,13 +141,13 @@ def test_numbers_without_a_scale_are_refused(number: float, zero_points: bool) -
     weight[1, 3] = number
     for bits in (4, 8):
         with pytest.raises(UsageError, match="holds NaN or infinity"):
-            rounded(weight, bits, 8, zero_points)
+            quantize_weight(weight, bits, 8, zero_points)
         with pytest.raises(UsageError, match="holds NaN or infinity"):
-            compensated(weight, torch.eye(16), bits, 8, zero_points)
+            quantize_weight_gptq(weight, torch.eye(16), bits, 8, zero_points)
 
 
 def test_a_group_must_divide_the_rows() -> None:
     with pytest.raises(ValueError, match="Groups of 32 do not divide 48 inputs; 16, 8 would"):
-        rounded(drawn(2, 48), 4, 32)
+        quantize_weight(drawn(2, 48), 4, 32)
     with pytest.raises(ValueError, match="Groups of 32 do not divide 48 inputs"):
-        compensated(drawn(2, 48), torch.eye(48), 4, 32)
+        quantize_weight_gptq(drawn(2, 48), torch.eye(48), 4, 32)

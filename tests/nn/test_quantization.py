@@ -6,21 +6,21 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.nn.packed import PackedLinear
-from blockdraft.nn.quantized import (
+from blockdraft.nn.quantization import (
     InterleavedWeight,
     NestedFactors,
     QuantizedWeight,
     best_group,
     check_group,
-    joined_weights,
-    round_inputs,
+    concatenate_weights,
+    quantize_inputs,
+    quantize_weight,
 )
-from blockdraft.nn.rounding import rounded
 
 
 def weight(bits: int, group: int = 32, offset: bool = False, outputs: int = 21, groups: int = 3) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(bits + group)
-    whole = rounded(torch.randn(outputs, group * groups, generator=generator), bits, group)
+    whole = quantize_weight(torch.randn(outputs, group * groups, generator=generator), bits, group)
     if not offset:
         return whole
     shift = torch.randn(whole.scale.shape, generator=generator)
@@ -55,7 +55,7 @@ def test_products_are_those_of_the_numbers_one_by_one(bits: int, offset: bool) -
 def test_rounding_is_to_the_nearest_of_the_codes() -> None:
     given = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
     for bits, places in ((4, 8), (8, 127)):
-        own = rounded(given, bits, 16)
+        own = quantize_weight(given, bits, 16)
         assert own.group == 16 and own.shape == given.shape and own.bits == bits
         largest = given.view(9, 4, 16).abs().amax(-1, keepdim=True)
         error = (own.dequantize() - given).view(9, 4, 16).abs()
@@ -67,14 +67,14 @@ def test_rounding_is_to_the_nearest_of_the_codes() -> None:
 def test_numbers_out_of_the_range_of_float16_keep_their_scale() -> None:
     for size in (1e-9, 1e6):
         given = size * torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
-        assert float((rounded(given, 8, 32).dequantize() - given).abs().max()) < 0.01 * size * 3
-    assert torch.equal(rounded(torch.zeros(2, 32), 4, 32).dequantize(), torch.zeros(2, 32))
+        assert float((quantize_weight(given, 8, 32).dequantize() - given).abs().max()) < 0.01 * size * 3
+    assert torch.equal(quantize_weight(torch.zeros(2, 32), 4, 32).dequantize(), torch.zeros(2, 32))
 
 
 def test_a_large_channel_takes_its_precision_from_its_group_alone() -> None:
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     x[:, 5] *= 100
-    codes, factor = round_inputs(x, 32)
+    codes, factor = quantize_inputs(x, 32)
     error = (codes.view(4, 2, 32) * factor[..., None] - x.view(4, 2, 32)).abs().amax((0, 2))
     assert error[1] < 0.02 < error[0]
 
@@ -94,16 +94,16 @@ def test_weights_of_different_kinds_are_joined_without_changing_a_number() -> No
     for one in kinds:
         for other in kinds:
             parts = [weight(*each, groups=96 // each[1]) for each in (one, other)]
-            both = joined_weights(parts)
+            both = concatenate_weights(parts)
             assert both.bits == max(one[0], other[0]) and both.shape == (42, 96)
             torch.testing.assert_close(
                 both.dequantize(), torch.cat([part.dequantize() for part in parts]), rtol=1e-6, atol=1e-6
             )
     halves = [QuantizedWeight(each.codes, each.scale, each.scale, 4) for each in (weight(4), weight(4))]
-    both, mixed = joined_weights(halves), joined_weights([halves[0], weight(4, offset=True)])
+    both, mixed = concatenate_weights(halves), concatenate_weights([halves[0], weight(4, offset=True)])
     assert both.offset is not None and both.offset.dtype == torch.float16
     assert mixed.offset is not None and mixed.offset.dtype == torch.float32
-    same = joined_weights([weight(4), weight(4)])
+    same = concatenate_weights([weight(4), weight(4)])
     assert same.bits == 4 and same.group == 32 and same.offset is None and same.scale.dtype == torch.float16
 
 
@@ -161,15 +161,15 @@ def test_weights_of_nested_factors_are_packed_and_read_back(bits: int, offset: b
 def test_nested_factors_stay_nested_where_weights_are_joined() -> None:
     """As in Q4_K_M, whose queries and keys are in Q4_K, and whose values are in Q6_K without an offset."""
     parts = [of_nested(4, 32, True), of_nested(8, 16, False)]
-    both = joined_weights(parts)
+    both = concatenate_weights(parts)
     assert both.bits == 8 and both.group == 16
     assert isinstance(both.scale, NestedFactors) and isinstance(both.offset, NestedFactors) and both.scale.span == 8
     assert torch.equal(both.dequantize(), torch.cat([part.dequantize() for part in parts]))
     first = of_nested(4, 32, True)
-    assert isinstance(joined_weights([first, of_nested(4, 64, True)]).scale, NestedFactors)
+    assert isinstance(concatenate_weights([first, of_nested(4, 64, True)]).scale, NestedFactors)
     of_fewer_groups = QuantizedWeight(first.codes, nested(32, 2), nested(32, 2), 4)
     for other in (weight(4, offset=True, groups=8), of_fewer_groups, of_nested(4, 32, False)):
-        both = joined_weights([first, other])
+        both = concatenate_weights([first, other])
         assert isinstance(both.offset, torch.Tensor)
         torch.testing.assert_close(both.dequantize(), torch.cat([first.dequantize(), other.dequantize()]))
 
@@ -177,7 +177,7 @@ def test_nested_factors_stay_nested_where_weights_are_joined() -> None:
 def test_groups_that_do_not_fit_are_refused() -> None:
     assert best_group(256) == 128 and best_group(96) == 32 and best_group(24) == 8
     with pytest.raises(
-        UsageError, match="A weight of 42 inputs cannot be rounded, since no group of 8 to 128 divides them"
+        UsageError, match="A weight of 42 inputs cannot be quantized, because no group of 8 to 128 divides them"
     ):
         best_group(42)
     with pytest.raises(UsageError, match="Groups of 64 do not divide 96 inputs; 32, 16, 8 would"):
@@ -185,20 +185,20 @@ def test_groups_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UsageError, match="group is 12; it must be a multiple of 8"):
         check_group(96, 12)
     with pytest.raises(UsageError, match="do not divide"):
-        rounded(torch.randn(2, 40), 4, 32)
+        quantize_weight(torch.randn(2, 40), 4, 32)
 
 
 def test_groups_of_which_none_divides_the_other_are_joined() -> None:
     numbers = torch.randn(2, 48, generator=torch.Generator().manual_seed(0))
-    parts = [rounded(numbers, 8, group) for group in (24, 16)]
-    joined = joined_weights(parts)
+    parts = [quantize_weight(numbers, 8, group) for group in (24, 16)]
+    joined = concatenate_weights(parts)
     assert joined.group == 8
     assert torch.equal(joined.dequantize(), torch.cat([part.dequantize() for part in parts]))
 
 
 def test_other_dtypes_are_named() -> None:
     codes, scale = torch.zeros(2, 32, dtype=torch.int8), torch.ones(2, 1, dtype=torch.float16)
-    with pytest.raises(AssertionError, match="offset is torch.int32, not float16 or float32"):
+    with pytest.raises(AssertionError, match="offset is torch.int32"):
         QuantizedWeight(codes, scale, scale.int(), 4)
-    with pytest.raises(AssertionError, match="scale is torch.bfloat16, not float16 or float32"):
+    with pytest.raises(AssertionError, match="scale is torch.bfloat16"):
         QuantizedWeight(codes, scale.bfloat16(), None, 4)
