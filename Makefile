@@ -8,7 +8,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # kept: compiling sources and tests again takes each worker longer than all else before its first test.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-long lint check quick fuzz soak against try-stranger test-peers test-clients test-llamacpp test-mlx test-jax test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
+.PHONY: demo test test-long lint check quick mutants fuzz soak against test-peers test-clients test-llamacpp test-mlx test-jax test-models test-vllm test-openvino bench-engines bench-peers bench-server bench-gpu bench-sizes bench-rivals wheel clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft demo
@@ -32,6 +32,11 @@ check: .venv/.installed
 quick: .venv/.installed
 	$(PYTEST) -m "not slow and not peers and not clients and not llamacpp and not mlx and not jax and not models and not vllm and not openvino"
 
+# Mutation tests of decode, engine, formats and serving: make mutants ARGS='"blockdraft.decode.*"'; then
+# .venv/bin/mutmut results, and .venv/bin/mutmut show NAME.
+mutants: .venv/.installed
+	OMP_NUM_THREADS=1 .venv/bin/mutmut run $(ARGS)
+
 # Random cases against plain decoding, by hand; SEED=n repeats one.
 MINUTES ?= 60
 fuzz: .venv/.installed
@@ -40,10 +45,6 @@ fuzz: .venv/.installed
 # An engine under load for long, with cancellations and faults; ARGS="--help".
 soak: .venv/.installed
 	.venv/bin/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
-
-# Makes drafters for three new targets by `blockdraft fit`, as a stranger would; ARGS="--help".
-try-stranger: .venv/.installed
-	.venv/bin/python -m benchmarks.stranger $(ARGS)
 
 # Decoding speed against another commit: make against COMMIT=HEAD~1; ARGS="--help".
 against: .venv/.installed
@@ -110,8 +111,8 @@ bench-sizes: .venv/.installed
 bench-rivals: .venv/.installed
 	.venv/bin/python -m benchmarks.rivals $(ARGS)
 
-# The server under load, beside llama.cpp's, which the first run builds: make bench-server ARGS=--quick. ARGS="soak",
-# "faults" and "fuzz" try it otherwise; ARGS="--help".
+# The server under load, beside llama.cpp's, which the first run builds: make bench-server ARGS=--quick. ARGS="soak" and
+# ARGS="faults" try it otherwise; ARGS="--help".
 bench-server: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments llama_server
 	.venv/bin/python -m benchmarks.server $(ARGS)
@@ -119,11 +120,6 @@ bench-server: .venv/.installed
 # Decoding against the limits of a GPU, at the shapes of real models with random weights.
 bench-gpu: .venv/.installed
 	.venv/bin/python -m benchmarks.gpu $(ARGS)
-
-# Block-diffusion models: block sizes, strategies, and a converted model beside what it was made of. ARGS="--help";
-# ARGS="--quick --text tinyshakespeare.txt" takes ten minutes, the whole hours.
-bench-diffusion: .venv/.installed
-	.venv/bin/python -m benchmarks.diffusion $(ARGS)
 
 # A source archive and a wheel in dist/; the wheel is tried in an environment of its own.
 wheel: .venv/.installed
@@ -198,5 +194,5 @@ MLX_PEERS = mlx-dspark==0.20.3 mlx-vlm==0.7.10 dflash-mlx==0.1.8 dflash==0.1.0
 
 # Leaves the environments, those in build/peers too, and what recipes wrote to build/tiny.
 clean:
-	rm -rf build/lib build/bdist.* build/tests-cache build/models-cache build/wheel dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build/lib build/bdist.* build/tests-cache build/models-cache build/wheel mutants dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find src tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,13 +1,13 @@
-"""How near "auto" comes to the best fixed block where it begins with wrong costs: `python -m benchmarks.auto --help`.
+"""Benchmark how close "auto" comes to the best fixed block size when it starts from wrong costs.
 
 The bundled pair, made wider (`sizes/widen.py`), decodes the same prompts plainly, in blocks of several fixed sizes
-(with `--tree`, in trees of as many guesses), and with "auto", whose stored costs are none, right, halved, doubled,
-shuffled, each number at random halved, kept or doubled, or those of another machine, on which drafts cost nothing or
-as much as ten tokens. All take turns, prompt by prompt; each "auto" goes on from prompt to prompt as one engine does.
-Speed is tokens over the time of the cycles. A ratio is that of a stretch of prompts, over that of the fixed size that
-was the best in all of them. With `--temperature 2` the text cannot be guessed, and the best is plain decoding.
+(with `--tree`, in trees of that many draft tokens), and with "auto". The stored costs of "auto" are missing, right,
+halved, doubled, shuffled, randomly halved or doubled, or those of a machine where drafts cost nothing or as much as ten
+tokens. All are interleaved prompt by prompt, and each "auto" is one engine throughout. Speed is tokens over the time of
+the steps. A ratio compares a stretch of prompts with the fixed size that was best over all prompts. With
+`--temperature 2` the text cannot be predicted, and plain decoding is best.
 
-It fails where the pair does not run compiled. Written: auto.md and auto.json.
+The command fails if the pair does not run compiled. It writes auto.md and auto.json.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STRETCHES = ((0, 100), (100, 500), (500, 1 << 30))  # cycles
 
 @dataclass
 class Run:
-    """What one way of decoding did, prompt by prompt."""
+    """Results of one decoding method, prompt by prompt."""
 
     engine: Engine
     tokens: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Run:
         return sum(self.tokens[n] for n in prompts) / sum(self.seconds[n] for n in prompts)
 
     def during(self, first: int, end: int) -> list[int]:
-        """Prompts that begin after so many cycles."""
+        """Return the prompts that begin after so many steps."""
         began, found = 0, []
         for prompt, cycles in enumerate(self.cycles):
             if first <= began < end:
@@ -62,7 +62,7 @@ class Run:
 
 
 def wrong_costs(costs: Costs, tree: bool, seed: int = 0) -> dict[str, Costs]:
-    """Stored costs to begin with, by what is wrong with them."""
+    """Return stored costs to begin with, by what is wrong with them."""
     generator = random.Random(seed)
 
     def changed(plain: float, draft: Any) -> Costs:
@@ -106,7 +106,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         runs[str(size)] = Run(Engine(target, drafter, drafting=fixed_size, **room))
     for name, wrong in {"none": None, **wrong_costs(costs, given.tree)}.items():
         engine = Engine(target, drafter, drafting=drafting, **room)
-        engine.controller._costs = lambda wrong=wrong: wrong  # in the place of the file
+        engine.controller._costs = lambda wrong=wrong: wrong  # instead of the file
         runs[name] = Run(engine)
     for prompt_number, prompt in enumerate(prompts.prompts):
         params = SamplingParams(given.tokens, given.temperature, seed=prompt_number)

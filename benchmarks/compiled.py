@@ -1,12 +1,14 @@
-"""Times of the compiled kernels: products of weights of few bits or in bfloat16 by rows, and forwards behind long
-contexts, or with weights that are mapped from the cache folder against those that are not.
+"""Benchmark the compiled kernels.
+
+`products` times quantized and bfloat16 matrix products by number of rows, `contexts` forward passes behind long
+contexts, and `mapped` forward passes with weights mapped from the cache folder and with weights in memory.
 
     python -m benchmarks.compiled products [--processors native,x86-64-v3] [--bits 4|8|16] [--group 128] [--rows 1,4,8]
     python -m benchmarks.compiled contexts [--contexts 256,8192] [--nodes 1,4,8] [--width 4]
     python -m benchmarks.compiled contexts --target MODEL [--processors native,x86-64-v3] [--contexts 256] [--nodes 1,5]
     python -m benchmarks.compiled mapped [--contexts 256] [--nodes 1,4] [--width 8]
 
-Ways take turns; milliseconds, minimum / median.
+Runs are interleaved; times are in milliseconds, minimum / median.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.harness.command import Parser, in_words, listed
+from benchmarks.harness.interleaving import time_interleaved
 from benchmarks.harness.models import forward_calls, milliseconds
-from benchmarks.harness.turns import time_in_turns
 from benchmarks.sizes.widen import TARGET, widen
 from blockdraft.kernels.cpu import build
 from blockdraft.kernels.cpu.build import begun
@@ -128,7 +130,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder, in_words():
         calls = {"products": products, "contexts": contexts, "mapped": mapped}[options.what](options, Path(folder))
-        for (way, what), seconds in time_in_turns(calls, options.rounds).items():
+        for (way, what), seconds in time_interleaved(calls, options.rounds).items():
             print(f"{way:24} {what:20} {milliseconds(seconds, '{:8.2f} / {:.2f}')}")
 
 

@@ -1,10 +1,10 @@
-"""Number of answers that change with drafts and batches, and the price of `exact`.
+"""Count outputs that change with drafting and batches, and measure the price of `exact`.
 
     python benchmarks/exactness.py --prompts FILE [--limit 24] [--tokens 64] [--dtype bfloat16] [--json FILE]
 
-The bundled pair decodes the prompts greedily, uncompiled, by both backends, with and without `exact`. Answers are
-counted that differ from plain decoding of each prompt alone by the same target. Speeds are tokens a second over all
-prompts; ways take turns on each prompt, or on each group for batches. Prints a table; `--json` writes the figures.
+The bundled pair decodes the prompts greedily, uncompiled, with both backends, with and without `exact`. Outputs are
+compared with plain decoding of each prompt alone by the same target. Speeds are tokens per second over all prompts;
+methods are interleaved by prompt, or by batch. `--json` writes the figures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.targets import load_target
 from blockdraft.types import Drafting, SamplingParams
 
-WAYS = {  # rows of a batch, whether the drafter guesses, how far
+WAYS = {  # rows of a batch, whether a drafter drafts, how far
     "plain": (1, False, Drafting(None)),
     "chain": (1, True, Drafting(block_size=4)),
     "tree of 16": (1, True, Drafting(tree_budget=16)),
@@ -52,8 +52,8 @@ def main() -> None:
             how = {"compile": "off", "threads": options.threads, "exact": exact}
             target = load_target("bundled", options.dtype, "cpu", backend, **how)
             loading[target.running] = time.perf_counter() - began
-            for way, (rows, draft_tokens, drafting) in WAYS.items():
-                drafter = load_drafter(None if draft_tokens else "none", target=target)
+            for way, (rows, drafts, drafting) in WAYS.items():
+                drafter = load_drafter(None if drafts else "none", target=target)
                 engines[target.running, way] = Engine(target, drafter, rows, drafting)
     answers: dict[tuple[str, str], list[list[int]]] = {key: [] for key in engines}
     seconds = dict.fromkeys(engines, 0.0)

@@ -1,12 +1,13 @@
-"""Decoding of a GGUF file, beside llama.cpp on the same file:
+"""Benchmark decoding of a GGUF file, beside llama.cpp on the same file.
 
     python -m benchmarks.files MODEL.gguf --llama build/peers/llama_cpp/build/llama_peer [--processor x86-64-v3]
     python -m benchmarks.files MODEL.gguf --llama PROGRAM --drafter DRAFTER.gguf --prompts FILE --limit 4 --tokens 96
 
-Each round decodes a few prompts greedily and reads one of 512 tokens, ours and llama.cpp's in turns, one stream; with a
-drafter also as both draft, with it and from the text alone. Prompts that we answer in a loop are left out. `make
-bench-peers` builds the program for this processor; for --processor it has to be built alike. llama.cpp's keys and
-values are in float16, its default. `python -m benchmarks.start` measures memory and the time to a first token.
+Each round decodes a few prompts greedily and prefills one of 512 tokens. Our runs and llama.cpp's are interleaved, one
+sequence at a time. With a drafter, both also draft: with it, and by lookup in the text alone. Prompts with repetitive
+outputs are left out. `make bench-peers` builds llama.cpp's program for this processor; build it the same way for
+--processor. llama.cpp's KV cache is float16, its default. `python -m benchmarks.start` measures memory and the time to
+the first token.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from benchmarks.harness.command import CORES, Parser, in_words
+from benchmarks.harness.interleaving import interleaved
 from benchmarks.harness.process import PeerError, PeerProcess
 from benchmarks.harness.report import table
-from benchmarks.harness.turns import in_turns
 from blockdraft.cli.display import progress
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine, loops
@@ -78,7 +79,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def prompts(target: Target, files: Sequence[Path] | None = None, limit: int | None = None) -> list[list[int]]:
-    """Token ids of the prompts, or of a few questions, and a long prompt, which comes last."""
+    """Return the token ids of the prompts, or of a few questions, and of a long prompt at the end."""
     asked = [prompt for one in read_prompt_sets(files, limit) for prompt in one.prompts] if files else QUESTIONS
     found = [encode(prompt, target) for prompt in asked]
     long = [token for each in found for token in each]
@@ -113,7 +114,7 @@ def named(way: str) -> Iterator[None]:
 
 
 def their_ways(drafter: Path | None) -> dict[str, dict[str, Any]]:
-    """Settings of `llama_peer` that each of llama.cpp's ways to decode adds."""
+    """Return the settings that each decoding method of llama.cpp adds to `llama_peer`."""
     if drafter is None:
         return {THEIRS: {}}
     found: dict[str, dict[str, Any]] = {THEIRS: {}}
@@ -127,7 +128,7 @@ def their_ways(drafter: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def our_ways(target: Target, drafter: Path | None) -> dict[str, Engine]:
-    """Engines of our ways to decode."""
+    """Return the engines of our decoding methods."""
     named = {OURS: "none"}
     if drafter is not None:
         named |= {f"{OURS} drafter": str(drafter), f"{OURS} prompt_lookup+drafter": f"prompt_lookup+{drafter}"}
@@ -135,7 +136,7 @@ def our_ways(target: Target, drafter: Path | None) -> dict[str, Engine]:
 
 
 def usable(plain: Engine, asked: Sequence[list[int]], tokens: int) -> list[list[int]]:
-    """Prompts whose answers have tokens to be timed, and do not loop. Raises ValueError where there are none."""
+    """Return the prompts with outputs to time that are not repetitive. Raises ValueError if there are none."""
     answers = [answer.token_ids for answer in plain.generate(asked, SamplingParams(tokens))]
     kept = [prompt for prompt, ids in zip(asked, answers, strict=True) if len(ids) > 2 and not loops(ids)]
     if not kept:
@@ -147,7 +148,7 @@ def usable(plain: Engine, asked: Sequence[list[int]], tokens: int) -> list[list[
 
 
 def report(found: dict[str, list[list[Answer]]], longs: dict[str, list[float]]) -> str:
-    """Figures of each way: answers by round, and seconds to read the long prompt. Ratios are taken within a round."""
+    """Return the figures of each method: responses by repeat, and the prefill time of the long prompt."""
     rates = {
         way: [sum(each.tokens for each in one) / (sum(each.seconds for each in one) or 1.0) for one in rounds]
         for way, rounds in found.items()
@@ -169,7 +170,8 @@ def report(found: dict[str, list[list[Answer]]], longs: dict[str, list[float]]) 
     ]
     over = statistics.median(a / b for a, b in zip(*(rates[way] for way in best), strict=True))
     told = (
-        f"tau: tokens a forward of the target. We draft as far as pays (auto), {THEIRS} as many guesses as behind the :"
+        f"tau: tokens per target forward pass. We draft as far as it pays (auto); {THEIRS} drafts as many tokens "
+        "as stand behind the colon."
     )
     return f"{table(header, rows)}\n\n{told}\nFastest: {' over '.join(best)}: {over:.2f} times"
 
@@ -200,7 +202,7 @@ def main(words: Sequence[str] | None = None) -> None:
         found: dict[str, list[list[Answer]]] = {way: [[] for _ in range(options.rounds)] for way in ways}
         longs: dict[str, list[float]] = {way: [] for way in ways}
         with progress("answers") as shown:
-            for done, (repeat, (prompt, tokens), way) in enumerate(in_turns(tasks, list(ways), options.rounds + 1)):
+            for done, (repeat, (prompt, tokens), way) in enumerate(interleaved(tasks, list(ways), options.rounds + 1)):
                 with named(way):
                     answer = ways[way](prompt, tokens)
                 shown("decoding", done + 1, len(tasks) * len(ways) * (options.rounds + 1))

@@ -1,12 +1,12 @@
-"""Start and memory of one command: `python -m benchmarks.start MODEL.gguf`.
+"""Benchmark start-up time and memory of single commands: `python -m benchmarks.start MODEL.gguf`.
 
-Measured are `import torch`, the commands that need no model, and `blockdraft generate` of one token; with --llama
-PROGRAM (the `llama_peer` that `make bench-peers` builds) llama.cpp, too, on the same file. Warm runs take turns, and of
-each column the least counts. With --cold a run of each comes first for which the system has dropped the model's file,
-and ours its packed weights as well; other files, such as torch's, stay in memory.
+It measures `import torch`, the commands that need no model, and `blockdraft generate` of one token; with --llama
+PROGRAM (the `llama_peer` that `make bench-peers` builds) also llama.cpp on the same file. Warm runs are interleaved,
+and the minimum of each column counts. With --cold, each is first run after the system has dropped the model's file, and
+our packed weights, from memory; other files, such as torch's, stay.
 
-Seconds are those of the clock, and CPU seconds those of all threads, which other programs disturb less. Memory is the
-largest resident set, mapped files included.
+Seconds are wall-clock; CPU seconds are those of all threads, which other programs disturb less. Memory is the largest
+resident set, with mapped files.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def forget(path: Path) -> None:
 
 
 def commands(options: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
-    """Commands and their inputs, by what the table calls them."""
+    """Return commands and their inputs, by their names in the table."""
     ours = [sys.executable, "-m", "blockdraft"]
     found = {"import torch": ([sys.executable, "-c", "import torch"], "")}
     found |= {f"blockdraft {name}": ([*ours, *name.split()], "") for name in IDLE}

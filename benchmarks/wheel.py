@@ -1,9 +1,9 @@
-"""Makes a source archive and a wheel in dist/, and tries the wheel: `make wheel`.
+"""Build a source archive and a wheel in dist/, and try the wheel: `make wheel`.
 
 The wheel holds kernels compiled for common processors (`kernels/cpu/prebuilt.py`). It is built in `build/wheel` from
-the files that git tracks, so that no library lies in the working tree. Then it is installed there into a new
-environment, which takes all other packages from the present one, and decodes with the bundled pair in an empty folder,
-with an empty cache and a compiler that fails. The status is 1 where a check fails.
+the files that git tracks, so no library stays in the working tree. It is then installed into a new environment, which
+takes all other packages from the present one, and decodes with the bundled pair: in an empty folder, with an empty
+cache and a compiler that fails. The status is 1 where a check fails.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ print(*{line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.rp
 
 
 def tracked() -> list[str]:
-    """Files of the package that git knows."""
+    """Return the files of the package that git tracks."""
     command = ["git", "ls-files", "-z", *PACKED]
     found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     return [name for name in found if name and (ROOT / name).exists()]
@@ -58,7 +58,7 @@ def setuptools(tree: Path, what: str, *options: str) -> Path:
 
 
 def packed(names: Iterable[str]) -> tuple[Path, Path]:
-    """The source archive of these files, and the wheel made of it."""
+    """Build the source archive of these files, and the wheel from it."""
     tree = WORK / "tree"
     for name in names:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def packed(names: Iterable[str]) -> tuple[Path, Path]:
     with tarfile.open(source) as archive:
         archive.extractall(WORK, filter="data")
     tree = WORK / source.name.removesuffix(".tar.gz")
-    libraries = tree / "src" / "blockdraft" / "cpu" / "libraries"
+    libraries = tree / "src" / "blockdraft" / "kernels" / "cpu" / "libraries"
     make(os.environ.get("CC") or "gcc", libraries)
     content = b"".join(path.read_bytes() for path in libraries.iterdir())
     needed = max(map(int, re.findall(rb"GLIBC_2\.(\d+)", content)))

@@ -283,7 +283,7 @@ def test_bodies_are_requests() -> None:
         assert read == body
 
 
-def test_metrics_are_told() -> None:
+def test_metrics_are_documented() -> None:
     """Each of the server's metrics stands in the docs, and nothing else does."""
     gauges = ("num_requests_running", "num_requests_waiting", "drafting_on")
     families = list(Metrics({name: ("", lambda: 0.0) for name in gauges}).collect())

@@ -23,7 +23,7 @@ with held(Path(sys.argv[1]), "training"):
 """
 
 
-def test_another_process_is_told_who_holds_it_until_it_is_killed(tmp_path: Path) -> None:
+def test_another_process_learns_who_holds_it_until_it_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "build" / "drafter"
     environment = os.environ | {"PYTHONPATH": str(Path(folders.__file__).parents[1])}
     holder = subprocess.Popen(
@@ -58,7 +58,7 @@ def test_a_lock_is_gone_before_another_process_may_take_it(tmp_path: Path, monke
     assert left[0] == []
 
 
-def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(ValueError, match="cannot be written .*choose another folder for --out"),

@@ -7,7 +7,7 @@ import torch
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.types import SamplingParams
 
-Tree = list[tuple[int, int, float]]  # token, parent and chance of each guess
+Tree = list[tuple[int, int, float]]  # token, parent and probability of each draft token
 
 
 def proposal(*rows: Tree) -> Proposal:

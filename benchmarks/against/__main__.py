@@ -1,11 +1,12 @@
-"""Decoding speed of the working tree against another commit: `python -m benchmarks.against COMMIT`.
+"""Compare decoding speed with another commit: `python -m benchmarks.against COMMIT`.
 
-Each tree loads the bundled pair in a process of its own, and they take turns on the same prompts: old new new old,
-again and again. The first turn of each does not count. Speed is all tokens of the answers over the time of `generate`,
-prompts included; a ratio is that of two neighbours in time. Host time is the part of a plain cycle outside the target's
-forward.
+Each tree loads the bundled pair in its own process, and both are interleaved on the same prompts: old new new old,
+repeated. The first measurement of each does not count. Speed is all tokens over the time of `generate`, prefill
+included; a ratio is that of two neighbours in time. Host time is the part of a plain step outside the target's forward
+pass.
 
-It fails where a pair does not run compiled (unless `--backend hf`). Written: against.md and against.json.
+The command fails if a pair does not run compiled (unless `--backend hf`) or tokens differ. It writes against.md and
+against.json.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import turns
+from benchmarks.harness import interleaving
 from benchmarks.harness.command import PROMPTS, ROOT, Parser, in_words, listed
 from benchmarks.harness.process import PeerProcess
 from benchmarks.harness.report import table, write_files
@@ -29,7 +30,7 @@ from blockdraft.engine import loops
 from blockdraft.evaluation.prompts import read_prompt_sets
 
 METHODS = ("plain", "chain", "tree")
-LEAST = 4  # prompts of a measurement, one after the other where the batch is smaller
+LEAST = 4  # prompts per measurement, one after the other if the batch is smaller
 PATIENCE = 3600.0
 HEADER = (
     "", "batch", "old, tokens/s", "new, tokens/s", "new / old (95 % interval)", "host, old", "host, new", "same tokens",
@@ -38,7 +39,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement of one tree, as its child answered."""
+    """One measurement of one tree."""
 
     seconds: float
     host_seconds_per_forward: float | None
@@ -51,16 +52,16 @@ class Sample:
 
 
 def child(root: Path, backend: str, threads: int | None, log: Path) -> PeerProcess:
-    """The process of one tree."""
+    """Start the process of one tree."""
     command = [sys.executable, str(Path(__file__).with_name("child.py"))]
-    # Without pulled models, of which one would be the default in the place of the bundled pair.
+    # A cache without pulled models, so that the bundled pair is the default.
     environment = {"PYTHONPATH": str(root / "src"), "BLOCKDRAFT_CACHE": str(ROOT / "build/against-cache")}
     return PeerProcess(command, {"backend": backend}, threads, log, PATIENCE, environment=environment, cwd=root)
 
 
 @contextmanager
 def checked_out(commit: str, root: Path = ROOT) -> Iterator[Path]:
-    """A working tree of a commit, in a temporary folder."""
+    """Check out a commit into a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="against-") as place:
         tree = Path(place) / "tree"
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), commit], cwd=root, check=True)
@@ -79,7 +80,7 @@ def compare(
     tokens: int,
     rounds: int,
 ) -> Iterator[dict[str, Any]]:
-    """Summary of each method at each batch size."""
+    """Yield the summary of each method at each batch size."""
     for method in methods:
         for size in sizes:
             asked = {"method": method, "rows": size, "tokens": tokens}
@@ -87,22 +88,22 @@ def compare(
             for tree in (old, new):  # warm-up
                 tree.ask("measure", asked)
             samples: dict[int, list[Sample]] = {0: [], 1: []}
-            for _, _, which in turns.in_turns(["all"], [0, 1], 2 * rounds):
+            for _, _, which in interleaving.interleaved(["all"], [0, 1], 2 * rounds):
                 samples[which].append(Sample(**(old, new)[which].ask("measure", asked)))
             yield summary(method, size, *samples.values())
 
 
 def summary(method: str, size: int, old: Sequence[Sample], new: Sequence[Sample]) -> dict[str, Any]:
-    """Medians and ratios of samples; the i-th of one tree was taken beside the i-th of the other."""
+    """Return medians and ratios. Sample i of one tree was taken next to sample i of the other."""
     ratios = [mine.speed / before.speed for before, mine in zip(old, new, strict=True)]
     found: dict[str, Any] = {"method": method, "rows": size}
     for name, own in (("old", old), ("new", new)):
         hosts = [1e6 * s.host_seconds_per_forward for s in own if s.host_seconds_per_forward is not None]
         found[f"{name}_tokens_per_second"] = median(sample.speed for sample in own)
-        found[f"{name}_host_microseconds"] = turns.median(hosts)
+        found[f"{name}_host_microseconds"] = interleaving.median(hosts)
     return found | {
         "ratio": median(ratios),
-        "interval": list(turns.interval(ratios)),
+        "interval": list(interleaving.interval(ratios)),
         "identical": all(sample.answers == old[0].answers for sample in [*old, *new]),
         "looping": sum(map(loops, new[0].answers)),
         "answers": len(new[0].answers),
@@ -111,12 +112,12 @@ def summary(method: str, size: int, old: Sequence[Sample], new: Sequence[Sample]
 
 
 def line(found: dict[str, Any]) -> list[str]:
-    """Cells of a summary."""
+    """Return the table cells of a summary."""
     speeds = [f"{found[f'{tree}_tokens_per_second']:.1f}" for tree in ("old", "new")]
-    # Where guesses are made the drafter's time is in it too, so that it says nothing of the host.
+    # With a drafter, this time includes the drafter's and says nothing about the host.
     hosts = [found[f"{tree}_host_microseconds"] if found["method"] == "plain" else None for tree in ("old", "new")]
     same = "yes" if found["identical"] else "NO"
-    same += f", {found['looping']} of {found['answers']} loop" if found["looping"] else ""
+    same += f", {found['looping']} of {found['answers']} repetitive" if found["looping"] else ""
     ratio = f"{found['ratio']:.3f} ({found['interval'][0]:.3f} to {found['interval'][1]:.3f})"
     return [found["method"], str(found["rows"]), *speeds, ratio, *(f"{h:.0f} us" if h else "" for h in hosts), same]
 
@@ -124,12 +125,12 @@ def line(found: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = Parser(__doc__, out=ROOT / "build" / "against")
     add, known = parser.add_argument, ",".join(METHODS)
-    add("commit", help="what to compare with")
+    add("commit", help="the commit to compare with")
     add("--backend", choices=("native", "hf"), default="native")
     add("--methods", type=listed(known=METHODS), default=known, help=f"of {known}")
     add("--rows", type=listed(int), default="1,4,16", help="batch sizes (1,4,16)")
-    add("--tokens", type=int, default=96, help="most new tokens of an answer (96)")
-    add("--rounds", type=int, default=8, help="turns old new new old (8)")
+    add("--tokens", type=int, default=96, help="most new tokens per prompt (96)")
+    add("--rounds", type=int, default=8, help="rounds of old new new old (8)")
     add("--threads", type=int, help="OMP_NUM_THREADS of both")
     add("--prompts", type=Path, default=PROMPTS, help='JSON lines {"prompt": ...} or {"turns": [...]}')
     args = parser.parse()
@@ -142,8 +143,8 @@ def main() -> int:
         )
         header = (
             f"The bundled pair, old: {args.commit} ({old.about['running']}); new: the working tree "
-            f"({new.about['running']}). Greedy answers of up to {args.tokens} tokens, {2 * args.rounds} pairs of "
-            "measurements a row.\n\n"
+            f"({new.about['running']}). Greedy responses of up to {args.tokens} tokens, {2 * args.rounds} pairs "
+            "of measurements a row.\n\n"
         )
         found = list[dict[str, Any]]()
         for one in compare(old, new, args.methods, args.rows, given.prompts, args.tokens, args.rounds):

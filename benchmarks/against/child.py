@@ -1,4 +1,4 @@
-"""The child of `benchmarks.against`, which runs in either tree and speaks the protocol of the peers.
+"""The process of `benchmarks.against` that runs in either tree and speaks the protocol of the peers.
 
 It uses only names that both trees have: `load_target`, `load_drafter`, `Engine`, `Drafting`, `SamplingParams`,
 `generate`, and of completions `token_ids` and `stats.committed`.
@@ -21,7 +21,7 @@ ATTEMPTS, PAUSE_SECONDS = 40, 3.0  # the compiler may still be running
 
 
 class Warnings(logging.Handler):
-    """Collects warnings of blockdraft, such as of a drafter that runs uncompiled."""
+    """Collects warnings of blockdraft, such as that a drafter runs uncompiled."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -46,7 +46,7 @@ class Timed:
 
 
 def load(backend: str) -> tuple[Any, dict[str | None, Any]]:
-    """The bundled pair. Raises a RuntimeError where it is not compiled though it should be."""
+    """Load the bundled pair. Raises a RuntimeError if it should run compiled and does not."""
     warnings = Warnings()
     logging.getLogger("blockdraft").addHandler(warnings)
     for _ in range(ATTEMPTS):
@@ -78,7 +78,7 @@ def main() -> None:
         began = time.perf_counter()
         completions = engines[cell].generate(asked["prompts"], SamplingParams(asked["tokens"]))
         seconds = time.perf_counter() - began
-        # Rows of a batch share their cycles, so the forwards are counted and not the rows' cycles.
+        # Sequences of a batch share forward passes, so count these and not the steps of each sequence.
         host = (seconds - forward.seconds) / forward.calls if forward.calls else None
         answer = {
             "seconds": seconds,

@@ -56,7 +56,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def at_context(
     target: Target, drafter: DFlashDrafter, shape: Shape, context: int, bandwidth: float, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Results of one context."""
+    """Measure one context."""
     alone, drafted = Probe(target, NoDrafter()), Probe(target, drafter)
     whole, one = Plan(drafter.block_size, [PARAMS]), Plan(1, [PARAMS])
     plans = {f"block {n}": Plan(n, [PARAMS]) for n in args.blocks if n <= drafter.block_size}
@@ -82,7 +82,7 @@ def at_context(
 
 
 def page(found: dict[str, Any], command: str) -> str:
-    """All results as Markdown."""
+    """Return all results as Markdown."""
     machine = found["hardware"]["gpu"] or found["hardware"]["cpu"]
     parts = [
         "# Decoding against the limits of the device",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness.turns import time_in_turns
+from benchmarks.harness.interleaving import time_interleaved
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
@@ -47,12 +47,12 @@ class Cycle:
 
 
 class Forced:
-    """A drafter whose draft passes run as usual, and whose guesses are then replaced to be right as often as asked.
+    """A drafter that runs its draft passes as usual, and replaces the draft tokens to be right as often as asked.
 
     Args:
         inner: The drafter; it drafts chains.
         answer: The target's coming tokens.
-        right: Numbers of right guesses in each cycle, used cyclically.
+        right: Numbers of right draft tokens in each cycle, used cyclically.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class Forced:
 
 
 def copy_bandwidth(device: torch.device, repeats: int) -> float:
-    """Bytes read and written per second by a large copy."""
+    """Return the bytes that a large copy reads and writes per second."""
     size = COPIED_BYTES.get(device.type, COPIED_BYTES["cpu"])
     source = torch.ones(size, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
-    times = time_in_turns({"copy": lambda: copy.copy_(source)}, repeats, warm_up=1, clock=clock(device))
+    times = time_interleaved({"copy": lambda: copy.copy_(source)}, repeats, warm_up=1, clock=clock(device))
     return 2 * size / min(times["copy"])
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """Wall time once the device is idle."""
+    """Return a clock that waits until the device is idle."""
 
     def now() -> float:
         if device.type == "cuda":
@@ -100,15 +100,15 @@ def clock(device: torch.device) -> Callable[[], float]:
 
 
 def room(probe: Probe, plan: Plan, cycles: int) -> int:
-    """Slots after a context for this number of cycles, with the nodes of the last one."""
+    """Return the KV slots that these steps need after the context, with the nodes of the last one."""
     return cycles * probe.drafter.block_size + plan.tree_budget
 
 
 def cycle(probe: Probe, context: int, plan: Plan, repeats: int) -> Cycle:
-    """Cycles of this plan behind a context."""
+    """Time steps of this plan behind a context."""
     runner, rows = probe.rows(1, context, room(probe, plan, 2 * repeats + 2))
     now = clock(probe.target.device)
-    totals = time_in_turns({"step": lambda: runner.step(rows, plan)}, repeats, warm_up=2, clock=now)["step"]
+    totals = time_interleaved({"step": lambda: runner.step(rows, plan)}, repeats, warm_up=2, clock=now)["step"]
     parts = []
     for _ in range(repeats):
         with listening(now) as heard:
@@ -122,7 +122,7 @@ def cycle(probe: Probe, context: int, plan: Plan, repeats: int) -> Cycle:
 
 
 def forced_rate(target: Target, drafter: DFlashDrafter, context: int, tau: float, cycles: int) -> tuple[float, float]:
-    """Tokens per second, and per cycle, when guesses are right as often as `tau` says.
+    """Return tokens per second, and per step, when draft tokens are right as often as `tau` says.
 
     The latter falls short of `tau` where the target decides otherwise inside a block than alone, as bfloat16 and the
     nearly equal logits of random weights make it do.
@@ -146,7 +146,7 @@ def forced_rate(target: Target, drafter: DFlashDrafter, context: int, tau: float
 
 
 def idle_share(probe: Probe, context: int, plan: Plan) -> float | None:
-    """Share of the time of some cycles in which no kernel ran on the device; None without a GPU."""
+    """Return the share of the time in which no kernel ran on the device, or None without a GPU."""
     if probe.target.device.type != "cuda":
         return None
     runner, rows = probe.rows(1, context, room(probe, plan, PROFILED_CYCLES + 2))
@@ -162,7 +162,7 @@ def idle_share(probe: Probe, context: int, plan: Plan) -> float | None:
 
 
 def gaps(spans: Sequence[tuple[float, float]]) -> float | None:
-    """Share of the time from the first start to the last end in which none of the spans ran."""
+    """Return the share of the time from the first start to the last end in which none of the spans ran."""
     if not spans:
         return None
     busy, reached = 0.0, min(start for start, _ in spans)

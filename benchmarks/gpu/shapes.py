@@ -59,7 +59,7 @@ SHAPES = read_shapes(Path(__file__).with_name("shapes.toml"))
 
 
 def draft_config(shape: Shape) -> DraftConfig:
-    """Configuration of a drafter whose layers are those of its target."""
+    """Return the configuration of a drafter whose layers have the shape of its target's."""
     config = shape.target
     sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
     return DraftConfig(
@@ -113,7 +113,7 @@ def _native(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def bytes_per_token(target: Target, config: PretrainedConfig, context: int) -> float:
-    """Bytes that one plain step has to read: weights that take part in it, and keys and values of the context.
+    """Return the bytes that one plain step reads: the weights that take part in it and the KV cache of the context.
 
     Of an embedding table that is not the head one row is read, and of the experts those that a token is sent to.
     """

@@ -1,5 +1,7 @@
-"""Quick checks of a device: its tokens against the CPU's, drafted against plain ones, and a plain step against the
-bandwidth of its memory."""
+"""Quick checks of a device.
+
+Its tokens are compared with the CPU's, drafted tokens with plain ones, and a plain step with the memory bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ class Check:
 
 
 def answers(drafts: str, dtype: str, device: torch.device | str, **how: Any) -> list[list[int]]:
-    """Tokens of the bundled pair, greedy and sampled."""
+    """Return tokens of the bundled pair, greedy and sampled."""
     target = load_target(BUNDLED, dtype, device, **how)
     drafter, drafting = DRAFTS[drafts]
     with Engine(target, load_drafter(drafter, target=target), len(PROMPTS), drafting) as engine:
@@ -57,13 +59,13 @@ def answers(drafts: str, dtype: str, device: torch.device | str, **how: Any) -> 
 
 
 def same(found: list[list[int]], expected: list[list[int]]) -> tuple[bool, str]:
-    """Whether all answers are the same, and in words."""
+    """Return whether all responses are equal, and say it in words."""
     equal = sum(ours == theirs for ours, theirs in zip(found, expected, strict=True))
     return equal == len(expected), f"{equal} of {len(expected)} answers are the same"
 
 
 def checks(device: torch.device) -> Iterator[Check]:
-    """All checks, one after the other."""
+    """Yield all checks."""
     ways = {"native": EAGER, "hf": {"backend": "hf"}}
     if device.type == "cuda":
         ways["captured"] = {"backend": "native", "compile": "on"}

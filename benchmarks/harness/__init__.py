@@ -1,1 +1,1 @@
-"""Parts that all benchmarks share: command lines, records, processes, turns and ratios, tables and pictures."""
+"""Shared parts of the benchmarks: command lines, records, processes, interleaved runs, tables and pictures."""

@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
     Args:
         doc: Description.
         out: Default of --out.
-        quick: Defaults of a run that only shows that all works; adds --quick.
+        quick: Defaults of a run that only shows that everything works; adds --quick.
         resumes: Whether results are kept between runs; adds --anew.
         threads: Default of --threads; None leaves the option out.
     """
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def listed(kind: Callable[[str], Any] = str, known: Collection[Any] = ()) -> Callable[[str], list[Any]]:
-    """Type of an option that takes several values with commas between them; unknown ones are refused."""
+    """Return the type of an option of comma-separated values. Unknown values are refused."""
 
     def read(text: str) -> list[Any]:
         try:
@@ -98,14 +98,14 @@ def add_settings(parser: argparse.ArgumentParser, kind: type, title: str | None 
 
 
 def read_options(kind: type[S], given: argparse.Namespace, **defaults: Any) -> S:
-    """Settings as the options of `add_settings` say, with these in the place of some defaults."""
+    """Return the settings that the options of `add_settings` name, with other defaults for some."""
     named = {field.name: getattr(given, field.name) for field in fields(kind)}
     read = read_settings(kind, flags={name: text for name, text in named.items() if text is not None})
     return replace(read, **{name: value for name, value in defaults.items() if named[name] is None})
 
 
 def command_line(module: str) -> str:
-    """The present command line for a published page, with names in the place of paths."""
+    """Return this command line for a published page, with paths cut to names."""
     return shlex.join(["python", "-m", module, *(Path(word).name if "/" in word else word for word in sys.argv[1:])])
 
 
@@ -115,7 +115,7 @@ def tell(text: str) -> None:
 
 
 def digest(values: Any) -> str:
-    """Short hash of a value that JSON can hold, or of a file's content."""
+    """Return a short hash of a JSON value, or of a file's content."""
     content = values.read_bytes() if isinstance(values, Path) else json.dumps(values).encode()
     return hashlib.sha256(content).hexdigest()[:16]
 

@@ -15,7 +15,7 @@ CHUNK = 512  # tokens of a context that are read at a time
 
 
 def why_uncompiled(target: Any, *drafters: Any) -> str | None:
-    """Why a target or one of its drafters does not run compiled, None where all do."""
+    """Return why a target or one of its drafters does not run compiled, or None if all do."""
     if getattr(target, "compiled", None) is None:
         return f"the target is not compiled: {target.backend_reason or 'there is no reason'}"
     for drafter in drafters:
@@ -25,8 +25,7 @@ def why_uncompiled(target: Any, *drafters: Any) -> str | None:
 
 
 def forward_calls(target: Any, context: int, nodes: Iterable[int]) -> dict[int, Callable[[], Any]]:
-    """Calls of the target's forward over chains of so many nodes behind random text, which gives keys and values of an
-    ordinary size."""
+    """Return calls of the target's forward pass over chains of each number of nodes, behind random text."""
     nodes, generator = list(nodes), torch.Generator().manual_seed(0)
     cache = target.new_cache(1, context + max(nodes))
     for begin in range(0, context, CHUNK):
@@ -39,5 +38,5 @@ def forward_calls(target: Any, context: int, nodes: Iterable[int]) -> dict[int, 
 
 
 def milliseconds(seconds: Sequence[float], form: str = "{:.2f}/{:.2f}") -> str:
-    """Least and median of some times."""
+    """Format the minimum and the median of some times."""
     return form.format(1e3 * min(seconds), 1e3 * statistics.median(seconds))

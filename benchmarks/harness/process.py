@@ -23,7 +23,7 @@ class PeerError(Exception):
 
 
 def peak_bytes(process: int) -> int:
-    """Peak memory of a process, mapped files included; 0 where the system does not tell."""
+    """Return the peak memory of a process with its mapped files, or 0 if the system does not report it."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:
@@ -33,7 +33,7 @@ def peak_bytes(process: int) -> int:
 
 
 def last_words(log: Path, status: int | None) -> str:
-    """How a process ended: its status and the last line of its log."""
+    """Return how a process ended: its status and the last line of its log."""
     told = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return f"it ended with {status}: {told[-1] if told else 'no message'}"[:REASON_LENGTH]
 
@@ -50,8 +50,8 @@ class PeerProcess:
         environment: Further variables.
 
     Attributes:
-        about: What it tells about itself.
-        answers: Names of the requests that it tells it answers.
+        about: Versions and settings that it reports.
+        answers: Names of the requests that it answers.
         start_seconds: From starting it until it was ready.
 
     Raises:
@@ -100,7 +100,7 @@ class PeerProcess:
         self.start_seconds = time.monotonic() - began
 
     def ask(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer to a request. Raises PeerError where the process fails, ends or exceeds its patience."""
+        """Ask a request. Raises PeerError if the process fails, ends or exceeds its patience."""
         assert self._process.stdin is not None
         with suppress(OSError):  # if it has ended, reading tells why
             self._process.stdin.write(json.dumps({name: request}) + "\n")
@@ -165,7 +165,7 @@ class Processes(ExitStack):
         self.missing: dict[Any, str] = {}
 
     def started(self, key: Any) -> PeerProcess | None:
-        """The process of a key, None where it is missing."""
+        """Return the process of a key, or None if it is missing."""
         if key not in self.running and key not in self.missing:
             try:
                 self.running[key] = self.enter_context(self._start(key))
@@ -174,7 +174,7 @@ class Processes(ExitStack):
         return None if key in self.missing else self.running[key]
 
     def ask(self, key: Any, name: str, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Answer of a process, None where it is missing or fails."""
+        """Ask a process. Returns None if it is missing or fails."""
         if (process := self.started(key)) is None:
             return None
         try:
@@ -191,7 +191,7 @@ class Processes(ExitStack):
         progress: Progress,
         key: Callable[[W], Any] = lambda way: way,
     ) -> None:
-        """Do steps of `turns.in_turns`. Each way first warms up on the first of its tasks.
+        """Do the steps of `interleaving.interleaved`. Each method first warms up on the first of its tasks.
 
         Args:
             request: Request for a task that is done in a way.

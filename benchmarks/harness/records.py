@@ -24,7 +24,7 @@ R = TypeVar("R", bound=Record)
 
 
 def whole_lines(path: Path) -> list[str]:
-    """Lines of a file, none where it does not exist. A last line without an end was cut off and is removed."""
+    """Return the lines of a file, or none if it does not exist. A last line without an end is removed."""
     if not path.exists():
         return []
     *complete, rest = path.read_text(encoding="utf-8").split("\n")

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]], left: int | None = None) -> str:
-    """A table in Markdown.
+    """Return a table in Markdown.
 
     Args:
         left: Number of first columns that are aligned to the left; all others are to the right. None aligns none.
@@ -21,7 +21,7 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]], left: int | Non
 
 
 def spread(values: Iterable[float], digits: int = 2, middle: Callable[[list[float]], float] = statistics.median) -> str:
-    """Middle of some values with their range, such as "1.05 (1.01 to 1.10)"; the mean of one value has no range."""
+    """Format the middle of some values with their range, such as "1.05 (1.01 to 1.10)"; a single mean has no range."""
     known = list(values)
     if not known:
         return ""
@@ -32,7 +32,7 @@ def spread(values: Iterable[float], digits: int = 2, middle: Callable[[list[floa
 
 
 def number(value: float | None, form: str = ".2f", unknown: str = "") -> str:
-    """A number that may be unknown."""
+    """Format a number that may be unknown."""
     return unknown if value is None else format(value, form)
 
 
@@ -50,7 +50,7 @@ def write_files(folder: Path, files: Mapping[str, str | bytes | Any]) -> list[Pa
 
 @contextmanager
 def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """Context manager of a figure and its array of panels, written as PNG at the end.
+    """Yield a figure and its array of panels, and write it as PNG at the end.
 
     Args:
         options: As of `matplotlib.pyplot.subplots`.

@@ -1,4 +1,4 @@
-"""Decoding speed against other implementations, in turns on the same prompts.
+"""Decoding speed against other implementations, interleaved on the same prompts.
 
 Peers are installed by `python -m benchmarks.peers.environments`; one that is not is reported as missing. An interrupted
 run goes on where it was.
@@ -75,7 +75,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def read_tasks(args: argparse.Namespace, text: TargetText) -> list[Task]:
-    """Prompts as token ids; raises ValueError where one does not fit."""
+    """Return the prompts as token ids. Raises ValueError if one does not fit."""
     tasks = []
     for one in read_prompt_sets(args.prompts, args.limit):
         for i, prompt in enumerate(one.prompts):
@@ -90,7 +90,7 @@ def read_tasks(args: argparse.Namespace, text: TargetText) -> list[Task]:
 
 
 def kind_of(drafter: Path) -> str:
-    """Name of a drafter's kind; DFlash where its folder does not tell."""
+    """Return the name of a drafter's kind; DFlash if its folder does not name it."""
     file = drafter / "config.json"
     named = json.loads(file.read_text()).get("architectures", []) if file.exists() else []
     return next((name for name, entry in entries().items() if {*named} & {*entry.architectures}), DFLASH)
@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _name(path: Path) -> str:
-    """Name without the place of this checkout or of anyone's models."""
+    """Return the name of a model without its folder."""
     return "bundled" if path.parent == BUNDLED.parent else path.resolve().name
 
 

@@ -36,12 +36,12 @@ def folder(name: str) -> Path:
 
 
 def python(name: str) -> Path:
-    """Interpreter of an environment."""
+    """Return the interpreter of an environment."""
     return folder(name) / "venv" / "bin" / "python"
 
 
 def why_missing(name: str) -> str | None:
-    """Why an environment cannot be used, or None where it can."""
+    """Return why an environment cannot be used, or None if it can."""
     if (folder(name) / ".installed").exists():
         return None
     reason = folder(name) / "failed"
@@ -100,7 +100,7 @@ def _with_llama_cpp(name: str, target: str) -> None:
 
 
 def _tools() -> list[str]:
-    """cmake and ninja, from PyPI where the system has none."""
+    """Return cmake and ninja, from PyPI if the system has none."""
     tools = [shutil.which(tool) for tool in ("cmake", "ninja")]
     if not all(tools):
         _venv("llama_cpp", "cmake", "ninja")
@@ -138,7 +138,7 @@ MORE: dict[str, Callable[[], None]] = {  # installed only when named
 
 
 def _recipe() -> str:
-    """Hash of what environments are made from."""
+    """Return a hash of all that environments are made from."""
     files = [Path(__file__), ROOT / "constraints.txt", HERE / "CMakeLists.txt", *sorted(HERE.glob("adapters/*.cpp"))]
     content = b"".join(path.read_bytes() for path in files) + os.environ.get(LLAMA_OPTIONS, "").encode()
     return hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""Peers in turns on the same prompts, each answer kept at once, and figures from them."""
+"""Peers interleaved on the same prompts, each answer kept at once, and figures from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import cycle
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import turns
+from benchmarks.harness import interleaving
 from benchmarks.harness.process import PeerError, Processes, Progress
 from benchmarks.harness.records import Records
 from benchmarks.peers.registry import PLAIN, REFERENCE
@@ -93,8 +93,8 @@ def measure(
 ) -> None:
     """Decode all prompts with all peers, and keep the answers.
 
-    The reference answers every prompt once; prompts whose answer loops are left out from there on, since such answers
-    are easy to guess. Then the peers take turns prompt by prompt, in every round another one first.
+    The reference answers every prompt once. Prompts with a repetitive output are left out from there on, since such
+    outputs are easy to predict. The peers are then interleaved prompt by prompt; another one begins in each repeat.
 
     Args:
         processes: By name of the peer, the reference among them.
@@ -116,7 +116,7 @@ def measure(
 
     decode([(UNTIMED, task, REFERENCE) for task in tasks])
     looping = {trial.key for trial in trials.all if trial.repeat == UNTIMED and loops(trial.tokens)}
-    decode(list(turns.in_turns([task for task in tasks if task.key not in looping], peers, repeats)))
+    decode(list(interleaving.interleaved([task for task in tasks if task.key not in looping], peers, repeats)))
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def measure_at_once(
     request: Mapping[str, Any],
     bursts: Records[Burst],
 ) -> None:
-    """Ask each peer that can several prompts at once, in turns. The first burst of each warms it up."""
+    """Ask each peer that can several prompts at once, interleaved. The first burst of each warms it up."""
     prompts = [task.prompt for task, _ in zip(cycle(tasks), range(count))]
     for repeat in range(UNTIMED, repeats):
         for peer in peers:
@@ -156,8 +156,8 @@ def measure_at_once(
 
 
 def rates_at_once(bursts: Sequence[Burst]) -> dict[str, float]:
-    """Tokens per second of each peer; the median of the repeats."""
-    timed = turns.groups([burst for burst in bursts if burst.repeat != UNTIMED], lambda burst: burst.peer)
+    """Return the tokens per second of each peer, the median of the repeats."""
+    timed = interleaving.groups([burst for burst in bursts if burst.repeat != UNTIMED], lambda burst: burst.peer)
     return {peer: median(burst.tokens / burst.seconds for burst in own) for peer, own in timed.items()}
 
 
@@ -190,26 +190,26 @@ class Figures:
 
 
 def figures(trials: Sequence[Trial]) -> dict[str, Figures]:
-    """Figures of each peer with a complete repeat, over the trials of one set of prompts."""
+    """Return the figures of each peer with a complete repeat, for one set of prompts."""
     reference = {trial.key: trial.tokens for trial in trials if trial.repeat == UNTIMED}
     timed = [trial for trial in trials if trial.repeat != UNTIMED]
     prompts = len({trial.key for trial in timed})
-    by_peer = turns.groups(timed, lambda trial: trial.peer)
-    rates = {peer: turns.rates(own, prompts) for peer, own in by_peer.items()}
+    by_peer = interleaving.groups(timed, lambda trial: trial.peer)
+    rates = {peer: interleaving.rates(own, prompts) for peer, own in by_peer.items()}
     found = {}
     for peer, own in rates.items():
         if not own:
             continue
         answers = [trial for trial in by_peer[peer] if trial.repeat in own]
-        repeats = turns.groups(answers, lambda trial: trial.repeat).values()
+        repeats = interleaving.groups(answers, lambda trial: trial.repeat).values()
         different = {trial.key for trial in answers if trial.tokens != reference[trial.key]}
         found[peer] = Figures(
             prompts=prompts,
             tokens_per_second=median(own.values()),
             tokens_per_second_by_repeat=tuple(own.values()),
-            over_reference=turns.median(turns.ratios(own, rates.get(REFERENCE, {}))),
-            over_plain=turns.median(turns.ratios(own, rates.get(PLAIN, {}))),
-            tau=turns.tau(answers),
+            over_reference=interleaving.median(interleaving.ratios(own, rates.get(REFERENCE, {}))),
+            over_plain=interleaving.median(interleaving.ratios(own, rates.get(PLAIN, {}))),
+            tau=interleaving.tau(answers),
             first_token_seconds=median(answer.prefill_seconds for answer in answers),
             seconds_per_answer=median(sum(t.prefill_seconds + t.decode_seconds for t in r) / prompts for r in repeats),
             same=1 - len(different) / prompts,
@@ -238,7 +238,7 @@ class Difference:
 
 
 def differences(trials: Sequence[Trial], tasks: Sequence[Task], margin: Margin) -> list[Difference]:
-    """First difference of each peer on each prompt where it has one."""
+    """Return the first difference of each peer on each prompt that has one."""
     prompts = {task.key: task.prompt for task in tasks}
     reference = {trial.key: trial.tokens for trial in trials if trial.repeat == UNTIMED}
     found: dict[tuple[str, tuple[str, int]], Difference] = {}

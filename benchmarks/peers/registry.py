@@ -66,7 +66,7 @@ def _openvino(name: str, does: str, **options: Any) -> Peer:
 
 
 def _ours(name: str, does: str, **options: Any) -> Peer:
-    """A peer of ours, with target and drafter compiled on a CPU; it is missing rather than run uncompiled."""
+    """Return a peer of ours. On a CPU target and drafter must run compiled, or the peer counts as missing."""
     return Peer(name, OURS, "ours.py", does, {"compiled": options.get("backend") != "hf", **options})
 
 
@@ -81,10 +81,10 @@ PEERS = (
     _llama("llama.cpp ngram-simple", "its defaults", speculator="ngram-simple"),
     _llama("llama.cpp ngram-cache", "its defaults", speculator="ngram-cache"),
     _llama("llama.cpp draft-simple", "a smaller model drafts", speculator="draft-simple", draft="assistant"),
-    # 3 guesses are its default, and its documentation asks for the whole block.
-    _llama("llama.cpp draft-dflash:3", "3 guesses", speculator="draft-dflash", draft="drafter"),
-    _llama("llama.cpp draft-dflash:7", "7 guesses", speculator="draft-dflash", draft="drafter", draft_tokens=7),
-    _llama("llama.cpp draft-dflash:15", "15 guesses", speculator="draft-dflash", draft="drafter", draft_tokens=15),
+    # 3 draft tokens are its default, and its documentation asks for the whole block.
+    _llama("llama.cpp draft-dflash:3", "3 draft tokens", speculator="draft-dflash", draft="drafter"),
+    _llama("llama.cpp draft-dflash:7", "7 draft tokens", speculator="draft-dflash", draft="drafter", draft_tokens=7),
+    _llama("llama.cpp draft-dflash:15", "15 draft tokens", speculator="draft-dflash", draft="drafter", draft_tokens=15),
     _vllm("vllm", "plain, without compiling"),
     _vllm("vllm dflash", "whole blocks", drafts=True),
     Peer("mistral.rs", "mistral_rs", "mistral_rs.py", "plain"),
@@ -100,13 +100,13 @@ PEERS = (
     _ours("ours dflash", "chains of whole blocks"),
     _ours("ours dflash:4", "blocks of 4", drafting={"block_size": 4}),
     _ours("ours dflash:6", "blocks of 6", drafting={"block_size": 6}),
-    _ours("ours ddtree", "trees of up to 32 guesses", drafting={"tree_budget": 32}),
+    _ours("ours ddtree", "trees of up to 32 draft tokens", drafting={"tree_budget": 32}),
     _ours("ours cost-aware", "trees as large as pays", drafting={"tree_budget": "auto"}),
 )
 
 
 def choose(names: Sequence[str] | None, kind: str = DFLASH) -> list[Peer]:
-    """The peers of these names, in the order of the table, with the reference and our plain decoding among them.
+    """Return the peers of these names, the reference and our plain decoding, in the order of the table.
 
     Args:
         kind: Of the drafter; where it is another than DFlash, it takes that name's place in names and speculators.

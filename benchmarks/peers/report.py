@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.interleaving import groups
 from benchmarks.harness.report import number, picture, table, write_files
-from benchmarks.harness.turns import groups
 from benchmarks.peers.measure import Difference, Figures
 from benchmarks.peers.registry import Peer
 
@@ -19,9 +19,9 @@ the same repeat, median; the former is engineering and drafting together, the la
 forward of the target. first ms: from the question to its first token, median. s/answer: reading the prompt included.
 same: prompts whose answers equal those of `generate` token by token; a speed counts only where that is all of them.
 
-Peers took turns prompt by prompt. All had the same weights, prompts (as token ids), dtype, number of threads, stop
-tokens and limit of {max_new_tokens} new tokens, and decoded greedily, one prompt at a time. Prompts whose answer loops
-(a run of 8 tokens occurs 4 times or more) are left out: {looping} of {prompts}."""
+Peers were interleaved prompt by prompt. All had the same weights, prompts (as token ids), dtype, number of threads,
+stop tokens and limit of {max_new_tokens} new tokens, and decoded greedily, one prompt at a time. Prompts with a
+repetitive output (a run of 8 tokens occurs 4 times or more) are left out: {looping} of {prompts}."""
 LOADED = """\
 start: until a peer can answer, its models being there in its own format. memory: the most that its process took while
 it answered one prompt at a time, mapped files included."""
@@ -61,7 +61,7 @@ class Results:
 
 
 def figures_table(peers: Sequence[Peer], figures: Mapping[str, Figures], missing: Mapping[str, str]) -> str:
-    """A line for each peer; one that is missing has its reason there."""
+    """Return a table with a line for each peer; a missing one shows the reason."""
     lines = []
     for peer in peers:
         one = figures.get(peer.name)
@@ -92,7 +92,7 @@ def loaded_table(peers: Sequence[Peer], results: Results) -> str:
 
 
 def page(results: Results, peers: Sequence[Peer], command: str) -> str:
-    """All results as Markdown."""
+    """Return all results as Markdown."""
     settings, hardware = results.settings, results.hardware
     written = "Written by `make bench-peers` or `make bench-engines`."
     parts = ["# Decoding speed against other implementations", written, "![](peers.png)"]
@@ -135,7 +135,7 @@ def page(results: Results, peers: Sequence[Peer], command: str) -> str:
 
 
 def draw(results: Results, peers: Sequence[Peer], path: Path) -> None:
-    """Bars of tokens per second, one panel for each set of prompts."""
+    """Draw bars of tokens per second, one panel for each set of prompts."""
     names, settings = [peer.name for peer in peers], results.settings
     size = (3.2 + 4.6 * len(results.sets), 1.1 + 0.34 * len(names))
     with picture(path, 1, len(results.sets), sharey=True, figsize=size, dpi=150) as (figure, panels):

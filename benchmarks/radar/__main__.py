@@ -19,7 +19,7 @@ from blockdraft.radar.step import CONSTANTS, Constants, constants
 
 
 def constants_toml(head: str, fitted: Mapping[str, Constants]) -> str:
-    """Text of a file of constants, under the comment that it had."""
+    """Return the text of a file of constants, below its former comment."""
     lines = [line for line in head.splitlines() if line.startswith("#")]
     for kind, constant in fitted.items():
         lines += ["", f"[{kind}]"]

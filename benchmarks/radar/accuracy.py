@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
-from statistics import median
 from typing import Any
 
 from benchmarks.harness.report import table
-from benchmarks.radar import others
 from benchmarks.radar.published import Figure, Measured, published
 from blockdraft.models import Drafter
 from blockdraft.radar.devices import find, machine_of
@@ -52,7 +49,7 @@ class Verdict:
 
 
 def projection(measured: Measured, constant: Constants | None = None) -> Row:
-    """Projection of what was measured, with the source's tau where it tells it.
+    """Project a measurement, with the source's tau if it states one.
 
     Args:
         constant: Constants of the device's class, in the place of the package's.
@@ -79,7 +76,7 @@ def _drafter(shape: Shape, kind: str) -> Drafter:
 
 
 def verdicts(table: Iterable[Measured], constant: Constants | None = None) -> Iterator[Verdict]:
-    """Projections of all figures of some measurements."""
+    """Yield projections of all figures of some measurements."""
     for measured in table:
         row = projection(measured, constant)
         for figure in measured.figures():
@@ -97,7 +94,7 @@ def _interval(row: Row, what: str) -> Interval:
 
 
 def shares(found: Sequence[Verdict]) -> Mapping[str, float]:
-    """Shares of figures that are near, and inside their interval."""
+    """Return the shares of figures that are near, and inside their interval."""
     return {
         "near": sum(verdict.near for verdict in found) / len(found),
         "inside": sum(verdict.inside for verdict in found) / len(found),
@@ -105,12 +102,12 @@ def shares(found: Sequence[Verdict]) -> Mapping[str, float]:
 
 
 def percent(share: float) -> str:
-    """A share in percent."""
+    """Format a share in percent."""
     return f"{100 * share:.0f} %"
 
 
 def fit(rows: Iterable[Measured] | None = None) -> dict[str, Constants]:
-    """Constants of each class of devices that come nearest to the half of the published figures that is for fitting.
+    """Fit the constants of each device class to the half of the published figures that is for fitting.
 
     With them come the names of the devices. Each constant in turn is multiplied by factors, as long as that brings the
     mean logarithm of the ratios down.
@@ -162,7 +159,7 @@ CLAIMS: tuple[dict[str, Any], ...] = (
 
 
 def claims() -> Iterator[Sequence[str]]:
-    """Lines of a table: speeds that are told of one card, what one text gets there, and the texts that it takes."""
+    """Yield table lines: a claimed speed, the speed of one sequence there, and the batch that reaches the claim."""
     for claim in CLAIMS:
         shape, machine = read_shape(claim["model"]), machine_of(find(claim["device"]))
         alone = project(shape, machine, claim["weights"], context=1024)
@@ -196,7 +193,7 @@ is between the ends of the interval that radar prints.
 
 
 def page() -> str:
-    """The page of docs."""
+    """Return the page of the docs."""
     rows = published()
     judged = list(verdicts(row for row in rows if not row.fitted))
     fitted = list(verdicts(row for row in rows if row.fitted))
@@ -214,8 +211,6 @@ def page() -> str:
         "What is told of a card is often the sum over many texts. Tokens per second at a context of 1024, and the\n"
         "least power of two of texts that reach what is told, together and drafted:",
         table(("told", "model", "weights", "device", "one text", "drafted", "it takes"), claims(), left=4),
-        "## Beside other calculators",
-        _beside_others(),
         "## The half that judges",
         _figures(judged),
         "## The half that constants were fitted on",
@@ -262,63 +257,4 @@ def _shown(verdict: Verdict) -> Sequence[str]:
         f"{low} to {high}",
         f"{100 * verdict.off:+.0f} %" + ("" if verdict.inside else " outside"),
         f"[{measured.engine}]({measured.source})",
-    )
-
-
-def _beside_others() -> str:
-    told = json.loads(others.FILE.read_text(encoding="utf-8"))
-    rows = list(others.compared())
-    values = [row.plain for row in rows if row.plain]
-    own = [projection(row) for row in rows]
-    answers = {
-        "radar": [{"speed": row.plain.mid, "low": row.plain.low, "high": row.plain.high} for row in own],
-        **{name: found[: len(rows)] for name, found in told["answers"].items()},
-    }
-    small = [
-        project(read_shape("llama-3.3-70b"), machine_of(find(device)), weights, 512).fits
-        for device, weights in others.TOO_SMALL
-    ]
-    fits = {
-        "radar": small,
-        **{name: [each.get("fits") for each in found[len(rows) :]] for name, found in told["answers"].items()},
-    }
-    off = {
-        name: [abs(each["speed"] / value - 1) for each, value in zip(found, values, strict=True)]
-        for name, found in answers.items()
-    }
-    lines = []
-    for name, found in answers.items():
-        judging = [each for each, row in zip(off[name], rows, strict=True) if not row.fitted]
-        nearest = sum(each <= min(every) for each, *every in zip(off[name], *off.values(), strict=True))
-        inside = [
-            each["low"] <= value <= each["high"] for each, value in zip(found, values, strict=True) if "low" in each
-        ]
-        lines.append(
-            (
-                name,
-                percent(sum(each <= NEAR for each in off[name]) / len(rows)),
-                percent(sum(each <= NEAR for each in judging) / len(judging)),
-                percent(median(off[name])),
-                str(nearest),
-                percent(sum(inside) / len(inside)) if inside else "no interval",
-                "tells nothing" if None in fits[name] else f"{fits[name].count(False)} of {len(small)}",
-            )
-        )
-    versions = " and ".join(f"{name} {version}" for name, version in told["versions"].items())
-    devices = len({row.device for row in rows})
-    header = (
-        "",
-        "near",
-        "near, figures that judge",
-        "median off",
-        "nearest",
-        "inside its interval",
-        "too small, told so",
-    )
-    return (
-        f"{versions}, asked by `python -m benchmarks.radar.others`, on the {len(rows)} published speeds of one\n"
-        f"text that is decoded plainly, of {devices} GPUs and Macs. Too small are cards that others could not load a\n"
-        "70 B model on. Neither of the two projects what a block drafter brings; llm-checker's estimate of\n"
-        "speculation follows from the sizes of two models alone, and is never a loss.\n\n"
-        + table(header, lines, left=1)
     )

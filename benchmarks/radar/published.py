@@ -68,7 +68,7 @@ class Measured(BaseModel):
         return digest[0] % 2 == 0
 
     def figures(self) -> Iterator[Figure]:
-        """What it measured."""
+        """Return the figures that it measured."""
         for what in ("plain", "drafted", "speedup"):
             value = getattr(self, what)
             if value is not None:
@@ -94,7 +94,7 @@ class _Table(BaseModel):
 
 
 def read_published(text: str) -> tuple[Measured, ...]:
-    """Measurements of a table in TOML.
+    """Read the measurements of a table in TOML.
 
     Raises:
         ValueError: It is no TOML, or does not follow the schema.
@@ -103,5 +103,5 @@ def read_published(text: str) -> tuple[Measured, ...]:
 
 
 def published() -> tuple[Measured, ...]:
-    """All measurements of the table."""
+    """Return all measurements of the table."""
     return read_published(FILE.read_text(encoding="utf-8"))

@@ -1,16 +1,15 @@
-"""`blockdraft serve` under load: `make bench-server`, or `python -m benchmarks.server [load|soak|faults|fuzz]`.
+"""`blockdraft serve` under load: `make bench-server`, or `python -m benchmarks.server [load|soak|faults]`.
 
-load    Streams that each send the next request when they have their answer, on the bundled pair and on one four times
-        as wide: our server with drafting and without, our engine without a server, and llama.cpp's llama-server, with
-        drafting and without. They take turns; an interrupted run goes on where it was; --anew forgets it. Written to
-        --out: runs.csv, server.md, server.png.
-soak    Our server under load for --minutes: its memory by time, and every answer compared. samples.csv, soak.png.
-faults  Our server under load, while clients vanish, read slowly or send garbage, the engine fails, the queue is full,
-        and the server is told to end.
-fuzz    Requests made at random from the server's own OpenAPI document, and broken; none may be answered with 5xx.
-        The same command goes on where it was.
+load    Streams each send the next request when they have a response, on the bundled pair and on one four times as wide:
+        our server with and without drafting, our engine without a server, and llama.cpp's server with and without
+        drafting. They are interleaved; the same command continues an interrupted run; --anew starts over. Writes
+        runs.csv, server.md and server.png to --out.
+soak    Our server under load for --minutes: its memory over time, and every response compared. Writes samples.csv and
+        soak.png.
+faults  Our server under load while clients vanish, read slowly or send garbage, the engine fails, the queue is full,
+        and the server is terminated.
 
-The status is 1 where an answer is not that of plain decoding, or something else does not hold.
+The status is 1 if a response differs from plain decoding or another check fails.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from benchmarks.harness.command import (
     report_failures,
 )
 from benchmarks.harness.records import Records
-from benchmarks.server import faults, fuzz, report
+from benchmarks.server import faults, report
 from benchmarks.server.load import LoadSettings, Run, broken, measure
 from benchmarks.server.soak import soak
 from benchmarks.soak.report import summary_table
@@ -42,11 +41,9 @@ SOAKED = {"streams": (16,), "widths": (1,)}  # of a soak where nothing else is a
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, out=ROOT / "build" / "server", quick=QUICK, resumes=True)
     add = parser.add_argument
-    add("what", nargs="?", choices=("load", "soak", "faults", "fuzz"), default="load")
+    add("what", nargs="?", choices=("load", "soak", "faults"), default="load")
     add_settings(parser, LoadSettings)
     add("--minutes", type=float, default=10.0, help="of a soak (10)")
-    add("--cases", type=int, default=10_000, help="fuzzed requests (10000)")
-    add("--seed", type=int, default=0, help="of the fuzzed requests (0)")
     return parser.parse(words)
 
 
@@ -58,8 +55,6 @@ def run(given: argparse.Namespace) -> list[str]:
     out.mkdir(parents=True, exist_ok=True)
     if given.what == "faults":
         return faults.run(out)
-    if given.what == "fuzz":
-        return fuzz.run(given.cases, given.seed, out)
     if given.what == "soak":
         summary, failures = soak(given.minutes, read_options(LoadSettings, given, **SOAKED), out)
         print(summary_table(summary))

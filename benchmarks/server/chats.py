@@ -30,7 +30,7 @@ def code(random: Random) -> str:
 
 
 def long(random: Random) -> str:
-    """A question at the end of many facts: a prompt of some hundred tokens."""
+    """Return a question at the end of many facts: a prompt of some hundred tokens."""
     facts = [
         f"{name} has {random.randint(2, 90)} {thing}, and {random.randint(2, 90)} {other} at home."
         for name, thing, other in ((random.choice(NAMES), *random.sample(THINGS, 2)) for _ in range(12))
@@ -47,7 +47,7 @@ KINDS = ((question, 64), (code, 96), (long, 64), (third_turn, 96))  # with the m
 
 
 def make(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """This number of requests: each a chat, and the most tokens of its answer."""
+    """Return different requests: each is a chat and the maximum length of its response."""
     random, found = Random(seed), list[dict[str, Any]]()
     while len(found) < count:
         kind, tokens = KINDS[len(found) % len(KINDS)]
@@ -62,7 +62,7 @@ def make(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def body(request: dict[str, Any], model: str, drafts: bool | None, stream: bool = True) -> dict[str, Any]:
-    """Body of a chat completion, decoded greedily.
+    """Return the body of a greedy chat completion.
 
     Args:
         drafts: Whether our server drafts; None for a server that does not know the field.

@@ -140,7 +140,7 @@ def parse(found: Exchange) -> Answer:
 
 
 def _events(parts: list[tuple[float, bytes]]) -> tuple[list[tuple[float, Any]], bool]:
-    """Server-sent events, each with the time at which it was complete, and whether "[DONE]" came."""
+    """Return server-sent events with the time at which each was complete, and whether "[DONE]" came."""
     events, done, rest = list[tuple[float, Any]](), False, b""
     for moment, part in parts:
         *complete, rest = (rest + part.replace(b"\r\n", b"\n")).split(b"\n\n")
@@ -153,7 +153,7 @@ def _events(parts: list[tuple[float, bytes]]) -> tuple[list[tuple[float, Any]], 
 
 
 def streamed(index: int, began: float, sent: float, answer: Answer) -> Heard:
-    """Content of a streamed chat completion."""
+    """Return the content of a streamed chat completion."""
     heard = Heard(index, sent - began)
     if answer.status != 200:
         heard.problem = f"status {answer.status}: {answer.body}"[:REASON_LENGTH]
@@ -197,7 +197,7 @@ class Figures:
 
 
 def figures(all_heard: Sequence[Heard], begin: float, end: float) -> Figures:
-    """Figures from one second to another: tokens that came, and latencies of requests that were sent."""
+    """Return the figures between two moments: tokens that came, and latencies of requests that were sent."""
     tokens, times = 0.0, {"first": list[float](), "token": list[float](), "piece": list[float]()}
     for heard in all_heard:
         amount = sum(part for _, part in heard.times)

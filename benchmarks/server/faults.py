@@ -107,7 +107,7 @@ def text_of(answer: Answer) -> str:
 
 
 async def idle(server: Server, seconds: float = 10.0) -> list[str]:
-    """A failure where requests are still running or waiting after so many seconds."""
+    """Return a failure if requests still run or wait after some seconds."""
     until = time.monotonic() + seconds
     while (left := await asyncio.to_thread(server.busy)) and time.monotonic() < until:
         await asyncio.sleep(0.1)
@@ -115,7 +115,7 @@ async def idle(server: Server, seconds: float = 10.0) -> list[str]:
 
 
 async def vanishing(server: Server) -> list[str]:
-    """Clients that go away: after a few bytes of an answer, before any, and in the middle of their own request."""
+    """Disconnect after a few bytes of a response, before any, and in the middle of the request."""
     whole, unstreamed = (
         request_bytes(post(HOST, server.port, CHAT, body), body) for body in (long_chat(), long_chat(stream=False))
     )
@@ -134,7 +134,7 @@ async def vanishing(server: Server) -> list[str]:
 
 
 async def slow_readers(server: Server) -> list[str]:
-    """Clients that take an answer a few bytes at a time, from a window as small as the system allows."""
+    """Read responses a few bytes at a time, with the smallest window that the system allows."""
     body, loop = long_chat(), asyncio.get_running_loop()
 
     async def slowly() -> list[str]:
@@ -153,7 +153,7 @@ async def slow_readers(server: Server) -> list[str]:
 
 
 async def garbage(server: Server) -> list[str]:
-    """Invalid bodies, and bytes that are not HTTP."""
+    """Send invalid bodies, and bytes that are not HTTP."""
     problems = []
     for name, body in GARBAGE.items():
         for path in PATHS:
@@ -175,7 +175,7 @@ async def garbage(server: Server) -> list[str]:
 
 
 async def limits(server: Server) -> list[str]:
-    """Prompts and answers that just fit, and that are one token too long."""
+    """Send prompts and lengths that just fit, and that are one token too long."""
     card = json.loads(await asyncio.to_thread(server.get, "/v1/models"))["data"][0]["blockdraft"]
     context, problems = int(card["max_context"]), list[str]()
     fit = [(context - 1, 1), (context - 40, 40), (1, context - 1)]
@@ -193,7 +193,7 @@ async def limits(server: Server) -> list[str]:
 
 
 async def full_queue(server: Server) -> list[str]:
-    """More requests at once than there is room for."""
+    """Send more requests at once than the queue holds."""
     body = long_chat(64)
     answers = await asyncio.gather(*(ask(server.port, body) for _ in range(4 * (ROWS + QUEUE))))
     statuses = [answer.status for answer in answers]
@@ -208,7 +208,7 @@ async def full_queue(server: Server) -> list[str]:
 
 
 async def engine_fails(server: Server) -> list[str]:
-    """An exception in the target at one request, before its first token and in the middle of its answer."""
+    """Let the target raise for one request, before its first token and in the middle of its response."""
     marker = json.dumps({"prompt": MARKER, "add_special_tokens": False}).encode()
     ids = (await ask(server.port, marker, "/tokenize")).json
     problems = []
@@ -223,8 +223,8 @@ async def engine_fails(server: Server) -> list[str]:
     return problems
 
 
-async def told_to_end(server: Server) -> list[str]:
-    """SIGTERM while answers are streamed: each is finished or ends with a word, and the server ends well."""
+async def terminated(server: Server) -> list[str]:
+    """Send SIGTERM during streams: each must finish or end with an error event, and the server exit with 0."""
     running = [asyncio.create_task(ask(server.port, long_chat())) for _ in range(ROWS + 2)]
     await asyncio.sleep(0.3)
     server.process.terminate()
@@ -259,9 +259,9 @@ async def all_of_them(server: Server) -> list[str]:
             json.dumps(chats.body(request | {"max_tokens": 32}, MODEL, drafts)).encode() for drafts in (False, True)
         )
         known.append((drafted, text_of(await ask(server.port, plain))))
-    for fault in (*FAULTS, told_to_end):
+    for fault in (*FAULTS, terminated):
         began = time.monotonic()
-        found = await (told_to_end(server) if fault is told_to_end else beside_others(fault, server, known))
+        found = await (terminated(server) if fault is terminated else beside_others(fault, server, known))
         failures += [f"{fault.__name__}: {problem}" for problem in found]
         tell(f"{fault.__name__}: {found or 'ok'} ({time.monotonic() - began:.0f} s)")
     return failures
@@ -280,7 +280,7 @@ def run(out: Path) -> list[str]:
 
 
 def serve_failing() -> None:
-    """`blockdraft serve` with a target that fails at the marker."""
+    """Run `blockdraft serve` with a target that fails at the marker."""
     import torch
 
     from benchmarks.soak.faults import Faults, InjectedFault, Wrapped

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.command import digest, tell
+from benchmarks.harness.interleaving import interleaved
 from benchmarks.harness.process import PeerError, PeerProcess, peak_bytes
 from benchmarks.harness.records import Records
-from benchmarks.harness.turns import in_turns
 from benchmarks.peers import environments
 from benchmarks.peers.adapters.llama_cpp import Failed, as_gguf
 from benchmarks.server import chats
@@ -43,7 +43,7 @@ class LoadSettings:
         ways: Servers, and the engine without one.
         repeats: How often each way is measured at each number of streams.
         seconds: Time in which streams send requests; a quarter of it warms up.
-        requests: Different ones that are asked in turns.
+        requests: Different ones that are asked interleaved.
         batch: Requests that a server decodes together at most.
         prefix_tokens: Tokens of ended requests that our server and engine remember.
         dtype: Of weights and arithmetic.
@@ -98,7 +98,7 @@ class Run:
 
 
 def peer(module: str, given: Mapping[str, Any], out: Path, patience: float = 3600.0) -> PeerProcess:
-    """A process of this folder that speaks the protocol of the peers."""
+    """Start a module of this folder as a process that speaks the protocol of the peers."""
     command = [sys.executable, "-m", f"benchmarks.server.{module}"]
     return PeerProcess(command, given, given.get("threads", 1), out / "logs" / f"{module}.log", patience)
 
@@ -111,8 +111,8 @@ class Ways(ExitStack):
 
     Attributes:
         missing: Why ways cannot be had.
-        requests, known: Requests and their answers, decoded plainly and alone. Requests whose answers loop are left
-            out, for they are easy to guess.
+        requests, known: Requests and their responses, decoded plainly and alone. Repetitive outputs, which are easy to
+            predict, are left out.
     """
 
     def __init__(self, width: int, how: LoadSettings, ways: Sequence[str], out: Path, folder: Path) -> None:
@@ -177,8 +177,12 @@ class Ways(ExitStack):
         return llama(model, drafter, log, how.threads, how.batch, LENGTH)
 
     def ask(self, way: str, streams: int, seconds: float, first: int) -> tuple[list[Heard], int]:
-        """Put a way under load; returns what was heard and the most memory of its process. Where that ended, raises
-        ValueError if it is ours; else starts it again and raises PeerError."""
+        """Put a server or the engine under load; return the responses and the peak memory of its process.
+
+        Raises:
+            ValueError: Our server ended.
+            PeerError: Another server ended; it has been started again.
+        """
         given: dict[str, Any] = {"streams": streams, "seconds": seconds, "first": first}
         if way == ENGINE:
             found = self.alone.ask("load", given | {"requests": self.requests})
@@ -197,7 +201,7 @@ class Ways(ExitStack):
         return [Heard(**each) for each in found["heard"]], peak
 
     def judge(self, all_heard: Sequence[Heard]) -> tuple[int, list[str]]:
-        """Number of answers that are not those of plain decoding, and problems of the others."""
+        """Return the number of responses that differ from plain decoding, and the problems of the others."""
         said = [(asdict(heard), self.known[heard.index]) for heard in all_heard if not heard.problem]
         unequal = sum(any(own[name] != known[name] for name in ("text", "finish", "tokens")) for own, known in said)
         return unequal, [heard.problem for heard in all_heard if heard.problem]
@@ -209,7 +213,7 @@ def measure(how: LoadSettings, out: Path, runs: Records[Run]) -> dict[str, str]:
     for width in how.widths:
         left = [
             (repeat, streams, way)
-            for repeat, streams, way in in_turns(how.streams, how.ways, how.repeats)
+            for repeat, streams, way in interleaved(how.streams, how.ways, how.repeats)
             if (width, way, streams, repeat) not in runs.had
         ]
         needed = [way for way in how.ways if any(step[2] == way for step in left)]
@@ -242,7 +246,7 @@ def measure(how: LoadSettings, out: Path, runs: Records[Run]) -> dict[str, str]:
 
 
 def broken(runs: Sequence[Run]) -> list[str]:
-    """Runs of ours with wrong answers."""
+    """Return our runs with wrong responses."""
     return [
         f"{run.way} at {run.streams} streams, width {run.width}: {run.unequal} answers differ, {run.problems} failed"
         for run in runs

@@ -1,5 +1,7 @@
-"""The engine alone, without a server, in a process of its own: the same closed loop through `Engine.submit`, and the
-answers that every server must give, each decoded plainly and alone.
+"""The engine without a server, in a process of its own.
+
+It runs the same closed loop through `Engine.submit`, and computes the responses that every server must give: each is
+decoded plainly and alone.
 
 The argument is JSON, {"target", "drafter", "dtype", "batch", "prefix_tokens", "threads"}; the protocol is that of the
 peers. `load` is that of `benchmarks.server.client`, with {"requests": [{"messages", "max_tokens"}]} for bodies; `known`

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import turns
+from benchmarks.harness import interleaving
 from benchmarks.harness.report import picture, spread, table
 from benchmarks.server.load import ENGINE, LLAMA, PLAIN, SERVER, WAYS, Run
 
@@ -20,24 +20,24 @@ SHOWN = {
 
 
 def ratios(runs: Sequence[Run], width: int, streams: int, way: str, other: str) -> list[float]:
-    """Ratios of the tokens/s of two ways, one for each repeat that has both."""
+    """Return the ratios of the tokens/s of two ways, one for each repeat that has both."""
     rates: dict[str, dict[int, float]] = {way: {}, other: {}}
     for run in sorted(runs, key=lambda run: run.repeat):
         if (run.width, run.streams) == (width, streams) and run.way in rates:
             rates[run.way][run.repeat] = run.tokens_per_second
-    return turns.ratios(rates[way], rates[other])
+    return interleaving.ratios(rates[way], rates[other])
 
 
 def page(runs: Sequence[Run], missing: Mapping[str, str]) -> str:
-    """All results as Markdown."""
+    """Return all results as Markdown."""
     parts = [
         "Medians of the repeats; ratios are taken within a repeat, with the range of the repeats in brackets. A "
         "token's time is the mean within an answer, a piece is what arrives at once."
     ]
-    for width, own in sorted(turns.groups(runs, lambda run: run.width).items()):
+    for width, own in sorted(interleaving.groups(runs, lambda run: run.width).items()):
         parts.append(f"## {own[0].parameters / 1e6:.0f} M parameters\n\n" + _speeds(own, width))
     parts.append("## Expected and measured\n\n" + _expectations(runs))
-    by_way = turns.groups(sorted(runs, key=lambda run: WAYS.index(run.way)), lambda run: run.way)
+    by_way = interleaving.groups(sorted(runs, key=lambda run: WAYS.index(run.way)), lambda run: run.way)
     counts = {way: [sum(getattr(run, name) for run in own) for name in ("unequal", "answers", "problems")]
               for way, own in by_way.items()}  # fmt: skip
     lines = [f"- {way}: {other} of {total} differ, {failed} failed" for way, (other, total, failed) in counts.items()]
@@ -50,7 +50,7 @@ def page(runs: Sequence[Run], missing: Mapping[str, str]) -> str:
 def _speeds(own: Sequence[Run], width: int) -> str:
     lines = []
     ordered = sorted(own, key=lambda run: (run.streams, WAYS.index(run.way)))
-    for (streams, way), found in turns.groups(ordered, lambda run: (run.streams, run.way)).items():
+    for (streams, way), found in interleaving.groups(ordered, lambda run: (run.streams, run.way)).items():
         middle = {name: median(getattr(run, name) for run in found) for name in vars(found[0]) if name != "way"}
         times = [
             f"{1e3 * middle[f'{name}_median']:.3g} / {1e3 * middle[f'{name}_p95']:.3g}"
@@ -79,9 +79,9 @@ def _expectations(runs: Sequence[Run]) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Tokens/s, seconds to the first token, and a token's time by streams, a line of panels for each width."""
+    """Draw tokens/s, time to the first token, and time per token by streams, a row of panels for each width."""
     widths, all_streams = sorted({run.width for run in runs}), sorted({run.streams for run in runs})
-    values = turns.groups(runs, lambda run: (run.width, run.way, run.streams))
+    values = interleaving.groups(runs, lambda run: (run.width, run.way, run.streams))
     with picture(path, len(widths), 3, figsize=(13, 4 * len(widths))) as (_, lines):
         for panels, width in zip(lines, widths, strict=True):
             for axes, (name, (title, factor)) in zip(panels, SHOWN.items(), strict=True):

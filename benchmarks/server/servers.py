@@ -85,11 +85,11 @@ class Server:
             return found
 
     def busy(self) -> dict[str, float]:
-        """Gauges of requests that run or wait, where they are not zero."""
+        """Return the gauges of running or waiting requests that are not zero."""
         return gauges(self.get("/metrics").decode())
 
     def resident(self) -> int:
-        """Bytes of memory that it has now; 0 where it has ended."""
+        """Return its resident memory in bytes, or 0 once it has ended."""
         try:
             return int(self.process.memory_info().rss)
         except psutil.Error:
@@ -115,7 +115,7 @@ def gauges(metrics: str) -> dict[str, float]:
 def ours(
     target: Path, drafter: Path | str, log: Path, threads: int, more: Sequence[str] = (), module: str = "blockdraft"
 ) -> Server:
-    """`blockdraft serve`, or another module with its command line. It refuses to run uncompiled."""
+    """Start `blockdraft serve`, or another module with its command line. It refuses to run uncompiled."""
     command = [sys.executable, "-m", module, "serve", "--port", "0", "--threads", threads, "--compile", "on"]
     return Server([*command, "--target", target, "--drafter", drafter, *more], log, threads)
 
@@ -129,7 +129,7 @@ def llama(
     length: int,
     more: Sequence[str] = (),
 ) -> Server:
-    """llama-server with room for so many requests of this length. With a drafter it drafts."""
+    """Start llama-server with room for some requests of a length; with a drafter it drafts."""
     command: list[object] = [LLAMA_SERVER, "--model", model, "--host", HOST, "--port", 0, "--threads", threads]
     command += ["--threads-batch", threads, "--parallel", parallel, "--ctx-size", parallel * length]
     command += ["--cache-ram", 0, "--no-webui"]

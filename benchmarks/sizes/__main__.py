@@ -1,10 +1,10 @@
 """Decoding speed by the size of the model, beside llama.cpp's on the same weights: `make bench-sizes`.
 
-The bundled pair, made 1, 2, 4 and 8 times as wide (`widen.py`), says the same words at every size, so tau is that of a
-trained pair and the cost is that of the size. Shapes of published models (--shapes) have random weights, and there
-guesses are replaced: as many are right as the published tau says (`pairs.py`). For each size and number of bits all
-ways to decode take turns on the same prompts. An interrupted run goes on where it was; --anew forgets it. What was
-measured with other widths, shapes, kinds, methods or lengths stays in the tables.
+The bundled pair, made 1, 2, 4 and 8 times as wide (`widen.py`), says the same words at every size: tau is that of a
+trained pair, and the cost is that of the size. Shapes of published models (--shapes) have random weights, and their
+draft tokens are replaced, so that tau is the published one (`pairs.py`). For each size and number of bits, all methods
+are interleaved on the same prompts. The same command continues an interrupted run; --anew starts over. Results with
+other widths, shapes, kinds, methods or lengths stay in the tables.
 
 Written to --out: runs.csv with every answer, sizes.md and sizes.png.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.harness import turns
+from benchmarks.harness import interleaving
 from benchmarks.harness.command import CORES, PROMPTS, ROOT, Parser, digest, in_words, keep_settings, listed, tell
 from benchmarks.harness.process import PeerProcess
 from benchmarks.harness.records import Records
@@ -56,8 +56,13 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     kinds, theirs, methods = ",".join(OUR_KINDS), ",".join(LLAMA_KINDS), "chain:3,chain:5,chain:7,tree:16"
     add("--kinds", type=listed(known=OUR_KINDS), default=kinds, help=f"of our weights ({kinds})")
     add("--llama", type=listed(known=LLAMA_KINDS), default=theirs, help=f"kinds of llama.cpp's ({theirs}); '' for none")
-    add("--methods", type=names, default=f"{methods},chain:auto,tree:auto", help="N guesses, or as many as pay")
-    add("--llama-draft-tokens", type=numbers, default="3,5", help="guesses of llama.cpp's drafting (3,5); '' for none")
+    add("--methods", type=names, default=f"{methods},chain:auto,tree:auto", help="N draft tokens, or as many as pay")
+    add(
+        "--llama-draft-tokens",
+        type=numbers,
+        default="3,5",
+        help="draft tokens of llama.cpp's drafting (3,5); '' for none",
+    )
     add("--limit", type=int, default=8, help="prompts (8)")
     add("--tokens", type=int, default=96, help="most new tokens of an answer (96)")
     add("--first", type=numbers, default="16,512", help="prompt lengths of which the first token is timed (16,512)")
@@ -85,7 +90,7 @@ def measure_size(
     chosen = [way for way in chosen if way not in missing]
     left = [
         (repeat, task, way)
-        for repeat, task, way in turns.in_turns(found, chosen, args.repeats, Task.takes)
+        for repeat, task, way in interleaving.interleaved(found, chosen, args.repeats, Task.takes)
         if (size, *astuple(way), task.name, task.index, repeat) not in runs.had
     ]
     if not left:
@@ -105,7 +110,7 @@ def measure_size(
             log = args.out / "logs" / f"{'-'.join(filter(None, parts))}.log"
             return start(process, served, given, args.patience, log)
 
-        for bits, own in turns.groups(left, lambda step: step[2].bits).items():  # these are in memory together
+        for bits, own in interleaving.groups(left, lambda step: step[2].bits).items():  # these are in memory together
             _check_memory(size, bits, {way.process for _, _, way in own}, target, drafter)
             missing |= measure(size, pairs.parameters(target), own, load, stops, runs)
     return missing

@@ -14,9 +14,9 @@ from benchmarks.sizes.pairs import acceptance
 from benchmarks.sizes.ways import PLAIN, Way
 
 ANSWERS = "answers"
-MAX_DRAFT_TOKENS = 15
+MOST_DRAFT_TOKENS = 15
 GOLDEN = (5**0.5 - 1) / 2  # its multiples are evenly spread modulo 1
-FORCED_CYCLES = 500  # period of the counts of right guesses
+FORCED_CYCLES = 500  # period of the counts of right draft tokens
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Task:
 
     Attributes:
         kind: `ANSWERS`, "first" (how long the first token takes) or "context" (speed behind a long prompt).
-        accept: Where guesses are replaced, how many are right in each cycle.
+        accept: Where draft tokens are replaced, how many are right in each cycle.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Task:
         return self.kind if self.kind == ANSWERS else f"{self.kind} {len(self.prompt)}"
 
     def takes(self, way: Way) -> bool:
-        """Whether a way decodes it: replaced guesses form chains of a fixed length, and so do those behind contexts."""
+        """Return whether a method decodes it. Replaced draft tokens and long contexts need fixed chains."""
         if self.kind == "first":
             return way.method in (PLAIN, "chain:3")
         fixed = way.method == PLAIN or (way.method.startswith("chain:") and way.method != "chain:auto")
@@ -52,7 +52,7 @@ class Run:
     """One answer.
 
     Attributes:
-        forced: 1 where guesses were replaced.
+        forced: 1 where draft tokens were replaced.
         peak_bytes: Most memory of the process until then.
         answer: Token ids with spaces between.
     """
@@ -88,7 +88,7 @@ class Run:
 def tasks(
     size: str, prompts: Sequence[Sequence[int]], new_tokens: int, first: Sequence[int], contexts: Sequence[int]
 ) -> list[Task]:
-    """Tasks of a size: the prompts, and one of each of these lengths, made of them all."""
+    """Return the tasks of a size: the prompts, and one prompt of each of these lengths, made from them."""
     words = [token for prompt in prompts for token in prompt]
 
     def sized(length: int) -> tuple[int, ...]:
@@ -104,12 +104,12 @@ def tasks(
 
 
 def right_draft_tokens(acceptance_prob: float) -> tuple[int, ...]:
-    """Number of right guesses in each cycle, if each is right with this chance as long as those before it are.
+    """Return how many draft tokens are right in each step, if each is right with this probability given those before.
 
     The shares of the counts are near those of chance in any stretch, so that short answers have the right tau, too.
     """
     evenly = ((i + 1) * GOLDEN % 1 for i in range(FORCED_CYCLES))
-    return tuple(min(int(log(place) / log(acceptance_prob)), MAX_DRAFT_TOKENS) for place in evenly)
+    return tuple(min(int(log(place) / log(acceptance_prob)), MOST_DRAFT_TOKENS) for place in evenly)
 
 
 def measure(

@@ -19,7 +19,7 @@ from benchmarks.sizes.widen import DRAFTER, TARGET, widen
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.formats.zlab import write_checkpoint
 
-# That of the bundled pair: 2.67 tokens a cycle with 3 guesses. It stands in where no trained pair has anything to say.
+# Of the bundled pair: tau is 2.67 with 3 draft tokens. Pairs that were never trained use it too.
 PAIR_ACCEPTANCE = 0.735
 TRAINED_CONTEXT = 1024  # of the bundled pair
 
@@ -44,7 +44,7 @@ def make(size: str, folder: Path, context: int) -> tuple[Path, Path]:
 
 
 def row_lengths(size: str) -> tuple[int, int, int]:
-    """Weights in a row of a target's matrices: of those that read features, heads, and the inside of an MLP."""
+    """Return the row lengths of a target's matrices that read hidden states, heads, and the inside of an MLP."""
     config = json.loads((TARGET / "config.json").read_text()) if size.isdigit() else vars(known_shape(size).target)
     factor = int(size) if size.isdigit() else 1
     heads = config["num_attention_heads"] * config["head_dim"]
@@ -52,15 +52,17 @@ def row_lengths(size: str) -> tuple[int, int, int]:
 
 
 def known_shape(name: str) -> Shape:
-    """A shape by name. Raises ValueError for an unknown one."""
+    """Return a shape by name. Raises ValueError for an unknown one."""
     if name not in SHAPES:
         raise ValueError(f"Size {name!r} is neither a number nor a shape; the shapes are {', '.join(SHAPES)}.")
     return SHAPES[name]
 
 
 def acceptance(size: str, length: int) -> float | None:
-    """Chance that a guess is right if those before it are, where guesses are to be replaced behind a prompt of this
-    length; None where the drafter's own guesses count."""
+    """Return the probability that a replaced draft token is right if those before it are.
+
+    None means that the drafter's own tokens count, behind a prompt of this length.
+    """
     if size.isdigit():
         return PAIR_ACCEPTANCE if length > TRAINED_CONTEXT else None
     shape = known_shape(size)
@@ -69,7 +71,7 @@ def acceptance(size: str, length: int) -> float | None:
 
 
 def acceptance_of(tau: float, block_size: int) -> float:
-    """Chance that brings this many tokens a cycle in whole blocks, if it is the same for every guess."""
+    """Return the probability that yields this tau in whole blocks, if it is the same for every draft token."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -78,7 +80,7 @@ def acceptance_of(tau: float, block_size: int) -> float:
 
 
 def parameters(folder: Path) -> int:
-    """Number of weights in a folder."""
+    """Return the number of weights in a folder."""
     with safe_open(folder / "model.safetensors", "pt") as weights:
         return sum(prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
 
@@ -104,7 +106,7 @@ def _random_pair(shape: Shape, folder: Path) -> tuple[Path, Path]:
 
 
 def _random(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of these names and shapes in bfloat16; norms are 1."""
+    """Return random weights of these names and shapes in bfloat16; norms are 1."""
     made = {"dtype": torch.bfloat16}
     return {
         name: torch.randn(each.shape, **made) * WEIGHT_SCALE if each.ndim > 1 else torch.ones(each.shape, **made)

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import turns
+from benchmarks.harness import interleaving
 from benchmarks.harness.report import log_scale, number, picture, spread, table
 from benchmarks.sizes.measure import ANSWERS, Run
 from benchmarks.sizes.ways import BITS, EXACT, LLAMA, OURS, PLAIN, Way
@@ -21,8 +21,8 @@ GB = 2**30
 class Figures:
     """Figures over all runs.
 
-    Prompts whose plain answer loops with weights of some number of bits are left out there, since such answers are easy
-    to guess. Of a way, only repeats with all prompts count.
+    Prompts whose plain output is repetitive are left out, by number of bits, since such outputs are easy to predict.
+    Of each method, only repeats with all prompts count.
 
     Attributes:
         looping: Prompts that are left out, by size and bits.
@@ -44,11 +44,11 @@ class Figures:
 
     @cached_property
     def _by_way(self) -> dict[tuple[str, Way, str], list[Run]]:
-        return turns.groups(self.runs, lambda run: (run.size, run.way, run.set))
+        return interleaving.groups(self.runs, lambda run: (run.size, run.way, run.set))
 
     @cached_property
     def _by_bits(self) -> dict[tuple[str, int, str], list[Run]]:
-        return turns.groups(self.runs, lambda run: (run.size, run.way.bits, run.set))
+        return interleaving.groups(self.runs, lambda run: (run.size, run.way.bits, run.set))
 
     def of(self, size: str, way: Way, name: str) -> list[Run]:
         return self._by_way.get((size, way, name), [])
@@ -56,7 +56,7 @@ class Figures:
     def ways(
         self, size: str | None = None, side: str | None = None, method: str | None = None, kind: str | None = None
     ) -> list[Way]:
-        """Ways that were measured, in the order in which they were."""
+        """Return the measured methods, in the order of measurement."""
         found = dict.fromkeys(run.way for run in self.runs if size in (None, run.size))
         asked = (side, method, kind)
         return [
@@ -65,40 +65,42 @@ class Figures:
         ]  # fmt: skip
 
     def rates(self, size: str, way: Way, name: str) -> dict[int, float]:
-        """Tokens per second of each complete repeat, the first token of an answer left out."""
+        """Return the tokens per second of each complete repeat, without the first token of a response."""
         prompts = {run.prompt for run in self._by_bits.get((size, way.bits, name), ())}
-        return turns.rates(self.of(size, way, name), len(prompts))
+        return interleaving.rates(self.of(size, way, name), len(prompts))
 
     def speed(self, size: str, way: Way, name: str) -> float | None:
-        """Tokens per second, the median of the repeats."""
-        return turns.median(self.rates(size, way, name).values())
+        """Return the tokens per second, the median of the repeats."""
+        return interleaving.median(self.rates(size, way, name).values())
 
     def ratios(self, size: str, way: Way, other: Way, name: str) -> list[float]:
-        return turns.ratios(self.rates(size, way, name), self.rates(size, other, name))
+        return interleaving.ratios(self.rates(size, way, name), self.rates(size, other, name))
 
     def fastest(self, size: str, ways: Sequence[Way], name: str) -> Way | None:
         speeds = {way: speed for way in ways if (speed := self.speed(size, way, name)) is not None}
         return max(speeds, key=lambda way: speeds[way], default=None)
 
     def best(self, size: str, side: str, bits: int, name: str, method: str | None = None) -> Way | None:
-        """Fastest way of a side with weights of so many bits."""
+        """Return the fastest method of a side with weights of this many bits."""
         return self.fastest(size, [way for way in self.ways(size, side, method) if way.bits == bits], name)
 
     def tau(self, size: str, way: Way, name: str) -> float:
-        return turns.tau(self.of(size, way, name))
+        return interleaving.tau(self.of(size, way, name))
 
     def first_seconds(self, size: str, way: Way, name: str) -> float | None:
-        """Seconds to the first token, the median of the runs."""
-        return turns.median(run.prefill_seconds for run in self.of(size, way, name))
+        """Return the seconds to the first token, the median of the runs."""
+        return interleaving.median(run.prefill_seconds for run in self.of(size, way, name))
 
     def peak(self, size: str, way: Way) -> int:
-        """Most bytes of the process of a way."""
+        """Return the peak memory of the process of a method."""
         own = (run.peak_bytes for run in self.runs if run.size == size and run.way.process == way.process)
         return max(own, default=0)
 
     def drafting_peak(self, size: str, way: Way) -> int:
-        """Most bytes of a process that drafts with weights of this kind: ours hold target and drafter, and of
-        llama.cpp's the one that takes least counts."""
+        """Return the peak memory of a process that drafts with weights of this kind.
+
+        Ours hold target and drafter; of llama.cpp's processes the smallest counts.
+        """
         kind = [each for each in self.ways(size, way.side, kind=way.kind) if each.method != PLAIN]
         return min((self.peak(size, each) for each in kind), default=self.peak(size, way))
 
@@ -106,19 +108,21 @@ class Figures:
         return any(run.forced for run in self.runs if (run.size, run.set) == (size, name))
 
     def equal(self, size: str, way: Way, other: Way) -> float | None:
-        """Share of the prompts that two ways answer alike, in all repeats."""
-        own, others = (turns.groups(self.of(size, each, ANSWERS), lambda run: run.prompt) for each in (way, other))
+        """Return the share of prompts that two methods answer alike, in all repeats."""
+        own, others = (
+            interleaving.groups(self.of(size, each, ANSWERS), lambda run: run.prompt) for each in (way, other)
+        )
         both = own.keys() & others.keys()
         alike = [len({run.answer for run in [*own[prompt], *others[prompt]]}) == 1 for prompt in both]
         return sum(alike) / len(both) if both else None
 
 
 def page(runs: Sequence[Run], missing: Mapping[tuple[str, Way], str]) -> str:
-    """All results as Markdown."""
+    """Return all results as Markdown."""
     found = Figures(runs)
     parts = [
         "Tokens/s are medians of the repeats, without the prompt's time; ratios are taken within a repeat, with the "
-        "range of the repeats in brackets. Where guesses were replaced stands a *.",
+        "range of the repeats in brackets. Where draft tokens were replaced stands a *.",
         "## Ours: speed-up over plain decoding\n\n" + _speedups(found),
         "## As far as pays\n\nThe speed of chain:auto over that of the fastest chain of a fixed length.\n\n"
         + _auto(found),
@@ -132,7 +136,7 @@ def page(runs: Sequence[Run], missing: Mapping[tuple[str, Way], str]) -> str:
     parts.append("## Answers\n\n" + _equal(found))
     if missing:
         lines = []
-        for reason, which in turns.groups(missing, lambda each: missing[each]).items():
+        for reason, which in interleaving.groups(missing, lambda each: missing[each]).items():
             names = (f"{way.side} {way.kind} {way.name} at {size}".replace("  ", " ") for size, way in which)
             lines.append(f"- {reason}: {', '.join(names)}")
         parts.append("## Missing\n\n" + "\n".join(lines))
@@ -251,7 +255,7 @@ def _equal(found: Figures) -> str:
 
 
 def changed(runs: Sequence[Run]) -> list[str]:
-    """Our ways whose answers are not those of our plain decoding."""
+    """Return our methods whose responses differ from our plain decoding."""
     found = Figures(runs)
     return [
         f"{way.kind} {way.name} at {size}"
@@ -262,13 +266,13 @@ def changed(runs: Sequence[Run]) -> list[str]:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Speed-up over our plain decoding, tokens/s, memory, and seconds to the first token, each by size."""
+    """Draw speed-up over plain decoding, tokens/s, memory, and time to the first token by size."""
     found = Figures(runs)
     colours = {bits: f"C{i}" for i, bits in enumerate(found.bits)}
     millions = {size: count / 1e6 for size, count in found.parameters.items()}
 
     def measured_and_length(name: str) -> tuple[bool, int]:
-        """Whether most sizes have read a prompt, and of how many tokens it is."""
+        """Return whether most sizes have timed a prompt length, and that length."""
         measured = {run.size for run in runs if run.set == name}
         return 2 * len(measured) > len(found.sizes), int(name.split()[1])
 

@@ -37,8 +37,7 @@ class Way:
     Attributes:
         side: `OURS` or `LLAMA`.
         kind: Of weights, of `OUR_KINDS` or `LLAMA_KINDS`.
-        method: "plain", "chain:N" with N guesses, "tree:N" with N guesses, "chain:auto" and "tree:auto" with as many as
-            pay.
+        method: "plain"; "chain:N" and "tree:N" with N draft tokens; "chain:auto" and "tree:auto" with as many as pay.
         drafter: Of llama.cpp's drafting ways, the kind of the drafter's weights; else empty.
     """
 
@@ -70,7 +69,7 @@ class Way:
 def ways(
     kinds: list[str], methods: list[str], llama_kinds: list[str], llama_draft_tokens: Sequence[int] = LLAMA_DRAFT_TOKENS
 ) -> list[Way]:
-    """All ways, most bits first. Raises ValueError for an unknown method."""
+    """Return all methods, most bits first. Raises ValueError for an unknown one."""
     for method in methods:
         drafting(method)
     found = [Way(OURS, kind, method) for kind in kinds for method in dict.fromkeys([PLAIN, *methods])]
@@ -84,7 +83,7 @@ def ways(
 
 
 def memory(processes: Iterable[Way], target: int, drafter: int) -> int:
-    """About how many bytes these take while all are loaded.
+    """Estimate the bytes that these processes take while all are loaded.
 
     Args:
         target, drafter: Bytes of their checkpoints, in bfloat16.
@@ -99,7 +98,7 @@ def memory(processes: Iterable[Way], target: int, drafter: int) -> int:
 
 
 def drafting(method: str) -> dict[str, Any]:
-    """Options of our adapter for a method; raises ValueError for an unknown one."""
+    """Return the options of our adapter for a method. Raises ValueError for an unknown one."""
     if method == PLAIN:
         return {"drafter": "none"}
     name, _, draft_tokens = method.partition(":")

@@ -52,7 +52,7 @@ def widen(folder: Path, out: Path, factor: int) -> Path:
 
 
 def _wide(name: str, weight: Tensor, factor: int, hidden: int, groups: int) -> Tensor:
-    """A weight of the wider twin.
+    """Return a weight of the wider twin.
 
     Args:
         hidden: Size before.

@@ -1,1 +1,1 @@
-"""One engine under load for long, with cancellations and faults of every part, and answers that must not change."""
+"""One engine under load, with cancellations and faults; its output must not change."""

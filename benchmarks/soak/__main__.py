@@ -1,10 +1,10 @@
-"""One engine under load for long: `python -m benchmarks.soak --minutes 60`.
+"""Run one engine under load and faults for a long time: `python -m benchmarks.soak --minutes 60`.
 
-The bundled pair, 16 requests at a time from several threads: chats whose turns go on from each other, prompts of random
-length, cancellations; target, drafter and tokenizer raise at random, and NaN turns up among the logits. Every greedy
-answer that ends well must be a prefix of the one decoded plainly and alone beforehand. At the end memory must not have
-grown, all answers without faults must be right, and no thread may be left. Written: soak.json, soak.md,
-soak.png. The status is 1 where something does not hold.
+The bundled pair serves 16 requests at a time from several threads: chats that continue each other, prompts of random
+length, and cancellations. Target, drafter and tokenizer raise at random, and logits become NaN. Every greedy output
+that ends well must be a prefix of plain decoding. At the end, memory must not have grown, all outputs must be right
+without faults, and no thread may be left. The command writes soak.json, soak.md and soak.png, and exits with 1 on a
+failure.
 """
 
 from __future__ import annotations

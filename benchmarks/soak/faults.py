@@ -79,7 +79,7 @@ class FaultyDrafter(Wrapped):
 
 
 def poisoned(output: Any, random: Random) -> Any:
-    """Output of a forward with a NaN among the logits of a random node of a random row."""
+    """Return the output of a forward pass with a NaN among the logits of a random node of a random sequence."""
     logits, best = output.logits.clone(), output.best
     row, node = random.randrange(logits.size(0)), random.randrange(logits.size(1))
     logits[row, node, random.randrange(logits.size(2))] = torch.nan

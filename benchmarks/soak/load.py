@@ -1,4 +1,4 @@
-"""Load of an engine: chats with known answers, from several threads, some of them cancelled."""
+"""Load of an engine: chats with known outputs, from several threads, some of them cancelled."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TURN = "Now do the same with other numbers, and say how you got there."
 
 @dataclass(frozen=True)
 class Known:
-    """A prompt and the answer that it has alone, decoded plainly; shorter answers are its beginnings."""
+    """A prompt and its plain output, decoded alone; shorter outputs are prefixes of it."""
 
     prompt: list[int]
     answer: list[int]
 
 
 def known_answers(plain: Engine, texts: Sequence[str], turns: int, tokens: int, seed: int = 0) -> list[Known]:
-    """Chats of some turns, each of which begins with the one before it, and a few prompts of random length."""
+    """Decode chats of some turns, each of which continues the one before, and a few prompts of random length."""
     random, found = Random(seed), list[Known]()
     target: Target = plain.target
     tokenizer: Any = target.tokenizer
@@ -139,7 +139,7 @@ class Load:
 
 
 def outcome(handle: Any, seconds: float) -> Completion | None:
-    """The completion; None where the request ended in an error. Raises TimeoutError where it does not end."""
+    """Return the completion, or None if the request failed. Raises TimeoutError if it does not end."""
     try:
         completion: Completion = handle.result(seconds)
     except BlockdraftError:

@@ -27,7 +27,7 @@ class Sample:
 
 
 def growth(samples: Sequence[Sample]) -> float:
-    """Growth of the resident memory after the warm-up over its mean, by a straight line through it."""
+    """Return the growth of the resident memory after the warm-up over its mean, by a straight line."""
     kept = [sample for sample in samples if sample.seconds >= WARM_UP * samples[-1].seconds]
     if len(kept) < 3:
         return 0.0
@@ -37,7 +37,7 @@ def growth(samples: Sequence[Sample]) -> float:
 
 
 def grown_too_much(samples: Sequence[Sample], minutes: float) -> list[str]:
-    """A failure where memory has grown in a run that is long enough to tell."""
+    """Return a failure if memory has grown and the run is long enough to tell."""
     grown = growth(samples)
     return [f"memory has grown by {grown:.1%}"] if minutes >= SHORTEST_MINUTES and grown > MOST_GROWTH else []
 

@@ -59,7 +59,7 @@ class RowAttention(ExactAttention):
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None = None
     ) -> Tensor:
-        """Outputs `[1, R, heads * D]` for queries `[1, R, heads, D]`, with keys and values `[kv_heads, R * T, D]`."""
+        """Return `[1, R, heads * D]` for queries `[1, R, heads, D]` and keys and values `[kv_heads, R * T, D]`."""
         assert softcap is None
         rows, (kv_heads, _, size) = queries.size(1), keys.shape
         grouped = queries[0].reshape(rows, kv_heads, -1, size).contiguous()  # which the kernel takes for granted
@@ -68,7 +68,7 @@ class RowAttention(ExactAttention):
 
 
 def reference(queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, slots: int, scale: float) -> Tensor:
-    """What `kernel` computes, by operations of torch."""
+    """Compute what `kernel` computes, with torch operations."""
     rows = queries.size(0)
     keys, values = (each.unflatten(1, (rows, slots)).transpose(0, 1) for each in (keys, values))
     visible = torch.arange(slots, device=lengths.device) < lengths[:, None]
@@ -77,7 +77,7 @@ def reference(queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, sl
 
 
 def kernel(queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, slots: int, scale: float) -> Tensor:
-    """Attention of queries `[R, kv_heads, group, D]` to the first slots of each row, `[R, kv_heads, group, D]`."""
+    """Attend from queries `[R, kv_heads, group, D]` to the first KV slots of each sequence; same shape."""
     from attention_kernel import attend_rows
 
     out = torch.empty_like(queries)
@@ -120,7 +120,7 @@ class BatchedAnswerer:
 
     @torch.inference_mode()
     def _step(self) -> list[Tensor]:
-        """One token for every open row."""
+        """Decode one token of every open sequence."""
         at = self._lengths - 1
         attention = RowAttention(self._begins + at, (), self._lengths, self._slots)
         tokens = self._tokens.gather(1, at[:, None]).T
@@ -212,16 +212,20 @@ class BatchedAnswerer:
 
 
 def draw(logits: Tensor, heat: Tensor, top_p: Tensor) -> Tensor:
-    """Tokens `[R]` of logits `[R, V]` at temperatures `[R]`, 0 being greedy, and among the most probable ones whose
-    probabilities come to `top_p` `[R]`."""
+    """Sample tokens `[R]` from logits `[R, V]`.
+
+    Args:
+        heat: Temperatures `[R]`; 0 is greedy.
+        top_p: Probability `[R]` that the tokens to sample from must reach together.
+    """
     greedy = heat == 0
     scaled = logits / torch.where(greedy, 1.0, heat)[:, None]
-    acceptance_probs = scaled.softmax(dim=-1)
-    low, high = torch.zeros_like(heat), acceptance_probs.amax(dim=-1)
+    probs = scaled.softmax(dim=-1)
+    low, high = torch.zeros_like(heat), probs.amax(dim=-1)
     for _ in range(HALVINGS):  # in logarithms would be finer; the tail below is what top-p cuts
         middle = (low + high) / 2
-        enough = (acceptance_probs * (acceptance_probs >= middle[:, None])).sum(dim=-1) >= top_p
+        enough = (probs * (probs >= middle[:, None])).sum(dim=-1) >= top_p
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     noise = torch.empty_like(scaled).exponential_()
-    drawn = (acceptance_probs.masked_fill(acceptance_probs < low[:, None], 0) / noise).argmax(dim=-1)
+    drawn = (probs.masked_fill(probs < low[:, None], 0) / noise).argmax(dim=-1)
     return torch.where(greedy, logits.argmax(dim=-1), drawn)

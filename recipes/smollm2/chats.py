@@ -38,7 +38,7 @@ class Chat:
         self._system, self.ids, self.written = system, list[int](), list[bool]()
 
     def user_header(self) -> list[int]:
-        """Tokens up to where the user's next message begins, from which the target writes it itself."""
+        """Return the tokens before the user's next message, which the target then writes itself."""
         return self.ids + self._encode(self._before_user())
 
     def ask(self, prompt: str) -> None:
@@ -72,14 +72,14 @@ class Chat:
 
 
 def kept(tokenizer: PreTrainedTokenizerBase, name: str, ids: list[int]) -> dict[str, Any]:
-    """Entries of a turn that keep tokens without an end token."""
+    """Return the entries of a turn that hold tokens without an end token."""
     text = str(tokenizer.decode(ids))
     again = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return {name: text} if again == ids else {name: text, f"{name}_ids": ids}
 
 
 def kept_ids(tokenizer: PreTrainedTokenizerBase, name: str, turn: dict[str, Any]) -> list[int]:
-    """Tokens that `kept` kept."""
+    """Return the tokens of the entries of `kept`."""
     ids = turn.get(f"{name}_ids")
     return list(tokenizer(turn[name], add_special_tokens=False)["input_ids"]) if ids is None else ids
 
@@ -89,7 +89,7 @@ def sha(prompt: str) -> str:
 
 
 def documents(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], first: str | None) -> Iterator[Document]:
-    """Documents of a line: the chat, and for each looping greedy answer the chat up to where it loops.
+    """Yield the documents of a line: the chat, and the chat up to each repetitive greedy output.
 
     Args:
         first: First prompt, if it is of a public set.

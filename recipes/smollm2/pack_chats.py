@@ -1,5 +1,7 @@
-"""Turn decoded responses into training data, in folders that `blockdraft train` and `blockdraft hidden-states` read.
-One task in fifty goes to `validation/`, the others to `data/`. Further answers are added to what is there."""
+"""Pack responses as training data: the decoded tokens, in folders that `blockdraft train` reads.
+
+One task in fifty goes to `validation/`, the others to `data/`. Further responses are appended.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ COMMON = re.compile(
 
 
 def measured_grams(files: Iterable[Path]) -> set[tuple[str, ...]]:
-    """All runs of `GRAM` words in the texts of JSON-lines files."""
+    """Return all runs of `GRAM` words in the texts of JSON-lines files."""
     found: set[tuple[str, ...]] = set()
     for file in files:
         for line in file.read_text(encoding="utf-8").rstrip("\n").split("\n"):
@@ -51,20 +51,20 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def grams(text: str) -> set[tuple[str, ...]]:
-    """Runs of words of a text."""
+    """Return the runs of words of a text."""
     words = re.findall(r"[a-z0-9]+", bare(text).lower())
     return {tuple(words[i : i + GRAM]) for i in range(len(words) - GRAM + 1)}
 
 
 def bare(text: str) -> str:
-    """A prompt without what a template puts around it."""
+    """Return a prompt without the text that a template puts around it."""
     for part in (BOXED, *WRITE.split("{}")):
         text = text.replace(part.strip(), "")
     return text
 
 
 def unfit(prompt: str, measured: set[tuple[str, ...]], asked: set[str]) -> str | None:
-    """Reason for which a prompt is not asked; None if it is. `asked` holds the `key` of every prompt before."""
+    """Return why a prompt is left out, or None if it is not. `asked` holds the `key` of every prompt before."""
     words = re.findall(r"[a-z']+", bare(prompt).lower())
     if not 3 <= len(words) <= 250 or len(prompt) > 1600:
         return "length"
@@ -82,7 +82,7 @@ def unfit(prompt: str, measured: set[tuple[str, ...]], asked: set[str]) -> str |
 
 
 def key(prompt: str) -> str:
-    """What prompts that are nearly the same have in common: their first 60 letters."""
+    """Return the first 60 letters, which near-duplicate prompts share."""
     return "".join(re.findall(r"[a-z]+", bare(prompt).lower()))[:60]
 
 
@@ -94,7 +94,7 @@ class PublicPrompts:
         self._orders: dict[str, list[int]] = {}
 
     def name(self, source: str, count: int) -> dict[str, Any] | None:
-        """Name of the prompt number `count` of a set; None if it has fewer lines."""
+        """Return the name of prompt number `count` of a set, or None if it has fewer lines."""
         if source not in self._orders:
             order = list(range(len(_lines(self.folder / f"{source}.jsonl"))))
             random.Random(source).shuffle(order)
@@ -103,7 +103,7 @@ class PublicPrompts:
         return {"source": source, "line": order[count]} if count < len(order) else None
 
     def text(self, source: str, line: int) -> str | None:
-        """A prompt by its name; None if its line holds nothing to ask."""
+        """Return a prompt by its name, or None if its line holds no question."""
         return public_prompt(source, json.loads(_lines(self.folder / f"{source}.jsonl")[line]))
 
 
@@ -113,7 +113,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def public_prompt(source: str, row: dict[str, Any]) -> str | None:
-    """User's message for a line of a set; None if the line holds nothing to ask."""
+    """Return the user's message for a line of a set, or None if the line holds no question."""
     match source:
         case "instructions":
             return str(row["prompt"]).strip()
@@ -136,7 +136,7 @@ def _parsed(text: str) -> ast.Module | None:
 
 
 def _function(text: str) -> str | None:
-    """Function of the file with the longest docstring that has examples, without its body, as HumanEval asks it."""
+    """Return the function with the longest docstring that has examples, without its body, as in HumanEval."""
     tree = _parsed(text)
     found = [
         node
@@ -151,7 +151,7 @@ def _function(text: str) -> str | None:
 
 
 def _solution(path: str, text: str) -> str | None:
-    """First method of a LeetCode solution, without its body, under the problem's name."""
+    """Return the first method of a LeetCode solution, without its body, under the problem's name."""
     tree = _parsed(text)
     classes = [node for node in (tree.body if tree else ()) if isinstance(node, ast.ClassDef)]
     methods = [node for node in (classes[0].body if classes else ()) if isinstance(node, ast.FunctionDef)]
@@ -163,7 +163,7 @@ def _solution(path: str, text: str) -> str | None:
 
 
 def kind_of(task: int) -> tuple[str, int]:
-    """Kind of a task, and how many tasks of that kind come before it."""
+    """Return the kind of a task, and how many tasks of that kind come before it."""
     rounds, place = divmod(task, len(PATTERN))
     kind = PATTERN[place]
     return kind, rounds * PATTERN.count(kind) + PATTERN[:place].count(kind)

@@ -1,8 +1,9 @@
-"""Steps 2 and 3: prompts and the target's answers to them, as lines that `chats.py` explains. Goes on where it stopped;
-SIGTERM and Ctrl-C stop it, and only the chats that are being written are begun again.
+"""Steps 2 and 3: write prompts and the target's responses, as lines that `chats.py` explains.
 
-Answers are greedy. One that loops is ended there and answered once more with sampling; one that loops even then is cut
-before its loop. Every sixth chat goes on to a second turn, whose prompt the target writes too.
+The same command continues an interrupted run; SIGTERM and Ctrl-C stop it, and only unfinished chats are written again.
+
+Responses are greedy. A repetitive one ends there and is sampled once more; if that repeats too, it is cut before the
+repetition. Every sixth chat has a second turn, whose prompt the target writes too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from blockdraft.targets import Target
 from blockdraft.targets.native import NativeTarget
 
 PROMPT_TEMPERATURE, PROMPT_TOP_P = 0.9, 0.95
-AGAIN = 0.7  # temperature at which a looping answer is drawn anew
+AGAIN = 0.7  # temperature at which a repetitive output is drawn anew
 TWO_TURNS = 6  # of so many chats one has two turns
 
 SLOTS = 1536  # of a row on a GPU, in which the longest chat of two turns finds room
@@ -173,7 +174,7 @@ def write(
 
 
 def whole_lines(file: Path) -> list[dict[str, Any]]:
-    """Lines of an earlier run; what follows the last whole line was being written and is cut off."""
+    """Return the whole lines of an earlier run; a last, unfinished one is cut off."""
     if not file.exists():
         return []
     whole = file.read_bytes().rpartition(b"\n")[0]
@@ -182,7 +183,7 @@ def whole_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def share(text: str) -> tuple[int, int]:
-    """The numbers of "I/N"."""
+    """Parse the numbers of "I/N"."""
     first, _, count = text.partition("/")
     return int(first), int(count)
 

@@ -69,7 +69,7 @@ that loop are left out of tau.
 |---|---|---|
 {rows}
 
-Share of cycles in which the first i guesses were accepted, i = 1, 2, ...:
+Share of cycles in which the first i draft tokens were accepted, i = 1, 2, ...:
 
 {positions}
 {making}"""
@@ -86,7 +86,7 @@ pair of {wide:.0f} M parameters that says the same words decodes {over:.2f} time
 
 
 def second_facts(config: DraftConfig) -> dict[str, str]:
-    """Kind of a second drafter, and what it adds to DFlash."""
+    """Return the kind of a second drafter, and what it adds to DFlash."""
     if isinstance(config, DSparkConfig):
         more = f"a bias of rank {config.markov_rank} by the token before, a confidence head"
         return {"kind": "DSpark drafter (arXiv 2607.05147)", "more": more}
@@ -96,7 +96,7 @@ def second_facts(config: DraftConfig) -> dict[str, str]:
 
 
 def parameters(folder: Path) -> float:
-    """Millions of parameters on disk."""
+    """Return the millions of parameters on disk."""
     total = 0
     with safe_open(folder / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118 - the file is no mapping
@@ -108,14 +108,14 @@ def parameters(folder: Path) -> float:
 
 
 def second_drafter(figures: dict[str, Any]) -> str | None:
-    """Name of the fastest drafter that is clearly faster than the DFlash one; None where none is."""
+    """Return the name of the fastest drafter that is clearly faster than DFlash, or None."""
     over: dict[str, float] = figures.get("wide", {}).get("over_first", {})
     best = max(over, key=lambda name: over[name], default=None)
     return best if best is not None and over[best] >= FASTER else None
 
 
 def said_of(figures: dict[str, Any], chosen: str | None) -> str:
-    """Sentence about the drafters beside the DFlash one."""
+    """Return a sentence about the drafters besides DFlash."""
     over: dict[str, float] = figures.get("wide", {}).get("over_first", {})
     if not over:
         return f"only {DFLASH} is bundled: figures.json compares no other with it (measure.py --wide)"
@@ -125,7 +125,7 @@ def said_of(figures: dict[str, Any], chosen: str | None) -> str:
 
 
 def making_table(rows: list[Took], note: str = "") -> str:
-    """Section of a card; empty where nothing was recorded."""
+    """Return a section of a card; empty if nothing was recorded."""
     if not rows:
         return ""
     table = "\n".join(["| | steps | tokens | minutes |", "|---|---|---|---|", *(row.row() for row in rows)])
@@ -150,7 +150,7 @@ def target_card(folder: Path, figures: dict[str, Any], making: list[Took]) -> st
 
 
 def rows_of(name: str, sets: list[dict[str, Any]]) -> str:
-    """Table of a drafter's card, a column a prompt set."""
+    """Return the table of a drafter's card, with a column for each prompt set."""
     budget, temperature = sets[0]["tree_budget"], sets[0]["temperature"]
 
     def row(title: str, *values: Any) -> str:
@@ -160,7 +160,7 @@ def rows_of(name: str, sets: list[dict[str, Any]]) -> str:
     rows = [
         row("tau (all tokens over all cycles)", *(f"{each['tau']:.2f}" for each in own)),
         row("tau (mean over answers)", *(f"{each['tau_mean_over_answers']:.2f}" for each in own)),
-        row(f"tau of trees of {budget} guesses", *(f"{each['tree']['tau']:.2f}" for each in own)),
+        row(f"tau of trees of {budget} draft tokens", *(f"{each['tree']['tau']:.2f}" for each in own)),
         row(f"tau at temperature {temperature:g}", *(f"{each['sampled']['tau']:.2f}" for each in own)),
         row("answers with the same tokens as plain decoding", *(each["identical_to_plain"] for each in own)),
     ]

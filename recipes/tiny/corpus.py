@@ -76,7 +76,7 @@ def math(data: Path, rng: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def documented_functions(source: str) -> Iterator[tuple[str, str]]:
-    """Top-level functions of a file as (signature and docstring, function without docstring)."""
+    """Yield the top-level functions of a file as (signature and docstring, function without docstring)."""
     try:
         tree = ast.parse(source)
     except SyntaxError:

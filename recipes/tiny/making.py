@@ -51,13 +51,13 @@ class Took:
     untimed: int = 0
 
     def row(self) -> str:
-        """Row of a Markdown table."""
+        """Return a row of a Markdown table."""
         without = f" (without {self.untimed:,} steps, which were not timed)" if self.untimed else ""
         return f"| {self.name} | {self.steps:,} | {self.tokens / 1e6:.1f} M | {self.minutes:,.0f}{without} |"
 
 
 def took_target(folder: Path) -> list[Took]:
-    """Figures by stage, in their order. Steps of a stage that was run again are summed."""
+    """Return figures by stage, in order. Steps of a repeated stage are summed."""
     found: dict[str, Took] = {}
     done = 0
     for line in read_log(folder / NAME):
@@ -78,7 +78,7 @@ def took_target(folder: Path) -> list[Took]:
 
 
 def took_drafter(drafter: Path) -> Took | None:
-    """Figures from the log of the drafter's run, without evaluations; None where there is no log."""
+    """Return figures from the log of the drafter's run, without evaluations, or None without a log."""
     lines = [line for line in read_log(run_folder(drafter) / "log.jsonl") if "tokens" in line]
     if not lines:
         return None
@@ -87,11 +87,11 @@ def took_drafter(drafter: Path) -> Took | None:
 
 
 def digest(folder: Path) -> str:
-    """Hash of a checkpoint's weights."""
+    """Return a hash of a checkpoint's weights."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def answers_kept(files: list[Path]) -> tuple[int, int]:
-    """Number of kept answers in these files, and of their tokens."""
+    """Return the number of responses in these files, and of their tokens."""
     lengths = [len(row["ids"]) for file in files for row in read_log(file) if "ids" in row]
     return len(lengths), sum(lengths)

@@ -6,7 +6,7 @@ acceptance by position, whether tokens are those of plain decoding, and tokens p
 problems the target solves.
 
 `--wide` compares the speed of drafters on a pair of 75 M parameters that says the same words, since the small pair
-costs so little that guesses hardly pay.
+costs so little that draft tokens hardly pay.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PLAIN = "plain"
 def speeds(
     engines: Mapping[str, Engine], prompts: Sequence[str], params: SamplingParams, repeats: int
 ) -> dict[str, float]:
-    """Median over repeats of each engine's tokens per second over all prompts, without first tokens."""
+    """Return the median tokens per second of each engine over all prompts, without first tokens."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(repeats):
         stats: dict[str, list[Stats]] = {name: [] for name in engines}
@@ -48,8 +48,8 @@ def speeds(
     return {name: round(median(rate), 1) for name, rate in rates.items()}
 
 
-def from_draft(completions: Sequence[Completion]) -> tuple[Stats, dict[str, float]]:
-    """Statistics of the answers that do not loop, merged, and their figures."""
+def drafted(completions: Sequence[Completion]) -> tuple[Stats, dict[str, float]]:
+    """Return the merged statistics of outputs that are not repetitive, and their figures."""
     sound = [c.stats for c in completions if not loops(c.token_ids)]
     together = merge(sound)
     return together, {
@@ -60,7 +60,7 @@ def from_draft(completions: Sequence[Completion]) -> tuple[Stats, dict[str, floa
 
 
 def over_first(rates: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """Speed of each further drafter over the first one's, each in its fastest way.
+    """Return the speed of each further drafter over the first one's, each with its fastest method.
 
     Args:
         rates: Tokens per second by "NAME, WAY".
@@ -73,7 +73,7 @@ def over_first(rates: Mapping[str, float], names: Sequence[str]) -> dict[str, fl
 def measure_wide(
     folder: Path, names: Sequence[str], prompts: Sequence[str], params: SamplingParams, repeats: int
 ) -> dict[str, Any]:
-    """Speeds of a wide target, plain and with each of its drafters, in turns.
+    """Measure a wide target, plain and with each of its drafters, interleaved.
 
     Args:
         folder: Holds `target` and these drafters, as `benchmarks/sizes/widen.py` wrote them.
@@ -148,7 +148,7 @@ def main() -> None:
         figure: dict[str, Any] = {
             "prompts": len(prompts),
             "ended_by_themselves": round(sum(c.finish_reason == "stop" for c in answers) / len(prompts), 4),
-            "looping": from_draft(answers)[1]["looping"],
+            "looping": drafted(answers)[1]["looping"],
             "mean_tokens": round(sum(len(c.token_ids) for c in answers) / len(prompts), 1),
             "seconds": round(time.time() - began, 1),
             "tree_budget": TREE_BUDGET,
@@ -157,8 +157,8 @@ def main() -> None:
         }
         reference = None if args.skip_plain else plain.generate(prompts, greedy)
         for name in names:
-            together, own = from_draft(said[name, "chain"])
-            own |= {"tree": from_draft(said[name, "tree"])[1], "sampled": from_draft(said[name, "sampled"])[1]}
+            together, own = drafted(said[name, "chain"])
+            own |= {"tree": drafted(said[name, "tree"])[1], "sampled": drafted(said[name, "sampled"])[1]}
             own["acceptance_by_position"] = [round(share, 3) for share in together.acceptance_by_position]
             if reference is not None:
                 pairs = zip(said[name, "chain"], reference, strict=True)

@@ -155,7 +155,7 @@ SINGULARS = {"lst": "item", "xs": "x", "arr": "item", "entries": "entry", "m": "
 
 
 def singular(name: str) -> str:
-    """The loop name for one element of the list `name`."""
+    """Return the loop name for one element of the list `name`."""
     return SINGULARS.get(name, name[:-1] if name.endswith("s") and len(name) > 1 else "part")
 
 
@@ -1123,7 +1123,7 @@ def draw_constants(rng: random.Random, family: Family) -> dict[str, str]:
 
 
 def odd_name(rng: random.Random, taken: set[str]) -> str:
-    """A name that says nothing: a letter, made-up syllables, or two words, none of them taken."""
+    """Return an unused name without meaning: a letter, made-up syllables, or two words."""
     parts = ("bcdfghjklmnpqrstvwxyz", "aeiou", ("", "", "n", "r", "s"))
     while True:
         made = "".join(rng.choice(letters) for letters in parts * rng.randint(1, 3))
@@ -1136,7 +1136,7 @@ def odd_name(rng: random.Random, taken: set[str]) -> str:
 def draw_arguments(
     rng: random.Random, family: Family, kinds: list[Kind], constants: dict[str, str], odd: float
 ) -> dict[str, str]:
-    """Names for the arguments and their elements that clash with nothing else in the body."""
+    """Draw names for the arguments and their elements that clash with nothing else in the body."""
     text = " ".join([family.body, *constants.values()])
     taken = set(re.findall(r"(?<![$\w])[a-z_]+", text))
     drawn: dict[str, str] = {}
@@ -1156,7 +1156,7 @@ def draw_arguments(
 
 
 def draw_doc(rng: random.Random, family: Family, kinds: list[Kind], names: dict[str, str]) -> str:
-    """The docstring's sentences."""
+    """Return the sentences of the docstring."""
     doc = rng.choice(family.docs)
     given = rng.random() < 0.2 and doc.startswith(("the ", "if "))
     phrases = {}
@@ -1177,7 +1177,7 @@ def draw_doc(rng: random.Random, family: Family, kinds: list[Kind], names: dict[
 
 
 def draw_examples(rng: random.Random, solution: str, name: str, kinds: list[Kind], most: int) -> list[tuple[str, str]]:
-    """Up to `most` calls with their real results, unlike results first."""
+    """Draw up to `most` calls with their real results, unlike results first."""
     scope: dict[str, Any] = {}
     exec("from typing import Dict, List, Tuple\n" + solution, scope)  # noqa: S102 (our own template)
     quote = rng.choice("'\"")
@@ -1193,7 +1193,7 @@ def draw_examples(rng: random.Random, solution: str, name: str, kinds: list[Kind
 
 
 def typing_names(annotation: str) -> str:
-    """The annotation with `List` for `list` and so on."""
+    """Return the annotation with `List` for `list` and so on."""
     return re.sub(r"\b(list|dict|tuple)\[", lambda match: match[1].capitalize() + "[", annotation)
 
 

@@ -25,13 +25,13 @@ SEED = 20_000_003
 
 
 def answer_of(text: str) -> str | None:
-    """The number in the last box of an answer."""
+    """Return the number in the last box of a response."""
     _, box, rest = text.rpartition("\\boxed{")
     return rest.partition("}")[0].replace(",", "").replace("$", "") if box else None
 
 
 def problems(count: int, known: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
-    """Distinct problems with their answers, none of them known."""
+    """Return distinct new problems with their solutions."""
     rng, seen, found = random.Random(SEED), set(known), list[tuple[str, str]]()
     while len(found) < count:
         question, answer = word_problem(rng)
@@ -49,7 +49,7 @@ def read_questions(corpus: Path) -> frozenset[str]:
 
 
 def solved(target: Target, count: int, corpus: Path | None) -> dict[str, Any]:
-    """Shares of problems that the target solves greedily, without problems of the corpus."""
+    """Return the shares of problems that the target solves greedily, without problems of the corpus."""
     asked = problems(count, read_questions(corpus) if corpus else frozenset())
     with Engine(target, max_batch_size=32) as engine:
         said = engine.generate([question + MATHS_REQUEST for question, _ in asked], SamplingParams(200))
@@ -68,7 +68,7 @@ def solved(target: Target, count: int, corpus: Path | None) -> dict[str, Any]:
 
 
 def tau(target: Target, drafter: str, count: int, corpus: Path | None) -> float:
-    """Tokens a cycle of a drafter on the same problems."""
+    """Return tau of a drafter on the same problems."""
     asked = problems(count, read_questions(corpus) if corpus else frozenset())
     with Engine(target, load_drafter(drafter, target=target), 16, Drafting(None)) as engine:
         said = engine.generate([question + MATHS_REQUEST for question, _ in asked], SamplingParams(200))
@@ -76,7 +76,7 @@ def tau(target: Target, drafter: str, count: int, corpus: Path | None) -> float:
 
 
 def written(target: Target, count: int, odd: float, corpus: Path | None) -> float:
-    """Share of Python tasks whose greedy answer is their solution, without tasks of the corpus.
+    """Return the share of Python tasks that the target solves greedily, without tasks of the corpus.
 
     Args:
         odd: Share of names that are random.

@@ -10,7 +10,7 @@ finish   Goes on with a lower rate, without what a model of this size cannot fol
          seen.
 settle   Reads the model's own answers (`write_answers.py`), looping ones replaced by sampled ones that do not loop
          (rejection-sampling fine-tuning). It removes more of the loops and changes little else.
-unlearn  Also lowers the likelihood of what repeats in the model's looping answers (sequence-level unlikelihood
+unlearn  Also lowers the likelihood of what repeats in the model's repetitive outputs (sequence-level unlikelihood
          training, arXiv 1908.04319), a little: with three times the weight and twice the steps, loops of one or two
          tokens took their place. Reads more problems than `settle`, so that fewer right answers are lost.
 sharpen  Reads the model's own greedy answers to GSM8K and TheAlgorithms prompts, as they are and with other numbers
@@ -70,22 +70,22 @@ STAGES = [stage for stage in MIXTURES if stage != "begin"]
 BEGINNING = 0.25  # share of the stage `main` over which its mixture changes from `begin` to `main`
 EASY_STEPS = 2
 MAX_STEPS = 3  # of GSM8K answers in later stages than `main`
-RUN = 6  # tokens; a run of them that occurs again in a looping answer is unlearned
-LOOPS_A_STEP = 8  # looping answers in each step that unlearns
+RUN = 6  # tokens; a run of them that occurs again in a repetitive output is unlearned
+LOOPS_A_STEP = 8  # repetitive outputs in each step that unlearns
 SHARPENED = {"gsm8k", "gsm8k_other", "algorithms", "algorithms_other"}  # kinds of prompts
 MENDED = 4  # copies of an answer that was sampled where another had looped
 SHORT, LONG, LONG_SHARE = 256, 512, 0.4
 
 
 def mixture(stage: str, share: float) -> dict[str, float]:
-    """Shares of the documents drawn when this share of a stage is done."""
+    """Return the shares of the documents drawn when this share of a stage is done."""
     end = MIXTURES[stage]
     old = max(0.0, 1 - share / BEGINNING) if stage == "main" else 0.0
     return {kind: old * MIXTURES["begin"].get(kind, 0.0) + (1 - old) * end[kind] for kind in end}
 
 
 def kind_of(row: dict[str, Any]) -> str:
-    """Kind of a document of the corpus."""
+    """Return the kind of a document of the corpus."""
     kind: str = row["kind"]
     if (
         kind == "problem" and row["messages"][1]["content"].count("\n") <= EASY_STEPS
@@ -118,7 +118,7 @@ def check_kinds(documents: dict[str, list[list[int]]], stage: str) -> None:
 
 
 def own_answers(paths: list[Path], tokenizer: PreTrainedTokenizerBase, stage: str) -> list[list[int]]:
-    """Chats of the model's own answers that ended by themselves and hardly repeat themselves.
+    """Return chats of the model's own responses that ended by themselves and hardly repeat themselves.
 
     `sharpen` takes greedy answers of its kinds. Other stages leave out answers to TheAlgorithms prompts, most of which
     are checks without content, and take answers in the place of a looping one several times.
@@ -142,7 +142,7 @@ def own_answers(paths: list[Path], tokenizer: PreTrainedTokenizerBase, stage: st
 
 
 def loop_rows(paths: list[Path], tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[Tensor, Tensor]:
-    """The model's looping answers, and which of their tokens are unlearned.
+    """Return the model's repetitive outputs, and which of their tokens are unlearned.
 
     Returns:
         Tokens `[n, length]` int64, prompt first, padded with zeros; and `[n, length]` bool, true where a token ends a
@@ -189,7 +189,7 @@ def packed_rows(
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Factor on the peak rate: 2 % warm-up, constant, then a linear fall to zero over the last half."""
+    """Return the factor on the peak rate: 2 % warm-up, constant, then a linear fall to zero over the last half."""
     return min((step + 1) / (0.02 * steps), 1.0, 2.0 * (1 - step / steps))
 
 
@@ -286,9 +286,9 @@ def main() -> None:
     looped, order = None, torch.Generator().manual_seed(args.seed)
     if args.stage in ("unlearn", "sharpen"):
         looped = loop_rows(args.answers, tokenizer, SHORT + 1)
-        print(f"{len(looped[0])} looping answers, {int(looped[1].sum())} tokens to unlearn", flush=True)
+        print(f"{len(looped[0])} repetitive outputs, {int(looped[1].sum())} tokens to unlearn", flush=True)
         if not len(looped[0]):
-            sys.exit(f"{args.answers[0]} holds no looping answer, so there is nothing to unlearn; skip this stage.")
+            sys.exit(f"{args.answers[0]} holds no repetitive output, so there is nothing to unlearn; skip this stage.")
     losses, began = [], time.time()
     making = Making(args.out, args.stage, start, args.tokens_per_step)
     for step in range(args.steps):

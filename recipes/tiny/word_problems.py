@@ -81,14 +81,14 @@ def cents(amount: int) -> str:
 
 
 def draws(rng: random.Random) -> dict[str, Any]:
-    """Functions by which the families draw."""
+    """Return the functions by which the families draw."""
 
     def two_days() -> list[str]:
         i = rng.randrange(6)
         return WORDS["DAYS"][i : i + 2]
 
     def percent_pair(most: int = 20) -> tuple[int, int]:
-        """A percentage, and a whole of which that is an integer."""
+        """Return a percentage, and a whole of which it is an integer."""
         percent, step = rng.choice(PERCENTS)
         return percent, step * rng.randint(2, most)
 
@@ -103,7 +103,7 @@ def draws(rng: random.Random) -> dict[str, Any]:
 
 
 def sections(text: str) -> dict[str, list[str]]:
-    """Lines of a file under each heading, those that go on joined and comments left out."""
+    """Return the lines of a file under each heading, with continued lines joined and without comments."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
@@ -117,7 +117,7 @@ def sections(text: str) -> dict[str, list[str]]:
 
 
 def compiled(lines: list[str]) -> CodeType:
-    """A family as code that sets question, steps and result."""
+    """Return a family as code that sets question, steps and result."""
     drawn, parts, result = [], {"?": [], "-": []}, "None"
     for line in lines:
         if found := SENTENCE.fullmatch(line):

@@ -1,10 +1,10 @@
 """Steps 4 to 6: the target's own answers to training prompts. Resumes where it stopped.
 
-Each prompt is answered greedily, and some once more by sampling. A looping answer is replaced by sampled ones until one
-does not loop; the target later learns from it, and unlearns the one that looped. If all of them loop, the prompt has no
-answer. GSM8K and TheAlgorithms prompts are those of the corpus; word problems and Python tasks are generated anew.
+Each prompt is answered greedily, and some once more by sampling. A repetitive output is replaced by the first sampled
+one that does not repeat; the target later learns from that one and unlearns the other. If all repeat, the prompt has no
+response. GSM8K and TheAlgorithms prompts are those of the corpus; word problems and Python tasks are generated anew.
 
-`--hard` takes only GSM8K and TheAlgorithms prompts, whose answers are hard to guess: as they are, answered by sampling,
+`--hard` takes only GSM8K and TheAlgorithms prompts, whose answers are hard to predict: as they are, with sampling,
 since the target knows their greedy answers by heart, and with other numbers, which makes new prompts of them.
 """
 
@@ -38,7 +38,7 @@ def with_other_numbers(prompt: str, rng: random.Random) -> str:
 
 
 def hard_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tuple[str, str, bool]]:
-    """Prompts as of `training_prompts`, of the kinds whose answers are hard to guess."""
+    """Yield prompts as `training_prompts` does, of the kinds whose answers are hard to predict."""
     rng = random.Random(seed)
     prompts, asked = list[tuple[str, str, bool]](), set[str]()
     with corpus.open(encoding="utf-8") as file:
@@ -61,7 +61,7 @@ def hard_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tuple[st
 
 
 def training_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tuple[str, str, bool]]:
-    """(kind, user message, whether to sample) in a fixed random order."""
+    """Yield (kind, user message, whether to sample) in a fixed random order."""
     rng = random.Random(seed)
     prompts, taken = [], Counter[str]()
     with corpus.open(encoding="utf-8") as file:
@@ -87,7 +87,7 @@ def training_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tupl
 def answers(
     engine: Engine, prompts: dict[int, str], params: Callable[[int, int], SamplingParams], again: int
 ) -> Iterator[tuple[int, list[int], list[list[int]]]]:
-    """Answers as they come. All prompts are submitted at once, and those whose answer loops again.
+    """Answers as they come. All prompts are submitted at once, and those whose output is repetitive again.
 
     Args:
         prompts: Prompts by number.
@@ -131,8 +131,8 @@ def main() -> None:
         "--sampled-share", type=float, default=0.5, help="share of the prompts that are answered once more"
     )
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--hard", action="store_true", help="only prompts whose answers are hard to guess")
-    parser.add_argument("--again", type=int, default=4, help="most times to ask again where an answer loops")
+    parser.add_argument("--hard", action="store_true", help="only prompts whose answers are hard to predict")
+    parser.add_argument("--again", type=int, default=4, help="most times to ask again where an output repeats")
     parser.add_argument("--limit", type=int, default=None, help="most prompts")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()

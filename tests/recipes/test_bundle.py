@@ -66,7 +66,7 @@ def test_a_clearly_faster_second_drafter_comes_along(
     assert (
         "42% of those of one or two steps; by steps: 1: 50%, 3: 10%." in target and "| main | 100 | 0.6 M |" in target
     )
-    assert "DFlash v1" in dflash and "| tau of trees of 32 guesses | 4.10 | 4.10 |" in dflash
+    assert "DFlash v1" in dflash and "| tau of trees of 32 draft tokens | 4.10 | 4.10 |" in dflash
     first = "| drafter | 1 | 0.6 M | 1 |\n"
     assert first in dflash and f"{first}| drafter-dspark | 2 | 1.2 M | 2 |" in dspark
     assert "drafter-dspark" not in dflash and "Learned from 2 answers, 3 tokens." in dflash

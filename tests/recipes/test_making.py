@@ -28,7 +28,7 @@ def test_steps_of_all_processes_are_summed_by_stage(tmp_path: Path) -> None:
     assert took_target(tmp_path) == [Took("main", 300, 15_000, 4.0), Took("settle", 100, 5_000, 4.0)]
 
 
-def test_steps_that_nobody_timed_are_told(tmp_path: Path) -> None:
+def test_steps_that_nobody_timed_are_shown(tmp_path: Path) -> None:
     Making(tmp_path, "main", 200, 50_000).note(300)
     seconds_are(tmp_path, 60)
     [took] = took_target(tmp_path)

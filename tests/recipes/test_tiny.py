@@ -15,7 +15,6 @@ import pytest
 import solve
 import torch
 from corpus import clean_gsm8k, documented_functions
-from paired_answers import pairs
 from python_tasks import python_task
 from solve import answer_of, problems, written
 from train_target import MENDED, MIXTURES, check_kinds, kind_of, loop_rows, mixture, own_answers, packed_rows
@@ -102,17 +101,6 @@ def test_problems_to_solve_are_new() -> None:
     assert others[:10] == first[10:] and len(set(others)) == 20
 
 
-def test_each_prompt_is_paired_once_with_what_the_target_said_and_what_it_came_with() -> None:
-    def chat(kind: str, prompt: str, answer: str) -> str:
-        return json.dumps({"kind": kind, "messages": [{"content": prompt}, {"content": answer}]})
-
-    corpus = [chat("gsm8k", "a", "A"), json.dumps({"kind": "text", "text": "a"}), chat("problem", "b", "B")]
-    corpus += [chat("algorithms", "c", "C"), chat("gsm8k", "d", "D")]
-    said: list[dict[str, object]] = [{"prompt": "c", "ids": [1]}, {"prompt": "b", "looped": [7]}]
-    said += [{"prompt": "b", "ids": [2]}, {"prompt": "a", "ids": [3]}, {"prompt": "a", "ids": [4]}]
-    assert list(pairs(corpus, map(json.dumps, said))) == [("c", [1], "C"), ("a", [3], "A")]
-
-
 def test_odd_names_can_only_be_copied() -> None:
     rng = random.Random(5)
     usual, odd = ({python_task(rng, share)[1].partition("(")[0] for _ in range(300)} for share in (0.0, 1.0))
@@ -126,7 +114,7 @@ def test_a_corpus_that_lacks_a_kind_is_named() -> None:
         check_kinds({**documents, "odd_task": []}, "finish")
 
 
-class LoopingEngine:
+class RepetitiveEngine:
     """Answers at once: `[7] * 80`, which loops, the first times that a prompt is asked, and then its parameters."""
 
     def __init__(self, looping: dict[str, int]) -> None:
@@ -142,7 +130,7 @@ class LoopingEngine:
 
 
 def test_what_loops_is_asked_again_and_given_up_in_the_end() -> None:
-    engine: Any = LoopingEngine({"sound": 0, "twice": 2, "always": 9})
+    engine: Any = RepetitiveEngine({"sound": 0, "twice": 2, "always": 9})
     prompts = dict(enumerate(engine.looping))
     params = {
         (number, before): SamplingParams(80, float(before > 0), seed=10 * number + before)

@@ -159,13 +159,19 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, s
 
 
 def tiny(config: Any, seed: int = 0) -> PreTrainedModel:
-    """A random model of transformers, with norms that are not all alike."""
+    """Return a random transformers model with norm weights that differ.
+
+    NumPy draws the weights: torch's normal numbers differ in their last bits between processors.
+    """
     from transformers import AutoModelForCausalLM
 
+    random = np.random.default_rng(seed)
     with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for weight in model.parameters():
+            drawn = torch.from_numpy(random.standard_normal(weight.shape, dtype=np.float32))
             if weight.ndim == 1:
-                weight += 0.2 * torch.randn_like(weight)
+                weight += 0.2 * drawn
+            else:
+                weight.copy_(config.initializer_range * drawn)
     return model.eval()

@@ -89,7 +89,7 @@ QUICK = ("Q4_0", "Q5_1", "Q4_K", "Q6_K", "IQ4_NL", "F16")  # of which each keeps
     [pytest.param(kinds, marks=() if kinds in QUICK else pytest.mark.slow) for kinds in (*FEW, "mixed", "BF16", "F16")],
 )
 def test_compiled(kinds: str, tmp_path: Path) -> None:
-    """The kernels give what torch gives; activations are rounded alike."""
+    """Compiled kernels match the torch operations, which quantize activations the same way."""
     path = tmp_path / "m.gguf"
     wide = WIDE | ({"hidden_size": 512} if kinds.endswith("_K") else {})  # two blocks side by side
     write_gguf(path, model_of("llama", **wide), MIXED if kinds == "mixed" else kinds)
@@ -97,9 +97,10 @@ def test_compiled(kinds: str, tmp_path: Path) -> None:
     differences = []
     for seed in range(9):
         tokens = torch.randint(0, 96, (1, 5), generator=torch.Generator().manual_seed(seed))
-        wanted = scores(plain, tokens)
-        differences.append(float((scores(compiled, tokens) - wanted).norm() / wanted.norm()))
-    # An input on the edge between two codes may be rounded either way, which few sequences meet.
+        expected = scores(plain, tokens)[0]
+        differences += ((scores(compiled, tokens)[0] - expected).norm(dim=-1) / expected.norm(dim=-1)).tolist()
+    # An activation halfway between two codes may round either way: the last bits of torch's products depend on the
+    # processor. This affects a minority of positions, and those after it in the same sequence.
     assert np.median(differences) < 1e-5 and max(differences) < 0.05, differences
     of_4 = ("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "TQ1_0", "TQ2_0", "mixed")
     bits = dict.fromkeys((*FEW, "mixed"), "int8 weights") | dict.fromkeys(of_4, "int4 weights")

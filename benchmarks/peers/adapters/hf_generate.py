@@ -34,7 +34,7 @@ class Steps(StoppingCriteria):
 
 
 def as_assistant(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """A DFlash checkpoint in z-lab's layout as the only drafter class that transformers has for it."""
+    """Load a DFlash checkpoint of z-lab's layout into the one drafter class of transformers."""
     from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
     config = json.loads((folder / "config.json").read_text())
@@ -102,7 +102,7 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
         return steps.clock.answer(output[0, prompt.size(1) :].tolist())
 
     def decode_many(request: Request) -> Answer:
-        """One batch, its prompts padded on their left."""
+        """Decode one batch of prompts, padded on the left."""
         began, longest = time.perf_counter(), max(map(len, request["prompts"]))
         padding = request["stops"][0]
         prompts = [[padding] * (longest - len(each)) + list(each) for each in request["prompts"]]
@@ -122,7 +122,7 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
 
     @cache
     def exact() -> Any:
-        """The same weights in float32."""
+        """Return the same weights in float32."""
         return causal(settings["target"]).float()
 
     def margin(request: Request) -> Answer:

@@ -23,7 +23,7 @@ class Failed(Exception):
 
 
 def as_gguf(model: str, settings: dict[str, Any], weights: str | None = None, target: str | None = None) -> Path:
-    """The model's GGUF file, made where there is none of these weights.
+    """Return the model's GGUF file; convert the model if there is none yet.
 
     Args:
         weights: What they are rounded to, by llama.cpp's own quantiser; None leaves them in the dtype.
@@ -61,7 +61,7 @@ def _round(model: str, given: dict[str, Any]) -> None:
 
 
 def digest(model: str) -> str:
-    """Hash of a model's weights."""
+    """Return a hash of a model's weights."""
     found = hashlib.sha256()
     for path in sorted(Path(model).glob("*.safetensors")):
         with path.open("rb") as file:

@@ -1,6 +1,6 @@
 // Decodes token ids with llama.cpp, greedily: plainly, or with one of its speculators. The first argument is JSON:
 // {"model": file, "threads": n, "max_length": n, "type": of keys and values, and, to speculate, "speculator": name,
-// "draft": file or null, "guesses": most in a block, or null for llama.cpp's default}. Requests and answers are JSON lines, as the README of this folder has them.
+// "draft": file or null, "draft_tokens": most in a block, or null for llama.cpp's default}. Requests and answers are JSON lines, as the README of this folder has them.
 // Or it rounds a model's weights: {"quantize": file, "to": file, "weights": "Q8_0", "threads": n}.
 
 #include "build-info.h"
@@ -70,8 +70,8 @@ bool Peer::load(const json & settings) {
         if (!settings.at("draft").is_null()) {
             drafting.mparams.path = settings.at("draft");
         }
-        if (!settings.at("guesses").is_null()) {
-            drafting.n_max = settings.at("guesses");
+        if (!settings.at("draft_tokens").is_null()) {
+            drafting.n_max = settings.at("draft_tokens");
         }
     }
     const int most = speculates ? common_speculative_n_max(&params.speculative) : 0;
@@ -101,7 +101,7 @@ json Peer::decode(const json & request) {
     const auto prompt = request.at("prompt").get<llama_tokens>();
     const auto stops = request.at("stops").get<llama_tokens>();
     const size_t max_new_tokens = request.at("max_new_tokens");
-    const auto accept = request.value("accept", std::vector<int>()); // right guesses of each cycle, whatever they are
+    const auto accept = request.value("accept", std::vector<int>()); // right draft tokens of each step, whatever they are
     const auto is_stop = [&](llama_token token) { return std::count(stops.begin(), stops.end(), token) > 0; };
 
     // A request knows nothing of those before it.
@@ -142,21 +142,21 @@ json Peer::decode(const json & request) {
     const double first = now();
 
     int cycles = 0;
-    llama_tokens guesses;
+    llama_tokens draft_tokens;
     while (!is_stop(anchor) && answer.size() < max_new_tokens) {
         const auto n_past = (llama_pos) past.size();
         const int room = std::min((int) llama_n_ctx(ctx) - n_past - 2, (int) (max_new_tokens - answer.size()) - 1);
-        guesses.clear();
+        draft_tokens.clear();
         if (spec && room > 0) {
-            common_speculative_get_draft_params(spec.get(), 0) = {true, room, n_past, anchor, &past, &guesses};
+            common_speculative_get_draft_params(spec.get(), 0) = {true, room, n_past, anchor, &past, &draft_tokens};
             common_speculative_draft(spec.get());
-            guesses.resize(std::min(guesses.size(), (size_t) room));
+            draft_tokens.resize(std::min(draft_tokens.size(), (size_t) room));
             forget_from(n_past);
         }
         batch.clear();
         batch.add(anchor, n_past, 0, true);
-        for (size_t i = 0; i < guesses.size(); i++) {
-            batch.add(guesses[i], n_past + 1 + (llama_pos) i, 0, true);
+        for (size_t i = 0; i < draft_tokens.size(); i++) {
+            batch.add(draft_tokens[i], n_past + 1 + (llama_pos) i, 0, true);
         }
         score();
         const int known = accept.empty() ? -1 : accept[cycles % accept.size()];
@@ -164,10 +164,10 @@ json Peer::decode(const json & request) {
         while (true) {
             past.push_back(anchor);
             anchor = best(accepted);
-            bool right = accepted < (int) guesses.size() && guesses[accepted] == anchor;
+            bool right = accepted < (int) draft_tokens.size() && draft_tokens[accepted] == anchor;
             if (known >= 0) {
-                right = accepted < std::min((int) guesses.size(), known);
-                anchor = right ? guesses[accepted] : anchor;
+                right = accepted < std::min((int) draft_tokens.size(), known);
+                anchor = right ? draft_tokens[accepted] : anchor;
             }
             answer.push_back(anchor);
             if (is_stop(anchor) || !right) {

@@ -68,7 +68,7 @@ def convert(model: str, out: str, bits: int) -> None:
 
 
 def converted(model: str, bits: int = 0) -> str:
-    """The model's folder in OpenVINO's format, made by another process, whose memory is not the pipeline's."""
+    """Return the model's folder in OpenVINO's format. Another process converts it, to keep its memory apart."""
     made_of = [(str(file), file.stat().st_mtime_ns) for file in sorted(Path(model).glob("*.safetensors"))]
     out = MODELS / hashlib.sha256(json.dumps([made_of, bits]).encode()).hexdigest()[:16]
     if not (out / "done").exists():
@@ -107,7 +107,7 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
         return steps.clock.answer(list(done.tokens[0]))
 
     def decode_many(request: Request) -> Answer:
-        """One batch, its prompts padded on their left."""
+        """Decode one batch of prompts, padded on the left."""
         longest = max(map(len, request["prompts"]))
         ids, mask = np.zeros((2, len(request["prompts"]), longest), dtype=np.int64)
         for row, prompt in enumerate(request["prompts"]):

@@ -2,7 +2,7 @@
 
 The settings or the options may also hold "quantize", and the options "ways": ways to decode with one target by name,
 each with options of its own; a request then names one as "way". With "accept" in a request (counts, used cyclically)
-that many of each cycle's guesses are right, whatever was drafted.
+that many of each cycle's draft tokens are right, whatever was drafted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CODE = (".py", ".c", ".h")
 
 
 def sources() -> str:
-    """Version with a hash of the sources."""
+    """Return the version with a hash of the sources."""
     home = Path(blockdraft.__file__).parent
     found = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(home.rglob("*.*")) if path.suffix in CODE))
     return f"{version('blockdraft')}+{found.hexdigest()[:8]}"
@@ -62,7 +62,7 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
     plain: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def forced(request: Request, params: blockdraft.SamplingParams) -> blockdraft.Engine:
-        """An engine of whose guesses as many are right as asked for; the right ones are plain decoding's tokens."""
+        """Return an engine whose draft tokens are right as often as asked; right ones are those of plain decoding."""
         name, prompt = request.get("way", ""), request["prompt"]
         key = (tuple(prompt), request["max_new_tokens"])
         if key not in plain:
@@ -92,7 +92,7 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
 
     @cache
     def wide(way: str) -> blockdraft.Engine:
-        """The engine of a way with as many rows as prompts are asked at once."""
+        """Return the engine of a method, with a batch as large as the number of prompts asked at once."""
         return blockdraft.Engine(target, drafters[named[way]], settings["at_once"], drafting[way])
 
     def decode_many(request: Request) -> Answer:

@@ -26,9 +26,9 @@ def test_ratios_are_of_neighbours() -> None:
     assert "answers" not in found["samples"][0] and len(found["samples"]) == 6
 
 
-def test_other_tokens_and_loops_are_told() -> None:
+def test_other_tokens_and_repetitive_outputs_are_shown() -> None:
     other = summary("plain", 4, [sample(1.0, [[1, 2], LOOP])], [sample(1.0, [[1, 3], LOOP])])
-    assert line(other)[-3:] == ["100 us", "100 us", "NO, 1 of 2 loop"]
+    assert line(other)[-3:] == ["100 us", "100 us", "NO, 1 of 2 repetitive"]
     same = [sample(1.0, [[1, 2]], None)]
     assert line(summary("tree", 1, same, same))[-4:] == ["1.000 (1.000 to 1.000)", "", "", "yes"]
 

@@ -26,7 +26,7 @@ def test_gaps_between_kernels() -> None:
 @pytest.mark.parametrize(
     "tau", [pytest.param(1.0, marks=pytest.mark.slow), 2.5, pytest.param(4.0, marks=pytest.mark.slow)]
 )
-def test_guesses_are_right_as_often_as_asked_for(tau: float) -> None:
+def test_draft_tokens_are_right_as_often_as_asked_for(tau: float) -> None:
     target, drafter = build(SHAPES["tiny"], "hf", torch.float32, CPU)
     rate, reached = forced_rate(target, drafter, 20, tau, cycles=9)
     assert rate > 0

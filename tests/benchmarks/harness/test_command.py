@@ -15,7 +15,7 @@ def test_figures_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("it is odd"), PeerError("it is odd"), ClosedError("it is odd")])
-def test_errors_are_told_in_a_line(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_take_one_line(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended, in_words():
         raise error
     assert ended.value.code == 2 and capsys.readouterr().err == "error: it is odd\n"

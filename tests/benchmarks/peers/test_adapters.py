@@ -74,7 +74,7 @@ def test_ours_is_compiled_or_not_measured(
         pass
 
 
-def test_our_ways_share_a_target_and_guesses_can_be_replaced(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_our_ways_share_a_target_and_draft_tokens_can_be_replaced(settings: dict[str, Any], tmp_path: Path) -> None:
     chain = {"drafting": {"block_size": 4}}
     options = {"compiled": True, "ways": {"plain": {"drafter": "none"}, "chain": chain, "tree": {}}}
     request = {"prompt": PROMPT, "max_new_tokens": 22, "stops": []}

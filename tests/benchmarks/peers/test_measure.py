@@ -33,7 +33,7 @@ def asked(folder: Path, name: str) -> list[dict[str, object]]:
     return [json.loads(line)["decode"] for line in (folder / f"{name}.asked").read_text().splitlines()]
 
 
-def test_every_peer_answers_every_prompt_in_every_round_in_turns(tmp_path: Path) -> None:
+def test_every_peer_answers_every_prompt_in_every_round(tmp_path: Path) -> None:
     found, _ = run(tmp_path, fake(REFERENCE), fake("a"), fake("b"))
     counts = Counter((t.peer, t.repeat) for t in found)
     assert counts == {(REFERENCE, UNTIMED): 3} | {(p, r): 3 for p in (REFERENCE, "a", "b") for r in (0, 1)}

@@ -4,9 +4,9 @@ import pytest
 from fakes import fake, started
 from made import CHAIN, PLAIN_WAY, THEIR_CHAIN, THEIRS
 
+from benchmarks.harness.interleaving import interleaved
 from benchmarks.harness.process import PeerProcess
 from benchmarks.harness.records import Records
-from benchmarks.harness.turns import in_turns
 from benchmarks.sizes.measure import Run, Task, measure, right_draft_tokens, tasks
 from benchmarks.sizes.ways import Way
 
@@ -15,7 +15,7 @@ TASKS = [Task("answers", i, (10 + i, 20), 4) for i in range(3)]
 
 
 @pytest.mark.parametrize("acceptance_prob", [0.5, 0.735, 0.9])
-def test_as_many_guesses_are_right_as_chance_has_it(acceptance_prob: float) -> None:
+def test_as_many_draft_tokens_are_right_as_chance_has_it(acceptance_prob: float) -> None:
     counts = right_draft_tokens(acceptance_prob)
     for stretch in (counts[:40], counts):
         for draft_tokens in (3, 15):
@@ -48,7 +48,7 @@ def test_answers_are_kept_and_failures_stop_one_process_only(tmp_path: Path) -> 
     def start(process: Way) -> PeerProcess:
         return started(fake(process.kind, **behaviour[process]), tmp_path)
 
-    left = list(in_turns(TASKS, [PLAIN_WAY, CHAIN, THEIRS, THEIR_CHAIN], 1))
+    left = list(interleaved(TASKS, [PLAIN_WAY, CHAIN, THEIRS, THEIR_CHAIN], 1))
     runs = Records(Run, tmp_path / "runs.csv")
     missing = measure("1", 7, left, start, [2], runs)
     assert missing.keys() == {THEIRS, THEIR_CHAIN}

@@ -55,7 +55,7 @@ def test_unknown_sizes_are_refused(tmp_path: Path) -> None:
         pairs.make("qwen9", tmp_path, 64)
 
 
-def test_guesses_are_right_as_often_as_was_published() -> None:
+def test_draft_tokens_are_right_as_often_as_was_published() -> None:
     assert pairs.acceptance("1", 500) is None
     assert pairs.acceptance("1", 4096) == pairs.PAIR_ACCEPTANCE
     acceptance_prob = pairs.acceptance("qwen3-4b", 16)

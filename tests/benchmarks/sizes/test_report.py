@@ -30,7 +30,9 @@ def test_answers_that_run_in_circles_are_left_out() -> None:
     found = Figures(runs)
     assert found.looping == {("1", 16): 1}
     assert {(each.size, each.prompt) for each in found.runs} == {("1", 0), ("2", 1)}
-    assert len(Figures([run(PLAIN_WAY, 1, answer=LOOP, forced=1)]).runs) == 1  # where guesses are replaced none is easy
+    assert (
+        len(Figures([run(PLAIN_WAY, 1, answer=LOOP, forced=1)]).runs) == 1
+    )  # where draft tokens are replaced none is easy
 
 
 def test_the_fastest_of_a_side() -> None:

@@ -3,7 +3,7 @@ import pytest
 from benchmarks.sizes.ways import LLAMA, OURS, Way, drafting, memory, ways
 
 
-def test_guesses_do_not_count_the_anchor() -> None:
+def test_draft_tokens_do_not_count_the_anchor() -> None:
     assert drafting("plain") == {"drafter": "none"}
     assert drafting("chain:3") == {"drafting": {"block_size": 4}}
     assert drafting("chain:auto") == {"drafting": {"block_size": "auto"}}
@@ -32,7 +32,7 @@ def test_one_process_serves_all_of_our_ways_and_each_of_theirs_has_its_own() -> 
     assert Way(LLAMA, "Q4_0", "chain:3", "Q4_0").name == "chain:3, drafter Q4_0"
 
 
-def test_guesses_of_llama_are_chosen() -> None:
+def test_draft_tokens_of_llama_are_chosen() -> None:
     found = ways([], [], ["Q4_0"], [4])
     assert {way.method for way in found} == {"plain", "chain:4"}
     assert [way.method for way in ways([], [], ["Q4_0"], [])] == ["plain"]

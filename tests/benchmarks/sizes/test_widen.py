@@ -29,7 +29,7 @@ def test_a_wide_pair_says_the_same_with_the_same_tau(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["tiny_drafter_dir", "tiny_dflash2_dir", "tiny_dspark_dir"])
-def test_wide_drafters_guess_the_same(
+def test_wide_drafters_draft_the_same(
     drafter: str, tmp_path: Path, tiny_target_dir: Path, request: pytest.FixtureRequest
 ) -> None:
     """Trees, which DSpark's confidence shapes, are the same too."""

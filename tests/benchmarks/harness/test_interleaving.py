@@ -3,26 +3,26 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from benchmarks.harness.interleaving import interleaved, interval, rates, ratios, tau, time_interleaved
 from benchmarks.harness.report import picture, spread, table, write_files
-from benchmarks.harness.turns import in_turns, interval, rates, ratios, tau, time_in_turns
 
 
 def test_another_way_begins_each_time() -> None:
-    found = list(in_turns("abc", ["x", "y"], 2, takes=lambda task, way: (task, way) != ("c", "y")))
+    found = list(interleaved("abc", ["x", "y"], 2, takes=lambda task, way: (task, way) != ("c", "y")))
     assert found[:5] == [(0, "a", "x"), (0, "a", "y"), (0, "b", "y"), (0, "b", "x"), (0, "c", "x")]
     assert Counter(found).most_common(1)[0][1] == 1 and len(found) == 2 * 5
     assert found[5:7] == [(1, "a", "y"), (1, "a", "x")]
-    assert list(in_turns("a", [], 1)) == []
+    assert list(interleaved("a", [], 1)) == []
 
 
-def test_calls_are_timed_in_turns_after_a_warm_up() -> None:
+def test_calls_are_timed_interleaved_after_a_warm_up() -> None:
     log, moments = list[str](), count()
 
     def clock() -> float:
         return float(next(moments) ** 2)
 
     calls = {name: lambda name=name: log.append(name) for name in "ab"}
-    found = time_in_turns(calls, 2, warm_up=1, clock=clock)
+    found = time_interleaved(calls, 2, warm_up=1, clock=clock)
     assert log == ["a", "b"] * 3
     assert found == {"a": [1.0, 9.0], "b": [5.0, 13.0]}
 

@@ -1,4 +1,4 @@
-"""Turns of what is compared, so that a machine that slows down slows all alike, and figures from them."""
+"""Interleaved runs, so that a slow moment of the machine affects all alike, and figures from them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ RESAMPLES = 2000
 CONFIDENCE = 0.95
 
 
-def in_turns(
+def interleaved(
     tasks: Sequence[T], ways: Sequence[W], repeats: int, takes: Callable[[T, W], bool] = lambda task, way: True
 ) -> Iterator[tuple[int, T, W]]:
-    """Repeat, task and way of each step. With each task, and in each repeat, another way begins.
+    """Yield repeat, task and method of each step. Another method begins with each task and in each repeat.
 
     Args:
         takes: Whether a way does a task.
@@ -32,13 +32,13 @@ def in_turns(
                 yield repeat, task, way
 
 
-def time_in_turns(
+def time_interleaved(
     calls: Mapping[K, Callable[[], Any]],
     rounds: int,
     warm_up: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[K, list[float]]:
-    """Seconds of each call in each round; every round makes each call once. Rounds that warm up do not count."""
+    """Return the seconds of each call in each round, without the warm-up. Every round makes each call once."""
     found: dict[K, list[float]] = {key: [] for key in calls}
     for number in range(warm_up + rounds):
         for key, call in calls.items():
@@ -68,7 +68,7 @@ class Timed(Protocol):
 
 
 def rates(answers: Iterable[Timed], prompts: int) -> dict[int, float]:
-    """Tokens per second of each repeat that has an answer to every prompt."""
+    """Return the tokens per second of each repeat that has a response to every prompt."""
     return {
         repeat: sum(answer.later_tokens for answer in own) / seconds
         for repeat, own in groups(answers, lambda answer: answer.repeat).items()
@@ -77,23 +77,23 @@ def rates(answers: Iterable[Timed], prompts: int) -> dict[int, float]:
 
 
 def tau(answers: Sequence[Timed]) -> float:
-    """Tokens per cycle."""
+    """Return the tokens per step."""
     return sum(answer.later_tokens for answer in answers) / max(sum(answer.cycles for answer in answers), 1)
 
 
 def ratios(rates: Mapping[K, float], others: Mapping[K, float]) -> list[float]:
-    """Ratios within a repeat."""
+    """Return the ratios within a repeat."""
     return [rate / others[repeat] for repeat, rate in rates.items() if others.get(repeat)]
 
 
 def median(values: Iterable[float]) -> float | None:
-    """Median; None of nothing."""
+    """Return the median, or None without values."""
     known = list(values)
     return statistics.median(known) if known else None
 
 
 def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """Bootstrap interval of the median: the range of `CONFIDENCE` of the medians of resampled values."""
+    """Return the bootstrap interval of the median, which holds `CONFIDENCE` of the medians of resampled values."""
     random = Random(seed)
     medians = sorted(statistics.median(random.choices(values, k=len(values))) for _ in range(RESAMPLES))
     cut = round((1 - CONFIDENCE) / 2 * RESAMPLES)
@@ -101,7 +101,7 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
 
 
 def groups(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Items by a key, in the order in which the keys first occur."""
+    """Group items by a key, in the order in which the keys first occur."""
     found: dict[K, list[T]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)

@@ -1,1 +1,0 @@
-"""`blockdraft fit` on targets that it has not seen: `make try-stranger`."""

@@ -1,0 +1,142 @@
+"""Retired words do not come back into names, docstrings, comments, messages and docs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Parts of names, between underscores or capitals: use the word on the right.
+NAMES = {
+    "draft_token": "draft token",
+    "draft_tokens": "draft tokens",
+    "target_layer": "target layer",
+    "target_layers": "target layers",
+    "target_layer_numbers": "target layer",
+    "acceptance_probs": "acceptance probabilities",
+    "calibration": "calibration",
+    "upper_bounds": "upper bound",
+    "zero_slots": "zero",
+    "wiped": "zeroed",
+    "told": "logged, or what it is",
+    "looping": "repetitive",
+}
+ALLOWED_NAMES = {"trust_remote_code"}
+# Phrases of prose, in comments, strings and docs.
+PHRASES = {
+    r"guess(es|ed)?": "draft token",
+    r"taps|tapped": "target layers",
+    r"acceptance_probs": "acceptance probabilities",
+    r"upper_bounds": "upper bounds",
+    r"wip(e|es|ed)": "zero",
+    r"qat_bits": "qat_bits",
+    r"in turns": "interleaved",
+    r"(answers? (that )?loops?|looping answers?)": "repetitive output",
+    r"(weights? )?of few bits": "quantized",
+    r"features of (the )?(nodes?|layers?|tokens?|target)": "hidden states",
+}
+# Files that are still to be rewritten, by the beginning of their path; delete a line when its files pass.
+UNFINISHED = (
+    "CHANGELOG.md",
+    "README.md",
+    "benchmarks/gpu/shapes.py",
+    "docs/",
+    "examples/",
+    "recipes/smollm2/README.md",
+    "recipes/tiny/bundle.py",
+    "src/blockdraft/cli/",
+    "src/blockdraft/compat/",
+    "src/blockdraft/data/",
+    "src/blockdraft/decode/",
+    "src/blockdraft/diffusion/",
+    "src/blockdraft/drafters/",
+    "src/blockdraft/engine/",
+    "src/blockdraft/evaluation/",
+    "src/blockdraft/formats/",
+    "src/blockdraft/jax/",
+    "src/blockdraft/kernels/",
+    "src/blockdraft/mlx/",
+    "src/blockdraft/models/",
+    "src/blockdraft/nn/",
+    "src/blockdraft/pair/",
+    "src/blockdraft/radar/",
+    "src/blockdraft/serving/",
+    "src/blockdraft/targets/",
+    "src/blockdraft/timing.py",
+    "src/blockdraft/tools/",
+    "src/blockdraft/training/",
+    "src/blockdraft/types.py",
+    "tests/backends/",
+    "tests/benchmarks/rivals/",
+    "tests/benchmarks/sizes/test_pairs.py",
+    "tests/briefly_trained.py",
+    "tests/cli/",
+    "tests/compat/",
+    "tests/data/",
+    "tests/decode/",
+    "tests/diffusion/",
+    "tests/drafters/",
+    "tests/engine/",
+    "tests/engines/",
+    "tests/evaluation/",
+    "tests/examples/",
+    "tests/formats/",
+    "tests/fuzz/",
+    "tests/jax/",
+    "tests/kernels/",
+    "tests/llamacpp/",
+    "tests/mlx/",
+    "tests/models/",
+    "tests/nn/",
+    "tests/peers/",
+    "tests/radar/",
+    "tests/serving/",
+    "tests/targets/",
+    "tests/test_docs.py",
+    "tests/test_settings.py",
+    "tests/test_types.py",
+    "tests/tiny_models.py",
+    "tests/tools/",
+    "tests/training/",
+    "tests/training_fixtures.py",
+    "tests/two_trees.py",
+)
+FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("benchmarks", "docs", "examples", "recipes", "src", "tests", ".")
+    for pattern in (("*.md",) if folder == "." else ("**/*.py", "**/*.md", "**/*.[ch]"))
+    for path in (ROOT / folder).glob(pattern)
+    if path != Path(__file__)
+)
+
+
+def retired(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the line number, the retired word and its replacement, for each in a text."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for name in re.findall(r"[A-Za-z_][A-Za-z0-9_]*", line):
+            if name not in ALLOWED_NAMES and ("_" in name or name != name.lower()):
+                parts = [part.lower() for part in re.findall(r"[A-Z]?[a-z]+", name)]
+                yield from ((number, name, NAMES[part]) for part in parts if part in NAMES)
+        for pattern, instead in PHRASES.items():
+            yield from ((number, found[0], instead) for found in re.finditer(rf"\b({pattern})\b", line, re.IGNORECASE))
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if not file.startswith(UNFINISHED)])
+def test_no_retired_words(file: str) -> None:
+    text = (ROOT / file).read_text(encoding="utf-8")
+    found = [f"{file}:{number}: {word!r}; write {instead!r}" for number, word, instead in retired(text)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("line", ["num_guesses = 4", "class TapLayers:", "# all answers loop", "They run in turns."])
+def test_retired_words_are_found(line: str) -> None:
+    assert len(list(retired(line))) == 1
+
+
+@pytest.mark.parametrize("line", ["trust_remote_code=True", "features = dataset.features", "We interrupt turns."])
+def test_other_words_are_not(line: str) -> None:
+    assert list(retired(line)) == []
