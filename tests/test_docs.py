@@ -26,8 +26,8 @@ from blockdraft.cli.options import extent
 from blockdraft.diffusion.settings import DiffusionRecipe
 from blockdraft.evaluation.methods import parse_methods
 from blockdraft.evaluation.settings import Settings
-from blockdraft.serving.api.openai_requests import ChatRequest
-from blockdraft.serving.core.metrics import PREFIX, Metrics
+from blockdraft.serving.metrics import PREFIX, Metrics
+from blockdraft.serving.openai.chat import ChatRequest
 from blockdraft.settings import read_settings
 from blockdraft.training.variant import find_variant
 

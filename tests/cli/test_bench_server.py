@@ -126,8 +126,8 @@ def test_our_own_server(bench: Run, tiny_target_dir: Path, tiny_drafter_dir: Pat
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.serving.app import make_app
-    from blockdraft.serving.core.backends import Backends
-    from blockdraft.serving.core.service import Service
+    from blockdraft.serving.backends import Backends
+    from blockdraft.serving.service import Service
     from blockdraft.serving.settings import ServeSettings
     from blockdraft.targets import load_target
     from blockdraft.types import Drafting

@@ -16,7 +16,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.formats import Borrowed, speculators, zlab
 from blockdraft.formats.trained import Trained
-from blockdraft.serving.core.backends import weights_of
+from blockdraft.serving.backends import weights_of
 from blockdraft.targets import Target, embedding_and_head, load_target
 from blockdraft.types import SamplingParams
 

@@ -1,6 +1,6 @@
-"""The real server, for other people's clients: a process of the main environment, while the tests run in one of theirs.
+"""The server for tests of third-party clients. It runs in the main environment, and the tests in the clients' own.
 
-Clients are kept from every address but 127.0.0.1.
+Clients can connect to 127.0.0.1 only.
 """
 
 import os
@@ -24,7 +24,7 @@ PAIR = ROOT / "src" / "blockdraft" / "pair/tiny"
 PYTHON = os.environ.get("BLOCKDRAFT_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it loads one when it is imported
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it downloads one at import
     "LANGSMITH_TRACING": "false",
     "DO_NOT_TRACK": "1",
 }
@@ -70,8 +70,8 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
             process = subprocess.Popen(command, stdout=out, stderr=out, env=_environment(), text=True)
         started.append(process)
         for _ in range(3000):
-            if found := re.search(r"Ready: (http://127\.0\.0\.1:\d+)", log.read_text()):
-                return Server(found[1], target)
+            if ready := re.search(r"Ready: (http://127\.0\.0\.1:\d+)", log.read_text()):
+                return Server(ready[1], target)
             assert process.poll() is None, log.read_text()
             time.sleep(0.1)
         raise TimeoutError(log.read_text())

@@ -16,7 +16,7 @@ def client_of(server: Server) -> Any:
     return anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0)
 
 
-def test_a_message_whole_and_streamed(small: Server) -> None:
+def test_message_whole_and_streamed(small: Server) -> None:
     client = client_of(small)
     whole = client.messages.create(messages=QUESTION, **GIVEN)
     assert whole.type == "message" and "7" in whole.content[0].text and whole.stop_reason == "end_turn"
@@ -31,8 +31,8 @@ def test_a_message_whole_and_streamed(small: Server) -> None:
 def test_parts_system_and_stops(small: Server) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION[0]["content"]}]}]
     system = [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}]
-    found = client_of(small).messages.create(messages=parts, system=system, stop_sequences=["."], **GIVEN)
-    assert found.stop_reason in ("stop_sequence", "end_turn", "max_tokens") and "." not in found.content[0].text
+    response = client_of(small).messages.create(messages=parts, system=system, stop_sequences=["."], **GIVEN)
+    assert response.stop_reason in ("stop_sequence", "end_turn", "max_tokens") and "." not in response.content[0].text
 
 
 def test_tokens_are_counted(small: Server) -> None:
@@ -46,11 +46,11 @@ def test_tokens_are_counted(small: Server) -> None:
 def test_tools(with_tools: Server, choice: dict[str, Any]) -> None:
     choice = choice | {"disable_parallel_tool_use": True}
     client = client_of(with_tools)
-    found = client.messages.create(messages=QUESTION, tools=[TOOL], tool_choice=choice, **GIVEN)
-    [call, *_] = [block for block in found.content if block.type == "tool_use"]
-    assert found.stop_reason == "tool_use" and call.name == "weather" and call.input.keys() == {"city", "days"}
+    response = client.messages.create(messages=QUESTION, tools=[TOOL], tool_choice=choice, **GIVEN)
+    [call, *_] = [block for block in response.content if block.type == "tool_use"]
+    assert response.stop_reason == "tool_use" and call.name == "weather" and call.input.keys() == {"city", "days"}
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "Rain."}
-    turns = [*QUESTION, {"role": "assistant", "content": found.content}, {"role": "user", "content": [result]}]
+    turns = [*QUESTION, {"role": "assistant", "content": response.content}, {"role": "user", "content": [result]}]
     answer = client.messages.create(messages=turns, tools=[TOOL], **GIVEN)
     assert answer.type == "message"
     with client.messages.stream(messages=QUESTION, tools=[TOOL], tool_choice=choice, **GIVEN) as stream:

@@ -40,8 +40,8 @@ def test_invoke_and_stream(small: Server) -> None:
 
 
 def test_the_responses_api(small: Server) -> None:
-    found = model_of(small, use_responses_api=True).invoke(QUESTION)
-    assert "7" in found.text
+    response = model_of(small, use_responses_api=True).invoke(QUESTION)
+    assert "7" in response.text
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -49,14 +49,14 @@ def test_bound_tools(with_tools: Server, streamed: bool) -> None:
     model = model_of(with_tools).bind_tools([Weather], tool_choice="any", parallel_tool_calls=False)
     if streamed:
         parts = list(model.stream(QUESTION))
-        found = sum(parts[1:], parts[0])
+        response = sum(parts[1:], parts[0])
     else:
-        found = model.invoke(QUESTION)
-    [call] = found.tool_calls
+        response = model.invoke(QUESTION)
+    [call] = response.tool_calls
     assert call["name"] == "Weather" and Weather(**call["args"])
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output(with_tools: Server, method: str) -> None:
-    found = model_of(with_tools).with_structured_output(Weather, method=method).invoke(QUESTION)
-    assert isinstance(found, Weather)
+    response = model_of(with_tools).with_structured_output(Weather, method=method).invoke(QUESTION)
+    assert isinstance(response, Weather)

@@ -22,20 +22,20 @@ def given(server: Server, provider: str = "openai") -> dict[str, Any]:
     }
 
 
-def test_a_chat_whole_and_streamed(small: Server) -> None:
+def test_chat_whole_and_streamed(small: Server) -> None:
     whole = litellm.completion(messages=QUESTION, **given(small))
-    said = whole.choices[0].message.content
-    assert "7" in said
+    text = whole.choices[0].message.content
+    assert "7" in text
     parts = list(
         litellm.completion(messages=QUESTION, stream=True, stream_options={"include_usage": True}, **given(small))
     )
-    assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == said
+    assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == text
     assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
 def test_completions(small: Server) -> None:
-    found = litellm.text_completion(prompt="1, 2, 3,", **given(small, "text-completion-openai"))
-    assert found.choices[0].text and found.usage.completion_tokens > 0
+    response = litellm.text_completion(prompt="1, 2, 3,", **given(small, "text-completion-openai"))
+    assert response.choices[0].text and response.usage.completion_tokens > 0
 
 
 def test_messages_of_anthropic(small: Server) -> None:
@@ -45,8 +45,8 @@ def test_messages_of_anthropic(small: Server) -> None:
 
 def test_tools(with_tools: Server) -> None:
     tool = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": WEATHER}}
-    found = litellm.completion(messages=QUESTION, tools=[tool], tool_choice="required", **given(with_tools))
-    [call, *_] = found.choices[0].message.tool_calls
+    response = litellm.completion(messages=QUESTION, tools=[tool], tool_choice="required", **given(with_tools))
+    [call, *_] = response.choices[0].message.tool_calls
     assert json.loads(call.function.arguments).keys() == {"city", "days"}
 
 

@@ -53,7 +53,7 @@ def test_likelihoods_and_texts(small: Server, tmp_path: Path, monkeypatch: pytes
         "max_retries": 1,
         "max_length": 1024,
     }
-    found = lm_eval.simple_evaluate(
+    response = lm_eval.simple_evaluate(
         model="local-completions",
         model_args=",".join(f"{name}={value}" for name, value in how.items()),
         tasks=["capitals", "counting"],
@@ -61,7 +61,7 @@ def test_likelihoods_and_texts(small: Server, tmp_path: Path, monkeypatch: pytes
         log_samples=True,
         bootstrap_iters=0,
     )
-    assert found["results"]["capitals"]["acc,none"] > 0.5
-    scores = [sample["resps"] for sample in found["samples"]["capitals"]]
+    assert response["results"]["capitals"]["acc,none"] > 0.5
+    scores = [sample["resps"] for sample in response["samples"]["capitals"]]
     assert all(float(choice[0][0]) < 0 for sample in scores for choice in sample)
-    assert all(isinstance(sample["resps"][0][0], str) for sample in found["samples"]["counting"])
+    assert all(isinstance(sample["resps"][0][0], str) for sample in response["samples"]["counting"])

@@ -32,15 +32,15 @@ def test_models(client: Any) -> None:
     assert client.models.retrieve(MODEL).object == "model"
 
 
-def test_a_chat_whole_and_streamed(client: Any) -> None:
+def test_chat_whole_and_streamed(client: Any) -> None:
     whole = client.chat.completions.create(messages=QUESTION, **GREEDY)
-    said = whole.choices[0].message.content
-    assert "7" in said and whole.choices[0].finish_reason == "stop" and whole.model == MODEL
+    text = whole.choices[0].message.content
+    assert "7" in text and whole.choices[0].finish_reason == "stop" and whole.model == MODEL
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
     events = list(
         client.chat.completions.create(messages=QUESTION, stream=True, stream_options={"include_usage": True}, **GREEDY)
     )
-    assert "".join(event.choices[0].delta.content or "" for event in events if event.choices) == said
+    assert "".join(event.choices[0].delta.content or "" for event in events if event.choices) == text
     assert events[0].choices[0].delta.role == "assistant" and len(events) > 5
     assert events[-1].choices == [] and events[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert [e.choices[0].finish_reason for e in events if e.choices and e.choices[0].finish_reason] == ["stop"]
@@ -48,8 +48,8 @@ def test_a_chat_whole_and_streamed(client: Any) -> None:
 
 def test_the_streaming_helper(client: Any) -> None:
     with client.chat.completions.stream(messages=QUESTION, **GREEDY) as stream:
-        said = "".join(event.delta for event in stream if event.type == "content.delta")
-    assert stream.get_final_completion().choices[0].message.content == said
+        text = "".join(event.delta for event in stream if event.type == "content.delta")
+    assert stream.get_final_completion().choices[0].message.content == text
 
 
 def test_drafting_changes_no_token(client: Any) -> None:
@@ -62,7 +62,7 @@ def test_drafting_changes_no_token(client: Any) -> None:
     assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
 
 
-def test_a_stream_that_is_called_off(client: Any, small: Server) -> None:
+def test_cancelled_stream(client: Any, small: Server) -> None:
     settings = GREEDY | {"max_tokens": 900}
     stream = client.chat.completions.create(messages=QUESTION, stream=True, extra_body={"ignore_eos": True}, **settings)
     for _, event in zip(range(3), stream, strict=False):
@@ -76,33 +76,33 @@ def test_a_stream_that_is_called_off(client: Any, small: Server) -> None:
 
 def _running(server: Server) -> float:
     text = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).raise_for_status().text
-    found = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0].endswith("requests_running")]
-    assert found
-    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+    lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0].endswith("requests_running")]
+    assert lines
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-def test_several_choices_of_a_seed(client: Any) -> None:
+def test_several_choices_with_a_seed(client: Any) -> None:
     def texts() -> list[str]:
-        found = client.chat.completions.create(
+        response = client.chat.completions.create(
             messages=QUESTION, model=MODEL, n=3, temperature=3.0, seed=7, max_tokens=24
         )
-        return [choice.message.content for choice in found.choices]
+        return [choice.message.content for choice in response.choices]
 
     assert texts() == texts() and len(set(texts())) > 1
 
 
 def test_logprobs(client: Any) -> None:
-    found = client.chat.completions.create(messages=QUESTION, logprobs=True, top_logprobs=3, **GREEDY)
-    tokens = found.choices[0].logprobs.content
-    assert len(tokens) >= found.usage.completion_tokens - 1  # the end of the answer is no text
+    response = client.chat.completions.create(messages=QUESTION, logprobs=True, top_logprobs=3, **GREEDY)
+    tokens = response.choices[0].logprobs.content
+    assert len(tokens) >= response.usage.completion_tokens - 1  # the end of the answer is no text
     assert all(len(token.top_logprobs) == 3 and token.logprob <= 0 for token in tokens)
     assert all(token.top_logprobs[0].logprob == pytest.approx(token.logprob, abs=1e-4) for token in tokens)  # greedy
-    assert "".join(token.token for token in tokens).startswith(found.choices[0].message.content[:20])
+    assert "".join(token.token for token in tokens).startswith(response.choices[0].message.content[:20])
 
 
 def test_completions(client: Any) -> None:
-    found = client.completions.create(prompt="def add(a, b):", echo=True, logprobs=2, **GREEDY | {"max_tokens": 0})
-    [choice] = found.choices
+    response = client.completions.create(prompt="def add(a, b):", echo=True, logprobs=2, **GREEDY | {"max_tokens": 0})
+    [choice] = response.choices
     assert choice.text == "def add(a, b):" and "".join(choice.logprobs.tokens) == choice.text
     assert choice.logprobs.token_logprobs[0] is None and max(choice.logprobs.token_logprobs[1:]) <= 0
     several = client.completions.create(prompt=["one two", "three"], **GREEDY | {"max_tokens": 5})
@@ -144,13 +144,13 @@ def test_many_at_once(small: Server) -> None:
     assert len(set(asyncio.run(ask()))) == 1
 
 
-def test_an_answer_of_a_schema(client: Any) -> None:
+def test_json_schema(client: Any) -> None:
     class Weather(BaseModel):
         city: Literal["Rome", "Oslo"]
         days: Literal[1, 2, 3]
 
-    found = client.chat.completions.parse(messages=QUESTION, response_format=Weather, **GREEDY)
-    assert isinstance(found.choices[0].message.parsed, Weather)
+    response = client.chat.completions.parse(messages=QUESTION, response_format=Weather, **GREEDY)
+    assert isinstance(response.choices[0].message.parsed, Weather)
     given = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}
     streamed = client.chat.completions.create(messages=QUESTION, response_format=given, stream=True, **GREEDY)
     text = "".join(event.choices[0].delta.content or "" for event in streamed if event.choices)
@@ -158,25 +158,25 @@ def test_an_answer_of_a_schema(client: Any) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_tools_that_must_be_called(tools_client: Any, choice: Any) -> None:
-    found = tools_client.chat.completions.create(messages=QUESTION, tools=[TOOL], tool_choice=choice, **GREEDY)
-    [call, *_] = found.choices[0].message.tool_calls
+def test_required_tools(tools_client: Any, choice: Any) -> None:
+    response = tools_client.chat.completions.create(messages=QUESTION, tools=[TOOL], tool_choice=choice, **GREEDY)
+    [call, *_] = response.choices[0].message.tool_calls
     assert call.function.name == "weather" and json.loads(call.function.arguments).keys() == {"city", "days"}
     result = {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
-    turns = [*QUESTION, found.choices[0].message, result]
+    turns = [*QUESTION, response.choices[0].message, result]
     answer = tools_client.chat.completions.create(messages=turns, tools=[TOOL], tool_choice="none", **GREEDY)
-    assert not answer.choices[0].message.tool_calls and answer.usage.prompt_tokens > found.usage.prompt_tokens
+    assert not answer.choices[0].message.tool_calls and answer.usage.prompt_tokens > response.usage.prompt_tokens
 
 
-def test_tools_and_a_form_of_the_text(tools_client: Any) -> None:
+def test_tools_with_a_response_format(tools_client: Any) -> None:
     """Agents send both in each request."""
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}
     given: dict[str, Any] = {"tools": [TOOL], "parallel_tool_calls": False, "response_format": form}
     [choice] = tools_client.chat.completions.create(messages=QUESTION, **given, **GREEDY).choices
     calls = choice.message.tool_calls or []
     assert len(calls) <= 1 and choice.finish_reason == ("tool_calls" if calls else "stop")
-    said = calls[0].function.arguments if calls else choice.message.content
-    assert json.loads(said).keys() == {"city", "days"}
+    text = calls[0].function.arguments if calls else choice.message.content
+    assert json.loads(text).keys() == {"city", "days"}
 
 
 def test_tools_streamed(tools_client: Any) -> None:
@@ -205,10 +205,10 @@ def test_responses(client: Any) -> None:
 def test_responses_with_tools(tools_client: Any) -> None:
     tool = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
     given = {"model": MODEL, "temperature": 0, "max_output_tokens": 64, "store": False}
-    found = tools_client.responses.create(
+    response = tools_client.responses.create(
         input="Rain?", tools=[tool, {"type": "web_search"}], tool_choice="required", **given
     )
-    [call, *_] = [item for item in found.output if item.type == "function_call"]
+    [call, *_] = [item for item in response.output if item.type == "function_call"]
     assert call.name == "weather" and json.loads(call.arguments).keys() == {"city", "days"}
     turns = [
         {"role": "user", "content": "Rain?"},

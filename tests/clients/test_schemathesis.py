@@ -16,5 +16,5 @@ def test_no_server_errors(with_tools: Server, tmp_path: Path) -> None:
     words += ["--checks", "not_a_server_error", "--max-examples", "20", "--seed", "1", "--phases"]
     # One worker: several parse Python source at once, which CPython 3.11 answers with a SystemError now and then.
     words += ["examples,coverage,fuzzing", "--request-timeout", "60", "--workers", "1", "--generation-database", "none"]
-    found = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-1000:]
+    response = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert response.returncode == 0, response.stdout[-4000:] + response.stderr[-1000:]

@@ -10,8 +10,8 @@ from fastapi import FastAPI
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.serving.core.backends import Backends
-from blockdraft.serving.core.service import Service
+from blockdraft.serving.backends import Backends
+from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.targets import load_target
 from blockdraft.types import Drafting
@@ -23,7 +23,7 @@ from serving_client import MODEL, Client  # noqa: E402
 
 @pytest.fixture(scope="session")
 def engine(tiny_target_dir: Path) -> Iterator[Engine]:
-    """An engine whose target is its own drafter: greedy guesses are right, and some sampled ones are wrong."""
+    """An engine whose target is its own drafter: it accepts greedy draft tokens and rejects some sampled ones."""
     target = load_target(tiny_target_dir, backend="native")
     drafter = load_drafter(tiny_target_dir, target=target)
     with Engine(target, drafter, max_batch_size=4, drafting=Drafting(block_size=8), prefix_tokens=512) as made:
@@ -58,8 +58,8 @@ def browser() -> Iterator[Any]:
 
     if CHROMIUM is None:
         pytest.skip("there is no Chromium on this machine; install chromium")
-    with chromium() as found:
-        yield found
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from blockdraft.serving.app import make_app
-from blockdraft.serving.core.service import Service
+from blockdraft.serving.service import Service
 
 MODEL = "tiny"
 

@@ -17,13 +17,13 @@ from typing import Any
 import httpx
 import pytest
 
-from blockdraft.cli.serve import tell
+from blockdraft.cli.serve import announce
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.serving import run
-from blockdraft.serving.core.backends import Backends
-from blockdraft.serving.core.service import Service
+from blockdraft.serving.backends import Backends
+from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.targets import load_target
 
@@ -79,11 +79,11 @@ def start(slow_engine: Engine) -> Iterator[Callable[..., Running]]:
         return started[-1]
 
     yield make
-    for one in started:
-        one.signal()
-        one.signal()
-        one.thread.join(20)
-        assert not one.thread.is_alive()
+    for running in started:
+        running.signal()
+        running.signal()
+        running.thread.join(20)
+        assert not running.thread.is_alive()
 
 
 def idle(engine: Engine) -> None:
@@ -94,7 +94,7 @@ def idle(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_row(start: Callable[..., Running], slow_engine: Engine, stream: bool) -> None:
+def test_a_disconnect_cancels_the_request(start: Callable[..., Running], slow_engine: Engine, stream: bool) -> None:
     server = start()
     with closing(server.raw(ENDLESS | {"stream": stream})) as connection:
         ends = time.monotonic() + 20
@@ -109,7 +109,7 @@ def test_a_client_that_leaves_frees_its_row(start: Callable[..., Running], slow_
     server.await_active(0)
 
 
-def test_a_client_that_leaves_the_queue_is_forgotten(start: Callable[..., Running], slow_engine: Engine) -> None:
+def test_a_disconnect_frees_the_place_in_the_queue(start: Callable[..., Running], slow_engine: Engine) -> None:
     server = start(max_queue=8)
     running = [server.raw(ENDLESS) for _ in range(4)]
     server.await_active(4)
@@ -121,7 +121,7 @@ def test_a_client_that_leaves_the_queue_is_forgotten(start: Callable[..., Runnin
     idle(slow_engine)
 
 
-def test_a_signal_lets_answers_end(start: Callable[..., Running]) -> None:
+def test_a_signal_waits_for_running_responses(start: Callable[..., Running]) -> None:
     server = start()
     answers: list[httpx.Response] = []
     asking = threading.Thread(
@@ -139,7 +139,7 @@ def test_a_signal_lets_answers_end(start: Callable[..., Running]) -> None:
         httpx.get(f"{server.url}/health")
 
 
-def test_while_it_ends_no_one_else_is_let_in(start: Callable[..., Running]) -> None:
+def test_new_requests_are_refused_during_shutdown(start: Callable[..., Running]) -> None:
     server = start()
     with closing(server.raw(ENDLESS | {"stream": True})) as connection:
         assert b"200 OK" in connection.recv(100)
@@ -152,7 +152,7 @@ def test_while_it_ends_no_one_else_is_let_in(start: Callable[..., Running]) -> N
 
 
 @pytest.mark.parametrize("twice", [True, False])
-def test_answers_that_do_not_end_in_time_are_told(start: Callable[..., Running], twice: bool) -> None:
+def test_responses_that_do_not_end_in_time_fail(start: Callable[..., Running], twice: bool) -> None:
     server = start(grace_seconds=60.0 if twice else 0.2)
     with closing(server.raw(ENDLESS | {"stream": True})) as stream, closing(server.raw(ENDLESS)) as whole:
         server.await_active(2)
@@ -160,20 +160,23 @@ def test_answers_that_do_not_end_in_time_are_told(start: Callable[..., Running],
         server.signal()
         if twice:
             server.signal()
-        told = [b"".join(iter(lambda one=one: one.recv(2**16), b"")).decode() for one in (stream, whole)]
-    assert "200 OK" in begun and '"error"' in told[0] and "stopped before" in told[0]
-    assert "503 Service" in told[1] and "stopped before" in told[1]
+        received = [
+            b"".join(iter(lambda connection=connection: connection.recv(2**16), b"")).decode()
+            for connection in (stream, whole)
+        ]
+    assert "200 OK" in begun and '"error"' in received[0] and "stopped before" in received[0]
+    assert "503 Service" in received[1] and "stopped before" in received[1]
     server.thread.join(20)
     assert not server.thread.is_alive()
 
 
-def test_a_client_that_takes_nothing_is_given_up(
+def test_a_stalled_client_is_disconnected(
     start: Callable[..., Running], slow_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer is far larger than the buffers of the connection, since each piece is padded."""
     monkeypatch.delattr(socket, "TCP_USER_TIMEOUT", raising=False)  # with which the system would see to it too
     server = start(stall_seconds=0.3)
-    monkeypatch.setattr("blockdraft.serving.api.completions.data", lambda body: f"data: {'x' * 2**18}\n\n")
+    monkeypatch.setattr("blockdraft.serving.streaming.data", lambda body: f"data: {'x' * 2**18}\n\n")
     with closing(server.raw(ENDLESS | {"stream": True})):
         server.await_active(1)
         server.await_active(0)
@@ -181,14 +184,14 @@ def test_a_client_that_takes_nothing_is_given_up(
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has none")
-def test_connections_whose_client_never_reads_end() -> None:
+def test_sockets_have_a_user_timeout() -> None:
     with closing(run.bind(ServeSettings(port=0, stall_seconds=2.5))) as bound:
         bound.listen()
         with closing(socket.create_connection(bound.getsockname())), closing(bound.accept()[0]) as connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2500
 
 
-def test_a_port_in_use_is_told() -> None:
+def test_a_port_in_use_is_an_error() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
         with pytest.raises(UsageError, match=f"port is {port}, which is in use"):
@@ -197,7 +200,7 @@ def test_a_port_in_use_is_told() -> None:
         run.bind(ServeSettings(host="no.such.host.invalid", api_key="k"))
 
 
-def test_idle_connections_outlive_those_of_clients(start: Callable[..., Running]) -> None:
+def test_keep_alive_outlasts_clients(start: Callable[..., Running]) -> None:
     """aiohttp keeps idle connections for 15 seconds, others for a minute."""
     assert start().server.config.timeout_keep_alive > 60
 
@@ -210,30 +213,30 @@ def test_probes_without_a_body(start: Callable[..., Running]) -> None:
         assert httpx.get(f"{server.url}{path}").headers["content-length"] == answer.headers["content-length"]
 
 
-def test_an_open_address_is_told_as_one_to_call(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_startup_reports_a_callable_address(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ServeSettings(host="0.0.0.0", port=0, api_key="secret-key", served_model_name=("tiny",))
     with closing(run.bind(settings)) as bound:
         port = bound.getsockname()[1]
         assert run.url_of(bound) == f"http://127.0.0.1:{port}"
-        tell(Service(Backends(engine), settings), bound, None)
-    told = capsys.readouterr().out
-    assert f"at port {port} of this machine's address" in told and "--allow-host" in told
-    assert "Bearer KEY" in told and "secret-key" not in told and "0.0.0.0" not in told
+        announce(Service(Backends(engine), settings), bound, None)
+    printed = capsys.readouterr().out
+    assert f"at port {port} of this machine's address" in printed and "--allow-host" in printed
+    assert "Bearer KEY" in printed and "secret-key" not in printed and "0.0.0.0" not in printed
     local = ServeSettings(port=0, served_model_name=("tiny",))
     with closing(run.bind(local)) as bound:
-        tell(Service(Backends(engine), local), bound, None)
-    assert "Network" not in (told := capsys.readouterr().out) and "guesses among" not in told
+        announce(Service(Backends(engine), local), bound, None)
+    assert "Network" not in (printed := capsys.readouterr().out)
 
 
-def test_a_draft_vocabulary_is_told(
+def test_startup_reports_a_draft_vocabulary(
     tiny_target_dir: Path, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = load_target(tiny_target_dir, device="cpu", compile="off")
     settings = ServeSettings(port=0, served_model_name=("tiny",))
     few = Engine(target, load_drafter(tiny_drafter_dir, target=target, draft_vocab=40))
     with closing(run.bind(settings)) as bound, closing(few):
-        tell(Service(Backends(few), settings), bound, None)
-    assert re.search("^Drafter .*, guesses among 40 of 265 tokens$", capsys.readouterr().out, re.M)
+        announce(Service(Backends(few), settings), bound, None)
+    assert re.search("^Drafter .* 40 of 265 tokens$", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.slow
@@ -255,15 +258,15 @@ def test_the_command(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout is not None
-        told = ""
-        while "Ready" not in told:
+        printed = ""
+        while "Ready" not in printed:
             line = process.stdout.readline()
             assert line, process.communicate()[1]
-            told += line
-        ready = re.search(r"Ready: (http://127\.0\.0\.1:\d+)/v1", told)
-        assert ready, told
-        assert "0 of 2 greedy answers differ" in told and "Target   target" in told
-        assert "secret-key" not in told and str(tiny_target_dir) not in told
+            printed += line
+        ready = re.search(r"Ready: (http://127\.0\.0\.1:\d+)/v1", printed)
+        assert ready, printed
+        assert "0 of 2 greedy responses differ" in printed and "Target   target" in printed
+        assert "secret-key" not in printed and str(tiny_target_dir) not in printed
         assert httpx.get(f"{ready[1]}/v1/models").status_code == 401
         headers = {"Authorization": "Bearer secret-key"}
         answer = httpx.post(f"{ready[1]}/v1/completions", json=ENDLESS | {"max_tokens": 5}, headers=headers)

@@ -1,4 +1,4 @@
-"""The application: the routes of all APIs, and the answers to what goes wrong."""
+"""The ASGI application: the routes of all APIs and the responses to errors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from blockdraft.errors import BlockdraftError
-from blockdraft.serving import web
-from blockdraft.serving.api import anthropic, chat_completions, completions, responses, utilities
-from blockdraft.serving.api.security import Guard, origins_of
-from blockdraft.serving.api.streaming import ClientGone
-from blockdraft.serving.core.errors import ApiError, as_api_error
-from blockdraft.serving.core.service import Service
+from blockdraft.serving import anthropic, web
+from blockdraft.serving.errors import ApiError, as_api_error
+from blockdraft.serving.openai import chat, completions, responses, utilities
+from blockdraft.serving.security import Guard, allowed_origins
+from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
+from blockdraft.serving.streaming import ClientDisconnected
 
 
-class ErrorOf(BaseModel):
+class ErrorDetails(BaseModel):
     message: str
     type: str
     param: str | None = None
@@ -27,11 +27,11 @@ class ErrorOf(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    error: ErrorOf
+    error: ErrorDetails
 
 
 def make_app(service: Service, settings: ServeSettings) -> FastAPI:
-    """The ASGI application that answers requests with a service."""
+    """Return the ASGI application of a service."""
     app = FastAPI(
         title="blockdraft",
         docs_url=None,  # its page loads scripts from the network
@@ -39,30 +39,30 @@ def make_app(service: Service, settings: ServeSettings) -> FastAPI:
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     app.add_middleware(Guard, settings=settings)
-    if settings.allow_origin:  # outside the guard: browsers send no key when they ask whether they may call
+    if settings.allow_origin:  # outside the guard: browsers send no key with a preflight request
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=origins_of(settings),
+            allow_origins=allowed_origins(settings),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
         )
 
-    async def fail(request: Request, error: Exception) -> Response:
+    async def fail(http: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:
             error = ApiError(
                 404,
-                f"The path {request.url.path[:80]} does not exist; /openapi.json lists all paths. Base URLs end in /v1 "
+                f"The path {http.url.path[:80]} does not exist; /openapi.json lists all paths. Base URLs end in /v1 "
                 f"for clients of OpenAI's API, and omit /v1 for those of Anthropic's.",
             )
-        return as_api_error(error).response(request.url.path)
+        return as_api_error(error).response(http.url.path)
 
-    async def gone(request: Request, error: Exception) -> Response:
+    async def disconnected(http: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
-    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(ClientDisconnected, disconnected)
     for kind in (ApiError, BlockdraftError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, fail)
-    for api in (chat_completions, completions, responses, anthropic, utilities):
+    for api in (chat, completions, responses, anthropic, utilities):
         app.include_router(api.router(service))
     app.include_router(web.router())
     return app

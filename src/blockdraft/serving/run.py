@@ -1,4 +1,4 @@
-"""The server process: its socket, its start, and its end after a signal."""
+"""The server process: its socket, its start, and its shutdown after a signal."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import uvicorn
 
 from blockdraft.errors import UsageError, describe
 from blockdraft.serving.app import make_app
-from blockdraft.serving.core.service import Service
+from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 
-LAST_SECONDS = 3.0  # given to clients to read how their answers ended
-# Seconds that a connection may idle. Most clients keep theirs for less, so they never send on one just closed.
-IDLE_SECONDS = 75
+SHUTDOWN_SECONDS = 3.0  # for clients to read the end of their responses
+# Most clients drop idle connections sooner, so they never send a request on one that the server has just closed.
+KEEP_ALIVE_SECONDS = 75
 # SO_REUSEADDR would let a second server take the same port on Windows.
 EXCLUSIVE = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
 
 
 def bind(settings: ServeSettings) -> socket.socket:
-    """A socket bound to the address of the settings. It does not accept connections yet.
+    """Return a socket bound to the address of the settings. It does not accept connections yet.
 
     Raises:
         UsageError: The address is in use, or does not belong to this machine.
     """
     host, port = settings.host, settings.port
-    with ExitStack() as undo:
+    with ExitStack() as cleanup:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            bound = undo.enter_context(socket.socket(family, kind, protocol))
+            bound = cleanup.enter_context(socket.socket(family, kind, protocol))
             bound.setsockopt(socket.SOL_SOCKET, EXCLUSIVE, 1)
             # Also ends connections that the server has closed and whose client never reads the rest.
             if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -43,25 +43,26 @@ def bind(settings: ServeSettings) -> socket.socket:
             bound.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                told = f"port is {port}, which is in use at {host}; choose another port, or 0 for a free one."
-                raise UsageError(told) from error
-            told = f"The server cannot listen at {host}, port {port} ({describe(error)}); choose another host or port."
-            raise UsageError(told) from error
-        undo.pop_all()
+                raise UsageError(
+                    f"port is {port}, which is in use at {host}; choose another port, or 0 for a free one."
+                ) from error
+            raise UsageError(
+                f"The server cannot listen at {host}, port {port} ({describe(error)}); choose another host or port."
+            ) from error
+        cleanup.pop_all()
     return bound
 
 
 def url_of(bound: socket.socket) -> str:
-    """URL by which this machine reaches a bound socket."""
+    """Return the URL by which this machine reaches a bound socket."""
     host, port = bound.getsockname()[:2]
-    if ip_address(host).is_unspecified:  # stands for all addresses, and cannot be called
+    if ip_address(host).is_unspecified:  # stands for all addresses and cannot be called
         host = "::1" if ":" in host else "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve(service: Service, settings: ServeSettings, bound: socket.socket, ready: Callable[[], object]) -> None:
-    """Serve until a signal comes. The running answers then have `grace_seconds` to end; a second signal ends them at
-    once.
+    """Serve until a signal arrives. Running responses then have `grace_seconds` to end. A second signal ends them.
 
     Args:
         ready: Called once clients can connect.
@@ -70,7 +71,7 @@ def serve(service: Service, settings: ServeSettings, bound: socket.socket, ready
 
 
 def server_of(service: Service, settings: ServeSettings, ready: Callable[[], object]) -> uvicorn.Server:
-    """The uvicorn server that `serve` runs."""
+    """Return the uvicorn server that `serve` runs."""
     config = uvicorn.Config(
         make_app(service, settings),
         log_level="info" if settings.log_requests else "warning",
@@ -78,14 +79,14 @@ def server_of(service: Service, settings: ServeSettings, ready: Callable[[], obj
         server_header=False,
         lifespan="off",
         ws="none",
-        timeout_keep_alive=IDLE_SECONDS,
-        timeout_graceful_shutdown=LAST_SECONDS,  # type: ignore[arg-type]
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,  # type: ignore[arg-type]
     )
     return _Server(config, service, settings.grace_seconds, ready)
 
 
 class _Server(uvicorn.Server):
-    """Ends after the running answers instead of at the first signal."""
+    """Ends after the running responses instead of at the first signal."""
 
     def __init__(self, config: uvicorn.Config, service: Service, grace: float, ready: Callable[[], object]) -> None:
         super().__init__(config)

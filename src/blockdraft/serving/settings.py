@@ -15,37 +15,36 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @settings
 class ServeSettings:
-    """How `blockdraft serve` serves.
+    """Settings of `blockdraft serve`.
 
     Attributes:
         host: Address to listen at. One that other machines reach, such as 0.0.0.0, needs a key or `--allow-open`.
         port: Port to listen at; 0 takes a free one.
         api_key: Key that clients must send. None lets them in without a key.
         served_model_name: Name of the model in requests; repeat the option for more names. The default is the name on
-            the hub, or that of the target's folder, and that of the catalogue besides.
-        any_model: Accept any model name in requests. Otherwise unknown names are answered with 404.
+            the hub, or that of the target's folder, and the catalogue's name.
+        any_model: Accept any model name in requests. Otherwise unknown names get status 404.
         allow_open: Let other machines in without a key.
         allow_host: Host name by which clients may call the server, such as box.local; repeat the option for more, "*"
             allows any. Addresses, localhost and `--host` are always allowed.
         allow_origin: Site whose pages may call the server from a browser, such as https://ui.example; repeat the option
             for more, "*" allows any.
-        max_batch_size: Most requests that are decoded together; others wait.
-        max_queue: Most requests that wait; more are answered with 429.
-        max_body: Most bytes of a request's body; a larger one is answered with 413.
-        max_prompt_tokens: Most tokens of a prompt. None allows what the context holds.
-        max_answer_tokens: Most tokens of an answer. None allows what the context has room for.
-        max_unread: Most tokens of an answer that may wait for a slow client; with more waiting, the answer ends with an
-            error.
-        max_stored: Bytes of memory, about, for answers of /v1/responses that later requests can continue; the oldest
-            are forgotten first, and 0 keeps none.
-        stall_seconds: Seconds without progress, reading the answer or sending the request, after which a client's
+        max_batch_size: Maximum requests that are decoded together; others wait.
+        max_queue: Maximum requests that wait; more get status 429.
+        max_body: Maximum bytes of a request body; a larger one gets status 413.
+        max_prompt_tokens: Maximum tokens of a prompt. None allows what the context holds.
+        max_answer_tokens: Maximum tokens of a response. None allows what the context has room for.
+        max_unread: Maximum tokens of a response that may wait for a slow client; more end it with an error.
+        max_stored: Approximate bytes of memory for responses of /v1/responses that later requests can continue; the
+            oldest are dropped first, and 0 keeps none.
+        stall_seconds: Seconds without progress, reading the response or sending the request, after which a client's
             connection is closed.
-        grace_seconds: Seconds that running answers have to end after Ctrl-C or SIGTERM.
-        prefix_tokens: Tokens of ended requests that stay in memory, so that the next turn of a chat computes only what
-            is new. None keeps four times the context.
+        grace_seconds: Seconds that running responses have to end after Ctrl-C or SIGTERM.
+        prefix_tokens: Tokens of ended requests that stay in the prefix cache, so that the next turn of a chat computes
+            only what is new. None keeps four times the context.
         temperature: Temperature of requests that name none, as in OpenAI's API; 0 decodes greedily.
         self_check: Prompts that are decoded with and without drafting before the server is ready; it prints how many
-            answers differ. 0 skips the check.
+            responses differ. 0 skips the check.
         backends: Backends that may run the target, such as native,hf. The first serves; the others are loaded when a
             request names them. The default is that of `--backend`, and native,hf for the bundled pair.
         log_requests: Print a line for each request, with its client, path and status, and none of its text.
@@ -82,12 +81,12 @@ class ServeSettings:
         if self.host not in LOOPBACK and self.api_key is None and not self.allow_open:
             raise UsageError(
                 f"host is {self.host}, which other machines reach, and no key is set; set BLOCKDRAFT_API_KEY, or add "
-                f"--allow-open to let in everyone who reaches it."
+                f"--allow-open to let everyone in."
             )
         if not all(name.strip() for name in self.served_model_name):
             raise UsageError("served_model_name holds an empty name; give another, or leave the option out.")
 
     @property
     def places(self) -> int:
-        """Most requests at a time, waiting ones included."""
+        """Maximum requests at a time, waiting ones included."""
         return self.max_batch_size + self.max_queue

@@ -18,7 +18,7 @@ EVIL = "SAY <img src=x onerror=alert(1)> <script>alert(2)</script> &amp; <b>bold
 pytestmark = pytest.mark.slow
 
 
-def test_nothing_but_the_page_itself_may_run(url: str) -> None:
+def test_policy_allows_only_the_page(url: str) -> None:
     response = httpx.get(url)
     rules = dict(rule.split(" ", 1) for rule in response.headers["Content-Security-Policy"].split("; "))
     for tag, rule in ("script", "script-src"), ("style", "style-src"):
@@ -57,7 +57,7 @@ def test_chat_of_several_turns(visit: Visit, app: FastAPI) -> None:
 
 
 @pytest.mark.parametrize("by", ["Escape", "button"])
-def test_stopped_answers_stay_as_they_are(visit: Visit, app: FastAPI, by: str) -> None:
+def test_stopped_answers_stay(visit: Visit, app: FastAPI, by: str) -> None:
     visit.chat("SLOW")
     expect(visit.page.locator(".turn .answer").nth(1)).to_contain_text("The baker")
     expect(visit.get("send")).to_have_text("Stop")
@@ -75,7 +75,7 @@ def test_stopped_answers_stay_as_they_are(visit: Visit, app: FastAPI, by: str) -
     assert app.state.requests[1]["messages"][1] == {"role": "assistant", "content": text}
 
 
-def test_text_of_the_model_is_never_html(visit: Visit) -> None:
+def test_model_output_is_never_html(visit: Visit) -> None:
     visit.chat(EVIL)
     expect(visit.page.locator(".turn .answer").nth(1)).to_have_text(EVIL.removeprefix("SAY "))
     visit.race(EVIL)
@@ -105,7 +105,7 @@ def test_models_without_a_chat_template_continue_the_text(browser: Browser) -> N
     assert app.state.requests[1]["prompt"] == f"Once upon {TEXT} The end."
 
 
-def test_a_server_that_would_not_draft_is_told(visit: Visit) -> None:
+def test_the_page_reports_paused_drafting(visit: Visit) -> None:
     visit.chat("PAUSE")
     expect(visit.get("status")).to_contain_text("tau 1.00. Nothing was drafted, since drafting would have been slower.")
     visit.get("drafting").uncheck()  # nobody asked for guesses
@@ -225,7 +225,7 @@ def test_settings_are_sent(visit: Visit, app: FastAPI) -> None:
         ("FAIL", "The answer failed: The model gave NaN."),
     ],
 )
-def test_problems_are_told_in_words(visit: Visit, prompt: str, words: str) -> None:
+def test_the_page_explains_problems(visit: Visit, prompt: str, words: str) -> None:
     visit.chat(prompt)
     expect(visit.get("problem")).to_have_text(words)
     expect(visit.get("send")).to_have_text("Send")

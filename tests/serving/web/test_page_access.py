@@ -114,7 +114,7 @@ def test_no_width_scrolls_sideways(browser: Browser, url: str, width: int) -> No
 
 
 @pytest.mark.parametrize("motion", ["reduce", "no-preference"])
-def test_less_motion_shows_only_checked_trees(browser: Browser, url: str, motion: str) -> None:
+def test_reduced_motion_shows_only_verified_trees(browser: Browser, url: str, motion: str) -> None:
     visit = Visit(browser, url, reduced_motion=motion)
     visit.race()
     visit.page.evaluate("""() => {

@@ -13,8 +13,8 @@ from playwright.sync_api import Browser, expect
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.serving.app import make_app
-from blockdraft.serving.core.backends import Backends
-from blockdraft.serving.core.service import Service
+from blockdraft.serving.backends import Backends
+from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.targets import load_target
 from blockdraft.types import Drafting, SamplingParams
@@ -50,7 +50,7 @@ def slowly(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service.backends.usual.scheduler, "step", late)
 
 
-def test_sliders_end_where_the_engine_does(real: Visit) -> None:
+def test_sliders_end_at_the_limits_of_the_engine(real: Visit) -> None:
     ends = {name: real.get(name).get_attribute("max") for name in ("block_size", "tree_budget", "max_tokens")}
     assert ends == {"block_size": "8", "tree_budget": "12", "max_tokens": "256"}
 
@@ -88,7 +88,7 @@ def test_race_to_the_end(real: Visit, temperature: str) -> None:
 
 @pytest.mark.usefixtures("slowly")
 @pytest.mark.parametrize("how", ["Escape", "reload"])
-def test_row_is_free_when_nobody_waits(real: Visit, service: Service, how: str) -> None:
+def test_leaving_the_page_cancels_the_request(real: Visit, service: Service, how: str) -> None:
     scheduler = service.backends.usual.scheduler
     real.get("max_tokens").fill("192")
     real.race("the ant", ends=False)
@@ -104,7 +104,7 @@ def test_row_is_free_when_nobody_waits(real: Visit, service: Service, how: str) 
     expect(real.get("start")).to_have_text("Race")
 
 
-def test_what_the_server_refuses_is_told(real: Visit) -> None:
+def test_the_page_shows_refusals(real: Visit) -> None:
     real.chat("the ant " * 200)
     expect(real.get("problem")).to_contain_text("The server refused this (400): ")
     real.chat("the ant")

@@ -9,10 +9,10 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from blockdraft.serving import web
-from blockdraft.serving.api.security import OPEN_PATHS
+from blockdraft.serving.security import OPEN_PATHS
 
 
-def test_radar_is_served_with_a_policy_that_allows_its_script_alone() -> None:
+def test_radar_policy_allows_only_its_script() -> None:
     app = FastAPI()
     app.include_router(web.router())
     answer = TestClient(app).get("/radar")

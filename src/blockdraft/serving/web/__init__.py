@@ -1,5 +1,5 @@
-"""The pages at `/`, a chat with the model and a race against plain decoding, and at `/radar`, what fits a device. Each
-is one file that loads no others."""
+"""The page at `/`, a chat with the model and a race against plain decoding, and the page at `/radar`, which shows what
+fits a device. Each is one file that loads no others."""
 
 from __future__ import annotations
 
@@ -15,34 +15,33 @@ from blockdraft.radar.page import page
 
 
 def router() -> APIRouter:
-    """The routes `/` and `/radar`. They need no key: the pages hold nothing secret, and ask the user for the key of the
-    API where they call it."""
+    """Return the routes `/` and `/radar`. They need no key: the pages hold no secrets, and ask for the API's key."""
     chat = files(__name__).joinpath("index.html").read_text(encoding="utf-8")
     routes = APIRouter()
 
     @routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     def index() -> HTMLResponse:
-        return _answer(chat)
+        return _respond(chat)
 
     @routes.api_route("/radar", methods=["GET", "HEAD"], include_in_schema=False)
     def radar() -> HTMLResponse:
-        return _answer(page())  # made when it is first asked for
+        return _respond(page())  # built on the first request
 
     return routes
 
 
-def _answer(page: str) -> HTMLResponse:
+def _respond(page: str) -> HTMLResponse:
     headers = {
         "Content-Security-Policy": _policy(page),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-store",  # so that a newer server never gets requests of an older page
+        "Cache-Control": "no-store",  # so that a newer server never gets requests from an older page
     }
     return HTMLResponse(page, headers=headers)
 
 
 def _policy(page: str) -> str:
-    """A policy that allows only the page's own script and styles, requests to its own server, and no frames."""
+    """Return a policy that allows the page's own script and styles, requests to its own server, and no frames."""
     rules = {
         "default-src": "'none'",
         "script-src": _hash(page, "script"),

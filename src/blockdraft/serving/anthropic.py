@@ -1,0 +1,322 @@
+"""Anthropic's Messages API: the routes /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from blockdraft.errors import UsageError
+from blockdraft.serving.errors import ANTHROPIC_PATH, ApiError
+from blockdraft.serving.metrics import draft_statistics
+from blockdraft.serving.request import (
+    Chat,
+    Event,
+    Finished,
+    GenerationRequest,
+    Started,
+    TextDelta,
+    ToolCall,
+    ToolChoice,
+    Usage,
+)
+from blockdraft.serving.schemas import (
+    GenerationSchema,
+    Listed,
+    MaxTokens,
+    NonEmpty,
+    Part,
+    Schema,
+    Stops,
+    format_grammar,
+    function_tool,
+    join_text,
+    template_variables,
+    tool_call,
+)
+from blockdraft.serving.service import Service
+from blockdraft.serving.streaming import NamedEventsResponse, respond, until_disconnect
+
+# The first line of Claude Code's instructions differs in each request and would defeat the prefix cache.
+BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+PING = {"type": "ping"}
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/messages", response_model=None)
+    async def messages(http: Request, body: MessagesRequest) -> Response:
+        model = service.check_model(body.model)
+        request = body.to_request(service.settings.temperature)
+        response = MessagesResponse(service, model, request)
+        return await respond(http, service, [request], response, body.stream)
+
+    @routes.post("/v1/messages/count_tokens")
+    async def count_tokens(http: Request, body: CountRequest) -> dict[str, int]:
+        service.check_model(body.model)
+        counting = service.in_thread(service.count_tokens, body.to_chat())
+        return {"input_tokens": await until_disconnect(http, counting)}
+
+    return routes
+
+
+class Block(Part):
+    """A block of a message. The fields that it needs depend on its type."""
+
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | Listed[Block] | None = None
+    is_error: bool | None = None
+
+
+class AnthropicMessage(Schema):
+    role: Literal["user", "assistant", "system"]
+    content: str | Listed[Block]
+
+    def to_template(self, place: str) -> list[dict[str, Any]]:
+        """Return the messages that chat templates take for this one. Tool results become messages of their own.
+
+        Args:
+            place: Name of the content in error messages.
+        """
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        if self.role == "assistant":
+            return [_assistant_message(place, self.content)]
+        messages, texts = list[dict[str, Any]](), list[Block]()
+        for block in self.content:
+            if block.type != "tool_result":
+                texts.append(block)
+                continue
+            if block.tool_use_id is None:
+                raise UsageError(f"{place} holds a tool_result without tool_use_id; give it.")
+            if texts:
+                messages.append({"role": self.role, "content": join_text(place, texts)})
+                texts = []
+            result = join_text(place, block.content or "")
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
+        if texts or not messages:
+            messages.append({"role": self.role, "content": join_text(place, texts)})
+        return messages
+
+
+def _assistant_message(place: str, blocks: Sequence[Block]) -> dict[str, Any]:
+    texts = [block for block in blocks if block.type not in ("thinking", "redacted_thinking", "tool_use")]
+    message: dict[str, Any] = {"role": "assistant", "content": join_text(place, texts)}
+    thoughts = [block.thinking for block in blocks if block.type == "thinking" and block.thinking]
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    calls = []
+    for block in blocks:
+        if block.type == "tool_use":
+            if block.id is None or block.name is None:
+                raise UsageError(f"{place} holds a tool_use without id or name; give both.")
+            calls.append(tool_call(block.id, block.name, block.input or {}))
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+class AnthropicTool(Schema):
+    """A tool. Anthropic itself runs types other than "custom"."""
+
+    type: str | None = None
+    name: NonEmpty
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class AnthropicToolChoice(Schema):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def to_choice(self) -> ToolChoice:
+        if self.type == "tool":
+            return ToolChoice("required", self.name or "")
+        return ToolChoice("required" if self.type == "any" else self.type)
+
+
+class Thinking(Schema):
+    type: str
+
+
+class AnthropicFormat(Schema):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Schema):
+    effort: str | None = None
+    format: AnthropicFormat | None = None
+
+
+class CountRequest(Schema):
+    """A chat whose tokens are counted."""
+
+    unsupported = {"mcp_servers": ()}
+
+    model: NonEmpty
+    messages: Annotated[Listed[AnthropicMessage], Field(min_length=1)]
+    system: str | Listed[Block] | None = None
+    tools: Listed[AnthropicTool] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def to_chat(self, choice: AnthropicToolChoice | None = None) -> Chat:
+        """Convert the chat. As in Anthropic's API, thinking is off unless the request asks for it."""
+        messages = list[dict[str, Any]]()
+        if system := BILLING.sub("", join_text("system", self.system or "")):
+            messages.append({"role": "system", "content": system})
+        for number, message in enumerate(self.messages):
+            messages += message.to_template(f"messages.{number}.content")
+        thinking = self.thinking is not None and self.thinking.type != "disabled"
+        effort = self.output_config.effort if self.output_config else None
+        return Chat(
+            messages,
+            tools=self._tools(),
+            tool_choice=choice.to_choice() if choice else ToolChoice(),
+            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+            template=template_variables(effort, {"enable_thinking": thinking, **(self.chat_template_kwargs or {})}),
+        )
+
+    def _tools(self) -> tuple[dict[str, Any], ...]:
+        """Return the tools as chat templates take them, without those that only Anthropic can run."""
+        tools = []
+        for tool in self.tools or ():
+            if tool.type in (None, "custom"):
+                if tool.input_schema is None:
+                    raise UsageError(
+                        f"tools holds {tool.name} without input_schema; give the JSON schema of its input."
+                    )
+                tools.append(function_tool(tool.name, tool.description, tool.input_schema))
+        return tuple(tools)
+
+
+class MessagesRequest(CountRequest, GenerationSchema):
+    """A chat to continue."""
+
+    unsupported = GenerationSchema.unsupported | CountRequest.unsupported | {"n": (1,)}
+
+    max_tokens: MaxTokens
+    stop_sequences: Stops | None = None
+    output_format: AnthropicFormat | None = None  # output_config.format under the name of its beta
+    tool_choice: AnthropicToolChoice | None = None
+
+    def to_request(self, default_temperature: float) -> GenerationRequest:
+        """Convert the request. Raise a UsageError if a field has an unsupported value."""
+        if self.messages[-1].role == "assistant":
+            raise UsageError(
+                "messages ends with the role assistant; continuing a response is not supported, so end with the role "
+                "user."
+            )
+        form = (self.output_config and self.output_config.format) or self.output_format
+        grammar = form and format_grammar("output_config.format", form.type, form.schema_)
+        params = self.to_sampling_params(default_temperature, grammar=grammar)
+        return GenerationRequest(
+            self.to_chat(self.tool_choice),
+            replace(params, stop=(*params.stop, *(self.stop_sequences or ()))),
+            max_tokens=self.max_tokens,
+            clip_max_tokens=True,  # clients ask for 32,000 tokens and more
+            speculation=self.speculation,
+        )
+
+
+class MessagesResponse(NamedEventsResponse):
+    """A message and its content blocks so far."""
+
+    keep_alive = f"event: ping\ndata: {json.dumps(PING)}\n\n"
+
+    def __init__(self, service: Service, model: str, request: GenerationRequest) -> None:
+        self._id, self._model = f"msg_{uuid.uuid4().hex}", model
+        self._statistics, self._max_draft_tokens = request.speculation.statistics, service.max_draft_tokens
+        self._blocks = list[dict[str, Any]]()
+        self._open = False  # whether the last block may still grow
+        self._usage = Usage(0, 0)
+        self._end: Finished | None = None
+
+    def add(self, index: int, event: Event) -> Sequence[dict[str, Any]]:
+        if isinstance(event, Started):
+            self._usage = Usage(len(event.prompt_ids), 0)
+            return [{"type": "message_start", "message": self.body()}, PING]
+        if isinstance(event, Finished):
+            self._end, self._usage = event, event.usage
+            body = self.body()
+            change: dict[str, Any] = {"type": "message_delta", "delta": {}, "usage": body["usage"]}
+            change["delta"] = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
+            if "metrics" in body:
+                change["metrics"] = body["metrics"]
+            return [*self._close(), change, {"type": "message_stop"}]
+        if isinstance(event, ToolCall):
+            block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+            events = self._begin(block)
+            block["input"] = json.loads(event.arguments)
+            delta = {"type": "input_json_delta", "partial_json": event.arguments}
+            return [*events, self._delta(delta), *self._close()]
+        return self._add_text(event) if event.text else ()
+
+    def _add_text(self, event: TextDelta) -> list[dict[str, Any]]:
+        kind, events = "thinking" if event.reasoning else "text", list[dict[str, Any]]()
+        if not self._open or self._blocks[-1]["type"] != kind:
+            # A signature proves that thinking comes from Anthropic's own models, so this one is empty.
+            events = self._begin({"type": kind, kind: ""} | ({"signature": ""} if event.reasoning else {}))
+        self._blocks[-1][kind] += event.text
+        return [*events, self._delta({"type": f"{kind}_delta", kind: event.text})]
+
+    def _begin(self, block: dict[str, Any]) -> list[dict[str, Any]]:
+        events = self._close()
+        self._blocks.append(block)
+        self._open = True
+        return [*events, {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}]
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _close(self) -> list[dict[str, Any]]:
+        if not self._open:
+            return []
+        self._open = False
+        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+
+    def body(self) -> dict[str, Any]:
+        body = {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": list(self._blocks),
+            "stop_reason": self._end and _stop_reason(self._end),
+            "stop_sequence": self._end and self._end.stop,
+            "usage": {
+                "input_tokens": self._usage.prompt - self._usage.cached,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": self._usage.cached,
+                "output_tokens": self._usage.completion,
+            },
+        }
+        if self._end and self._statistics:
+            body["metrics"] = draft_statistics([self._end], self._max_draft_tokens)
+        return body
+
+    def fail(self, error: ApiError) -> Sequence[dict[str, Any]]:
+        return [error.body(ANTHROPIC_PATH)]
+
+
+def _stop_reason(end: Finished) -> str:
+    if end.stop is not None:
+        return "stop_sequence"
+    if end.reason == "length":
+        return "model_context_window_exceeded" if end.context_full else "max_tokens"
+    return "tool_use" if end.reason == "tool_calls" else "end_turn"

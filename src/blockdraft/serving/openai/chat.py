@@ -1,0 +1,262 @@
+"""The route /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from blockdraft.engine.text import REPLACEMENT
+from blockdraft.errors import UsageError
+from blockdraft.serving.openai.choices import RESPONSES, ChoicesResponse, finite
+from blockdraft.serving.request import Chat, Event, Finished, GenerationRequest, Started, ToolCall, ToolChoice
+from blockdraft.serving.schemas import (
+    GenerationSchema,
+    Listed,
+    MaxTokens,
+    NonEmpty,
+    Part,
+    Schema,
+    format_grammar,
+    join_text,
+    parse_arguments,
+    template_variables,
+    tool_call,
+)
+from blockdraft.serving.service import Service
+from blockdraft.serving.streaming import respond
+from blockdraft.types import MOST_LOGPROBS, TokenLogprob
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/chat/completions", responses=RESPONSES)
+    async def chat(http: Request, body: ChatRequest) -> Response:
+        model = service.check_model(body.model)
+        requests = [body.to_request(service.settings.temperature)]
+        response = ChatResponse(service, model, body, requests)
+        return await respond(http, service, requests, response, body.stream)
+
+    return routes
+
+
+class JsonSchema(Schema):
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Schema):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class FunctionCall(Schema):
+    name: str
+    arguments: str = ""
+
+
+class EarlierToolCall(Schema):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Schema):
+    unsupported = {"function_call": (), "audio": ()}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Listed[Part] | None = None
+    name: str | None = None
+    tool_calls: Listed[EarlierToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    def to_template(self, place: str) -> dict[str, Any]:
+        """Return the message as chat templates take it.
+
+        Args:
+            place: Name of the message in error messages.
+        """
+        if self.content is None and self.role != "assistant":
+            raise UsageError(f"{place}.content is missing; a message of role {self.role} needs one.")
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": join_text(f"{place}.content", self.content or ""),
+        }
+        optional = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        message |= {name: value for name, value in optional.items() if value is not None}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                tool_call(
+                    call.id or f"call_{place.removeprefix('messages.')}_{number}",
+                    call.function.name,
+                    parse_arguments(f"{place}.tool_calls", call.function.arguments),
+                )
+                for number, call in enumerate(self.tool_calls)
+            ]
+        return message
+
+
+class Function(Schema):
+    name: NonEmpty
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ChatTool(Schema):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Schema):
+    name: str
+
+
+class NamedTool(Schema):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatRequest(GenerationSchema):
+    alternatives = dict.fromkeys(("guided_json", "structured_outputs", "json_schema"), "response_format") | {
+        "functions": "tools",
+        "function_call": "tool_choice",
+        "n_predict": "max_tokens",
+    }
+
+    messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Listed[ChatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def to_request(self, default_temperature: float) -> GenerationRequest:
+        """Convert the request. Raise a UsageError if fields contradict each other."""
+        if self.top_logprobs and not self.logprobs:
+            raise UsageError(f"top_logprobs is {self.top_logprobs} without logprobs; set logprobs to true.")
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise UsageError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; give one of "
+                f"them."
+            )
+        grammar = None
+        if (form := self.response_format) is not None:
+            grammar = format_grammar("response_format", form.type, form.json_schema and form.json_schema.schema_)
+        choice = self.tool_choice or "auto"
+        return GenerationRequest(
+            prompt=Chat(
+                messages=template_messages(self.messages),
+                tools=template_tools(self.tools),
+                tool_choice=ToolChoice(choice)
+                if isinstance(choice, str)
+                else ToolChoice("required", choice.function.name),
+                parallel_tool_calls=self.parallel_tool_calls is not False,
+                template=template_variables(self.reasoning_effort, self.chat_template_kwargs),
+            ),
+            params=self.to_sampling_params(
+                default_temperature, logprobs=(self.top_logprobs or 0) if self.logprobs else None, grammar=grammar
+            ),
+            n=self.n or 1,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            speculation=self.speculation,
+        )
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    return [message.to_template(f"messages.{number}") for number, message in enumerate(messages)]
+
+
+def template_tools(tools: Sequence[ChatTool] | None) -> tuple[dict[str, Any], ...]:
+    return tuple(tool.model_dump(exclude_none=True) for tool in tools or ())
+
+
+@dataclass
+class ChatChoice:
+    """Parts of a choice so far."""
+
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class ChatResponse(ChoicesResponse):
+    object_name, chunk_name, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, service: Service, model: str, body: ChatRequest, requests: Sequence[GenerationRequest]) -> None:
+        super().__init__(service, model, body, requests)
+        self._logprobs = bool(body.logprobs)
+        self._choices: defaultdict[int, ChatChoice] = defaultdict(ChatChoice)
+
+    def add(self, index: int, event: Event) -> Sequence[dict[str, Any]]:
+        choice, delta, logprobs = self._choices[index], dict[str, Any](), None
+        if isinstance(event, Started):
+            delta = {"role": "assistant", "content": ""}
+        elif isinstance(event, Finished):
+            self._ends[index] = event
+        elif isinstance(event, ToolCall):
+            function = {"name": event.name, "arguments": event.arguments}
+            choice.calls.append({"id": event.id, "type": "function", "function": function})
+            delta = {"tool_calls": [{"index": event.index, **choice.calls[-1]}]}
+        else:
+            (choice.reasoning if event.reasoning else choice.text).append(event.text)
+            if event.text:
+                delta = _reasoning(event.text) if event.reasoning else {"content": event.text}
+            if event.chunk and event.chunk.logprobs:
+                choice.logprobs += event.chunk.logprobs
+                logprobs = chat_logprobs(event.chunk.logprobs, self._text_of)
+            if not (delta or logprobs or self._traced_chunk(event)):
+                return ()
+        return [self._event(index, {"delta": delta, "logprobs": logprobs}, event)]
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        choice = self._choices[index]
+        text = "".join(choice.text)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text or (None if choice.calls else ""),
+            "refusal": None,
+        }
+        if choice.reasoning:
+            message |= _reasoning("".join(choice.reasoning))
+        if choice.calls:
+            message["tool_calls"] = choice.calls
+        logprobs = chat_logprobs(choice.logprobs, self._text_of) if self._logprobs else None
+        return {"message": message, "logprobs": logprobs}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    return {"reasoning": text, "reasoning_content": text}  # vLLM's name and DeepSeek's
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprob], text_of: Callable[[int], str]) -> dict[str, Any]:
+    """Return log-probabilities as chat completions report them. `text_of` returns the text of a token."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = text_of(token)
+        # The text of a token that holds part of a character does not determine its bytes.
+        known_bytes = None if REPLACEMENT in text else list(text.encode())
+        return {"token": text, "logprob": finite(logprob), "bytes": known_bytes}
+
+    content = [
+        {**entry(token.token_id, token.logprob), "top_logprobs": [entry(*top) for top in token.top]}
+        for token in logprobs
+    ]
+    return {"content": content, "refusal": None}

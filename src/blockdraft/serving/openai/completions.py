@@ -1,0 +1,143 @@
+"""The route /v1/completions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from blockdraft.errors import UsageError
+from blockdraft.serving.openai.choices import RESPONSES, ChoicesResponse, finite
+from blockdraft.serving.request import Event, Finished, GenerationRequest, Started, TextDelta
+from blockdraft.serving.schemas import GenerationSchema, Listed, TokenIds
+from blockdraft.serving.service import Service
+from blockdraft.serving.streaming import respond
+from blockdraft.types import MOST_LOGPROBS, TokenLogprob
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/completions", responses=RESPONSES)
+    async def complete(http: Request, body: CompletionRequest) -> Response:
+        model = service.check_model(body.model)
+        requests = body.to_requests(service.settings.temperature)
+        response = CompletionResponse(service, model, body, requests)
+        return await respond(http, service, requests, response, body.stream)
+
+    return routes
+
+
+class CompletionRequest(GenerationSchema):
+    unsupported = GenerationSchema.unsupported | {
+        "best_of": (1,),
+        "response_format": ({"type": "text"},),
+        "tools": (),
+    }
+
+    prompt: str | Listed[str] | TokenIds | Listed[TokenIds]
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool = True
+
+    def to_requests(self, default_temperature: float) -> list[GenerationRequest]:
+        """Return one request for each prompt."""
+        if not self.prompt:
+            raise UsageError("prompt is empty; give at least one token.")
+        params = self.to_sampling_params(
+            default_temperature, logprobs=self.logprobs, prompt_logprobs=self.logprobs if self.echo else None
+        )
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        prompts: Any = [self.prompt] if single else self.prompt
+        return [
+            GenerationRequest(
+                prompt,
+                params,
+                n=self.n or 1,
+                max_tokens=1 if self.max_tokens == 0 else self.max_tokens,  # the engine generates at least one
+                add_special_tokens=self.add_special_tokens,
+                speculation=self.speculation,
+            )
+            for prompt in prompts
+        ]
+
+
+class CompletionResponse(ChoicesResponse):
+    object_name = chunk_name = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(
+        self, service: Service, model: str, body: CompletionRequest, requests: Sequence[GenerationRequest]
+    ) -> None:
+        super().__init__(service, model, body, requests)
+        self._service, self._requests = service, requests
+        self._echo, self._logprobs = body.echo, body.logprobs is not None
+        self._no_output = body.max_tokens == 0  # hides the one token that the engine generates
+        self._texts: defaultdict[int, list[str]] = defaultdict(list)
+        self._lengths: defaultdict[int, int] = defaultdict(int)  # of the text of each choice, in characters
+        self._all_logprobs: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+
+    def add(self, index: int, event: Event) -> Sequence[dict[str, Any]]:
+        text, tokens, logprobs = "", list[tuple[int, TokenLogprob | None]](), None
+        if isinstance(event, Finished):
+            self._ends[index] = event
+        elif isinstance(event, Started) and self._echo:
+            text = self._service.prompt_text(self._requests[index // self._n].prompt)  # type: ignore[arg-type]
+            prompt_logprobs = event.prompt_logprobs or [None] * len(event.prompt_ids)
+            tokens = list(zip(event.prompt_ids, prompt_logprobs, strict=True))
+        elif isinstance(event, TextDelta) and not self._no_output:
+            text = event.text
+            tokens = [(token.token_id, token) for token in (event.chunk and event.chunk.logprobs) or ()]
+        if self._logprobs and (text or tokens):
+            logprobs = self._format_logprobs(tokens, offset=self._lengths[index])
+            self._all_logprobs[index].append(logprobs)
+        self._texts[index].append(text)
+        self._lengths[index] += len(text)
+        if not (text or tokens or isinstance(event, Finished) or self._traced_chunk(event)):
+            return ()
+        return [self._event(index, {"text": text, "logprobs": logprobs}, event)]
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        parts = self._all_logprobs[index]
+        logprobs = {name: [value for part in parts for value in part[name]] for name in parts[0]} if parts else None
+        return {"text": "".join(self._texts[index]), "logprobs": logprobs}
+
+    def _reason(self, end: Finished) -> str:
+        return "length" if self._no_output else end.reason
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        if self._no_output:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
+    def _format_logprobs(self, tokens: Sequence[tuple[int, TokenLogprob | None]], offset: int) -> dict[str, Any]:
+        """Return log-probabilities as completions report them.
+
+        Args:
+            tokens: Tokens with their log-probabilities; None for the first token of a prompt, which has none.
+            offset: Characters of the text before them.
+        """
+        texts = [self._text_of(token) for token, _ in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [logprob and finite(logprob.logprob) for _, logprob in tokens],
+            "top_logprobs": [logprob and self._top(logprob) for _, logprob in tokens],
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: TokenLogprob) -> dict[str, float]:
+        """Return the top log-probabilities by token text. Of tokens with equal text, the likeliest counts."""
+        top: dict[str, float] = {}
+        for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
+            top.setdefault(self._text_of(token_id), finite(logprob))
+        return top

@@ -1,0 +1,165 @@
+"""Converts requests to token ids and sampling parameters for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from blockdraft.engine import Engine
+from blockdraft.engine.text import encode_text
+from blockdraft.errors import UsageError, describe
+from blockdraft.serving.errors import ApiError
+from blockdraft.serving.request import Chat, GenerationRequest
+from blockdraft.serving.schemas import NUM_SEEDS
+from blockdraft.serving.settings import ServeSettings
+from blockdraft.serving.tool_calls import OutputParser, grammar_of, parser_of
+from blockdraft.targets import Target, without_tokenizer
+from blockdraft.types import SamplingParams
+
+RESERVED = {"tokenize", "return_dict", "conversation", "chat_template", "tools", "add_generation_prompt"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice of a request, ready for the engine.
+
+    Attributes:
+        parser: Parses the output of a chat; None for plain text.
+        clipped: Whether the context shortened the requested `max_tokens`.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    parser: OutputParser | None
+    clipped: bool
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Number of log-probabilities of prompt tokens that the choice asks for."""
+        top = self.params.prompt_logprobs
+        return 0 if top is None else len(self.prompt) * (1 + top)
+
+
+def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings) -> list[Choice]:
+    """Return the choices of a request. This is slow for long prompts.
+
+    Raises:
+        UsageError, ApiError: The request cannot be served.
+    """
+    prompt, params, text = request.prompt, request.params, ""
+    if isinstance(prompt, Chat):
+        text = render_chat(engine.target, prompt)
+        ids = encode_rendered(engine.target, text)
+        params = replace(params, grammar=grammar_of(tokenizer_of(engine.target), prompt, text, params.grammar))
+    elif isinstance(prompt, str):
+        ids = encode_plain(engine.target, prompt, request.add_special_tokens)
+    else:
+        ids = prompt
+    limit, clipped = _token_limit(request, settings, context_of(engine), len(ids))
+    params = replace(params, max_new_tokens=limit)
+    choices = []
+    for index in range(request.n):
+        seed = None if params.seed is None else (params.seed + index) % NUM_SEEDS
+        parser = parser_of(tokenizer_of(engine.target), prompt, text) if isinstance(prompt, Chat) else None
+        choices.append(Choice(ids, replace(params, seed=seed), parser, clipped))
+    return choices
+
+
+def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a target, or raise a UsageError if it has none."""
+    if target.tokenizer is None:
+        raise UsageError(f"{without_tokenizer(target)}, so prompts must be lists of token ids.")
+    return target.tokenizer
+
+
+def render_chat(target: Target, chat: Chat) -> str:
+    """Render a chat with the chat template of the target, up to the start of the answer.
+
+    Leading system messages are joined into one, since many templates refuse a second one.
+
+    Raises:
+        UsageError: The target has no chat template, or the template refuses the chat.
+    """
+    tokenizer = tokenizer_of(target)
+    if tokenizer.chat_template is None:
+        raise UsageError("The target has no chat template; send the prompt as text to /v1/completions.")
+    if reserved := RESERVED & set(chat.template):
+        raise UsageError(f"chat_template_kwargs names {sorted(reserved)}, which the server sets; leave them out.")
+    try:
+        text = tokenizer.apply_chat_template(
+            _join_system_messages(chat.messages),
+            tools=[dict(tool) for tool in chat.tools] or None,
+            add_generation_prompt=True,
+            tokenize=False,
+            **chat.template,
+        )
+        cast(str, text).encode()  # fails at a lone surrogate, which JSON inside JSON may hold
+    except Exception as error:  # templates are programs and may raise anything
+        raise UsageError(
+            f"messages are refused by the target's chat template: {describe(error)}; change their roles or contents."
+        ) from error
+    return cast(str, text)
+
+
+def _join_system_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    rest = [dict(message) for message in messages[count:]]
+    if count == 0:
+        return rest
+    return [{**messages[0], "content": "\n\n".join(message["content"] for message in messages[:count])}, *rest]
+
+
+def encode_rendered(target: Target, text: str) -> list[int]:
+    """Return the token ids of a rendered chat, which already contains its special tokens."""
+    return list(cast("list[int]", tokenizer_of(target)(text, add_special_tokens=False)["input_ids"]))
+
+
+def encode_chat(target: Target, chat: Chat) -> list[int]:
+    return encode_rendered(target, render_chat(target, chat))
+
+
+def encode_plain(target: Target, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Return the token ids of a text without a chat template."""
+    return encode_text(text, tokenizer_of(target)) if add_special_tokens else encode_rendered(target, text)
+
+
+def context_of(engine: Engine) -> int:
+    """Return the maximum tokens of prompt and output together."""
+    return min(engine.target.max_context, engine.cache_tokens - engine.slots_behind)
+
+
+def _token_limit(request: GenerationRequest, settings: ServeSettings, context: int, prompt: int) -> tuple[int, bool]:
+    """Return the maximum number of new tokens, and whether the context clipped the request.
+
+    Args:
+        prompt: Number of prompt tokens.
+    """
+    wanted, name = request.max_tokens, request.max_tokens_name
+    max_prompt, max_answer = settings.max_prompt_tokens, settings.max_answer_tokens
+    room, code = context - prompt, "context_length_exceeded"
+    if max_prompt is not None and prompt > max_prompt:
+        raise ApiError(400, f"The prompt has {prompt} tokens; shorten it to at most {max_prompt}.", code=code)
+    if room < 1:
+        raise ApiError(
+            400,
+            f"The prompt has {prompt} tokens, and this model's maximum context length is {context} tokens, "
+            f"output included; shorten the prompt.",
+            code=code,
+        )
+    clipped = request.clip_max_tokens and wanted is not None and wanted > room
+    if wanted is None or clipped:
+        return min(room, max_answer or room), clipped
+    if max_answer is not None and wanted > max_answer:
+        raise ApiError(400, f"{name} is {wanted}; it must be at most {max_answer} on this server.", param=name)
+    if wanted > room:
+        raise ApiError(
+            400,
+            f"{name} is {wanted}, the prompt has {prompt} tokens, and this model's maximum context length is "
+            f"{context} tokens; lower {name} to {room}, or leave it out.",
+            code=code,
+            param=name,
+        )
+    return wanted, False

@@ -1,0 +1,148 @@
+"""The request that every API is converted to, and the events that every response is built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from blockdraft.engine import Chunk, Stats
+from blockdraft.serving.schemas import Speculation
+from blockdraft.types import SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Whether the model must call a tool, and which.
+
+    Attributes:
+        mode: "auto" lets the model decide, "none" forbids calls, "required" asks for at least one.
+        name: Tool that must be called; None lets the model choose.
+    """
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages for the chat template of the target.
+
+    Attributes:
+        messages: Messages as chat templates take them: `role`, `content` (a string) and optionally `tool_calls`
+            (`{"id", "type": "function", "function": {"name", "arguments"}}`, the arguments a dict) or `tool_call_id`.
+        tools: OpenAI's function tools, `{"type": "function", "function": {"name", "description", "parameters"}}`.
+        template: More variables of the chat template, such as `enable_thinking`.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    template: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt and how to continue it.
+
+    Attributes:
+        prompt: A chat, or a text or token ids to continue without a chat template.
+        params: Sampling parameters. `max_new_tokens` is ignored.
+        n: Number of choices. If `params` has a seed, each choice adds its index to it.
+        max_tokens: Maximum tokens of each choice; None allows as many as the context has room for.
+        max_tokens_name: Field that sets `max_tokens`, for error messages.
+        clip_max_tokens: Whether the context shortens a longer `max_tokens`. Otherwise the request is refused.
+        add_special_tokens: Whether the tokenizer adds its special tokens to a text.
+    """
+
+    prompt: Chat | str | list[int]
+    params: SamplingParams
+    n: int = 1
+    max_tokens: int | None = None
+    max_tokens_name: str = "max_tokens"
+    clip_max_tokens: bool = False
+    add_special_tokens: bool = True
+    speculation: Speculation = Speculation()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one choice.
+
+    Attributes:
+        prompt: Tokens of the prompt.
+        cached: Prompt tokens that were found in the prefix cache.
+        completion: Generated tokens, reasoning included.
+        reasoning: Generated tokens that are reasoning.
+        accepted: Draft tokens in the output.
+        rejected: Draft tokens that were rejected.
+    """
+
+    prompt: int
+    completion: int
+    cached: int = 0
+    reasoning: int = 0
+    accepted: int = 0
+    rejected: int = 0
+
+
+@dataclass(frozen=True)
+class Started:
+    """First event of a choice, sent after the prefill.
+
+    Attributes:
+        prompt_logprobs: Log-probability of each prompt token, if `params` asks for them; None for the first token.
+    """
+
+    prompt_ids: list[int]
+    prompt_logprobs: list[TokenLogprob | None]
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """New text of a choice.
+
+    Attributes:
+        text: The text. It may be empty if only `chunk` is new.
+        reasoning: Whether the text is reasoning.
+        chunk: Engine chunk that brought the text. Only the first event of a chunk has it.
+    """
+
+    text: str
+    reasoning: bool = False
+    chunk: Chunk | None = None
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A complete tool call.
+
+    Attributes:
+        index: Position among the calls of the choice, from 0.
+        arguments: JSON text of an object.
+    """
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Last event of a choice.
+
+    Attributes:
+        reason: Why the choice ended, in OpenAI's terms.
+        stop: Stop string that ended the choice, if one did.
+        context_full: Whether the context ended the choice before a clipped `max_tokens`.
+    """
+
+    reason: Literal["stop", "length", "tool_calls"]
+    usage: Usage
+    stats: Stats
+    stop: str | None = None
+    context_full: bool = False
+
+
+Event: TypeAlias = "Started | TextDelta | ToolCall | Finished"

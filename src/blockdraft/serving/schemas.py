@@ -1,0 +1,233 @@
+"""Request schemas that all APIs share, and their conversion to a `GenerationRequest`.
+
+Unknown fields are ignored. Known fields that this server lacks are refused if they would change the response.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+
+from blockdraft.errors import UsageError
+from blockdraft.types import Grammar, SamplingParams
+
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # editors send dozens of stop strings
+MAX_CHOICES = 128
+NUM_SEEDS = 2**63
+MAX_ITEMS = 10_000  # entries of a list, token ids aside
+MAX_TABLE = 1024  # entries of `logit_bias` and `stop_token_ids`, which every decoding step goes through
+SAMPLING_FIELDS = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+TEXT_TYPES = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
+T = TypeVar("T")
+
+
+def _limit_table(value: Any, info: ValidationInfo) -> Any:
+    """Refuse a large table before its entries are validated, since each wrong entry would add an error."""
+    if isinstance(value, dict) and len(value) > MAX_TABLE:
+        raise ValueError(f"{info.field_name} has {len(value)} entries; it may have at most {MAX_TABLE}.")
+    return value
+
+
+# Validation stops at the first wrong entry. An error for each would cost minutes and gigabytes for a body of some MiB.
+Listed = Annotated[list[T], Field(fail_fast=True, max_length=MAX_ITEMS)]
+Table = Annotated[dict[str, T], Field(max_length=MAX_TABLE), BeforeValidator(_limit_table)]
+Token = Annotated[int, Field(ge=0, lt=2**63)]
+TokenIds = Annotated[list[Token], Field(fail_fast=True)]
+MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
+
+
+class Schema(BaseModel):
+    """Base of all request schemas.
+
+    Attributes:
+        unsupported: Fields that this server lacks, each with the values that change nothing and are accepted.
+        alternatives: Supported fields to use in place of some of them.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    alternatives: ClassVar[dict[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for name, neutral in cls.unsupported.items():
+            if values.get(name) not in (None, "", [], {}, *neutral):
+                remedy = f"use {cls.alternatives[name]}" if name in cls.alternatives else "leave it out"
+                raise ValueError(f"{name} is not supported by this server; {remedy}.")
+        return {name: value for name, value in values.items() if value is not None}  # null means not given
+
+
+class Speculation(Schema, frozen=True):
+    """Draft settings of one request. They change its speed, never the distribution of its output.
+
+    Attributes:
+        enabled: False decodes without drafting.
+        block_size: Maximum tokens of a block, anchor included; None is the server's limit.
+        tree_budget: Maximum draft tokens of a tree; None is the server's limit.
+        statistics: Whether the response ends with draft statistics.
+        trace: Whether each streamed event reports the draft tokens of its decoding step.
+        backend: Name of the backend that decodes; None is the server's first.
+    """
+
+    enabled: bool = True
+    block_size: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    tree_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    statistics: bool = False
+    trace: bool = False
+    backend: str | None = None
+
+
+class StreamOptions(Schema):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationSchema(Schema):
+    """Fields that the requests of all APIs share. All APIs take fields that only some of them define."""
+
+    unsupported = {
+        **dict.fromkeys(("suffix", "functions", "function_call", "audio", "web_search_options", "guided_json"), ()),
+        **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "bad_words"), ()),
+        **dict.fromkeys(("allowed_token_ids", "prompt_embeds", "grammar", "truncate_prompt_tokens"), ()),
+        **dict.fromkeys(("logits_processors", "prompt_logprobs", "json_schema", "n_predict"), ()),
+        "use_beam_search": (False,),
+        "length_penalty": (1,),
+        "min_tokens": (0,),
+        "include_stop_str_in_output": (False,),
+        "skip_special_tokens": (True,),
+        "continue_final_message": (False,),
+        "add_generation_prompt": (True,),
+        "modalities": (["text"],),
+    }
+
+    model: Annotated[str, Field(min_length=1, description="A name that /v1/models lists.")]
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: MaxTokens | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    logit_bias: Table[Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: Annotated[list[Token], Field(fail_fast=True, max_length=MAX_TABLE)] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculation: Speculation = Speculation()
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def to_sampling_params(self, default_temperature: float, **more: Any) -> SamplingParams:
+        """Return the sampling parameters.
+
+        Args:
+            default_temperature: Temperature of requests that name none.
+            more: Parameters that other fields set.
+        """
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        for token in self.logit_bias or {}:
+            if not (token.isascii() and token.isdecimal() and len(token) < 19):
+                raise UsageError(f"logit_bias names the token {token[:40]!r}; its keys must be token ids from 0 on.")
+        parameters = {
+            **given,
+            "temperature": default_temperature if self.temperature is None else self.temperature,
+            "top_k": max(0, self.top_k or 0),  # vLLM's clients send -1 for all tokens
+            "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            "seed": None if self.seed is None else self.seed % NUM_SEEDS,
+            "stop": tuple(stop),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "ignore_eos": self.ignore_eos,
+        }
+        return SamplingParams(**(parameters | more))
+
+
+class Part(Schema):
+    """A part of a message. Parts other than text are refused."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+def format_grammar(field: str, kind: str, schema: Any) -> Grammar | None:
+    """Return the grammar of an output format, or None for text.
+
+    Args:
+        field: Name of the field that holds the format, for error messages.
+        kind: "text", "json_object" or "json_schema".
+    """
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar("json_object")
+    if schema is None:
+        raise UsageError(f"{field} is json_schema without a schema; give the schema.")
+    return Grammar("json_schema", json.dumps(schema))
+
+
+def join_text(field: str, content: str | Sequence[Part]) -> str:
+    """Join the text parts of a message.
+
+    Args:
+        field: Name of the field that holds the content, for error messages.
+
+    Raises:
+        UsageError: A part is not text.
+    """
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in TEXT_TYPES or (part.text is None and part.refusal is None):
+            raise UsageError(
+                f"{field} holds a part of type {part.type[:40]!r}; this model reads only text, such as "
+                f'{{"type": "text", "text": "..."}}.'
+            )
+    return "\n".join(part.text or part.refusal or "" for part in content)
+
+
+def parse_arguments(field: str, text: str | None) -> dict[str, Any]:
+    """Parse the arguments of an earlier tool call. An empty text is no arguments."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise UsageError(f"{field} holds arguments that are not a JSON object; give one as text.")
+    return arguments
+
+
+def tool_call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return an earlier tool call as chat templates take it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def function_tool(name: str, description: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as chat templates take it."""
+    function = {"name": name, "description": str(description or ""), "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def template_variables(effort: str | None, more: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the variables of the chat template for a reasoning effort. "none" turns reasoning off."""
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        variables["enable_thinking"] = False
+    return {**variables, **(more or {})}

@@ -1,0 +1,335 @@
+"""The service that all APIs share: it takes generation requests and yields events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import ParamSpec
+
+from blockdraft.engine import Chunk, Engine, Request
+from blockdraft.errors import UsageError
+from blockdraft.models import model_of
+from blockdraft.serving.admission import Admission
+from blockdraft.serving.backends import Backends, weights_of
+from blockdraft.serving.chunks import ChunkDispatcher, ChunkQueue
+from blockdraft.serving.errors import ApiError, as_api_error
+from blockdraft.serving.metrics import Meter, Metrics
+from blockdraft.serving.prompts import Choice, context_of, encode_chat, prepare, tokenizer_of
+from blockdraft.serving.request import Chat, Event, Finished, GenerationRequest, Started, TextDelta, Usage
+from blockdraft.serving.schemas import Speculation
+from blockdraft.serving.settings import ServeSettings
+from blockdraft.types import RequestDrafting
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Service:
+    """Serves generation requests with the engines of a server.
+
+    Attributes:
+        model_names: Names of the model in requests.
+        created: Start of the server, in seconds since 1970.
+        token_texts: Texts of single tokens.
+        max_draft_tokens: Maximum draft tokens of a decoding step.
+    """
+
+    def __init__(self, backends: Backends, settings: ServeSettings) -> None:
+        self.backends, self.settings = backends, settings
+        catalogued = model_of(backends.usual.target.path)
+        default_names = [backends.target] if catalogued is None else [backends.target, catalogued.id]
+        self.model_names = list(settings.served_model_name) or default_names
+        self.token_texts = TokenTexts(backends.usual.target.tokenizer)
+        self.max_draft_tokens = backends.usual.controller.max_draft_tokens
+        self.admission = Admission(backends.usual.max_batch_size, settings.places)
+        self.metrics = Metrics(
+            {
+                "num_requests_running": (
+                    "Requests that are decoded, prefill included.",
+                    lambda: self.admission.active - self.admission.waiting,
+                ),
+                "num_requests_waiting": (
+                    "Requests that wait for the batch.",
+                    lambda: self.admission.waiting,
+                ),
+                "drafting_on": (
+                    "1 while decoding steps draft; 0 without a drafter, and while drafting would be slower.",
+                    lambda: backends.usual.controller.drafts,
+                ),
+            }
+        )
+        self.created = int(time.time())
+        self._weights = weights_of(backends.usual)
+        self._stopped = False
+        self._dispatcher: ChunkDispatcher | None = None
+        # Loading takes minutes, and would block the threads of `in_thread` for other requests.
+        self._loader = ThreadPoolExecutor(1, "blockdraft-load")
+
+    def stop(self) -> None:
+        """Refuse new requests and end the running ones with an error."""
+        self._stopped = self.admission.draining = True
+        for engine in self.backends.engines:
+            engine.cancel()
+
+    @property
+    def context(self) -> int:
+        """Maximum tokens of prompt and output together."""
+        return context_of(self.backends.usual)
+
+    def check_model(self, name: str) -> str:
+        """Return the model name for the response, or raise an ApiError (404) if no served model has this name."""
+        if name in self.model_names or self.settings.any_model:
+            return name
+        raise ApiError(
+            404,
+            f"model is {name[:80]!r}; it must be one of {', '.join(self.model_names)}. To take other names, start the "
+            f"server with --served-model-name or --any-model.",
+            kind="invalid_request_error",
+            code="model_not_found",
+            param="model",
+        )
+
+    def card(self, name: str) -> dict[str, Any]:
+        """Return the entry of a model in /v1/models. It reveals no local paths."""
+        engine = self.backends.usual
+        size, tokenizer = engine.drafting.block_size, engine.target.tokenizer
+        weights, drafter_weights = self._weights
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "blockdraft",
+            "max_model_len": self.context,
+            "blockdraft": {
+                "target": self.backends.target,
+                "drafter": self.backends.drafter,
+                "block_size": size if isinstance(size, int) else engine.drafter.block_size,
+                "tree_budget": self.max_draft_tokens if engine.drafting.tree_budget else 0,
+                "max_context": self.context,
+                "backends": self.backends.names,
+                "has_chat_template": tokenizer is not None and tokenizer.chat_template is not None,
+                "parameters": weights,
+                "drafter_parameters": drafter_weights,
+            },
+        }
+
+    def count_tokens(self, chat: Chat) -> int:
+        return len(encode_chat(self.backends.usual.target, chat))
+
+    def prompt_text(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return str(tokenizer_of(self.backends.usual.target).decode(prompt))
+
+    async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run slow work outside the event loop. Its `UsageError`s are raised without local paths."""
+        return await self._without_paths(asyncio.to_thread(work, *args, **kwargs))
+
+    async def _without_paths(self, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except UsageError as error:
+            raise UsageError(self.backends.public(str(error))) from error
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[tuple[int, Event], None]:
+        """Yield the events of all choices as they happen, each with the index of its choice.
+
+        All choices are admitted or none. An error in one choice ends all. Closing the generator cancels them.
+
+        Args:
+            requests: Requests with the same speculation.
+
+        Raises:
+            UsageError, ApiError: The requests cannot be served. Raised before the first event.
+            NumbersError, RequestError: Decoding failed.
+        """
+        arrived, speculation = time.perf_counter(), requests[0].speculation
+        try:
+            with self.admission.places(sum(request.n for request in requests)):
+                engine = await self._engine(speculation.backend)
+                choices = await self.in_thread(
+                    lambda: [choice for request in requests for choice in prepare(request, engine, self.settings)]
+                )
+                meters = [Meter(self.metrics, arrived) for _ in choices]
+                queue = ChunkQueue(self.settings.max_unread, not speculation.trace, lambda i, c: meters[i].count(c))
+                with self.admission.prompt_logprobs(sum(choice.num_prompt_logprobs for choice in choices)):
+                    running = await self._submit(engine, choices, speculation, queue, meters)
+                    reason: str | None = "abort"
+                    try:
+                        while not all(choice.done for choice in running):
+                            for index, chunk in await queue.take():
+                                for event in running[index].events(chunk):
+                                    yield index, event
+                    except Exception:
+                        reason = None  # counted below
+                        raise
+                    finally:
+                        for choice in running:
+                            choice.end(reason)
+        except Exception as error:
+            self.metrics.count_error(as_api_error(error, quiet=True).status)
+            raise
+
+    async def _engine(self, backend: str | None) -> Engine:
+        if backend not in self.backends.names or self.backends.is_loaded(backend):
+            return self.backends.engine(backend)
+        return await self._without_paths(asyncio.wrap_future(self._loader.submit(self.backends.engine, backend)))
+
+    async def _submit(
+        self,
+        engine: Engine,
+        choices: Sequence[Choice],
+        speculation: Speculation,
+        queue: ChunkQueue,
+        meters: Sequence[Meter],
+    ) -> list[_RunningChoice]:
+        """Submit choices to the engine. Submit all or none."""
+        if self._dispatcher is None or self._dispatcher.loop is not asyncio.get_running_loop():
+            self._dispatcher = ChunkDispatcher()
+        send = self._dispatcher.send
+        drafting = RequestDrafting(speculation.enabled, speculation.block_size, speculation.tree_budget)
+
+        def submit() -> list[_RunningChoice]:
+            running = list[_RunningChoice]()
+            try:
+                for index, (choice, meter) in enumerate(zip(choices, meters, strict=True)):
+                    request = engine.submit(
+                        choice.prompt,
+                        choice.params,
+                        listener=partial(send, queue, index),
+                        drafting=drafting,
+                        trace=speculation.trace,
+                    )
+                    running.append(_RunningChoice(choice, request, engine, meter))
+            except BaseException:
+                _cancel(running)
+                raise
+            return running
+
+        submitting = asyncio.ensure_future(self.in_thread(submit))
+        try:
+            running = await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(_cancel_result)
+            raise
+        queue.on_overflow = partial(_cancel, running)
+        if self._stopped:  # while the requests were submitted
+            _cancel(running)
+        return running
+
+
+class _RunningChoice:
+    """Turns the chunks of one choice into events.
+
+    Attributes:
+        done: Whether the last event was returned.
+    """
+
+    def __init__(self, choice: Choice, request: Request, engine: Engine, meter: Meter) -> None:
+        self.request, self.meter = request, meter
+        self._choice, self._engine = choice, engine
+        self._started = False
+        self._reasoning_tokens = 0
+        self.done = False
+
+    @property
+    def _ended(self) -> bool:
+        """Whether the output is complete, even if the engine would go on."""
+        return self._choice.parser is not None and self._choice.parser.ended
+
+    def events(self, chunk: Chunk) -> Iterator[Event]:
+        if chunk.finish_reason == "cancelled" and not self._ended:  # readers that cancel take no more chunks
+            raise ApiError(503, "The server was stopped before the response ended; try again.")
+        chunk.checked()
+        if not self._started:
+            self._started = True
+            yield Started(self._choice.prompt, self.request.prompt_logprobs)
+        yield from self._parse(chunk)
+        if chunk.finish_reason is None:
+            if self._ended:
+                self.request.cancel()
+            return
+        self.done = True
+        self.meter.end(self.request, "stop" if self._ended else chunk.finish_reason)
+        yield self._finished()
+
+    def end(self, reason: str | None) -> None:
+        """Cancel the choice, unless it is done. `reason` is counted in the metrics."""
+        if not self.done:
+            self.request.cancel()
+            self.meter.end(self.request, reason)
+
+    def _parse(self, chunk: Chunk) -> Iterator[Event]:
+        """Yield the events of a chunk. The first text among them carries the chunk."""
+        parser = self._choice.parser
+        if parser is None:
+            yield TextDelta(chunk.text, chunk=chunk)
+            return
+        parts = parser.push(chunk.text)
+        if chunk.finish_reason is not None:
+            parts += parser.finish()
+        first = next((part for part in parts if isinstance(part, TextDelta)), None)
+        if first is None:
+            yield TextDelta("", chunk=chunk)
+        else:
+            self._reasoning_tokens += first.reasoning * len(chunk.token_ids)
+        for part in parts:
+            yield replace(first, chunk=chunk) if first is not None and part is first else part
+
+    def _finished(self) -> Finished:
+        request, parser = self.request, self._choice.parser
+        accepted = sum(request.drafted)
+        usage = Usage(
+            prompt=len(request.prompt),
+            completion=len(request.token_ids),
+            cached=request.stats.remembered,
+            reasoning=self._reasoning_tokens,
+            accepted=accepted,
+            rejected=max(0, sum(request.stats.drafted) - accepted),
+        )
+        stop = None
+        if request.text.stopped:
+            text = tokenizer_of(self._engine.target).decode(request.token_ids, skip_special_tokens=True)
+            stop = min(filter(text.__contains__, request.params.stop), key=text.index)
+        if request.finish_reason == "length" and not self._ended:
+            return Finished("length", usage, request.stats, stop, context_full=self._choice.clipped)
+        called = parser is not None and parser.called
+        return Finished("tool_calls" if called else "stop", usage, request.stats, stop)
+
+
+def _cancel(running: Sequence[_RunningChoice]) -> None:
+    for choice in running:
+        choice.request.cancel()
+
+
+def _cancel_result(submitting: asyncio.Future[list[_RunningChoice]]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        _cancel(submitting.result())
+
+
+class TokenTexts:
+    """Caches the texts of single tokens.
+
+    Args:
+        tokenizer: Tokenizer of the target; without one, the text of a token is its id.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def text(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"token_id:{token}"
+        if token not in self._texts:
+            once, twice = (str(self._tokenizer.decode([token] * count)) for count in (1, 2))
+            # Some tokenizers drop the space before the first word of a text, so the token is decoded after another.
+            self._texts[token] = twice[len(once) :] if twice.startswith(once) else once
+        return self._texts[token]

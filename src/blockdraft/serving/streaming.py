@@ -1,0 +1,191 @@
+"""Sends responses whole or as server-sent events, and cancels the work when a client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import anyio
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from blockdraft.serving.errors import ApiError, as_api_error
+from blockdraft.serving.request import Event, GenerationRequest, Started
+from blockdraft.serving.service import Service
+
+T = TypeVar("T")
+QUIET_SECONDS = 10.0  # without an event, as while a tool call is generated, until the client gets a keep-alive
+UNICODE_LINE_ENDS = "\x85\u2028\u2029"  # JSON does not escape them, and some clients split lines at them
+
+
+class ClientDisconnected(Exception):
+    """The client disconnected before its response."""
+
+
+class ApiResponse(ABC):
+    """Builds the response of one API from the events of a generation.
+
+    Attributes:
+        keep_alive: Server-sent event that tells a client that the stream is alive.
+        tail: Text after the last event of a stream.
+    """
+
+    keep_alive = ": keep-alive\n\n"
+    tail = ""
+
+    @abstractmethod
+    def add(self, index: int, event: Event) -> Sequence[dict[str, Any]]:
+        """Add an event of choice `index`. Return the stream events that it becomes."""
+
+    @abstractmethod
+    def body(self) -> dict[str, Any]:
+        """Return the complete response."""
+
+    def end(self) -> Sequence[dict[str, Any]]:
+        """Return the stream events after those of all choices."""
+        return ()
+
+    def fail(self, error: ApiError) -> Sequence[dict[str, Any]]:
+        """Return the stream events for an error in a stream."""
+        return (error.body(""),)
+
+    def frame(self, value: dict[str, Any]) -> str:
+        return data(value)
+
+
+class NamedEventsResponse(ApiResponse):
+    """A response whose stream events are named by their `type`."""
+
+    def frame(self, value: dict[str, Any]) -> str:
+        return f"event: {value['type']}\n{data(value)}"
+
+
+def data(value: Any) -> str:
+    """Return a server-sent event without the characters at which some clients end a line."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    for end in UNICODE_LINE_ENDS:
+        text = text.replace(end, f"\\u{ord(end):04x}")
+    return f"data: {text}\n\n"
+
+
+async def respond(
+    http: Request, service: Service, requests: Sequence[GenerationRequest], response: ApiResponse, stream: bool | None
+) -> Response:
+    """Generate and send a response. Errors before the first event are raised.
+
+    Raises:
+        ClientDisconnected: The client disconnected before the first event or, without streaming, before the end.
+    """
+    if not stream:
+        return JSONResponse(await until_disconnect(http, _complete(service, requests, response)))
+    frames = _frames(service, requests, response)
+    first = await until_disconnect(http, anext(frames))
+    return EventStream(first, frames, response.keep_alive, service.settings.stall_seconds)
+
+
+async def _complete(service: Service, requests: Sequence[GenerationRequest], response: ApiResponse) -> dict[str, Any]:
+    async with aclosing(service.generate(requests)) as events:
+        async for index, event in events:
+            await _add(service, response, index, event)
+    return response.body()
+
+
+async def _frames(
+    service: Service, requests: Sequence[GenerationRequest], response: ApiResponse
+) -> AsyncGenerator[str, None]:
+    """Yield the text of the stream. An empty text shows that the generation goes on."""
+    started = False
+    try:
+        async with aclosing(service.generate(requests)) as events:
+            async for index, event in events:
+                values = await _add(service, response, index, event)
+                started = True
+                yield "".join(map(response.frame, values))
+        yield "".join(map(response.frame, response.end())) + response.tail
+    except Exception as error:
+        if not started:  # the HTTP status can still report it
+            raise
+        yield "".join(map(response.frame, response.fail(as_api_error(error))))
+
+
+async def _add(service: Service, response: ApiResponse, index: int, event: Event) -> Sequence[dict[str, Any]]:
+    if isinstance(event, Started) and event.prompt_logprobs:  # formatting those of a long prompt is slow
+        return await service.in_thread(response.add, index, event)
+    return response.add(index, event)
+
+
+async def until_disconnect(http: Request, work: Awaitable[T]) -> T:
+    """Return the result of work for a client. Cancel the work when the client disconnects.
+
+    Raises:
+        ClientDisconnected: The client disconnected.
+    """
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_disconnect(http.receive))
+    try:
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        await _cancel(task)
+        await _cancel(disconnect)
+
+
+class EventStream(StreamingResponse):
+    """Sends server-sent events. Closes the generator when the client disconnects or stalls.
+
+    Args:
+        first: Text of the first event.
+        frames: Texts of the other events; an empty text is no event.
+        keep_alive: Replaces an empty text after `QUIET_SECONDS` without an event.
+        stall_seconds: Maximum seconds in which the client reads nothing.
+    """
+
+    def __init__(self, first: str, frames: AsyncGenerator[str, None], keep_alive: str, stall_seconds: float) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._texts(first, frames, keep_alive), headers=headers, media_type="text/event-stream")
+        self._frames, self._stall_seconds = frames, stall_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._frames.aclose()
+
+    async def stream_response(self, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            with anyio.fail_after(self._stall_seconds):
+                await send(message)
+
+        with suppress(OSError):  # the client disconnected or stalls
+            await super().stream_response(send_in_time)
+
+    @staticmethod
+    async def _texts(first: str, frames: AsyncIterator[str], keep_alive: str) -> AsyncIterator[str]:
+        if first:
+            yield first
+        last = time.monotonic()
+        async for text in frames:
+            if text or time.monotonic() > last + QUIET_SECONDS:
+                yield text or keep_alive
+                last = time.monotonic()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # marks it as read, or asyncio would log it

@@ -1,0 +1,92 @@
+"""Grammars that force a model to call a tool, or to write its text in a given format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from blockdraft.engine.grammar import JSON_STYLE, compile_schema
+from blockdraft.errors import UsageError
+from blockdraft.serving.request import Chat
+from blockdraft.serving.tool_calls.formats import literal
+from blockdraft.serving.tool_calls.template import (
+    THINK,
+    THINK_END,
+    allows_parallel_calls,
+    format_of,
+    is_reasoning,
+    may_reason,
+    tool_schemas,
+)
+from blockdraft.types import Grammar
+
+
+def grammar_of(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt_text: str = "", content: Grammar | None = None
+) -> Grammar | None:
+    """Return the grammar for output that must call a tool or whose text must be JSON, or None for free output.
+
+    The output may begin with reasoning if the template knows it. A named tool is called once. Otherwise any tool is
+    called, once or, with parallel calls, several times. If no call is required, the output is either calls or content.
+
+    Args:
+        prompt_text: The rendered chat, at whose end the reasoning may begin.
+        content: Grammar of the text, which must be JSON; None allows any text.
+
+    Raises:
+        UsageError: The required tool is not among the tools, the template has no known format of calls, or its format
+            cannot be distinguished from JSON.
+    """
+    name, required = chat.tool_choice.name, chat.tool_choice.mode == "required"
+    tools = tool_schemas(chat.tools) if required or (content and chat.tool_choice.mode == "auto") else {}
+    if required and not tools:
+        raise UsageError("tool_choice is a call without tools; give tools, or leave tool_choice out.")
+    if name is not None and name not in tools:
+        raise UsageError(f"tool_choice names {name[:80]!r}; the tools are {', '.join(tools)[:200]}.")
+    if not tools and content is None:
+        return None
+    added = set(tokenizer.get_added_vocab())
+    reasoning = _optional_reasoning(tokenizer, prompt_text, added)
+    if not tools and not reasoning:
+        return content
+    # The expression /.*/ never matches an added token, so it ends before the marker without a suffix.
+    end = f": /(?s:.*)/ {THINK_END}" if THINK_END in added else f'[suffix="{THINK_END}"]: /(?s:.*)/'
+    rules, outputs = [f"reasoning{end}"], []
+    if tools:
+        form = format_of(tokenizer)
+        if not required and not form.marked:
+            raise UsageError(
+                "response_format and tools cannot be combined with this model, since its calls are plain JSON; leave "
+                'out one of them, or set tool_choice to "required" or "none".'
+            )
+        parallel = chat.parallel_tool_calls and allows_parallel_calls(tokenizer) and name is None
+        outputs.append(f"call ({literal(form.separator, added)} call)*" if parallel else "call")
+        calls = [form.grammar(tool, schema, added) for tool, schema in tools.items() if name in (None, tool)]
+        rules += [f"call: {' | '.join(calls)}", form.rules]
+    if content is not None and not required:
+        outputs.append("content")
+        rules.append(f"content: {_json_content(content)}")
+    return Grammar("lark", "\n".join([f"start: {reasoning}({' | '.join(outputs)})", *rules]))
+
+
+def _json_content(content: Grammar) -> str:
+    """Return JSON as an expression of Lark, in the same style as without tools and reasoning."""
+    schema = content.text or '{"type": "object"}'
+    try:
+        compile_schema(schema)
+    except ValueError as error:
+        raise UsageError(f"The grammar of kind {content.kind} is refused: {error}.") from error
+    value: Any = json.loads(schema)
+    return "%json " + (json.dumps({"x-guidance": JSON_STYLE, **value}) if isinstance(value, dict) else schema)
+
+
+def _optional_reasoning(tokenizer: PreTrainedTokenizerBase, prompt_text: str, added: Collection[str]) -> str:
+    """Return the optional reasoning at the start of the output as an expression of Lark."""
+    if is_reasoning(prompt_text):
+        return r"reasoning /\s*/ "
+    if not may_reason(tokenizer) or prompt_text.rstrip().endswith(THINK_END):
+        return ""
+    return rf"({literal(THINK, added)} reasoning /\s*/)? "

@@ -1,0 +1,230 @@
+"""All APIs on one model give the same output as /v1/chat/completions."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from serving_client import Client
+
+from blockdraft.engine import Engine
+from blockdraft.serving import streaming
+from blockdraft.serving.request import Chat
+from blockdraft.serving.tool_calls import grammar_of
+
+USER = {"role": "user", "content": "the ant"}
+# Of Hermes' format; earlier calls and reasoning are of no interest here.
+TEMPLATE = (
+    "{% if tools %}{{ 'In <tool_call>: ' + tools[0]['function']['name'] + '\\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+SCHEMA = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "required": ["sky"]}
+
+
+@pytest.fixture
+def with_tools(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.target.tokenizer, "chat_template", TEMPLATE)
+
+
+@pytest.fixture
+def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow cycles, so that an answer comes in pieces."""
+    step = engine.scheduler.step
+    monkeypatch.setattr(engine.scheduler, "step", lambda: (time.sleep(0.005), step())[1])
+
+
+def respond(client: Client, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/responses", {"model": "tiny", "input": "the ant", "temperature": 0, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def message(client: Client, **body: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "messages": [USER], "max_tokens": 20, "temperature": 0, **body}
+    answer = client.post("/v1/messages", body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def wires(client: Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for block in client.post(path, {**body, "stream": True}).text.strip().split("\n\n"):
+        yield json.loads(block.split("data: ")[1])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_all_apis_give_the_same_output(client: Client, enabled: bool) -> None:
+    how: dict[str, Any] = {"speculation": {"enabled": enabled}}
+    chat = client.chat(max_tokens=20, **how)
+    text, usage = chat["choices"][0]["message"]["content"], chat["usage"]
+    assert text
+    response = respond(client, max_output_tokens=20, **how)
+    assert response["output"][0]["content"][0]["text"] == text
+    assert response["usage"]["input_tokens"] == usage["prompt_tokens"]
+    assert response["usage"]["output_tokens"] == usage["completion_tokens"]
+    claude = message(client, **how)
+    assert claude["content"] == [{"type": "text", "text": text}]
+    assert claude["usage"]["output_tokens"] == usage["completion_tokens"]
+    counted = client.post("/v1/messages/count_tokens", {"model": "tiny", "messages": [USER]}).json()
+    assert counted == {"input_tokens": usage["prompt_tokens"]}
+    body = {"model": "tiny", "input": "the ant", "temperature": 0, "max_output_tokens": 20, **how}
+    deltas = [wire["delta"] for wire in wires(client, "/v1/responses", body) if "delta" in wire]
+    assert "".join(deltas) == text
+    body = {"model": "tiny", "messages": [USER], "max_tokens": 20, "temperature": 0, **how}
+    deltas = [wire["delta"].get("text", "") for wire in wires(client, "/v1/messages", body) if "delta" in wire]
+    assert "".join(deltas) == text
+
+
+def test_a_response_can_be_continued(client: Client) -> None:
+    first = respond(client, max_output_tokens=12)
+    text = first["output"][0]["content"][0]["text"]
+    second = respond(client, input="and?", previous_response_id=first["id"], max_output_tokens=12)
+    messages = [USER, {"role": "assistant", "content": text}, {"role": "user", "content": "and?"}]
+    chat = client.chat(messages=messages, max_tokens=12)
+    assert second["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] > 0
+
+
+def test_stop_sequences(client: Client) -> None:
+    whole = message(client)["content"][0]["text"]
+    end = whole[5:7]
+    cut = message(client, stop_sequences=[end])
+    assert cut["content"] == [{"type": "text", "text": whole[: whole.index(end)]}]
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", end)
+
+
+def test_max_tokens_beyond_the_context(client: Client) -> None:
+    answer = client.post("/v1/responses", {"model": "tiny", "input": "the ant", "max_output_tokens": 10_000})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "max_output_tokens"
+    assert error["message"].startswith("max_output_tokens is 10000")
+    body = message(client, max_tokens=10_000, logit_bias={"2": -100}, temperature=1, seed=1)
+    assert body["stop_reason"] in ("model_context_window_exceeded", "end_turn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.usefixtures("with_tools")
+def test_required_tool_calls(client: Client, enabled: bool) -> None:
+    """A random model is forced to call a tool too."""
+    how = {"speculation": {"enabled": enabled}}
+    function = {"name": "paint", "description": "Paints.", "parameters": SCHEMA}
+    chat = client.chat(tools=[{"type": "function", "function": function}], tool_choice="required", **how)
+    [call, *_] = chat["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "paint"
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments["sky"] in ("blue", "grey")
+    choice = {"type": "function", "name": "paint"}
+    response = respond(client, tools=[{"type": "function", **function}], tool_choice=choice, **how)
+    [item] = response["output"]
+    assert (item["type"], item["name"], json.loads(item["arguments"])) == ("function_call", "paint", arguments)
+    tool = {"name": "paint", "description": "Paints.", "input_schema": SCHEMA}
+    claude = message(client, tools=[tool], tool_choice={"type": "tool", "name": "paint"}, max_tokens=100, **how)
+    [block] = claude["content"]
+    assert (block["name"], block["input"], claude["stop_reason"]) == ("paint", arguments, "tool_use")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.usefixtures("with_tools")
+def test_tools_with_a_response_format(client: Client, engine: Engine, enabled: bool) -> None:
+    """Agents send tools with every request, together with the form of their final answer."""
+    function = {"name": "paint", "parameters": SCHEMA}
+    form = {"name": "sky", "schema": {**SCHEMA, "additionalProperties": False}}
+    how: dict[str, Any] = {"speculation": {"enabled": enabled}, "max_tokens": 150}
+    how |= {"tools": [{"type": "function", "function": function}], "parallel_tool_calls": False}
+    how |= {"response_format": {"type": "json_schema", "json_schema": form}}
+    for first, called in (("<", True), ("{", False)):
+        assert engine.target.tokenizer is not None
+        [token] = engine.target.tokenizer.encode(first, add_special_tokens=False)
+        [choice] = client.chat(logit_bias={str(token): 100}, **how)["choices"]
+        output = choice["message"]
+        text = output["tool_calls"][0]["function"]["arguments"] if called else output["content"]
+        assert json.loads(text)["sky"] in ("blue", "grey")
+        assert choice["finish_reason"] == ("tool_calls" if called else "stop")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_tools", "slow")
+def test_streams_are_kept_alive_during_tool_calls(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = {"name": "paint", "parameters": SCHEMA}
+    chat = {"model": "tiny", "messages": [USER], "tools": [{"type": "function", "function": function}]}
+    response = {"model": "tiny", "input": "the ant", "tools": [{"type": "function", **function}]}
+    how = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "stream": True}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/responses", response)):
+        for seconds, silent in ((1000.0, True), (-1.0, False)):
+            monkeypatch.setattr(streaming, "QUIET_SECONDS", seconds)
+            text = client.post(path, body | how).text
+            comments = [one for one in text.split("\n\n") if one.startswith(":")]
+            assert "arguments" in text and (not comments) == silent
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_tools", "slow")
+def test_decoding_ends_with_the_only_call(client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def several(tokenizer: Any, chat: Chat, *more: Any) -> Any:
+        return grammar_of(tokenizer, replace(chat, parallel_tool_calls=True), *more)
+
+    monkeypatch.setattr("blockdraft.serving.prompts.grammar_of", several)  # makes the model call again and again
+    assert engine.target.tokenizer is not None
+    [token] = engine.target.tokenizer.encode("\n", add_special_tokens=False)
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}]
+    how: dict[str, Any] = {"tools": tools, "tool_choice": "required", "logit_bias": {str(token): 100}}
+    many = client.chat(max_tokens=200, **how)
+    assert len(many["choices"][0]["message"]["tool_calls"]) > 1 and many["choices"][0]["finish_reason"] == "length"
+    one = client.chat(max_tokens=200, parallel_tool_calls=False, **how)
+    assert len(one["choices"][0]["message"]["tool_calls"]) == 1 and one["choices"][0]["finish_reason"] == "tool_calls"
+    assert one["usage"]["completion_tokens"] < 200
+
+
+@pytest.mark.usefixtures("with_tools")
+@pytest.mark.parametrize("stream", [False, True])
+def test_required_tools_must_exist(client: Client, stream: bool) -> None:
+    function, shared = {"name": "paint", "parameters": SCHEMA}, {"model": "tiny", "stream": stream}
+    chat = {**shared, "messages": [USER], "tools": [{"type": "function", "function": function}]}
+    response = {**shared, "input": "x", "tools": [{"type": "function", **function}]}
+    claude = {**shared, "messages": [USER], "max_tokens": 9, "tools": [{"name": "paint", "input_schema": SCHEMA}]}
+    for path, body, named, required in (
+        ("/v1/chat/completions", chat, {"type": "function", "function": {"name": "f"}}, "required"),
+        ("/v1/responses", response, {"type": "function", "name": "f"}, "required"),
+        ("/v1/messages", claude, {"type": "tool", "name": "f"}, {"type": "any"}),
+    ):
+        unknown = client.post(path, {**body, "tool_choice": named})
+        assert unknown.status_code == 400 and "tool_choice names 'f'" in unknown.json()["error"]["message"]
+        lacking = client.post(path, {**body, "tool_choice": required, "tools": None})
+        assert lacking.status_code == 400 and "without tools" in lacking.json()["error"]["message"]
+        if path != "/v1/messages":
+            assert unknown.json()["error"]["param"] == lacking.json()["error"]["param"] == "tool_choice"
+
+
+def test_templates_without_tools_refuse_them(client: Client) -> None:
+    tool = {"type": "function", "name": "paint", "parameters": SCHEMA}
+    error = client.post("/v1/responses", {"model": "tiny", "input": "x", "tools": [tool]}).json()["error"]
+    assert error["param"] == "tools" and "takes no tools" in error["message"]
+    body = {"model": "tiny", "max_tokens": 9, "messages": [USER], "tools": [{"name": "paint", "input_schema": SCHEMA}]}
+    answer = client.post("/v1/messages", body)
+    assert answer.status_code == 400 and "takes no tools" in answer.json()["error"]["message"]
+
+
+@pytest.mark.usefixtures("with_tools")
+def test_template_errors_are_400(client: Client) -> None:
+    claude = {"model": "tiny", "max_tokens": 9, "messages": [USER], "system": "Be."}
+    for path, body in (
+        ("/v1/responses", {"model": "tiny", "input": "x", "instructions": "Be."}),
+        ("/v1/messages", claude),
+        ("/v1/messages/count_tokens", claude),
+    ):
+        answer = client.post(path, body)
+        assert answer.status_code == 400 and "no system here" in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.usefixtures("with_tools")
+def test_lone_surrogates_in_arguments_are_refused(client: Client) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "paint", "arguments": '{"a": "\\ud800"}'}
+    answer = client.post("/v1/responses", {"model": "tiny", "input": [call], "max_output_tokens": 3})
+    assert answer.status_code == 400 and "chat template" in answer.json()["error"]["message"]

@@ -1,0 +1,354 @@
+"""The parsed output does not depend on how the text is cut into pieces."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from blockdraft.errors import UsageError
+from blockdraft.serving.request import Chat, TextDelta, ToolCall, ToolChoice
+from blockdraft.serving.tool_calls import OutputParser
+from blockdraft.serving.tool_calls import parser_of as parser_of_chat
+from blockdraft.serving.tool_calls.parser import Part
+
+# The words of chat templates by which formats are recognized.
+TEMPLATES = {
+    "hermes": "{{ tools }} <tool_call>",
+    "llama3": '{{ tools }} {"name": function name, "parameters": dictionary}',
+    "qwen3_coder": "{{ tools }} <tool_call> <function=example>",
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}},
+    {"type": "function", "function": {"name": "g"}},
+]
+
+
+def tokenizer_with(tiny: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    tiny.chat_template = template
+    return tiny
+
+
+def parser_of(
+    tokenizer: PreTrainedTokenizerFast,
+    tools: Any = (),
+    tool_choice: ToolChoice = ToolChoice(),  # noqa: B008
+    prompt_text: str = "",
+    parallel: bool = True,
+) -> OutputParser:
+    return parser_of_chat(tokenizer, Chat([], tuple(tools), tool_choice, parallel), prompt_text)
+
+
+def parse(
+    tokenizer: PreTrainedTokenizerFast, pieces: list[str], tools: Any = TOOLS, prompt: str = "", **more: Any
+) -> list[Part]:
+    parser = parser_of(tokenizer, tools, prompt_text=prompt, **more)
+    parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+    assert parser.called == any(isinstance(part, ToolCall) for part in parts)
+    return parts
+
+
+def joined(parts: list[Part]) -> list[tuple[str, ...]]:
+    """Parts, with consecutive ones of one kind joined, and without the random ids of calls."""
+    result = list[tuple[str, ...]]()
+    for part in parts:
+        if isinstance(part, ToolCall):
+            result.append(("call", str(part.name), part.arguments))
+        elif result and result[-1][0] == ("Reasoning" if part.reasoning else "Text"):
+            result[-1] = (result[-1][0], result[-1][1] + part.text)
+        else:
+            result.append(("Reasoning" if part.reasoning else "Text", part.text))
+    return result
+
+
+def call(name: str, arguments: str) -> tuple[str, ...]:
+    return ("call", name, arguments)
+
+
+def plain(text: str) -> tuple[str, ...]:
+    return ("Text", text)
+
+
+NESTED = '{"a": "} \\" <tool_call> \\\\", "b": {"c": [1, {"d": "ü – 語"}]}}'
+SURROGATE = '{"a": "\\ud83d"}'
+HERMES = [
+    ("plain text, with 1 < 2 <b>\n", [plain("plain text, with 1 < 2 <b>\n")]),
+    ("", []),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>', [call("f", '{"a": "x"}')]),
+    (
+        'Before.\n<tool_call>{"name": "f", "arguments": ' + NESTED + "}</tool_call>\n after",
+        [plain("Before."), call("f", NESTED), plain("after")],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>\n{"name": "g"}\n</tool_call>\n\n',
+        [call("f", "{}"), call("g", "{}")],
+    ),
+    # One call's end and the next one's beginning are missing or broken.
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}}', [call("f", '{"a": 1}')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}}\n</tool_', [call("f", '{"a": 1}')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}} more\n', [call("f", '{"a": 1}'), plain("more\n")]),
+    ('<tool_call>{"name": "f", "arg', [plain('<tool_call>{"name": "f", "arg')]),
+    ("<tool_call> none <tool_c", [plain("<tool_call> none <tool_c")]),
+    ('a <tool_call>{"name": f}</tool_call> b ', [plain('a <tool_call>{"name": f}</tool_call> b ')]),
+    ("<tool_call>[1, 2]</tool_call>", [plain("<tool_call>[1, 2]</tool_call>")]),
+    (
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        [plain('<tool_call>{"name": "f", "arguments": [1]}</tool_call>')],
+    ),
+    ('<tool_call>{"name": "f", "arguments": {"a": NaN}}', [plain('<tool_call>{"name": "f", "arguments": {"a": NaN}}')]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}',
+        [plain('<tool_call>{"name": "f", "arguments": {"a": 1e999}}')],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": "x</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
+        [plain('<tool_call>{"name": "f", "arguments": {"a": "x</tool_call>'), call("g", "{}")],
+    ),
+    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 2}"}</tool_call>', [call("f", '{"a": 2}')]),
+    # Other keys for the arguments, none, and keys whose values would be lost.
+    ('<tool_call>{"name": "f", "parameters": {"a": "x"}}</tool_call>', [call("f", '{"a": "x"}')]),
+    ('<tool_call>{"type": "function", "function": {"name": "f", "arguments": {"a": "x"}}}', [call("f", '{"a": "x"}')]),
+    ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [call("f", "{}")]),
+    (
+        '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>',
+        [plain('<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>')],
+    ),
+    ('<tool_call>{"name": "f", "arguments": {"a": "two\nlines"}}', [call("f", '{"a": "two\\nlines"}')]),
+    ('<tool_call>{"name": "f", "arguments": ' + SURROGATE + "}</tool_call>", [call("f", SURROGATE)]),
+    ('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', [call("unknown", "{}")]),
+    ("<tool_call>" + "[" * 60, [plain("<tool_call>" + "[" * 60)]),
+    ("<<tool_call><tool_call>", [plain("<<tool_call><tool_call>")]),
+]
+LLAMA3 = [
+    ("plain text {x}\n", [plain("plain text {x}\n")]),
+    ('{"name": "f", "parameters": {"a": "x"}}', [call("f", '{"a": "x"}')]),
+    (' \n{"type": "function", "name": "f", "parameters": {"a": "x"}}\n', [call("f", '{"a": "x"}')]),
+    (
+        '{"name": "f", "parameters": ' + NESTED + '}; {"name": "g", "parameters": {}}',
+        [call("f", NESTED), call("g", "{}")],
+    ),
+    ('I call:\n{"name": "g", "parameters": {}}\nDone', [plain("I call:"), call("g", "{}"), plain("Done")]),
+    ('As {"name": "g", "parameters": {}} says', [plain('As {"name": "g", "parameters": {}} says')]),
+    ('{"name": "Ann", "parameters": {}}', [plain('{"name": "Ann", "parameters": {}}')]),
+    ('{"name": "f", "parameters": 3}', [plain('{"name": "f", "parameters": 3}')]),
+    ('{"name": "f", "param', [plain('{"name": "f", "param')]),
+    ('{"name": "f",, "x\n{"name": "g", "parameters": {}}', [plain('{"name": "f",, "x'), call("g", "{}")]),
+    ("void f()\n{\n  int x;\n}\n", [plain("void f()\n{\n  int x;\n}\n")]),
+    ('{"x": 1}', [plain('{"x": 1}')]),
+    (" ; x\n;y", [plain(" ; x\n;y")]),
+    ('{"name": "g", "parameters": {}};', [call("g", "{}"), plain(";")]),
+]
+CODER = [
+    ("plain < text <parameter=a>", [plain("plain < text <parameter=a>")]),
+    (
+        "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n<parameter=b>\n[1, 2]\n</parameter>\n"
+        "</function>\n</tool_call>",
+        [call("f", '{"a": "5", "b": [1, 2]}')],
+    ),
+    (
+        "Now.\n<function=f>\n<parameter=a>\n\n<b></parameter></function >\n\n</parameter>\n</function>\nThen.",
+        [plain("Now."), call("f", '{"a": "\\n<b></parameter></function >\\n"}'), plain("Then.")],
+    ),
+    ("<tool_call><function=g></function></tool_call><tool_call><function=g></function>", [call("g", "{}")] * 2),
+    ("<tool_call>\n<function=f>\n<parameter=a>\nx", [plain("<tool_call>\n<function=f>\n<parameter=a>\nx")]),
+    ("<tool_call>{} <function=g></function>", [plain("<tool_call>{}"), call("g", "{}")]),
+    ("<function=f>what", [plain("<function=f>what")]),
+    ("<function=f\n", [plain("<function=f\n")]),
+    ("<tool_call>\n<function=g>\n</function>\n</tool_c", [call("g", "{}")]),
+    ("<toolbox <function=g></function>", [plain("<toolbox"), call("g", "{}")]),
+    ("<function=f><parameter=b>\nNaN\n</parameter></function>", [call("f", '{"b": "NaN"}')]),
+]
+CASES = [
+    (name, *case) for name, cases in (("hermes", HERMES), ("llama3", LLAMA3), ("qwen3_coder", CODER)) for case in cases
+]
+
+
+def splits_of(text: str, seed: int) -> list[list[str]]:
+    """A text whole, by characters, cut in two at every index, and in pieces of random lengths."""
+    pieces = [[text], list(text)] + [[text[:at], text[at:]] for at in range(len(text))]
+    generator = random.Random(seed)
+    for _ in range(20):
+        cuts = sorted(generator.sample(range(len(text) + 1), min(len(text), generator.randrange(1, 8))))
+        pieces.append([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)])
+    return pieces
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), CASES)
+def test_calls_in_pieces(
+    tokenizer: PreTrainedTokenizerFast, name: str, text: str, expected: list[tuple[str, ...]]
+) -> None:
+    for pieces in splits_of(text, seed=len(text)):
+        assert joined(parse(tokenizer_with(tokenizer, TEMPLATES[name]), pieces)) == expected, pieces
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_random_outputs_in_pieces(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    """Random texts of markers, calls and broken calls give the same parts in one piece and in many."""
+    tokenizer_with(tokenizer, TEMPLATES[name] + "<think></think>")
+    generator = random.Random(name)
+    bits = (
+        [text for form, text, _ in CASES if form == name]
+        + list('<>{}"\n;\\ ')
+        + ["<think>", "</think>", "</tool_call>"]
+    )
+    for _ in range(60):
+        text = "".join(generator.choices(bits, k=generator.randrange(1, 6)))
+        whole = joined(parse(tokenizer, [text]))
+        for pieces in splits_of(text, seed=generator.randrange(10**6))[-12:]:
+            assert joined(parse(tokenizer, pieces)) == whole, (text, pieces)
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), CASES)
+def test_without_tools_calls_are_text(
+    tokenizer: PreTrainedTokenizerFast, name: str, text: str, expected: list[tuple[str, ...]]
+) -> None:
+    tokenizer_with(tokenizer, TEMPLATES[name])
+    for more in ({"tools": ()}, {"tool_choice": ToolChoice("none")}):
+        assert joined(parse(tokenizer, list(text), **more)) == ([plain(text)] if text else [])
+
+
+THINKING = [
+    ("<think>\nHm.\n</think>\n\nYes.", "", [("Reasoning", "Hm."), plain("Yes.")]),
+    ("\n<think>Hm. </thin>k</think>", "", [("Reasoning", "Hm. </thin>k")]),
+    (
+        "Hm.\n\nSo.\n</think>\n Yes.\n",
+        "<|im_start|>assistant\n<think>\n",
+        [("Reasoning", "Hm.\n\nSo."), plain("Yes.\n")],
+    ),
+    ("Hm. </thi", "<think>", [("Reasoning", "Hm. </thi")]),
+    ("<think>\n\n</think>\n\nYes.", "", [plain("Yes.")]),
+    ("Yes.", "<think>\n\n</think>\n\n", [plain("Yes.")]),
+    (" I <think> so </think>", "", [plain(" I <think> so </think>")]),
+    ("<thin", "", [plain("<thin")]),
+    (" \n", "", [plain(" \n")]),
+    (
+        '<think>\n<tool_call>{"name": "f"}</tool_call></think><tool_call>{"name": "g"}</tool_call>',
+        "",
+        [("Reasoning", '<tool_call>{"name": "f"}</tool_call>'), call("g", "{}")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "prompt", "expected"), THINKING)
+def test_reasoning_in_pieces(
+    tokenizer: PreTrainedTokenizerFast, text: str, prompt: str, expected: list[tuple[str, ...]]
+) -> None:
+    tokenizer_with(tokenizer, TEMPLATES["hermes"] + "<think></think>")
+    for pieces in splits_of(text, seed=1):
+        assert joined(parse(tokenizer, pieces, prompt=prompt)) == expected, pieces
+
+
+def test_without_reasoning_in_the_template_it_is_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert joined(parse(tokenizer, ["<think>x</think>y"], tools=())) == [plain("<think>x</think>y")]
+
+
+def test_text_is_returned_as_soon_as_possible(tokenizer: PreTrainedTokenizerFast) -> None:
+    parser = parser_of(tokenizer_with(tokenizer, TEMPLATES["hermes"]), TOOLS)
+    assert parser.push("One two <") == [TextDelta("One two")]
+    assert parser.push("too") == []
+    assert parser.push("th") == [TextDelta(" <tooth")]
+    parser = parser_of(tokenizer_with(tokenizer, "<think></think>"), prompt_text="<think>")
+    assert parser.push("Hm, ") == [TextDelta("Hm,", reasoning=True)]
+
+
+def test_calls_have_ids_of_their_own(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer_with(tokenizer, TEMPLATES["hermes"])
+    calls = parse(tokenizer, ['<tool_call>{"name": "g"}</tool_call>' * 2])
+    assert [one.index for one in calls if isinstance(one, ToolCall)] == [0, 1]
+    assert len({one.id for one in calls if isinstance(one, ToolCall)}) == 2
+
+
+def test_deeply_nested_and_huge_values_are_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    """JSON that makes Python's parser raise other errors than JSONDecodeError."""
+    tokenizer_with(tokenizer, TEMPLATES["hermes"])
+    for value in ('{"a":' * 50_000, "1" * 5000 + "}}"):
+        text = '<tool_call>{"name": "f", "arguments": {"a": ' + value
+        assert joined(parse(tokenizer, [text[:100], text[100:]])) == [plain(text)]
+
+
+NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12345", "12345"),
+        ({"type": "string"}, '"quoted"', '"quoted"'),
+        (NULLABLE, "12345", "12345"),
+        (NULLABLE, "null", None),
+        ({"type": ["string", "null"]}, "12345", "12345"),
+        ({"type": ["string", "integer"]}, "12345", 12345),
+        ({"allOf": [{"type": "string"}]}, "5", "5"),
+        ({"const": "5"}, "5", "5"),
+        ({"enum": ["1", 2]}, "1", "1"),
+        ({"enum": ["1", 2]}, "2", 2),
+        ({"$ref": "#/$defs/id"}, "007", "007"),
+        ({"$ref": "#/$defs/id"}, "7", "7"),
+        ({"$ref": "#/$defs/loop"}, "7", 7),
+        ({"type": "boolean"}, "True", True),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+        ({"type": "object"}, '{"b": [1]}', {"b": [1]}),
+        ({"type": "integer"}, "many", "many"),
+        ({}, "5", 5),
+        ({}, "True", "True"),
+        (None, "5", 5),
+    ],
+)
+def test_schemas_give_bare_values_their_types(
+    tokenizer: PreTrainedTokenizerFast, schema: Any, text: str, value: Any
+) -> None:
+    loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/loop"}]}
+    parameters = {"properties": {"x": schema}, "$defs": {"id": {"type": "string"}, "loop": loop}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    output = f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>"
+    [part] = parse(tokenizer_with(tokenizer, TEMPLATES["qwen3_coder"]), [output], tools)
+    assert isinstance(part, ToolCall) and json.loads(part.arguments) == {"x": value}
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", "{{ tools }} [TOOL_CALLS]"])
+def test_templates_without_a_known_format_refuse_tools(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+    with pytest.raises(UsageError, match="tools is given, and the model's chat template"):
+        parser_of(tokenizer_with(tokenizer, template), TOOLS)
+    parser_of(tokenizer, TOOLS, ToolChoice("none"))
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [{"type": "function"}],
+        [{"function": {"name": ""}}],
+        [{"function": {"name": "f", "parameters": {"properties": []}}}],
+        [{"function": {"name": "f", "parameters": {"required": "a"}}}],
+        [{"function": {"name": "f", "parameters": {"type": "array"}}}],
+        [{"function": {"name": "f"}}] * 2,
+    ],
+)
+def test_invalid_tools(tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, Any]]) -> None:
+    with pytest.raises(UsageError, match="tools"):
+        parser_of(tokenizer_with(tokenizer, TEMPLATES["hermes"]), tools)
+
+
+def test_arguments_are_json(tokenizer: PreTrainedTokenizerFast) -> None:
+    for name, _, expected in CASES:
+        assert name in TEMPLATES
+        assert all(isinstance(json.loads(one[2]), dict) for one in expected if one[0] == "call")
+
+
+def test_without_parallel_calls_the_first_call_ends_the_output(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = tokenizer_with(tokenizer, TEMPLATES["hermes"])
+    calls = [f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in "fg"]
+    text = "Well. " + "\n".join(calls) + " So."
+    for pieces in ([text], list(text)):
+        assert joined(parse(tokenizer, pieces, parallel=False)) == [plain("Well."), call("f", "{}")]
+        assert len(joined(parse(tokenizer, pieces))) == 4
+    parser = parser_of(tokenizer, TOOLS, parallel=False)
+    ended = [bool(parser.push(one)) and parser.ended for one in text]
+    assert ended.index(True) == len("Well. " + calls[0]) - 1
+
+
+def test_templates_with_single_calls(tokenizer: PreTrainedTokenizerFast) -> None:
+    refuses = "{{ raise_exception('This model only supports single tool-calls at once!') }}"
+    text = '{"name": "g", "parameters": {}}; {"name": "g", "parameters": {}}'
+    for template, count in ((TEMPLATES["llama3"], 2), (TEMPLATES["llama3"] + refuses, 1)):
+        assert len(parse(tokenizer_with(tokenizer, template), [text])) == count
