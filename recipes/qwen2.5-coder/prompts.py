@@ -7,8 +7,8 @@ The list depends on the data, the seed and nothing else, so it can be built agai
     {"id": "93b0...", "kind": "fim", "text": "<|fim_prefix|>..."}
 
 A turn is a user's message: a `text`, or an `opening` that the target continues as the user (Magpie, arXiv 2406.08464).
-`author` is the system message under which it does so, and `stop` the text that ends the message (an empty line). `system`, `tools` and
-`temperature` belong to the responses. `id` is a hash of all the rest.
+`author` is the system message under which it does so, and `stop` the text that ends the message (an empty line).
+`system`, `tools` and `temperature` belong to the responses. `id` is a hash of all the rest.
 """
 
 from __future__ import annotations
@@ -438,12 +438,10 @@ def main() -> None:
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = args.out.with_suffix(".part")
-    number = 0
-    with unfinished.open("w", encoding="utf-8") as file:
-        for number, task in enumerate(tasks(args.data, args.seed, args.count, measured_grams(args.measured)), 1):
-            file.write(json.dumps(task, ensure_ascii=False) + "\n")
+    found = list(tasks(args.data, args.seed, args.count, measured_grams(args.measured)))
+    unfinished.write_text("".join(json.dumps(task, ensure_ascii=False) + "\n" for task in found), encoding="utf-8")
     unfinished.replace(args.out)
-    print(f"{number} tasks in {args.out}")
+    print(f"{len(found)} tasks in {args.out}")
 
 
 if __name__ == "__main__":

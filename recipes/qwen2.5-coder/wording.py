@@ -5,53 +5,58 @@ from __future__ import annotations
 TOPICS = (
     "reading and writing files", "parsing CSV files", "JSON", "regular expressions", "dates and time zones",
     "HTTP requests", "REST servers", "routing and middleware", "WebSockets", "command-line arguments", "logging",
-    "unit tests", "mocking in tests", "error handling", "null and optional values", "string formatting", "Unicode text",
-    "sorting and searching", "binary trees", "linked lists", "hash maps", "graphs and shortest paths", "recursion",
-    "dynamic programming", "matrices", "bit manipulation", "random numbers", "prime numbers", "caching",
-    "concurrency and threads", "asynchronous code", "queues and workers", "locks and deadlocks", "generics and type parameters",
-    "interfaces and abstract classes", "inheritance and composition", "closures and callbacks", "iterators and generators",
-    "immutable data", "pattern matching", "enums", "memory and performance", "profiling slow code", "databases and SQL",
+    "unit tests", "mocking in tests", "error handling", "null and optional values", "string formatting",
+    "Unicode text", "sorting and searching", "binary trees", "linked lists", "hash maps",
+    "graphs and shortest paths", "recursion", "dynamic programming", "matrices", "bit manipulation",
+    "random numbers", "prime numbers", "caching", "concurrency and threads", "asynchronous code",
+    "queues and workers", "locks and deadlocks", "generics and type parameters", "interfaces and abstract classes",
+    "inheritance and composition", "closures and callbacks", "iterators and generators", "immutable data",
+    "pattern matching", "enums", "memory and performance", "profiling slow code", "databases and SQL",
     "transactions", "database migrations", "authentication and sessions", "password hashing", "input validation",
     "configuration files", "environment variables", "dependency injection", "packages and modules", "build tools",
-    "linters and formatters", "git", "Docker", "continuous integration", "a text game", "a to-do list", "a bank account",
-    "a shopping cart", "a parser for arithmetic", "a rate limiter", "an LRU cache", "a state machine", "an event system",
-    "a plug-in system", "a URL shortener", "image files", "PDF and HTML output", "web scraping", "DOM and browser events",
-    "forms in a user interface", "serialization", "date arithmetic", "money and rounding", "geometry", "statistics",
-    "text statistics and word counts", "string reversal and palindromes", "encryption and hashes", "compression",
-    "streams and pipes", "signals and shutdown", "sockets", "retries and timeouts", "pagination", "code reviews",
+    "linters and formatters", "git", "Docker", "continuous integration", "a text game", "a to-do list",
+    "a bank account", "a shopping cart", "a parser for arithmetic", "a rate limiter", "an LRU cache",
+    "a state machine", "an event system", "a plug-in system", "a URL shortener", "image files",
+    "PDF and HTML output", "web scraping", "DOM and browser events", "forms in a user interface", "serialization",
+    "date arithmetic", "money and rounding", "geometry", "statistics", "text statistics and word counts",
+    "string reversal and palindromes", "encryption and hashes", "compression", "streams and pipes",
+    "signals and shutdown", "sockets", "retries and timeouts", "pagination", "code reviews",
     "refactoring long functions", "naming", "comments and documentation", "debugging a crash", "compiler errors",
 )  # fmt: skip
 
 CHAT_TOPICS = (
     "cooking", "travel", "health and sleep", "sport", "history", "geography", "biology", "physics", "chemistry",
     "astronomy", "economics", "personal money", "law in everyday life", "letters and e-mails", "job applications",
-    "school essays", "languages and translation", "grammar", "stories for children", "poems", "films and books", "music",
-    "gardening", "pets", "household repairs", "presents and parties", "small businesses", "marketing texts",
-    "meetings and notes", "learning plans", "philosophy", "riddles and logic", "everyday mathematics", "statistics",
-    "computers for beginners", "phones", "photography", "climate", "news and politics", "friendship",
+    "school essays", "languages and translation", "grammar", "stories for children", "poems", "films and books",
+    "music", "gardening", "pets", "household repairs", "presents and parties", "small businesses",
+    "marketing texts", "meetings and notes", "learning plans", "philosophy", "riddles and logic",
+    "everyday mathematics", "statistics", "computers for beginners", "phones", "photography", "climate",
+    "news and politics", "friendship",
 )  # fmt: skip
 
 # Openings of a user's message, and what ends it; None is the first empty line.
 QUESTION_OPENINGS = {
     "How do I": None, "How can I": None, "What is the best way to": None, "What is the difference between": None,
     "Why does": None, "Why is": None, "Explain": None, "When should I use": None, "Is it possible to": None,
-    "In {language}, how": None, "In {language}, what": None, "I get the error": None, "I have a {language} class that": None,
-    "What does this {language} code do?\n```{fence}\n": "\n```", "Why does this not work?\n```{fence}\n": "\n```",
-    "How can I make this faster?\n```{fence}\n": "\n```", "Is this {language} code safe?\n```{fence}\n": "\n```",
-    "Compare": None, "Can you show me an example of": None, "Which": None,
+    "In {language}, how": None, "In {language}, what": None, "I get the error": None,
+    "I have a {language} class that": None, "What does this {language} code do?\n```{fence}\n": "\n```",
+    "Why does this not work?\n```{fence}\n": "\n```", "How can I make this faster?\n```{fence}\n": "\n```",
+    "Is this {language} code safe?\n```{fence}\n": "\n```", "Compare": None, "Can you show me an example of": None,
+    "Which": None,
 }  # fmt: skip
 
 PROGRAM_OPENINGS = {
     "Write a {language} function that": None, "Write a {language} program that": None, "Implement a": None,
-    "Write a small {language} command-line tool that": None, "Create a {language} class": None, "Using {language}, write": None,
-    "Please write {language} code to": None, "I need a function in {language} which": None, "Implement in {language}": None,
-    "Write a script that": None, "Give me a minimal {language} example of": None, "Write a {language} method that takes": None,
+    "Write a small {language} command-line tool that": None, "Create a {language} class": None,
+    "Using {language}, write": None, "Please write {language} code to": None,
+    "I need a function in {language} which": None, "Implement in {language}": None, "Write a script that": None,
+    "Give me a minimal {language} example of": None, "Write a {language} method that takes": None,
     "Complete this {language} function:\n```{fence}\n": "\n```", "Write a {language} test for": None,
 }  # fmt: skip
 
 CHAT_OPENINGS = (
-    "How", "What", "Why", "Can you", "Write", "Give me", "Tell me", "Explain", "I want to", "My", "Suggest", "Is it",
-    "Summarize", "List", "Help me", "Which", "Should I", "Describe", "Compare", "Translate",
+    "How", "What", "Why", "Can you", "Write", "Give me", "Tell me", "Explain", "I want to", "My", "Suggest",
+    "Is it", "Summarize", "List", "Help me", "Which", "Should I", "Describe", "Compare", "Translate",
 )  # fmt: skip
 
 CHAT_FOLLOW_UPS = ("Can you", "What if", "What about", "Why", "How", "Now", "Is there", "Give me", "And", "But")
@@ -161,7 +166,7 @@ EXERCISE = (
 )
 
 JSON_REQUESTS = (
-    "Describe this code as a JSON object with the keys `language`, `functions` (a list of names) and `summary`.\n{code}",
+    "Describe this code as JSON with the keys `language`, `functions` (a list of names) and `summary`.\n{code}",
     "List every function of this code as JSON: a list of objects with `name`, `parameters` and `returns`.\n{code}",
     "Return a JSON list of the identifiers that this code imports. No explanation.\n{code}",
     "Extract all quantities from this text as a JSON list of objects with `name`, `value` and `unit`.\n\n{story}",
