@@ -15,8 +15,6 @@ response is cut before its first repetition and ends the task, which is dropped 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import signal
 import time
@@ -27,8 +25,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
+from chats import ChatTokens
 from prompts import Grams, Task, grams, measured_grams, read_lines
-from transformers import PreTrainedTokenizerBase
+from shards import Shards, read_shards
 
 from blockdraft import Engine, SamplingParams, load_target
 from blockdraft.data.loops import KEPT_TOKENS, loop_begin
@@ -43,7 +42,6 @@ CHECK_EVERY = 64  # tokens between two searches for repetition
 REPEAT = {"size": 16, "times": 6}
 SLOTS = 1600  # KV slots per sequence
 PREFIX_TOKENS = 8192  # of finished sequences, so that a further turn of a chat needs no second prefill
-SHARD_LINES = 1000
 PROGRESS_SECONDS = 60
 FIM_ENDS = ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|im_end|>")
 
@@ -61,19 +59,14 @@ class Writer:
 
     Args:
         measured: Word runs that no prompt may contain.
-        lengths: Maximum tokens of a prompt that the target writes, of a response, and of a FIM response.
+        tokens: Maximum tokens of a response.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        measured: Grams,
-        lengths: tuple[int, int, int] = (PROMPT_TOKENS, RESPONSE_TOKENS, FIM_TOKENS),
-    ) -> None:
+    def __init__(self, target: Target, measured: Grams, tokens: int = RESPONSE_TOKENS) -> None:
         assert target.tokenizer is not None
-        self._tokenizer: PreTrainedTokenizerBase = target.tokenizer
+        self._tokenizer, self._chats = target.tokenizer, ChatTokens(target.tokenizer)
         self._measured = measured
-        self._prompt_tokens, self._response_tokens, self._fim_tokens = lengths
+        self._response_tokens = tokens
         self._ends = set(target.eos_token_ids)
         ends = self._tokenizer.convert_tokens_to_ids(list(FIM_ENDS))
         self._fim_ends = tuple(sorted({end for end in ends if end is not None and end != self._tokenizer.unk_token_id}))
@@ -96,21 +89,17 @@ class Writer:
 
     def _fim(self, task: Task, turns: list[dict[str, Any]]) -> Generator[Query, list[int], None]:
         # Behind a fence the target would explain what it has completed, which no editor shows.
-        params = SamplingParams(self._fim_tokens, stop_token_ids=self._fim_ends, stop=("```",))
-        yield from self._respond(self._encode(task["text"]), params, turns, {})
+        params = SamplingParams(min(FIM_TOKENS, self._response_tokens), stop_token_ids=self._fim_ends, stop=("```",))
+        yield from self._respond(self._chats.encode(task["text"]), params, turns, {})
 
     def _chat(self, task: Task, turns: list[dict[str, Any]]) -> Generator[Query, list[int], None]:
         ids: list[int] = []
         for number, turn in enumerate(task["turns"]):
             written = {} if "text" in turn else {"prompt": (yield from self._prompt(task, turn, ids, number))}
-            text = written.get("prompt", turn.get("text"))
-            if number:
-                ids = ids + self._encode(f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
-            else:
-                ids = self._encode(self._template(task.get("system"), text, task.get("tools")))
-            params = SamplingParams(
-                self._response_tokens, task.get("temperature", 0.0), top_p=0.95, seed=seed(task, 2 * number)
-            )
+            text = written.get("prompt") or turn["text"]
+            ids = ids + self._chats.further_turn(text) if number else self._chats.first_turn(task, text)
+            temperature = task.get("temperature", 0.0)
+            params = SamplingParams(self._response_tokens, temperature, top_p=0.95, seed=seed(task, 2 * number))
             response = yield from self._respond(ids, params, turns, written)
             if response[-1] not in self._ends:
                 return
@@ -125,13 +114,9 @@ class Writer:
             Dropped: The message does not end, or is not fit to be asked.
         """
         opening, stop = turn["opening"], turn.get("stop", "\n\n")
-        if ids:
-            prompt = ids + self._encode(f"\n<|im_start|>user\n{opening}")
-        else:
-            header = self._template(turn.get("author"), "?", None).partition("?<|im_end|>")[0]
-            prompt = self._encode(header + opening)
+        prompt = self._chats.opening(turn, ids)
         params = SamplingParams(
-            self._prompt_tokens,
+            min(PROMPT_TOKENS, self._response_tokens),
             PROMPT_TEMPERATURE,
             top_p=PROMPT_TOP_P,
             seed=seed(task, 2 * number + 1),
@@ -164,20 +149,8 @@ class Writer:
             response = response[:begin]
             if len(response) < KEPT_TOKENS:
                 raise Dropped("repetitive")
-        text = str(self._tokenizer.decode(response))
-        exact = {} if self._encode(text) == response else {"response_ids": response}
-        turns.append(written | {"response": text} | exact)
+        turns.append(written | self._chats.stored(response))
         return response
-
-    def _template(self, system: str | None, text: str, tools: list[dict[str, Any]] | None) -> str:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": text})
-        return str(
-            self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-        )
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def seed(task: Task, draw: int) -> int:
@@ -286,49 +259,6 @@ class Pool:
         return self._engine.submit(prompt, params, listen)
 
 
-# Shards
-
-
-class Shards:
-    """The shards that one process appends to.
-
-    Args:
-        folder: Folder of all shards; those of other processes are read only.
-        name: Beginning of this process's file names.
-    """
-
-    def __init__(self, folder: Path, name: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._name = folder, name
-        self._number, self._lines = 0, 0
-        for file in sorted(folder.glob(f"{name}-*.jsonl")):
-            self._number = int(file.stem.rpartition("-")[2])
-            self._lines = len(whole_lines(file, repair=True))
-
-    def append(self, line: dict[str, Any]) -> None:
-        """Write a line, whole or, if the process is killed meanwhile, to be cut off at the next start."""
-        if self._lines >= SHARD_LINES:
-            self._number, self._lines = self._number + 1, 0
-        with (self._folder / f"{self._name}-{self._number:03}.jsonl").open("ab") as file:
-            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-        self._lines += 1
-
-
-def whole_lines(file: Path, repair: bool = False) -> list[dict[str, Any]]:
-    """Return the lines of a shard without a last one that was cut off, which `repair` removes from the file."""
-    content = file.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if repair and end < len(content):
-        os.truncate(file, end)
-    return [json.loads(line) for line in content[:end].split(b"\n") if line]
-
-
-def all_lines(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of all shards of a folder."""
-    for file in sorted(folder.glob("*.jsonl")):
-        yield from whole_lines(file)
-
-
 def share(text: str) -> tuple[int, int]:
     """Return the numbers of "I/N"."""
     part, _, count = text.partition("/")
@@ -342,16 +272,17 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, nargs="*", default=[], help="JSON-lines files not to be trained on")
     parser.add_argument("--out", type=Path, default=Path("build/qwen2.5-coder/responses"))
     parser.add_argument("--batch", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=RESPONSE_TOKENS, help="most tokens of a response")
     parser.add_argument("--share", type=share, default=(0, 1), metavar="I/N", help="only every N-th task, from I on")
     args = parser.parse_args()
 
     # Keys and values in 8 bits take a quarter of the memory and are read faster in large batches.
     target = load_target(args.target, kv_dtype="int8")
-    writer = Writer(target, measured_grams(args.measured))
+    writer = Writer(target, measured_grams(args.measured), args.tokens)
     part, parts = args.share
     shards = Shards(args.out, f"part-{part}")
     done = set()
-    for line in all_lines(args.out):
+    for line in read_shards(args.out):
         done.add(line["id"])
         writer.remember(line)
     tasks = [task for task in read_lines(args.prompts)[part::parts] if task["id"] not in done]
@@ -362,8 +293,8 @@ def main() -> None:
     cache_tokens = args.batch * SLOTS + PREFIX_TOKENS
     with Engine(target, max_batch_size=args.batch, cache_tokens=cache_tokens, prefix_tokens=PREFIX_TOKENS) as engine:
         pool = Pool(engine)
-        for name in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(name, lambda *_: pool.stop())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: pool.stop())
         for new, line in pool.lines(map(writer.job, tasks)):
             tokens += new
             if line is not None:
