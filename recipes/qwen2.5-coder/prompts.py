@@ -433,7 +433,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the public sets that README.md lists")
     parser.add_argument("--measured", type=Path, nargs="*", default=[], help="JSON-lines files not to be trained on")
     parser.add_argument("--out", type=Path, default=Path("build/qwen2.5-coder/prompts.jsonl"))
-    parser.add_argument("--count", type=int, default=50_000)
+    parser.add_argument("--count", type=int, default=60_000, help="turns of the pattern")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
