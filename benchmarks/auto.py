@@ -67,7 +67,7 @@ def wrong_costs(costs: Costs, tree: bool, seed: int = 0) -> dict[str, Costs]:
 
     def changed(plain: float, draft: Any) -> Costs:
         def points(each: Points) -> Points:
-            return tuple((guesses, seconds * draft(guesses)) for guesses, seconds in each)
+            return tuple((draft_tokens, seconds * draft(draft_tokens)) for draft_tokens, seconds in each)
 
         kinds = {name: tuple(points(each) for each in getattr(costs, name)) for name in ("chain", "tree")}
         return replace(costs, plain=tuple(seconds * plain for seconds in costs.plain), **kinds)
@@ -75,7 +75,7 @@ def wrong_costs(costs: Costs, tree: bool, seed: int = 0) -> dict[str, Costs]:
     def shuffled(each: Points) -> Points:
         seconds = [second for _, second in each]
         generator.shuffle(seconds)
-        return tuple((guesses, second) for (guesses, _), second in zip(each, seconds, strict=True))
+        return tuple((draft_tokens, second) for (draft_tokens, _), second in zip(each, seconds, strict=True))
 
     kind = "tree" if tree else "chain"
     return {
@@ -84,7 +84,7 @@ def wrong_costs(costs: Costs, tree: bool, seed: int = 0) -> dict[str, Costs]:
         "plain doubled": changed(2.0, lambda _: 1.0),
         "shuffled": replace(costs, **{kind: tuple(shuffled(each) for each in getattr(costs, kind))}),
         "at random": changed(generator.choice((0.5, 1, 2)), lambda _: generator.choice((0.5, 1, 2))),
-        "drafts cost nothing": changed(1.0, lambda guesses: costs.plain[0] / dict(costs.chain[0])[1]),
+        "drafts cost nothing": changed(1.0, lambda draft_tokens: costs.plain[0] / dict(costs.chain[0])[1]),
         "drafts cost ten tokens": changed(0.1, lambda _: 1.0),
     }
 

@@ -52,8 +52,8 @@ def main() -> None:
             how = {"compile": "off", "threads": options.threads, "exact": exact}
             target = load_target("bundled", options.dtype, "cpu", backend, **how)
             loading[target.running] = time.perf_counter() - began
-            for way, (rows, guesses, drafting) in WAYS.items():
-                drafter = load_drafter(None if guesses else "none", target=target)
+            for way, (rows, draft_tokens, drafting) in WAYS.items():
+                drafter = load_drafter(None if draft_tokens else "none", target=target)
                 engines[target.running, way] = Engine(target, drafter, rows, drafting)
     answers: dict[tuple[str, str], list[list[int]]] = {key: [] for key in engines}
     seconds = dict.fromkeys(engines, 0.0)

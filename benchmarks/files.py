@@ -40,7 +40,7 @@ QUESTIONS = (
     "Write a Python function that returns the largest number in a list.",
 )
 PROMPT = 512  # tokens of the long prompt
-GUESSES = (1, 2, 3)  # of llama.cpp's drafts; 3 is its default
+DRAFT_TOKENS = (1, 2, 3)  # of llama.cpp's drafts; 3 is its default
 OURS, THEIRS = "blockdraft", "llama.cpp"
 
 
@@ -118,10 +118,10 @@ def their_ways(drafter: Path | None) -> dict[str, dict[str, Any]]:
         return {THEIRS: {}}
     found: dict[str, dict[str, Any]] = {THEIRS: {}}
     for name in ("ngram-simple", "ngram-cache"):
-        found[f"{THEIRS} {name}"] = {"speculator": name, "draft": None, "guesses": None}
+        found[f"{THEIRS} {name}"] = {"speculator": name, "draft": None, "draft_tokens": None}
     speculator = f"draft-{open_gguf(drafter).metadata['general.architecture']}"
-    for count in GUESSES:
-        way = {"speculator": speculator, "draft": str(drafter), "guesses": count}
+    for count in DRAFT_TOKENS:
+        way = {"speculator": speculator, "draft": str(drafter), "draft_tokens": count}
         found[f"{THEIRS} {speculator}:{count}"] = way
     return found
 

@@ -47,13 +47,13 @@ def random_120m(folder: Path) -> Path:
 
 def draft_calls(drafter: DFlashDrafter) -> dict[tuple[str, int], Callable[[], Any]]:
     """Calls of a draft pass with the logits of its guesses, and of the keys and values of observed tokens."""
-    width = len(drafter.taps) * drafter.config.hidden_size
+    width = len(drafter.target_layers) * drafter.config.hidden_size
     state, no_tokens = drafter.new_state(1, CONTEXT + 56), torch.zeros(1, CONTEXT, dtype=torch.long)
-    features = torch.randn(1, CONTEXT, width, dtype=drafter.network.fc.weight.dtype)
-    drafter.observe(state, no_tokens, features, [CONTEXT])
+    hidden_states = torch.randn(1, CONTEXT, width, dtype=drafter.network.fc.weight.dtype)
+    drafter.observe(state, no_tokens, hidden_states, [CONTEXT])
     block = torch.full((1, max(COUNTS["blocks"])), drafter.config.mask_token_id)
     drafts = {n: partial(drafter._draft_pass, state, block[:, :n], 1) for n in COUNTS["blocks"]}
-    observed = {n: partial(drafter.observe, state, block, features[:, :n], [0]) for n in COUNTS["observed"]}
+    observed = {n: partial(drafter.observe, state, block, hidden_states[:, :n], [0]) for n in COUNTS["observed"]}
     return {("blocks", n): call for n, call in drafts.items()} | {("observed", n): c for n, c in observed.items()}
 
 

@@ -37,13 +37,13 @@ def main() -> None:
     runner = target.runner(drafter.network)
     cache, state = target.new_cache(1, 2 * CONTEXT), runner.new_state(1, 2 * CONTEXT)
     prompt = torch.randint(target.vocab_size, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
-    features = target.forward(prompt, chain_parents(1, CONTEXT), cache, drafter.taps).features
-    runner.observe(state, features)
+    hidden_states = target.forward(prompt, chain_parents(1, CONTEXT), cache, drafter.target_layers).hidden_states
+    runner.observe(state, hidden_states)
     for each in (cache, state):
         each.commit([range(CONTEXT)])
 
     def step() -> None:
-        best = target.forward(torch.tensor([[7]]), chain_parents(1, 1), cache, drafter.taps).best
+        best = target.forward(torch.tensor([[7]]), chain_parents(1, 1), cache, drafter.target_layers).best
         assert best is not None and best.tolist()
         cache.commit([[0]])
         cache.truncate([CONTEXT])
@@ -56,7 +56,7 @@ def main() -> None:
     plain = milliseconds(step)
     print(f"{target.running}, {target.dtype}: {plain:.2f} ms a step without a drafter")
     for block_size, budget in SHAPES:
-        drafted = milliseconds(lambda size=block_size, guesses=budget: cycle(size, guesses))  # type: ignore[misc]
+        drafted = milliseconds(lambda size=block_size, draft_tokens=budget: cycle(size, draft_tokens))  # type: ignore[misc]
         shape = f"tree of {budget} guesses" if budget else "chain"
         print(f"block of {block_size}, {shape}: {drafted:.2f} ms, R {drafted / plain:.2f}")
 

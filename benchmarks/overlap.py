@@ -41,12 +41,16 @@ from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.machine import wait_for
 from blockdraft.targets import Target, load_target
-from blockdraft.timing import GUESSES, HEAD, PASS, listening
+from blockdraft.timing import DRAFT_TOKENS, HEAD, PASS, listening
 from blockdraft.types import Drafting, SamplingParams
 
 COUNTS = (1, 2, 4, 8)  # outcomes that are drafted for
 TREE = 256  # guesses among which the likeliest outcomes are searched
-AHEAD = (PASS, HEAD, GUESSES)  # parts of a cycle that can be done ahead; keys and values of committed tokens cannot
+AHEAD = (
+    PASS,
+    HEAD,
+    DRAFT_TOKENS,
+)  # parts of a cycle that can be done ahead; keys and values of committed tokens cannot
 NOISE = 1.96  # standard deviations of a 95 % interval
 
 Outcome = tuple[int, int]  # guesses accepted, and the target's token after them
@@ -88,24 +92,24 @@ class Figures:
     pays: tuple[float, float] | None
 
 
-def ranked(proposal: Proposal, guesses: Sequence[int], most: int) -> list[Outcome]:
+def ranked(proposal: Proposal, draft_tokens: Sequence[int], most: int) -> list[Outcome]:
     """The outcomes of verifying a chain that the drafter thinks likeliest, best first.
 
     Args:
         proposal: The drafter's tree behind the same anchor, its first row, with chances.
-        guesses: The chain.
+        draft_tokens: The chain.
     """
-    assert proposal.chances is not None, "a drafter that grows trees says how likely its guesses are"
+    assert proposal.acceptance_probs is not None, "a drafter that grows trees says how likely its guesses are"
     tokens, parents = proposal.tokens[0].tolist(), proposal.parent_lists[0]
     on_chain, found = {0: 0}, list[tuple[float, Outcome]]()  # by node of the chain the guesses accepted there
-    for node, chance in enumerate(proposal.chances[0], start=1):
+    for node, acceptance_prob in enumerate(proposal.acceptance_probs[0], start=1):
         accepted = on_chain.get(parents[node])
         if accepted is None:
             continue
-        if accepted < len(guesses) and tokens[node] == guesses[accepted]:
+        if accepted < len(draft_tokens) and tokens[node] == draft_tokens[accepted]:
             on_chain[node] = accepted + 1
         else:
-            found.append((chance, (accepted, tokens[node])))
+            found.append((acceptance_prob, (accepted, tokens[node])))
     found.sort(key=lambda each: -each[0])
     return [outcome for _, outcome in found[:most]]
 
@@ -174,7 +178,7 @@ class Foreseer(Drafter):
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self.path, self.taps, self.block_size = drafter.path, drafter.taps, drafter.block_size
+        self.path, self.target_layers, self.block_size = drafter.path, drafter.target_layers, drafter.block_size
         self.knows_probabilities = self.knows_lengths = False
         for name in ("new_state", "state_bytes", "weight_bytes", "observe"):
             setattr(self, name, getattr(drafter, name))

@@ -3,10 +3,10 @@
     python recipes/tiny/paired_answers.py --out data     # from what recipes/tiny/make_pair.sh has made
     blockdraft data data/written.jsonl --limit 2300 --out data/written     # {"prompt", "response"}, by the target
     blockdraft data data/original.jsonl --limit 2300 --out data/original   # the same prompts, original responses
-    blockdraft features --data data/written --taps 5 --out features/written-5  # likewise written-1 and original-5
-    blockdraft features --data data/written --taps 1,2,3,4,5,8 --out features/written-teacher  # 8 taps the last layer
+    blockdraft hidden-states --data data/written --target-layers 5 --out features/written-5  # also written-1
+    blockdraft hidden-states --data data/written --target-layers 1,2,3,4,5,8 --out features/written-teacher 
     python benchmarks/train_ablations.py recipes/tiny/ablation.toml --written data/written --original data/original \
-        --features features --prompts gsm8k.jsonl --prompts humaneval.jsonl --out build/ablations
+        --hidden-states features --prompts gsm8k.jsonl --prompts humaneval.jsonl --out build/ablations
 
 Every arm changes one thing of the base recipe. Each seed of an arm is one `blockdraft train` run, or two of half the
 steps each, of which the second begins with the drafter of the first. An interrupted command resumes. It writes
@@ -70,7 +70,7 @@ ARMS = {
     BASE: Arm({}),
     "original text": Arm({"data": "original"}, True),
     "fixed blocks": Arm({"anchor_placement": "fixed"}, True),
-    "1 tap": Arm({"taps": "1"}, True),
+    "1 tap": Arm({"target_layers": "1"}, True),
     "no decay": Arm({"gamma": "0"}, True),
     "D-PACE": Arm({"objective": "dpace=1"}, False),
     "half forward KL": Arm(objective("decay=0.5,forward_kl=0.5")),
@@ -105,14 +105,14 @@ DECODINGS = {
 RENAMED = {"drawn": "sampled"}  # former names, in commands and results
 
 
-def arguments(recipe: Path, data: dict[str, Path], features: Path | None, arm: str) -> list[str]:
+def arguments(recipe: Path, data: dict[str, Path], hidden_states: Path | None, arm: str) -> list[str]:
     """Arguments of `blockdraft train` for an arm."""
     changes = dict(ARMS[arm].changes)
     variant, kind = changes.pop("variant", "dflash"), changes.pop("data", "written")
-    stored = changes.pop("stored", changes.get("taps", "5"))
+    stored = changes.pop("stored", changes.get("target_layers", "5"))
     found = [variant, str(recipe), "--data", str(data[kind])]
-    if features is not None:
-        found += ["--features", str(features / f"{kind}-{stored}")]
+    if hidden_states is not None:
+        found += ["--hidden-states", str(hidden_states / f"{kind}-{stored}")]
     for name, value in changes.items():
         found += [f"--{name.replace('_', '-')}", value]
     return found
@@ -155,7 +155,7 @@ def read_decoding(text: str) -> tuple[str, Drafting, SamplingParams]:
 def forget_pairs(drafter: Drafter, kind: str) -> None:
     """Make a drafter grow the trees of the kinds "path" and "draft"; one without a lattice grows them anyway."""
     if kind == "draft" and isinstance(drafter, DFlashDrafter):
-        drafter._guess = MethodType(DFlashDrafter._guess, drafter)  # type: ignore[method-assign]
+        drafter._draft_token = MethodType(DFlashDrafter._draft_token, drafter)  # type: ignore[method-assign]
     if kind == "path":
         for holder, name in ((drafter, "_lattice"), (getattr(drafter, "network", None), "lattice")):
             if hasattr(holder, name):
@@ -235,7 +235,7 @@ def main() -> None:
     add("recipe", type=Path, help="the base recipe")
     add("--written", type=Path, required=True, help="token data that the target wrote")
     add("--original", type=Path, required=True, help="token data of the same prompts, original text")
-    add("--features", type=Path, help="stored features, DATA-TAPS each, instead of the target")
+    add("--hidden-states", type=Path, help="stored features, DATA-TAPS each, instead of the target")
     add("--prompts", type=Path, action="append", required=True, help="prompt set; may be repeated")
     add("--steps", type=int, help="of each run, instead of the recipe's")
     add("--limit", type=int, default=32, help="prompts of each set")
@@ -264,7 +264,9 @@ def main() -> None:
     if args.decoding != ["chain"]:
         kinds = dict.fromkeys(read_decoding(decoding)[0] for decoding in args.decoding)
         header += "".join(f"- {kind}: {DECODINGS[kind]}\n" for kind in kinds) + "\n"
-    options_of = partial(arguments, args.recipe, {"written": args.written, "original": args.original}, args.features)
+    options_of = partial(
+        arguments, args.recipe, {"written": args.written, "original": args.original}, args.hidden_states
+    )
     # Seed after seed, so that an interrupted comparison has seen every arm equally often.
     for seed in range(args.seeds):
         for arm in args.arms:

@@ -1,9 +1,9 @@
 """Makes a source archive and a wheel in dist/, and tries the wheel: `make wheel`.
 
 The wheel holds kernels compiled for common processors (`kernels/cpu/prebuilt.py`). It is built in `build/wheel` from
-the files that git tracks, so that no library lies in the working tree. Then it is installed there into a new environment,
-which takes all other packages from the present one, and decodes with the bundled pair in an empty folder, with an empty
-cache and a compiler that fails. The status is 1 where a check fails.
+the files that git tracks, so that no library lies in the working tree. Then it is installed there into a new
+environment, which takes all other packages from the present one, and decodes with the bundled pair in an empty folder,
+with an empty cache and a compiler that fails. The status is 1 where a check fails.
 """
 
 from __future__ import annotations

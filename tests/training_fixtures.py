@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.data.documents import Document, tokenizer_fingerprint
-from blockdraft.data.taps import tapped_features
+from blockdraft.data.target_layers import target_hidden_states
 from blockdraft.data.writer import DataWriter
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import Drafter, load_drafter
@@ -56,14 +56,18 @@ class Drafted(NamedTuple):
     """What a drafter guesses behind an anchor, and its state before it."""
 
     anchor: int
-    guesses: list[int]
+    draft_tokens: list[int]
     state: Any
 
 
 def drafted(drafter: Drafter, target: Target, tokens: Tensor, anchor: int) -> Drafted:
-    features = tapped_features(target, drafter.taps, [tokens])[0][None, :anchor] if drafter.taps else None
+    hidden_states = (
+        target_hidden_states(target, drafter.target_layers, [tokens])[0][None, :anchor]
+        if drafter.target_layers
+        else None
+    )
     state = drafter.new_state(1, 64)
-    drafter.observe(state, tokens[None, :anchor], features, [anchor])
+    drafter.observe(state, tokens[None, :anchor], hidden_states, [anchor])
     plan = Plan(block_size=drafter.block_size, params=(SamplingParams(),))
     proposal = drafter.propose(state, tokens[anchor : anchor + 1], plan)
     return Drafted(int(tokens[anchor]), proposal.tokens[0, 1:].tolist(), state)
@@ -75,8 +79,8 @@ def check_parity(
 ) -> tuple[Tensor, list[Drafted]]:
     """The training forward at an anchor guesses what the drafter drafts at that anchor.
 
-    The tokens behind each anchor are taken to be the drafter's own guesses, because `Variant.guesses` looks at a slot
-    as if all guesses before it had been right.
+    The tokens behind each anchor count as the drafter's own draft tokens, because `Variant.draft_tokens` looks at a
+    position as if all draft tokens before it had been accepted.
 
     Returns:
         The logits of training, `[A, K, V]`, and what was drafted at each of the A anchors.
@@ -88,24 +92,24 @@ def check_parity(
     length = sum(LENGTHS) + 4
     tokens, places, owners = (torch.zeros(1, length, dtype=torch.long) for _ in range(3))
     owners[:] = -1
-    features = torch.zeros(1, length, len(drafter.taps) * target.hidden_size)
+    hidden_states = torch.zeros(1, length, len(drafter.target_layers) * target.hidden_size)
     for number, (start, document) in enumerate(zip(starts, documents, strict=True)):
         part = slice(start, start + len(document))
         tokens[0, part], places[0, part], owners[0, part] = document, torch.arange(len(document)), number
-        features[0, part] = tapped_features(target, drafter.taps, [document])[0]
+        hidden_states[0, part] = target_hidden_states(target, drafter.target_layers, [document])[0]
     where = [(number, anchor) for number in range(3) for anchor in ANCHORS[number]]
     expected = [drafted(drafter, target, documents[number], anchor) for number, anchor in where]
     anchors = torch.tensor([[starts[number] + anchor for number, anchor in where]])
-    guesses = torch.tensor([one.guesses for one in expected])
-    assert guesses.size(1) == variant.taught_slots
-    assert len(set(guesses.flatten().tolist())) > 10  # else nothing is compared
+    draft_tokens = torch.tensor([one.draft_tokens for one in expected])
+    assert draft_tokens.size(1) == variant.taught_slots
+    assert len(set(draft_tokens.flatten().tolist())) > 10  # else nothing is compared
 
-    blocks = torch.cat([tokens[0][anchors].T, guesses], dim=1)
-    taught = torch.ones_like(guesses, dtype=torch.bool)
+    blocks = torch.cat([tokens[0][anchors].T, draft_tokens], dim=1)
+    taught = torch.ones_like(draft_tokens, dtype=torch.bool)
     rows = Rows(tokens, places, owners, anchors, blocks[None], taught[None])
-    hidden = variant.hidden(network, target, features, rows)[0]
+    hidden = variant.hidden(network, target, hidden_states, rows)[0]
     logits = variant.logits(network, target, hidden)
-    assert torch.equal(variant.guesses(network, Slots(hidden, logits, blocks, taught)), guesses)
+    assert torch.equal(variant.draft_tokens(network, Slots(hidden, logits, blocks, taught)), draft_tokens)
     return logits, expected
 
 

@@ -14,8 +14,8 @@ def proposal(*rows: Tree) -> Proposal:
     count = 1 + max(map(len, rows))
     tokens = [[0, *(token for token, _, _ in row), *[0] * (count - 1 - len(row))] for row in rows]
     parents = [[-1, *(parent for _, parent, _ in row), *[-1] * (count - 1 - len(row))] for row in rows]
-    chances = tuple(tuple(chance for _, _, chance in row) for row in rows)
-    return Proposal(torch.tensor(tokens), torch.tensor(parents), chances=chances)
+    acceptance_probs = tuple(tuple(acceptance_prob for _, _, acceptance_prob in row) for row in rows)
+    return Proposal(torch.tensor(tokens), torch.tensor(parents), acceptance_probs=acceptance_probs)
 
 
 def plan(budget: int, rows: int = 1, **others: Any) -> Plan:

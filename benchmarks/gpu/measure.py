@@ -74,9 +74,9 @@ class Forced:
         tokens[0, 1 : 1 + len(known)] = torch.tensor(known, device=tokens.device)
         return replace(proposal, tokens=tokens)
 
-    def observe(self, state: Any, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def observe(self, state: Any, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         self._place += lengths[0]
-        self.inner.observe(state, tokens, features, lengths)
+        self.inner.observe(state, tokens, hidden_states, lengths)
 
 
 def copy_bandwidth(device: torch.device, repeats: int) -> float:

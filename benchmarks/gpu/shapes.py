@@ -41,7 +41,7 @@ class Shape:
 
     target: PretrainedConfig
     draft_layers: int
-    taps: tuple[int, ...]
+    target_layers: tuple[int, ...]
     block_size: int = 16
     taus: tuple[tuple[str, str, float, str], ...] = ()
 
@@ -67,7 +67,7 @@ def draft_config(shape: Shape) -> DraftConfig:
         num_hidden_layers=shape.draft_layers,
         block_size=shape.block_size,
         mask_token_id=config.vocab_size - 1,
-        taps=shape.taps,
+        target_layers=shape.target_layers,
         num_target_layers=config.num_hidden_layers,
         rope_theta=1e6,
         layers=(LayerAttention(causal=False, window=None),) * shape.draft_layers,

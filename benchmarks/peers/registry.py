@@ -83,8 +83,8 @@ PEERS = (
     _llama("llama.cpp draft-simple", "a smaller model drafts", speculator="draft-simple", draft="assistant"),
     # 3 guesses are its default, and its documentation asks for the whole block.
     _llama("llama.cpp draft-dflash:3", "3 guesses", speculator="draft-dflash", draft="drafter"),
-    _llama("llama.cpp draft-dflash:7", "7 guesses", speculator="draft-dflash", draft="drafter", guesses=7),
-    _llama("llama.cpp draft-dflash:15", "15 guesses", speculator="draft-dflash", draft="drafter", guesses=15),
+    _llama("llama.cpp draft-dflash:7", "7 guesses", speculator="draft-dflash", draft="drafter", draft_tokens=7),
+    _llama("llama.cpp draft-dflash:15", "15 guesses", speculator="draft-dflash", draft="drafter", draft_tokens=15),
     _vllm("vllm", "plain, without compiling"),
     _vllm("vllm dflash", "whole blocks", drafts=True),
     Peer("mistral.rs", "mistral_rs", "mistral_rs.py", "plain"),

@@ -77,7 +77,7 @@ def by_weights(
     if trained is not None:
         passes = sum(count * curve(tokens) for tokens, count in answers.passes_by_tokens.items())
         draft = (passes * trained.passed + curve(answers.tau) * trained.observed) / target_weights
-    return Costs(draft, curve(1 + answers.guesses) + host, 1.0 + host)
+    return Costs(draft, curve(1 + answers.draft_tokens) + host, 1.0 + host)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Figures:
     def ways(self, kind: str, trees: bool) -> list[str]:
         """Ways of a drafter, from few guesses to many."""
         names = {each.way for each in self.answers if each.kind == kind and each.way != PLAIN}
-        return sorted((name for name in names if parse(name).tree == trees), key=lambda name: parse(name).guesses)
+        return sorted((name for name in names if parse(name).tree == trees), key=lambda name: parse(name).draft_tokens)
 
     def tau(self, kind: str, temperature: float, way: str, name: str | None = None) -> dict[int, float]:
         """tau by seed, of a prompt set or the mean of all."""
@@ -219,7 +219,7 @@ class Figures:
             seconds = self.draft_seconds(answers.kind, width, TORCH, 1, answers.way)
         if plain is None or seconds is None:
             return None
-        return Costs(seconds / plain, straight(self.cost_of_16)(1 + answers.guesses))
+        return Costs(seconds / plain, straight(self.cost_of_16)(1 + answers.draft_tokens))
 
     def _here(self, answers: Answers, width: int) -> Costs | None:
         ratio = self.ratio(answers.kind, width, NATIVE, 1, answers.way)

@@ -131,7 +131,7 @@ def parameters(kind: Kind, recipe: Recipe, target: Target) -> int:
     return sum(each.numel() for each in network.parameters())
 
 
-def weights_read(kind: Kind, network: nn.Module, guesses: int, target: Target) -> tuple[int, int]:
+def weights_read(kind: Kind, network: nn.Module, draft_tokens: int, target: Target) -> tuple[int, int]:
     """Number of weights that are read by each draft pass of so many guesses, the target's head among them if it is
     used, and once a cycle for the tokens that were committed."""
 
@@ -140,7 +140,7 @@ def weights_read(kind: Kind, network: nn.Module, guesses: int, target: Target) -
 
     ends_in_target = kind.target_head and getattr(network.config, "shared_head", True)  # Medusa's may have their own
     head = target.vocab_size * target.hidden_size if ends_in_target else 0
-    return found(kind.passed) + guesses * found(kind.walked) + head, found(kind.observed)
+    return found(kind.passed) + draft_tokens * found(kind.walked) + head, found(kind.observed)
 
 
 def target_weights_read(target: Target) -> int:

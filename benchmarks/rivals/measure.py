@@ -56,13 +56,13 @@ class Watched:
     """A drafter that counts what it does for rows that are decoded alone.
 
     Attributes:
-        cycles, guesses: Proposals, and the guesses in them.
+        cycles, draft_tokens: Proposals, and the guesses in them.
         passes: Draft passes, by the tokens that each takes.
     """
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        self.cycles = self.guesses = 0
+        self.cycles = self.draft_tokens = 0
         self.passes: Counter[int] = Counter()
 
     def __getattr__(self, name: str) -> Any:
@@ -72,7 +72,7 @@ class Watched:
         with self._counting(plan):
             proposal = self.inner.propose(state, anchor, plan)
         self.cycles += 1
-        self.guesses += int((proposal.parents >= 0).sum())
+        self.draft_tokens += int((proposal.parents >= 0).sum())
         return proposal
 
     @contextmanager
@@ -161,7 +161,7 @@ def answers(
                 tokens=sum(stats.committed),
                 cycles=len(stats.committed),
                 accepted=" ".join(f"{share:.4f}" for share in stats.acceptance_by_position),
-                guesses=watched.guesses / proposed,
+                draft_tokens=watched.draft_tokens / proposed,
                 passes=" ".join(f"{size}:{count / proposed:.4f}" for size, count in sorted(watched.passes.items())),
                 draft_seconds=stats.draft_seconds / cycles,
                 seconds=stats.total_seconds / cycles,

@@ -18,15 +18,17 @@ class Way(NamedTuple):
     """A chain or a tree of so many guesses."""
 
     tree: bool
-    guesses: int
+    draft_tokens: int
 
     @property
     def name(self) -> str:
-        return f"{'tree' if self.tree else 'chain'}:{self.guesses}"
+        return f"{'tree' if self.tree else 'chain'}:{self.draft_tokens}"
 
     def drafting(self, block_size: int) -> Drafting:
         """Drafting settings for a drafter of these blocks, anchor included."""
-        return Drafting(block_size, self.guesses) if self.tree else Drafting(min(self.guesses + 1, block_size))
+        return (
+            Drafting(block_size, self.draft_tokens) if self.tree else Drafting(min(self.draft_tokens + 1, block_size))
+        )
 
     def plan(self, block_size: int, rows: int) -> Plan:
         drafting = self.drafting(block_size)
@@ -43,7 +45,11 @@ def parse(name: str) -> Way:
 
 def ways_of(wanted: Sequence[Way], block_size: int, trees: bool) -> list[Way]:
     """Ways that a drafter can do: chains are cut to its blocks, anchor included."""
-    cut = [way if way.tree else Way(False, min(way.guesses, block_size - 1)) for way in wanted if trees or not way.tree]
+    cut = [
+        way if way.tree else Way(False, min(way.draft_tokens, block_size - 1))
+        for way in wanted
+        if trees or not way.tree
+    ]
     return list(dict.fromkeys(cut))
 
 
@@ -95,7 +101,7 @@ class Answers:
         prompts: Those whose plain answer does not loop; the others are left out.
         tokens, cycles: In sum; an answer's first token comes from the prompt's forward.
         accepted: S_1, S_2, ... with spaces between.
-        guesses: Mean guesses of a cycle.
+        draft_tokens: Mean guesses of a cycle.
         passes: Mean number of draft passes a cycle by the tokens that each takes, such as "1:1.0 10:5.8".
         draft_seconds, seconds: Of a cycle, as a mean.
         same: Share of the answers that are those of plain decoding.
@@ -113,7 +119,7 @@ class Answers:
     tokens: int
     cycles: int
     accepted: str
-    guesses: float
+    draft_tokens: float
     passes: str
     draft_seconds: float
     seconds: float

@@ -114,8 +114,8 @@ def run(task: Task, target: Target, tell: process.Progress) -> Trained:
 def _weights_read(kind: Kind, recipe: Recipe, target: Target) -> tuple[int, int]:
     with torch.device("meta"):
         network = new_network(kind, recipe, target)
-    guesses = 0 if isinstance(recipe, SmallLMRecipe) else find_variant(kind.name)(recipe).taught_slots
-    return weights_read(kind, network, guesses, target)
+    draft_tokens = 0 if isinstance(recipe, SmallLMRecipe) else find_variant(kind.name)(recipe).taught_slots
+    return weights_read(kind, network, draft_tokens, target)
 
 
 class Clock:

@@ -57,7 +57,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kinds", type=listed(known=OUR_KINDS), default=kinds, help=f"of our weights ({kinds})")
     add("--llama", type=listed(known=LLAMA_KINDS), default=theirs, help=f"kinds of llama.cpp's ({theirs}); '' for none")
     add("--methods", type=names, default=f"{methods},chain:auto,tree:auto", help="N guesses, or as many as pay")
-    add("--llama-guesses", type=numbers, default="3,5", help="guesses of llama.cpp's drafting (3,5); '' for none")
+    add("--llama-draft-tokens", type=numbers, default="3,5", help="guesses of llama.cpp's drafting (3,5); '' for none")
     add("--limit", type=int, default=8, help="prompts (8)")
     add("--tokens", type=int, default=96, help="most new tokens of an answer (96)")
     add("--first", type=numbers, default="16,512", help="prompt lengths of which the first token is timed (16,512)")
@@ -75,7 +75,7 @@ def measure_size(
 ) -> dict[Way, str]:
     """Measure what is left of a size; returns why ways are missing."""
     found = tasks(size, prompts, args.tokens, args.first, args.contexts)
-    chosen = ways(args.kinds, args.methods, args.llama, args.llama_guesses)
+    chosen = ways(args.kinds, args.methods, args.llama, args.llama_draft_tokens)
     missing: dict[Way, str] = {}
     if reason := environments.why_missing("llama_cpp"):
         missing |= {way: reason for way in chosen if way.side == LLAMA}
@@ -117,7 +117,7 @@ def _check_memory(size: str, bits: int, processes: Collection[Way], target: Path
     if needed > free:
         raise ValueError(
             f"The {len(processes)} processes that decode size {size} with {bits} bits take about {needed / 1e9:.1f} GB"
-            f" together; {free / 1e9:.1f} GB are free. Give fewer --kinds, --llama or --llama-guesses."
+            f" together; {free / 1e9:.1f} GB are free. Give fewer --kinds, --llama or --llama-draft-tokens."
         )
 
 

@@ -14,7 +14,7 @@ from benchmarks.sizes.pairs import acceptance
 from benchmarks.sizes.ways import PLAIN, Way
 
 ANSWERS = "answers"
-MOST_GUESSES = 15
+MAX_DRAFT_TOKENS = 15
 GOLDEN = (5**0.5 - 1) / 2  # its multiples are evenly spread modulo 1
 FORCED_CYCLES = 500  # period of the counts of right guesses
 
@@ -95,21 +95,21 @@ def tasks(
         return tuple((words * (length // len(words) + 1))[-length:])
 
     def forced(length: int) -> tuple[int, ...]:
-        chance = acceptance(size, length + new_tokens)
-        return () if chance is None else right_guesses(chance)
+        acceptance_prob = acceptance(size, length + new_tokens)
+        return () if acceptance_prob is None else right_draft_tokens(acceptance_prob)
 
     found = [Task(ANSWERS, i, tuple(each), new_tokens, forced(len(each))) for i, each in enumerate(prompts)]
     found += [Task("first", 0, sized(length), 1) for length in first]
     return found + [Task("context", 0, sized(length), new_tokens, forced(length)) for length in contexts]
 
 
-def right_guesses(chance: float) -> tuple[int, ...]:
+def right_draft_tokens(acceptance_prob: float) -> tuple[int, ...]:
     """Number of right guesses in each cycle, if each is right with this chance as long as those before it are.
 
     The shares of the counts are near those of chance in any stretch, so that short answers have the right tau, too.
     """
     evenly = ((i + 1) * GOLDEN % 1 for i in range(FORCED_CYCLES))
-    return tuple(min(int(log(place) / log(chance)), MOST_GUESSES) for place in evenly)
+    return tuple(min(int(log(place) / log(acceptance_prob)), MAX_DRAFT_TOKENS) for place in evenly)
 
 
 def measure(

@@ -24,7 +24,7 @@ OUR_KINDS: dict[str, tuple[int, dict[str, str]]] = {
 EXACT = "bf16"  # llama.cpp's kind that is not rounded
 LLAMA_KINDS = {EXACT: 16, "Q8_0": 8, "Q4_0": 4, "Q4_K": 4}
 BITS = {name: bits for name, (bits, _) in OUR_KINDS.items()} | LLAMA_KINDS
-LLAMA_GUESSES = (3, 5)
+LLAMA_DRAFT_TOKENS = (3, 5)
 Q4_K_ROW = 256  # weights; the length of a matrix's rows must be a multiple
 MEMORY_MARGIN = 1.25  # scales, heads of 8 bits, caches and what a process takes anyway
 TREE_BLOCK = 8  # how deep a tree of a fixed size may be
@@ -68,7 +68,7 @@ class Way:
 
 
 def ways(
-    kinds: list[str], methods: list[str], llama_kinds: list[str], llama_guesses: Sequence[int] = LLAMA_GUESSES
+    kinds: list[str], methods: list[str], llama_kinds: list[str], llama_draft_tokens: Sequence[int] = LLAMA_DRAFT_TOKENS
 ) -> list[Way]:
     """All ways, most bits first. Raises ValueError for an unknown method."""
     for method in methods:
@@ -77,7 +77,9 @@ def ways(
     for kind in llama_kinds:
         found.append(Way(LLAMA, kind, PLAIN))
         drafters = dict.fromkeys([EXACT, kind])
-        found += [Way(LLAMA, kind, f"chain:{guesses}", each) for each in drafters for guesses in llama_guesses]
+        found += [
+            Way(LLAMA, kind, f"chain:{draft_tokens}", each) for each in drafters for draft_tokens in llama_draft_tokens
+        ]
     return sorted(found, key=lambda way: -way.bits)
 
 
@@ -100,14 +102,14 @@ def drafting(method: str) -> dict[str, Any]:
     """Options of our adapter for a method; raises ValueError for an unknown one."""
     if method == PLAIN:
         return {"drafter": "none"}
-    name, _, guesses = method.partition(":")
-    if name not in ("chain", "tree") or not (guesses == "auto" or guesses.isdigit()):
+    name, _, draft_tokens = method.partition(":")
+    if name not in ("chain", "tree") or not (draft_tokens == "auto" or draft_tokens.isdigit()):
         raise ValueError(f"Method {method!r} is unknown; there are plain, chain:N, chain:auto, tree:N and tree:auto.")
-    if guesses == "auto":
+    if draft_tokens == "auto":
         return {"drafting": {"block_size" if name == "chain" else "tree_budget": "auto"}}
     if name == "chain":
-        return {"drafting": {"block_size": int(guesses) + 1}}  # the anchor counts
-    return {"drafting": {"block_size": TREE_BLOCK, "tree_budget": int(guesses)}}
+        return {"drafting": {"block_size": int(draft_tokens) + 1}}  # the anchor counts
+    return {"drafting": {"block_size": TREE_BLOCK, "tree_budget": int(draft_tokens)}}
 
 
 def start(process: Way, served: list[Way], given: dict[str, Any], patience: float, log: Path) -> PeerProcess:
@@ -128,7 +130,11 @@ def start(process: Way, served: list[Way], given: dict[str, Any], patience: floa
         adapter, settings = "llama_cpp.py", {"dtype": "bfloat16", "cache_type": "f16"}  # float16 is its default
         options = {"weights": _rounding(process.kind)}
         if process.method != PLAIN:
-            options |= {"speculator": "draft-dflash", "draft": "drafter", "guesses": int(process.method.split(":")[1])}
+            options |= {
+                "speculator": "draft-dflash",
+                "draft": "drafter",
+                "draft_tokens": int(process.method.split(":")[1]),
+            }
             options |= {"draft_weights": _rounding(process.drafter)}
     command = [sys.executable, str(ADAPTERS / adapter)]
     return PeerProcess(command, given | settings | {"options": options}, given["threads"], log, patience)

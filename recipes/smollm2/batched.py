@@ -216,12 +216,12 @@ def draw(logits: Tensor, heat: Tensor, top_p: Tensor) -> Tensor:
     probabilities come to `top_p` `[R]`."""
     greedy = heat == 0
     scaled = logits / torch.where(greedy, 1.0, heat)[:, None]
-    chances = scaled.softmax(dim=-1)
-    low, high = torch.zeros_like(heat), chances.amax(dim=-1)
+    acceptance_probs = scaled.softmax(dim=-1)
+    low, high = torch.zeros_like(heat), acceptance_probs.amax(dim=-1)
     for _ in range(HALVINGS):  # in logarithms would be finer; the tail below is what top-p cuts
         middle = (low + high) / 2
-        enough = (chances * (chances >= middle[:, None])).sum(dim=-1) >= top_p
+        enough = (acceptance_probs * (acceptance_probs >= middle[:, None])).sum(dim=-1) >= top_p
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     noise = torch.empty_like(scaled).exponential_()
-    drawn = (chances.masked_fill(chances < low[:, None], 0) / noise).argmax(dim=-1)
+    drawn = (acceptance_probs.masked_fill(acceptance_probs < low[:, None], 0) / noise).argmax(dim=-1)
     return torch.where(greedy, logits.argmax(dim=-1), drawn)

@@ -1,5 +1,5 @@
-"""Answers as training data: the tokens that were decoded, in folders that `blockdraft train` and `blockdraft features`
-read. One task in fifty goes to `validation/`, the others to `data/`. Further answers are added to what is there."""
+"""Turn decoded responses into training data, in folders that `blockdraft train` and `blockdraft hidden-states` read.
+One task in fifty goes to `validation/`, the others to `data/`. Further answers are added to what is there."""
 
 from __future__ import annotations
 

@@ -76,11 +76,11 @@ Share of cycles in which the first i guesses were accepted, i = 1, 2, ...:
 
 DFLASH_INTRO = """\
 A DFlash v1 drafter (arXiv 2602.06036) of {parameters:.2f} M parameters for the bundled target: {layers} layers, blocks
-of {block_size} tokens, taps {taps}, bidirectional full attention, taught by D-PACE and distillation. Every engine that
-reads DFlash reads it."""
+of {block_size} tokens, target layers {target_layers}, bidirectional full attention, taught by D-PACE and distillation.
+Every engine that reads DFlash reads it."""
 SECOND_INTRO = """\
 A {kind} of {parameters:.2f} M parameters for the bundled target: {layers} layers, blocks of {block_size},
-taps {taps}, {more}.
+target layers {target_layers}, {more}.
 It began with the weights of the bundled DFlash drafter (`bundled-dflash`), and drafts by default in its place, since a
 pair of {wide:.0f} M parameters that says the same words decodes {over:.2f} times as fast with it."""
 
@@ -181,7 +181,7 @@ def drafter_card(name: str, folder: Path, figures: dict[str, Any], making: str) 
         "parameters": parameters(folder),
         "layers": config.num_hidden_layers,
         "block_size": config.block_size,
-        "taps": ", ".join(map(str, config.taps)),
+        "target_layers": ", ".join(map(str, config.target_layers)),
     }
     title, intro = "The bundled drafter", DFLASH_INTRO
     if name != DFLASH:

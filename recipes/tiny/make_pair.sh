@@ -50,8 +50,8 @@ answers hard_answers.jsonl --hard --sampled-share 0.4 --temperature 1 --limit 18
 answers answers.jsonl --sampled-share 0.3 --temperature 1 --limit 7000 --seed 5
 run pack_answers.py --answers "$build/hard_answers.jsonl" "$build/answers.jsonl" --target "$build/target" --out "$build/data"
 learning=(--target "$build/target" --data "$build/data")
-"$python" -m blockdraft features --taps 1,2,3,4,5,8 "${learning[@]}" --out "$build/features"
-learning+=(--features "$build/features")
+"$python" -m blockdraft hidden-states --target-layers 1,2,3,4,5,8 "${learning[@]}" --out "$build/features"
+learning+=(--hidden-states "$build/features")
 "$python" -m blockdraft train dflash "$here/drafter.toml" "${learning[@]}" --out "$build/drafter"
 
 # Other kinds, which begin with the DFlash drafter. The widened pair decides whether one is faster.

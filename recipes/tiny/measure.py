@@ -48,7 +48,7 @@ def speeds(
     return {name: round(median(rate), 1) for name, rate in rates.items()}
 
 
-def guessed(completions: Sequence[Completion]) -> tuple[Stats, dict[str, float]]:
+def from_draft(completions: Sequence[Completion]) -> tuple[Stats, dict[str, float]]:
     """Statistics of the answers that do not loop, merged, and their figures."""
     sound = [c.stats for c in completions if not loops(c.token_ids)]
     together = merge(sound)
@@ -148,7 +148,7 @@ def main() -> None:
         figure: dict[str, Any] = {
             "prompts": len(prompts),
             "ended_by_themselves": round(sum(c.finish_reason == "stop" for c in answers) / len(prompts), 4),
-            "looping": guessed(answers)[1]["looping"],
+            "looping": from_draft(answers)[1]["looping"],
             "mean_tokens": round(sum(len(c.token_ids) for c in answers) / len(prompts), 1),
             "seconds": round(time.time() - began, 1),
             "tree_budget": TREE_BUDGET,
@@ -157,8 +157,8 @@ def main() -> None:
         }
         reference = None if args.skip_plain else plain.generate(prompts, greedy)
         for name in names:
-            together, own = guessed(said[name, "chain"])
-            own |= {"tree": guessed(said[name, "tree"])[1], "sampled": guessed(said[name, "sampled"])[1]}
+            together, own = from_draft(said[name, "chain"])
+            own |= {"tree": from_draft(said[name, "tree"])[1], "sampled": from_draft(said[name, "sampled"])[1]}
             own["acceptance_by_position"] = [round(share, 3) for share in together.acceptance_by_position]
             if reference is not None:
                 pairs = zip(said[name, "chain"], reference, strict=True)

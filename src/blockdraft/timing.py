@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 # Parts in the order of a cycle. Time that a drafter does not mark itself counts as its choice of guesses.
-PASS, HEAD, GUESSES = "draft pass", "draft head", "guesses"
+PASS, HEAD, DRAFT_TOKENS = "draft pass", "draft head", "draft_tokens"
 FORWARD, VERIFICATION, COMMIT = "target forward", "verification", "commit"
 CONTEXT, OBSERVE, BOOKKEEPING = "draft context", "observe", "bookkeeping"
-PARTS = (PASS, HEAD, GUESSES, FORWARD, VERIFICATION, COMMIT, CONTEXT, OBSERVE, BOOKKEEPING)
-DRAFTING = (PASS, HEAD, GUESSES, CONTEXT, OBSERVE)
+PARTS = (PASS, HEAD, DRAFT_TOKENS, FORWARD, VERIFICATION, COMMIT, CONTEXT, OBSERVE, BOOKKEEPING)
+DRAFTING = (PASS, HEAD, DRAFT_TOKENS, CONTEXT, OBSERVE)
 NETWORKS = {PASS, HEAD, FORWARD, CONTEXT}  # the rest is the host's
 TELL_SECONDS = 10.0  # between notes on what takes long
 

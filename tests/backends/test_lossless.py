@@ -140,7 +140,13 @@ def write_drafter(folder: Path) -> Path:
     layers = (LayerAttention(False, None),)
     shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": V, "block_size": LENGTH}
-    shape |= {"mask_token_id": 2, "taps": (0,), "num_target_layers": 1, "rope_theta": 10000.0, "layers": layers}
+    shape |= {
+        "mask_token_id": 2,
+        "target_layers": (0,),
+        "num_target_layers": 1,
+        "rope_theta": 10000.0,
+        "layers": layers,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(13)  # a seed whose guesses are often right and often wrong
         config = DraftConfig(**shape)

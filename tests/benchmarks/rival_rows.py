@@ -10,7 +10,7 @@ TAUS = {("dflash", 0): 3.0, ("dflash", 1): 3.2, ("eagle3", 0): 2.0, ("eagle3", 1
 
 def answers(kind: str, seed: int, tau: float, name: str = "maths", way: str = "chain:7", same: float = 1.0) -> Answers:
     place = {"kind": kind, "seed": seed, "set": name, "temperature": 0.0, "way": way, "prompts": 4, "looping": 0}
-    counts = {"tokens": int(100 * tau), "cycles": 100, "accepted": "0.8 0.4", "guesses": 7.0}
+    counts = {"tokens": int(100 * tau), "cycles": 100, "accepted": "0.8 0.4", "draft_tokens": 7.0}
     return Answers(**place, **counts, passes=PASSES.get(kind, ""), draft_seconds=0.001, seconds=0.002, same=same)
 
 

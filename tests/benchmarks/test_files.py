@@ -46,7 +46,7 @@ def test_llama_cpp_drafts_with_the_same_file() -> None:
     assert found["llama.cpp draft-eagle3:2"] == {
         "speculator": "draft-eagle3",
         "draft": str(drafter),
-        "guesses": 2,
+        "draft_tokens": 2,
     }
     assert list(found)[1:3] == ["llama.cpp ngram-simple", "llama.cpp ngram-cache"] and len(found) == 6
 

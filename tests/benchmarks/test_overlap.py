@@ -13,8 +13,8 @@ TREE = [(5, 0, 0.7), (8, 0, 0.2), (6, 1, 0.5), (9, 1, 0.1), (7, 3, 0.3), (4, 3, 
 
 
 def test_outcomes_are_the_ends_of_a_chains_walks() -> None:
-    tokens, parents, chances = zip(*TREE, strict=True)
-    tree = Proposal(torch.tensor([[1, *tokens]]), torch.tensor([[-1, *parents]]), chances=(chances,))
+    tokens, parents, acceptance_probs = zip(*TREE, strict=True)
+    tree = Proposal(torch.tensor([[1, *tokens]]), torch.tensor([[-1, *parents]]), acceptance_probs=(acceptance_probs,))
     assert ranked(tree, [5, 6], 9) == [(2, 7), (0, 8), (2, 4), (1, 9)]
     assert ranked(tree, [5, 6], 2) == [(2, 7), (0, 8)]
     assert ranked(tree, [5], 9) == [(1, 6), (0, 8), (1, 9)]

@@ -22,7 +22,7 @@ from benchmarks.train_ablations import (
 )
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import load_drafter
-from blockdraft.drafters.dflash.drafter import DFlashDrafter, independent_guesses
+from blockdraft.drafters.dflash.drafter import DFlashDrafter, independent_draft_tokens
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, load_target
 from blockdraft.training.variant import find_variant
@@ -30,7 +30,7 @@ from blockdraft.types import Drafting, SamplingParams
 
 RECIPE = Path(__file__).parents[2] / "recipes/tiny/ablation.toml"
 DATA = {"written": Path("written"), "original": Path("original")}
-OPTIONS = partial(arguments, RECIPE, DATA, Path("features"))
+OPTIONS = partial(arguments, RECIPE, DATA, Path("hidden_states"))
 
 
 def flags_of(options: list[str]) -> dict[str, str]:
@@ -47,9 +47,9 @@ def test_each_arm_changes_one_thing_of_the_base(arm: str) -> None:
     base, changed = read_settings(kind.recipe_class, RECIPE), read_settings(kind.recipe_class, Path(recipe), flags)
     stored = {"1 tap": "written-1", "original text": "original-5"}
     stored |= {arm: "written-teacher"} if kind(changed).needs_teacher else {}
-    assert flags.pop("features") == str(Path("features") / stored.get(arm, "written-5"))
+    assert flags.pop("hidden_states") == str(Path("hidden_states") / stored.get(arm, "written-5"))
     differing = [name for name, value in vars(base).items() if getattr(changed, name) != value]
-    assert sorted(differing) == sorted([*flags, "features"])
+    assert sorted(differing) == sorted([*flags, "hidden_states"])
     changes = len(flags) + (variant != "dflash") + (arm == "original text") + ARMS[arm].warm
     assert changes == (0 if arm == BASE else 2 if arm in TWO_CHANGES else 1)
 
@@ -138,9 +138,9 @@ def target(tiny_target_dir: Path) -> Target:
 def proposed(drafter: DFlashDrafter, kind: str, budget: int) -> tuple[Proposal, Tensor, Tensor, Plan]:
     """Proposal of one kind after a random context, with anchor and logits of its pass, and its plan."""
     forget_pairs(drafter, kind)
-    features = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(5))
+    hidden_states = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(5))
     state, anchor = drafter.new_state(1, 40), torch.tensor([7])
-    drafter.observe(state, torch.zeros(1, 9, dtype=torch.long), features, [9])
+    drafter.observe(state, torch.zeros(1, 9, dtype=torch.long), hidden_states, [9])
     plan = Plan(drafter.block_size, [SamplingParams()], budget)
     logits = drafter._refined_pass(state, anchor, plan)[1]
     return drafter.propose(state, anchor, plan), anchor, logits, plan
@@ -161,7 +161,7 @@ def test_trees_that_do_not_know_which_guess_follows_which(
 
     trees = {kind: of_kind(kind)[0] for kind in ("tree", "path")}
     alone, anchor, logits, plan = of_kind("draft")
-    expected = independent_guesses(anchor, logits, plan)
+    expected = independent_draft_tokens(anchor, logits, plan)
     assert torch.equal(alone.tokens, expected.tokens) and torch.equal(alone.parents, expected.parents)
     # On the way of the best chain both know the same, and a node's first child is the likeliest.
     ways = {kind: first_children(tree) for kind, tree in trees.items()}

@@ -224,7 +224,7 @@ def test_bits_of_drafters_are_told(bench: Run, tmp_path: Path, tiny_drafter_dir:
     few, four = tmp_path / "results.json", tmp_path / "four"
     shutil.copytree(tiny_eagle3_dir, four)
     raw = json.loads((four / "config.json").read_text())
-    (four / "config.json").write_text(json.dumps(raw | {"round_bits": 4}))
+    (four / "config.json").write_text(json.dumps(raw | {"qat_bits": 4}))
     methods = ("chain:4", f"{four}:4", f"{four}+chain:4", "prompt_lookup+chain:4")
     found = bench("--out", tmp_path, "--methods", ",".join(methods), "--repeats", 1, "--quantize", "int8")
     bits = json.loads(few.read_text())["arguments"]["drafter_bits"]

@@ -1,4 +1,4 @@
-"""`blockdraft data` and `blockdraft features` on tiny random models."""
+"""`blockdraft data` and `blockdraft hidden-states` on tiny random models."""
 
 import json
 import re
@@ -12,9 +12,9 @@ import pytest
 
 from blockdraft import cli, targets
 from blockdraft.cli import loading
-from blockdraft.data import features, prepare, regenerate
+from blockdraft.data import hidden_states, prepare, regenerate
 from blockdraft.data.documents import read_data
-from blockdraft.data.features import read_features
+from blockdraft.data.hidden_states import read_hidden_states
 from blockdraft.targets import load_target
 
 
@@ -57,9 +57,9 @@ def test_from_rows_to_features(run: Run, tiny_target_dir: Path, tmp_path: Path) 
     assert (
         out == f"data: 6 documents of 6 records, {sum(data.lengths)} tokens, {supervised} of them supervised {share}\n"
     )
-    code, out, err = run("features", "--data", "data", "--out", "features", "--taps", "0,2")
-    assert code == 0 and "layers 0, 2: 0.0 MiB to write, " in err and out.startswith("features: features of 6 doc")
-    found = read_features(tmp_path / "features")
+    code, out, err = run("hidden-states", "--data", "data", "--out", "hidden_states", "--target-layers", "0,2")
+    assert code == 0 and "layers 0, 2: 0.0 MiB to write, " in err and out.startswith("hidden_states: features of 6 doc")
+    found = read_hidden_states(tmp_path / "hidden_states")
     found.check(load_target(tiny_target_dir, device="cpu"), data, (0, 2))
     assert len(found) == 6
 
@@ -94,10 +94,10 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(features, "tapped_features", stopped)
-        code, out, err = run("features", "--data", "data", "--out", "features", "--taps", "1,")
+        patch.setattr(hidden_states, "target_hidden_states", stopped)
+        code, out, err = run("hidden-states", "--data", "data", "--out", "hidden_states", "--target-layers", "1,")
     assert (code, out) == (130, "") and "The same command resumes the run." in err
-    assert run("features", "--data", "data", "--out", "features", "--taps", "1,").code == 0
+    assert run("hidden-states", "--data", "data", "--out", "hidden_states", "--target-layers", "1,").code == 0
 
 
 @pytest.mark.parametrize(
@@ -121,18 +121,20 @@ def test_bad_input_of_data(run: Run, tmp_path: Path, args: list[str], message: s
 
 
 def test_bad_input_of_features(run: Run, tmp_path: Path) -> None:
-    code, out, err = run("features", "--data", "data", "--out", "features")
+    code, out, err = run("hidden-states", "--data", "data", "--out", "hidden_states")
     assert (code, out) == (2, "") and "error: data/data.json does not exist" in err
     run("data", "rows.jsonl", "--out", "data")
-    for taps, message in (
+    for target_layers, message in (
         ("9,", "the target has 3 layers"),
-        ("x", "taps is 'x'"),
-        ("5", "taps is 5, the number of layers to tap"),
-        ("0", "taps is '0'; it must be at least 1"),
+        ("x", "-layers is 'x'"),
+        ("5", "is 5, a number of layers"),
+        ("0", "-layers is '0'; it must be at least 1"),
     ):
-        code, out, err = run("features", "--data", "data", "--out", "features", "--taps", taps)
+        code, out, err = run(
+            "hidden-states", "--data", "data", "--out", "hidden_states", "--target-layers", target_layers
+        )
         assert (code, out) == (2, "") and message in err
-    assert not (tmp_path / "features").exists()
+    assert not (tmp_path / "hidden_states").exists()
 
 
 def test_another_chat_template(run: Run, tmp_path: Path) -> None:

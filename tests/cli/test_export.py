@@ -97,15 +97,21 @@ def test_eagle3_there_and_back(
 
 
 def test_eagle3_as_gguf(
-    export: Run, tmp_path: Path, eagle3_of_three_taps: Path, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]
+    export: Run,
+    tmp_path: Path,
+    eagle3_of_three_target_layers: Path,
+    tiny_target_dir: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
-    assert export(eagle3_of_three_taps, "--format", "gguf", "--type", "f32", "--out", out) == 0
+    assert export(eagle3_of_three_target_layers, "--format", "gguf", "--type", "f32", "--out", out) == 0
     assert f"-md {out}/drafter-f32.gguf --spec-type draft-eagle3 --spec-draft-n-max 5" in capsys.readouterr().err
     folder, file = load_target(tiny_target_dir), load_target(out / "target-f32.gguf")
-    assert drafted(eagle3_of_three_taps, folder) == drafted(out / "drafter-f32.gguf", file)
+    assert drafted(eagle3_of_three_target_layers, folder) == drafted(out / "drafter-f32.gguf", file)
     assert export(out / "drafter-f32.gguf", "--out", tmp_path / "back") == 0  # in the layout of its kind
-    ours, theirs = (load_file(path / "model.safetensors") for path in (eagle3_of_three_taps, tmp_path / "back"))
+    ours, theirs = (
+        load_file(path / "model.safetensors") for path in (eagle3_of_three_target_layers, tmp_path / "back")
+    )
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -139,8 +145,8 @@ def test_a_reduced_vocabulary_stays_reduced(
     speculators.write_checkpoint(tmp_path / "half", config, tensors, own, None, [])
     drafter = load_drafter(tmp_path / "half", target=target)
     state = drafter.new_state(4, 40)
-    features = torch.randn(4, 9, 2 * target.hidden_size, generator=torch.Generator().manual_seed(1))
-    drafter.observe(state, torch.zeros(4, 9, dtype=torch.long), features, [9] * 4)
+    hidden_states = torch.randn(4, 9, 2 * target.hidden_size, generator=torch.Generator().manual_seed(1))
+    drafter.observe(state, torch.zeros(4, 9, dtype=torch.long), hidden_states, [9] * 4)
     proposal = drafter.propose(state, torch.tensor([7, 8, 9, 10]), Plan(8, [SamplingParams()] * 4))
     assert not (proposal.tokens[:, 1:] % 2).any()  # nothing but kept tokens is guessed
     assert drafted(tmp_path / "half", target)[0] == drafted(tiny_drafter_dir, target)[0]
@@ -159,7 +165,7 @@ def test_a_reduced_vocabulary_stays_reduced(
 
 def test_refusals(export: Run, tmp_path: Path, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
-    zlab.write_checkpoint(tmp_path / "last", replace(config, taps=(0, 2)), tensors)
+    zlab.write_checkpoint(tmp_path / "last", replace(config, target_layers=(0, 2)), tensors)
     zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=4), tensors)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "letter.txt").write_text("dear")
@@ -256,7 +262,7 @@ def test_refusals_of_gguf(
 ) -> None:
     """Nothing is left of what was begun."""
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
-    zlab.write_checkpoint(tmp_path / "last", replace(config, taps=(0, 2)), tensors)
+    zlab.write_checkpoint(tmp_path / "last", replace(config, target_layers=(0, 2)), tensors)
     zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=4), tensors)
     (tmp_path / "file").touch()
     out = tmp_path / "out"

@@ -79,7 +79,7 @@ def test_data_and_training(
         1,
         "--layers",
         1,
-        "--taps",
+        "--target-layers",
         "0,1",
         "--batch",
         2,

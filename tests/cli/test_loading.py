@@ -22,7 +22,7 @@ COMMANDS = {
     "bench": ("--prompts", "PROMPTS"),
     "calibrate": (),
     "data": ("PROMPTS", "--out", "OUT", "--regenerate"),
-    "features": ("--data", "DATA", "--out", "OUT"),
+    "hidden-states": ("--data", "DATA", "--out", "OUT"),
     "train": ("dflash", "--data", "DATA", "--out", "OUT"),
     "export": ("DRAFTER", "--out", "OUT"),
 }

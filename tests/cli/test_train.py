@@ -30,20 +30,20 @@ def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeyp
     now = 100.0
     monkeypatch.setattr(display.time, "monotonic", lambda: now)
     with display.progress("done") as tell:
-        for stage in ("features", "loss 2.5"):
+        for stage in ("hidden_states", "loss 2.5"):
             for done in range(1, 21):
                 now += 25
                 tell(stage, done, 20)
         tell("silent", 0, 20)
     assert capsys.readouterr().err.splitlines() == [
-        "features: 1 of 20 done, about 8 min left",
-        "features: 4 of 20 done, about 7 min left",
-        "features: 7 of 20 done, about 5 min left",
-        "features: 10 of 20 done, about 4 min left",
-        "features: 13 of 20 done, about 3 min left",
-        "features: 16 of 20 done, about 100 s left",
-        "features: 19 of 20 done, about 25 s left",
-        "features: 20 of 20 done",
+        "hidden_states: 1 of 20 done, about 8 min left",
+        "hidden_states: 4 of 20 done, about 7 min left",
+        "hidden_states: 7 of 20 done, about 5 min left",
+        "hidden_states: 10 of 20 done, about 4 min left",
+        "hidden_states: 13 of 20 done, about 3 min left",
+        "hidden_states: 16 of 20 done, about 100 s left",
+        "hidden_states: 19 of 20 done, about 25 s left",
+        "hidden_states: 20 of 20 done",
         "loss 2.5: 1 of 20 done, about 8 min left",
         "loss 2.5: 4 of 20 done, about 7 min left",
         "loss 2.5: 7 of 20 done, about 5 min left",
@@ -57,12 +57,12 @@ def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 def test_show_recipe_is_a_recipe(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["train", "dflash", "--layers", "3", "--taps", "1,2", "--show-recipe"])
+    result = CliRunner().invoke(app, ["train", "dflash", "--layers", "3", "--target-layers", "1,2", "--show-recipe"])
     assert result.exit_code == 0
     line = "# Number of draft layers; the default is 5, or that of the drafter in `init`."
     assert f"{line}\nlayers = 3\n" in result.output
     (tmp_path / "r.toml").write_text(result.output)
-    assert read_settings(DFlashRecipe, tmp_path / "r.toml") == DFlashRecipe(layers=3, taps=(1, 2))
+    assert read_settings(DFlashRecipe, tmp_path / "r.toml") == DFlashRecipe(layers=3, target_layers=(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,10 @@ def test_bad_input(arguments: list[str], told: str, tmp_path: Path, monkeypatch:
 def test_all_that_is_wrong_is_told_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("the target is loaded"))
-    options = ["--data", "a", "--prompts", "b", "--features", "c", "--init", "d", "--objective", "decay=1,e=1,f=1"]
+    options = ["--data", "a", "--prompts", "b", "--hidden-states", "c", "--init", "d", "--objective", "decay=1,e=1,f=1"]
     told = str(CliRunner().invoke(app, ["train", "dflash", "--out", "x", *options]).exception)
     assert told.startswith("6 things do not fit") and told.count("\n") == 6
-    for one in ("a/data.json", "b cannot", "c/features.json", "d/config.json", "'e' is unknown", "'f' is unknown"):
+    for one in ("a/data.json", "b cannot", "c/hidden_states.json", "d/config.json", "'e' is unknown", "'f' is unknown"):
         assert one in told
 
 
@@ -118,7 +118,7 @@ def test_a_run_ends_with_a_table_and_the_command(
 ) -> None:
     fields = {
         "layers": 1,
-        "taps": 1,
+        "target_layers": 1,
         "block-size": 4,
         "length": 40,
         "batch": 2,
@@ -149,7 +149,7 @@ def test_a_flow_map_drafts_in_as_many_passes_as_it_was_trained_to_say(
     tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
 ) -> None:
     out = tmp_path / "drafter"
-    fields = {"layers": 1, "taps": 1, "block-size": 4, "length": 40, "batch": 2, "anchors": 3, "steps": 2}
+    fields = {"layers": 1, "target_layers": 1, "block-size": 4, "length": 40, "batch": 2, "anchors": 3, "steps": 2}
     fields |= {"held-out": 4, "eval-prompts": 0, "diffusion-steps": 3, "jumps": 0.25}
     flags = [f"--{name}={value}" for name, value in fields.items()]
     flags += ["--device", "cpu", "--trackers", "", "--data", str(tiny_data_dir), "--target", str(tiny_target_dir)]

@@ -57,7 +57,7 @@ def draft_config(**changes: object) -> DraftConfig:
         "vocab_size": VOCAB,
         "block_size": BLOCK_SIZE,
         "mask_token_id": MASK,
-        "taps": (0, 2),
+        "target_layers": (0, 2),
         "num_target_layers": LAYERS,
         "rope_theta": 10000.0,
         "layers": (LayerAttention(causal=False, window=None),) * 2,
@@ -97,7 +97,7 @@ def greedy(model: PreTrainedModel) -> Callable[[list[int], int], list[int]]:
 
 
 @pytest.fixture
-def good_guesses(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def good_draft_tokens(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafters guess the token that the target predicts from one token alone, which is often right in context too."""
     with torch.inference_mode():
         follower = model(torch.arange(VOCAB)[:, None]).logits[:, 0].argmax(dim=-1)
@@ -106,10 +106,10 @@ def good_guesses(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Non
     def informed(
         self: DFlashDrafter, state: KVCache, tokens: Tensor, first: int = 0, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        (hidden, logits), guess = draft(self, state, tokens, first, window), tokens[:, 0]
+        (hidden, logits), draft_token = draft(self, state, tokens, first, window), tokens[:, 0]
         for slot in range(1, tokens.size(1)):
-            guess = follower[guess]
-            logits[:, slot - first] += 1000 * torch.nn.functional.one_hot(guess, VOCAB)
+            draft_token = follower[draft_token]
+            logits[:, slot - first] += 1000 * torch.nn.functional.one_hot(draft_token, VOCAB)
         return hidden, logits
 
     monkeypatch.setattr(DFlashDrafter, "_draft_pass", informed)

@@ -38,7 +38,7 @@ def decode(
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 def test_greedy_tokens_are_those_of_generate(
-    model: PreTrainedModel, decode: Callable[..., Tensor], good_guesses: None
+    model: PreTrainedModel, decode: Callable[..., Tensor], good_draft_tokens: None
 ) -> None:
     answer = model.generate(PROMPTS, attention_mask=MASK, max_new_tokens=24)
     ends = [int(answer[0, 12]), int(answer[1, 18])]

@@ -56,7 +56,7 @@ def test_the_bundled_one_is_always_the_dflash_drafter(tiny_target_dir: Path, two
     ("side", "use_dflash"),
     [("left", True), pytest.param("right", True, marks=pytest.mark.slow), ("right", False)],
 )
-def test_equals_greedy_generate_for_padded_batches(mixin, good_guesses, greedy, side, use_dflash):
+def test_equals_greedy_generate_for_padded_batches(mixin, good_draft_tokens, greedy, side, use_dflash):
     inputs = padded(PROMPTS, side)
     output = mixin.generate(**inputs, max_new_tokens=30, use_dflash=use_dflash)
     assert output.dtype == torch.int64
@@ -107,7 +107,7 @@ def test_the_models_own_end_token_counts_unless_another_is_given(model, config, 
         pytest.param(4, 4, "linear", marks=pytest.mark.slow),
     ],
 )
-def test_refinement_does_not_change_the_output(model, config, good_guesses, greedy, steps, schedule, block_size):
+def test_refinement_does_not_change_the_output(model, config, good_draft_tokens, greedy, steps, schedule, block_size):
     config = replace(config, block_size=block_size, diffusion_steps=steps, noise_schedule=schedule)
     mixin = DFlashGenerationMixin(model, config)
     output = mixin.generate(**padded(PROMPTS, "left"), max_new_tokens=20)
@@ -171,7 +171,7 @@ def test_calls_leave_no_hooks_on_the_model(model, mixin):
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_sampling_only_where_asked(mixin, good_guesses):
+def test_sampling_only_where_asked(mixin, good_draft_tokens):
     inputs = padded(PROMPTS, "left")
     once = mixin.generate(**inputs, max_new_tokens=15, do_sample=True, temperature=2.0, top_k=50, top_p=0.9, seed=3)
     plain = mixin.generate(

@@ -36,7 +36,7 @@ def drafter(model: PreTrainedModel, drafter_dir: Path) -> DFlashDrafter:
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 40])
-def test_equals_greedy_generate(model, draft, good_guesses, greedy, count):
+def test_equals_greedy_generate(model, draft, good_draft_tokens, greedy, count):
     output = draft.spec_generate(target=model, input_ids=torch.tensor([PROMPT]), max_new_tokens=count)
     assert output.dtype == torch.int64
     assert output.tolist() == [PROMPT + greedy(PROMPT, count)]
@@ -59,7 +59,7 @@ def test_targets_and_lists_of_ids_are_taken_too(model, draft, greedy):
     assert output.tolist() == [PROMPT + greedy(PROMPT, 9)]
 
 
-def test_ends_at_the_first_stop_token_and_keeps_it(model, draft, good_guesses, greedy):
+def test_ends_at_the_first_stop_token_and_keeps_it(model, draft, good_draft_tokens, greedy):
     answer = greedy(PROMPT, 40)
     stops = [answer[12], answer[25]]
     end = min(answer.index(stop) for stop in stops) + 1
@@ -77,7 +77,7 @@ def test_the_models_own_end_tokens_do_not_count(model, draft, greedy, stops):
 
 
 @pytest.mark.slow
-def test_sampling_follows_torchs_seed_and_not_the_drafter(model, draft, good_guesses):
+def test_sampling_follows_torchs_seed_and_not_the_drafter(model, draft, good_draft_tokens):
     def sample(seed: int, **more: float) -> list[int]:
         torch.manual_seed(seed)
         output = draft.spec_generate(model, torch.tensor([PROMPT]), 20, temperature=1.0, **more)
@@ -115,9 +115,9 @@ def test_what_is_no_target_is_refused(draft):
 
 
 def test_from_pretrained_knows_of_rounding_in_training(drafter_dir, tmp_path):
-    assert DFlashDraftModel.from_pretrained(drafter_dir).round_bits is None
+    assert DFlashDraftModel.from_pretrained(drafter_dir).qat_bits is None
     write_checkpoint(tmp_path / "few", *read_checkpoint(drafter_dir), Trained(None, 4))
-    assert DFlashDraftModel.from_pretrained(tmp_path / "few").round_bits == 4
+    assert DFlashDraftModel.from_pretrained(tmp_path / "few").qat_bits == 4
 
 
 def test_from_pretrained_needs_no_target(drafter_dir):

@@ -5,7 +5,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for some_documents.py and some_features.py
 
-from some_features import made  # noqa: E402
+from some_hidden_states import made  # noqa: E402
 
 from blockdraft.data.documents import TokenData  # noqa: E402
 from blockdraft.targets import Target, load_target  # noqa: E402

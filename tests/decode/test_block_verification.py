@@ -3,15 +3,15 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
-from twins import block_chance, block_ratios, verify_block
+from twins import block_acceptance_prob, block_ratios, verify_block
 
-from blockdraft.decode.block_verification import accept_block, block_chances, residual_mass
+from blockdraft.decode.block_verification import accept_block, block_acceptance_probs, residual_mass
 from blockdraft.decode.distributions import Distributions
 from blockdraft.decode.proposal import Proposal, SparseDistribution
 from blockdraft.decode.verification import verify
 from blockdraft.types import SamplingParams
 
-V, GUESSES = 3, 3
+V, DRAFT_TOKENS = 3, 3
 
 
 def random_distributions(seed: int) -> tuple[Tensor, Tensor]:
@@ -28,42 +28,44 @@ def random_distributions(seed: int) -> tuple[Tensor, Tensor]:
 
 def chains(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
     """All chains that q can offer after token 0: their tokens and probability, chances and factors, and q."""
-    tokens = torch.tensor([(0, *rest) for rest in product(range(V), repeat=GUESSES)])
+    tokens = torch.tensor([(0, *rest) for rest in product(range(V), repeat=DRAFT_TOKENS)])
     tokens = tokens[(q[tokens[:, :-1], tokens[:, 1:]] > 0).all(1)]
     before, after = tokens[:, :-1], tokens[:, 1:]
     zeros = torch.zeros(len(tokens), 1)
-    guess_p, guess_q = (torch.cat([zeros, dist[before, after]], 1) for dist in (p, q))
-    sampled = guess_q[:, 1:].prod(-1)
+    draft_token_p, draft_token_q = (torch.cat([zeros, dist[before, after]], 1) for dist in (p, q))
+    sampled = draft_token_q[:, 1:].prod(-1)
     q_of_nodes = q[tokens]
     q_of_nodes[:, -1] = 0
     p_of_nodes = p[tokens] * (q_of_nodes > 0)
-    return tokens, sampled, block_chances(p_of_nodes, q_of_nodes, guess_p, guess_q), q_of_nodes
+    return tokens, sampled, block_acceptance_probs(p_of_nodes, q_of_nodes, draft_token_p, draft_token_q), q_of_nodes
 
 
-def ends(chances: Tensor) -> Tensor:
+def ends(acceptance_probs: Tensor) -> Tensor:
     """Probability that the path ends at each node: its test is passed, and none after it."""
-    fails_behind = torch.cat([(1 - chances).flip(1).cumprod(1).flip(1)[:, 1:], torch.ones_like(chances[:, :1])], 1)
-    return chances * fails_behind
+    fails_behind = torch.cat(
+        [(1 - acceptance_probs).flip(1).cumprod(1).flip(1)[:, 1:], torch.ones_like(acceptance_probs[:, :1])], 1
+    )
+    return acceptance_probs * fails_behind
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_block_verification_keeps_the_distribution_exactly(seed: int) -> None:
     """Summed over all that can be sampled, path and bonus and plain tokens behind them have the distribution of p."""
     p, q = random_distributions(seed)
-    tokens, sampled, (chances, c), q_of_nodes = chains(p, q)
-    end = ends(chances)
-    found = torch.zeros((V,) * (GUESSES + 1), dtype=torch.float64)
-    for row, node in product(range(len(tokens)), range(GUESSES + 1)):
+    tokens, sampled, (acceptance_probs, c), q_of_nodes = chains(p, q)
+    end = ends(acceptance_probs)
+    found = torch.zeros((V,) * (DRAFT_TOKENS + 1), dtype=torch.float64)
+    for row, node in product(range(len(tokens)), range(DRAFT_TOKENS + 1)):
         if end[row, node] < 1e-15:  # a residual that rounding has emptied
             continue
         rest = (p[tokens[row, node]] - c[row, node] * q_of_nodes[row, node]).clamp(min=0)
         dist = sampled[row] * end[row, node] * (rest / rest.sum())
         path = tuple(tokens[row, 1 : node + 1].tolist())
-        for _ in range(GUESSES - node):  # plain tokens, each after the last dimension's
+        for _ in range(DRAFT_TOKENS - node):  # plain tokens, each after the last dimension's
             dist = dist.unsqueeze(-1) * p
         found[path] += dist
     exact = p[0]
-    for _ in range(GUESSES):
+    for _ in range(DRAFT_TOKENS):
         exact = exact.unsqueeze(-1) * p
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
 
@@ -71,8 +73,8 @@ def test_block_verification_keeps_the_distribution_exactly(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_block_verification_accepts_at_least_as_much_as_token_by_token(seed: int) -> None:
     p, q = random_distributions(seed)
-    tokens, sampled, (chances, _), _ = chains(p, q)
-    block = sampled @ (ends(chances) * torch.arange(GUESSES + 1)).sum(-1)
+    tokens, sampled, (acceptance_probs, _), _ = chains(p, q)
+    block = sampled @ (ends(acceptance_probs) * torch.arange(DRAFT_TOKENS + 1)).sum(-1)
     before, after = tokens[:, :-1], tokens[:, 1:]
     one_by_one = (p[before, after] / q[before, after]).clamp(max=1).cumprod(1).sum(1)
     assert float(block) >= float(sampled @ one_by_one) - 1e-12
@@ -84,14 +86,14 @@ def test_block_verification_accepts_at_least_as_much_as_token_by_token(seed: int
 @pytest.mark.parametrize("seed", range(6))
 def test_chances_are_those_of_the_paper(seed: int) -> None:
     p, q = random_distributions(seed)
-    tokens, _, (chances, c), _ = chains(p, q)
+    tokens, _, (acceptance_probs, c), _ = chains(p, q)
     for row in range(len(tokens)):
         chain = tokens[row].tolist()
         dists = [p[token].tolist() for token in chain], [q[token].tolist() for token in chain]
         ratios = block_ratios(chain, *dists)
         assert (1 / c[row]).tolist() == pytest.approx(ratios)
-        expected = [block_chance(i, ratios, *dists) for i in range(len(chain))]
-        assert chances[row].tolist() == pytest.approx(expected)
+        expected = [block_acceptance_prob(i, ratios, *dists) for i in range(len(chain))]
+        assert acceptance_probs[row].tolist() == pytest.approx(expected)
 
 
 def numbers(*values: float) -> Tensor:
@@ -102,9 +104,9 @@ def numbers(*values: float) -> Tensor:
 def test_extreme_numbers_accept_neither_the_impossible_nor_refuse_the_certain(test: float) -> None:
     tests = numbers(test, test)
     q = torch.tensor([[[0.5, 0.5], [0.0, 0.0]]], dtype=torch.float64)
-    for guess_p, accepted in ((0.0, 0), (1.0, 1)):
-        p = torch.tensor([[[guess_p, 1 - guess_p], [0.0, 0.0]]], dtype=torch.float64)
-        last, c = accept_block(p, q, numbers(0, guess_p), numbers(0, 0.5), tests)
+    for draft_token_p, accepted in ((0.0, 0), (1.0, 1)):
+        p = torch.tensor([[[draft_token_p, 1 - draft_token_p], [0.0, 0.0]]], dtype=torch.float64)
+        last, c = accept_block(p, q, numbers(0, draft_token_p), numbers(0, 0.5), tests)
         assert (int(last), float(c)) == (accepted, 1.0)
 
 
@@ -178,11 +180,11 @@ def test_a_node_without_a_distribution_changes_no_distribution_before_it() -> No
     count, generator = 20_000, torch.Generator().manual_seed(0)
     q = torch.tensor([[0.6, 0.3, 0.1], [0.3, 0.4, 0.3], [0.2, 0.5, 0.3]])
     p = torch.tensor([[0.2, 0.5, 0.3], [0.5, 0.2, 0.3], [0.1, 0.1, 0.8], [1.0, 0.0, 0.0]])
-    guesses = torch.stack([torch.multinomial(dist, count, True, generator=generator) for dist in q], dim=1)
-    tokens = torch.cat([torch.zeros(count, 1, dtype=torch.int64), guesses], dim=1)
+    draft_tokens = torch.stack([torch.multinomial(dist, count, True, generator=generator) for dist in q], dim=1)
+    tokens = torch.cat([torch.zeros(count, 1, dtype=torch.int64), draft_tokens], dim=1)
     parents = torch.arange(-1, 3).repeat(count, 1)
     logits = p.log().repeat(count, 1, 1)
-    logits[:, 1:][guesses == 0] = torch.nan
+    logits[:, 1:][draft_tokens == 0] = torch.nan
     uniforms, tests = torch.rand(2, count, 4, dtype=torch.float64, generator=generator)
     ids = torch.arange(3).repeat(4, 1)
     dist = SparseDistribution(ids, torch.cat([q, torch.zeros(1, 3)]))

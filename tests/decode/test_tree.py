@@ -135,7 +135,7 @@ def test_as_many_ranks_as_the_budget_are_enough(spread: float, budget: int) -> N
 def test_a_tree_that_pays_is_the_one_cut_from_the_whole_budget(cost: float, spread: float) -> None:
     """From no guess at all to the whole budget."""
     log_probs = dists(depth=9, vocabulary=60, seed=3, spread=spread, batch=2)
-    seconds = [1 + cost * guesses for guesses in range(301)]
+    seconds = [1 + cost * draft_tokens for draft_tokens in range(301)]
     expected = build(log_probs, 300, seconds)
     found = paying_tree(ANCHOR.expand(2), log_probs, 300, seconds)
     assert torch.equal(found.tokens, expected.tokens)
@@ -195,7 +195,7 @@ def test_a_lattice_whose_steps_do_not_depend_on_each_other_is_a_plain_tree() -> 
 def test_a_lattice_tree_that_pays_is_the_one_cut_from_the_whole_budget(cost: float) -> None:
     log_probs, ids = lattice(depth=6, count=5, seed=9, batch=2)
     whole = lattice_tree(ANCHOR.expand(2), log_probs, ids, 200)
-    seconds = [1 + cost * guesses for guesses in range(201)]
+    seconds = [1 + cost * draft_tokens for draft_tokens in range(201)]
     cut = lattice_tree(ANCHOR.expand(2), log_probs, ids, 200, seconds)
     worth = []
     for row in range(2):
@@ -243,7 +243,7 @@ def test_of_grown_guesses_the_likeliest_are_taken_with_their_parents(budget: int
     for row, count in enumerate((min(budget, 39), min(budget, 3))):
         kept = log_probs[row].where(~log_probs[row].isnan(), -torch.inf).topk(count).indices.tolist()
         found, before = proposal.tokens[row].tolist(), proposal.parents[row].tolist()
-        assert found[: 1 + count] == [7 + row, *(100 + guess for guess in kept)]
+        assert found[: 1 + count] == [7 + row, *(100 + draft_token for draft_token in kept)]
         for node in range(1, 1 + count):
             parent = int(parents[row, found[node] - 100])
             assert found[before[node]] == (100 + parent if parent >= 0 else 7 + row)
@@ -253,7 +253,7 @@ def test_of_grown_guesses_the_likeliest_are_taken_with_their_parents(budget: int
 def test_grown_guesses_are_cut_to_those_that_pay() -> None:
     log_probs, parents, tokens = grown(depth=3, width=3, seed=2)
     seconds = [1 + 0.1 * n for n in range(40)]
-    cut = best_of(torch.tensor([7, 8]), log_probs, parents, tokens, 39, seconds, trust=0.8)
+    cut = best_of(torch.tensor([7, 8]), log_probs, parents, tokens, 39, seconds, calibration=0.8)
     worth = log_probs.exp().sort(dim=-1, descending=True).values.tolist()
     count = best_count(worth, seconds, 0.8)
     assert 0 < count < 39 and cut.tokens.shape == (2, 1 + count)
@@ -295,9 +295,9 @@ def test_rows_share_a_count() -> None:
 
 def test_trust_scales_what_is_expected() -> None:
     rows, seconds = [[0.9, 0.5, 0.1], [0.8, 0.7]], [1.0, 1.2, 1.5, 1.9]
-    for trust in (0.3, 0.7, 1.3):
-        rates = [(2 + trust * sum(sum(row[:n]) for row in rows)) / seconds[n] for n in range(4)]
-        assert best_count(rows, seconds, trust) == rates.index(max(rates))
+    for calibration in (0.3, 0.7, 1.3):
+        rates = [(2 + calibration * sum(sum(row[:n]) for row in rows)) / seconds[n] for n in range(4)]
+        assert best_count(rows, seconds, calibration) == rates.index(max(rates))
     assert best_count(rows, seconds, 0.1) == 0 < best_count(rows, seconds, 1.0)
 
 
@@ -306,4 +306,4 @@ def test_another_guess_pays_if_its_tokens_are_worth_its_time() -> None:
     # Of one guess a row 2.5 tokens, of two 2.75.
     assert next_pays(expected, following, 1, [1.0, 1.0, 1.09])
     assert not next_pays(expected, following, 1, [1.0, 1.0, 1.1])
-    assert not next_pays(expected, following, 1, [1.0, 1.0, 1.09], trust=0.5)
+    assert not next_pays(expected, following, 1, [1.0, 1.0, 1.09], calibration=0.5)

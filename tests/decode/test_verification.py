@@ -216,19 +216,21 @@ def broken(name: str, rule: Callable[..., tuple[Tensor, Tensor]]) -> Judge:
     return judge
 
 
-def block_with_ratios(p: Tensor, q: Tensor, guess_p: Tensor, guess_q: Tensor, tests: Tensor) -> tuple[Tensor, Tensor]:
+def block_with_ratios(
+    p: Tensor, q: Tensor, draft_token_p: Tensor, draft_token_q: Tensor, tests: Tensor
+) -> tuple[Tensor, Tensor]:
     """Takes the last guess whose test is below the ratio r instead of the chance h."""
-    _, c = block_verification.block_chances(p, q, guess_p, guess_q)
+    _, c = block_verification.block_acceptance_probs(p, q, draft_token_p, draft_token_q)
     last = torch.where(tests < 1 / c, torch.arange(tests.size(1)), 0).amax(1)
     return last, c.gather(1, last[:, None])[:, 0]
 
 
 def block_up_to_first_rejection(
-    p: Tensor, q: Tensor, guess_p: Tensor, guess_q: Tensor, tests: Tensor
+    p: Tensor, q: Tensor, draft_token_p: Tensor, draft_token_q: Tensor, tests: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Tests the guesses one by one as plain rejection sampling does, then draws from the residual of the block."""
-    _, c = block_verification.block_chances(p, q, guess_p, guess_q)
-    accepted = tests * guess_q < guess_p
+    _, c = block_verification.block_acceptance_probs(p, q, draft_token_p, draft_token_q)
+    accepted = tests * draft_token_q < draft_token_p
     accepted[:, 0] = True
     last = accepted.long().cumprod(1).sum(1) - 1
     return last, c.gather(1, last[:, None])[:, 0]

@@ -49,7 +49,9 @@ def block_ratios(tokens: Sequence[int], p: Sequence[Distribution], q: Sequence[D
     return ratios
 
 
-def block_chance(i: int, ratios: Sequence[float], p: Sequence[Distribution], q: Sequence[Distribution]) -> float:
+def block_acceptance_prob(
+    i: int, ratios: Sequence[float], p: Sequence[Distribution], q: Sequence[Distribution]
+) -> float:
     """`h_i` of arXiv 2403.10444: the probability that guess i is accepted, whatever happens to later ones."""
     ratio = ratios[i]
     if i == len(ratios) - 1 or ratio == 1:
@@ -69,7 +71,7 @@ def verify_block(
     ratios = block_ratios(tokens, p, q)
     last = 0
     for i in range(1, len(tokens)):
-        if tests[i] < block_chance(i, ratios, p, q):
+        if tests[i] < block_acceptance_prob(i, ratios, p, q):
             last = i
     dist: Distribution = p[last]
     if last < len(tokens) - 1:

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from blockdraft.diffusion.strategies import STRATEGIES, Guesses, read_strategy
+from blockdraft.diffusion.strategies import STRATEGIES, DraftTokens, read_strategy
 from blockdraft.errors import UsageError
 
-GUESSES = Guesses(
+DRAFT_TOKENS = DraftTokens(
     confidence=torch.tensor([0.5, 0.95, 0.2, 0.9]),
     entropy=torch.tensor([1.0, 0.1, 2.0, 0.25], dtype=torch.float32),
     order=torch.tensor([0.30, 0.10, 0.95, 0.80], dtype=torch.float64),
@@ -37,12 +37,12 @@ GUESSES = Guesses(
     ],
 )
 def test_chosen(name: str, chosen: list[int]) -> None:
-    assert read_strategy(name).choose(GUESSES).nonzero().flatten().tolist() == chosen
+    assert read_strategy(name).choose(DRAFT_TOKENS).nonzero().flatten().tolist() == chosen
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_one_guess_at_least(name: str) -> None:
-    unsure = Guesses(*(torch.full((3,), value) for value in (0.0, 9.0, 0.0)))
+    unsure = DraftTokens(*(torch.full((3,), value) for value in (0.0, 9.0, 0.0)))
     assert read_strategy(name).choose(unsure).any()
 
 
@@ -50,7 +50,7 @@ def test_steps_are_equally_likely() -> None:
     """Each step of the ancestral strategy settles about as many tokens."""
     left, sizes = torch.rand(9000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), []
     while len(left):
-        chosen = read_strategy("ancestral=3").choose(Guesses(left, left, left))
+        chosen = read_strategy("ancestral=3").choose(DraftTokens(left, left, left))
         sizes.append(int(chosen.sum()))
         left = left[~chosen]
     assert sizes == pytest.approx([3000] * 3, rel=0.05)

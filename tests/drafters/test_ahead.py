@@ -177,9 +177,9 @@ def test_guesses_are_those_of_usual_drafting(
         expected = usual.propose(of_theirs, anchor, plan)
         assert made.tokens.tolist() == expected.tokens.tolist(), cycle
         assert torch.equal(made.parents, expected.parents)
-        if expected.chances is not None:
-            assert made.chances is not None
-            torch.testing.assert_close(torch.tensor(made.chances), torch.tensor(expected.chances))
+        if expected.acceptance_probs is not None:
+            assert made.acceptance_probs is not None
+            torch.testing.assert_close(torch.tensor(made.acceptance_probs), torch.tensor(expected.acceptance_probs))
             torch.testing.assert_close(made.expected, expected.expected)
         if cycle in (1, 2, 3, 6, 7, 9, 10, 11):
             assert drafter.foreseen == hits_before + 1, cycle
@@ -227,7 +227,9 @@ def test_the_likeliest_outcomes_are_drafted_for(drafter: AheadDrafter, usual: Dr
         text.append(token)
         dist = usual._read(alone, [text])[0].log_softmax(-1)
         following = chain[place + 1] if place + 1 < len(chain) else -1
-        outcomes += [(survival + float(chance), place, id) for id, chance in enumerate(dist) if id != following]
+        outcomes += [
+            (survival + float(acceptance_prob), place, id) for id, acceptance_prob in enumerate(dist) if id != following
+        ]
         survival += float(dist[following])
     assert foreseen_of(state, 60) == [each[1:] for each in sorted(outcomes, reverse=True)[:COUNT]]
 
@@ -342,7 +344,7 @@ def test_without_a_thread_drafts_are_the_usual_ones(
         lambda state: state.close(60),
         lambda state: state.shrink(60, 2),
         lambda state: state.copy(60, 0, 3),
-        lambda state: state.wipe(60),
+        lambda state: state.zero_slots(60),
         lambda state: _stop_all(),
     ],
 )
@@ -387,7 +389,7 @@ def test_near_the_end_of_its_slots_fewer_guesses_are_drafted_ahead(
 ) -> None:
     """A branch has a node for each of its guesses except the last."""
     caplog.clear()
-    for slots, guesses in ((30, 4), (8 + 3 * COUNT, 3), (8 + COUNT, 1), (7 + COUNT, 0), (8, 0), (7, None)):
+    for slots, draft_tokens in ((30, 4), (8 + 3 * COUNT, 3), (8 + COUNT, 1), (7 + COUNT, 0), (8, 0), (7, None)):
         state = drafter.new_state(1, 60)
         state.close(0)
         state.open(0, slots)
@@ -395,10 +397,10 @@ def test_near_the_end_of_its_slots_fewer_guesses_are_drafted_ahead(
         drafter.propose(state, torch.tensor([5]), Plan(5, [GREEDY]))
         finish(state)
         outcomes = list(state.work.found[0][1].values())[-COUNT:]
-        if guesses is None:
+        if draft_tokens is None:
             assert outcomes == []
         else:
-            assert [len(each) for each in outcomes] == [guesses] * COUNT
+            assert [len(each) for each in outcomes] == [draft_tokens] * COUNT
     assert not caplog.text
 
 

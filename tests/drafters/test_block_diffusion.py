@@ -63,7 +63,7 @@ def dists(drafter: BlockDiffusionDrafter, text: list[int], settled: dict[int, in
     return logits
 
 
-def slow_guesses(drafter: BlockDiffusionDrafter, text: list[int], passes: int) -> list[int]:
+def slow_draft_tokens(drafter: BlockDiffusionDrafter, text: list[int], passes: int) -> list[int]:
     """Guesses that are fixed pass by pass, the surest first, by the cosine schedule."""
     settled: dict[int, int] = {}
     count = len(dists(drafter, text))
@@ -115,7 +115,7 @@ def test_guesses_equal_those_of_a_model_without_a_cache(
         for row, anchor, ids, parents in zip(
             rows, anchors, proposal.tokens.tolist(), proposal.parents.tolist(), strict=True
         ):
-            wanted = slow_guesses(drafter, [*texts[row], anchor], passes)
+            wanted = slow_draft_tokens(drafter, [*texts[row], anchor], passes)
             count = 4 - (len(texts[row]) + 1) % 4
             assert len(wanted) == count and ids[: 1 + count] == [anchor, *wanted]
             assert parents == [*range(-1, count), *[-1] * (len(parents) - 1 - count)]

@@ -239,12 +239,12 @@ def test_past_its_context_it_stops_guessing(target: Target, tiny_target_dir: Pat
     for prompt, completion in zip([PROMPTS[1], PROMPTS[3], [7] * 30], completions, strict=True):
         [plain] = Engine(target, load_drafter("none", target=target)).generate([prompt], GREEDY)
         assert completion.token_ids == plain.token_ids
-        length, guessed = len(prompt), []
+        length, from_draft = len(prompt), []
         for committed in completion.stats.committed:
-            guessed.append(max(0, min(BLOCK_SIZE - 1, 20 - length, 32 - (length - len(prompt)))))
+            from_draft.append(max(0, min(BLOCK_SIZE - 1, 20 - length, 32 - (length - len(prompt)))))
             length += committed
-        assert completion.stats.drafted == guessed
-        assert completion.stats.committed[:-1] == [1 + count for count in guessed[:-1]]  # it is the target itself
+        assert completion.stats.drafted == from_draft
+        assert completion.stats.committed[:-1] == [1 + count for count in from_draft[:-1]]  # it is the target itself
 
 
 def test_a_prompt_alone_that_is_longer_than_its_context_is_not_read(

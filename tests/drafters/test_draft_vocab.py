@@ -53,8 +53,8 @@ def load(request: pytest.FixtureRequest) -> Callable[[str, Target], Drafter]:
 
 def proposal(drafter: Drafter, target: Target, plan: Plan) -> Proposal:
     generator, state = torch.Generator().manual_seed(1), drafter.new_state(1, 60)
-    features = torch.randn(1, 7, len(drafter.taps) * target.hidden_size, generator=generator)
-    drafter.observe(state, torch.tensor([[4, 9, 33, 12, 7, 8, 60]]), features, [7])
+    hidden_states = torch.randn(1, 7, len(drafter.target_layers) * target.hidden_size, generator=generator)
+    drafter.observe(state, torch.tensor([[4, 9, 33, 12, 7, 8, 60]]), hidden_states, [7])
     return drafter.propose(state, torch.tensor([21]), plan)
 
 

@@ -78,18 +78,18 @@ def make(kind: str, target: Target, folder: Path, **options: object) -> DFlashDr
 def test_rows_of_different_lengths_draft_as_if_alone(kind: str, target: Target, tiny_drafter_dir: Path) -> None:
     drafter = make(kind, target, tiny_drafter_dir)
     generator = torch.Generator().manual_seed(0)
-    features = torch.randn(2, 9, 64, generator=generator)
+    hidden_states = torch.randn(2, 9, 64, generator=generator)
     tokens, lengths, anchor = torch.zeros(2, 9, dtype=torch.long), [9, 5], torch.tensor([7, 8])
     block = torch.full((2, 8), drafter.config.mask_token_id)
     block[:, 0] = anchor
     state = drafter.new_state(2, 40)
-    drafter.observe(state, tokens, features, lengths)
+    drafter.observe(state, tokens, hidden_states, lengths)
     together = drafter._draft_logits(state, block)
     for row in range(2):
         alone = drafter.new_state(1, 40)
         for start in (0, 3):  # observing in parts is the same
             end = lengths[row] if start else 3
-            drafter.observe(alone, tokens[:1, start:end], features[row : row + 1, start:end], [end - start])
+            drafter.observe(alone, tokens[:1, start:end], hidden_states[row : row + 1, start:end], [end - start])
         expected = drafter._draft_logits(alone, block[row : row + 1])[0]
         torch.testing.assert_close(together[row], expected, atol=1e-5, rtol=1e-4)
 
@@ -99,9 +99,9 @@ def test_drafting_leaves_no_trace_and_depends_on_what_is_visible(
     kind: str, target: Target, tiny_drafter_dir: Path
 ) -> None:
     drafter = make(kind, target, tiny_drafter_dir)
-    features = torch.randn(1, 12, 64, generator=torch.Generator().manual_seed(1))
+    hidden_states = torch.randn(1, 12, 64, generator=torch.Generator().manual_seed(1))
     state = drafter.new_state(1, 40)
-    drafter.observe(state, torch.zeros(1, 12, dtype=torch.long), features, [12])
+    drafter.observe(state, torch.zeros(1, 12, dtype=torch.long), hidden_states, [12])
     block = torch.tensor([[7, 11, 12, 13]])
     first = drafter._draft_logits(state, block)
     drafter.propose(state, torch.tensor([99]), Plan(8, [SamplingParams()]))
@@ -271,11 +271,11 @@ def test_a_network_knows_how_it_was_trained(
     folder = tmp_path / "drafter"
     shutil.copytree(request.getfixturevalue(name), folder)
     drafter: Any = load_drafter(folder, target=target)
-    assert drafter.network.round_bits is None
+    assert drafter.network.qat_bits is None
     raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"round_bits": 4}))
+    (folder / "config.json").write_text(json.dumps(raw | {"qat_bits": 4}))
     drafter = load_drafter(folder, target=target)
-    assert drafter.network.round_bits == 4
+    assert drafter.network.qat_bits == 4
 
 
 @pytest.mark.parametrize("name", ["tiny_drafter_dir", "tiny_eagle3_dir", "tiny_mtp_dir"])
@@ -289,7 +289,7 @@ def test_a_drafter_knows_its_bits(
     assert [load_drafter(folder, target=each).bits for each in (target, kept, rounded)] == [None, None, 8]
     before = load_drafter(folder, target=rounded)
     raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"round_bits": 4}))
+    (folder / "config.json").write_text(json.dumps(raw | {"qat_bits": 4}))
     after = load_drafter(folder, target=rounded)
     both = load_drafter(f"prompt_lookup+{folder}", target=rounded)
     assert after.bits == 4 and [part.bits for part in both.parts] == [None, 4]

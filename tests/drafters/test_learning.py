@@ -7,8 +7,8 @@ import pytest
 
 from blockdraft import Engine, load_drafter, load_target
 from blockdraft.data.documents import read_data
-from blockdraft.data.features import plan_features
-from blockdraft.data.settings import FeatureSettings
+from blockdraft.data.hidden_states import plan_hidden_states
+from blockdraft.data.settings import HiddenStateSettings
 from blockdraft.settings import read_settings
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.trainer import run_folder, train
@@ -28,9 +28,9 @@ def test_heads_learn_the_targets_answers_and_decode_them_losslessly(
 ) -> None:
     """Trained from features on disk, where the target's last hidden state is both the input and the teacher."""
     target, data = load_target(tiny_target_dir, device="cpu"), read_data(answered.folder)
-    plan_features(tmp_path / "features", target, data, (target.num_layers,), FeatureSettings()).write()
+    plan_hidden_states(tmp_path / "hidden_states", target, data, (target.num_layers,), HiddenStateSettings()).write()
     kind, out = find_variant(name).recipe_class, tmp_path / "drafter"
-    recipe = read_settings(kind, flags=FLAGS | {"features": str(tmp_path / "features")})
+    recipe = read_settings(kind, flags=FLAGS | {"hidden_states": str(tmp_path / "hidden_states")})
     lines = train(name, target, data, out, recipe, make_accelerator(recipe, run_folder(out), "cpu"))
     assert sum(line["loss"] for line in lines[-5:]) < 0.75 * sum(line["loss"] for line in lines[:5])
     assert len(lines[-1]["held_out_accuracy"]) == 3

@@ -21,7 +21,7 @@ from blockdraft.types import Drafting, SamplingParams
 # Fixture with a small checkpoint or a combination, by kind; None for a drafter that is loaded by name.
 FOLDERS = {
     "block_diffusion": "tiny_block_dir",
-    "combined": "tiny_combination",
+    "hybrid": "tiny_combination",
     "dflash": "tiny_drafter_dir",
     "dflash2": "tiny_dflash2_dir",
     "draft_lm": "tiny_lm_dir",
@@ -78,8 +78,8 @@ class RecordingState:
         assert len(self.of_rows[source]) >= length and not self.of_rows[row]
         self.of_rows[row] += self.of_rows[source][:length]
 
-    def wipe(self, row: int, whole: bool = False) -> None:
-        self.inner.wipe(row, whole)
+    def zero_slots(self, row: int, whole: bool = False) -> None:
+        self.inner.zero_slots(row, whole)
 
 
 class Recorder(Drafter):
@@ -91,7 +91,7 @@ class Recorder(Drafter):
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.taps, self.block_size = drafter, drafter.taps, drafter.block_size
+        self.drafter, self.target_layers, self.block_size = drafter, drafter.target_layers, drafter.block_size
         self.knows_probabilities, self.path = drafter.knows_probabilities, drafter.path
         self.knows_lengths = drafter.knows_lengths
         self.texts: list[list[int]] = []
@@ -112,10 +112,12 @@ class Recorder(Drafter):
         assert self.proposals[-1].tokens[:, 0].tolist() == anchor.tolist()
         return self.proposals[-1]
 
-    def observe(self, state: RecordingState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def observe(
+        self, state: RecordingState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]
+    ) -> None:
         for row, ids, length in zip(state.rows, tokens.tolist(), lengths, strict=True):
             state.of_rows[row] += ids[:length]
-        self.drafter.observe(state.inner, tokens, features, lengths)
+        self.drafter.observe(state.inner, tokens, hidden_states, lengths)
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +185,8 @@ def test_answers_are_those_of_plain_decoding(
 
 def check_tree(tokens: list[int], parents: list[int], most: int, block_size: int) -> None:
     """Check for at most `most` guesses, paths of at most `block_size` tokens, and siblings of different tokens."""
-    guesses = [(parent, token) for parent, token in zip(parents, tokens, strict=True) if parent >= 0]
-    assert len(set(guesses)) == len(guesses) <= most
+    draft_tokens = [(parent, token) for parent, token in zip(parents, tokens, strict=True) if parent >= 0]
+    assert len(set(draft_tokens)) == len(draft_tokens) <= most
     depths = [0] * len(parents)
     for node, parent in enumerate(parents):
         assert parent == -1 or 0 <= parent < node
@@ -215,11 +217,11 @@ def learn(target: Target, drafter: Drafter, state: Any, texts: Sequence[list[int
     """Let a drafter observe these tokens, with features that depend on the tokens alone."""
     longest = max(map(len, texts))
     tokens = torch.tensor([text + [77] * (longest - len(text)) for text in texts])
-    features = target.embed(tokens).repeat(1, 1, len(drafter.taps)) if drafter.taps else None
-    drafter.observe(state, tokens, features, [len(text) for text in texts])
+    hidden_states = target.embed(tokens).repeat(1, 1, len(drafter.target_layers)) if drafter.target_layers else None
+    drafter.observe(state, tokens, hidden_states, [len(text) for text in texts])
 
 
-def guesses(drafter: Drafter, state: Any, anchors: Sequence[int], budget: int) -> list[list[int]]:
+def draft_tokens(drafter: Drafter, state: Any, anchors: Sequence[int], budget: int) -> list[list[int]]:
     """Paths to the nodes of each row's tree, padding excluded."""
     plan = Plan(drafter.block_size, [SamplingParams()] * len(anchors), budget)
     proposal, found = drafter.propose(state, torch.tensor(anchors), plan), []
@@ -238,11 +240,11 @@ def test_rows_anywhere_and_copies_draft_as_if_alone_and_new(
 
     def same(*rows: int) -> None:
         anchors = [31 + row % 7 for row in rows]
-        together = guesses(drafter, state.of(rows), anchors, budget)
+        together = draft_tokens(drafter, state.of(rows), anchors, budget)
         for row, anchor, found in zip(rows, anchors, together, strict=True):
             alone = drafter.new_state(1, 60)
             learn(target, drafter, alone, [texts[row]])
-            assert found == guesses(drafter, alone, [anchor], budget)[0]
+            assert found == draft_tokens(drafter, alone, [anchor], budget)[0]
 
     def more(*rows: int, count: int) -> None:
         new = {row: [(13 * row + 5 * i) % 60 + 4 for i in range(count - place)] for place, row in enumerate(rows)}

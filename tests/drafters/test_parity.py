@@ -59,7 +59,7 @@ def test_training_pass_equals_draft_pass(
     name: str, kind: str, parity: Callable[..., Any], tiny_target_dir: Path, tmp_path: Path
 ) -> None:
     target = load_target(tiny_target_dir)
-    flags = {"layers": "2", "taps": "0,2", "block-size": "6", "save-dtype": "float32"}
+    flags = {"layers": "2", "target_layers": "0,2", "block-size": "6", "save-dtype": "float32"}
     variant = find_variant(name)(read_settings(find_variant(name).recipe_class, flags=flags))
     config = dataclasses.replace(variant.config(target), layers=KINDS[kind])
     network = disturbed(variant.network(config))

@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from blockdraft.decode.proposal import Plan
-from blockdraft.drafters.prompt_lookup import GUESSES_A_TOKEN, LONGEST, RECENT, START, PromptLookupDrafter, Text, Texts
+from blockdraft.drafters.prompt_lookup import (
+    DRAFT_TOKENS_A_TOKEN,
+    LONGEST,
+    RECENT,
+    START,
+    PromptLookupDrafter,
+    Text,
+    Texts,
+)
 from blockdraft.types import SamplingParams
 
 DRAFTER = PromptLookupDrafter()
@@ -23,7 +31,7 @@ def plan(block_size: int = 16, rows: int = 1, tree_budget: int = 0) -> Plan:
     return Plan(block_size, [SamplingParams()] * rows, tree_budget)
 
 
-def guesses(state: Texts, anchor: int, block_size: int = 16) -> list[int]:
+def draft_tokens(state: Texts, anchor: int, block_size: int = 16) -> list[int]:
     return DRAFTER.propose(state, torch.tensor([anchor]), plan(block_size)).tokens[0, 1:].tolist()
 
 
@@ -38,7 +46,7 @@ def matches(text: list[int]) -> list[tuple[int, int]]:
 
 def copied(text: list[int], length: int, end: int, most: int) -> list[int]:
     longer = list(text)
-    for i in range(min(most, GUESSES_A_TOKEN * length)):
+    for i in range(min(most, DRAFT_TOKENS_A_TOKEN * length)):
         longer.append(longer[end + i])
     return longer[len(text) :]
 
@@ -60,7 +68,7 @@ def test_the_longest_and_then_latest_match_is_continued() -> None:
             [anchor] = random(0, letters + 1)
             found = matches([*text, anchor])
             expected = copied([*text, anchor], *found[0], most) if found else []
-            assert guesses(state, anchor, most + 1) == expected
+            assert draft_tokens(state, anchor, most + 1) == expected
             lengths.add(found[0][0] if found else 0)
         index = state.texts[0]._ends
         assert sum(map(len, index.values())) == sum(min(LONGEST, end) for end in range(1, len(text) + 1))  # each once
@@ -68,8 +76,8 @@ def test_the_longest_and_then_latest_match_is_continued() -> None:
 
 
 def test_a_repeating_text_is_guessed_to_go_on_repeating() -> None:
-    assert guesses(observed([[5, 6, 7, 5, 6, 7, 5]]), 6, block_size=8) == [7, 5, 6, 7, 5, 6, 7]
-    assert guesses(observed([[9, 4, 4, 4, 4]]), 4) == [4] * 15
+    assert draft_tokens(observed([[5, 6, 7, 5, 6, 7, 5]]), 6, block_size=8) == [7, 5, 6, 7, 5, 6, 7]
+    assert draft_tokens(observed([[9, 4, 4, 4, 4]]), 4) == [4] * 15
 
 
 @pytest.mark.parametrize("budget", [1, 4, 12, 40])
@@ -106,35 +114,35 @@ def test_a_copy_knows_only_its_beginning(scatter: Callable[..., Any]) -> None:
     state = scatter(DRAFTER.new_state(1, 60), (30, 20), (7, 10))
     first, second = state.of([30]), state.of([7])
     observed([[1, 2, 3, 1, 4]], first)
-    guesses(first, 1)
+    draft_tokens(first, 1)
     state.copy(30, 7, 3)
-    assert guesses(second, 1, block_size=3) == [2, 3]
-    assert guesses(second, 4) == []
+    assert draft_tokens(second, 1, block_size=3) == [2, 3]
+    assert draft_tokens(second, 4) == []
     observed([[1, 9]], second)
-    assert guesses(second, 1, block_size=3) == [9, 1]
-    assert guesses(first, 1, block_size=3) == [4, 1]  # a copy was cut, not the text
+    assert draft_tokens(second, 1, block_size=3) == [9, 1]
+    assert draft_tokens(first, 1, block_size=3) == [4, 1]  # a copy was cut, not the text
 
 
 def test_a_row_that_shrinks_knows_what_it_keeps_and_one_that_is_opened_again_nothing() -> None:
     state = observed([[1, 2, 3, 1, 4]])
-    guesses(state, 1)
+    draft_tokens(state, 1)
     state.shrink(0, 5)
-    assert guesses(state, 1, block_size=3) == [4, 1]
+    assert draft_tokens(state, 1, block_size=3) == [4, 1]
     state.shrink(0, 3)
-    assert guesses(state, 1, block_size=3) == [2, 3] and guesses(state, 4) == []
+    assert draft_tokens(state, 1, block_size=3) == [2, 3] and draft_tokens(state, 4) == []
     state.close(0)
     state.open(0, 20)
-    assert guesses(state, 1) == []
+    assert draft_tokens(state, 1) == []
 
 
 def test_how_often_matches_come_true_is_learned_from_the_text_alone() -> None:
     def text(state: Texts) -> Text:
-        guesses(state, 0)
+        draft_tokens(state, 0)
         return state.texts[0]
 
     whole = [(i * i) % 7 for i in range(60)]
     parts = observed([whole[:20]])
-    guesses(parts, 3)
+    draft_tokens(parts, 3)
     rates = text(observed([whole[20:]], parts)).rates
     assert rates == text(observed([whole])).rates
     assert text(observed([[1, 2, 3] * 20])).rates[LONGEST - 1] > 0.95 > START[-1]
@@ -145,16 +153,16 @@ def test_how_often_matches_come_true_is_learned_from_the_text_alone() -> None:
 
 def test_chances_are_those_of_matches_that_grow_and_of_what_siblings_leave() -> None:
     state = observed([[8, 1, 2, 3, 4, 9, 2, 3, 5]])
-    guesses(state, 2)  # has read the text
+    draft_tokens(state, 2)  # has read the text
     one, two, three, _ = state.texts[0].rates = [0.1, 0.4, 0.5, 0.8]
     found = DRAFTER.propose(state, torch.tensor([2]), plan(4, tree_budget=9))  # matches of one token
     assert found.tokens.tolist() == [[2, 3, 5, 2, 4, 9]]
     assert found.parents.tolist() == [[-1, 0, 1, 2, 1, 4]]
     first = one
     expected = [first, first * two, first * two * three, first * (1 - two) * two, first * (1 - two) * two * three]
-    assert found.chances is not None and found.chances[0] == pytest.approx(expected)
+    assert found.acceptance_probs is not None and found.acceptance_probs[0] == pytest.approx(expected)
     chain = DRAFTER.propose(state, torch.tensor([2]), plan(3))
-    assert chain.chances == (pytest.approx((first, first * two)),)
+    assert chain.acceptance_probs == (pytest.approx((first, first * two)),)
 
 
 def test_a_chain_ends_where_a_further_guess_would_not_save_time() -> None:
@@ -164,18 +172,18 @@ def test_a_chain_ends_where_a_further_guess_would_not_save_time() -> None:
     for text in state.texts:
         text.rates = [0.1, 0.4, 0.5, 0.8]
 
-    def counts(*seconds: float, trust: float = 1.0) -> int:
-        asked = Plan(16, [SamplingParams()] * 2, cycle_seconds=seconds, trust=trust)
+    def counts(*seconds: float, calibration: float = 1.0) -> int:
+        asked = Plan(16, [SamplingParams()] * 2, cycle_seconds=seconds, calibration=calibration)
         found = DRAFTER.propose(state, anchors, asked)
         count = found.tokens.size(1) - 1
         assert found.tokens.tolist() == [[3, 4, 1, 2, 3][: 1 + count], [5, 0, 0, 0, 0][: 1 + count]]
         assert found.parents.tolist() == [[-1, 0, 1, 2, 3][: 1 + count], [-1] * (1 + count)]
-        chances = (0.5, 0.4, 0.32, 0.256)[:count]  # of a match of three tokens, which then has four
-        assert found.chances == (pytest.approx(chances), ())
-        assert found.expected == pytest.approx((sum(chances), 0.0))
+        acceptance_probs = (0.5, 0.4, 0.32, 0.256)[:count]  # of a match of three tokens, which then has four
+        assert found.acceptance_probs == (pytest.approx(acceptance_probs), ())
+        assert found.expected == pytest.approx((sum(acceptance_probs), 0.0))
         return count
 
     assert counts(1.0, 1.1, 1.2, 1.9, 1.99) == 2
     assert counts(1.0, 1.3, 1.6, 1.9, 2.2) == 0
-    assert counts(1.0, 1.1, 1.2, 1.9, 1.99, trust=0.1) == 0
+    assert counts(1.0, 1.1, 1.2, 1.9, 1.99, calibration=0.1) == 0
     assert counts(1.0, 1.01, 1.02) == 2  # no more than there are times for

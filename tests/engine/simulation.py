@@ -49,9 +49,9 @@ class Machine:
     noise: float = 0.05
     strays: float = 0.01
 
-    def seconds(self, rows: int, guesses: int | None) -> float:
-        nodes = rows * (1 + (guesses or 0))
-        drafted = 0.0 if guesses is None else self.draft * (1 + 0.03 * rows)
+    def seconds(self, rows: int, draft_tokens: int | None) -> float:
+        nodes = rows * (1 + (draft_tokens or 0))
+        drafted = 0.0 if draft_tokens is None else self.draft * (1 + 0.03 * rows)
         return 1e-3 * (1 + drafted + self.row * (rows - 1) + self.node * max(nodes - self.flat, 0) + 0.01 * nodes)
 
     def measured(self, seconds: float, rng: random.Random) -> float:
@@ -103,7 +103,7 @@ KINDS = ("right", "halved", "doubled", "shuffled", "another", "absent")
 
 
 @dataclass(frozen=True)
-class Guesses:
+class DraftTokens:
     """What a drafter can guess in one cycle of one row, best first.
 
     Attributes:
@@ -122,38 +122,38 @@ class Guesses:
     def survival(self, count: int) -> list[float]:
         """Of the first guesses: the chance that the walk gets to a depth of 1, 2, ..."""
         found = [0.0] * max(self.depths[:count], default=0)
-        for chance, depth in zip(self.path_probs[:count], self.depths[:count], strict=True):
-            found[depth - 1] += chance
+        for acceptance_prob, depth in zip(self.path_probs[:count], self.depths[:count], strict=True):
+            found[depth - 1] += acceptance_prob
         return found
 
 
 @cache
-def chain(chances: tuple[float, ...]) -> Guesses:
-    return Guesses(tuple(accumulate(chances, mul)), tuple(range(1, len(chances) + 1)))
+def chain(acceptance_probs: tuple[float, ...]) -> DraftTokens:
+    return DraftTokens(tuple(accumulate(acceptance_probs, mul)), tuple(range(1, len(acceptance_probs) + 1)))
 
 
 @cache
-def tree(chances: tuple[float, ...]) -> Guesses:
+def tree(acceptance_probs: tuple[float, ...]) -> DraftTokens:
     """At each depth the best guess has the chance of a chain's, and the others share half of the rest, and so on."""
     found: list[tuple[float, int]] = []
-    heap = [(-chances[0], 1, 0, chances[0], 1.0)]
+    heap = [(-acceptance_probs[0], 1, 0, acceptance_probs[0], 1.0)]
     while len(found) < MOST:
-        negative, depth, rank, chance, before = heappop(heap)
+        negative, depth, rank, acceptance_prob, before = heappop(heap)
         found.append((-negative, depth))
-        other = (1 - chance) / 2
-        heappush(heap, (-before * other / 2**rank, depth, rank + 1, chance, before))
-        if depth < len(chances):
-            following = chances[depth]
+        other = (1 - acceptance_prob) / 2
+        heappush(heap, (-before * other / 2**rank, depth, rank + 1, acceptance_prob, before))
+        if depth < len(acceptance_probs):
+            following = acceptance_probs[depth]
             heappush(heap, (negative * following, depth + 1, 0, following, -negative))
-    return Guesses(tuple(p for p, _ in found), tuple(d for _, d in found))
+    return DraftTokens(tuple(p for p, _ in found), tuple(d for _, d in found))
 
 
 Text = Callable[[int], tuple[float, ...]]  # by cycle, the chance of a guess at each depth if all before it were right
 
 
-def constant(chance: float, fade: float = 1.0) -> Text:
-    chances = tuple(chance * fade**i for i in range(BLOCK_SIZE - 1))
-    return lambda cycle: chances
+def constant(acceptance_prob: float, fade: float = 1.0) -> Text:
+    acceptance_probs = tuple(acceptance_prob * fade**i for i in range(BLOCK_SIZE - 1))
+    return lambda cycle: acceptance_probs
 
 
 def changing(first: float, then: float, period: int) -> Text:
@@ -167,7 +167,7 @@ TEXTS = {"even": constant(0.8), "fading": constant(0.85, 0.93), "middling": cons
 class Lookup(Drafter):
     """A drafter without probabilities."""
 
-    block_size, taps, knows_probabilities, knows_lengths = BLOCK_SIZE, (), False, False
+    block_size, target_layers, knows_probabilities, knows_lengths = BLOCK_SIZE, (), False, False
 
 
 class Knowing(Lookup):
@@ -226,7 +226,7 @@ class Decoding:
         costs: Costs | None,
         seed: int = 0,
         rows: Callable[[int], int] = lambda cycle: 1,
-        slower: Callable[[int, int | None], float] = lambda cycle, guesses: 1.0,
+        slower: Callable[[int, int | None], float] = lambda cycle, draft_tokens: 1.0,
         answer: int | None = None,
     ) -> None:
         self.drafter, self.drafting = (DRAFTERS | COSTLESS)[kind]
@@ -247,8 +247,8 @@ class Decoding:
             self._cycle(account)
         return account
 
-    def seconds(self, rows: int, guesses: int | None) -> float:
-        return self.machine.seconds(rows, guesses) * self.slower(len(self.chosen), guesses)
+    def seconds(self, rows: int, draft_tokens: int | None) -> float:
+        return self.machine.seconds(rows, draft_tokens) * self.slower(len(self.chosen), draft_tokens)
 
     def _cycle(self, account: Account) -> None:
         rows = self.rows(len(self.chosen))
@@ -257,37 +257,42 @@ class Decoding:
         requests = self.requests[:rows]
         plan = self.controller.plan(requests)
         texts = [self._offered() for _ in requests]
-        guesses = None if plan.block_size == 1 else plan.block_size - 1
-        if guesses is not None and plan.cycle_seconds is not None:
-            known = [self._guesses(chances[:guesses]).path_probs for chances in texts]
-            guesses = best_count([list(each) for each in known], plan.cycle_seconds, plan.trust)
+        draft_tokens = None if plan.block_size == 1 else plan.block_size - 1
+        if draft_tokens is not None and plan.cycle_seconds is not None:
+            known = [self._draft_tokens(acceptance_probs[:draft_tokens]).path_probs for acceptance_probs in texts]
+            draft_tokens = best_count([list(each) for each in known], plan.cycle_seconds, plan.calibration)
         limit = plan.block_size - 1
-        survivals = [self._guesses(chances[:limit]).survival(guesses or 0) if guesses else [] for chances in texts]
+        survivals = [
+            self._draft_tokens(acceptance_probs[:limit]).survival(draft_tokens or 0) if draft_tokens else []
+            for acceptance_probs in texts
+        ]
         levels = [self.rng.random() for _ in requests]
         lengths = [sum(p > level for p in survival) for survival, level in zip(survivals, levels, strict=True)]
         deepest = [len(survival) for survival in survivals]
-        seconds = self.seconds(rows, guesses)
+        seconds = self.seconds(rows, draft_tokens)
         expected = None
-        if self.drafter.knows_probabilities and guesses is not None:
+        if self.drafter.knows_probabilities and draft_tokens is not None:
             expected = [sum(survival) for survival in survivals]
         measured = self.machine.measured(seconds, self.rng)
-        self.controller.learn(requests, plan, guesses or 0, deepest, lengths, expected, measured)
+        self.controller.learn(requests, plan, draft_tokens or 0, deepest, lengths, expected, measured)
         account.tokens += rows + sum(map(sum, survivals))
         account.seconds += seconds
-        offered = [(self._guesses(chances).accepted, count) for chances, count in Counter(texts).items()]
+        offered = [
+            (self._draft_tokens(acceptance_probs).accepted, count) for acceptance_probs, count in Counter(texts).items()
+        ]
         for size in (None, *(TREES if self.drafting.tree_budget else CHAINS)):
             whole = account.fixed.setdefault(size, [0.0, 0.0])
             whole[0] += rows + sum(count * accepted[size or 0] for accepted, count in offered)
             whole[1] += self.seconds(rows, size)
-        self.chosen.append(guesses)
+        self.chosen.append(draft_tokens)
 
     def _offered(self) -> tuple[float, ...]:
         """Chances of a cycle. Some cycles are easier than others, and a drafter may know which."""
-        chances = self.text(len(self.chosen))
+        acceptance_probs = self.text(len(self.chosen))
         if self.drafter.knows_probabilities:
             power = self.rng.choice((0.5, 1.0, 2.0))
-            return tuple(chance**power for chance in chances)
-        return chances
+            return tuple(acceptance_prob**power for acceptance_prob in acceptance_probs)
+        return acceptance_probs
 
-    def _guesses(self, chances: tuple[float, ...]) -> Guesses:
-        return tree(chances) if self.drafting.tree_budget else chain(chances)
+    def _draft_tokens(self, acceptance_probs: tuple[float, ...]) -> DraftTokens:
+        return tree(acceptance_probs) if self.drafting.tree_budget else chain(acceptance_probs)

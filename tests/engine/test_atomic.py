@@ -117,7 +117,7 @@ def test_a_request_whose_numbers_break_ends_alone(target: Target, drafter: Draft
 class Guesser:
     """Guesses one token, at every slot, whatever the text."""
 
-    path, taps, block_size, knows_probabilities, knows_lengths = None, (), 4, False, False
+    path, target_layers, block_size, knows_probabilities, knows_lengths = None, (), 4, False, False
 
     def __init__(self, token: int, inner: Drafter) -> None:
         self.token, self.inner = token, inner
@@ -126,8 +126,8 @@ class Guesser:
         return getattr(self.inner, name)
 
     def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
-        guesses = torch.full((len(anchor), plan.block_size - 1), self.token)
-        tokens = torch.cat([anchor[:, None], guesses], dim=1)
+        draft_tokens = torch.full((len(anchor), plan.block_size - 1), self.token)
+        tokens = torch.cat([anchor[:, None], draft_tokens], dim=1)
         return Proposal(tokens, torch.tensor([[-1, *[0] * (plan.block_size - 1)]] * len(anchor)))
 
 
@@ -245,7 +245,7 @@ def test_numbers_that_are_none_in_company_only_are_computed_again_for_each_alone
         if len(tokens) == 1:
             return output
         broken += 1
-        return TargetOutput(torch.full_like(output.logits, torch.nan), output.features)
+        return TargetOutput(torch.full_like(output.logits, torch.nan), output.hidden_states)
 
     monkeypatch.setattr(target, "forward", shy)
     assert answers(engine) == expected
@@ -258,8 +258,8 @@ def test_sampled_guesses_without_numbers_end_no_request(target: Target, drafter:
     expected = [completion.token_ids for completion in Engine(target, none).generate(PROMPTS, warm)]
     never = next(token for token in range(50, 200) if all(token not in answer for answer in expected))
     poison(target, never)
-    guesser: Any = Guesser(never, none)
-    propose, dist = guesser.propose, SparseDistribution(torch.full((4, 1), never), torch.ones(4, 1))
+    loaded_drafter: Any = Guesser(never, none)
+    propose, dist = loaded_drafter.propose, SparseDistribution(torch.full((4, 1), never), torch.ones(4, 1))
     asked = 0
 
     def drawing(state: Any, anchor: Tensor, plan: Plan) -> Proposal:
@@ -269,8 +269,8 @@ def test_sampled_guesses_without_numbers_end_no_request(target: Target, drafter:
         count = tokens.size(1)
         return replace(chain(tokens), q=(SparseDistribution(dist.ids[:count], dist.probs[:count]),) * len(anchor))
 
-    guesser.propose = drawing
-    engine = Engine(target, guesser, drafting=Drafting(4))
+    loaded_drafter.propose = drawing
+    engine = Engine(target, loaded_drafter, drafting=Drafting(4))
     completions = engine.generate(PROMPTS, warm)
     assert [(completion.finish_reason, completion.error) for completion in completions] == [("length", None)] * len(
         PROMPTS
@@ -287,11 +287,11 @@ def test_a_drafter_without_numbers_is_told_of_once(
     expected = [completion.token_ids for completion in Engine(target, none).generate(PROMPTS, warm)]
 
     def spoiled(*args: Any) -> Any:
-        hidden, logits = guesses(*args)
+        hidden, logits = draft_tokens(*args)
         return hidden, logits.fill_(torch.nan)
 
     run: Any = drafter._run  # type: ignore[attr-defined]
-    guesses, run.guesses = run.guesses, spoiled
+    draft_tokens, run.draft_tokens = run.draft_tokens, spoiled
     engine = Engine(target, drafter, drafting=Drafting(sampled=True))
     with caplog.at_level(logging.WARNING):
         assert [completion.token_ids for completion in engine.generate(PROMPTS, warm)] == expected

@@ -27,10 +27,12 @@ class Drafter:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def observe(self, state: list[int], tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def observe(self, state: list[int], tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         if (tokens == 99).any():
             raise ArithmeticError("99")
-        self.told.append((state, tokens.tolist(), None if features is None else features[:, :, 0].tolist(), lengths))
+        self.told.append(
+            (state, tokens.tolist(), None if hidden_states is None else hidden_states[:, :, 0].tolist(), lengths)
+        )
 
 
 def made(count: int = 2) -> tuple[DraftContext, Drafter, list[Row]]:
@@ -84,10 +86,10 @@ def test_of_a_tree_the_nodes_of_the_paths_are_told() -> None:
     context, drafter, rows = made()
     tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     context.observe(rows, tokens, tokens[:, :, None] + 0.5, [[0, 2, 3], [0, 1]])
-    [(_, told, features, lengths)] = drafter.told
+    [(_, told, hidden_states, lengths)] = drafter.told
     assert lengths == [3, 2]
-    assert told[0] == [1, 3, 4] and features[0] == [1.5, 3.5, 4.5]
-    assert told[1][:2] == [5, 6] and features[1][:2] == [5.5, 6.5]
+    assert told[0] == [1, 3, 4] and hidden_states[0] == [1.5, 3.5, 4.5]
+    assert told[1][:2] == [5, 6] and hidden_states[1][:2] == [5.5, 6.5]
 
 
 def test_a_row_for_which_the_drafter_fails_ends_alone() -> None:

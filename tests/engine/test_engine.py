@@ -49,16 +49,16 @@ class Oracle(NoDrafter):
 
     def propose(self, state: object, anchor: Tensor, plan: Plan) -> Proposal:
         done = len(self.seen) - self.prompt_length + 1
-        guesses = self.answer[done : done + plan.block_size - 1]
-        guesses = [g if i < self.wrong_after else (g + 1) % 50 for i, g in enumerate(guesses)]
-        if not self.fork or not guesses:
-            return chain(torch.tensor([[int(anchor), *guesses]]))
-        wrong = [(g + 1) % 50 for g in guesses]
-        tokens = torch.tensor([[int(anchor), *wrong, *guesses]])
-        right = [0, *range(len(guesses) + 1, 2 * len(guesses))]
-        return Proposal(tokens, torch.tensor([[-1, *range(len(guesses)), *right]]))
+        draft_tokens = self.answer[done : done + plan.block_size - 1]
+        draft_tokens = [g if i < self.wrong_after else (g + 1) % 50 for i, g in enumerate(draft_tokens)]
+        if not self.fork or not draft_tokens:
+            return chain(torch.tensor([[int(anchor), *draft_tokens]]))
+        wrong = [(g + 1) % 50 for g in draft_tokens]
+        tokens = torch.tensor([[int(anchor), *wrong, *draft_tokens]])
+        right = [0, *range(len(draft_tokens) + 1, 2 * len(draft_tokens))]
+        return Proposal(tokens, torch.tensor([[-1, *range(len(draft_tokens)), *right]]))
 
-    def observe(self, state: object, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def observe(self, state: object, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         if not self.seen:
             self.prompt_length = lengths[0]
         self.seen += tokens[0, : lengths[0]].tolist()
@@ -240,11 +240,11 @@ def test_what_earlier_cycles_left_to_do_does_not_count_as_this_ones_time(
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     observe = random_drafter.observe
 
-    def slow(state: Any, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def slow(state: Any, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         if tokens.size(1) == 3:  # the pause
             late.append(tokens.size(1))
             clock[0] += 1000.0
-        observe(state, tokens, features, lengths)
+        observe(state, tokens, hidden_states, lengths)
 
     monkeypatch.setattr(random_drafter, "observe", slow)
     runner, rows = read(target, random_drafter, request)
@@ -260,7 +260,7 @@ def test_what_earlier_cycles_left_to_do_does_not_count_as_this_ones_time(
 def test_a_draft_window_changes_guesses_and_no_token(
     target: Target, random_drafter: DFlashDrafter, params: SamplingParams, tree_budget: int
 ) -> None:
-    guessed: list[list[int]] = []
+    from_draft: list[list[int]] = []
     answers = []
     for window in (None, 3):
         engine = Engine(target, random_drafter, drafting=Drafting(None, tree_budget, draft_window=window))
@@ -269,10 +269,10 @@ def test_a_draft_window_changes_guesses_and_no_token(
         runner, [row] = read(target, random_drafter, request)
         plan = engine.controller.plan([request])
         state = runner.state.of([row.start])
-        guessed.append(random_drafter.propose(state, torch.tensor([9]), plan).tokens[0].tolist())
+        from_draft.append(random_drafter.propose(state, torch.tensor([9]), plan).tokens[0].tolist())
     plain = Engine(target, NoDrafter()).generate(PROMPTS, params)
     assert answers[0] == answers[1] == [c.token_ids for c in plain]
-    assert guessed[0] != guessed[1]
+    assert from_draft[0] != from_draft[1]
 
 
 def test_a_target_without_tokenizer_takes_token_ids_only() -> None:

@@ -311,7 +311,7 @@ def test_where_no_allowed_token_has_a_finite_logit_the_request_alone_fails(
     def without_b(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         output.logits[..., b] = -torch.inf
-        return type(output)(output.logits, output.features)
+        return type(output)(output.logits, output.hidden_states)
 
     monkeypatch.setattr(target, "forward", without_b)
     drafter = load_drafter(tiny_drafter_dir, target=target) if drafts else NoDrafter()

@@ -10,7 +10,7 @@ import torch
 
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import Drafter, load_drafter
-from blockdraft.drafters.combined import CombinedDrafter
+from blockdraft.drafters.hybrid import HybridDrafter
 from blockdraft.engine import Engine
 from blockdraft.engine import memory as memory_module
 from blockdraft.engine.draft_context import AT_ONCE
@@ -48,15 +48,15 @@ def test_stores_logits_features_and_forwards_count(target: Target, drafter: Draf
     def logits(nodes: int) -> int:
         return 2 * nodes * target.vocab_size * (4 + 8)  # of a cycle's nodes, with two copies
 
-    def features(tokens: int) -> int:
-        return 2 * tokens * len(drafter.taps) * target.hidden_size * 4  # by layer and together
+    def hidden_states(tokens: int) -> int:
+        return 2 * tokens * len(drafter.target_layers) * target.hidden_size * 4  # by layer and together
 
-    assert meanwhile(prefill_tokens=20) == forward(8, 20) + logits(8) + features(20)
-    assert meanwhile(prefill_tokens=20, drafting=Drafting(tree_budget=40)) == forward(41, 20) + logits(41) + features(
-        82
-    )
+    assert meanwhile(prefill_tokens=20) == forward(8, 20) + logits(8) + hidden_states(20)
+    assert meanwhile(prefill_tokens=20, drafting=Drafting(tree_budget=40)) == forward(41, 20) + logits(
+        41
+    ) + hidden_states(82)
     pause = meanwhile(prefill_tokens=20, drafting=Drafting("auto"))
-    assert pause == forward(8, 20) + logits(8) + features(2 * 256)  # of cycles that do not draft
+    assert pause == forward(8, 20) + logits(8) + hidden_states(2 * 256)  # of cycles that do not draft
 
 
 def test_fewer_slots_where_the_memory_does_not_suffice(
@@ -77,7 +77,7 @@ def test_a_drafter_elsewhere_takes_the_memory_of_its_own_device(
 ) -> None:
     elsewhere, free = torch.device("cuda:1"), {target.device: 10**12}
     monkeypatch.setattr(type(drafter), "device", elsewhere)
-    own = CombinedDrafter([load_drafter("prompt_lookup", target=target), drafter]) if joined else drafter
+    own = HybridDrafter([load_drafter("prompt_lookup", target=target), drafter]) if joined else drafter
     engine = Engine(target, own, drafting=Drafting(None))
     free[elsewhere] = drafter.state_bytes(1, 1000) / memory_module.SHARE + 1
     monkeypatch.setattr(memory_module, "free_bytes", free.__getitem__)
@@ -156,7 +156,7 @@ def test_what_a_compiled_drafter_keeps_for_its_calls_counts(
     planned = engine.memory_bytes() - replace(engine.memory, drafter=silent).bytes(1000)
     assert planned == drafter.workspace_bytes(1, AT_ONCE, target.max_context + engine.slots_behind)
     state = drafter.new_state(2, 500)
-    features = torch.randn(2, AT_ONCE // 2, len(drafter.taps) * target.hidden_size)
-    drafter.observe(state, torch.ones(features.shape[:2], dtype=torch.int64), features, [AT_ONCE // 2] * 2)
+    hidden_states = torch.randn(2, AT_ONCE // 2, len(drafter.target_layers) * target.hidden_size)
+    drafter.observe(state, torch.ones(hidden_states.shape[:2], dtype=torch.int64), hidden_states, [AT_ONCE // 2] * 2)
     drafter.propose(state, torch.tensor([3, 4]), Plan(drafter.block_size, [SamplingParams()] * 2))
     assert planned // 4 < drafter._run._workspace.nbytes <= planned

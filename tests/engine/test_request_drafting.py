@@ -120,7 +120,7 @@ def test_the_controller_learns_nothing_of_what_was_cut(drafting: Drafting) -> No
                 accepted = [min(3, plan.block_size - 1)] + [0] * len(others)
                 controller.learn(rows, plan, 5, [5] + [0] * len(others), accepted, [3.0] * len(rows), None)
         known = controller._acceptance
-        return known.trust, known.tokens, known.guesses, known.share(free)
+        return known.calibration, known.tokens, known.draft_tokens, known.share(free)
 
     assert planned([]) == pytest.approx(planned([OFF, RequestDrafting(block_size=2)]), rel=0.02)
 

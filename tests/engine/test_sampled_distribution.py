@@ -21,7 +21,7 @@ def write_flow(folder: Path, steps: int) -> Path:
     layers = (LayerAttention(False, None),)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8, "layers": layers}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": V, "block_size": LENGTH}
-    shape |= {"mask_token_id": 2, "taps": (0,), "num_target_layers": 1, "rope_theta": 10000.0}
+    shape |= {"mask_token_id": 2, "target_layers": (0,), "num_target_layers": 1, "rope_theta": 10000.0}
     config = FlowConfig(**shape, noise_std=1.0, diffusion_steps=steps)  # type: ignore[arg-type]
     with torch.random.fork_rng():
         torch.manual_seed(4)
@@ -53,5 +53,5 @@ def test_answers_with_sampled_guesses_have_the_distribution_of_the_target(
     completions = engine.generate([PROMPT] * ROWS, params)
     model = LlamaForCausalLM.from_pretrained(tmp_path / "target").eval()
     assert abs(surprise([tuple(completion.token_ids) for completion in completions], model)) < NOISE
-    guesses = [guessed for completion in completions for guessed in completion.drafted[1:]]
-    assert 0.2 < sum(guesses) / len(guesses) < 0.9  # both happen
+    draft_tokens = [from_draft for completion in completions for from_draft in completion.drafted[1:]]
+    assert 0.2 < sum(draft_tokens) / len(draft_tokens) < 0.9  # both happen

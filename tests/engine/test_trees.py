@@ -22,7 +22,7 @@ BLOCK_SIZE, RANKS = 8, 4
 class Oracle(Drafter):
     """Asks the target for its next tokens, and hides each at a random rank among wrong guesses of its depth."""
 
-    taps: tuple[int, ...] = ()
+    target_layers: tuple[int, ...] = ()
     block_size = BLOCK_SIZE
 
     def __init__(self, target: Target, worst_rank: int) -> None:
@@ -51,7 +51,7 @@ class Oracle(Drafter):
         spread = torch.rand(ids.shape, generator=self.generator).sort(dim=-1, descending=True).values
         return best_first(anchor, (3 * spread).log_softmax(dim=-1), ids, plan.tree_budget)
 
-    def observe(self, state: Cache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def observe(self, state: Cache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         self.target.forward(tokens, chain(tokens).parents, state)
         state.commit([range(length) for length in lengths])
 

@@ -48,7 +48,7 @@ def main() -> None:
         **EXACT,
     )
     config = openvino_genai.GenerationConfig(
-        max_new_tokens=given["tokens"], num_assistant_tokens=given["guesses"], stop_token_ids=set(given["ends"])
+        max_new_tokens=given["tokens"], num_assistant_tokens=given["draft_tokens"], stop_token_ids=set(given["ends"])
     )
     found = []
     for prompt in given["prompts"]:

@@ -29,7 +29,7 @@ def test_tokens_and_accepted_guesses(tmp_path: Path) -> None:
         "folder": str(tmp_path),
         "prompts": asked,
         "tokens": TOKENS,
-        "guesses": config.block_size - 1,
+        "draft_tokens": config.block_size - 1,
         "ends": sorted(load_target_text(target).eos_token_ids),
     }
     python = environment("openvino") / "bin" / "python"

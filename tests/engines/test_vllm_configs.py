@@ -59,15 +59,17 @@ def read_by_vllm(folder: Path) -> dict[str, Any]:
 
 def agrees(found: dict[str, Any], config: DraftConfig) -> None:
     assert [(each.window, each.causal) for each in config.layers] == [tuple(each) for each in found["layers"]]
-    assert tuple(found["taps"]) == config.taps and found["mask"] == config.mask_token_id
+    assert tuple(found["target_layers"]) == config.target_layers and found["mask"] == config.mask_token_id
     assert found["rope"] == config.rope_theta
 
 
 @pytest.mark.parametrize("attention", LAYERS)
 def test_every_layout(attention: str, tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path) -> None:
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
-    taps = tuple(tap for tap in config.taps if tap < config.num_target_layers - 1) or (0,)
-    assert len(taps) == len(config.taps)  # speculators cannot list the last layer
+    target_layers = tuple(
+        target_layer for target_layer in config.target_layers if target_layer < config.num_target_layers - 1
+    ) or (0,)
+    assert len(target_layers) == len(config.target_layers)  # speculators cannot list the last layer
     config = replace(config, layers=(LAYERS[attention],) * len(config.layers))
     zlab.write_checkpoint(tmp_path / "zlab", config, tensors)
     agrees(read_by_vllm(tmp_path / "zlab"), config)
@@ -79,4 +81,4 @@ def test_every_layout(attention: str, tiny_target_dir: Path, tiny_drafter_dir: P
     agrees(found, config)
     line = command("vllm", str(tiny_target_dir), str(tmp_path / "zlab"), 1).line
     said = json.loads(line[line.index("--speculative-config") + 1])
-    assert found["guesses"] == said["num_speculative_tokens"] == config.block_size - 1
+    assert found["draft_tokens"] == said["num_speculative_tokens"] == config.block_size - 1

@@ -20,7 +20,7 @@ CONFIG = DFlash2Config(
     **SIZES,
     block_size=4,
     mask_token_id=63,
-    taps=(1, 5, 7),
+    target_layers=(1, 5, 7),
     rope_theta=1e7,
     layers=(LayerAttention(causal=False, window=9),) * 2,
     conv_kernel_size=3,

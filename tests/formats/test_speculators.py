@@ -21,7 +21,7 @@ CONFIG = DraftConfig(
     **SIZES,
     block_size=4,
     mask_token_id=63,
-    taps=(1, 5, 6),
+    target_layers=(1, 5, 6),
     rope_theta=5e5,
     layers=(FULL, FULL),
 )
@@ -161,7 +161,7 @@ def test_parse_refuses(raw: dict[str, Any], told: str) -> None:
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (replace(CONFIG, taps=(1, 7)), "a tap is 7; it must be below the last target layer, 7"),
+        (replace(CONFIG, target_layers=(1, 7)), "a tap is 7; it must be below the last target layer, 7"),
         (replace(CONFIG, layers=(LayerAttention(True, None), FULL)), "bidirectional where they are full"),
         (replace(CONFIG, layers=(LayerAttention(True, 9), LayerAttention(False, 9))), "alike in causality"),
         (replace(CONFIG, layers=(LayerAttention(True, 9), LayerAttention(True, 8))), "of one window"),

@@ -17,8 +17,6 @@ def test_there_and_back(trained: Trained, prefix: str) -> None:
     assert Trained.read({"hidden_size": 8, **values}, prefix) == trained
 
 
-@pytest.mark.parametrize(
-    "raw", [[], None, {"target_fingerprint": 3}, *({"round_bits": x} for x in (3, "4", 4.0, True))]
-)
+@pytest.mark.parametrize("raw", [[], None, {"target_fingerprint": 3}, *({"qat_bits": x} for x in (3, "4", 4.0, True))])
 def test_other_values_are_unknown(raw: Any) -> None:
     assert Trained.read(raw) == UNKNOWN

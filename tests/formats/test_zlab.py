@@ -19,7 +19,7 @@ from blockdraft.formats.zlab import (
     tensor_shapes,
     write_checkpoint,
 )
-from blockdraft.nn.draft_config import DraftConfig, LayerAttention, default_taps
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention, default_target_layers
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 BIDIRECTIONAL = LayerAttention(causal=False, window=None)
@@ -28,7 +28,7 @@ CONFIG = DraftConfig(
     **SIZES,
     block_size=4,
     mask_token_id=63,
-    taps=(1, 5, 7),
+    target_layers=(1, 5, 7),
     rope_theta=5e5,
     layers=(BIDIRECTIONAL, BIDIRECTIONAL),
 )
@@ -63,7 +63,7 @@ def put(folder: Path, raw: Any, *shards: dict[str, Tensor]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("num_target_layers", "count", "taps"),
+    ("num_target_layers", "count", "target_layers"),
     [
         (36, 5, (1, 9, 17, 25, 33)),
         (34, 5, (1, 8, 16, 24, 31)),  # half to even
@@ -74,14 +74,14 @@ def put(folder: Path, raw: Any, *shards: dict[str, Tensor]) -> Path:
         (4, 3, (1, 1, 1)),
     ],
 )
-def test_default_taps(num_target_layers: int, count: int, taps: tuple[int, ...]) -> None:
-    assert default_taps(num_target_layers, count) == taps
+def test_default_taps(num_target_layers: int, count: int, target_layers: tuple[int, ...]) -> None:
+    assert default_target_layers(num_target_layers, count) == target_layers
 
 
 @pytest.mark.parametrize(("num_target_layers", "count"), [(0, 1), (3, 2), (36, 0), (36.0, 5)])
 def test_default_taps_refuses(num_target_layers: Any, count: int) -> None:
     with pytest.raises(ValueError, match="whole number of at least"):
-        default_taps(num_target_layers, count)
+        default_target_layers(num_target_layers, count)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_parse_variants(raw: dict[str, Any]) -> None:
 
 def test_parse_derives_what_may_be_derived() -> None:
     config = parse_config(changed(head_dim=None, num_key_value_heads=None, nested={"target_layer_ids": None}))
-    assert (config.head_dim, config.num_key_value_heads, config.taps) == (4, 4, (1, 5))
+    assert (config.head_dim, config.num_key_value_heads, config.target_layers) == (4, 4, (1, 5))
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_parse_attention(raw: dict[str, Any], layers: list[tuple[bool, int | Non
         (changed(nested={"block_size": 8}), "block_size is 4 but dflash_config.block_size is 8"),
         (changed(target_layer_ids=[0, 5, 7]), r"target_layer_ids is \[0, 5, 7\] but dflash_config.target_layer_ids is"),
         (changed(nested={"target_layer_ids": 5}), "target_layer_ids is 5"),
-        (changed(nested={"target_layer_ids": []}), r"taps is \(\)"),
-        (changed(nested={"target_layer_ids": [1, 8]}), r"taps is \(1, 8\).* num_target_layers, 8"),
+        (changed(nested={"target_layer_ids": []}), r"target_layers is \(\)"),
+        (changed(nested={"target_layer_ids": [1, 8]}), r"target_layers is \(1, 8\).* num_target_layers, 8"),
         (changed(nested={"target_layer_ids": [-1]}), "a tap is -1"),
         (changed(num_target_layers=None), "num_target_layers is absent"),
         (changed(num_target_layers=None, nested={"target_layer_ids": None}), "num_target_layers is absent"),
@@ -267,7 +267,7 @@ def test_transformers_reads_what_we_write(tmp_path: Path, config: DraftConfig) -
     assert theirs.rope_parameters["rope_type"] == (config.rope_scaling or {}).get("rope_type", "default")
     assert theirs.layer_types == [FULL if layer.window is None else SLIDING for layer in config.layers]
     assert theirs.sliding_window == next((layer.window for layer in config.layers if layer.window), None)
-    assert theirs.dflash_config["target_layer_ids"] == list(config.taps)
+    assert theirs.dflash_config["target_layer_ids"] == list(config.target_layers)
     assert (theirs.block_size, theirs.num_target_layers, theirs.dtype) == (4, 8, torch.bfloat16)
     assert theirs.architectures == ["DFlashDraftModel"]
     with safe_open(tmp_path / "draft" / "model.safetensors", "pt") as file:
@@ -283,7 +283,7 @@ def test_zlab_loads_what_we_write(tmp_path: Path, config: DraftConfig) -> None:
     assert not any(loading.values())
     assert {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()} == tensor_shapes(config)
     assert (theirs.block_size, theirs.mask_token_id) == (config.block_size, config.mask_token_id)
-    assert theirs.target_layer_ids == list(config.taps)
+    assert theirs.target_layer_ids == list(config.target_layers)
     attention = [LayerAttention(layer.self_attn.is_causal, layer.self_attn.sliding_window) for layer in theirs.layers]
     assert tuple(attention) == config.layers
     logits = torch.linspace(-9, 9, 8)

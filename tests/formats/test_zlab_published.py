@@ -35,12 +35,12 @@ def causal(window: int) -> LayerAttention:
 class Case:
     """Attributes:
     raw: Of config.json, without widths.
-    taps, layers, theta, mask, block: What it means.
+    target_layers, layers, theta, mask, block: What it means.
     others: Further fields of the configuration.
     """
 
     raw: dict[str, Any]
-    taps: tuple[int, ...]
+    target_layers: tuple[int, ...]
     layers: tuple[LayerAttention, ...]
     theta: float
     mask: int
@@ -253,7 +253,7 @@ def test_published_schemas_load(name: str, tmp_path: Path) -> None:
 
     found = read_drafter(tmp_path, None, raw["num_target_layers"])
     config = found.config
-    assert config.taps == case.taps and config.layers == case.layers
+    assert config.target_layers == case.target_layers and config.layers == case.layers
     assert (config.rope_theta, config.mask_token_id, config.block_size) == (case.theta, case.mask, case.block)
     assert config.num_target_layers == raw["num_target_layers"] and config.vocab_size == raw["vocab_size"]
     assert {key: getattr(config, key) for key in case.others} == case.others
@@ -261,7 +261,7 @@ def test_published_schemas_load(name: str, tmp_path: Path) -> None:
     with torch.device("meta"):
         network = (DFlash2Network if isinstance(config, DFlash2Config) else DFlashNetwork)(config)  # type: ignore[arg-type]
     network.load_state_dict(found.tensors, assign=True)
-    assert network.fc.weight.shape == (16, 16 * len(case.taps))
+    assert network.fc.weight.shape == (16, 16 * len(case.target_layers))
 
 
 @pytest.mark.parametrize("name", CASES)

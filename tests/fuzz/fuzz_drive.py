@@ -37,7 +37,7 @@ def answers(engine: Engine, asks: Sequence[Ask], prompts: Sequence[list[int]]) -
 
 def _joined(chunks: Sequence[Chunk], whole: Completion) -> Completion:
     tokens = [token for chunk in chunks for token in chunk.token_ids]
-    drafted = [guessed for chunk in chunks for guessed in chunk.drafted]
+    drafted = [from_draft for chunk in chunks for from_draft in chunk.drafted]
     text, last = "".join(chunk.text for chunk in chunks), chunks[-1]
     assert last.finish_reason is not None and (text, tokens, drafted) == (whole.text, whole.token_ids, whole.drafted)
     logprobs = [one for chunk in chunks for one in chunk.logprobs or ()] if last.logprobs is not None else None

@@ -150,7 +150,7 @@ def write_eagle3(number: int, folder: Path) -> None:
         head_dim=random.choice((4, 8, 12, 16)),
         vocab_size=size,
         draft_vocab_size=len(kept),
-        taps=tuple(random.sample(range(target_layers), random.randint(1, target_layers))),
+        target_layers=tuple(random.sample(range(target_layers), random.randint(1, target_layers))),
         num_target_layers=target_layers,
         block_size=random.randint(2, 12),
         max_position_embeddings=MAX_CONTEXT,
@@ -189,7 +189,7 @@ def write_drafter(number: int, kind: str, folder: Path) -> None:
         "vocab_size": fields["vocab_size"],
         "block_size": random.randint(2, 12),
         "mask_token_id": 3,  # of the tokenizer
-        "taps": tuple(random.sample(range(target_layers), random.randint(1, target_layers))),
+        "target_layers": tuple(random.sample(range(target_layers), random.randint(1, target_layers))),
         "num_target_layers": target_layers,
         "rope_theta": 10000.0,
         "layers": tuple(attention),

@@ -66,7 +66,7 @@ def proposals(drafter: Any) -> list[Any]:
     state, generator, found = drafter.new_state(3, 40), torch.Generator().manual_seed(1), []
     greedy = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=0.7)]
     even = [SamplingParams()] * 3
-    size = len(drafter.taps) * drafter.config.hidden_size
+    size = len(drafter.target_layers) * drafter.config.hidden_size
     for lengths in ([0, 6, 1], [1, 0, 5], [9, 2, 1]):
         tokens = torch.randint(4, 60, (3, max(lengths)), generator=generator)
         drafter.observe(state, tokens, torch.randn(3, max(lengths), size, generator=generator), lengths)

@@ -66,16 +66,16 @@ def test_logits_and_features_are_those_of_transformers(family: str, tmp_path: Pa
     """Of a tree behind a prompt that is longer than windows are."""
     folder = write_model(family, tmp_path)
     ours, theirs = load(folder), load_target(folder, "float32", "cpu", backend="hf")
-    taps = (0, ours.num_layers)
+    target_layers = (0, ours.num_layers)
     found = []
     for each in (ours, theirs):
         cache = each.new_cache(1, 40)
         prompt = torch.tensor([[(5 * i + 3) % 60 + 4 for i in range(19)]])
         each.forward(prompt, chain_parents(1, 19), cache)
         cache.commit([range(19)])
-        found.append(each.forward(*TREE, cache, taps))
+        found.append(each.forward(*TREE, cache, target_layers))
     torch.testing.assert_close(real(found[0].logits), found[1].logits, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(real(found[0].features), found[1].features, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(real(found[0].hidden_states), found[1].hidden_states, rtol=1e-4, atol=1e-4)
 
 
 def test_trees_of_the_program_are_those_of_best_first() -> None:
@@ -102,18 +102,18 @@ def test_draft_passes_are_those_of_torch(target: Target, native: Target, tiny_dr
         block[0, 0] = 11
 
         def read(tokens: list[int]) -> None:
-            output = each.forward(torch.tensor([tokens]), chain_parents(1, len(tokens)), cache, drafter.taps)  # noqa: B023
-            run.observe(state, output.features)  # noqa: B023
+            output = each.forward(torch.tensor([tokens]), chain_parents(1, len(tokens)), cache, drafter.target_layers)  # noqa: B023
+            run.observe(state, output.hidden_states)  # noqa: B023
             for store in (cache, state):  # noqa: B023
                 store.commit([range(len(tokens))])
 
         read(PROMPTS[0])
-        hidden = [run.guesses(state, block, 1)[0]]
+        hidden = [run.draft_tokens(state, block, 1)[0]]
         if told is None:
             told = run.cycle(cache, state, [11], None, block_size=5, tree_budget=0, temperatures=[0.0])
         else:
             read([told.tokens[0][node] for node in told.paths[0]])
-        found.append([*hidden, run.guesses(state, block, 1)[0]])
+        found.append([*hidden, run.draft_tokens(state, block, 1)[0]])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(real(ours), theirs, rtol=1e-4, atol=1e-4)
 
@@ -123,9 +123,9 @@ def test_laws_at_temperature_one(target: Any, native: Target, tiny_drafter_dir: 
     run = target.runner(load_drafter(tiny_drafter_dir, target=native).network)  # type: ignore[attr-defined]
     prompt, rows, seeds = torch.tensor([PROMPTS[0]]), 64, 40
     cache, state = target.new_cache(rows, 16), run.new_state(rows, 16)
-    first = target.forward(prompt.expand(rows, -1), chain_parents(rows, 5), cache, run.config.taps)
+    first = target.forward(prompt.expand(rows, -1), chain_parents(rows, 5), cache, run.config.target_layers)
     cache.commit([range(5)] * rows)
-    run.observe(state, first.features)
+    run.observe(state, first.hidden_states)
     state.commit([range(5)] * rows)
     generator, counts = torch.Generator().manual_seed(5), torch.zeros(target.vocab_size)
     for _ in range(seeds):

@@ -46,30 +46,30 @@ class Ours:
 
 
 def peer(
-    target: Path, log: Path, drafter: Path | None = None, speculator: str = "draft-dflash", guesses: int = 15
+    target: Path, log: Path, drafter: Path | None = None, speculator: str = "draft-dflash", draft_tokens: int = 15
 ) -> PeerProcess:
     need(PROGRAM, "llama_cpp")
     given: dict[str, Any] = {"model": str(target), "threads": 1, "max_length": 1024, "type": "f32"}
     if drafter is not None:
-        given |= {"speculator": speculator, "draft": str(drafter), "guesses": guesses}
+        given |= {"speculator": speculator, "draft": str(drafter), "draft_tokens": draft_tokens}
     return PeerProcess([str(PROGRAM)], given, 1, log, 120)
 
 
 def accepts_alike(
-    done: ExportedGGUF, target: Path, drafter: Path, kind: str, guesses: int, log: Path, share: float = 0.9
+    done: ExportedGGUF, target: Path, drafter: Path, kind: str, draft_tokens: int, log: Path, share: float = 0.9
 ) -> None:
     """Check that llama.cpp says the same as our engine, and mostly in as many cycles.
 
     Args:
         target, drafter: What the files were made of.
-        kind, guesses: As in `peer`.
+        kind, draft_tokens: As in `peer`.
         share: Of the prompts, those that must take as many cycles.
     """
     draws = torch.Generator().manual_seed(5)
     asked = torch.randint(5, 200, (16, 40), generator=draws).tolist()
     ours = Ours(asked, target, drafter, 48, ignore_eos=True)
     cycles = []
-    with peer(done.target, log, done.drafter, kind, guesses) as theirs:
+    with peer(done.target, log, done.drafter, kind, draft_tokens) as theirs:
         for prompt, tokens in zip(asked, ours.tokens, strict=True):
             answer = theirs.ask("decode", {"prompt": prompt, "max_new_tokens": 48, "stops": []})
             assert answer["tokens"] == tokens

@@ -30,7 +30,7 @@ from blockdraft.training.export import export_gguf
 pytestmark = pytest.mark.llamacpp
 DRAFTER = bundled()[BUNDLED_DFLASH]
 TOOL = PROGRAM.with_name("llama-speculative-simple")
-PROMPTS, GUESSES = 50, 15
+PROMPTS, DRAFT_TOKENS = 50, 15
 NEAR = 0.03  # share by which the tokens of a cycle may differ
 F32 = ["--cache-type-k", "f32", "--cache-type-v", "f32", "--cache-type-k-draft", "f32", "--cache-type-v-draft", "f32"]
 
@@ -84,13 +84,23 @@ def test_its_speculative_tool(files: tuple[Path, Path], prompts: list[list[int]]
     Answers that end earlier are left out: it also counts what is guessed after the end."""
     need(TOOL, "llama_tool")
     wanted = 32
-    long = Ours(prompts, TARGET, DRAFTER, wanted + GUESSES + 1)
+    long = Ours(prompts, TARGET, DRAFTER, wanted + DRAFT_TOKENS + 1)
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     theirs, own = Counter[str](), Counter[str]()
     chosen = [i for i, tokens in enumerate(long.tokens) if 2 not in tokens][:16]
     assert len(chosen) > 8
     for i in chosen:
-        command = [TOOL, "-m", files[0], "-md", files[1], "--spec-type", "draft-dflash", "--spec-draft-n-max", GUESSES]
+        command = [
+            TOOL,
+            "-m",
+            files[0],
+            "-md",
+            files[1],
+            "--spec-type",
+            "draft-dflash",
+            "--spec-draft-n-max",
+            DRAFT_TOKENS,
+        ]
         command += ["-n", wanted, "--temp", 0, "-t", 1, "-c", 1024, *F32, "-p", tokenizer.decode(prompts[i])]
         done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120)
         said = done.stdout + done.stderr
@@ -109,7 +119,7 @@ def test_its_speculative_tool(files: tuple[Path, Path], prompts: list[list[int]]
 @pytest.fixture(scope="module")
 def server(files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     need(LLAMA_SERVER, "llama_server")
-    more = [*F32, "--spec-draft-n-max", str(GUESSES)]
+    more = [*F32, "--spec-draft-n-max", str(DRAFT_TOKENS)]
     found = llama(*files, tmp_path_factory.mktemp("server") / "log", 1, 1, 1024, more)
     yield found
     found.close()
@@ -189,8 +199,8 @@ def test_every_kind_of_drafter(variant: str, few_words: Path, tmp_path: Path, re
     else:
         zlab.write_checkpoint(tmp_path / "drafter", found.config, found.tensors)
     done = export_gguf(tmp_path / "drafter", tmp_path / "gguf", few_words, "f32")
-    kind, guesses = ("draft-dspark", 8) if "DSpark" in variant else ("draft-dflash", 7)
-    accepts_alike(done, few_words, tmp_path / "drafter", kind, guesses, tmp_path / "log")
+    kind, draft_tokens = ("draft-dspark", 8) if "DSpark" in variant else ("draft-dflash", 7)
+    accepts_alike(done, few_words, tmp_path / "drafter", kind, draft_tokens, tmp_path / "log")
 
 
 def test_rounded_pairs_load(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -32,7 +32,10 @@ def mlx_dspark(target: str, drafter: str, tokens: int, prompts: Sequence[Sequenc
     from mlx_dspark.generate import dflash_generate
     from mlx_dspark.load import load_dflash, load_target
 
-    [model, tokenizer], [draft, _] = load_target(target, require_tap=True), load_dflash(drafter, quantize=False)
+    [model, tokenizer], [draft, _] = (
+        load_target(target, require_target_layer=True),
+        load_dflash(drafter, quantize=False),
+    )
     in_float32(model.model, draft)
     every = [dflash_generate(model, tokenizer, draft, prompt_ids=each, max_new_tokens=tokens) for each in prompts]
     return [(each.token_ids, each.accept_lengths) for each in every]

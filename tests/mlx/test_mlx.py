@@ -47,10 +47,12 @@ def answers(target: Target, drafter: Any, drafting: Drafting | None = None, rows
 
 def test_features_and_logits_are_the_native_ones(target: Target, native: Target) -> None:
     tokens = torch.tensor([[7, 60, 33, 12, 9, 11]])
-    taps = (0, 1, native.num_layers)
-    ours, theirs = (each.forward(tokens, chain_parents(1, 6), each.new_cache(1, 8), taps) for each in (target, native))
-    assert ours.features is not None and theirs.features is not None
-    torch.testing.assert_close(ours.features.real, theirs.features, rtol=1e-4, atol=1e-4)
+    target_layers = (0, 1, native.num_layers)
+    ours, theirs = (
+        each.forward(tokens, chain_parents(1, 6), each.new_cache(1, 8), target_layers) for each in (target, native)
+    )
+    assert ours.hidden_states is not None and theirs.hidden_states is not None
+    torch.testing.assert_close(ours.hidden_states.real, theirs.hidden_states, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours.logits.real, theirs.logits, rtol=1e-4, atol=1e-4)
     one = target.forward(tokens, chain_parents(1, 6), target.new_cache(1, 8), logits_at=torch.tensor([2]))
     torch.testing.assert_close(one.logits.real, theirs.logits[:, 2:3], rtol=1e-4, atol=1e-4)

@@ -134,7 +134,7 @@ def drafter(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=target.vocab_size,
         block_size=6,
         mask_token_id=target.vocab_size - 1,
-        taps=(1, 8),
+        target_layers=(1, 8),
         num_target_layers=target.num_layers,
         rope_theta=10000.0,
         layers=(LayerAttention(causal=False, window=None),),

@@ -102,7 +102,7 @@ def test_rows_come_and_go_and_nothing_happens_to_others() -> None:
     memory, number, seen = None, 0, set()
     for _ in range(1500):
         free = [at for at in range(60) if not any(row <= at < row + size for row, size in capacities.items())]
-        what = choose.choice(["open", "close", "copy", "shrink", "truncate", "wipe", *["commit"] * 4])
+        what = choose.choice(["open", "close", "copy", "shrink", "truncate", "zero_slots", *["commit"] * 4])
         row = choose.choice([*held, -1])
         if what == "open" and free:
             row = choose.choice(free)
@@ -130,8 +130,8 @@ def test_rows_come_and_go_and_nothing_happens_to_others() -> None:
             length = choose.randint(0, len(held[row]))
             cache.of([row]).truncate([length])
             held[row] = held[row][:length]
-        elif what == "wipe":
-            cache.wipe(row)
+        elif what == "zero_slots":
+            cache.zero_slots(row)
         else:
             rows = choose.sample(sorted(held), choose.randint(1, len(held)))
             count = min(3, *(capacities[r] - len(held[r]) for r in rows))
@@ -212,12 +212,12 @@ def test_wiping_leaves_committed_tokens_unless_all_of_it_goes(cache: KVCache) ->
     first, second = cache.rows
     before = fill(cache, [1, 2], [3, 4]).lengths
     write(cache, [5, 6, 7], [8, 9, 10])
-    cache.wipe(first)
+    cache.zero_slots(first)
     states = [store[0, :, 0].clone() for store in cache._stores()]
     assert all(not state[first + 2 : first + 10].any() for state in states)
     assert all(state[second + 2 : second + 5].all() for state in states)
     assert (cache.lengths, contents(cache)) == (before, [[1, 2], [3, 4]])
-    cache.wipe(second, whole=True)
+    cache.zero_slots(second, whole=True)
     for store in cache._stores():
         assert not store[:, second : second + 10].any() and store[:, first : first + 2].all()
 

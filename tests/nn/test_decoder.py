@@ -55,7 +55,7 @@ def arguments(nodes: int, slots: int) -> dict[str, Any]:
         "slots": torch.arange(2, 2 + nodes),
         "masks": [grouped_mask(visible, 2, torch.float32)] * 2,
         "stores": stores(slots),
-        "taps": (1, 3),
+        "target_layers": (1, 3),
     }
 
 
@@ -68,11 +68,11 @@ def test_projections_and_norms_make_up_the_tensors(decoder: Decoder) -> None:
 
 def test_more_nodes_and_slots_than_needed_change_nothing(decoder: Decoder) -> None:
     exact, padded = arguments(3, 5), arguments(8, 16)
-    logits, features = decoder(**exact)
-    more_logits, more_features = decoder(**padded)
-    assert features is not None and features.shape == (2, 3, 24)
+    logits, hidden_states = decoder(**exact)
+    more_logits, more_hidden_states = decoder(**padded)
+    assert hidden_states is not None and hidden_states.shape == (2, 3, 24)
     torch.testing.assert_close(more_logits[:, :3], logits)
-    torch.testing.assert_close(more_features[:, :3], features)
+    torch.testing.assert_close(more_hidden_states[:, :3], hidden_states)
     for store, padded_store in zip(exact["stores"], padded["stores"], strict=True):
         torch.testing.assert_close(padded_store[:, :, :5], store)
         assert not torch.equal(store, stores(5)[0])
@@ -94,8 +94,8 @@ def test_the_whole_forward_compiles_as_one_graph(decoder: Decoder) -> None:
     with torch.no_grad():
         for options in ({}, {"logits_at": torch.tensor([1, 2])}):
             plain, traced = arguments(3, 5), arguments(3, 5)
-            logits, features = decoder(**plain, **options)
+            logits, hidden_states = decoder(**plain, **options)
             again, same = compiled(**traced, **options)
             torch.testing.assert_close(again, logits)
-            torch.testing.assert_close(same, features)
+            torch.testing.assert_close(same, hidden_states)
             assert all(torch.equal(a, b) for a, b in zip(plain["stores"], traced["stores"], strict=True))

@@ -51,16 +51,16 @@ def compare(folder: Path, target: Target, head_less_slots: int) -> None:
     model, drafter = theirs(folder), load_drafter(folder, target=target)
     network = drafter.network  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(0)
-    features = torch.randn(1, CONTEXT, len(drafter.taps) * target.hidden_size, generator=generator)
+    hidden_states = torch.randn(1, CONTEXT, len(drafter.target_layers) * target.hidden_size, generator=generator)
     tokens = torch.randint(4, target.vocab_size, (1, CONTEXT), generator=generator)
     alone = torch.zeros(1, CONTEXT)
     alone[0, ANCHOR] = 1
     with torch.no_grad():
         last = torch.zeros(1, CONTEXT, target.hidden_size)
         documents = torch.zeros(1, CONTEXT, dtype=torch.long)
-        hidden, logits, *_ = model._backbone_forward(features, tokens, alone, last, documents, max_anchors=1)
+        hidden, logits, *_ = model._backbone_forward(hidden_states, tokens, alone, last, documents, max_anchors=1)
         state = drafter.new_state(1, CONTEXT)
-        drafter.observe(state, tokens[:, :ANCHOR], features[:, :ANCHOR], [ANCHOR])
+        drafter.observe(state, tokens[:, :ANCHOR], hidden_states[:, :ANCHOR], [ANCHOR])
         block = torch.full((1, network.config.block_size), network.config.mask_token_id)
         block[0, 0] = tokens[0, ANCHOR]
         our_hidden, our_logits = drafter._draft_pass(state, block)  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def test_eagle3(tmp_path: Path, target: Target, tiny_target_dir: Path, flags: di
     """The guesses that they make in their unrolled training are those that ours makes in drafting; and back."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_target_layers": target.num_layers}
     sizes |= {"hidden_size": target.hidden_size, "intermediate_size": 48, "vocab_size": target.vocab_size}
-    config = Eagle3Config(**{**sizes, "draft_vocab_size": 60, "taps": (1, 0), "rope_theta": 5e4, **flags})
+    config = Eagle3Config(**{**sizes, "draft_vocab_size": 60, "target_layers": (1, 0), "rope_theta": 5e4, **flags})
     torch.manual_seed(7)
     network = Eagle3Network(config)
     network.keep(torch.randperm(target.vocab_size)[: config.draft_vocab_size].sort().values)
@@ -150,17 +150,17 @@ def test_eagle3(tmp_path: Path, target: Target, tiny_target_dir: Path, flags: di
     model, drafter = theirs(tmp_path / "ours"), load_drafter(tmp_path / "ours", target=target)
     seen = set()
     for anchor in range(1, CONTEXT - 7):
-        features = torch.randn(1, CONTEXT, 2 * target.hidden_size)
+        hidden_states = torch.randn(1, CONTEXT, 2 * target.hidden_size)
         tokens = torch.randint(4, target.vocab_size, (1, CONTEXT + 1))
         state = drafter.new_state(1, CONTEXT)
-        drafter.observe(state, tokens[:, :anchor], features[:, :anchor], [anchor])
+        drafter.observe(state, tokens[:, :anchor], hidden_states[:, :anchor], [anchor])
         proposal = drafter.propose(state, tokens[:, anchor], Plan(8, [SamplingParams()]))
         tokens[:, anchor : anchor + 8] = proposal.tokens  # their steps get the tokens of the text
         with torch.no_grad():
-            found = model(features, tokens[:, 1:], torch.zeros(1, CONTEXT, dtype=torch.long), ttt_steps=7)
-        guesses = network.kept[torch.stack([step[0, anchor - 1] for step in found])].tolist()
-        assert proposal.tokens[0, 1:].tolist() == guesses
-        seen |= {*guesses}
+            found = model(hidden_states, tokens[:, 1:], torch.zeros(1, CONTEXT, dtype=torch.long), ttt_steps=7)
+        draft_tokens = network.kept[torch.stack([step[0, anchor - 1] for step in found])].tolist()
+        assert proposal.tokens[0, 1:].tolist() == draft_tokens
+        seen |= {*draft_tokens}
     assert len(seen) > 5
     model.save_pretrained(tmp_path / "again")
     again = read_drafter(tmp_path / "again", None, target.num_layers)
@@ -189,11 +189,11 @@ def test_peagle(
     export(tmp_path / "ours", written, config, network.state_dict(), target)
     model, drafter = theirs(tmp_path / "ours"), load_drafter(tmp_path / "ours", target=target)
     assert isinstance(drafter, PEagleDrafter)
-    features, tokens = torch.randn(1, CONTEXT, 2 * target.hidden_size), torch.randint(4, 200, (1, CONTEXT + 1))
-    guesses = drafter.block_size - 1
+    hidden_states, tokens = torch.randn(1, CONTEXT, 2 * target.hidden_size), torch.randint(4, 200, (1, CONTEXT + 1))
+    draft_tokens = drafter.block_size - 1
     # All rows of the text, and those of masks behind one anchor; their rows are one place to the left of ours.
-    places = torch.cat([torch.arange(CONTEXT), torch.full((guesses - 1,), ANCHOR - 1)])
-    depths = torch.cat([torch.zeros(CONTEXT, dtype=torch.long), torch.arange(1, guesses)])
+    places = torch.cat([torch.arange(CONTEXT), torch.full((draft_tokens - 1,), ANCHOR - 1)])
+    depths = torch.cat([torch.zeros(CONTEXT, dtype=torch.long), torch.arange(1, draft_tokens)])
     core = importlib.import_module("speculators.models.peagle.core")
     monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (places, depths))
     monkeypatch.setattr(core, "compute_metrics", lambda **_: (None, {}))  # it wants Triton
@@ -201,10 +201,10 @@ def test_peagle(
     model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
     with torch.no_grad():
         last, documents = torch.zeros(1, CONTEXT, target.hidden_size), torch.zeros(1, CONTEXT, dtype=torch.long)
-        model(features, tokens[:, 1:], documents, verifier_last_hidden_states=last, num_depths=guesses)
+        model(hidden_states, tokens[:, 1:], documents, verifier_last_hidden_states=last, num_depths=draft_tokens)
     state = drafter.new_state(1, CONTEXT)
-    drafter.observe(state, tokens[:, :ANCHOR], features[:, :ANCHOR], [ANCHOR])
-    ours = drafter.draft_logits(state, tokens[:, ANCHOR], Plan(guesses + 1, [SamplingParams()]))[0]
+    drafter.observe(state, tokens[:, :ANCHOR], hidden_states[:, :ANCHOR], [ANCHOR])
+    ours = drafter.draft_logits(state, tokens[:, ANCHOR], Plan(draft_tokens + 1, [SamplingParams()]))[0]
     assert_close(torch.cat([seen[0][ANCHOR - 1 : ANCHOR], seen[0][CONTEXT:]]), ours[:, network.kept])
     model.save_pretrained(tmp_path / "again")
     again = read_drafter(tmp_path / "again", None, target.num_layers)
@@ -212,22 +212,22 @@ def test_peagle(
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in network.state_dict().items())
 
 
-def first_guesses(drafter: Any, target: Target, tokens: Tensor, features: Tensor) -> Tensor:
+def first_draft_tokens(drafter: Any, target: Target, tokens: Tensor, hidden_states: Tensor) -> Tensor:
     """Logits of the first guess behind every token of a text but the first."""
     count = tokens.size(1) - 1
     alone = CachedAttention(lambda keys, values: (keys, values), torch.ones(1, count, count).tril().bool())
-    states = drafter.network(target.embed(tokens[:, 1:]), features[:, :-1], torch.arange(count)[None], alone)
+    states = drafter.network(target.embed(tokens[:, 1:]), hidden_states[:, :-1], torch.arange(count)[None], alone)
     logits: Tensor = drafter.network.logits(states, target.head)
     return logits
 
 
 def compare_mtp(folder: Path, target: Target) -> None:
     tokens = torch.randint(4, target.vocab_size, (1, CONTEXT))
-    features = torch.randn(1, CONTEXT, target.hidden_size)
+    hidden_states = torch.randn(1, CONTEXT, target.hidden_size)
     model = theirs(folder)
     with torch.no_grad():
-        [first, *_], _, _ = model(tokens, features)
-        ours = first_guesses(load_drafter(folder, target=target), target, tokens, features)
+        [first, *_], _, _ = model(tokens, hidden_states)
+        ours = first_draft_tokens(load_drafter(folder, target=target), target, tokens, hidden_states)
     assert_close(first, ours[:, : first.size(1)])
 
 

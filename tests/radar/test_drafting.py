@@ -15,9 +15,9 @@ def test_a_kind_says_what_it_costs() -> None:
 
 
 def test_layers_and_taps_make_the_weights() -> None:
-    one, two = (draft_weights(QWEN, DraftCost(layers=layers, taps=0)) for layers in (1, 2))
+    one, two = (draft_weights(QWEN, DraftCost(layers=layers, target_layers=0)) for layers in (1, 2))
     assert two == 2 * one
-    assert draft_weights(QWEN, DraftCost(layers=1, taps=3)) == one + 3 * QWEN.hidden**2
+    assert draft_weights(QWEN, DraftCost(layers=1, target_layers=3)) == one + 3 * QWEN.hidden**2
 
 
 def test_a_head_of_its_own_is_smaller_and_takes_memory() -> None:

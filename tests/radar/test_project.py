@@ -141,9 +141,9 @@ def test_confidence_widens_the_interval() -> None:
     of_class = project(QWEN, H100, constant=replace(own, devices=()))
     assert (known_here.confidence, of_class.confidence) == ("device", "class")
     assert known_here.plain.high < of_class.plain.high
-    guessed = project(QWEN, H100, constant=replace(own, devices=(), reported=False))
-    assert guessed.confidence == "extrapolated"
-    assert guessed.plain.low < of_class.plain.low
+    from_draft = project(QWEN, H100, constant=replace(own, devices=(), reported=False))
+    assert from_draft.confidence == "extrapolated"
+    assert from_draft.plain.low < of_class.plain.low
 
 
 def test_context_of_one_token_drafts_nothing() -> None:

@@ -33,13 +33,13 @@ def test_operations_of_a_sample() -> None:
 
 def test_features_on_disk() -> None:
     cost = train_cost(QWEN, machine_of(find("H100 SXM")), TrainPlan(samples=10, tokens=100))
-    assert cost.feature_bytes == 10 * 100 * 5 * 4096 * 2
+    assert cost.hidden_state_bytes == 10 * 100 * 5 * 4096 * 2
 
 
 def test_more_devices_are_faster() -> None:
     one, eight = (train_cost(QWEN, machine_of(find("H100 SXM"), count), TrainPlan()) for count in (1, 8))
     assert 5 < one.training_hours / eight.training_hours < 8
-    assert one.hours == pytest.approx(one.answer_hours + one.feature_hours + one.training_hours)
+    assert one.hours == pytest.approx(one.answer_hours + one.hidden_state_hours + one.training_hours)
     assert one.fits
 
 

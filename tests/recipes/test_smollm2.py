@@ -247,12 +247,12 @@ def test_a_row_that_loops_is_free_again(recipe: Any, tiny_target_dir: Path, monk
 
 def test_draws_are_of_the_most_probable_tokens(recipe: Any) -> None:
     torch.manual_seed(0)
-    chances = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    acceptance_probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
     count = 20_000
-    logits, heat = chances.log().expand(count, -1), torch.ones(count)
+    logits, heat = acceptance_probs.log().expand(count, -1), torch.ones(count)
     drawn = recipe.batched.draw(logits, heat, torch.full((count,), 0.75)).bincount(minlength=4) / count
     torch.testing.assert_close(drawn, torch.tensor([0.625, 0.375, 0.0, 0.0]), atol=0.02, rtol=0)
     drawn = recipe.batched.draw(logits, 0.5 * heat, torch.ones(count)).bincount(minlength=4) / count
-    squared = chances.square() / chances.square().sum()
+    squared = acceptance_probs.square() / acceptance_probs.square().sum()
     torch.testing.assert_close(drawn, squared, atol=0.02, rtol=0)
     assert set(recipe.batched.draw(logits[:50], 0 * heat[:50], torch.ones(50)).tolist()) == {0}

@@ -35,7 +35,7 @@ class ScriptedService:
 
     def __init__(self, events: Sequence[Event | Exception] = (), **settings: Any) -> None:
         self.events, self.settings = list(events), ServeSettings(**settings)
-        self.model_names, self.most_guesses = ["tiny"], 7
+        self.model_names, self.max_draft_tokens = ["tiny"], 7
         self.jobs = list[ChatJob]()
         self.closed = 0
 

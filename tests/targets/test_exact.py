@@ -187,17 +187,17 @@ def test_exact_is_refused_without_filled_pieces_or_with_attention_in_the_dtype(
 def trees(target: Target) -> list[Tensor]:
     """Logits and features of prompts, trees and chains of rows of unequal lengths."""
     random = torch.Generator().manual_seed(1)
-    cache, lengths, taps = target.new_cache(3, 40), [9, 6, 9], (2, 0, target.num_layers)
+    cache, lengths, target_layers = target.new_cache(3, 40), [9, 6, 9], (2, 0, target.num_layers)
     prompts = torch.randint(3, 61, (3, 9), generator=random)
-    found = [target.forward(prompts, chain(prompts).parents, cache, taps, torch.tensor(lengths) - 1)]
+    found = [target.forward(prompts, chain(prompts).parents, cache, target_layers, torch.tensor(lengths) - 1)]
     cache.commit([range(length) for length in lengths])
     tree = torch.tensor([[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 1, -1, -1], [-1, 0, 1, 2, 3, 4]])
     for path in ([[0, 2, 5], [0], [0, 1, 2, 3, 4]], [[0, 1], [0, 1, 2], []]):
         tokens = torch.randint(3, 61, (3, 6), generator=random)
-        found.append(target.forward(tokens, tree, cache, taps))
+        found.append(target.forward(tokens, tree, cache, target_layers))
         cache.commit(path)
-    assert all(output.features is not None for output in found)
-    return [each for output in found for each in (output.logits, output.features) if each is not None]
+    assert all(output.hidden_states is not None for output in found)
+    return [each for output in found for each in (output.logits, output.hidden_states) if each is not None]
 
 
 @BACKENDS
@@ -275,7 +275,12 @@ class Fake:
         return FakeCache({row * capacity: [] for row in range(batch)}, {})
 
     def forward(
-        self, tokens: Tensor, parents: Tensor, cache: "FakeCache", taps: Sequence[int] = (), logits_at: Any = None
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        cache: "FakeCache",
+        target_layers: Sequence[int] = (),
+        logits_at: Any = None,
     ) -> TargetOutput:
         numbers = torch.zeros(*tokens.shape, 1)
         for place, (row, own, above) in enumerate(zip(cache.rows, tokens.tolist(), parents.tolist(), strict=True)):

@@ -23,7 +23,7 @@ def scores(folder: Path, device: str, how: dict[str, Any]) -> list[Tensor]:
     def score(parents: Tensor, rows: Any, logits_at: Tensor | None = None) -> None:
         tokens = torch.randint(3, 250, parents.shape, generator=generator).to(target.device)
         output = target.forward(tokens, parents, rows, (0, 2), logits_at)
-        found.extend([output.logits.cpu(), output.features.cpu()] if output.features is not None else [])
+        found.extend([output.logits.cpu(), output.hidden_states.cpu()] if output.hidden_states is not None else [])
 
     rows: Any = cache.of([0, 40])
     score(chain_parents(2, 9), rows, torch.tensor([8, 4], device=target.device))

@@ -77,7 +77,7 @@ def test_a_drafter_of_another_target_is_told_of(
         format_ = format_for(layout, target, str(tiny_target_dir))
         found = read_drafter(tiny_drafter_dir, None, target.num_layers)
         assert found.trained == UNKNOWN
-        export(tmp_path / layout, format_, found.config, found.tensors, target, round_bits=4)
+        export(tmp_path / layout, format_, found.config, found.tensors, target, qat_bits=4)
         convert(tmp_path / layout, tmp_path / "back", format_for("zlab", target, str(tiny_target_dir)), target)
         for folder in (tmp_path / layout, tmp_path / "back"):
             trained = Trained(target.source_fingerprint, 4)

@@ -26,27 +26,35 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-def damaged(content: bytes, chance: random.Random) -> bytes:
+def damaged(content: bytes, acceptance_prob: random.Random) -> bytes:
     """One of the ways in which files go wrong, in the header more often than behind it."""
     found, header = bytearray(content), content.index(b"output_norm.weight") + 64
-    match chance.choice(("cut", "bytes", "number", "long", "swap", "zeros", "double")):
+    match acceptance_prob.choice(("cut", "bytes", "number", "long", "swap", "zeros", "double")):
         case "cut":
-            return content[: chance.randrange(len(content))]
+            return content[: acceptance_prob.randrange(len(content))]
         case "bytes":
-            for _ in range(chance.randint(1, 8)):
-                found[chance.randrange(header)] = chance.randrange(256)
+            for _ in range(acceptance_prob.randint(1, 8)):
+                found[acceptance_prob.randrange(header)] = acceptance_prob.randrange(256)
         case "number":
-            found[(place := chance.randrange(header)) : place + 4] = struct.pack("<I", chance.choice(NUMBERS))
+            found[(place := acceptance_prob.randrange(header)) : place + 4] = struct.pack(
+                "<I", acceptance_prob.choice(NUMBERS)
+            )
         case "long":
-            found[(place := chance.randrange(header)) : place + 8] = struct.pack("<Q", 2 ** chance.randrange(64))
+            found[(place := acceptance_prob.randrange(header)) : place + 8] = struct.pack(
+                "<Q", 2 ** acceptance_prob.randrange(64)
+            )
         case "swap":
-            one, two, size = chance.randrange(header), chance.randrange(len(content)), chance.randint(1, 64)
+            one, two, size = (
+                acceptance_prob.randrange(header),
+                acceptance_prob.randrange(len(content)),
+                acceptance_prob.randint(1, 64),
+            )
             found[one : one + size], found[two : two + size] = content[two : two + size], content[one : one + size]
         case "zeros":
-            place, size = chance.randrange(len(content)), chance.randint(1, 4096)
+            place, size = acceptance_prob.randrange(len(content)), acceptance_prob.randint(1, 4096)
             found[place : place + size] = bytes(len(found[place : place + size]))
         case "double":
-            place, size = chance.randrange(header), chance.randint(1, 256)
+            place, size = acceptance_prob.randrange(header), acceptance_prob.randint(1, 256)
             found[place:place] = content[place : place + size]
     return bytes(found)
 
@@ -54,9 +62,9 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_damage_is_told(seed: int, whole: bytes, tmp_path: Path) -> None:
-    chance, path, refused = random.Random(seed), tmp_path / "damaged.gguf", 0
+    acceptance_prob, path, refused = random.Random(seed), tmp_path / "damaged.gguf", 0
     for number in range(TIMES):
-        path.write_bytes(damaged(whole, chance))
+        path.write_bytes(damaged(whole, acceptance_prob))
         try:
             with torch.no_grad():
                 scores(load_target(path, device="cpu", compile="off"), torch.arange(5)[None])

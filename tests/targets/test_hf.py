@@ -72,7 +72,7 @@ def test_forward_after_commit_equals_forward_from_scratch(family: str) -> None:
     lengths = [9, 6]
     cache = target.new_cache(2, 40)
     last = torch.tensor([length - 1 for length in lengths])
-    first = target.forward(prompts, chain(prompts).parents, cache, taps=(0, 1), logits_at=last)
+    first = target.forward(prompts, chain(prompts).parents, cache, target_layers=(0, 1), logits_at=last)
     cache.commit([list(range(length)) for length in lengths])
     history = [prompts[row, :length].tolist() for row, length in enumerate(lengths)]
 
@@ -89,14 +89,14 @@ def test_forward_after_commit_equals_forward_from_scratch(family: str) -> None:
     path_to = {0: [0], 1: [0, 1], 2: [0, 2], 3: [0, 1, 3], 4: [0, 1, 4], 5: [0, 2, 5]}
     for accepted in (4, 5, 0):
         tokens = torch.randint(3, 61, (2, 6), generator=generator)
-        output = target.forward(tokens, parents, cache, taps=(0, 1))
-        assert output.features is not None and output.features.shape == (2, 6, 64)
+        output = target.forward(tokens, parents, cache, target_layers=(0, 1))
+        assert output.hidden_states is not None and output.hidden_states.shape == (2, 6, 64)
         for row in range(2):
             for node, path in path_to.items():
                 exact = scratch(history[row] + tokens[row, path].tolist())
                 torch.testing.assert_close(output.logits[row, node], exact.logits[0, -1], **close)
-                taps = torch.cat([exact.hidden_states[1][0, -1], exact.hidden_states[2][0, -1]])
-                torch.testing.assert_close(output.features[row, node], taps, **close)
+                target_layers = torch.cat([exact.hidden_states[1][0, -1], exact.hidden_states[2][0, -1]])
+                torch.testing.assert_close(output.hidden_states[row, node], target_layers, **close)
             history[row] += tokens[row, path_to[accepted]].tolist()
         cache.commit([path_to[accepted]] * 2)
     assert cache.lengths == [len(ids) for ids in history]
@@ -127,7 +127,7 @@ def test_only_tapped_layers_are_hooked_and_only_for_the_forward() -> None:
         lambda *_: during.append([bool(layer._forward_hooks) for layer in layers])
     )
     tokens = torch.tensor([[3, 4]])
-    target.forward(tokens, chain(tokens).parents, target.new_cache(1, 2), taps=(1, 3))
+    target.forward(tokens, chain(tokens).parents, target.new_cache(1, 2), target_layers=(1, 3))
     target.forward(tokens, chain(tokens).parents, target.new_cache(1, 2))
     watch.remove()
     assert during == [[False, True, False, True], [False] * 4]
@@ -145,7 +145,7 @@ def test_the_head_computes_the_wanted_node_of_each_row_only() -> None:
     target.forward(tokens, chain(tokens).parents, cache)
     watch.remove()
     assert seen == [(3, 6, 32), (3, 1, 32), (3, 6, 32)]
-    assert some.logits.shape == (3, 1, 61) and some.features is not None and some.features.shape == (3, 6, 32)
+    assert some.logits.shape == (3, 1, 61) and some.hidden_states is not None and some.hidden_states.shape == (3, 6, 32)
     torch.testing.assert_close(some.logits[:, 0], whole.logits[torch.arange(3), wanted])
     assert not target.model.lm_head._forward_pre_hooks
 

@@ -67,8 +67,8 @@ def check_scores(target: Target, model: PreTrainedModel, scatter: Callable[..., 
                 with torch.no_grad():
                     alone = model(ids, use_cache=False, output_hidden_states=True)
                 torch.testing.assert_close(output.logits[place, node], alone.logits[0, -1], **CLOSE)
-                assert output.features is not None
-                torch.testing.assert_close(output.features[place, node], alone.hidden_states[2][0, -1], **CLOSE)
+                assert output.hidden_states is not None
+                torch.testing.assert_close(output.hidden_states[place, node], alone.hidden_states[2][0, -1], **CLOSE)
             texts[row] += tokens[place, kept[place]].tolist()
         part.commit(kept)
         assert part.lengths == [len(texts[row]) for row in rows]
@@ -115,7 +115,7 @@ def test_what_a_failed_forward_leaves_is_not_committed() -> None:
     target.forward(tokens, chain(tokens).parents, cache)
     cache.commit([[0, 1, 2]])
     expected = target.forward(tokens, chain(tokens).parents, cache).logits
-    cache.wipe(0)
+    cache.zero_slots(0)
     last = target.model.lm_head.register_forward_pre_hook(lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         target.forward(tokens + 9, chain(tokens).parents, cache)

@@ -156,15 +156,15 @@ def scores(target: Target, rows: int) -> Iterator[Tensor]:
     At first they lie side by side; then they come and go, and lie anywhere.
     """
     generator = torch.Generator().manual_seed(1)
-    taps = (2, 0, target.num_layers)
+    target_layers = (2, 0, target.num_layers)
 
     def random(count: int) -> Tensor:
         return torch.randint(3, 61, (rows, count), generator=generator)
 
     def score(tokens: Tensor, parents: Tensor, **options: Any) -> Iterator[Tensor]:
-        output = target.forward(tokens, parents, cache, taps, **options)
-        assert output.features is not None
-        yield from (output.logits, output.features)
+        output = target.forward(tokens, parents, cache, target_layers, **options)
+        assert output.hidden_states is not None
+        yield from (output.logits, output.hidden_states)
 
     slots = 48
     cache = target.new_cache(rows + 2, slots).of([row * slots for row in range(rows)])
@@ -406,12 +406,12 @@ def test_rows_anywhere_are_those_side_by_side(
     #   1   2
     #  3 4
     parents = torch.tensor([[-1, 0, 0, 1, 1]] * 3)
-    lengths, taps = [3, 7, 5], (1, target.num_layers)
+    lengths, target_layers = [3, 7, 5], (1, target.num_layers)
     for step in range(3):
         tokens = torch.randint(3, 61, (3, 5 if step else 7), generator=generator)
         nodes = (tokens, parents) if step else (tokens, chain(tokens).parents)
-        expected, found = (target.forward(*nodes, cache, taps) for cache in (together, apart))
-        for ours, theirs in ((found.logits, expected.logits), (found.features, expected.features)):
+        expected, found = (target.forward(*nodes, cache, target_layers) for cache in (together, apart))
+        for ours, theirs in ((found.logits, expected.logits), (found.hidden_states, expected.hidden_states)):
             assert ours is not None and theirs is not None and ours.isfinite().all()
             for row, length in enumerate([len(tokens[0])] * 3 if step else lengths):
                 torch.testing.assert_close(ours[row, :length], theirs[row, :length], atol=tolerance, rtol=tolerance)

@@ -42,7 +42,7 @@ class ToyCache(Cache):
     def close(self, row: int) -> None:
         del self.states[row], self.counts[row]
 
-    def wipe(self, row: int, whole: bool = False) -> None:
+    def zero_slots(self, row: int, whole: bool = False) -> None:
         self.nodes.pop(row, None)
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
@@ -82,7 +82,12 @@ class ToyTarget(Target):
         return 4 * batch * nodes * self.hidden_size
 
     def forward(
-        self, tokens: Tensor, parents: Tensor, cache: Any, taps: Sequence[int] = (), logits_at: Tensor | None = None
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        cache: Any,
+        target_layers: Sequence[int] = (),
+        logits_at: Tensor | None = None,
     ) -> TargetOutput:
         states = np.zeros((*tokens.shape, self.hidden_size), np.float32)
         for place, (row, own, above) in enumerate(zip(cache.rows, tokens.tolist(), parents.tolist(), strict=True)):
@@ -93,9 +98,9 @@ class ToyTarget(Target):
                 states[place, node] = np.tanh(self.turn @ before + self.table[token])
             cache.nodes[row] = states[place]
         scored = states if logits_at is None else states[np.arange(len(states)), logits_at.numpy()][:, None]
-        features = np.concatenate([states] * len(taps), axis=-1) if taps else None
+        hidden_states = np.concatenate([states] * len(target_layers), axis=-1) if target_layers else None
         return TargetOutput(
-            self.head(torch.from_numpy(scored)), None if features is None else torch.from_numpy(features)
+            self.head(torch.from_numpy(scored)), None if hidden_states is None else torch.from_numpy(hidden_states)
         )
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -26,12 +26,14 @@ def expected_length(p: Logits, q: Logits, depth: int) -> float:
     total = 0.0
     for path in product(range(VOCAB), repeat=depth):
         p_of, q_of = ([softmax(dist[path[:i]]) for i in range(depth + 1)] for dist in (p, q))
-        ratio, chances = 1.0, list[float]()
+        ratio, acceptance_probs = 1.0, list[float]()
         for i, token in enumerate(path, 1):
             ratio = min(1.0, ratio * p_of[i - 1][token] / q_of[i - 1][token])
             left = sum(max(ratio * a - b, 0) for a, b in zip(p_of[i], q_of[i], strict=True))
-            chances.append(ratio if i == depth or ratio == 1 else left / (left + 1 - ratio))
-        lengths = [i * chances[i - 1] * prod(1 - later for later in chances[i:]) for i in range(1, depth + 1)]
+            acceptance_probs.append(ratio if i == depth or ratio == 1 else left / (left + 1 - ratio))
+        lengths = [
+            i * acceptance_probs[i - 1] * prod(1 - later for later in acceptance_probs[i:]) for i in range(1, depth + 1)
+        ]
         total += prod(q_of[i][token] for i, token in enumerate(path)) * sum(lengths)
     return total
 
@@ -66,8 +68,8 @@ def mean_over_texts(q_TKV: torch.Tensor) -> torch.Tensor:
     tokens_TK = torch.tensor(list(product(range(VOCAB), repeat=depth)))
     p_TKV, taught_TK = by_text(TARGET, depth), torch.ones_like(tokens_TK, dtype=torch.bool)
     slots = Slots(torch.zeros(*tokens_TK.shape, 1), q_TKV, pad(tokens_TK, (1, 0)), taught_TK, p_TKV)
-    chances_T = p_TKV.double().softmax(-1).gather(-1, tokens_TK.unsqueeze(-1)).squeeze(-1).prod(dim=-1)
-    return (chances_T * (1 - OBJECTIVE.losses(slots).double()).sum(dim=-1)).sum()
+    acceptance_probs_T = p_TKV.double().softmax(-1).gather(-1, tokens_TK.unsqueeze(-1)).squeeze(-1).prod(dim=-1)
+    return (acceptance_probs_T * (1 - OBJECTIVE.losses(slots).double()).sum(dim=-1)).sum()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

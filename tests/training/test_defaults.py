@@ -40,16 +40,16 @@ def resolved(target: Target, documents: TokenData, processes: int = 1, earlier: 
 def test_a_small_target_and_few_data(target: Target, tmp_path: Path) -> None:
     found = resolved(target, data(tmp_path, 30, 20))
     values = asdict(found.variant.recipe)
-    expected = {"length": 256, "anchors": 42, "held_out": 3, "batch": 3, "taps": (0, 1, 2), "layers": 5}
+    expected = {"length": 256, "anchors": 42, "held_out": 3, "batch": 3, "target_layers": (0, 1, 2), "layers": 5}
     assert {name: values[name] for name in expected} == expected and values["mask_token_id"] == 3
     assert len(found.trained) == 27 and len(found.held_out) == 3
     assert found.notes == [
         "length 256: the target's context is 256 tokens",
         "held out 3: a tenth of the 30 documents",
         "batch 3: the documents fill 3 rows of 256 tokens",
-        "taps 0, 1, 2: the target has 3 layers",
+        "target layers 0, 1, 2: the target has 3 layers",
     ]
-    assert found.variant.config(target).taps == (0, 1, 2)
+    assert found.variant.config(target).target_layers == (0, 1, 2)
 
 
 def test_where_there_is_enough_of_all_they_are_the_papers(
@@ -60,19 +60,35 @@ def test_where_there_is_enough_of_all_they_are_the_papers(
     found = resolved(target, data(tmp_path, 700, 60))
     recipe = found.variant.recipe
     assert (recipe.length, recipe.batch, recipe.anchors, recipe.held_out) == (3072, 8, 512, 64)
-    assert recipe.taps == (1, 9, 17, 25, 33) and found.notes == []
+    assert recipe.target_layers == (1, 9, 17, 25, 33) and found.notes == []
 
 
 def test_what_is_given_stays(target: Target, tmp_path: Path) -> None:
-    given = {"length": 40, "anchors": 7, "held_out": 0, "batch": 5, "taps": 1, "mask_token_id": 260, "layers": 1}
+    given = {
+        "length": 40,
+        "anchors": 7,
+        "held_out": 0,
+        "batch": 5,
+        "target_layers": 1,
+        "mask_token_id": 260,
+        "layers": 1,
+    }
     found = resolved(target, data(tmp_path, 30, 20), **given)
     values = asdict(found.variant.recipe)
-    assert {name: values[name] for name in given} == {**given, "taps": (1,)}
+    assert {name: values[name] for name in given} == {**given, "target_layers": (1,)}
     assert found.notes == [] and len(found.trained) == 30
 
 
 def test_what_a_run_began_with_stays_where_it_is_left_open(target: Target, tmp_path: Path) -> None:
-    earlier = {"length": 30, "batch": 2, "held_out": 1, "anchors": 9, "taps": (2,), "mask_token_id": 200, "layers": 2}
+    earlier = {
+        "length": 30,
+        "batch": 2,
+        "held_out": 1,
+        "anchors": 9,
+        "target_layers": (2,),
+        "mask_token_id": 200,
+        "layers": 2,
+    }
     found = resolved(target, data(tmp_path, 30, 20), earlier=earlier, anchors=4)
     values = asdict(found.variant.recipe)
     assert {name: values[name] for name in earlier} == {**earlier, "anchors": 4} and found.notes == []
@@ -80,7 +96,7 @@ def test_what_a_run_began_with_stays_where_it_is_left_open(target: Target, tmp_p
 
 def test_a_drafter_to_begin_with_decides_its_shape(target: Target, tmp_path: Path, tiny_drafter_dir: Path) -> None:
     found = resolved(target, data(tmp_path, 30, 20), init=str(tiny_drafter_dir))
-    assert (found.variant.recipe.layers, found.variant.recipe.taps) == (2, (0, 1))
+    assert (found.variant.recipe.layers, found.variant.recipe.target_layers) == (2, (0, 1))
     found.variant.network(found.variant.config(target))
 
 
@@ -94,14 +110,14 @@ def test_a_batch_is_shared_evenly(target: Target, tmp_path: Path) -> None:
 
 def test_all_that_does_not_fit_is_told_together(target: Target, tmp_path: Path) -> None:
     complaints = Complaints()
-    recipe = DFlashRecipe(length=1000, taps=(0, target.num_layers), mask_token_id=99_999, held_out=99, batch=3)
+    recipe = DFlashRecipe(length=1000, target_layers=(0, target.num_layers), mask_token_id=99_999, held_out=99, batch=3)
     assert resolve("dflash", recipe, target, data(tmp_path, 30, 20), 2, complaints) is None
     assert sorted(one.split()[0] for one in complaints.messages) == [
         "batch",
         "held_out",
         "length",
         "mask_token_id",
-        "taps",
+        "target_layers",
     ]
 
 

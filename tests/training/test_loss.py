@@ -12,14 +12,14 @@ from blockdraft.decode.proposal import chain
 from blockdraft.drafters.dflash.train import DFlashRecipe, DFlashVariant
 from blockdraft.targets import load_target
 from blockdraft.training.batches import Batches, Documents
-from blockdraft.training.feature_sources import batch_features, open_source
+from blockdraft.training.hidden_state_sources import batch_hidden_states, open_source
 from blockdraft.training.loss import DraftLoss, Sums, term_weights
 from blockdraft.training.objectives import Slots
 from blockdraft.training.progress import Progress
 
 RECIPE = DFlashRecipe(
     layers=2,
-    taps=(0, 1),
+    target_layers=(0, 1),
     block_size=6,
     length=48,
     batch=3,
@@ -35,11 +35,15 @@ def run(recipe: DFlashRecipe, target_dir: Path, data_dir: Path) -> tuple[Sums, d
     module = DraftLoss(variant.network(variant.config(target)), variant, target)
     documents = Documents(data, recipe.length)
     batch = next(iter(Batches(documents, documents.usable, recipe, variant.taught_slots).run(0)))[1]
-    taps = (0, 1, target.num_layers)
-    source = open_source(None, target, data, documents, taps, beside=Path(), reserved=None, progress=Progress())
-    features = batch_features(batch, source, len(taps) * target.hidden_size, target)
-    tapped = 2 * target.hidden_size
-    sums = module(features[:, :, :tapped], features[:, :, tapped:], *batch.on(target.device))
+    target_layers = (0, 1, target.num_layers)
+    source = open_source(
+        None, target, data, documents, target_layers, beside=Path(), reserved=None, progress=Progress()
+    )
+    hidden_states = batch_hidden_states(batch, source, len(target_layers) * target.hidden_size, target)
+    target_layer_numbers = 2 * target.hidden_size
+    sums = module(
+        hidden_states[:, :, :target_layer_numbers], hidden_states[:, :, target_layer_numbers:], *batch.on(target.device)
+    )
     sums.terms_T.sum().backward()
     return sums, {name: parameter.grad for name, parameter in module.named_parameters()}
 
@@ -79,7 +83,7 @@ def test_accepted_length_and_accuracy_are_counted_block_by_block(
     """With guesses that are right at slots 1, 2 and 4 of every block."""
     pattern = torch.tensor([True, True, False, True, False])
     monkeypatch.setattr(
-        DFlashVariant, "guesses", lambda self, network, slots: torch.where(pattern, slots.labels_CK, -1)
+        DFlashVariant, "draft_tokens", lambda self, network, slots: torch.where(pattern, slots.labels_CK, -1)
     )
     sums, _ = run(RECIPE, tiny_target_dir, tiny_data_dir)
     right = sums.taught_K * pattern

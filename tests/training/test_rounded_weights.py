@@ -96,9 +96,9 @@ def test_layers_that_are_never_rounded_are_refused() -> None:
     some = some_network()
     assert rounded_layers(some, lambda name: name == "2", 4) == [some[2]]
     odd = nn.Sequential(nn.Linear(12, 6), nn.Linear(6, 12), nn.Linear(16, 12))
-    with pytest.raises(ValueError, match="round_bits is 4, and the drafter has layers of 6, 12 inputs, no multi"):
+    with pytest.raises(ValueError, match="qat_bits is 4, and the drafter has layers of 6, 12 inputs, no multi"):
         rounded_layers(odd, lambda name: name == "2", 4)  # one odd layer, and drafters are loaded unrounded
-    with pytest.raises(ValueError, match="round_bits is 8, and drafters of this kind are never rounded; leave"):
+    with pytest.raises(ValueError, match="qat_bits is 8, and drafters of this kind are never rounded; leave"):
         rounded_layers(some, lambda name: False, 8)
 
 

@@ -30,10 +30,10 @@ from blockdraft.formats.gguf.drafter import gguf_trained
 from blockdraft.models import bundled_drafter, known
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, target_fingerprint
-from blockdraft.training import checkpoints, feature_sources, preflight, rounded_weights, trainer
+from blockdraft.training import checkpoints, hidden_state_sources, preflight, rounded_weights, trainer
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.feature_sources import FOLDER
 from blockdraft.training.graceful_shutdown import FINISH, Stopped, StopSignals
+from blockdraft.training.hidden_state_sources import FOLDER
 from blockdraft.training.progress import Progress, RunLog
 from blockdraft.training.trainer import Trainer, run_folder, train
 from blockdraft.training.variant import find_variant, variant_names
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
 BASE = {
     "layers": "2",
-    "taps": "0,1",
+    "target_layers": "0,1",
     "block-size": "5",
     "length": "40",
     "batch": "4",
@@ -173,7 +173,7 @@ def test_a_signal_saves_what_was_learned(
 ) -> None:
     """In the middle of a step, here one of rounded weights, whose start is saved, or while its metrics are logged,
     which are kept."""
-    rare = {"save_every": "0", "save_minutes": "0", "eval_prompts": "0", "round_bits": "4"}
+    rare = {"save_every": "0", "save_minutes": "0", "eval_prompts": "0", "qat_bits": "4"}
     whole = run(tmp_path / "whole", **rare)
     calls, where = [0], (Trainer, "_forward") if place == "forward" else (RunLog, "add")
     original = getattr(*where)
@@ -219,7 +219,7 @@ def test_a_second_signal_saves_no_rounded_weights(run: Run, tmp_path: Path, monk
     monkeypatch.setattr(Trainer, "_forward", interrupted)
     monkeypatch.setattr(rounded_weights, "_set", interrupted_later)
     with pytest.raises(Stopped):
-        run(tmp_path / "drafter", save_every="0", save_minutes="0", round_bits="4")
+        run(tmp_path / "drafter", save_every="0", save_minutes="0", qat_bits="4")
     assert calls == ["forward", "set", "forward", "set"]
     assert checkpoints.newest(run_folder(tmp_path / "drafter") / "checkpoints") is None
 
@@ -266,22 +266,22 @@ def test_a_resumed_run_reads_the_features_that_are_kept_beside_it(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    run(whole, features="memory", eval_prompts="0")
+    run(whole, hidden_states="memory", eval_prompts="0")
     assert not (run_folder(whole) / FOLDER).exists()
     notes: list[str] = []
     with interrupted_at(4):
-        run(stopped, features="memory", eval_prompts="0", notes=notes)  # type: ignore[arg-type]
+        run(stopped, hidden_states="memory", eval_prompts="0", notes=notes)  # type: ignore[arg-type]
     assert any("features are kept in" in note for note in notes)
     shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-broken"))
     with monkeypatch.context() as patched:
-        patched.setattr("blockdraft.data.features.tapped_features", lambda *_: pytest.fail("computed again"))
-        run(stopped, features="memory", eval_prompts="0")
+        patched.setattr("blockdraft.data.hidden_states.target_hidden_states", lambda *_: pytest.fail("computed again"))
+        run(stopped, hidden_states="memory", eval_prompts="0")
     assert same(whole, stopped)
     assert not (run_folder(stopped) / FOLDER).exists()
     broken = tmp_path.with_name(f"{tmp_path.name}-broken") / stopped.name
     [shard] = (run_folder(broken) / FOLDER).glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1000])
-    run(broken, features="memory", eval_prompts="0")
+    run(broken, hidden_states="memory", eval_prompts="0")
     assert same(whole, broken)
 
 
@@ -289,12 +289,12 @@ def test_a_resumed_run_reads_the_features_that_are_kept_beside_it(
 def test_features_that_find_no_room_on_the_disk_stay_in_memory(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(tmp_path / "whole", features="memory", eval_prompts="0")
-    plan = feature_sources.plan_features
+    run(tmp_path / "whole", hidden_states="memory", eval_prompts="0")
+    plan = hidden_state_sources.plan_hidden_states
     with monkeypatch.context() as patched:
-        patched.setattr(feature_sources, "plan_features", lambda *given: replace(plan(*given), free=10**6))
-        patched.setattr("blockdraft.data.features.save", lambda *_: pytest.fail("features are written"))
-        run(tmp_path / "narrow", features="memory", eval_prompts="0")
+        patched.setattr(hidden_state_sources, "plan_hidden_states", lambda *given: replace(plan(*given), free=10**6))
+        patched.setattr("blockdraft.data.hidden_states.save", lambda *_: pytest.fail("features are written"))
+        run(tmp_path / "narrow", hidden_states="memory", eval_prompts="0")
     assert same(tmp_path / "whole", tmp_path / "narrow")
     original, notes = Path.write_bytes, list[str]()
 
@@ -305,7 +305,7 @@ def test_features_that_find_no_room_on_the_disk_stay_in_memory(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_bytes", full)
-        run(tmp_path / "full", features="memory", eval_prompts="0", notes=notes)  # type: ignore[arg-type]
+        run(tmp_path / "full", hidden_states="memory", eval_prompts="0", notes=notes)  # type: ignore[arg-type]
     assert any("computes them again" in note and "No space left" in note for note in notes)
     assert same(tmp_path / "whole", tmp_path / "full")
 
@@ -390,7 +390,7 @@ def test_answers_of_another_model_are_refused_unless_named(
         written = {"writer": "target", "author": author}
         (data / "data.json").write_text(json.dumps(manifest | {"written_by": written}))
         if not fits:
-            with pytest.raises(ValueError, match=r"another model \(fingerprint 0123456789abcdef\).*--other-answers"):
+            with pytest.raises(ValueError, match=r"another model \(fingerprint 0123456789abcdef\).*--other-responses"):
                 run(tmp_path / "other", data=data, steps="1", eval_prompts="0")
         run(tmp_path / author, data=data, steps="1", eval_prompts="0", other_answers="" if fits else "yes")
 
@@ -435,7 +435,7 @@ def test_data_that_grow_leave_a_run_as_it_was(
     [
         {"accumulation": "2"},
         {"accumulation": "4"},
-        {"features": "memory"},
+        {"hidden_states": "memory"},
         {"chunk": "3"},
         {"checkpoint_activations": "true"},
     ],
@@ -443,7 +443,7 @@ def test_data_that_grow_leave_a_run_as_it_was(
 def test_how_a_step_is_computed_does_not_matter(changes: dict[str, str], run: Run, tmp_path: Path) -> None:
     plain = run(tmp_path / "plain", objective="decay=0.5,forward_kl=0.5")
     other = run(tmp_path / "other", objective="decay=0.5,forward_kl=0.5", **changes)
-    tolerance = 2e-2 if "features" in changes else 2e-4  # features in memory are rounded
+    tolerance = 2e-2 if "hidden_states" in changes else 2e-4  # features in memory are rounded
     for ours, theirs in zip(plain, other, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=tolerance)
         assert ours["held_out_loss" if "held_out_loss" in ours else "loss"] > 0
@@ -467,8 +467,8 @@ def test_weights_are_rounded_in_every_other_step(run: Run, tmp_path: Path, monke
     monkeypatch.setattr(trainer, "rounded_weights", watched)
     changes = {"steps": "3", "eval_prompts": "0", "dtype": "float32"}
     plain = run(tmp_path / "plain", **changes)
-    few = run(tmp_path / "few", **changes, round_bits="4")
-    many = run(tmp_path / "many", **changes, round_bits="8")
+    few = run(tmp_path / "few", **changes, qat_bits="4")
+    many = run(tmp_path / "many", **changes, qat_bits="8")
     assert asked == [4, 8]  # in the second step of three
     assert few[0]["loss"] == many[0]["loss"] == plain[0]["loss"]
     assert abs(few[1]["loss"] - plain[1]["loss"]) > 4 * abs(many[1]["loss"] - plain[1]["loss"]) > 0
@@ -476,8 +476,8 @@ def test_weights_are_rounded_in_every_other_step(run: Run, tmp_path: Path, monke
     assert few[2]["held_out_loss"] == pytest.approx(plain[2]["held_out_loss"], rel=0.05)
     one = weights(tmp_path / "few")["layers.0.self_attn.q_proj.weight"]
     assert len(one[0].unique()) == one.size(1)
-    with pytest.raises(ValueError, match="round_bits is '5'; it must be 4 or 8"):
-        run(tmp_path / "odd", round_bits="5")
+    with pytest.raises(ValueError, match="qat_bits is '5'; it must be 4 or 8"):
+        run(tmp_path / "odd", qat_bits="5")
 
 
 @pytest.mark.parametrize("clip", [0.01, 0.0])
@@ -548,14 +548,14 @@ def test_a_disk_that_is_full_for_the_log_names_the_last_checkpoint(
 
 def test_a_drafter_says_what_it_was_trained_for(run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:
     short = {"steps": "1", "eval_prompts": "0", "held_out": "1"}
-    run(tmp_path / "first", **short, round_bits="4")
+    run(tmp_path / "first", **short, qat_bits="4")
     file = tmp_path / "first" / "config.json"
     config = json.loads(file.read_text())
-    assert config["round_bits"] == 4
+    assert config["qat_bits"] == 4
     assert config["target_fingerprint"] == load_target(tiny_target_dir, device="cpu").source_fingerprint
     own, others = list[str](), list[str]()
     run(tmp_path / "second", **short, init=str(tmp_path / "first"), notes=own)
-    assert "round_bits" not in json.loads((tmp_path / "second" / "config.json").read_text())
+    assert "qat_bits" not in json.loads((tmp_path / "second" / "config.json").read_text())
     file.write_text(json.dumps(config | {"target_fingerprint": "0123456789abcdef"}))
     run(tmp_path / "third", **short, init=str(tmp_path / "first"), notes=others)
     told = [note for note in others if note not in own]
@@ -581,22 +581,23 @@ def test_what_does_not_fit_is_refused_at_the_start(
             run(out, **changes)
         assert not (out / "config.json").exists()
 
-    refused("taps is .* layers of the target, 0 to 2", taps="0,7")
-    refused("taps is 5, the number of layers to tap, and the target has 3;.* name the layers", taps="5")
+    refused("target_layers is .* layers of the target, 0 to 2", target_layers="0,7")
+    refused("target_layers is 5, a number of layers, but the target has 3;.* name the layers", target_layers="5")
     refused("length is 4000 and the target's context is 256", length="4000")
     refused("held_out is 40 and the data hold 40", held_out="40")
     refused("mask_token_id is 100000 and the target's vocabulary has 265 tokens, 0 to 264", mask_token_id="100000")
     refused(
-        "4 things do not fit:\n- length is 4000.*\n- held_out is 40.*\n- taps is 9.*\n- mask_token_id is 2, which",
+        "4 things do not fit:\n- length is 4000.*\n- held_out is 40.*\n- target_layers is 9.*\n- mask_token_id is 2,"
+        " which",
         length="4000",
         held_out="40",
-        taps="9",
+        target_layers="9",
         mask_token_id="2",
     )
     refused("ends answers", mask_token_id="2")
-    refused("round_bits is 4, and the drafter has layers of 20 inputs", round_bits="4", intermediate_size="20")
-    refused("round_bits is 4, and drafters of this kind are never rounded", variant="medusa", round_bits="4")
-    refused("no folder made by|does not exist", features=str(tmp_path / "nowhere"))
+    refused("qat_bits is 4, and the drafter has layers of 20 inputs", qat_bits="4", intermediate_size="20")
+    refused("qat_bits is 4, and drafters of this kind are never rounded", variant="medusa", qat_bits="4")
+    refused("no folder made by|does not exist", hidden_states=str(tmp_path / "nowhere"))
     refused("'nll' is unknown", objective="nll=1")
     refused("holds no draft|cannot be read|absent", init=str(tmp_path / "nowhere"))
     writer = DataWriter(tmp_path / "foreign", {"tokenizer": "0123"})
@@ -778,7 +779,7 @@ def test_two_processes_have_the_loss_of_one(
 ) -> None:
     # In float32 whatever the processor, so that sums in another order hardly differ.
     changes = {"objective": "decay=0.5,dpace=0.25,forward_kl=0.25", "optimizer": optimizer, "dtype": "float32"}
-    changes |= {"round_bits": "8"}
+    changes |= {"qat_bits": "8"}
     if kind == "fsdp2":  # nothing is written between an evaluation and a step of rounded weights
         changes |= {"eval_prompts": "0"}
     # On CPUs too, Accelerate's launcher starts several processes when told that they are many "GPUs".

@@ -14,7 +14,7 @@ from blockdraft.targets import load_target
 from blockdraft.training.export import Format, export
 from blockdraft.training.variant import Variant, find_variant, variant_names
 
-RECIPE = DFlashRecipe(layers=2, taps=(0, 1), block_size=8)
+RECIPE = DFlashRecipe(layers=2, target_layers=(0, 1), block_size=8)
 
 
 def test_configuration_is_the_targets_where_the_recipe_is_silent(tiny_target_dir: Path) -> None:
@@ -54,7 +54,9 @@ def test_a_head_of_large_rows_makes_no_firm_guesses_of_a_new_network(
     name: str, factor: float, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, kind = load_target(tiny_target_dir), find_variant(name)
-    recipe = kind.recipe_class(taps=(0, 1)) if hasattr(kind.recipe_class, "taps") else kind.recipe_class()
+    recipe = (
+        kind.recipe_class(target_layers=(0, 1)) if hasattr(kind.recipe_class, "target_layers") else kind.recipe_class()
+    )
     variant, head = kind(recipe), target.head
     monkeypatch.setattr(target, "head", lambda hidden: factor * head(hidden))
     network = variant.network(variant.config(target))
@@ -91,8 +93,12 @@ def test_warm_start_takes_the_weights_and_allows_another_block_size(
     config = variant.config(target)
     found = variant.network(config).state_dict()
     assert not torch.equal(found["fc.weight"], cold.network(cold.config(target)).state_dict()["fc.weight"])
-    with pytest.raises(ValueError, match=r"taps of .* is \(0, 1\); it must be that of the recipe and target, \(0, 2\)"):
-        DFlashVariant(dataclasses.replace(recipe, taps=(0, 2))).network(dataclasses.replace(config, taps=(0, 2)))
+    with pytest.raises(
+        ValueError, match=r"target_layers of .* is \(0, 1\); it must be that of the recipe and target, \(0, 2\)"
+    ):
+        DFlashVariant(dataclasses.replace(recipe, target_layers=(0, 2))).network(
+            dataclasses.replace(config, target_layers=(0, 2))
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in variant_names() if issubclass(find_variant(name), DFlashFamily)])
@@ -101,7 +107,7 @@ def test_every_variant_of_the_family_starts_from_dflash_v1(
 ) -> None:
     target = load_target(tiny_target_dir)
     kind = find_variant(name)
-    variant = kind(kind.recipe_class(layers=2, taps=(0, 1), block_size=8, init=str(tiny_drafter_dir)))
+    variant = kind(kind.recipe_class(layers=2, target_layers=(0, 1), block_size=8, init=str(tiny_drafter_dir)))
     network = variant.network(variant.config(target))
     v1 = DFlashVariant(dataclasses.replace(RECIPE, init=str(tiny_drafter_dir)))
     tensors = v1.network(v1.config(target)).state_dict()
@@ -131,7 +137,7 @@ def test_every_variant_trains_a_drafter_that_is_registered_whole(
     """Its network is the one registered, and every layout registered holds it and is loaded as that drafter."""
     target, entry = load_target(tiny_target_dir), entries()[name]
     kind = find_variant(name).recipe_class
-    flags = {name: value for name, value in (("taps", "0,1"), ("layers", "1")) if hasattr(kind, name)}
+    flags = {name: value for name, value in (("target_layers", "0,1"), ("layers", "1")) if hasattr(kind, name)}
     variant = find_variant(name)(read_settings(kind, flags=flags))
     config = variant.config(target)
     network = variant.network(config)

@@ -99,7 +99,7 @@ def main() -> None:
             if draft is not None:
                 needs = settings["target"] if draft == "drafter" else None
                 path = str(as_gguf(settings[draft], settings, options.get("draft_weights"), needs))
-            given |= {"speculator": options["speculator"], "draft": path, "guesses": options.get("guesses")}
+            given |= {"speculator": options["speculator"], "draft": path, "draft_tokens": options.get("draft_tokens")}
     except Failed as error:
         print(json.dumps({"missing": str(error)}), flush=True)
         return

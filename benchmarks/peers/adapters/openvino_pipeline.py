@@ -83,22 +83,22 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
     options, precision = settings["options"], PRECISIONS[settings["dtype"]]
     asked = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
     asked["INFERENCE_NUM_THREADS"] = settings["threads"]
-    speculation, guesses = dict[str, Any](), dict[str, int]()
+    speculation, draft_tokens = dict[str, Any](), dict[str, int]()
     if options.get("drafts"):
         speculation["draft_model"] = openvino_genai.draft_model(converted(settings["drafter"]), "CPU", **asked)
         speculation["scheduler_config"] = openvino_genai.SchedulerConfig()
         speculation["scheduler_config"].enable_prefix_caching = False  # which drafters refuse
         config = json.loads((Path(settings["drafter"]) / "config.json").read_text())
-        guesses = {"num_assistant_tokens": config["block_size"] - 1}
+        draft_tokens = {"num_assistant_tokens": config["block_size"] - 1}
     elif options.get("lookup"):
         speculation["prompt_lookup"] = True
-        guesses = {"num_assistant_tokens": LOOKUP_TOKENS, "max_ngram_size": LOOKUP_NGRAM}
+        draft_tokens = {"num_assistant_tokens": LOOKUP_TOKENS, "max_ngram_size": LOOKUP_NGRAM}
     target = converted(settings["target"], options.get("bits", 0))
     pipe = openvino_genai.LLMPipeline(target, "CPU", **speculation, **asked)
 
     def how(request: Request) -> Any:
         return openvino_genai.GenerationConfig(
-            max_new_tokens=request["max_new_tokens"], stop_token_ids=set(request["stops"]), **guesses
+            max_new_tokens=request["max_new_tokens"], stop_token_ids=set(request["stops"]), **draft_tokens
         )
 
     def decode(request: Request) -> Answer:

@@ -12,7 +12,7 @@ import typer
 
 from blockdraft.cli.bench import bench, bench_server, bench_suite
 from blockdraft.cli.chat import chat
-from blockdraft.cli.data import data, features, prompts
+from blockdraft.cli.data import data, hidden_states, prompts
 from blockdraft.cli.demo import demo
 from blockdraft.cli.diffusion import diffusion
 from blockdraft.cli.doctor import doctor
@@ -54,7 +54,7 @@ make = partial(add, app, panel="Make a drafter of your own")
 make(fit, short="target data hours dry_run")
 make(prompts, short="target count held_out")
 make(data, short="target regenerate server model drafter limit max_new_tokens temperature")
-make(features, short="target taps dtype")
+make(hidden_states, short="target target_layers dtype")
 make(train, short="target data out prompts_file show_recipe", kind=RecipeCommand)
 make(export, short="target to_format weights")
 make(push)

@@ -56,7 +56,7 @@ def chat(
         from blockdraft.engine import Conversation, chat_engine
 
         loaded = run.load(drafter)
-        guesser = load_drafter(drafter, target=loaded, **model.options())
-    with chat_engine(loaded, guesser, drafting) as engine:
+        loaded_drafter = load_drafter(drafter, target=loaded, **model.options())
+    with chat_engine(loaded, loaded_drafter, drafting) as engine:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         Talk(Conversation(engine, how.system), params, consoles.terminal() if is_terminal else None).run()

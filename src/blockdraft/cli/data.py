@@ -1,4 +1,4 @@
-"""`blockdraft prompts`, `data` and `features`: prompts, training data and the target's features of them."""
+"""`blockdraft prompts`, `data` and `hidden_states`: prompts, training data and the target's features of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from blockdraft.cli.options import (
     TrainingTarget,
     option,
 )
-from blockdraft.data.settings import DataSettings, FeatureDtype, FeatureSettings, RecordSettings
+from blockdraft.data.settings import DataSettings, HiddenStateDtype, HiddenStateSettings, RecordSettings
 from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.settings import explain, from_text
 from blockdraft.tools.fit.settings import PromptSettings
@@ -253,7 +253,7 @@ def _set_template(target: Target | TargetText, template: str | None) -> None:
         target.tokenizer.chat_template = template
 
 
-def features(
+def hidden_states(
     data: Annotated[Path, typer.Option(metavar="DIR", help="Folder made by `blockdraft data`.")],
     out: Annotated[
         Path,
@@ -262,9 +262,9 @@ def features(
     target: TrainingTarget = None,
     adapter: Adapter = None,
     revision: Revision = None,
-    taps: Annotated[str | None, option(FeatureSettings, "taps", metavar="N|LAYER,...")] = None,
-    dtype: Annotated[FeatureDtype, option(FeatureSettings, "dtype")] = FeatureSettings.dtype,
-    batch_tokens: Annotated[int, option(FeatureSettings, "batch_tokens")] = FeatureSettings.batch_tokens,
+    target_layers: Annotated[str | None, option(HiddenStateSettings, "target_layers", metavar="N|LAYER,...")] = None,
+    dtype: Annotated[HiddenStateDtype, option(HiddenStateSettings, "dtype")] = HiddenStateSettings.dtype,
+    batch_tokens: Annotated[int, option(HiddenStateSettings, "batch_tokens")] = HiddenStateSettings.batch_tokens,
     target_dtype: Annotated[
         str | None,
         typer.Option(
@@ -280,15 +280,19 @@ def features(
     """
     from blockdraft.cli import display
     from blockdraft.data.documents import read_data
-    from blockdraft.data.features import plan_features, size
-    from blockdraft.data.taps import chosen_taps
+    from blockdraft.data.hidden_states import plan_hidden_states, size
+    from blockdraft.data.target_layers import chosen_target_layers
 
-    wanted = FeatureSettings.taps if taps is None else from_text(FeatureSettings, "taps", taps)
-    settings = FeatureSettings(wanted, dtype, batch_tokens)
+    wanted = (
+        HiddenStateSettings.target_layers
+        if target_layers is None
+        else from_text(HiddenStateSettings, "target_layers", target_layers)
+    )
+    settings = HiddenStateSettings(wanted, dtype, batch_tokens)
     documents = read_data(data)
     loaded = loading.load(target or "bundled", target_dtype, device, backend, adapter=adapter, revision=revision)
-    layers = chosen_taps(settings.taps, loaded.num_layers)
-    cache = plan_features(out, loaded, documents, layers, settings)
+    layers = chosen_target_layers(settings.target_layers, loaded.num_layers)
+    cache = plan_hidden_states(out, loaded, documents, layers, settings)
     print(
         f"{counted(len(documents), 'document')}, {sum(documents.lengths)} tokens, "
         f"layers {', '.join(map(str, layers))}: {size(cache.need)} to write, {size(cache.free)} free",
@@ -297,7 +301,7 @@ def features(
     )
     try:
         with display.progress("tokens") as progress:
-            cache.write(lambda done, total: progress("features", done, total))
+            cache.write(lambda done, total: progress("hidden states", done, total))
     except KeyboardInterrupt:
         print(f"Interrupted; what is finished is kept in {out}. The same command resumes the run.", file=sys.stderr)
         raise typer.Exit(130) from None

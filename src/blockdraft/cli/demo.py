@@ -71,8 +71,8 @@ def demo(*, how: DemoSettings) -> None:
     drafter = load_drafter(target=target)
     engine = Engine(target, drafter, 1, Drafting("auto"))
     console, params = consoles.standard(), SamplingParams(how.max_new_tokens)
-    guesses = "prompt_lookup, which guesses what the text repeats" if drafter.path is None else "its own"
-    console.print(f"Model: {name}, {target.running}. Drafter: {guesses}.\n", soft_wrap=True)
+    draft_tokens = "prompt_lookup, which guesses what the text repeats" if drafter.path is None else "its own"
+    console.print(f"Model: {name}, {target.running}. Drafter: {draft_tokens}.\n", soft_wrap=True)
     found: dict[str, Comparison] = {}
     for kind, question in (TINY_QUESTIONS if name == "bundled" else QUESTIONS).items():
         console.print(f"> {question}\n", soft_wrap=True)

@@ -55,20 +55,20 @@ def show_chunks(console: Console, chunks: Iterable[Chunk], text: AnswerText) -> 
     Returns:
         The last chunk, and a line with counts and speed.
     """
-    tokens, guessed = 0, 0
+    tokens, from_draft = 0, 0
     try:
         for chunk in chunks:
             for token, drafted in zip(chunk.token_ids, chunk.drafted, strict=True):
                 text.push(token)
                 _write(console, text.take(), DRAFTED if drafted else None)
-            tokens, guessed = tokens + len(chunk.token_ids), guessed + sum(chunk.drafted)
+            tokens, from_draft = tokens + len(chunk.token_ids), from_draft + sum(chunk.drafted)
         text.finish()
         _write(console, text.take())
     finally:
         console.print()
     stats = chunk.stats
     speed = f", tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s"
-    return chunk, Text.assemble(f"{_number(tokens, 'token')}, ", (f"{guessed} drafted", DRAFTED), speed)
+    return chunk, Text.assemble(f"{_number(tokens, 'token')}, ", (f"{from_draft} drafted", DRAFTED), speed)
 
 
 def _write(console: Console, text: str, colour: str | None = None) -> None:

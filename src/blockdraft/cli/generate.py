@@ -88,12 +88,12 @@ def generate(
         if batch_size is None and not prompts:
             batch_size = 1  # one prompt needs room for one
         rows = {} if batch_size is None else {"max_batch_size": batch_size}
-        guesser = load_drafter(drafter, target=loaded, **model.options())
-        engine = Engine(loaded, guesser, drafting=drafting, **rows)
+        loaded_drafter = load_drafter(drafter, target=loaded, **model.options())
+        engine = Engine(loaded, loaded_drafter, drafting=drafting, **rows)
 
     if prompts:
         _answer_all(engine, texts, params)
-        _tell(display.ahead_note(guesser))
+        _tell(display.ahead_note(loaded_drafter))
         return
     [text] = texts
     if sys.stdout.isatty() and not as_json:
@@ -104,7 +104,7 @@ def generate(
                 measured = compare_with_plain(engine, text, params)
             display.show_comparison(console, measured)
         _tell(slower_note(engine, stats, measured))
-        _tell(display.ahead_note(guesser))
+        _tell(display.ahead_note(loaded_drafter))
         return
     with telling(_tell, "Answering with and without the drafter" if compare else "Answering", at_once=False):
         measured = compare_with_plain(engine, text, params) if compare else None
@@ -119,7 +119,7 @@ def generate(
             display.show_comparison(consoles.plain(), measured)
     sys.stdout.flush()  # here a closed pipe still ends the command quietly
     _tell(slower_note(engine, completion.stats, measured))
-    _tell(display.ahead_note(guesser))
+    _tell(display.ahead_note(loaded_drafter))
 
 
 def _tell(text: str | None) -> None:

@@ -16,7 +16,9 @@ from blockdraft.timing import telling
 if TYPE_CHECKING:
     from blockdraft.tools.inspect import Report
 
-TAPS = "taps: blockdraft and z-lab count the layers whose outputs are read, from 0; others the layers that read them"
+TARGET_LAYERS = (
+    "taps: blockdraft and z-lab count the layers whose outputs are read, from 0; others the layers that read them"
+)
 MARKS = {True: ("yes", "green"), False: ("no", "bold red"), None: ("not known", "")}
 
 
@@ -66,8 +68,8 @@ def show(report: Report) -> None:
     for title, facts in (("", report.about), ("wants", report.wants), ("conventions", report.conventions)):
         if facts:
             table = Table(title=title or None, title_justify="left", box=box.SIMPLE, show_header=False, pad_edge=False)
-            if "taps" in facts:
-                table.caption, table.caption_justify = TAPS, "left"
+            if "target_layers" in facts:
+                table.caption, table.caption_justify = TARGET_LAYERS, "left"
             for name, value in rows(facts):
                 table.add_row(name, value)
             console.print(table)

@@ -192,23 +192,25 @@ def calibrate(
     from blockdraft.engine.adaptive.calibrate import Probe
 
     loaded = run.load(drafter)
-    guesser = load_drafter(drafter, target=loaded)
-    file = stored_costs.path(loaded, guesser)
+    loaded_drafter = load_drafter(drafter, target=loaded)
+    file = stored_costs.path(loaded, loaded_drafter)
     known = None if anew else stored_costs.load(file)
 
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     if known is None:
-        known = stored_costs.measure(Probe(loaded, guesser), guesser.block_size, batch_size, loaded.max_context, report)
-        stored_costs.store(file, known, stored_costs.pair_of(loaded, guesser))
+        known = stored_costs.measure(
+            Probe(loaded, loaded_drafter), loaded_drafter.block_size, batch_size, loaded.max_context, report
+        )
+        stored_costs.store(file, known, stored_costs.pair_of(loaded, loaded_drafter))
     else:
         report(f"From {file}; --anew measures again.")
     if as_json:
         print(json.dumps({**asdict(known), "backend": loaded.backend, "running": loaded.running}))
     else:
         console = consoles.standard()
-        display.show_costs(console, known, guesser.block_size, loaded.running)
+        display.show_costs(console, known, loaded_drafter.block_size, loaded.running)
 
 
 add(cache, list_, "list")

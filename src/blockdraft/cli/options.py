@@ -258,7 +258,7 @@ RoundDrafter = Annotated[
     typer.Option(
         "--round-drafter/--keep-drafter",
         help="Whether the drafter is rounded as the target is, or to 8 bits beside a target in bfloat16; to fewer if "
-        "it was trained with round_bits.",
+        "it was trained with qat_bits.",
     ),
 ]
 KeysValues = Annotated[
@@ -388,5 +388,5 @@ class SamplingOptions:
         size, budget = self.block_size, self.tree_budget
         if size is None and budget is None:
             size = "auto"
-        guesses = Drafting.tree_budget if budget is None else extent("tree_budget", budget)
-        return Drafting(extent("block_size", size), guesses, self.sampled, self.draft_window, self.draft_passes)
+        draft_tokens = Drafting.tree_budget if budget is None else extent("tree_budget", budget)
+        return Drafting(extent("block_size", size), draft_tokens, self.sampled, self.draft_window, self.draft_passes)

@@ -404,7 +404,10 @@ def show_training(
         for name, value in (
             ("samples", f"{plan.samples:,} of {plan.tokens:,} tokens, {plan.epochs} epochs"),
             ("answers", f"{hours(cost.answer_hours)} of the target"),
-            ("features", f"{hours(cost.feature_hours)}, {gigabytes(cost.feature_bytes)} on disk, or none beside it"),
+            (
+                "hidden_states",
+                f"{hours(cost.hidden_state_hours)}, {gigabytes(cost.hidden_state_bytes)} on disk, or none beside it",
+            ),
             ("training", f"{hours(cost.training_hours)}, {cost.samples_per_second:.3g} samples/s"),
             ("all", hours(cost.hours)),
             ("trained", f"{cost.trained / 1e6:,.0f} M weights, {cost.flops:.2e} operations"),

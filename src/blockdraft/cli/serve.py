@@ -203,7 +203,7 @@ def tell(service: Service, bound: socket.socket, checked: str | None) -> None:
         f"Model    {', '.join(service.model_names)}{' (and any other name)' if service.settings.any_model else ''}",
         f"Target   {about['target']}, {about['parameters'] / 1e6:.1f} M parameters, context {about['max_context']}, "
         f"{engine.target.running}",
-        f"Drafter  {about['drafter']}, {extent}" if engine.controller.most_guesses else "Drafter  none",
+        f"Drafter  {about['drafter']}, {extent}" if engine.controller.max_draft_tokens else "Drafter  none",
         f"Memory   up to {engine.memory_bytes() / 2**20:.0f} MiB for {engine.max_batch_size} requests at a time",
         *([] if service.settings.host in LOOPBACK else [f"Network  {NETWORK.format(bound.getsockname()[1])}"]),
         f"Page     {url}/",

@@ -71,7 +71,7 @@ def train(
         ),
     ] = 0,
     other_answers: Annotated[
-        bool, typer.Option("--other-answers", help="Allow answers that another model than the target wrote.")
+        bool, typer.Option("--other-responses", help="Allow answers that another model than the target wrote.")
     ] = False,
     unfinished_data: Annotated[
         bool,
@@ -107,7 +107,7 @@ def train(
 
     from blockdraft.cli import display
     from blockdraft.data.documents import read_data
-    from blockdraft.data.features import read_features
+    from blockdraft.data.hidden_states import read_hidden_states
     from blockdraft.drafters import as_given
     from blockdraft.evaluation.prompts import read_prompt_sets
     from blockdraft.formats import find_layout, read_config
@@ -139,8 +139,8 @@ def train(
         if prompts_file is not None:
             prompts = read_prompt_sets([prompts_file])[0].prompts
     with complaints.noting():
-        if settings.features not in (None, "memory"):
-            read_features(settings.features)
+        if settings.hidden_states not in (None, "memory"):
+            read_hidden_states(settings.hidden_states)
     with complaints.noting():
         if (init := begun_with(settings)) is not None:
             kind_in(open_gguf(init)) if is_gguf(init) else read_config(init)

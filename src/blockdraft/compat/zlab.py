@@ -105,7 +105,7 @@ class DFlashDraftModel(DFlashNetwork):
             raise UsageError(f'dtype is {dtype!r}; it must be float32, bfloat16, float16 or "auto".')
         model = cls(config)
         model.load_state_dict(tensors)
-        model.round_bits = Trained.read(read_config(path)).round_bits
+        model.qat_bits = Trained.read(read_config(path)).qat_bits
         return model.to(wanted).eval()
 
     @property
@@ -118,7 +118,7 @@ class DFlashDraftModel(DFlashNetwork):
 
     @property
     def target_layer_ids(self) -> list[int]:
-        return list(self.config.taps)
+        return list(self.config.target_layers)
 
     def spec_generate(
         self,

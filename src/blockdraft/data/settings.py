@@ -1,4 +1,4 @@
-"""Settings of `blockdraft data` and `blockdraft features`."""
+"""Settings of `blockdraft data` and `blockdraft hidden-states`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from blockdraft.errors import UsageError
 from blockdraft.settings import Count, Layers, settings
 from blockdraft.types import SamplingParams
 
-FeatureDtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
+HiddenStateDtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
 
 CONTINUED = 64  # default number of tokens of each text that a target without a chat template continues
 LONGEST = 3072  # default length of a document, as in arXiv 2602.06036, unless the target's context is shorter
@@ -91,17 +91,17 @@ class DataSettings:
 
 
 @settings
-class FeatureSettings:
+class HiddenStateSettings:
     """Way in which features are computed and stored.
 
     Attributes:
-        taps: Number of layers to tap (`5`), spread from layer 1 to the third from the end, or a list of 0-based layers
-            (`1,9,17`; a single one is `9,`). None is 5, or fewer in a target that has fewer layers.
+        target_layers: Number of layers to tap (`5`), spread from layer 1 to the third from the end, or a list of
+            0-based layers (`1,9,17`; a single one is `9,`). None is 5, or fewer in a target that has fewer layers.
         dtype: Type of the stored numbers.
         batch_tokens: Maximum number of tokens of one target forward, padding included; a CPU takes at most 1024, which
             suit its caches. A longer document is computed alone.
     """
 
-    taps: Count | Layers | None = None
-    dtype: FeatureDtype = "bfloat16"
+    target_layers: Count | Layers | None = None
+    dtype: HiddenStateDtype = "bfloat16"
     batch_tokens: Count = 8192

@@ -35,7 +35,9 @@ def residual_mass(p: Tensor, q: Tensor, c: Tensor) -> Tensor:
     return outside + torch.where(q > 0, p - c.unsqueeze(-1) * q, 0.0).clamp(min=0).sum(dim=-1)
 
 
-def block_chances(p_RNK: Tensor, q_RNK: Tensor, guess_p_RN: Tensor, guess_q_RN: Tensor) -> tuple[Tensor, Tensor]:
+def block_acceptance_probs(
+    p_RNK: Tensor, q_RNK: Tensor, draft_token_p_RN: Tensor, draft_token_q_RN: Tensor
+) -> tuple[Tensor, Tensor]:
     """Block verification of chains (arXiv 2403.10444, algorithm 2): all guesses of a chain are judged together.
 
     With the paper's ratio `r_i = min(1, r_{i-1} p(x_i) / q(x_i))` this computes c = 1 / r. Its chance
@@ -44,15 +46,16 @@ def block_chances(p_RNK: Tensor, q_RNK: Tensor, guess_p_RN: Tensor, guess_q_RN: 
 
     Args:
         p_RNK, q_RNK: Distributions after the N nodes of R chains.
-        guess_p_RN, guess_q_RN: p and q of each node's token, after the node before; both 0 for padding. Node 0 is the
-            anchor, whose entries are not read.
+        draft_token_p_RN, draft_token_q_RN: p and q of each node's token, after the node before; both 0 for padding.
+            Node 0 is the anchor, whose entries are not read.
 
     Returns:
-        chances: `[R, N]`; the path ends with the last node whose number is below its chance. The anchor's is 1.
+        acceptance_probs: `[R, N]`; the path ends with the last node whose number is below its chance. The anchor's is
+            1.
         c: `[R, N]`, the factor of the residual if the path ends there.
     """
-    factors = [torch.ones_like(guess_p_RN[:, 0])]
-    for p, q in zip(guess_p_RN.unbind(1)[1:], guess_q_RN.unbind(1)[1:], strict=True):
+    factors = [torch.ones_like(draft_token_p_RN[:, 0])]
+    for p, q in zip(draft_token_p_RN.unbind(1)[1:], draft_token_q_RN.unbind(1)[1:], strict=True):
         factors.append(torch.where(p > 0, factors[-1] * q / p, torch.inf).clamp(min=1))
     c = torch.stack(factors, dim=1)
     mass = residual_mass(p_RNK, q_RNK, c)
@@ -61,16 +64,18 @@ def block_chances(p_RNK: Tensor, q_RNK: Tensor, guess_p_RN: Tensor, guess_q_RN: 
 
 
 def accept_block(
-    p_RNK: Tensor, q_RNK: Tensor, guess_p_RN: Tensor, guess_q_RN: Tensor, tests_RN: Tensor
+    p_RNK: Tensor, q_RNK: Tensor, draft_token_p_RN: Tensor, draft_token_q_RN: Tensor, tests_RN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Accept the beginning of each chain, given numbers in [0, 1) for its nodes. Arguments as for `block_chances`.
+    """Accept the beginning of each chain, given numbers in [0, 1) for its nodes.
+
+    Args are those of `block_acceptance_probs`.
 
     Returns:
         last: `[R]` int64, the last accepted node.
         c: `[R]`, the factor of the residual that the next token is sampled from.
     """
-    chances, c = block_chances(p_RNK, q_RNK, guess_p_RN, guess_q_RN)
-    accepted = tests_RN < chances
+    acceptance_probs, c = block_acceptance_probs(p_RNK, q_RNK, draft_token_p_RN, draft_token_q_RN)
+    accepted = tests_RN < acceptance_probs
     accepted[:, 0] = True
     last = torch.where(accepted, torch.arange(accepted.size(1)), 0).amax(dim=1)
     return last, c.gather(1, last.unsqueeze(1)).squeeze(1)
@@ -111,13 +116,13 @@ def judge_chains(
     p_RNK = _p_of(rows, known_RN, ids_RNK, q_RNK, distributions)
     has_child_RN1 = pad(is_node_RN, (0, 1))[:, 1:, None]
     p_RNK, q_RNK = p_RNK * has_child_RN1, q_RNK * has_child_RN1
-    guesses_RN = _at(proposal.tokens, rows, nodes_RN)
+    draft_tokens_RN = _at(proposal.tokens, rows, nodes_RN)
     # A guess is sampled from the distribution of the node before.
-    p_and_q = _of_guesses(
-        ids_RNK[:, :-1], p_RNK[:, :-1], q_RNK[:, :-1], guesses_RN[:, 1:, None], is_node_RN[:, 1:, None]
+    p_and_q = _of_draft_tokens(
+        ids_RNK[:, :-1], p_RNK[:, :-1], q_RNK[:, :-1], draft_tokens_RN[:, 1:, None], is_node_RN[:, 1:, None]
     )
-    guess_p_RN, guess_q_RN = (pad(values.squeeze(-1), (1, 0)) for values in p_and_q)
-    last_R, c_R = accept_block(p_RNK, q_RNK, guess_p_RN, guess_q_RN, _at(tests_BN, rows, nodes_RN))
+    draft_token_p_RN, draft_token_q_RN = (pad(values.squeeze(-1), (1, 0)) for values in p_and_q)
+    last_R, c_R = accept_block(p_RNK, q_RNK, draft_token_p_RN, draft_token_q_RN, _at(tests_BN, rows, nodes_RN))
     end = torch.arange(len(rows)), last_R
     bonus = _draw_residual(rows, known_RN[end], ids_RNK[end], q_RNK[end], c_R, distributions, uniforms_BN)
     paths = [chain[: last + 1] for chain, last in zip(chains, last_R.tolist(), strict=True)]
@@ -168,12 +173,16 @@ def _p_of(rows: list[int], nodes_RN: Tensor, ids_RNK: Tensor, q_RNK: Tensor, dis
     return exact(p_MK).cpu().view_as(q_RNK) * (q_RNK > 0)
 
 
-def _of_guesses(ids: Tensor, p: Tensor, q: Tensor, guesses: Tensor, is_guess: Tensor) -> tuple[Tensor, Tensor]:
+def _of_draft_tokens(
+    ids: Tensor, p: Tensor, q: Tensor, draft_tokens: Tensor, is_draft_token: Tensor
+) -> tuple[Tensor, Tensor]:
     """p and q `[..., C]` of guesses `[..., C]` from distributions `[..., K]`; 0 where there is no guess."""
-    same = (ids.unsqueeze(-2) == guesses.unsqueeze(-1)) & is_guess.unsqueeze(-1)
-    guess_p, guess_q = (same * p.unsqueeze(-2)).sum(dim=-1), (same * q.unsqueeze(-2)).sum(dim=-1)
-    assert bool(((guess_q > 0) | ~is_guess).all()), "a guess was not sampled from the distribution q of its parent"
-    return guess_p, guess_q
+    same = (ids.unsqueeze(-2) == draft_tokens.unsqueeze(-1)) & is_draft_token.unsqueeze(-1)
+    draft_token_p, draft_token_q = (same * p.unsqueeze(-2)).sum(dim=-1), (same * q.unsqueeze(-2)).sum(dim=-1)
+    assert bool(((draft_token_q > 0) | ~is_draft_token).all()), (
+        "a guess was not sampled from the distribution q of its parent"
+    )
+    return draft_token_p, draft_token_q
 
 
 def _draw_residual(

@@ -26,7 +26,7 @@ def merged(anchor: Tensor, proposals: Sequence[Proposal], plan: Plan) -> Proposa
     rows = [
         _likeliest(
             [
-                (tokens[row], proposal.parent_lists[row], _chances(proposal, row))
+                (tokens[row], proposal.parent_lists[row], _acceptance_probs(proposal, row))
                 for tokens, proposal in zip(texts, proposals, strict=True)
             ],
             plan.tree_budget,
@@ -35,9 +35,9 @@ def merged(anchor: Tensor, proposals: Sequence[Proposal], plan: Plan) -> Proposa
     ]
     count, expected = plan.tree_budget, None
     if plan.cycle_seconds is not None:
-        chances = [[chance for chance, _, _ in nodes] for nodes in rows]
-        count = best_count(chances, plan.cycle_seconds, plan.trust)
-        expected = tuple(sum(row[:count]) for row in chances)
+        acceptance_probs = [[acceptance_prob for acceptance_prob, _, _ in nodes] for nodes in rows]
+        count = best_count(acceptance_probs, plan.cycle_seconds, plan.calibration)
+        expected = tuple(sum(row[:count]) for row in acceptance_probs)
     tokens = [[0, *(token for _, _, token in nodes[:count])] for nodes in rows]
     parents = [[-1, *(parent for _, parent, _ in nodes[:count])] for nodes in rows]
     return Proposal(*filled(anchor, tokens, parents), expected=expected)
@@ -62,7 +62,7 @@ def beside(anchor: Tensor, sampled: Proposal, others: Sequence[Proposal], budget
         dists.append(dist and SparseDistribution(dist.ids[: len(parents)], dist.probs[: len(parents)]))
         nodes = {(parents[node], tokens[node]): node for node in range(1, len(parents))}
         trees = [
-            (said[row], proposal.parent_lists[row], _chances(proposal, row))
+            (said[row], proposal.parent_lists[row], _acceptance_probs(proposal, row))
             for said, proposal in zip(texts, others, strict=True)
         ]
         places = [0]  # indices of the others' nodes in this tree
@@ -80,9 +80,9 @@ def beside(anchor: Tensor, sampled: Proposal, others: Sequence[Proposal], budget
     return Proposal(*filled(anchor, rows, above), tuple(dists))
 
 
-def _chances(proposal: Proposal, row: int) -> Sequence[float]:
-    if proposal.chances is not None:
-        return proposal.chances[row]
+def _acceptance_probs(proposal: Proposal, row: int) -> Sequence[float]:
+    if proposal.acceptance_probs is not None:
+        return proposal.acceptance_probs[row]
     found = [1.0]
     for parent in proposal.parent_lists[row][1:]:
         if parent >= 0:  # else padding
@@ -93,7 +93,7 @@ def _chances(proposal: Proposal, row: int) -> Sequence[float]:
 def _likeliest(
     trees: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]], budget: int
 ) -> list[tuple[float, int, int]]:
-    """Nodes `(chance, parent, token)` behind the anchor, the likeliest first, so parents come before their children.
+    """Return nodes `(acceptance_prob, parent, token)` behind the anchor, the likeliest first, parents before children.
 
     Args:
         trees: Tokens, parents and chances of several trees of one row; chances begin with the first guess.
@@ -101,16 +101,16 @@ def _likeliest(
     """
     # children[node][token] is the index of a child, and the chance that it is accepted if its parent is.
     children: list[dict[int, tuple[int, float]]] = [{}]
-    for tokens, parents, guessed in trees:
-        places, chances = [0], [1.0, *guessed]
-        for node in range(1, len(chances)):
+    for tokens, parents, from_draft in trees:
+        places, acceptance_probs = [0], [1.0, *from_draft]
+        for node in range(1, len(acceptance_probs)):
             before = parents[node]
             siblings, token = children[places[before]], tokens[node]
             if token not in siblings:
                 siblings[token] = len(children), 0.0
                 children.append({})
             place, known = siblings[token]
-            share = chances[node] / chances[before] if chances[before] > 0 else 0.0
+            share = acceptance_probs[node] / acceptance_probs[before] if acceptance_probs[before] > 0 else 0.0
             siblings[token] = place, max(known, share)
             places.append(place)
     nodes = list[tuple[float, int, int]]()

@@ -45,8 +45,8 @@ class Proposal:
             node 0 on, form a chain, whose length must not depend on what was sampled. Nodes after them were chosen;
             they may follow any node and depend on all.
         expected: For each row the expected number of accepted guesses by the drafter's probabilities; None if unknown.
-        chances: For each row and guess the probability that it is accepted together with all before it on its path, in
-            the order of the nodes, without padding; None if unknown.
+        acceptance_probs: For each row and guess the probability that it is accepted together with all before it on its
+            path, in the order of the nodes, without padding; None if unknown.
         part: Index of the drafter that drafted, of a combination whose plan has `turns`.
     """
 
@@ -54,7 +54,7 @@ class Proposal:
     parents: Tensor
     q: tuple[SparseDistribution | None, ...] | None = None
     expected: tuple[float, ...] | None = None
-    chances: tuple[tuple[float, ...], ...] | None = None
+    acceptance_probs: tuple[tuple[float, ...], ...] | None = None
     part: int = 0
 
     @cached_property
@@ -136,8 +136,8 @@ class Plan:
         tree_budget: Most guesses of each row's tree; 0 asks for chains. Drafters without trees return chains.
         cycle_seconds: Time of a whole cycle with 0, 1, 2, ... guesses a row. The drafter then returns as many guesses
             as maximise the expected tokens over this time; None asks for as many as the other limits allow.
-        trust: Ratio of accepted guesses to those that the drafter expected, so far. With `cycle_seconds` it scales the
-            expected acceptance.
+        calibration: Ratio of accepted guesses to those that the drafter expected, so far. With `cycle_seconds` it
+            scales the expected acceptance.
         draws: `[B, block_size - 1]` float64 in [0, 1): asks for a chain of guesses sampled with these numbers, one a
             depth, whatever the tree budget. None asks for chosen guesses. A drafter that cannot sample ignores it and
             returns a proposal without q.
@@ -151,7 +151,7 @@ class Plan:
     params: Sequence[SamplingParams]
     tree_budget: int = 0
     cycle_seconds: Sequence[float] | None = None
-    trust: float = 1.0
+    calibration: float = 1.0
     draws: Tensor | None = None
     draft_window: int | None = None
     draft_passes: int | None = None

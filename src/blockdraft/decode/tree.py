@@ -26,7 +26,7 @@ def best_first(
     ids_BDK: Tensor,
     budget: int,
     cycle_seconds: Sequence[float] | None = None,
-    trust: float = 1.0,
+    calibration: float = 1.0,
 ) -> Proposal:
     """The tree with the largest expected accepted length (DDTree, arXiv 2604.12989).
 
@@ -41,7 +41,7 @@ def best_first(
             node is added after its better siblings, so more than K = `budget` are of no use.
         ids_BDK: Their tokens, int64, distinct at each depth.
         budget: Most guesses of a row.
-        cycle_seconds, trust: As in `Plan`; where given, all rows are cut to the number of guesses that pays best.
+        cycle_seconds, calibration: As in `Plan`; where given, all rows are cut to the number of guesses that pays best.
 
     Returns:
         A proposal of at most 1 + budget nodes a row, in the order in which they were added; rows with fewer candidates
@@ -51,7 +51,7 @@ def best_first(
     ranks = log_probs_BDK.size(2) + 1
     flat = pad(log_probs_BDK, (0, 1, 0, 1), value=-inf).flatten(1).tolist()
     rows = [_grow(log_probs, ranks, budget) for log_probs in flat]
-    return _proposal(anchor_B, rows, pad(ids_BDK, (0, 1, 0, 1)).flatten(1), cycle_seconds, trust)
+    return _proposal(anchor_B, rows, pad(ids_BDK, (0, 1, 0, 1)).flatten(1), cycle_seconds, calibration)
 
 
 def lattice_tree(
@@ -60,7 +60,7 @@ def lattice_tree(
     ids_BDK: Tensor,
     budget: int,
     cycle_seconds: Sequence[float] | None = None,
-    trust: float = 1.0,
+    calibration: float = 1.0,
 ) -> Proposal:
     """`best_first` for guesses whose distribution depends on the guess before: a node's children are scored given the
     node's own token.
@@ -70,7 +70,7 @@ def lattice_tree(
         log_probs_BDKK: `[b, d, p, k]` is the log probability of candidate k at depth d after candidate p of the depth
             before; at the first depth, where all follow the anchor, the same for every p. -inf is no candidate.
         ids_BDK: The candidates, int64, distinct at each depth.
-        budget, cycle_seconds, trust: As for `best_first`.
+        budget, cycle_seconds, calibration: As for `best_first`.
     """
     depth, count = ids_BDK.shape[1:]
     ranks = count + 1
@@ -84,7 +84,7 @@ def lattice_tree(
 
     def build(size: int) -> Proposal:
         rows = [_grow(row, ranks, size, following) for row, following in zip(flat, children, strict=True)]
-        return _proposal(anchor_B, rows, tokens_BG, cycle_seconds, trust)
+        return _proposal(anchor_B, rows, tokens_BG, cycle_seconds, calibration)
 
     return build(budget) if cycle_seconds is None else _paying(build, budget)
 
@@ -96,7 +96,7 @@ def best_of(
     tokens_BG: Tensor,
     budget: int,
     cycle_seconds: Sequence[float] | None = None,
-    trust: float = 1.0,
+    calibration: float = 1.0,
 ) -> Proposal:
     """The best guesses of a tree that was grown level by level (EAGLE-2, arXiv 2406.16858).
 
@@ -105,21 +105,21 @@ def best_of(
         log_probs_BG: Float, of each guess's whole path, so that none is likelier than its parent; -inf is no guess.
         parents_BG: Int64, index of the guess before, always a smaller one; -1 for guesses that follow the anchor.
         tokens_BG: Int64.
-        budget, cycle_seconds, trust: As for `best_first`.
+        budget, cycle_seconds, calibration: As for `best_first`.
     """
     best, order = log_probs_BG.where(~log_probs_BG.isnan(), -inf).sort(dim=-1, descending=True, stable=True)
     rows = []
-    for log_probs, guesses, parents in zip(
+    for log_probs, draft_tokens, parents in zip(
         best[:, :budget].tolist(), order[:, :budget].tolist(), parents_BG.tolist(), strict=True
     ):
         places, nodes = {-1: 0}, list[tuple[float, int, int]]()
-        for log_prob, guess in zip(log_probs, guesses, strict=True):
+        for log_prob, draft_token in zip(log_probs, draft_tokens, strict=True):
             if log_prob == -inf:
                 break
-            nodes.append((-log_prob, places[parents[guess]], guess))
-            places[guess] = len(nodes)
+            nodes.append((-log_prob, places[parents[draft_token]], draft_token))
+            places[draft_token] = len(nodes)
         rows.append(nodes)
-    return _proposal(anchor_B, rows, tokens_BG, cycle_seconds, trust)
+    return _proposal(anchor_B, rows, tokens_BG, cycle_seconds, calibration)
 
 
 def _proposal(
@@ -127,38 +127,40 @@ def _proposal(
     rows: Sequence[list[tuple[float, int, int]]],
     tokens_BG: Tensor,
     cycle_seconds: Sequence[float] | None,
-    trust: float,
+    calibration: float,
 ) -> Proposal:
     """The proposal of nodes as `_grow` returns them, cut to the number that pays best. Guess g of a row has the token
     `tokens_BG[row, g]`."""
     count = max(len(nodes) for nodes in rows)
-    expected = chances = None
+    expected = acceptance_probs = None
     if cycle_seconds is not None:
         path_probs = [[exp(-cost) for cost, _, _ in nodes] for nodes in rows]
-        count = best_count(path_probs, cycle_seconds, trust)
-        chances = tuple(tuple(probs[:count]) for probs in path_probs)
-        expected = tuple(map(sum, chances))
+        count = best_count(path_probs, cycle_seconds, calibration)
+        acceptance_probs = tuple(tuple(probs[:count]) for probs in path_probs)
+        expected = tuple(map(sum, acceptance_probs))
     filled = [[(0.0, -1, 0), *nodes[:count], *[(0.0, -1, 0)] * (count - len(nodes))] for nodes in rows]
     parents = torch.tensor([[parent for _, parent, _ in nodes] for nodes in filled])
-    guesses = send(torch.tensor([[guess for _, _, guess in nodes] for nodes in filled]), tokens_BG.device)
-    tokens = tokens_BG.gather(1, guesses)
+    draft_tokens = send(
+        torch.tensor([[draft_token for _, _, draft_token in nodes] for nodes in filled]), tokens_BG.device
+    )
+    tokens = tokens_BG.gather(1, draft_tokens)
     tokens[:, 0] = anchor_B
-    return Proposal(tokens, parents, expected=expected, chances=chances)
+    return Proposal(tokens, parents, expected=expected, acceptance_probs=acceptance_probs)
 
 
 def paying_tree(
-    anchor_B: Tensor, log_probs_BDV: Tensor, budget: int, cycle_seconds: Sequence[float], trust: float = 1.0
+    anchor_B: Tensor, log_probs_BDV: Tensor, budget: int, cycle_seconds: Sequence[float], calibration: float = 1.0
 ) -> Proposal:
     """The best-first tree of as many guesses as pay, at most `budget`.
 
     Args:
         log_probs_BDV: Log probabilities `[B, D, V]` of the guesses at each depth.
-        cycle_seconds, trust: As in `Plan`.
+        cycle_seconds, calibration: As in `Plan`.
     """
 
     def build(size: int) -> Proposal:
         best = log_probs_BDV.topk(min(size, log_probs_BDV.size(-1)), dim=-1)
-        return best_first(anchor_B, best.values, best.indices, size, cycle_seconds, trust)
+        return best_first(anchor_B, best.values, best.indices, size, cycle_seconds, calibration)
 
     return _paying(build, budget)
 
@@ -180,8 +182,8 @@ def _paying(build: Callable[[int], Proposal], budget: int) -> Proposal:
 def _grow(
     log_probs: list[float], ranks: int, budget: int, children: Sequence[int] = ()
 ) -> list[tuple[float, int, int]]:
-    """Nodes `(cost, parent, guess)` in the order of their worth: minus the log probability of the path, the parent's
-    index, and the guess.
+    """Return nodes `(cost, parent, draft_token)`, the best first. The cost is minus the log probability of the
+    path, and the parent is an index.
 
     Args:
         log_probs: Log probability of each guess; guess d * ranks + r has rank r at depth d + 1.
@@ -191,15 +193,15 @@ def _grow(
     # Nodes that may be added next: of each set of siblings the best that is not in the tree.
     heap = [(-log_probs[0], 0, 0)]
     while len(nodes) < budget and heap[0][0] < inf:
-        cost, parent, guess = best = heap[0]
+        cost, parent, draft_token = best = heap[0]
         nodes.append(best)
-        heapreplace(heap, (cost + (log_probs[guess] - log_probs[guess + 1]), parent, guess + 1))
-        child = children[guess] if children else (guess // ranks + 1) * ranks
+        heapreplace(heap, (cost + (log_probs[draft_token] - log_probs[draft_token + 1]), parent, draft_token + 1))
+        child = children[draft_token] if children else (draft_token // ranks + 1) * ranks
         heappush(heap, (cost - log_probs[child], len(nodes), child))
     return nodes
 
 
-def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[float], trust: float = 1.0) -> int:
+def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[float], calibration: float = 1.0) -> int:
     """The number of guesses a row with which a cycle yields the most tokens a second (CaDDTree, arXiv 2606.01813).
 
     With n guesses a row is expected to commit 1 + trust * (sum of its first n path probabilities) tokens, the bonus
@@ -210,7 +212,7 @@ def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[fl
             in the order in which guesses are added. Rows may have different numbers of guesses.
         cycle_seconds: Time of a cycle with 0, 1, 2, ... guesses a row. Only numbers that it has times for are
             considered.
-        trust: As in `Plan`.
+        calibration: As in `Plan`.
 
     Returns:
         The number, from 0 on; of equally good ones the smallest.
@@ -218,18 +220,18 @@ def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[fl
     assert len(cycle_seconds) > 0 and min(cycle_seconds) > 0, "every cycle takes time"
     if len(path_probs) == 1:  # a few numbers, for which numpy takes longer
         sums = accumulate(path_probs[0], initial=0.0)
-        rates = [(1 + trust * expected) / time for expected, time in zip(sums, cycle_seconds, strict=False)]
+        rates = [(1 + calibration * expected) / time for expected, time in zip(sums, cycle_seconds, strict=False)]
         return rates.index(max(rates))
     tokens = np.zeros(min(len(cycle_seconds), 1 + max(len(row) for row in path_probs)))
     tokens[0] = len(path_probs)
     for row in path_probs:
         gains = row[: len(tokens) - 1]
-        tokens[1 : 1 + len(gains)] += trust * np.asarray(gains)
+        tokens[1 : 1 + len(gains)] += calibration * np.asarray(gains)
     return int(np.argmax(tokens.cumsum() / cycle_seconds[: len(tokens)]))
 
 
 def next_pays(
-    expected_B: Tensor, following_B: Tensor, count: int, cycle_seconds: Sequence[float], trust: float = 1.0
+    expected_B: Tensor, following_B: Tensor, count: int, cycle_seconds: Sequence[float], calibration: float = 1.0
 ) -> bool:
     """Whether one more guess a row pays after chains of `count` guesses.
 
@@ -238,8 +240,8 @@ def next_pays(
         following_B: Float, the probability that one more is accepted with all of them, if the target agrees with it as
             often as with the last one: the probability that all are, times that of the last one behind the others. 1
             before the first guess, and 0 for a row that gets no more.
-        cycle_seconds, trust: As in `Plan`.
+        cycle_seconds, calibration: As in `Plan`.
     """
-    now = len(expected_B) + trust * float(expected_B.sum())
-    more = now + trust * float(following_B.sum())
+    now = len(expected_B) + calibration * float(expected_B.sum())
+    more = now + calibration * float(following_B.sum())
     return more / cycle_seconds[count + 1] > now / cycle_seconds[count]

@@ -16,7 +16,7 @@ from blockdraft.decode.sampling import draw
 from blockdraft.diffusion.context import Context
 from blockdraft.diffusion.model import DiffusionModel, hide_mask_token
 from blockdraft.diffusion.settings import SampleSettings
-from blockdraft.diffusion.strategies import Guesses, Strategy, read_strategy
+from blockdraft.diffusion.strategies import DraftTokens, Strategy, read_strategy
 from blockdraft.engine.text import AnswerText, encode
 from blockdraft.errors import UsageError
 from blockdraft.types import Prompt, SamplingParams
@@ -325,7 +325,7 @@ class Sampler:
         entropy = -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(dim=-1).cpu()
         parts = (each.split(sizes) for each in (tokens.cpu(), confidence, entropy))
         for (row, places), ids, sure, nats in zip(rows, *parts, strict=True):
-            kept = self.strategy.choose(Guesses(sure, nats, row.order[places]))
+            kept = self.strategy.choose(DraftTokens(sure, nats, row.order[places]))
             assert kept.any()
-            guessed = zip(places, ids.tolist(), kept.tolist(), strict=True)
-            row.settle({place: token for place, token, keep in guessed if keep}, watch)
+            from_draft = zip(places, ids.tolist(), kept.tolist(), strict=True)
+            row.settle({place: token for place, token, keep in from_draft if keep}, watch)

@@ -14,7 +14,7 @@ from blockdraft.settings import Amount, Count, Share, from_text, settings
 
 
 @dataclass(frozen=True)
-class Guesses:
+class DraftTokens:
     """Guesses of the M unknown tokens of one block, from left to right.
 
     Attributes:
@@ -29,7 +29,7 @@ class Guesses:
 
 
 class Strategy(Protocol):
-    def choose(self, guesses: Guesses) -> Tensor:
+    def choose(self, draft_tokens: DraftTokens) -> Tensor:
         """Guesses that become tokens in this pass, `[M]` bool, at least one of them true."""
 
 
@@ -37,8 +37,8 @@ class Strategy(Protocol):
 class FirstHitting:
     """One token a pass, at random: time jumps to the moment at which the reverse process unmasks the next token."""
 
-    def choose(self, guesses: Guesses) -> Tensor:
-        return _one(guesses.order.argmax(), guesses)
+    def choose(self, draft_tokens: DraftTokens) -> Tensor:
+        return _one(draft_tokens.order.argmax(), draft_tokens)
 
 
 @settings
@@ -52,8 +52,8 @@ class Ancestral:
 
     steps: Count = 16
 
-    def choose(self, guesses: Guesses) -> Tensor:
-        steps = (guesses.order * self.steps).long()
+    def choose(self, draft_tokens: DraftTokens) -> Tensor:
+        steps = (draft_tokens.order * self.steps).long()
         return steps == steps.max()
 
 
@@ -67,9 +67,9 @@ class Static:
 
     tokens: Count = 2
 
-    def choose(self, guesses: Guesses) -> Tensor:
-        chosen = torch.zeros_like(guesses.confidence, dtype=torch.bool)
-        chosen[guesses.confidence.topk(min(self.tokens, len(chosen))).indices] = True
+    def choose(self, draft_tokens: DraftTokens) -> Tensor:
+        chosen = torch.zeros_like(draft_tokens.confidence, dtype=torch.bool)
+        chosen[draft_tokens.confidence.topk(min(self.tokens, len(chosen))).indices] = True
         return chosen
 
 
@@ -83,8 +83,8 @@ class Threshold:
 
     threshold: Share = 0.9
 
-    def choose(self, guesses: Guesses) -> Tensor:
-        return (guesses.confidence >= self.threshold) | _one(guesses.confidence.argmax(), guesses)
+    def choose(self, draft_tokens: DraftTokens) -> Tensor:
+        return (draft_tokens.confidence >= self.threshold) | _one(draft_tokens.confidence.argmax(), draft_tokens)
 
 
 @settings
@@ -98,8 +98,8 @@ class EntropyBounded:
 
     bound: Amount = 0.3
 
-    def choose(self, guesses: Guesses) -> Tensor:
-        entropies, places = guesses.entropy.sort()
+    def choose(self, draft_tokens: DraftTokens) -> Tensor:
+        entropies, places = draft_tokens.entropy.sort()
         enough = entropies.cumsum(dim=0) - entropies <= self.bound  # the last one has the largest entropy
         return torch.zeros_like(enough).index_copy(0, places, enough)
 
@@ -108,8 +108,8 @@ class EntropyBounded:
 class LeftToRight:
     """The first unknown token."""
 
-    def choose(self, guesses: Guesses) -> Tensor:
-        return _one(torch.zeros((), dtype=torch.int64), guesses)
+    def choose(self, draft_tokens: DraftTokens) -> Tensor:
+        return _one(torch.zeros((), dtype=torch.int64), draft_tokens)
 
 
 STRATEGIES: dict[str, type[Any]] = {
@@ -141,5 +141,5 @@ def read_strategy(text: str) -> Strategy:
     return found
 
 
-def _one(place: Tensor, guesses: Guesses) -> Tensor:
-    return torch.arange(len(guesses.order)) == place
+def _one(place: Tensor, draft_tokens: DraftTokens) -> Tensor:
+    return torch.arange(len(draft_tokens.order)) == place

@@ -1,6 +1,6 @@
 """Drafters. A kind with a network is a folder of this package, any other kind a file.
 
-Each registers itself as `DRAFTER`, an `Entry`. `plugins.parts` finds the parts of the folders: layouts, training,
+Each registers itself as `DRAFTER`, an `DrafterSpec`. `plugins.parts` finds the parts of the folders: layouts, training,
 checks and faster runners.
 """
 
@@ -22,7 +22,7 @@ from blockdraft.drafters.base import (
     NOISE_SCHEDULE,
     DraftCost,
     Drafter,
-    Entry,
+    DrafterSpec,
     NetworkDrafter,
     State,
     check_refinement,
@@ -98,7 +98,7 @@ def for_others(drafter: str | Path, target: str | Path | None, note: Callable[[s
     return folders[BUNDLED_DFLASH]
 
 
-def entries() -> dict[str, Entry]:
+def entries() -> dict[str, DrafterSpec]:
     """All kinds of drafters, by the name of their file or folder."""
     found = {name: module.DRAFTER for name, module in plugins(__name__).items() if hasattr(module, "DRAFTER")}
     return dict(sorted({**found, **{name: module.DRAFTER for name, module in parts("drafter").items()}}.items()))
@@ -298,7 +298,7 @@ __all__ = [
     "NOISE_SCHEDULE",
     "DraftCost",
     "Drafter",
-    "Entry",
+    "DrafterSpec",
     "NetworkDrafter",
     "State",
     "as_given",

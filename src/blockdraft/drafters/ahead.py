@@ -19,7 +19,7 @@ from torch import Tensor
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.decode.sampling import best_tokens
 from blockdraft.drafters.base import Drafter
-from blockdraft.drafters.draft_lm import DraftLMDrafter, DraftState, chances_of
+from blockdraft.drafters.draft_lm import DraftLMDrafter, DraftState, acceptance_probs_of
 from blockdraft.drafters.work import Outcomes, Work
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, device_and_dtype
@@ -52,9 +52,9 @@ class AheadState:
         self._forget(row)
         self.inner.copy(source, row, length)
 
-    def wipe(self, row: int, whole: bool = False) -> None:
+    def zero_slots(self, row: int, whole: bool = False) -> None:
         self._forget(row)
-        self.inner.wipe(row, whole)
+        self.inner.zero_slots(row, whole)
 
     def _forget(self, row: int) -> None:
         self.work.stop()
@@ -81,7 +81,7 @@ class AheadDrafter(Drafter):
         UsageError: The draft model is the target, or its backend cannot score trees.
     """
 
-    taps: tuple[int, ...] = ()
+    target_layers: tuple[int, ...] = ()
     knows_probabilities = knows_lengths = True
 
     def __init__(self, drafter: DraftLMDrafter, target: Target, count: int) -> None:
@@ -116,9 +116,9 @@ class AheadDrafter(Drafter):
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         return self._drafter.workspace_bytes(batch, nodes, slots)
 
-    def observe(self, state: AheadState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def observe(self, state: AheadState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         state.work.stop()
-        self._drafter.observe(state.inner, tokens, features, lengths)
+        self._drafter.observe(state.inner, tokens, hidden_states, lengths)
 
     def propose(self, state: AheadState, anchor: Tensor, plan: Plan) -> Proposal:
         state.work.stop()
@@ -141,32 +141,37 @@ class AheadDrafter(Drafter):
 
     def _begin(self, state: AheadState, proposal: Proposal) -> None:
         """Start drafting for the outcomes of these chains, as many guesses for each as a chain has."""
-        guesses = proposal.tokens.size(1) - 1
+        draft_tokens = proposal.tokens.size(1) - 1
         chains = [
             ids[: 1 + sum(parent >= 0 for parent in parents)]
             for ids, parents in zip(proposal.tokens.tolist(), proposal.parent_lists, strict=True)
         ]
         texts = state.inner.texts
-        ends = [len(text) + len(chain) + guesses for text, chain in zip(texts, chains, strict=True)]
-        if not guesses or max(ends) > self._drafter.model.max_context:
+        ends = [len(text) + len(chain) + draft_tokens for text, chain in zip(texts, chains, strict=True)]
+        if not draft_tokens or max(ends) > self._drafter.model.max_context:
             return
         outcomes: list[Outcomes] = [{} for _ in texts]
         for row, text, each in zip(state.inner.rows, texts, outcomes, strict=True):
             state.work.found[row] = len(text), each
-        state.work.begin(partial(self._draft, state.inner, chains, guesses, outcomes))
+        state.work.begin(partial(self._draft, state.inner, chains, draft_tokens, outcomes))
 
     @torch.no_grad()
     def _draft(
-        self, state: DraftState, chains: Sequence[list[int]], guesses: int, outcomes: Sequence[Outcomes], stop: Event
+        self,
+        state: DraftState,
+        chains: Sequence[list[int]],
+        draft_tokens: int,
+        outcomes: Sequence[Outcomes],
+        stop: Event,
     ) -> None:
         """Add guesses for the likeliest outcomes of verifying these chains. Runs in a thread."""
         try:
             branches = None if stop.is_set() else self._likeliest(state, chains, outcomes)
             if branches is not None:
-                self._follow(state, chains, *branches, guesses, outcomes, stop)
+                self._follow(state, chains, *branches, draft_tokens, outcomes, stop)
         except Exception:
             for row in state.rows:  # removes what an unfinished forward may have left
-                state.wipe(row)
+                state.zero_slots(row)
             raise
 
     def _likeliest(
@@ -191,9 +196,11 @@ class AheadDrafter(Drafter):
             log_probs = logits[row, len(new) : len(new) + len(chain)].float().log_softmax(-1)
             rest = torch.tensor(chain[1:], device=log_probs.device)[:, None]
             own = log_probs[:-1].gather(1, rest)
-            chances = own[:, 0].exp().tolist()
+            acceptance_probs = own[:, 0].exp().tolist()
             for place in range(1, len(rest)):  # the engine may verify fewer guesses than there are
-                outcomes[row][tuple(chain[: place + 1])] = list(zip(chain[place + 1 :], chances[place:], strict=True))
+                outcomes[row][tuple(chain[: place + 1])] = list(
+                    zip(chain[place + 1 :], acceptance_probs[place:], strict=True)
+                )
             survival = torch.cat([own.new_zeros(1), own[:, 0].cumsum(0)])
             log_probs[:-1].scatter_(1, rest, float("-inf"))  # a bonus equal to the next guess would be accepted
             size = log_probs.size(1)
@@ -208,7 +215,7 @@ class AheadDrafter(Drafter):
         chains: Sequence[list[int]],
         places: list[list[int]],
         latest: Tensor,
-        guesses: int,
+        draft_tokens: int,
         outcomes: Sequence[Outcomes],
         stop: Event,
     ) -> None:
@@ -219,17 +226,17 @@ class AheadDrafter(Drafter):
             for each, chain, row, ids in zip(outcomes, chains, places, latest.tolist(), strict=True)
         ]
         tokens, above = tokens.to(latest.device), torch.tensor(places)
-        for _ in range(guesses):
+        for _ in range(draft_tokens):
             below = torch.arange(tokens.size(1), tokens.size(1) + latest.size(1)).expand_as(above)
             tokens, parents = torch.cat([tokens, latest], 1), torch.cat([parents, above], 1)
             if stop.is_set() or tokens.size(1) > state.room:
                 return
             logits = self._forward(state, tokens, parents)[:, -latest.size(1) :]
             latest, above = best_tokens(logits), below
-            pairs = zip(made, latest.tolist(), chances_of(logits, latest).tolist(), strict=True)
-            for of_row, ids, chances in pairs:
-                for branch, token, chance in zip(of_row, ids, chances, strict=True):
-                    branch.append((token, chance))
+            pairs = zip(made, latest.tolist(), acceptance_probs_of(logits, latest).tolist(), strict=True)
+            for of_row, ids, acceptance_probs in pairs:
+                for branch, token, acceptance_prob in zip(of_row, ids, acceptance_probs, strict=True):
+                    branch.append((token, acceptance_prob))
 
     def _forward(self, state: DraftState, tokens: Tensor, parents: Tensor) -> Tensor:
         return self._drafter.forward(tokens.to(self.device), state.cache, parents)

@@ -47,7 +47,7 @@ class Drafter(Protocol):
     """Guesses the next tokens of a target. It sees committed tokens only, never rejected ones.
 
     Attributes:
-        taps: Target layers whose outputs `observe` needs, 0-based; empty for a drafter that reads tokens only.
+        target_layers: Target layers whose outputs `observe` needs, 0-based; empty for a drafter that reads tokens only.
         path: Folder or file that it was loaded from; None for a drafter without files.
         block_size: Most tokens of a path through a draft, anchor included.
         knows_probabilities: Whether it chooses how far to draft from `plan.cycle_seconds`.
@@ -65,7 +65,7 @@ class Drafter(Protocol):
     """
 
     path: Path | None
-    taps: tuple[int, ...]
+    target_layers: tuple[int, ...]
     block_size: int
     knows_probabilities: bool = False
     knows_lengths: bool = False
@@ -127,8 +127,8 @@ class Drafter(Protocol):
 
         Args:
             anchor: `[B]` int64, each row's last committed token.
-            plan: How far to draft; `plan.block_size` is at most `self.block_size`. Trees come with their `chances` when
-                `plan.cycle_seconds` is set; where they have none, a combined drafter takes every guess to be accepted
+            plan: How far to draft; `plan.block_size` is at most `self.block_size`. Trees have `acceptance_probs` when
+                `plan.cycle_seconds` is set. Without them a hybrid drafter assumes that every draft token is accepted
                 half of the time.
         """
 
@@ -142,12 +142,12 @@ class Drafter(Protocol):
         """
         return None
 
-    def observe(self, state: Any, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def observe(self, state: Any, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         """Add the tokens committed since the last call to the state, the newest anchor excluded.
 
         Args:
             tokens: `[B, N]` int64, shorter rows padded at their end.
-            features: `[B, N, m * H]`, outputs of the m tapped layers at these tokens; None without taps.
+            hidden_states: `[B, N, m * H]`, outputs of the m tapped layers at these tokens; None without taps.
             lengths: Valid tokens of each row.
         """
 
@@ -177,21 +177,21 @@ class DraftCost:
 
     Attributes:
         layers: Layers of the network, each as wide as the target's.
-        taps: Layers of the target that are fused into its input.
+        target_layers: Layers of the target that are fused into its input.
         block_size: Tokens of a block, anchor included, where a drafter's maker does not say; also the most to try.
         serial: Whether each guess takes a pass.
         head_vocabulary: Tokens of an output head of its own, in bfloat16; None runs the target's.
     """
 
     layers: int = 5
-    taps: int = 5
+    target_layers: int = 5
     block_size: int = 8
     serial: bool = False
     head_vocabulary: int | None = None
 
 
 @dataclass(frozen=True)
-class Entry:
+class DrafterSpec:
     """Kind of drafter: the value of `DRAFTER` in a file of this package, or in the `drafter.py` of a folder.
 
     Attributes:
@@ -280,7 +280,7 @@ def filled_network(found: Checkpoint, kind: Callable[[Any], N]) -> N:
     with torch.device("meta"):
         network = kind(found.config)
     network.load_state_dict(found.tensors, assign=True)
-    network.round_bits = found.trained.round_bits
+    network.qat_bits = found.trained.qat_bits
     return network
 
 

@@ -13,11 +13,18 @@ from torch import Tensor
 from blockdraft.decode.proposal import Plan, Proposal, chain, cut
 from blockdraft.diffusion.folder import FAMILY_OF, load_model
 from blockdraft.diffusion.model import DiffusionModel, hide_mask_token
-from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, NOISE_SCHEDULES, Drafter, Entry, check_same_tokens
-from blockdraft.drafters.dflash.drafter import independent_guesses
+from blockdraft.drafters.base import (
+    DIFFUSION_STEPS,
+    NOISE_SCHEDULE,
+    NOISE_SCHEDULES,
+    Drafter,
+    DrafterSpec,
+    check_same_tokens,
+)
+from blockdraft.drafters.dflash.drafter import independent_draft_tokens
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
-from blockdraft.timing import GUESSES, HEAD, PASS, mark
+from blockdraft.timing import DRAFT_TOKENS, HEAD, PASS, mark
 from blockdraft.types import RequestDrafting
 
 PIECE = 512  # most tokens of a prompt that are read at once, unless a block is larger
@@ -55,8 +62,8 @@ class BlockState:
         self.cache.copy(source, row, min(length - length % self._size, *self.cache.of([source]).lengths))
         self.texts[row] = self.texts[source][:length]
 
-    def wipe(self, row: int, whole: bool = False) -> None:
-        self.cache.wipe(row, whole)
+    def zero_slots(self, row: int, whole: bool = False) -> None:
+        self.cache.zero_slots(row, whole)
 
 
 class BlockDiffusionDrafter(Drafter):
@@ -76,7 +83,7 @@ class BlockDiffusionDrafter(Drafter):
         UsageError: The model's tokens differ from the target's. A mask token that the target lacks is allowed.
     """
 
-    taps: tuple[int, ...] = ()
+    target_layers: tuple[int, ...] = ()
     knows_probabilities = True
     knows_lengths = False
 
@@ -100,7 +107,7 @@ class BlockDiffusionDrafter(Drafter):
         return sum(weight.nbytes for weight in self._network.parameters())
 
     @torch.no_grad()
-    def observe(self, state: BlockState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def observe(self, state: BlockState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         for row, new, length in zip(state.cache.rows, tokens.tolist(), lengths, strict=True):
             state.texts[row] += new[:length]
         # Few tokens are read together with the next block. A prompt is read here, before its row joins others that
@@ -124,7 +131,7 @@ class BlockDiffusionDrafter(Drafter):
             return chain(anchor[:, None])
         logits = self._logits(state, texts, free, plan.draft_passes or DIFFUSION_STEPS)[:, :count]
         draws = None if plan.draws is None else plan.draws[:, :count]
-        proposal = independent_guesses(anchor, logits, replace(plan, block_size=1 + count, draws=draws))
+        proposal = independent_draft_tokens(anchor, logits, replace(plan, block_size=1 + count, draws=draws))
         return cut(proposal, [RequestDrafting(block_size=1 + each) for each in free])
 
     def _free(self, known: int) -> int:
@@ -187,7 +194,7 @@ class BlockDiffusionDrafter(Drafter):
         Returns:
             Hidden states `[B, N, H]`; those past a text's end have no meaning.
         """
-        mark(GUESSES)
+        mark(DRAFT_TOKENS)
         size, device = self.model.config.block_size, self._network.device
         count = max(len(text) - begin for text, begin in zip(texts, begins, strict=True))
         new = [[*text[begin:], *[0] * (count + begin - len(text))] for text, begin in zip(texts, begins, strict=True)]
@@ -236,6 +243,6 @@ def load(path: Path, target: Target) -> BlockDiffusionDrafter:
     return BlockDiffusionDrafter(load_model(path, target.device, target.dtype), target, path)
 
 
-DRAFTER = Entry(
+DRAFTER = DrafterSpec(
     load, architectures=("A2DQwen3LMHeadModel", "BD3LM"), claims=lambda raw: raw.get("model_type") in [*FAMILY_OF]
 )

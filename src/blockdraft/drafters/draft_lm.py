@@ -15,11 +15,11 @@ from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import next_pays
-from blockdraft.drafters.base import Drafter, Entry, check_same_tokens
+from blockdraft.drafters.base import Drafter, DrafterSpec, check_same_tokens
 from blockdraft.errors import UsageError
 from blockdraft.machine import send
 from blockdraft.targets import Cache, Target, load_target
-from blockdraft.timing import GUESSES, PASS, mark
+from blockdraft.timing import DRAFT_TOKENS, PASS, mark
 
 BLOCK_SIZE = 8
 
@@ -98,8 +98,8 @@ class DraftState:
         self.cache.copy(source, row, known)
         self._of_rows[row] = text[:length], held[:known]
 
-    def wipe(self, row: int, whole: bool = False) -> None:
-        self.cache.wipe(row, whole)
+    def zero_slots(self, row: int, whole: bool = False) -> None:
+        self.cache.zero_slots(row, whole)
 
 
 class DraftLMDrafter(Drafter):
@@ -125,7 +125,7 @@ class DraftLMDrafter(Drafter):
             are compared.
     """
 
-    taps: tuple[int, ...] = ()
+    target_layers: tuple[int, ...] = ()
     knows_probabilities = knows_lengths = True
 
     def __init__(self, model: Target, target: Target, block_size: int = BLOCK_SIZE) -> None:
@@ -158,7 +158,7 @@ class DraftLMDrafter(Drafter):
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         return self.model.forward_bytes(batch, nodes, slots)
 
-    def observe(self, state: DraftState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def observe(self, state: DraftState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         new = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
         state.truncate(
             [
@@ -187,44 +187,44 @@ class DraftLMDrafter(Drafter):
         draws = plan.draws if any(params.temperature > 0 for params in plan.params) else None
         seconds = plan.cycle_seconds if draws is None else None
         known = [[*t, a] if free else [] for t, a, free in zip(state.texts, anchor.tolist(), room, strict=True)]
-        guesses, dists = [anchor], list[SparseDistribution]()
+        draft_tokens, dists = [anchor], list[SparseDistribution]()
         expected = torch.zeros(len(room), device=anchor.device)  # expected accepted guesses of each row
         survival = torch.tensor([float(free > 0) for free in room], device=anchor.device)
         following = survival  # chance of one more guess that is as likely as the last one
         survivals = list[list[float]]()
         for depth in range(max(room) if seconds is None else min(max(room), len(seconds) - 1)):
-            if seconds and not next_pays(expected, following, depth, seconds, plan.trust):
+            if seconds and not next_pays(expected, following, depth, seconds, plan.calibration):
                 break
             if depth < len(foreseen):
-                guess, chance = foreseen[depth]
+                draft_token, acceptance_prob = foreseen[depth]
             else:
                 if depth == len(foreseen):
-                    ids = torch.stack(guesses, dim=1).tolist()
+                    ids = torch.stack(draft_tokens, dim=1).tolist()
                     texts = [
                         text[:-1] + row[: min(free, 1 + depth)]
                         for text, row, free in zip(known, ids, room, strict=True)
                     ]
                     logits = self._read(state, texts)
                 else:
-                    logits = self.forward(guesses[-1][:, None], state.cache)[:, 0]
+                    logits = self.forward(draft_tokens[-1][:, None], state.cache)[:, 0]
                     state.cache.commit([[0] if free > depth else [] for free in room])
                 if draws is not None:
                     dists.append(sparsify(probabilities(logits[:, None], plan.params)))  # [B, 1, K]
                     sampled = draw(dists[-1].probs, draws[:, depth : depth + 1])
-                    guess = dists[-1].ids[:, 0].gather(1, sampled.to(anchor.device))[:, 0]
+                    draft_token = dists[-1].ids[:, 0].gather(1, sampled.to(anchor.device))[:, 0]
                 else:
-                    guess = best_tokens(logits)
+                    draft_token = best_tokens(logits)
                 if seconds:
-                    chance = chances_of(logits, guess)
+                    acceptance_prob = acceptance_probs_of(logits, draft_token)
             if seconds:
                 within = torch.tensor([free > depth for free in room], device=anchor.device)
-                survival = survival * within * chance
-                following = survival * chance
+                survival = survival * within * acceptance_prob
+                following = survival * acceptance_prob
                 expected += survival
                 survivals.append(survival.tolist())
-            guesses.append(guess)
-        made = len(guesses) - 1
-        tokens = torch.stack(guesses, dim=1)
+            draft_tokens.append(draft_token)
+        made = len(draft_tokens) - 1
+        tokens = torch.stack(draft_tokens, dim=1)
         if made:  # the model has not read the last guess
             read = [ids[: min(free, made)] for ids, free in zip(tokens.tolist(), room, strict=True)]
             state.note(state.texts, [text[:-1] + ids for text, ids in zip(known, read, strict=True)])
@@ -234,8 +234,8 @@ class DraftLMDrafter(Drafter):
         if not dists:
             if not seconds:
                 return Proposal(tokens, parents)
-            chances = tuple(tuple(each[row] for each in survivals[:free]) for row, free in enumerate(room))
-            return Proposal(tokens, parents, expected=tuple(expected.tolist()), chances=chances)
+            acceptance_probs = tuple(tuple(each[row] for each in survivals[:free]) for row, free in enumerate(room))
+            return Proposal(tokens, parents, expected=tuple(expected.tolist()), acceptance_probs=acceptance_probs)
         sampled_from = SparseDistribution(
             torch.cat([dist.ids for dist in dists], 1).to(wanted_on),
             torch.cat([dist.probs for dist in dists], 1).to(wanted_on),
@@ -280,7 +280,7 @@ class DraftLMDrafter(Drafter):
         """Logits of a tree, or of a chain if `parents` is None, over the target's vocabulary. If the two models'
         embeddings are padded to different sizes, a token that the draft model lacks is read as its last one; no text of
         the tokenizer contains such a token."""
-        mark(GUESSES)
+        mark(DRAFT_TOKENS)
         known = tokens.clamp(max=self.model.vocab_size - 1)
         parents = chain(known).parents if parents is None else parents
         logits = self.model.forward(known, parents, cache, logits_at=logits_at).logits
@@ -288,9 +288,9 @@ class DraftLMDrafter(Drafter):
         return logits[..., : self._vocab_size]
 
 
-def chances_of(logits: Tensor, guesses: Tensor) -> Tensor:
+def acceptance_probs_of(logits: Tensor, draft_tokens: Tensor) -> Tensor:
     """Probabilities `[...]` of guesses `[...]` under logits `[..., V]`."""
-    return logits.float().softmax(dim=-1).gather(-1, guesses.unsqueeze(-1)).squeeze(-1)
+    return logits.float().softmax(dim=-1).gather(-1, draft_tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def load(path: Path, target: Target, device: torch.device | None = None) -> DraftLMDrafter:
@@ -301,4 +301,4 @@ def load(path: Path, target: Target, device: torch.device | None = None) -> Draf
 
 
 LM = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
-DRAFTER = Entry(load, architectures=LM, load_on=load)
+DRAFTER = DrafterSpec(load, architectures=LM, load_on=load)

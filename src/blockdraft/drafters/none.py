@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
-from blockdraft.drafters.base import Drafter, Entry
+from blockdraft.drafters.base import Drafter, DrafterSpec
 
 
 class _NoState:
@@ -29,7 +29,7 @@ class _NoState:
     def copy(self, source: int, row: int, length: int) -> None:
         pass
 
-    def wipe(self, row: int, whole: bool = False) -> None:
+    def zero_slots(self, row: int, whole: bool = False) -> None:
         pass
 
 
@@ -37,7 +37,7 @@ class NoDrafter(Drafter):
     """Drafter without guesses."""
 
     path: Path | None = None
-    taps: tuple[int, ...] = ()
+    target_layers: tuple[int, ...] = ()
     block_size = 1
     knows_probabilities = knows_lengths = False
 
@@ -53,8 +53,8 @@ class NoDrafter(Drafter):
     def propose(self, state: _NoState, anchor: Tensor, plan: Plan) -> Proposal:
         return chain(anchor[:, None])
 
-    def observe(self, state: _NoState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def observe(self, state: _NoState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         pass
 
 
-DRAFTER = Entry(lambda folder, target: NoDrafter(), by_name=True)
+DRAFTER = DrafterSpec(lambda folder, target: NoDrafter(), by_name=True)

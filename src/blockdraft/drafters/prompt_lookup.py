@@ -13,11 +13,11 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.decode.tree import best_count
-from blockdraft.drafters.base import Drafter, Entry
+from blockdraft.drafters.base import Drafter, DrafterSpec
 
 BLOCK_SIZE = 16
 LONGEST = 4  # most tokens of a match; longer ones rarely find better places
-GUESSES_A_TOKEN = 4  # most guesses per matched token, since guesses behind a short match soon fail
+DRAFT_TOKENS_A_TOKEN = 4  # most guesses per matched token, since guesses behind a short match soon fail
 START = (0.2, 0.4, 0.6, 0.75)  # first estimate of the share of right guesses after matches of 1, 2, ... tokens
 NEWEST = 0.05  # weight of the newest guess in that share
 RECENT = 8  # most occurrences of one n-gram that a tree uses
@@ -50,7 +50,7 @@ class Text:
         self._index()
         last = (*self.tokens[-(LONGEST - 1) :], anchor)
         for length in range(len(last), 0, -1):
-            count = min(most, GUESSES_A_TOKEN * length)
+            count = min(most, DRAFT_TOKENS_A_TOKEN * length)
             for end in reversed(self._ends.get(last[-length:], [])[-RECENT:]):
                 yield length, list(islice(cycle([*self.tokens[end : end + count], anchor]), count))
 
@@ -99,7 +99,7 @@ class Texts:
     def copy(self, source: int, row: int, length: int) -> None:
         self._of_rows[row] = Text(self._of_rows[source].tokens[:length])
 
-    def wipe(self, row: int, whole: bool = False) -> None:
+    def zero_slots(self, row: int, whole: bool = False) -> None:
         pass
 
 
@@ -113,7 +113,7 @@ class PromptLookupDrafter(Drafter):
     """
 
     path: Path | None = None
-    taps: tuple[int, ...] = ()
+    target_layers: tuple[int, ...] = ()
     block_size = BLOCK_SIZE
     knows_probabilities = has_pass = False
     knows_lengths = True
@@ -128,23 +128,27 @@ class PromptLookupDrafter(Drafter):
     def weight_bytes(self) -> int:
         return 0
 
-    def observe(self, state: Texts, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def observe(self, state: Texts, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         for text, row, length in zip(state.texts, tokens.tolist(), lengths, strict=True):
             text.tokens += row[:length]
 
     def propose(self, state: Texts, anchor: Tensor, plan: Plan) -> Proposal:
         rows = [_tree(text, token, plan) for text, token in zip(state.texts, anchor.tolist(), strict=True)]
-        count, expected = max(len(chances) for _, _, chances in rows), None
+        count, expected = max(len(acceptance_probs) for _, _, acceptance_probs in rows), None
         if count and plan.cycle_seconds is not None and not plan.tree_budget:
-            count = best_count([chances for _, _, chances in rows], plan.cycle_seconds, plan.trust)
-            expected = tuple(sum(chances[:count]) for _, _, chances in rows)
+            count = best_count(
+                [acceptance_probs for _, _, acceptance_probs in rows], plan.cycle_seconds, plan.calibration
+            )
+            expected = tuple(sum(acceptance_probs[:count]) for _, _, acceptance_probs in rows)
         if not count:
             nothing = chain(anchor[:, None])
-            return replace(nothing, expected=(0.0,) * len(rows), chances=((),) * len(rows))
+            return replace(nothing, expected=(0.0,) * len(rows), acceptance_probs=((),) * len(rows))
         tokens = [[*tokens, *[0] * count][: 1 + count] for tokens, _, _ in rows]
         parents = [[*parents, *[-1] * count][: 1 + count] for _, parents, _ in rows]
-        chances = tuple(tuple(chances[:count]) for _, _, chances in rows)
-        return Proposal(torch.tensor(tokens, device=anchor.device), torch.tensor(parents), None, expected, chances)
+        acceptance_probs = tuple(tuple(acceptance_probs[:count]) for _, _, acceptance_probs in rows)
+        return Proposal(
+            torch.tensor(tokens, device=anchor.device), torch.tensor(parents), None, expected, acceptance_probs
+        )
 
 
 def _tree(text: Text, anchor: int, plan: Plan) -> tuple[list[int], list[int], list[float]]:
@@ -153,27 +157,27 @@ def _tree(text: Text, anchor: int, plan: Plan) -> tuple[list[int], list[int], li
     A right guess makes the match one token longer, so the chance of a child is the rate of matches of that length,
     times the chance that none of its likelier siblings is right.
     """
-    tokens, parents, chances = [anchor], [-1], list[float]()
+    tokens, parents, acceptance_probs = [anchor], [-1], list[float]()
     left = [1.0]  # for each node, the chance that it is accepted and none of its children so far is
     nodes: dict[tuple[int, int], int] = {}  # by parent and token
     budget = plan.tree_budget or plan.block_size - 1
-    for length, guesses in text.continuations(anchor, plan.block_size - 1):
+    for length, draft_tokens in text.continuations(anchor, plan.block_size - 1):
         node = 0
-        for depth, token in enumerate(guesses):
+        for depth, token in enumerate(draft_tokens):
             if (node, token) not in nodes:
                 if len(tokens) > budget:
-                    return tokens, parents, chances
+                    return tokens, parents, acceptance_probs
                 nodes[node, token] = len(tokens)
                 tokens.append(token)
                 parents.append(node)
-                chance = left[node] * text.rates[min(length + depth, LONGEST) - 1]
-                left[node] -= chance
-                left.append(chance)
-                chances.append(chance)
+                acceptance_prob = left[node] * text.rates[min(length + depth, LONGEST) - 1]
+                left[node] -= acceptance_prob
+                left.append(acceptance_prob)
+                acceptance_probs.append(acceptance_prob)
             node = nodes[node, token]
         if plan.tree_budget == 0:
             break
-    return tokens, parents, chances
+    return tokens, parents, acceptance_probs
 
 
-DRAFTER = Entry(lambda folder, target: PromptLookupDrafter(), by_name=True)
+DRAFTER = DrafterSpec(lambda folder, target: PromptLookupDrafter(), by_name=True)

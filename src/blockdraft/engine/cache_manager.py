@@ -72,12 +72,12 @@ class CacheManager:
     def free(self, row: Row) -> None:
         """Remember the row of a request that has ended, or release its slots."""
         if not self._remember(row):
-            self.release(row, wipe=row.request.failure is not None)
+            self.release(row, zero_slots=row.request.failure is not None)
 
-    def release(self, row: Row, wipe: bool) -> None:
-        """Release the slots of a row; for `wipe` see `Runner.close`."""
+    def release(self, row: Row, zero_slots: bool) -> None:
+        """Release the slots of a row; for `zero_slots` see `Runner.close`."""
         self._index.remove(row.start)
-        self._runner.close(row.start, wipe=wipe)
+        self._runner.close(row.start, zero_slots=zero_slots)
         self._slots.give(row.start, row.capacity)
 
     def _remember(self, row: Row) -> bool:

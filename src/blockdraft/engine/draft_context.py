@@ -33,9 +33,9 @@ class DraftContext:
         self._kept: list[tuple[Tensor, Tensor | None]] = []  # tokens [B, 1] and features [B, 1, m * H], in order
         self._rows: list[Row] = []  # that these are of
 
-    def keep(self, rows: Sequence[Row], tokens: Tensor, features: Tensor | None) -> None:
+    def keep(self, rows: Sequence[Row], tokens: Tensor, hidden_states: Tensor | None) -> None:
         """Keep what a cycle of one token a row has committed."""
-        self._kept.append((tokens, features))
+        self._kept.append((tokens, hidden_states))
         self._rows = list(rows)
 
     def due(self, rows: Sequence[Row], plan: Plan) -> bool:
@@ -48,7 +48,7 @@ class DraftContext:
         """Let the drafter observe what is kept. Must precede any change of rows."""
         if not self._kept:
             return
-        tokens, features = zip(*self._kept, strict=True)
+        tokens, hidden_states = zip(*self._kept, strict=True)
         rows = self._rows
         self._kept, self._rows = [], []
         step = max(1, AT_ONCE // len(rows))
@@ -59,7 +59,7 @@ class DraftContext:
             self.observe(
                 [rows[i] for i in alive],
                 tokens=piece_tokens,
-                features=None if features[0] is None else torch.cat(features[piece], dim=1)[alive],
+                hidden_states=None if hidden_states[0] is None else torch.cat(hidden_states[piece], dim=1)[alive],
                 paths=[range(piece_tokens.size(1))] * len(alive),
             )
 
@@ -73,13 +73,13 @@ class DraftContext:
             self._kept, self._rows = [], []
 
     def observe(
-        self, rows: Sequence[Row], tokens: Tensor, features: Tensor | None, paths: Sequence[Sequence[int]]
+        self, rows: Sequence[Row], tokens: Tensor, hidden_states: Tensor | None, paths: Sequence[Sequence[int]]
     ) -> None:
         """Let the drafter observe the nodes that were committed. A row for which it fails is ended.
 
         Args:
             tokens: `[B, N]` int64, of all nodes.
-            features: `[B, N, m * H]`; None for a drafter without taps.
+            hidden_states: `[B, N, m * H]`; None for a drafter without taps.
             paths: The committed nodes of each row.
         """
         lengths = [len(path) for path in paths]
@@ -87,15 +87,18 @@ class DraftContext:
         if most == 0:
             return
         if all(not path or path[-1] == len(path) - 1 for path in paths):  # the first nodes, as in every chain
-            tokens, features = tokens[:, :most], features if features is None else features[:, :most]
+            tokens, hidden_states = (
+                tokens[:, :most],
+                hidden_states if hidden_states is None else hidden_states[:, :most],
+            )
         else:
             index = send(torch.tensor([[*path, *[0] * (most - len(path))] for path in paths]), self._device)
             tokens = tokens.gather(1, index)
-            if features is not None:
-                features = features.gather(1, index.unsqueeze(-1).expand(-1, -1, features.size(-1)))
+            if hidden_states is not None:
+                hidden_states = hidden_states.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden_states.size(-1)))
         state = self._state.of([row.start for row in rows])
         try:
-            self._drafter.observe(state, tokens, features, lengths)
+            self._drafter.observe(state, tokens, hidden_states, lengths)
         except Exception as error:
             if len(rows) == 1:
                 rows[0].request.fail(RequestError(f"The drafter failed: {describe(error)}"), error)
@@ -104,6 +107,6 @@ class DraftContext:
                 self.observe(
                     [row],
                     tokens=tokens[i : i + 1],
-                    features=features if features is None else features[i : i + 1],
+                    hidden_states=hidden_states if hidden_states is None else hidden_states[i : i + 1],
                     paths=[range(lengths[i])],
                 )

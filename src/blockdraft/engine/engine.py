@@ -101,7 +101,7 @@ class Engine:
         else:
             self.controller = Controller(drafter, drafting, lambda: load(path(target, drafter)))
         self.max_batch_size, self.prefix_tokens, self.prefill_tokens = max_batch_size, prefix_tokens, prefill_tokens
-        nodes = 1 + self.controller.most_guesses
+        nodes = 1 + self.controller.max_draft_tokens
         self.slots_behind = slots_behind(drafter, nodes) if drafting.tree_budget else nodes
         self.memory = Memory(
             target=target,

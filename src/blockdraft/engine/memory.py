@@ -71,8 +71,8 @@ class Memory:
         tokens = max(self.prefill_tokens, rows * self.nodes)
         if self.automatic:
             tokens = max(tokens, rows * min(MOST_KEPT, target.max_context))
-        features = 2 * tokens * len(self.drafter.taps) * target.hidden_size * size
-        return forward + logits + features + sum(self._draft_workspace(part, slots) for part in self.drafter.parts)
+        hidden_states = 2 * tokens * len(self.drafter.target_layers) * target.hidden_size * size
+        return forward + logits + hidden_states + sum(self._draft_workspace(part, slots) for part in self.drafter.parts)
 
     def _draft_workspace(self, part: Drafter, slots: int) -> int:
         """Bytes that a drafter keeps for its calls of `propose` and `observe`."""

@@ -124,9 +124,9 @@ class Request:
         Returns:
             Number of tokens added.
         """
-        for count, (token, guessed) in enumerate(zip(token_ids, drafted, strict=True), start=1):
+        for count, (token, from_draft) in enumerate(zip(token_ids, drafted, strict=True), start=1):
             self.token_ids.append(token)
-            self.drafted.append(guessed)
+            self.drafted.append(from_draft)
             if logprobs:
                 self.logprobs.append(logprobs[count - 1])
             if self.params.stop:  # else the text is not needed yet

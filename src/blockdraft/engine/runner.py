@@ -20,7 +20,7 @@ from blockdraft.engine.draft_context import DraftContext
 from blockdraft.engine.request import Request, Row
 from blockdraft.machine import send
 from blockdraft.targets import Target, TargetOutput
-from blockdraft.timing import BOOKKEEPING, COMMIT, DRAFTING, FORWARD, GUESSES, OBSERVE, VERIFICATION, Cycle, mark
+from blockdraft.timing import BOOKKEEPING, COMMIT, DRAFT_TOKENS, DRAFTING, FORWARD, OBSERVE, VERIFICATION, Cycle, mark
 from blockdraft.types import CycleTokens, CycleTrace, TokenLogprob
 
 
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     """Outcome of a cycle.
 
     Attributes:
-        guesses: Guesses a row, padding of shorter rows included.
+        draft_tokens: Guesses a row, padding of shorter rows included.
         deepest: For each row the guesses on its longest path.
         lengths: For each row the guesses that were accepted.
         expected: For each row the guesses that the drafter expected to be accepted, where it says so.
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
             none. Nothing of them was committed.
     """
 
-    guesses: int
+    draft_tokens: int
     deepest: list[int]
     lengths: list[int]
     expected: Sequence[float] | None
@@ -70,17 +70,17 @@ class Runner:
         for store in (self.cache, self.state):
             store.open(row, capacity)
 
-    def close(self, row: int, wipe: bool = False) -> None:
+    def close(self, row: int, zero_slots: bool = False) -> None:
         """Forget a row.
 
         Args:
-            wipe: Clear its slots too, in which there may be numbers that are not finite.
+            zero_slots: Clear its slots too, in which there may be numbers that are not finite.
         """
         self.draft_context.forget(row)
         self.draft_context.catch_up()
         for store in (self.cache, self.state):
-            if wipe:
-                store.wipe(row, whole=True)
+            if zero_slots:
+                store.zero_slots(row, whole=True)
             store.close(row)
 
     def shrink(self, row: int, capacity: int) -> None:
@@ -101,12 +101,12 @@ class Runner:
         # The last token of the answer is the anchor, which is not in the cache.
         known = row.read if row.reading else len(request.prompt) + len(request.token_ids) - 1
         cache.truncate([min(known, *cache.lengths)])
-        self.wipe(row.start)
+        self.zero_slots(row.start)
 
-    def wipe(self, row: int) -> None:
+    def zero_slots(self, row: int) -> None:
         """Clear the slots behind a row's committed tokens."""
         for store in (self.cache, self.state):
-            store.wipe(row)
+            store.zero_slots(row)
 
     def held(self, row: int) -> int:
         """Number of committed tokens of a row."""
@@ -130,13 +130,17 @@ class Runner:
         last = self._tensor([count - 1 for count in counts])
         scored = any(row.request.params.prompt_logprobs is not None for row in rows)
         output = self.target.forward(
-            tokens, chain(tokens).parents, cache, taps=self.drafter.taps, logits_at=None if scored else last
+            tokens,
+            chain(tokens).parents,
+            cache,
+            target_layers=self.drafter.target_layers,
+            logits_at=None if scored else last,
         )
         prompt_logits = output.logits
         if scored:
             at = torch.arange(len(rows)), last.cpu()
             best = None if output.best is None else output.best[at][:, None]
-            output = TargetOutput(prompt_logits[at][:, None], output.features, best)
+            output = TargetOutput(prompt_logits[at][:, None], output.hidden_states, best)
         ready = [i for i, row in enumerate(rows) if row.read + counts[i] == len(row.request.prompt)]
         first, invalid = dict[int, int](), list[int]()  # first token of the answer, by the row's index
         if ready:
@@ -160,7 +164,7 @@ class Runner:
                 row.read += counts[i]
         for i, token in first.items():
             rows[i].request.extend([token], [False], scores[i])
-        self.draft_context.observe(rows, tokens, output.features, paths)
+        self.draft_context.observe(rows, tokens, output.hidden_states, paths)
         return invalid
 
     def step(self, rows: Sequence[Row], plan: Plan) -> Outcome:
@@ -180,8 +184,10 @@ class Runner:
                 proposal, tokens, verdict, broken = self._run(program, rows, cache, plan)
             else:
                 proposal = self._propose(rows, anchor, plan)
-                timer.mark(GUESSES)
-                output = self.target.forward(proposal.tokens, proposal.parents, cache, taps=self.drafter.taps)
+                timer.mark(DRAFT_TOKENS)
+                output = self.target.forward(
+                    proposal.tokens, proposal.parents, cache, target_layers=self.drafter.target_layers
+                )
                 timer.mark(FORWARD)
                 distributions, verdict = self._verdict(rows, proposal, output)
                 tokens, broken = distributions.tokens, distributions.invalid_rows
@@ -207,12 +213,12 @@ class Runner:
             if output is None:  # the program has observed
                 pass
             elif plan.block_size == 1 and not invalid:
-                self.draft_context.keep(rows, proposal.tokens, output.features)
+                self.draft_context.keep(rows, proposal.tokens, output.hidden_states)
             else:
                 self.draft_context.catch_up()
-                self.draft_context.observe(rows, proposal.tokens, output.features, verdict.path)
+                self.draft_context.observe(rows, proposal.tokens, output.hidden_states, verdict.path)
             for i in broken:  # also of nodes that were not reached: their slots must not keep NaN
-                self.wipe(starts[i])
+                self.zero_slots(starts[i])
             timer.mark(OBSERVE)
         for i, request in enumerate(requests):
             request.stats.draft_seconds += timer.of(DRAFTING)
@@ -221,7 +227,7 @@ class Runner:
             if request.trace and i not in invalid:
                 request.cycle = _trace(proposal, tokens, verdict, i, timer.total)
         return Outcome(
-            guesses=proposal.tokens.size(1) - 1,
+            draft_tokens=proposal.tokens.size(1) - 1,
             deepest=deepest,
             lengths=[max(len(path) - 1, 0) for path in verdict.path],
             expected=proposal.expected,

@@ -137,7 +137,7 @@ class Scheduler:
                 request.fail(RequestError(f"Decoding was ended by an error: {describe(error)}"), error)
         self._sources.clear()
         for row in rows:
-            self._cache_manager.release(row, wipe=True)
+            self._cache_manager.release(row, zero_slots=True)
         for request in requests:
             request.publish()
 
@@ -275,7 +275,7 @@ class Scheduler:
             self._controller.learn(
                 requests,
                 plan,
-                guesses=outcome.guesses,
+                draft_tokens=outcome.draft_tokens,
                 deepest=outcome.deepest,
                 lengths=outcome.lengths,
                 expected=outcome.expected,

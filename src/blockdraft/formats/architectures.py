@@ -87,7 +87,7 @@ class Architecture:
     tensorrt_llm: str | None = None
     openvino: bool = False
 
-    def guesses(self, config: DraftConfig) -> int:
+    def draft_tokens(self, config: DraftConfig) -> int:
         """Most guesses of a block."""
         return config.block_size - (self.speculator is None or not self.speculator.from_anchor)
 

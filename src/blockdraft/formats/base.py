@@ -38,7 +38,8 @@ class Checkpoint:
     """Configuration and tensors of a drafter, on the CPU.
 
     Attributes:
-        config: Configuration of the network, with at least `hidden_size`, `num_target_layers`, `vocab_size` and `taps`.
+        config: Configuration of the network, with at least `hidden_size`, `num_target_layers`, `vocab_size` and
+            `target_layers`.
         tensors: Tensors of the network by name.
         borrowed: Copies of the target's weights; None in a layout without them.
         trained: How it was trained.

@@ -69,9 +69,9 @@ def starts(
 
 def llama_cpp_line(config: Any, drafter: str, target: str) -> str:
     """Command line that starts llama.cpp's server with two GGUF files."""
-    speculator, guesses = kind_of(config).start(config)
+    speculator, draft_tokens = kind_of(config).start(config)
     line = ["llama-server", "-m", target, "-md", drafter, "--spec-type", speculator]
-    return shlex.join([*line, "--spec-draft-n-max", str(guesses)])
+    return shlex.join([*line, "--spec-draft-n-max", str(draft_tokens)])
 
 
 def _vllm(config: DraftConfig, layout: str, drafter: str, target: str, to_zlab: str, to_speculators: str) -> Start:
@@ -79,7 +79,7 @@ def _vllm(config: DraftConfig, layout: str, drafter: str, target: str, to_zlab: 
     if layout == SPECULATORS:
         return vllm_alone(drafter)
     if layout == ZLAB and architecture.vllm is not None:
-        return vllm(target, architecture.vllm, drafter, architecture.guesses(config))
+        return vllm(target, architecture.vllm, drafter, architecture.draft_tokens(config))
     name = architecture.names[0]
     remedy = to_zlab if architecture.vllm is not None else to_speculators if architecture.speculator else None
     return Start(None, f"it reads no {name} in this format", remedy)
@@ -100,7 +100,7 @@ def _tensorrt_llm(config: DraftConfig, layout: str, drafter: str, target: str, t
         return Start(None, f"how it is started with {architecture.names[0]} is not known here")
     if layout != ZLAB:
         return Start(None, "it reads z-lab's layout", to_zlab)
-    return tensorrt_llm(target, architecture.tensorrt_llm, drafter, architecture.guesses(config))
+    return tensorrt_llm(target, architecture.tensorrt_llm, drafter, architecture.draft_tokens(config))
 
 
 def _openvino(config: Any, layout: str, drafter: str, to_zlab: str) -> Start:

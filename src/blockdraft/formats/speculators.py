@@ -23,7 +23,7 @@ from torch import Tensor
 from blockdraft.formats.architectures import Architecture, architecture_of, by_name, tensor_shapes
 from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
-from blockdraft.formats.speculators_config import ids_of, layer_config, named, taps_of
+from blockdraft.formats.speculators_config import ids_of, layer_config, named, target_layers_of
 from blockdraft.formats.stored import Stored
 from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.formats.vocabulary import kept_tokens, vocabulary_maps
@@ -78,7 +78,7 @@ def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftC
     told = "; another convention puts every guess one token off"
     from_anchor = raw.get("sample_from_anchor", kind.from_anchor)
     need(from_anchor is kind.from_anchor, "sample_from_anchor", from_anchor, f"{kind.from_anchor}{told}")
-    taps = taps_of(raw, "aux_hidden_state_layer_ids", num_target_layers)
+    target_layers = target_layers_of(raw, "aux_hidden_state_layer_ids", num_target_layers)
     layers = layer_config(raw.get("transformer_layer_config"))
     own = {name: raw.get(name) for name in architecture.own_keys()}
     config = parse_zlab_config(
@@ -92,7 +92,7 @@ def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftC
             "dflash_config": {
                 "block_size": raw.get("block_size"),
                 "mask_token_id": raw.get("mask_token_id"),
-                "target_layer_ids": taps,
+                "target_layer_ids": target_layers,
                 **own,
             },
         }

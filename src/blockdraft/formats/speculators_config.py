@@ -16,7 +16,7 @@ TOLD = 200  # most characters of an error of transformers, which may list all of
 
 
 def named(
-    model_type: str, guesses: int, target_name: str | None, target_architectures: Sequence[str]
+    model_type: str, draft_tokens: int, target_name: str | None, target_architectures: Sequence[str]
 ) -> dict[str, Any]:
     """Keys of config.json that name the drafter's kind and its target. Raises ValueError for a target that readers
     cannot load."""
@@ -31,13 +31,13 @@ def named(
         "speculators_config": {
             "algorithm": model_type,
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": guesses}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": draft_tokens}],
             "verifier": {"name_or_path": target_name, "architectures": [*target_architectures]},
         },
     }
 
 
-def guesses_said(raw: Mapping[str, Any]) -> Any:
+def draft_tokens_text(raw: Mapping[str, Any]) -> Any:
     """Number of guesses that a file proposes; None if it has none."""
     methods = _said(raw).get("proposal_methods") or [{}]
     sound = isinstance(methods, list) and isinstance(methods[0], Mapping)
@@ -45,9 +45,9 @@ def guesses_said(raw: Mapping[str, Any]) -> Any:
     return methods[0].get("speculative_tokens")
 
 
-def guesses_of(raw: Mapping[str, Any]) -> int:
+def draft_tokens_of(raw: Mapping[str, Any]) -> int:
     """Number of guesses that a file proposes. Raises ValueError if it has none."""
-    return whole("speculative_tokens", guesses_said(raw))
+    return whole("speculative_tokens", draft_tokens_text(raw))
 
 
 def target_said(raw: Mapping[str, Any]) -> Any:
@@ -63,7 +63,7 @@ def _said(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def taps_of(raw: Mapping[str, Any], key: str, num_target_layers: int) -> tuple[int, ...]:
+def target_layers_of(raw: Mapping[str, Any], key: str, num_target_layers: int) -> tuple[int, ...]:
     """Taps from a key that lists the target layers which they enter. Raises ValueError for a layer that cannot be
     listed."""
     ids = raw.get(key)
@@ -80,8 +80,8 @@ def ids_of(config: Any) -> list[int]:
     last = config.num_target_layers - 1
     remedy = f"below the last target layer, {last}, which this format cannot list; train with other --taps for it, or "
     remedy += "keep the layout that training writes"
-    need(max(config.taps) < last, "a tap", max(config.taps), remedy)
-    return [tap + 1 for tap in config.taps]
+    need(max(config.target_layers) < last, "a tap", max(config.target_layers), remedy)
+    return [target_layer + 1 for target_layer in config.target_layers]
 
 
 def layer_config(raw: Any) -> dict[str, Any]:

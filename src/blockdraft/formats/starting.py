@@ -42,8 +42,8 @@ def as_typed(line: str, files: Mapping[str, str]) -> str:
     return "\n".join([*(f"cat > {name} <<'END'\n{content}\nEND" for name, content in files.items()), line])
 
 
-def vllm(target: str, method: str, drafter: str, guesses: int) -> Start:
-    said = {"method": method, "model": drafter, "num_speculative_tokens": guesses}
+def vllm(target: str, method: str, drafter: str, draft_tokens: int) -> Start:
+    said = {"method": method, "model": drafter, "num_speculative_tokens": draft_tokens}
     return Start(shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(said)]))
 
 
@@ -65,14 +65,16 @@ def sglang(target: str, algorithm: str, drafter: str, tokens: int, more: Mapping
     return Start(shlex.join([*line, *(str(part) for option in numbers.items() for part in option)]))
 
 
-def tensorrt_llm(target: str, kind: str, drafter: str, guesses: int, more: Mapping[str, Any] | None = None) -> Start:
+def tensorrt_llm(
+    target: str, kind: str, drafter: str, draft_tokens: int, more: Mapping[str, Any] | None = None
+) -> Start:
     """Start of TensorRT-LLM.
 
     Args:
         kind: TensorRT-LLM's `decoding_type`.
         more: Further keys of its speculative configuration.
     """
-    said = {"decoding_type": kind, "speculative_model": drafter, "max_draft_len": guesses, **(more or {})}
+    said = {"decoding_type": kind, "speculative_model": drafter, "max_draft_len": draft_tokens, **(more or {})}
     line = shlex.join(["trtllm-serve", target, "--config", TENSORRT_LLM_FILE])
     return Start(line, files={TENSORRT_LLM_FILE: json.dumps({"speculative_config": said})})  # JSON is YAML
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-KEYS = {"target": "target_fingerprint", "round_bits": "round_bits"}  # of config.json; those of GGUF have a prefix
+KEYS = {"target": "target_fingerprint", "qat_bits": "qat_bits"}  # of config.json; those of GGUF have a prefix
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,12 @@ class Trained:
 
     Attributes:
         target: `Target.source_fingerprint` of the target.
-        round_bits: 4 or 8, bits to which its weights were rounded in training, as in `Recipe`. It then guesses about as
+        qat_bits: 4 or 8, bits to which its weights were rounded in training, as in `Recipe`. It then guesses about as
             well with weights of so few bits, and on CPUs is rounded to them beside any target whose drafters are.
     """
 
     target: str | None = None
-    round_bits: int | None = None
+    qat_bits: int | None = None
 
     @classmethod
     def read(cls, raw: Any, prefix: str = "") -> Trained:

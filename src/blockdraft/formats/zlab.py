@@ -19,7 +19,7 @@ from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_tens
 from blockdraft.formats.folder import read_config as read_raw
 from blockdraft.formats.stored import Stored
 from blockdraft.formats.trained import UNKNOWN, Trained
-from blockdraft.nn.draft_config import MOST_LAYERS, DraftConfig, LayerAttention, default_taps, need, whole
+from blockdraft.nn.draft_config import MOST_LAYERS, DraftConfig, LayerAttention, default_target_layers, need, whole
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Keys of `dflash_config` that `parse_config` reads. Each may also be at the top level.
@@ -67,11 +67,16 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
         named["mask_token_id"] = (vocabulary or {}).get(text)
         remedy = f"in config.json, since mask_token is {text!r} and no token of the target's tokenizer"
         need(named["mask_token_id"] is not None, "mask_token_id", None, remedy)
-    taps = _pick(raw, "target_layer_ids")
-    taps = default_taps(named["num_target_layers"], depth) if taps is None else taps
-    need(isinstance(taps, list | tuple), "target_layer_ids", taps, "a list of target layers")
+    target_layers = _pick(raw, "target_layer_ids")
+    target_layers = default_target_layers(named["num_target_layers"], depth) if target_layers is None else target_layers
+    need(isinstance(target_layers, list | tuple), "target_layer_ids", target_layers, "a list of target layers")
     scaling = None if scaling is None or scaling["rope_type"] == "default" else scaling
-    named |= {"rope_theta": theta, "rope_scaling": scaling, "taps": tuple(taps), "layers": _layers(raw, depth)}
+    named |= {
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "target_layers": tuple(target_layers),
+        "layers": _layers(raw, depth),
+    }
     named["final_logit_softcapping"] = named["final_logit_softcapping"] or None  # 0 is no cap, as in z-lab's code
     derived = {"num_key_value_heads": heads, "head_dim": hidden // heads}
     defaults = {field.name: field.default for field in fields(architecture.config) if field.default is not MISSING}
@@ -87,8 +92,16 @@ def config_dict(config: DraftConfig) -> dict[str, Any]:
     windows, causal = {layer.window for layer in layers} - {None}, [layer.causal for layer in layers]
     sayable = len(windows) <= 1 and (causal == slides or len({*causal}) == 1)
     need(sayable, "layers", layers, "of one window, and all alike in causality or causal just where they slide")
-    raw = {name: value for name, value in asdict(config).items() if name not in ("mask_token_id", "taps", "layers")}
-    draft = {"block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": [*config.taps]}
+    raw = {
+        name: value
+        for name, value in asdict(config).items()
+        if name not in ("mask_token_id", "target_layers", "layers")
+    }
+    draft = {
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": [*config.target_layers],
+    }
     nested = {name: raw.pop(name) for name in architecture.nested}
     draft |= {**architecture.marks, **{name: value for name, value in nested.items() if value is not None}}
     if causal != slides:  # otherwise the layer types imply it
@@ -99,7 +112,7 @@ def config_dict(config: DraftConfig) -> dict[str, Any]:
         "model_type": "qwen3",
         **raw,
         "mask_token_id": config.mask_token_id,  # here too, where vLLM's tpu-inference looks for them
-        "target_layer_ids": [*config.taps],
+        "target_layer_ids": [*config.target_layers],
         "rope_parameters": rope,
         "dflash_config": draft,
         "layer_types": [SLIDING if sliding else FULL for sliding in slides],

@@ -29,18 +29,18 @@ class Nodes(NamedTuple):
 
     Attributes:
         keys, values: `[B, M, kv_heads, D]`, of which the nodes so far are the first.
-        features: `[B, N, H]` of the last level.
+        hidden_states: `[B, N, H]` of the last level.
         within: `[B, N, M]` bool, nodes that those of the last level see, themselves included.
     """
 
     keys: Array
     values: Array
-    features: Array
+    hidden_states: Array
     within: Array
 
     def children(self, parents: Array) -> Nodes:
         """For nodes with these parents `[B, N]` in the last level."""
-        found = (jnp.take_along_axis(each, parents[..., None], axis=1) for each in (self.features, self.within))
+        found = (jnp.take_along_axis(each, parents[..., None], axis=1) for each in (self.hidden_states, self.within))
         return Nodes(self.keys, self.values, *found)
 
 
@@ -61,18 +61,18 @@ class JaxAutoregressive(JaxRunner):
         tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
         super().__init__(network.config, target, drafter, tensors, network.config.hidden_size)
         self.params["kept"] = self._layout.put(as_numpy(network.kept).astype(np.int32))
-        self.jax_learn, self.jax_guesses = jax.jit(self.learn), jax.jit(self._guesses, static_argnums=(0, 1))
+        self.jax_learn, self.jax_draft_tokens = jax.jit(self.learn), jax.jit(self._draft_tokens, static_argnums=(0, 1))
         self.jax_begin, self.jax_level = jax.jit(self._begin, static_argnums=0), jax.jit(self._level)
 
     def norm(self, own: Params, name: str, x: Array) -> Array:
         return model.rms_norm(x, own[f"model.{name}.weight"], self.drafter.norm_eps)
 
     @abstractmethod
-    def fuse(self, own: Params, features: Array) -> Array:
+    def fuse(self, own: Params, hidden_states: Array) -> Array:
         """As in `AutoregressiveNetwork`."""
 
     @abstractmethod
-    def entries(self, own: Params, embedded: Array, features: Array) -> tuple[Array, Array]:
+    def entries(self, own: Params, embedded: Array, hidden_states: Array) -> tuple[Array, Array]:
         """The layer's residual stream and its normed input, of the embeddings and features `[B, N, H]` of entries."""
 
     @abstractmethod
@@ -84,11 +84,11 @@ class JaxAutoregressive(JaxRunner):
         """As in `AutoregressiveNetwork`."""
 
     def _into_layer(
-        self, known: Context, tokens: Array, features: Array, positions: Array
+        self, known: Context, tokens: Array, hidden_states: Array, positions: Array
     ) -> tuple[Array, list[Array]]:
         """The layer's residual stream, and its queries, keys and values, of entries at these positions `[B, N]`."""
         embedded = model.embed(known.params, tokens).astype(self._dtype)
-        x, normed = self.entries(known.own, embedded, features)
+        x, normed = self.entries(known.own, embedded, hidden_states)
         turns = model.angles(self.drafter.ropes[0], jnp.maximum(positions, 0), self._dtype)
         return x, model.queries_keys_values(self.drafter, self._layout, known.own, 0, normed, turns)
 
@@ -96,7 +96,7 @@ class JaxAutoregressive(JaxRunner):
         """No nodes, with room for as many. The first ones follow the last token of their row."""
         batch = len(known.rows.lengths)
         empty = jnp.zeros((batch, room, self.drafter.num_kv_heads, self.drafter.head_dim), self._dtype)
-        return Nodes(empty, empty, last_features(known), jnp.zeros((batch, 1, room), bool))
+        return Nodes(empty, empty, last_hidden_states(known), jnp.zeros((batch, 1, room), bool))
 
     def _level(
         self,
@@ -118,7 +118,7 @@ class JaxAutoregressive(JaxRunner):
         """
         rows, nodes = known.rows, nodes.children(parents)
         positions = jnp.broadcast_to(rows.lengths[:, None] - 1 + depth, tokens.shape)
-        x, (queries, *new) = self._into_layer(known, tokens, nodes.features, positions)
+        x, (queries, *new) = self._into_layer(known, tokens, nodes.hidden_states, positions)
         stores = zip(nodes[:2], new, strict=True)
         keys, values = (jax.lax.dynamic_update_slice_in_dim(store, each, begin, axis=1) for store, each in stores)
         at, places = jnp.arange(tokens.shape[1], dtype=jnp.int32), jnp.arange(keys.shape[1], dtype=jnp.int32)
@@ -130,7 +130,7 @@ class JaxAutoregressive(JaxRunner):
         hidden = model.after_attention(self.drafter, self._layout, known.own, 0, x, attended)
         return self.logits(known, hidden), Nodes(keys, values, self.fed_on(known.own, hidden), within)
 
-    def _guesses(
+    def _draft_tokens(
         self, count: int, width: int, known: Context, anchors: Array, size: Array, window: Array, temperature: Array
     ) -> list[Array]:
         """Guesses of `size - 1` levels: of each level `width` children of the `width` likeliest guesses before.
@@ -180,27 +180,27 @@ class JaxAutoregressive(JaxRunner):
     ) -> tuple[Array, Array, Array]:
         """As in `JaxRunner`."""
         width = min(WIDTH, budget, len(known.own["kept"])) or 1
-        scores, parents, tokens = self._guesses(count, width, known, anchors, size, window, temperature)
+        scores, parents, tokens = self._draft_tokens(count, width, known, anchors, size, window, temperature)
         if not budget:
             return chain_of(anchors, tokens, size)
         depths = jnp.repeat(jnp.arange(1, count, dtype=jnp.int32), width * width)
         return tree_of(anchors, scores, parents, tokens, jnp.broadcast_to(depths, tokens.shape), budget)
 
-    def learn(self, known: Context, tokens: Array, parents: Array, depths: Array, features: Array) -> Memory:
+    def learn(self, known: Context, tokens: Array, parents: Array, depths: Array, hidden_states: Array) -> Memory:
         """As in `JaxRunner`."""
-        fused = self.fuse(known.own, features.astype(self._dtype))
+        fused = self.fuse(known.own, hidden_states.astype(self._dtype))
         above = jnp.take_along_axis(fused, jnp.maximum(parents, 0)[..., None], axis=1)
-        before = jnp.where(parents[..., None] < 0, last_features(known), above)
+        before = jnp.where(parents[..., None] < 0, last_hidden_states(known), above)
         _, (_, keys, values) = self._into_layer(known, tokens, before, known.rows.lengths[:, None] + depths - 1)
         return keys[None], values[None], fused[None, :, :, None]
 
     def _known(self, state: JaxCache) -> Context:
         return Context(self._target.params, self.params, state.arrays, state.where())
 
-    def observe(self, state: JaxCache, tokens: Tensor, features: Tensor) -> None:
+    def observe(self, state: JaxCache, tokens: Tensor, hidden_states: Tensor) -> None:
         """As `AutoregressiveRunner.observe`; `state.commit` writes."""
         known = self._known(state)
-        array = self._on_devices(features, len(known.rows.lengths))
+        array = self._on_devices(hidden_states, len(known.rows.lengths))
         wide = padded(tokens, array.shape[:2]).astype(np.int32)
         depths = np.broadcast_to(np.arange(wide.shape[1], dtype=np.int32), wide.shape)
         state.leave(self.jax_learn(known, *self._layout.put((wide, depths - 1, depths)), array))
@@ -212,24 +212,24 @@ class JaxAutoregressive(JaxRunner):
         self,
         state: JaxCache,
         anchor: Tensor,
-        guesses: int,
+        draft_tokens: int,
         window: int | None = None,
         seconds: Sequence[float] | None = None,
-        trust: float = 1.0,
+        calibration: float = 1.0,
     ) -> tuple[Tensor, Tensor | None]:
         """As `AutoregressiveRunner.chain`. All guesses are made, and those that do not pay are cut off."""
         batch, rows = len(anchor), bucket(len(anchor))
         heat = np.ones(rows, np.float32)
-        given = padded(anchor, (rows,)).astype(np.int32), np.int32(1 + guesses), latest(window), heat
-        found = self.jax_guesses(bucket(1 + guesses), 1, self._known(state), *self._layout.put(given))
-        scores, _, tokens = (JaxTensor(each, (batch, guesses)).real for each in found)
+        given = padded(anchor, (rows,)).astype(np.int32), np.int32(1 + draft_tokens), latest(window), heat
+        found = self.jax_draft_tokens(bucket(1 + draft_tokens), 1, self._known(state), *self._layout.put(given))
+        scores, _, tokens = (JaxTensor(each, (batch, draft_tokens)).real for each in found)
         mark(PASS)
         expected, survival, following, count = torch.zeros(batch), torch.ones(batch), torch.ones(batch), 0
-        while seconds and count < guesses and next_pays(expected, following, count, seconds, trust):
+        while seconds and count < draft_tokens and next_pays(expected, following, count, seconds, calibration):
             before, survival = survival, scores[:, count].exp()
             following = survival * survival / before
             expected, count = expected + survival, count + 1
-        tokens = torch.cat([anchor[:, None], tokens[:, : count if seconds else guesses]], dim=1)
+        tokens = torch.cat([anchor[:, None], tokens[:, : count if seconds else draft_tokens]], dim=1)
         return tokens, expected if seconds else None
 
     def nodes(self, state: JaxCache, block_size: int, width: int, window: int | None = None) -> JaxNodes:
@@ -258,7 +258,7 @@ class JaxNodes:
         return JaxTensor(logits, (batch, count, logits.shape[-1]))
 
 
-def last_features(known: Context) -> Array:
+def last_hidden_states(known: Context) -> Array:
     """Feature of each row's last token, `[B, 1, H]`; 0 for rows without tokens."""
     firsts, lengths = known.rows.firsts, known.rows.lengths
     found = known.state[2][0, 0].at[firsts + lengths - 1].get(mode="fill", fill_value=0)

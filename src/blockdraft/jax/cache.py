@@ -66,7 +66,7 @@ class JaxCache(KVCache):
     Args:
         layers, kv_heads, head_dim, dtype: Of the model.
         layout: Where the arrays lie.
-        features: Size of a feature; 0 is none.
+        hidden_states: Size of a feature; 0 is none.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class JaxCache(KVCache):
         head_dim: int,
         dtype: Any,
         layout: Layout,
-        features: int = 0,
+        hidden_states: int = 0,
     ) -> None:
         super().__init__(batch, capacity)
         # Rounded up, so that engines of similar sizes share what is compiled.
         slots = -(-max(self._slots, 1) // LEAST_SLOTS) * LEAST_SLOTS
-        shapes = [(layers, kv_heads, slots, head_dim)] * 2 + ([(1, 1, slots, features)] if features else [])
+        shapes = [(layers, kv_heads, slots, head_dim)] * 2 + ([(1, 1, slots, hidden_states)] if hidden_states else [])
         axes, self._layout = (None, "kv_heads", None, None), layout
         stores = tuple(jnp.zeros(shape, dtype, device=layout.sharding(axes, shape)) for shape in shapes)
         self._held: list[Memory] = [stores]  # shared by all views
@@ -140,9 +140,9 @@ class JaxCache(KVCache):
         self._edit(_copy, self._layout.put(np.array([source, row, length], np.int32)), size)
         self._lengths[row] = length
 
-    def wipe(self, row: int, whole: bool = False) -> None:
+    def zero_slots(self, row: int, whole: bool = False) -> None:
         first, end = row + (0 if whole else self._lengths[row]), row + self._capacities[row]
-        self._edit(_wipe, self._layout.put(np.array([first, end], np.int32)))
+        self._edit(_zero_slots, self._layout.put(np.array([first, end], np.int32)))
 
     def _edit(self, change: Any, *how: Any) -> None:
         self.arrays = tuple(change(store, *how) for store in self.arrays)
@@ -176,6 +176,6 @@ def _copy(store: Array, where: Array, size: int) -> Array:
 
 
 @jitted(donate_argnums=0)
-def _wipe(store: Array, where: Array) -> Array:
+def _zero_slots(store: Array, where: Array) -> Array:
     at = jnp.arange(store.shape[2], dtype=jnp.int32)[None, None, :, None]
     return jnp.where((at >= where[0]) & (at < where[1]), jnp.zeros((), store.dtype), store)

@@ -43,10 +43,10 @@ def as_decoder(config: Any, vocab_size: int, windows: Sequence[int | None] = (No
     )
 
 
-def chain_of(anchors: Array, guesses: Array, size: Array) -> tuple[Array, Array, Array]:
+def chain_of(anchors: Array, draft_tokens: Array, size: Array) -> tuple[Array, Array, Array]:
     """Tokens, parents and depths `[B, 1 + D]` of the anchors `[B]` and guesses `[B, D]`, of which `size - 1` count. The
     parent of an anchor, and of padding, is -1."""
-    tokens = jnp.concatenate([anchors[:, None], guesses.astype(jnp.int32)], axis=1)
+    tokens = jnp.concatenate([anchors[:, None], draft_tokens.astype(jnp.int32)], axis=1)
     depths = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     return tokens, jnp.where(depths < size, depths - 1, -1), depths
 
@@ -111,16 +111,16 @@ class JaxRunner(ABC):
         target: Target in JAX, with its decoder, params and layout.
         drafter: The network's layers, as `as_decoder` returns them.
         tensors: Weights by the names that they have in such a decoder, which are copied to the devices.
-        features: Size of the feature that a slot of the state holds beside keys and values; 0 is none.
+        hidden_states: Size of the feature that a slot of the state holds beside keys and values; 0 is none.
     """
 
     compile_reason: str | None = None
     bits = None
 
     def __init__(
-        self, config: Any, target: Any, drafter: DecoderConfig, tensors: Mapping[str, Tensor], features: int = 0
+        self, config: Any, target: Any, drafter: DecoderConfig, tensors: Mapping[str, Tensor], hidden_states: int = 0
     ) -> None:
-        self.config, self.drafter, self._features = config, drafter, features
+        self.config, self.drafter, self._hidden_states = config, drafter, hidden_states
         self._target, self._layout, self._decoder = target, target.layout, target.decoder
         self._dtype = target.params["model.norm.weight"].dtype
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -143,12 +143,12 @@ class JaxRunner(ABC):
         """Tokens, parents and depths of a draft, as `chain_of` and `tree_of` return them. Arguments as in `_cycle`."""
 
     @abstractmethod
-    def learn(self, known: Context, tokens: Array, parents: Array, depths: Array, features: Array) -> Memory:
+    def learn(self, known: Context, tokens: Array, parents: Array, depths: Array, hidden_states: Array) -> Memory:
         """What the state holds of nodes `[B, N]` behind its rows' tokens, as `JaxCache.leave` takes it.
 
         Args:
             tokens, parents, depths: As `propose` returns them.
-            features: Outputs of the tapped layers, `[B, N, m * H]`.
+            hidden_states: Outputs of the tapped layers, `[B, N, m * H]`.
         """
 
     def new_state(self, batch: int, capacity: int) -> JaxCache:
@@ -160,12 +160,12 @@ class JaxRunner(ABC):
             head_dim=self.drafter.head_dim,
             dtype=self._dtype,
             layout=self._layout,
-            features=self._features,
+            hidden_states=self._hidden_states,
         )
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         drafter = self.drafter
-        slot = 2 * len(drafter.layers) * drafter.num_kv_heads * drafter.head_dim + self._features
+        slot = 2 * len(drafter.layers) * drafter.num_kv_heads * drafter.head_dim + self._hidden_states
         return int(batch * capacity * slot * self._dtype.itemsize)
 
     def weight_bytes(self) -> int:
@@ -216,8 +216,10 @@ class JaxRunner(ABC):
         within = (parents[:, :, None] == nodes_at) | (nodes_at[:, None] == nodes_at)
         for _ in range(count.bit_length()):  # ancestors of twice the distance
             within = jnp.einsum("bij,bjk->bik", within.astype(jnp.int32), within.astype(jnp.int32)) > 0
-        taps = self.config.taps
-        scores, features, nodes = model.forward(decoder, layout, taps, params, memory, rows, tokens, depths, within)
+        target_layers = self.config.target_layers
+        scores, hidden_states, nodes = model.forward(
+            decoder, layout, target_layers, params, memory, rows, tokens, depths, within
+        )
         following = model.best_tokens(scores)
         if uniforms is not None:
             sampled = (temperature[:, None] > 0) & (following >= 0)
@@ -229,7 +231,7 @@ class JaxRunner(ABC):
             places = (rows.firsts + rows.lengths)[:, None] + at
             return model.write(layout, memory, nodes, path, jnp.where(at < kept[:, None], places, memory[0].shape[2]))
 
-        learned = self.learn(known, tokens, parents, depths, features)
+        learned = self.learn(known, tokens, parents, depths, hidden_states)
         told = jnp.concatenate([tokens, parents, following, path, kept[:, None]], axis=1)
         return keep(memory, nodes, rows), keep(state, learned, own_rows), told
 
@@ -279,11 +281,11 @@ class JaxRunner(ABC):
             each.advance([len(path) for path in paths])
         return CycleTokens(tokens.tolist(), parents.tolist(), following.tolist(), paths)
 
-    def _on_devices(self, features: Tensor, batch: int) -> Array:
+    def _on_devices(self, hidden_states: Tensor, batch: int) -> Array:
         """Features `[batch, N, m * H]`, padded to these rows and to a bucket of nodes."""
-        if isinstance(features, JaxTensor) and features.array.shape[0] == batch:
-            return features.array
-        return self._layout.put(padded(features, (batch, bucket(features.size(1)), features.size(2))))
+        if isinstance(hidden_states, JaxTensor) and hidden_states.array.shape[0] == batch:
+            return hidden_states.array
+        return self._layout.put(padded(hidden_states, (batch, bucket(hidden_states.size(1)), hidden_states.size(2))))
 
 
 def latest(window: int | None) -> Any:

@@ -344,7 +344,7 @@ def layers(
 def forward(
     config: DecoderConfig,
     layout: Layout,
-    taps: Sequence[int],
+    target_layers: Sequence[int],
     params: Params,
     memory: Memory,
     rows: Rows,
@@ -356,7 +356,7 @@ def forward(
     """Score N nodes behind each row's committed tokens. The memory stays as it is.
 
     Args:
-        taps: As in `Target.forward`.
+        target_layers: As in `Target.forward`.
         tokens, depths: `[B, N]` int32; distance of each node from the last committed token's successor.
         within: `[B, N, N]` bool, which nodes a node sees.
         scored: `[B]` int32, the one node of each row whose logits are returned.
@@ -373,11 +373,14 @@ def forward(
     each = [masks[kind.window] for kind in config.layers]
     outputs, nodes = layers(config, layout, params, memory, rows, x, positions, each)
     outputs.append(rms_norm(outputs[-1], params["model.norm.weight"], config.norm_eps, config.norm_plus_one))
-    features, x = jnp.concatenate([outputs[tap] for tap in taps], axis=-1) if taps else None, outputs[-1]
+    hidden_states, x = (
+        jnp.concatenate([outputs[target_layer] for target_layer in target_layers], axis=-1) if target_layers else None,
+        outputs[-1],
+    )
     if scored is not None:
         x = jnp.take_along_axis(x, scored[:, None, None], axis=1)
     logits, cap = head(config, layout, params, x), config.final_softcap
-    return logits if cap is None else jnp.tanh(logits / cap) * cap, features, nodes
+    return logits if cap is None else jnp.tanh(logits / cap) * cap, hidden_states, nodes
 
 
 def best_tokens(logits: Array) -> Array:

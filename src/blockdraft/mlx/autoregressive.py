@@ -11,7 +11,7 @@ from blockdraft.mlx.tensor import MLXTensor, computing, in_mlx, mx
 from blockdraft.nn.autoregressive import AutoregressivePass, CopiedNodes
 from blockdraft.nn.cache import KVCache
 
-CACHED, FEATURES = 0, 1  # layers of the state: keys and values of entries, and features
+CACHED, HIDDEN_STATES = 0, 1  # layers of the state: keys and values of entries, and features
 
 
 class MLXAutoregressive(AutoregressivePass):
@@ -23,15 +23,15 @@ class MLXAutoregressive(AutoregressivePass):
     def weight_bytes(self) -> int:
         return sum(weight.nbytes for weight in self.network.parameters())  # MLX's copy
 
-    def observe(self, state: KVCache, tokens: Tensor, features: Tensor) -> None:
+    def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
         assert isinstance(state, MLXCache)
         with computing():
-            fused = self.network.fuse(MLXTensor(in_mlx(features)).to(self.network.fc.weight.dtype))
-            before = torch.cat([last_feature(state, fused), fused[:, :-1]], dim=1)
+            fused = self.network.fuse(MLXTensor(in_mlx(hidden_states)).to(self.network.fc.weight.dtype))
+            before = torch.cat([last_hidden_state(state, fused), fused[:, :-1]], dim=1)
             positions = (state.slots(tokens.size(1), tokens.device) - 1).clamp(min=0)
             keys, values = self.network.keys_values(self.embed(tokens), before, positions)
             state.extend(CACHED, in_mlx(keys), in_mlx(values))
-            state.extend(FEATURES, in_mlx(fused.unsqueeze(1)))
+            state.extend(HIDDEN_STATES, in_mlx(fused.unsqueeze(1)))
 
     def chain(self, *given: object, **options: object) -> None:
         return None
@@ -49,7 +49,7 @@ class MLXNodes(CopiedNodes):
         window = longest if window is None else window
         skipped, self.room = max(min(state.lengths) - window, 0), 1 + width * (block_size - 2)
         with computing():
-            self._feature = last_feature(state)
+            self._hidden_state = last_hidden_state(state)
             texts = [MLXTensor(each) for each in state.read(CACHED, 0, skipped)]
             self._keys, self._values = (F.pad(text, (0, 0, 0, self.room)) for text in texts)
         lengths, slots = torch.tensor(state.lengths)[:, None], torch.arange(skipped, longest)
@@ -58,7 +58,7 @@ class MLXNodes(CopiedNodes):
         self._within = torch.ones(len(state.rows), 0, 0, dtype=torch.bool)
 
 
-def last_feature(state: MLXCache, like: Tensor | None = None) -> Tensor:
+def last_hidden_state(state: MLXCache, like: Tensor | None = None) -> Tensor:
     """Feature of the last token of each row, `[B, 1, H]`; 0 for rows without tokens.
 
     Args:
@@ -67,7 +67,7 @@ def last_feature(state: MLXCache, like: Tensor | None = None) -> Tensor:
     if not any(state.lengths):
         assert like is not None
         return MLXTensor(mx.zeros_like(in_mlx(like)[:, :1]))
-    [store] = state.layer(FEATURES)
+    [store] = state.layer(HIDDEN_STATES)
     last = [row + max(length - 1, 0) for row, length in zip(state.rows, state.lengths, strict=True)]
     found = in_mlx(store)[0, mx.array(last)][:, None]
     has_text = mx.array([length > 0 for length in state.lengths])[:, None, None]

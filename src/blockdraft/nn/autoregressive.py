@@ -51,7 +51,7 @@ class AutoregressiveNetwork(ABC, DraftNetwork):
     """Base of networks that guess a token at a time; see the top of this file.
 
     Attributes:
-        config: Configuration with at least `taps`, `block_size` and `hidden_size`.
+        config: Configuration with at least `target_layers`, `block_size` and `hidden_size`.
         fc: A layer whose device and dtype are those of the network.
     """
 
@@ -70,20 +70,20 @@ class AutoregressiveNetwork(ABC, DraftNetwork):
         return heads, heads
 
     @abstractmethod
-    def fuse(self, features: Tensor) -> Tensor:
+    def fuse(self, hidden_states: Tensor) -> Tensor:
         """Features `[..., H]` of the outputs of the tapped layers, `[..., m * H]`."""
 
     @abstractmethod
-    def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of entries, `[B, heads, N, D]` each. Arguments as in `forward`."""
 
     @abstractmethod
-    def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states `[B, N, H]` of entries, before the last norm, for `logits` and `fed_on`.
 
         Args:
             embedded: `[B, N, H]`, embeddings of the entries' tokens.
-            feature: `[B, N, H]`, features of the positions before.
+            hidden_state: `[B, N, H]`, features of the positions before.
             positions: `[B, N]`, positions of the features.
             attend: Attention of these entries to those that they see, themselves included.
         """
@@ -166,29 +166,29 @@ class AutoregressiveRunner(Protocol):
     def slots_beside(self, block_size: int, width: int) -> int:
         """Slots behind a text that the nodes of a draft take, with at most `width` nodes on a level."""
 
-    def observe(self, state: KVCache, tokens: Tensor, features: Tensor) -> None:
+    def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
         """Write the slots of tokens `[B, N]` behind each row's committed ones, for `state.commit` to keep.
 
         Args:
-            features: Outputs of the tapped layers at these tokens, `[B, N, m * H]`.
+            hidden_states: Outputs of the tapped layers at these tokens, `[B, N, m * H]`.
         """
 
     def chain(
         self,
         state: KVCache,
         anchor: Tensor,
-        guesses: int,
+        draft_tokens: int,
         window: int | None = None,
         seconds: Sequence[float] | None = None,
-        trust: float = 1.0,
+        calibration: float = 1.0,
     ) -> tuple[Tensor, Tensor | None] | None:
         """Draft a chain of the most probable tokens, all in one call; None if this runner goes from node to node.
 
         Args:
             anchor: `[B]` int64.
-            guesses: Guesses of each row.
+            draft_tokens: Guesses of each row.
             window: As in `nodes`.
-            seconds, trust: `cycle_seconds` and `trust` of a `Plan`: a chain ends where `next_pays` says so.
+            seconds, calibration: `cycle_seconds` and `calibration` of a `Plan`: a chain ends where `next_pays` says so.
 
         Returns:
             Tokens `[B, n]`, anchors first, and with `seconds` the number of right guesses that each row expects, `[B]`.
@@ -240,12 +240,12 @@ class AutoregressivePass:
     def slots_beside(self, block_size: int, width: int) -> int:
         return 0  # the nodes of a draft lie in a copy
 
-    def observe(self, state: KVCache, tokens: Tensor, features: Tensor) -> None:
+    def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
         count = tokens.size(1)
         state.check_room(count)
-        fused = self.network.fuse(features.to(self.network.fc.weight.dtype))
+        fused = self.network.fuse(hidden_states.to(self.network.fc.weight.dtype))
         *stores, known = self.stores(state)
-        before = torch.cat([last_features(state, known), fused[:, :-1]], dim=1)
+        before = torch.cat([last_hidden_states(state, known), fused[:, :-1]], dim=1)
         positions = (state.slots(count, tokens.device) - 1).clamp(min=0)
         new = *self.network.keys_values(self.embed(tokens), before, positions), fused.unsqueeze(1)
         for store, nodes in zip((*stores, known.unsqueeze(0)), new, strict=True):
@@ -262,7 +262,7 @@ class AutoregressivePass:
         """Keys and values `[heads, slots, D]` and features `[slots, H]` of all slots."""
         like = self.network.fc.weight
         cached = (like.new_empty(1, heads, 0, size) for heads, size in self.network.cached)
-        return *state.layer(0, *cached), feature_store(state, 1, self.network.config.hidden_size, like)
+        return *state.layer(0, *cached), hidden_state_store(state, 1, self.network.config.hidden_size, like)
 
 
 class CopiedNodes:
@@ -273,7 +273,7 @@ class CopiedNodes:
     ) -> None:
         self._run, self._depth = run, 0
         *stores, known = run.stores(state)
-        self._feature, device = last_features(state, known), known.device
+        self._hidden_state, device = last_hidden_states(state, known), known.device
         window = max(state.lengths) if window is None else window
         skipped, self.room = max(min(state.lengths) - window, 0), 1 + width * (block_size - 2)
         texts = [state.view(store, 0)[0][:, :, skipped:] for store in stores]
@@ -287,9 +287,9 @@ class CopiedNodes:
 
     def __call__(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         network, (batch, count) = self._run.network, tokens.shape
-        within, feature = self._within, self._feature
+        within, hidden_state = self._within, self._hidden_state
         if parents is not None:
-            within, feature = picked(within, parents), picked(feature, parents)
+            within, hidden_state = picked(within, parents), picked(hidden_state, parents)
         own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
         self._within = within = torch.cat([within.expand(-1, count, -1), own], dim=2) if self._depth else own
         visible = torch.cat([self._known.unsqueeze(1).expand(-1, count, -1), within], dim=2)
@@ -301,8 +301,8 @@ class CopiedNodes:
 
         positions = (self._positions + self._depth).clamp(min=0).expand(-1, count)
         self._depth += 1
-        hidden = network(self._run.embed(tokens), feature, positions, CachedAttention(write, visible))
-        self._feature = network.fed_on(hidden)
+        hidden = network(self._run.embed(tokens), hidden_state, positions, CachedAttention(write, visible))
+        self._hidden_state = network.fed_on(hidden)
         mark(PASS)
         logits = network.logits(hidden, self._run.head)
         mark(HEAD)
@@ -314,12 +314,12 @@ def picked(nodes: Tensor, indices: Tensor) -> Tensor:
     return nodes.gather(1, indices.unsqueeze(2).expand(-1, -1, nodes.size(2)))
 
 
-def feature_store(state: KVCache, layer: int, size: int, like: Tensor) -> Tensor:
+def hidden_state_store(state: KVCache, layer: int, size: int, like: Tensor) -> Tensor:
     """Features of all slots, `[slots, H]`, stored as a layer of the state."""
     return state.layer(layer, like.new_empty(1, 1, 0, size))[0][0]
 
 
-def last_features(state: KVCache, store: Tensor) -> Tensor:
+def last_hidden_states(state: KVCache, store: Tensor) -> Tensor:
     """Feature of the last token of each row, `[B, 1, H]`; 0 for rows without tokens."""
     slots = [row + max(length - 1, 0) for row, length in zip(state.rows, state.lengths, strict=True)]
     found = store[send(torch.tensor(slots), store.device)]

@@ -26,7 +26,7 @@ class KVCache:
     tokens of each row; `commit` keeps some of them, moved together, and forgets the others.
 
     All slots are zero at first. Whoever closes a row with numbers that are not finite sets its slots to zero before
-    (`wipe`): attention gives slots outside of a row weights of zero, and zero times NaN is NaN.
+    (`zero_slots`): attention gives slots outside of a row weights of zero, and zero times NaN is NaN.
 
     Layers are allocated at their first write, when their shape is known. A network that knows the shape beforehand has
     all layers in one tensor (`memory`).
@@ -77,7 +77,7 @@ class KVCache:
             store[..., row : row + length, :] = store[..., source : source + length, :]
         self._lengths[row] = length
 
-    def wipe(self, row: int, whole: bool = False) -> None:
+    def zero_slots(self, row: int, whole: bool = False) -> None:
         """Set a row's slots behind its committed tokens to zero; all of its slots if `whole`."""
         first, end = row + (0 if whole else self._lengths[row]), row + self._capacities[row]
         for store in self._stores():

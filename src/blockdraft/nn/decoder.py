@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         slots: Tensor,
         masks: Sequence[Tensor | ExactAttention | None],
         stores: Sequence[Tensor | DeltaRecurrence],
-        taps: Sequence[int] = (),
+        target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Score N nodes a row, and write their keys and values.
@@ -122,7 +122,7 @@ class Decoder(nn.Module):
             masks: Mask for each of `config.windows`, `[B or 1, 1, groups * N, T]` as in `attend_grouped`; or the
                 attention of a piece, which has its slots; then B is 1, and stores hold the slots of all rows.
             stores: Memory of each layer, `[B, 2 * num_kv_heads, T, D]`, keys before values; or its recurrence.
-            taps: Layers whose outputs are returned; the number of layers is the input of the head.
+            target_layers: Layers whose outputs are returned; the number of layers is the input of the head.
             logits_at: `[B]` int64, the one node of each row whose logits are returned; `[0]` returns none.
 
         Returns:
@@ -139,12 +139,16 @@ class Decoder(nn.Module):
             outputs.append(x)
         x = self.norm(x)
         outputs.append(x)
-        features = torch.cat([outputs[tap] for tap in taps], dim=-1).view(batch, count, -1) if taps else None
+        hidden_states = (
+            torch.cat([outputs[target_layer] for target_layer in target_layers], dim=-1).view(batch, count, -1)
+            if target_layers
+            else None
+        )
         if logits_at is not None:
             x = x[torch.arange(0, batch * count, count, device=x.device) + logits_at]
         logits: Tensor = self.head(x).view(batch, -1, config.vocab_size)
         cap = config.final_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap, features
+        return logits if cap is None else torch.tanh(logits / cap) * cap, hidden_states
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors by their names in the checkpoint; parts of fused projections are views."""

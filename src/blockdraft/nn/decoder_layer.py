@@ -200,11 +200,11 @@ def routed_mlps(
         gate_up: Gate and up projections of all experts, one behind the other, `[E * 2 * inner, H]`.
         down: Down projections of all experts, `[E * H, inner]`.
     """
-    chances_RE = router(x_RH).softmax(dim=-1, dtype=torch.float32)
-    shares, chosen = chances_RE.topk(experts.chosen, dim=-1)
+    acceptance_probs_RE = router(x_RH).softmax(dim=-1, dtype=torch.float32)
+    shares, chosen = acceptance_probs_RE.topk(experts.chosen, dim=-1)
     if experts.normed:
         shares = shares / shares.sum(dim=-1, keepdim=True)
-    shares_RE = torch.zeros_like(chances_RE).scatter_(1, chosen, shares).to(x_RH.dtype)
+    shares_RE = torch.zeros_like(acceptance_probs_RE).scatter_(1, chosen, shares).to(x_RH.dtype)
     gates, downs = gate_up.view(experts.count, -1, x_RH.size(-1)), down.view(experts.count, x_RH.size(-1), -1)
     out = torch.zeros_like(x_RH)
     for expert in chosen.unique().tolist():

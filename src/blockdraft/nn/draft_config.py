@@ -33,7 +33,7 @@ class DraftConfig:
     vocab_size: int
     block_size: int  # tokens, anchor included
     mask_token_id: int
-    taps: tuple[int, ...]  # x is the output of 0-based target layer x; in the order of the columns of `fc`
+    target_layers: tuple[int, ...]  # x is the output of 0-based target layer x; in the order of the columns of `fc`
     num_target_layers: int
     rope_theta: float
     layers: tuple[LayerAttention, ...]  # one a draft layer
@@ -83,14 +83,16 @@ def check_layer(config: Any) -> None:
 def check_shape(config: Any) -> None:
     """Raise a ValueError where heads, activation or taps of a draft network's configuration are out of range."""
     check_layer(config)
-    tapped = config.num_target_layers
+    target_layer_numbers = config.num_target_layers
     need(config.hidden_act == "silu", "hidden_act", config.hidden_act, "silu, the one that is supported")
-    inside = all(whole("a tap", tap, minimum=0) < tapped for tap in config.taps)
-    limit = f"one or more layers below num_target_layers, {tapped}"
-    need(inside and len(config.taps) > 0, "taps", config.taps, limit)
+    inside = all(
+        whole("a tap", target_layer, minimum=0) < target_layer_numbers for target_layer in config.target_layers
+    )
+    limit = f"one or more layers below num_target_layers, {target_layer_numbers}"
+    need(inside and len(config.target_layers) > 0, "target_layers", config.target_layers, limit)
 
 
-def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
+def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
     """Spread `count` taps over the target as z-lab's `build_target_layer_ids` does: halves round to even. Raises
     ValueError where there is no layer to tap, or where there are fewer than the four that a spread needs."""
     if whole("the number of taps", count) == 1:

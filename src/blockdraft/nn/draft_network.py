@@ -9,7 +9,7 @@ class DraftNetwork(nn.Module):
     """A draft network.
 
     Attributes:
-        round_bits: Bits to which its weights were rounded in training, as in `Trained`; None if they were not.
+        qat_bits: Bits to which its weights were rounded in training, as in `Trained`; None if they were not.
     """
 
-    round_bits: int | None = None
+    qat_bits: int | None = None

@@ -51,8 +51,8 @@ class StatesCache(KVCache):
     def copy(self, source: int, row: int, length: int) -> None:
         raise AssertionError("a state cannot be cut")
 
-    def wipe(self, row: int, whole: bool = False) -> None:
-        super().wipe(row, whole)
+    def zero_slots(self, row: int, whole: bool = False) -> None:
+        super().zero_slots(row, whole)
         self._after.pop(row, None)
         if whole:
             self._forget(row)

@@ -48,18 +48,18 @@ class Tau:
         if block_size == self.block_size:
             return self.low, self.mid, self.high
         low, mid, high = (
-            expected(_chance(tau, self.block_size), block_size) for tau in (self.low, self.mid, self.high)
+            expected(_acceptance_prob(tau, self.block_size), block_size) for tau in (self.low, self.mid, self.high)
         )
         return low, mid, high
 
 
-def expected(chance: float, block_size: int) -> float:
+def expected(acceptance_prob: float, block_size: int) -> float:
     """tau where each guess is accepted with a chance: 1 + a + a^2 + ... up to the block's end."""
-    return block_size if chance == 1 else (1 - chance**block_size) / (1 - chance)
+    return block_size if acceptance_prob == 1 else (1 - acceptance_prob**block_size) / (1 - acceptance_prob)
 
 
 @cache
-def _chance(tau: float, block_size: int) -> float:
+def _acceptance_prob(tau: float, block_size: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -112,13 +112,18 @@ def tau_of(drafter: Drafter | None, task: str) -> Tau:
             best = rank, found
     if best is not None:
         return best[1]
-    chances = _chances(kind, task) or _chances(LIKELY, task) or _chances(LIKELY, "mean")
-    low, mid, high = (expected(chance, size) for chance in (chances[0], median(chances), chances[-1]))
+    acceptance_probs = (
+        _acceptance_probs(kind, task) or _acceptance_probs(LIKELY, task) or _acceptance_probs(LIKELY, "mean")
+    )
+    low, mid, high = (
+        expected(acceptance_prob, size)
+        for acceptance_prob in (acceptance_probs[0], median(acceptance_probs), acceptance_probs[-1])
+    )
     return Tau(low, mid, high, size, "like it")
 
 
 @cache
-def _chances(kind: str, task: str) -> tuple[float, ...]:
+def _acceptance_probs(kind: str, task: str) -> tuple[float, ...]:
     """Chances of guesses of all published drafters of a kind on a task, rising."""
     found: list[float] = []
     for drafter in _drafters(kind):
@@ -126,7 +131,7 @@ def _chances(kind: str, task: str) -> tuple[float, ...]:
             tau = of_task(measured.tau, task)
             if tau is not None:
                 block = measured.block_size or drafter.block_size or cost_of(kind).block_size
-                found.append(_chance(tau, block))
+                found.append(_acceptance_prob(tau, block))
     return tuple(sorted(found))
 
 

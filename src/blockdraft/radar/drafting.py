@@ -1,4 +1,4 @@
-"""What drafters of a kind weigh and cost, as far as a projection needs it: `Entry.cost` of the kind, for a target."""
+"""Weight and cost of a kind of drafter for a projection, from `DrafterSpec.cost`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def draft_weights(shape: Shape, cost: DraftCost) -> int:
     target's, and the fusion of what it taps."""
     attention = 2 * shape.hidden * shape.heads * shape.head_size + shape.hidden * shape.hidden // 2
     width = min(shape.intermediate, 4 * shape.hidden) if not shape.experts else 3 * shape.hidden
-    return cost.layers * (attention + 3 * shape.hidden * width) + cost.taps * shape.hidden * shape.hidden
+    return cost.layers * (attention + 3 * shape.hidden * width) + cost.target_layers * shape.hidden * shape.hidden
 
 
 def head_weights(shape: Shape, cost: DraftCost) -> int:

@@ -67,7 +67,7 @@ class _Drafter:
     def __init__(self, shape: Shape, cost: DraftCost | None) -> None:
         self.shape, self.cost = shape, cost
         self.parts = [self]
-        self.taps = range(0 if cost is None else cost.taps)
+        self.target_layers = range(0 if cost is None else cost.target_layers)
 
     def state_bytes(self, batch: int, slots: int) -> int:
         layers = 0 if self.cost is None else self.cost.layers

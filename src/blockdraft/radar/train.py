@@ -16,7 +16,7 @@ TRAINING_SHARE = 0.43  # of the dense bfloat16 arithmetic (Domino's trainer on H
 FORWARD_BACKWARD = 6  # operations for each trained weight and slot; a frozen head takes as many, being computed twice
 OPTIMISER_BYTES = 16  # of a trained weight: bfloat16 and float32 copies, gradient, AdamW's two moments
 ACTIVATIONS = (16, 6)  # numbers that a slot of a layer leaves behind, in hidden sizes and in widths of the MLP
-FEATURE_BYTES = 2
+HIDDEN_STATE_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TrainPlan:
         epochs: Times that each is trained on.
         anchors: Blocks of a sample.
         block_size: Tokens of a block.
-        taps: Layers of the target that are read.
+        target_layers: Layers of the target that are read.
         batch: Samples that a device holds at once.
     """
 
@@ -38,7 +38,7 @@ class TrainPlan:
     epochs: int = 6
     anchors: int = 256
     block_size: int = 16
-    taps: int = 5
+    target_layers: int = 5
     batch: int = 1
 
     def __post_init__(self) -> None:
@@ -54,8 +54,8 @@ class TrainCost:
     Attributes:
         trained: Weights that are trained.
         answer_hours: Of the target, to answer all prompts.
-        feature_hours: Of the target, to read the answers and keep features.
-        feature_bytes: Of features on disk; none are kept where the target runs beside the trainer.
+        hidden_state_hours: Of the target, to read the answers and keep features.
+        hidden_state_bytes: Of features on disk; none are kept where the target runs beside the trainer.
         training_hours: Of all epochs.
         hours: Of all three.
         flops: Operations of the training.
@@ -69,8 +69,8 @@ class TrainCost:
     device: str
     trained: int
     answer_hours: float
-    feature_hours: float
-    feature_bytes: int
+    hidden_state_hours: float
+    hidden_state_bytes: int
     training_hours: float
     hours: float
     flops: float
@@ -106,7 +106,7 @@ def train_cost(shape: Shape, machine: Machine, plan: TrainPlan, weights: str = "
     slots = plan.anchors * plan.block_size
     head = shape.vocabulary * shape.hidden
     # Each layer turns all tokens of the text into keys and values, a part of its weights, and so does the fusion.
-    fused = plan.taps * shape.hidden**2 + cost.layers * shape.hidden**2 // 2
+    fused = plan.target_layers * shape.hidden**2 + cost.layers * shape.hidden**2 // 2
     a_sample = FORWARD_BACKWARD * (slots * (trained + head) + plan.tokens * fused)
     per_second = rate / a_sample
     hidden, width = ACTIVATIONS
@@ -116,17 +116,17 @@ def train_cost(shape: Shape, machine: Machine, plan: TrainPlan, weights: str = "
     training = OPTIMISER_BYTES * trained // machine.count + frozen + activations  # sharded, as by FSDP
     a_device = SHARE * machine.memory_gb * 1e9 / machine.count
     answers = tokens / row.plain.mid / 3600
-    features = 2 * shape.active * tokens / rate / 3600
+    hidden_states = 2 * shape.active * tokens / rate / 3600
     trains = plan.samples * plan.epochs / per_second / 3600
     return TrainCost(
         model=shape.name,
         device=machine.name,
         trained=trained,
         answer_hours=answers,
-        feature_hours=features,
-        feature_bytes=FEATURE_BYTES * plan.taps * shape.hidden * tokens,
+        hidden_state_hours=hidden_states,
+        hidden_state_bytes=HIDDEN_STATE_BYTES * plan.target_layers * shape.hidden * tokens,
         training_hours=trains,
-        hours=answers + features + trains,
+        hours=answers + hidden_states + trains,
         flops=float(a_sample) * plan.samples * plan.epochs,
         samples_per_second=per_second,
         target_bytes=alone.memory_bytes,

@@ -110,7 +110,7 @@ def load_target(
             forward is compiled; None stores them in `dtype`.
         round_drafters: Whether to round the weights of drafters that are loaded for this target to the few bits of its
             layers, or on a CPU to 8 bits if these compute in bfloat16; to fewer there, where they were trained with
-            `round_bits`. No answer changes; guesses get faster and a little worse.
+            `qat_bits`. No answer changes; guesses get faster and a little worse.
         revision: Branch, tag or commit of a hub name; None is the newest of its main branch.
         adapter: Folder or hub name of an adapter of PEFT, such as a LoRA, which is merged into the weights in the dtype
             of the arithmetic. It takes the package peft (`blockdraft[adapter]`).

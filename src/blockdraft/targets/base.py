@@ -56,7 +56,7 @@ class Rows(Protocol):
         """Copy the first `length` tokens of row `source` to the empty row `row`. Never called if rows cannot be cut."""
         raise NotImplementedError
 
-    def wipe(self, row: int, whole: bool = False) -> None:
+    def zero_slots(self, row: int, whole: bool = False) -> None:
         """Remove all numbers that a forward has left behind the row's committed tokens.
 
         Args:
@@ -86,13 +86,13 @@ class TargetOutput:
 
     Attributes:
         logits: `[B, N, V]`, or `[B, 1, V]` where the logits of one node were asked for.
-        features: `[B, N, m * H]`, the outputs of the tapped layers side by side; None without taps.
+        hidden_states: `[B, N, m * H]`, the outputs of the tapped layers side by side; None without taps.
         best: Argmax of the logits, int64, the lowest of equals; -1 where a logit is NaN or the largest is infinite.
             None where the backend has not computed it.
     """
 
     logits: Tensor
-    features: Tensor | None
+    hidden_states: Tensor | None
     best: Tensor | None = None
 
 
@@ -260,7 +260,7 @@ class Target(Protocol):
         tokens: Tensor,
         parents: Tensor,
         cache: Cache,
-        taps: Sequence[int] = (),
+        target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
         """Score a tree of nodes behind each row's committed tokens.
@@ -270,7 +270,7 @@ class Target(Protocol):
             parents: `[B, N]` int64 on the CPU, as in `Proposal`. A node attends to the committed tokens, its ancestors
                 and itself.
             cache: Cache of the B rows. It holds the nodes afterwards; `cache.commit` decides which stay.
-            taps: Layers whose outputs are returned as features, 0-based; `num_layers` is the input of `head`.
+            target_layers: Layers whose outputs are returned as features, 0-based; `num_layers` is the input of `head`.
             logits_at: `[B]`, the one node of each row whose logits are returned; None is all nodes.
         """
 

@@ -63,7 +63,7 @@ def forward_in_pieces(
 
     wanted = range(batch * count)
     picked = wanted if logits_at is None else [row * count + at for row, at in enumerate(logits_at.tolist())]
-    logits, features = list[Tensor](), list[Tensor]()
+    logits, hidden_states = list[Tensor](), list[Tensor]()
     for first in range(0, batch * count, EXACT_NODES):
         end = min(first + EXACT_NODES, batch * count)
         rows: dict[int | None, list[PieceRow]] = {window: [] for window in windows}
@@ -76,14 +76,16 @@ def forward_in_pieces(
         own_slots = send(slots[first:end], device)
         attention = {window: ExactAttention(own_slots, each) for window, each in rows.items()}
         here = [node - first for node in picked if first <= node < end]
-        out, tapped = run(_filled(tokens, first, end), _filled(positions, first, end), attention, bool(here))
+        out, target_layer_numbers = run(
+            _filled(tokens, first, end), _filled(positions, first, end), attention, bool(here)
+        )
         if here:
             logits.append(out[0, : end - first] if logits_at is None else out[0, here])
-        if tapped is not None:
-            features.append(tapped[0, : end - first])
+        if target_layer_numbers is not None:
+            hidden_states.append(target_layer_numbers[0, : end - first])
     return TargetOutput(
         torch.cat(logits).view(batch, -1, logits[0].size(-1)),
-        torch.cat(features).view(batch, count, -1) if features else None,
+        torch.cat(hidden_states).view(batch, count, -1) if hidden_states else None,
     )
 
 
@@ -123,16 +125,16 @@ LENGTH = "how many keys there are and where they lie"
 def _causes(target: Target, number: int) -> set[str]:
     """Causes, beside its own context, of differences between the numbers of a token after context `number`."""
     random = torch.Generator().manual_seed(number)
-    taps = range(target.num_layers + 1)
+    target_layers = range(target.num_layers + 1)
 
     def draw(*shape: int) -> Tensor:
         return torch.randint(target.vocab_size, shape, generator=random).to(target.device)
 
     def score(rows: Sequence[int], tokens: Tensor, parents: Tensor) -> Tensor:
         """Logits and features side by side, `[B, N, V + m * H]`."""
-        output = target.forward(tokens, parents, cache.of(rows), taps)
-        assert output.features is not None
-        return torch.cat([output.logits, output.features], dim=-1)
+        output = target.forward(tokens, parents, cache.of(rows), target_layers)
+        assert output.hidden_states is not None
+        return torch.cat([output.logits, output.hidden_states], dim=-1)
 
     lengths = [min(length, max(target.max_context - 2, 1)) for length in (CONTEXTS * 2)[number:][: len(CONTEXTS)]]
     capacity = max(lengths) + CHECKED_TREE

@@ -149,7 +149,7 @@ class HFTarget(CheckpointTarget):
         self.can_truncate = not self._recurrent  # a recurrent state cannot be cut
         kinds = _layer_kinds(model, bool(self._recurrent))
         self._kinds = set(kinds) & ATTENTION_KINDS or {"full_attention"}
-        self._tappable = _tappable(model, self.num_layers)
+        self._can_capture = _can_capture(model, self.num_layers)
         if exact:
             use_exact_attention(model)
             self._windows = [_window_of(config) if kind == "sliding_attention" else None for kind in kinds]
@@ -203,12 +203,12 @@ class HFTarget(CheckpointTarget):
         tokens: Tensor,
         parents: Tensor,
         cache: Cache,
-        taps: Sequence[int] = (),
+        target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
         assert isinstance(cache, KVCache)
         if self.exact:
-            run, windows = partial(self._run_piece, cache, taps), set(self._windows)
+            run, windows = partial(self._run_piece, cache, target_layers), set(self._windows)
             with self.lock:
                 return forward_in_pieces(run, tokens, parents, cache, windows, self.max_context - 1, logits_at)
         starts = torch.tensor(cache.lengths, device=self.device)[:, None]
@@ -228,7 +228,12 @@ class HFTarget(CheckpointTarget):
         over_nodes = (
             over_trees(cache, self._recurrent, past, parents) if isinstance(cache, StatesCache) else nullcontext()
         )
-        with self.lock, self._tapping(taps) as tapped, _scoring(self.model, logits_at), over_nodes:
+        with (
+            self.lock,
+            self._capturing(target_layers) as target_layer_numbers,
+            _scoring(self.model, logits_at),
+            over_nodes,
+        ):
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -236,26 +241,35 @@ class HFTarget(CheckpointTarget):
                 use_cache=True,
                 **{self._cache_argument: past},
             )
-        features = torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None
-        return TargetOutput(output.logits, features)
+        hidden_states = (
+            torch.cat([target_layer_numbers[target_layer] for target_layer in target_layers], dim=-1)
+            if target_layers
+            else None
+        )
+        return TargetOutput(output.logits, hidden_states)
 
     def _run_piece(
         self,
         cache: KVCache,
-        taps: Sequence[int],
+        target_layers: Sequence[int],
         tokens: Tensor,
         positions: Tensor,
         attention: Mapping[int | None, ExactAttention],
         has_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         layers = [attention[window] for window in self._windows]
-        with self._tapping(taps) as tapped, _scoring(self.model, None if has_logits else tokens.new_empty(0)):
+        with (
+            self._capturing(target_layers) as target_layer_numbers,
+            _scoring(self.model, None if has_logits else tokens.new_empty(0)),
+        ):
             past = {self._cache_argument: ExactCache(cache, layers)}
             output = self.model(input_ids=tokens, position_ids=positions, use_cache=True, **past)
-        return output.logits, torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None
+        return output.logits, torch.cat(
+            [target_layer_numbers[target_layer] for target_layer in target_layers], dim=-1
+        ) if target_layers else None
 
-    def _tapping(self, taps: Sequence[int]) -> AbstractContextManager[dict[int, Tensor]]:
-        return _outputs({tap: self._tappable[tap] for tap in taps})
+    def _capturing(self, target_layers: Sequence[int]) -> AbstractContextManager[dict[int, Tensor]]:
+        return _outputs({target_layer: self._can_capture[target_layer] for target_layer in target_layers})
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         for name, weight in self.model.named_parameters():
@@ -325,7 +339,7 @@ def _window_of(config: Any) -> int | None:
 # Hooks, which are removed after each forward: the model may be used without the target.
 
 
-def _tappable(model: PreTrainedModel, num_layers: int) -> dict[int, nn.Module]:
+def _can_capture(model: PreTrainedModel, num_layers: int) -> dict[int, nn.Module]:
     """Modules whose outputs are those of the layers and, at `num_layers`, the input of the head.
 
     Raises:
@@ -340,16 +354,16 @@ def _tappable(model: PreTrainedModel, num_layers: int) -> dict[int, nn.Module]:
 @contextmanager
 def _outputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
     """Dictionary that forwards inside of this context fill with the outputs of modules."""
-    tapped: dict[int, Tensor] = {}
+    target_layer_numbers: dict[int, Tensor] = {}
     hooks = []
-    for tap, module in modules.items():
+    for target_layer, module in modules.items():
 
-        def keep(module: nn.Module, args: Any, output: Any, tap: int = tap) -> None:
-            tapped[tap] = output if isinstance(output, Tensor) else output[0]
+        def keep(module: nn.Module, args: Any, output: Any, target_layer: int = target_layer) -> None:
+            target_layer_numbers[target_layer] = output if isinstance(output, Tensor) else output[0]
 
         hooks.append(module.register_forward_hook(keep))
     try:
-        yield tapped
+        yield target_layer_numbers
     finally:
         for hook in hooks:
             hook.remove()

@@ -168,7 +168,7 @@ class JaxTarget(CheckpointTarget):
         tokens: Tensor,
         parents: Tensor,
         cache: Any,
-        taps: Sequence[int] = (),
+        target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
         assert isinstance(cache, JaxCache)
@@ -185,14 +185,14 @@ class JaxTarget(CheckpointTarget):
             at[:batch] = as_numpy(logits_at)
         with self.lock:
             placed = self.layout.put((given, within, at))
-            logits, best, features, nodes = self.jax_forward(
-                tuple(taps), self.params, cache.arrays, cache.where(), *placed
+            logits, best, hidden_states, nodes = self.jax_forward(
+                tuple(target_layers), self.params, cache.arrays, cache.where(), *placed
             )
         cache.leave(nodes)
         shape = (batch, count if logits_at is None else 1)
         return TargetOutput(
             JaxTensor(logits, (*shape, self.vocab_size)),
-            None if features is None else JaxTensor(features, (batch, count, features.shape[-1])),
+            None if hidden_states is None else JaxTensor(hidden_states, (batch, count, hidden_states.shape[-1])),
             JaxTensor(best, shape),
         )
 
@@ -223,7 +223,7 @@ class JaxTarget(CheckpointTarget):
 def _forward(
     config: DecoderConfig,
     layout: Layout,
-    taps: tuple[int, ...],
+    target_layers: tuple[int, ...],
     params: Params,
     memory: Memory,
     rows: Rows,
@@ -232,7 +232,7 @@ def _forward(
     scored: Array | None,
 ) -> tuple[Array, Array, Array | None, Memory]:
     """`forward` and the best tokens. `given` are tokens and depths."""
-    logits, features, nodes = model.forward(
-        config, layout, taps, params, memory, rows, given[0], given[1], within, scored
+    logits, hidden_states, nodes = model.forward(
+        config, layout, target_layers, params, memory, rows, given[0], given[1], within, scored
     )
-    return logits, model.best_tokens(logits), features, nodes
+    return logits, model.best_tokens(logits), hidden_states, nodes

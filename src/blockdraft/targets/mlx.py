@@ -231,10 +231,10 @@ class MLXTarget(CheckpointTarget):
         self._round_drafters = round_drafters
         self._nodes: Nodes | None = None
         self._outputs: dict[int, Array] = {}
-        self._taps: Sequence[int] = ()
+        self._target_layers: Sequence[int] = ()
         self._scored: Array | None = None
         for number, layer in enumerate(model.layers):
-            _wrap(layer, partial(self._tap, number))
+            _wrap(layer, partial(self._target_layer, number))
         _wrap(inner[norm], self._pick)
         for name, module in model.named_modules():
             if name.endswith(("rope", "rotary_emb")):
@@ -298,7 +298,7 @@ class MLXTarget(CheckpointTarget):
         tokens: Tensor,
         parents: Tensor,
         cache: Any,
-        taps: Sequence[int] = (),
+        target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
         assert isinstance(cache, MLXCache)
@@ -308,28 +308,28 @@ class MLXTarget(CheckpointTarget):
             found = []
             for i, row in enumerate(cache.rows):
                 at = None if logits_at is None else logits_at[i : i + 1]
-                found.append(self.forward(tokens[i : i + 1], parents[i : i + 1], cache.of([row]), taps, at))
+                found.append(self.forward(tokens[i : i + 1], parents[i : i + 1], cache.of([row]), target_layers, at))
             logits, best = (torch.cat([getattr(each, n) for each in found]) for n in ("logits", "best"))
-            features = torch.cat([cast(Tensor, each.features) for each in found]) if taps else None
-            return TargetOutput(logits, features, best)
+            hidden_states = torch.cat([cast(Tensor, each.hidden_states) for each in found]) if target_layers else None
+            return TargetOutput(logits, hidden_states, best)
         with self.lock, computing():
             cache.check_room(tokens.size(1))
-            self._nodes, self._taps, self._outputs = Nodes(cache, parents), taps, {}
+            self._nodes, self._target_layers, self._outputs = Nodes(cache, parents), target_layers, {}
             self._scored = None if logits_at is None else in_mlx(logits_at)
             caches = [LayerCache(self._nodes, layer) for layer in range(self._caches)]
             try:
                 logits = self._model(in_mlx(tokens), cache=caches)
-                outputs = [self._outputs[tap] for tap in taps]
+                outputs = [self._outputs[target_layer] for target_layer in target_layers]
             finally:
                 self._nodes, self._outputs = None, {}
             highest, best = mx.max(logits, axis=-1), mx.argmax(logits, axis=-1).astype(mx.int64)
             sound = mx.isfinite(highest) & ~mx.any(mx.isnan(logits), axis=-1)
-            features = MLXTensor(mx.concatenate(outputs, axis=-1)) if taps else None
-            return TargetOutput(MLXTensor(logits), features, MLXTensor(mx.where(sound, best, -1)))
+            hidden_states = MLXTensor(mx.concatenate(outputs, axis=-1)) if target_layers else None
+            return TargetOutput(MLXTensor(logits), hidden_states, MLXTensor(mx.where(sound, best, -1)))
 
-    def _tap(self, number: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _target_layer(self, number: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = call(*args, **kwargs)
-        if number in self._taps:
+        if number in self._target_layers:
             self._outputs[number] = output[0] if isinstance(output, tuple) else output
         return output
 

@@ -190,7 +190,7 @@ class NativeTarget(CheckpointTarget):
         narrow = self.compiled is not None and self.compiled.library.inputs_dtype == torch.bfloat16
         # Processors without such instructions multiply small integers no faster than bfloat16.
         bits = BESIDE_BFLOAT16 if narrow and not self.bits and multiplies_bfloat16() else self.bits
-        learned = network.round_bits if isinstance(network, DraftNetwork) else None
+        learned = network.qat_bits if isinstance(network, DraftNetwork) else None
         return min(bits, learned or bits) if bits else None
 
     @property
@@ -275,7 +275,7 @@ class NativeTarget(CheckpointTarget):
         tokens: Tensor,
         parents: Tensor,
         cache: Cache,
-        taps: Sequence[int] = (),
+        target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
         assert isinstance(cache, KVCache)
@@ -286,13 +286,13 @@ class NativeTarget(CheckpointTarget):
         memory = cache.memory(config.attention_layers, 2 * config.num_kv_heads, size, like)
         with self.lock:
             if self.compiled is not None:
-                return TargetOutput(*self.compiled.forward(tokens, parents, cache, memory, taps, logits_at))
+                return TargetOutput(*self.compiled.forward(tokens, parents, cache, memory, target_layers, logits_at))
             recurrent: dict[int, DeltaRecurrence] = {}
             if isinstance(cache, StatesCache):
                 recurrent = _recurrences(self.decoder, cache, parents, self.exact)
                 cache.leave(lambda row, nodes: [each.after(row, nodes) for each in recurrent.values()])
             if self.exact:
-                run = partial(self._run_piece, memory, recurrent, taps)
+                run = partial(self._run_piece, memory, recurrent, target_layers)
                 windows = self.decoder.config.windows
                 return forward_in_pieces(run, tokens, parents, cache, windows, self.max_context - 1, logits_at)
             if self.captured is not None and logits_at is None and bucket(count) <= MOST_NODES:
@@ -302,12 +302,12 @@ class NativeTarget(CheckpointTarget):
                     if is_memory:
                         filled = F.pad(parents, (0, bucket(count) - count), value=-1)  # with nodes without ancestors
                         seen = tree_mask(filled)
-                        found = self.captured.forward(tokens, depths(filled), seen, cache.lengths, store, taps)
+                        found = self.captured.forward(tokens, depths(filled), seen, cache.lengths, store, target_layers)
                         return TargetOutput(*found)
             store, is_memory = cache.view(memory, count)
             positions, slots, masks = self._layout(parents, cache.lengths)
             stores = self._memories(store, recurrent)
-            output = TargetOutput(*self.decoder(tokens, positions, slots, masks, stores, taps, logits_at))
+            output = TargetOutput(*self.decoder(tokens, positions, slots, masks, stores, target_layers, logits_at))
             if not is_memory:
                 cache.put(memory, store, count)
             return output
@@ -316,7 +316,7 @@ class NativeTarget(CheckpointTarget):
         self,
         memory: Tensor,
         recurrent: Mapping[int, DeltaRecurrence],
-        taps: Sequence[int],
+        target_layers: Sequence[int],
         tokens: Tensor,
         positions: Tensor,
         attention: Mapping[int | None, ExactAttention],
@@ -325,7 +325,9 @@ class NativeTarget(CheckpointTarget):
         masks = [attention[window] for window in self.decoder.config.windows]
         none = None if has_logits else tokens.new_empty(0)
         stores = self._memories(memory.unsqueeze(1), recurrent)
-        found: tuple[Tensor, Tensor | None] = self.decoder(tokens, positions, positions, masks, stores, taps, none)
+        found: tuple[Tensor, Tensor | None] = self.decoder(
+            tokens, positions, positions, masks, stores, target_layers, none
+        )
         return found
 
     def _memories(self, store: Tensor, recurrent: Mapping[int, DeltaRecurrence]) -> Sequence[Tensor | DeltaRecurrence]:

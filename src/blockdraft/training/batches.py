@@ -51,11 +51,11 @@ class Rows(NamedTuple):
     taught_BAK: Tensor
 
 
-def features_before(features_BSF: Tensor, rows: Rows) -> Tensor:
+def hidden_states_before(hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
     """Features of the token before each anchor, `[B, A, F]`; 0 if the anchor is the first token of its document."""
     before_BA = (rows.anchors_BA - 1).clamp(min=0)
     first_BA = rows.positions_BS.gather(1, rows.anchors_BA.clamp(min=0)) == 0
-    found = features_BSF.gather(1, before_BA.unsqueeze(-1).expand(-1, -1, features_BSF.size(2)))
+    found = hidden_states_BSF.gather(1, before_BA.unsqueeze(-1).expand(-1, -1, hidden_states_BSF.size(2)))
     return found.masked_fill(first_BA.unsqueeze(-1), 0)
 
 

@@ -132,7 +132,7 @@ def export(
     target: Target,
     kept: Tensor | None = None,
     with_embedding: bool = True,
-    round_bits: int | None = None,
+    qat_bits: int | None = None,
 ) -> None:
     """Write a drafter's folder, which appears whole or not at all.
 
@@ -145,12 +145,12 @@ def export(
         kept: `[Vd]` int64, ascending, tokens that the drafter can guess by the target's head; None is all of them.
         with_embedding: Whether a drafter that guesses among `kept` tokens gets a copy of the target's whole embedding,
             which other engines read and `load_drafter` does not need.
-        round_bits: As in `Trained`.
+        qat_bits: As in `Trained`.
 
     Raises:
         UsageError: The drafter does not fit the target, the format cannot express it, or `out` holds something else.
     """
-    trained = Trained(target.source_fingerprint, round_bits)
+    trained = Trained(target.source_fingerprint, qat_bits)
     _write(out, written, Checkpoint(config, tensors, trained=trained), target, kept, with_embedding)
 
 

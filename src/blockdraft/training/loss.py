@@ -49,21 +49,21 @@ class DraftLoss(nn.Module):
         variant.prepare(network)
         self._run = torch.compile(self._sums, dynamic=False) if variant.recipe.compile else self._sums
 
-    def forward(self, features_BSF: Tensor, teacher_BSH: Tensor | None, *rows: Tensor) -> Sums:
+    def forward(self, hidden_states_BSF: Tensor, teacher_BSH: Tensor | None, *rows: Tensor) -> Sums:
         """Compute the sums of some rows.
 
         Args:
-            features_BSF: Outputs of the target at the drafter's taps.
+            hidden_states_BSF: Outputs of the target at the drafter's taps.
             teacher_BSH: Input of the target's head; None if nothing learns from it.
             rows: Fields of `Rows` as separate tensors, which wrappers for many devices can pass on.
         """
-        found: Sums = self._run(features_BSF, teacher_BSH, Rows(*rows))
+        found: Sums = self._run(hidden_states_BSF, teacher_BSH, Rows(*rows))
         return found
 
-    def _sums(self, features_BSF: Tensor, teacher_BSH: Tensor | None, batch: Rows) -> Sums:
-        if not torch.is_autocast_enabled(features_BSF.device.type):
-            features_BSF = features_BSF.float()
-        hidden = self._variant.hidden(self.network, self._target, features_BSF, batch).flatten(0, 1)
+    def _sums(self, hidden_states_BSF: Tensor, teacher_BSH: Tensor | None, batch: Rows) -> Sums:
+        if not torch.is_autocast_enabled(hidden_states_BSF.device.type):
+            hidden_states_BSF = hidden_states_BSF.float()
+        hidden = self._variant.hidden(self.network, self._target, hidden_states_BSF, batch).flatten(0, 1)
         tokens, taught = batch.tokens_BAL.flatten(0, 1), batch.taught_BAK.flatten(0, 1)
         # The target's logits for the k-th token come from the token before it.
         count, slots = batch.taught_BAK.shape[1:]
@@ -115,7 +115,7 @@ class DraftLoss(nn.Module):
             for name in variant.factors()
         ]
         with torch.no_grad():
-            right = (variant.guesses(self.network, slots) == slots.labels_CK) & taught_CK
+            right = (variant.draft_tokens(self.network, slots) == slots.labels_CK) & taught_CK
             found = variant.counts(self.network, slots)
             counts = [(found[name] & taught_CK).sum() for name in variant.counted]
         return torch.stack(sums), right, torch.stack(counts) if counts else right.new_zeros(0, dtype=torch.int64)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.data.documents import TokenData, grown_since, read_state
-from blockdraft.data.taps import tapped_features
+from blockdraft.data.target_layers import target_hidden_states
 from blockdraft.decode.proposal import chain
 from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.formats import Trained, check_writable, read_config
@@ -25,7 +25,7 @@ from blockdraft.targets import Target, other_target_warning, target_fingerprint
 from blockdraft.training.batches import Documents
 from blockdraft.training.defaults import Resolved, resolve
 from blockdraft.training.export import Format
-from blockdraft.training.feature_sources import FOLDER
+from blockdraft.training.hidden_state_sources import FOLDER
 from blockdraft.training.metrics import encode_prompts
 from blockdraft.training.recipe import Recipe, begun_with
 from blockdraft.types import Prompt
@@ -43,7 +43,7 @@ FREE_FIELDS = {
     "eval_prompts",
     "eval_tokens",
     "eval_temperature",
-    "features",
+    "hidden_states",
     "keep",
     "save_dtype",
     "save_every",
@@ -134,7 +134,7 @@ def check_answers(data: TokenData, target: Target) -> None:
         raise UsageError(
             f"The answers in {data.folder} were written by another model (fingerprint {written['author']}) than this "
             f"target ({target_fingerprint(target)}), and a drafter should learn from its own target's; make data with "
-            "this target (blockdraft data --regenerate), or add --other-answers to learn from these."
+            "this target (blockdraft data --regenerate), or add --other-responses to learn from these."
         )
 
 
@@ -253,7 +253,7 @@ def check_teacher(target: Target, tokens: Tensor) -> None:
         UsageError: The target changes what its head gives.
     """
     tokens = tokens[:32].to(target.device)
-    [hidden] = tapped_features(target, (target.num_layers,), [tokens])
+    [hidden] = target_hidden_states(target, (target.num_layers,), [tokens])
     proposal = chain(tokens[None])
     logits = target.forward(proposal.tokens, proposal.parents, target.new_cache(1, len(tokens))).logits[0]
     ours, theirs = (x.float().softmax(dim=-1) for x in (target.head(hidden), logits))

@@ -27,7 +27,8 @@ class Recipe:
         anchors: Blocks of a row, drawn again in each epoch; None is a sixth of `length`.
         anchor_placement: "random", or "fixed" for blocks that follow each other, as a baseline.
         held_out: Documents that are held out to measure on; None is 64, or a tenth of all documents if that is less.
-        features: Source of the target's hidden states. None runs the target in each step; "memory" computes them once
+        hidden_states: Source of the target's hidden states. None runs the target in each step; "memory" computes them
+            once
             and keeps them: on a CPU at the start, in bfloat16, on a GPU in the first pass, in up to half of
             its free memory; anything else is a folder of stored features.
         objective: Names of objectives and their weights.
@@ -47,7 +48,7 @@ class Recipe:
         seed: Seed of initial weights, order, anchors and the choice of held-out documents.
         dtype: Arithmetic of the draft network. "auto" is bfloat16 on a GPU and on a CPU with instructions for it
             (AVX512-BF16, AMX), and float32 elsewhere. Trained weights are float32 in any case.
-        round_bits: Bits, 4 or 8, to which the weights are rounded in every other step, so that the drafter guesses
+        qat_bits: Bits, 4 or 8, to which the weights are rounded in every other step, so that the drafter guesses
             well both with its own weights and with such ones. Its file says so, and on a CPU it has them beside targets
             of so many bits or more, and of bfloat16. None rounds none. Kinds that are not rounded there refuse it.
         save_dtype: Type of the weights that are written.
@@ -71,7 +72,7 @@ class Recipe:
     anchors: Count | None = None
     anchor_placement: Literal["random", "fixed"] = "random"
     held_out: Natural | None = None
-    features: str | None = None
+    hidden_states: str | None = None
     objective: Mapping[str, Amount] = field(default_factory=lambda: {"decay": 1.0})
     gamma: Amount | None = None
     epochs: Count = 6
@@ -87,7 +88,7 @@ class Recipe:
     clip: Amount = 1.0
     seed: Natural = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    round_bits: Literal[4, 8] | None = None
+    qat_bits: Literal[4, 8] | None = None
     save_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     accumulation: Count = 1
     chunk: Count = 128

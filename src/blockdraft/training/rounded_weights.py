@@ -30,12 +30,12 @@ def rounded_layers(network: nn.Module, is_rounded: Callable[[str], bool], bits: 
     linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     found = [layer for name, layer in linear.items() if is_rounded(name)]
     if not found:
-        raise UsageError(f"round_bits is {bits}, and drafters of this kind are never rounded; leave round_bits out.")
+        raise UsageError(f"qat_bits is {bits}, and drafters of this kind are never rounded; leave qat_bits out.")
     wrong = sorted({layer.in_features for layer in linear.values() if layer.in_features % LEAST_GROUP})
     if wrong:
         raise UsageError(
-            f"round_bits is {bits}, and the drafter has layers of {', '.join(map(str, wrong))} inputs, no multiple of "
-            f"{LEAST_GROUP}, which are never rounded; leave round_bits out."
+            f"qat_bits is {bits}, and the drafter has layers of {', '.join(map(str, wrong))} inputs, no multiple of "
+            f"{LEAST_GROUP}, which are never rounded; leave qat_bits out."
         )
     return found
 

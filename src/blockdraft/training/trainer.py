@@ -26,8 +26,8 @@ from blockdraft.training import checkpoints, preflight
 from blockdraft.training.batches import Batch, Batches
 from blockdraft.training.devices import begin_trackers, end_processes, track
 from blockdraft.training.export import Format, export
-from blockdraft.training.feature_sources import FOLDER, batch_features, open_source
 from blockdraft.training.graceful_shutdown import Stopped, StopSignals, agreed, clear_finish_request, finish_requested
+from blockdraft.training.hidden_state_sources import FOLDER, batch_hidden_states, open_source
 from blockdraft.training.loss import DraftLoss, Sums
 from blockdraft.training.metrics import (
     held_out_prompts,
@@ -180,7 +180,7 @@ class Trainer:
         network = self.variant.network(self.config, vocabulary).to(target.device)
         self.variant.fit_data(network, data)
         self.variant.fit_head(network, target)
-        bits = recipe.round_bits
+        bits = recipe.qat_bits
         self.rounded = [] if bits is None else rounded_layers(network, self.variant.is_rounded, bits)
         if note := preflight.init_note(recipe, target):
             progress.note(note)
@@ -207,20 +207,20 @@ class Trainer:
         self.fixed = Batches(documents, resolved.held_out, recipe, slots).fixed(self.rows)
         if self.prompts is None:
             self.prompts = held_out_prompts(documents, resolved.held_out, recipe.eval_prompts)
-        self.taps = taps = self.config.taps
+        self.target_layers = target_layers = self.config.target_layers
         if self.variant.needs_teacher:
-            if target.num_layers not in taps:
-                self.taps = taps = (*taps, target.num_layers)
+            if target.num_layers not in target_layers:
+                self.target_layers = target_layers = (*target_layers, target.num_layers)
             preflight.check_teacher(target, documents[resolved.trained[0]].tokens)
-        self.width = len(taps) * target.hidden_size
+        self.width = len(target_layers) * target.hidden_size
         if self.begin < self.schedule.end:
             alone = accelerator.num_processes == 1
             self.source = open_source(
-                recipe.features,
+                recipe.hidden_states,
                 target,
                 data,
                 documents,
-                taps,
+                target_layers,
                 beside=self.folder,
                 reserved=preflight.disk_bytes(network, recipe) if alone else None,
                 progress=progress,
@@ -232,7 +232,7 @@ class Trainer:
         size = sum(parameter.numel() for _, parameter in named)
         share = f"{accelerator.num_processes} processes ({accelerator.distributed_type.value})"
         alone = accelerator.num_processes == 1
-        progress.note(f"{size:,} parameters, taps {self.config.taps}, {'one process' if alone else share}")
+        progress.note(f"{size:,} parameters, taps {self.config.target_layers}, {'one process' if alone else share}")
         self.module, *wrapped = accelerator.prepare(module, *optimizers)
         self.optimizers = [cast(torch.optim.Optimizer, getattr(one, "optimizer", one)) for one in wrapped]
         if state is not None:
@@ -352,7 +352,7 @@ class Trainer:
 
     def _rounding(self, done: int) -> contextlib.AbstractContextManager[None]:
         """Round the weights, as the recipe says, for the step that `done` steps came before."""
-        bits = self.recipe.round_bits
+        bits = self.recipe.qat_bits
         if bits is None or done % 2 == 0:
             return contextlib.nullcontext()
         if isinstance(self.module, FSDPModule):
@@ -380,7 +380,7 @@ class Trainer:
         """Error for a failed step. Removes the run's folder if this was the first step of a new run."""
         target = self.target
         parts = [batch.rows(begin, begin + self.rows) for begin in range(0, len(batch.contents), self.rows)]
-        outputs = [batch_features(part, self.source, self.width, target) for part in parts]
+        outputs = [batch_hidden_states(part, self.source, self.width, target) for part in parts]
         outputs.append(target.head(torch.ones(1, target.hidden_size, dtype=target.dtype, device=target.device)))
         if done == 0 and self.is_new:
             self.accelerator.end_training()
@@ -389,13 +389,13 @@ class Trainer:
         return not_finite(outputs, done, loss, norm)
 
     def _forward(self, rows: Batch) -> Sums:
-        features = batch_features(rows, self.source, self.width, self.target)
+        hidden_states = batch_hidden_states(rows, self.source, self.width, self.target)
         size, teacher = self.target.hidden_size, None
-        tapped = len(self.config.taps) * size
+        target_layer_numbers = len(self.config.target_layers) * size
         if self.variant.needs_teacher:
-            begin = self.taps.index(self.target.num_layers) * size
-            teacher = features[:, :, begin : begin + size]
-        sums: Sums = self.module(features[:, :, :tapped], teacher, *rows.on(self.target.device))
+            begin = self.target_layers.index(self.target.num_layers) * size
+            teacher = hidden_states[:, :, begin : begin + size]
+        sums: Sums = self.module(hidden_states[:, :, :target_layer_numbers], teacher, *rows.on(self.target.device))
         return Sums(*sums)
 
     def _evaluate_unless_stopped(self, step: int, end: bool) -> dict[str, Any]:
@@ -443,7 +443,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             named = {name.removeprefix("network."): tensor for name, tensor in tensors.items()}
             tensors = self.variant.saved(named)
-            kept, bits = self.variant.kept, self.recipe.round_bits
+            kept, bits = self.variant.kept, self.recipe.qat_bits
             export(folder, written, self.config, tensors, self.target, kept, with_embedding, bits)
 
     def _save(self, step: int) -> None:

@@ -15,7 +15,7 @@ from blockdraft.targets import Target
 from blockdraft.training.batches import Rows
 
 
-def unrolled(network: AutoregressiveNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
+def unrolled(network: AutoregressiveNetwork, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
     """Unroll the network over K steps from each anchor.
 
     All steps get the tokens of the data. The first step gets the target's feature of the token before the anchor, and
@@ -25,7 +25,7 @@ def unrolled(network: AutoregressiveNetwork, target: Target, features_BSF: Tenso
     Returns:
         States of all steps, `[B, A, K, H]`.
     """
-    fused = network.fuse(features_BSF)
+    fused = network.fuse(hidden_states_BSF)
     begins_BS = rows.positions_BS == 0
     before_BSH = F.pad(fused[:, :-1], (0, 0, 1, 0)).masked_fill(begins_BS.unsqueeze(-1), 0)
     embedded = target.embed(rows.tokens_BS).float()
@@ -43,11 +43,11 @@ def unrolled(network: AutoregressiveNetwork, target: Target, features_BSF: Tenso
         # Under autocast, norms leave queries and keys in float32.
         return attend(queries.to(values.dtype), keys.to(values.dtype), values, visible)
 
-    feature = before_BSH.gather(1, anchors_BA.unsqueeze(2).expand(-1, -1, before_BSH.size(2)))
+    hidden_state = before_BSH.gather(1, anchors_BA.unsqueeze(2).expand(-1, -1, before_BSH.size(2)))
     positions_BA = rows.positions_BS.gather(1, anchors_BA) - 1
     found = []
     for step, tokens_BA in enumerate(rows.tokens_BAL[:, :, :-1].unbind(dim=2)):
         positions = (positions_BA + step).clamp(min=0)
-        found.append(network(target.embed(tokens_BA).float(), feature, positions, attention))
-        feature = network.fed_on(found[-1])
+        found.append(network(target.embed(tokens_BA).float(), hidden_state, positions, attention))
+        hidden_state = network.fed_on(found[-1])
     return torch.stack(found, dim=2)

@@ -24,12 +24,12 @@ those before the one that it guesses.
 
 A variant of the DFlash family needs less; see `drafters/dflash/train.py`.
 
-`logits`, `losses`, `guesses` and `counts` see a chunk of blocks at a time. They call those modules of the network that
-`hidden` does not call, such as a head on top of hidden states and logits. The results of `losses` are discarded and
+`logits`, `losses`, `draft_tokens` and `counts` see a chunk of blocks at a time. They call the modules of the network
+that `hidden` does not call, such as a head on top of hidden states and logits. The results of `losses` are dropped and
 computed again in the backward pass, so it must neither draw random numbers nor change anything.
 
 `tests/drafters/test_parity.py` tests every variant that it finds: a written drafter that `load_drafter` reads back must
-guess what `guesses` returns.
+guess what `draft_tokens` returns.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class NetworkConfig(Protocol):
     """Configuration of any draft network.
 
     Attributes:
-        taps: 0-based target layers whose outputs the drafter reads.
+        target_layers: 0-based target layers whose outputs the drafter reads.
     """
 
     @property
-    def taps(self) -> tuple[int, ...]: ...
+    def target_layers(self) -> tuple[int, ...]: ...
 
 
 class Choice(NamedTuple):
@@ -222,19 +222,19 @@ class Variant(ABC, Generic[R, N, C]):
         return self.recipe.block_size - 1
 
     @abstractmethod
-    def hidden(self, network: N, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
+    def hidden(self, network: N, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
         """Hidden states of all taught slots, `[B, A, K, H]`, of all blocks at once.
 
         Args:
             network: The draft network itself, not its wrapper.
-            features_BSF: Outputs of the target at `config.taps`, side by side. The features of the anchor and of later
-                tokens are included, and must not be used.
+            hidden_states_BSF: Outputs of the target at `config.target_layers`, concatenated. Those of the anchor and
+                of later tokens are included and must not be used.
             rows: Tokens, documents and anchors, on the target's device. Blocks of negative anchors are meaningless.
         """
 
     def logits(self, network: N, target: Target, hidden_CKH: Tensor) -> Tensor:
         """Logits of a chunk of blocks, `[C, K, V]`, here by the target's head. A variant with another vocabulary than
-        the target's must account for it in `losses` and `guesses`."""
+        the target's must account for it in `losses` and `draft_tokens`."""
         states = hidden_CKH.to(target.dtype).flatten(0, 1)  # a view in three dimensions would be multiplied by slices
         logits: Tensor = target.head(states).unflatten(0, hidden_CKH.shape[:2])
         return logits
@@ -256,7 +256,7 @@ class Variant(ABC, Generic[R, N, C]):
         """
         return {name: objective.losses(slots) for name, objective in self.objectives.items()}
 
-    def guesses(self, network: N, slots: Slots) -> Tensor:
+    def draft_tokens(self, network: N, slots: Slots) -> Tensor:
         """Greedy guess at each slot, `[C, K]` int64, given that all guesses before it were right. Accuracies and
         accepted lengths are computed from it."""
         return slots.logits_CKV.argmax(dim=-1)

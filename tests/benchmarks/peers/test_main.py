@@ -140,7 +140,7 @@ def test_models_of_other_formats_are_written_before_the_start_is_timed(
 def test_a_drafter_gives_its_kind_to_the_names_of_peers(tiny_drafter_dir: Path, tiny_eagle3_dir: Path) -> None:
     assert program.kind_of(tiny_drafter_dir) == "dflash" and program.kind_of(tiny_eagle3_dir) == "eagle3"
     found = {peer.name: peer.options for peer in choose(["llama.cpp draft-dflash:7", "vllm dflash"], "eagle3")}
-    assert found["llama.cpp draft-eagle3:7"] == {"speculator": "draft-eagle3", "draft": "drafter", "guesses": 7}
+    assert found["llama.cpp draft-eagle3:7"] == {"speculator": "draft-eagle3", "draft": "drafter", "draft_tokens": 7}
     assert found["vllm eagle3"] == {"drafts": True}
 
 

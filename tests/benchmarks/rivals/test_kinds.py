@@ -60,10 +60,10 @@ def test_the_weights_of_a_pass(target: Target) -> None:
         own = {each: weight.numel() for each, weight in network.named_parameters()}
         passed, observed = weights_read(KINDS[name], network, 7, target)
         assert passed == expected(own), name
-        features = [
+        hidden_states = [
             n for n in own if n.startswith(("fc", "hidden_norm")) or n.endswith(("k_proj.weight", "v_proj.weight"))
         ]
-        assert observed == (sum(own[n] for n in features) if name in ("dflash", "dspark", "flow", "eagle3") else 0)
+        assert observed == (sum(own[n] for n in hidden_states) if name in ("dflash", "dspark", "flow", "eagle3") else 0)
 
 
 def test_a_forward_reads_a_tied_embedding_once(target: Target) -> None:

@@ -23,7 +23,7 @@ eval_prompts = 0
 [dflash]
 block_size = 4
 layers = 1
-taps = 2
+target_layers = 2
 [eagle3]
 block_size = 4
 [small_lm]

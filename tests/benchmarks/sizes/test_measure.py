@@ -7,20 +7,20 @@ from made import CHAIN, PLAIN_WAY, THEIR_CHAIN, THEIRS
 from benchmarks.harness.process import PeerProcess
 from benchmarks.harness.records import Records
 from benchmarks.harness.turns import in_turns
-from benchmarks.sizes.measure import Run, Task, measure, right_guesses, tasks
+from benchmarks.sizes.measure import Run, Task, measure, right_draft_tokens, tasks
 from benchmarks.sizes.ways import Way
 
 TREE = Way("ours", "bfloat16", "tree:16")
 TASKS = [Task("answers", i, (10 + i, 20), 4) for i in range(3)]
 
 
-@pytest.mark.parametrize("chance", [0.5, 0.735, 0.9])
-def test_as_many_guesses_are_right_as_chance_has_it(chance: float) -> None:
-    counts = right_guesses(chance)
+@pytest.mark.parametrize("acceptance_prob", [0.5, 0.735, 0.9])
+def test_as_many_guesses_are_right_as_chance_has_it(acceptance_prob: float) -> None:
+    counts = right_draft_tokens(acceptance_prob)
     for stretch in (counts[:40], counts):
-        for guesses in (3, 15):
-            mean = sum(min(count, guesses) for count in stretch) / len(stretch)
-            assert mean == pytest.approx(sum(chance**i for i in range(1, guesses + 1)), rel=0.07)
+        for draft_tokens in (3, 15):
+            mean = sum(min(count, draft_tokens) for count in stretch) / len(stretch)
+            assert mean == pytest.approx(sum(acceptance_prob**i for i in range(1, draft_tokens + 1)), rel=0.07)
 
 
 def test_tasks_are_the_prompts_and_prompts_of_a_length() -> None:

@@ -22,7 +22,7 @@ SMALL = Shape(
         eos_token_id=None,
     ),
     draft_layers=1,
-    taps=(0, 1),
+    target_layers=(0, 1),
     taus=(("dflash", "an example", 4.5, "made up"),),
 )
 
@@ -58,5 +58,5 @@ def test_unknown_sizes_are_refused(tmp_path: Path) -> None:
 def test_guesses_are_right_as_often_as_was_published() -> None:
     assert pairs.acceptance("1", 500) is None
     assert pairs.acceptance("1", 4096) == pairs.PAIR_ACCEPTANCE
-    chance = pairs.acceptance("qwen3-4b", 16)
-    assert chance is not None and sum(chance**i for i in range(16)) == pytest.approx(6.53)
+    acceptance_prob = pairs.acceptance("qwen3-4b", 16)
+    assert acceptance_prob is not None and sum(acceptance_prob**i for i in range(16)) == pytest.approx(6.53)

@@ -35,7 +35,7 @@ def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
             state.commit([range(3 * (number + 1))])
             at = state.lengths[0]
             tokens = torch.full((1, 8), 3 + number)
-            found += [*run.guesses(state, tokens, 1), run(state, torch.ones(1, 2 + number, 32))]
+            found += [*run.draft_tokens(state, tokens, 1), run(state, torch.ones(1, 2 + number, 32))]
         return found
 
     with ThreadPoolExecutor(6) as pool:
@@ -54,14 +54,14 @@ def test_nothing_to_observe_and_no_rows_are_nothing_to_do(run: CompiledDraftPass
     state = state.of([])
     run.observe(state, torch.randn(0, 3, 64))
     run.observe(state, torch.randn(0, 0, 64))
-    hidden, logits = run.guesses(state, torch.zeros(0, 4, dtype=torch.int64), 1)
+    hidden, logits = run.draft_tokens(state, torch.zeros(0, 4, dtype=torch.int64), 1)
     assert hidden.shape == (0, 3, 32) and logits.shape == (0, 3, 265)
 
 
 def test_tokens_must_be_known(run: CompiledDraftPass) -> None:
     for wrong in (-1, 265):
         with pytest.raises(UsageError, match=f"Token id {wrong} is none of the 265"):
-            run.guesses(KVCache(1, 16), torch.tensor([[0, wrong]]), 1)
+            run.draft_tokens(KVCache(1, 16), torch.tensor([[0, wrong]]), 1)
 
 
 def test_calls_stay_within_the_workspace_that_they_ask_for(run: CompiledDraftPass) -> None:
@@ -72,5 +72,5 @@ def test_calls_stay_within_the_workspace_that_they_ask_for(run: CompiledDraftPas
         state = KVCache(2, 64)
         run.observe(state, torch.randn(2, count, 64))
         state.commit([range(12 if count > 12 else count)] * 2)
-        run.guesses(state, torch.zeros(2, count, dtype=torch.int64), 0)
+        run.draft_tokens(state, torch.zeros(2, count, dtype=torch.int64), 0)
         assert (memory[needed:] == 7.5).all() and run._workspace.data_ptr() == memory.data_ptr()

@@ -42,7 +42,7 @@ CONFIG = DraftConfig(
     vocab_size=50,
     block_size=4,
     mask_token_id=1,
-    taps=(0, 2),
+    target_layers=(0, 2),
     num_target_layers=4,
     rope_theta=10000.0,
     layers=(LayerAttention(False, None), LayerAttention(True, None), LayerAttention(False, 3)),
@@ -97,10 +97,10 @@ def make(request: pytest.FixtureRequest) -> Callable[[DFlashNetwork], Run]:
     return way
 
 
-def twin(network: DFlashNetwork, features_TF: Tensor, block_NH: Tensor, window: int | None) -> Tensor:
+def twin(network: DFlashNetwork, hidden_states_TF: Tensor, block_NH: Tensor, window: int | None) -> Tensor:
     """Readable twin of attention: one row, slot by slot."""
-    length, count = len(features_TF), len(block_NH)
-    context = network.context(features_TF[None], torch.arange(length)[None])
+    length, count = len(hidden_states_TF), len(block_NH)
+    context = network.context(hidden_states_TF[None], torch.arange(length)[None])
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = (torch.cat([old[layer], new], dim=2) for old, new in zip(context, (keys, values), strict=True))
@@ -133,11 +133,11 @@ def test_the_same_as_the_network(
 ) -> None:
     if plain_layers:  # those of most checkpoints, which go without a mask where rows are of one length
         network.config = replace(network.config, layers=(LayerAttention(False, None),) * 3)
-    features, blocks = torch.randn(len(lengths), 9, 32), torch.randn(len(lengths), 4, 16)
-    expected = [twin(network, f[:n], b, window) for f, b, n in zip(features, blocks, lengths, strict=True)]
+    hidden_states, blocks = torch.randn(len(lengths), 9, 32), torch.randn(len(lengths), 4, 16)
+    expected = [twin(network, f[:n], b, window) for f, b, n in zip(hidden_states, blocks, lengths, strict=True)]
     run, state = make(network), KVCache(len(lengths), 16)
     for begin, end in ((0, 3), (3, 9)):  # the rows part in the second half
-        run.observe(state, features[:, begin : max(min(max(lengths), end), begin + 1)])
+        run.observe(state, hidden_states[:, begin : max(min(max(lengths), end), begin + 1)])
         state.commit([range(max(min(length, end) - begin, 0)) for length in lengths])
     assert state.lengths == lengths
     for _ in range(2):  # a pass leaves no trace
@@ -149,11 +149,11 @@ def test_more_context_than_rotary_angles_were_made_for(
 ) -> None:
     run = make(network)
     for capacity in (16, 2000):
-        state, features, block = KVCache(1, capacity), torch.randn(1, capacity - 4, 32), torch.randn(1, 4, 16)
-        run.observe(state, features)
+        state, hidden_states, block = KVCache(1, capacity), torch.randn(1, capacity - 4, 32), torch.randn(1, 4, 16)
+        run.observe(state, hidden_states)
         state.commit([range(capacity - 4)])
         assert torch.isfinite(run(state, block, window=8)).all()
-    last = twin(network, features[0], block[0], window=8)
+    last = twin(network, hidden_states[0], block[0], window=8)
     torch.testing.assert_close(run(state, block, window=8)[0], last, atol=1e-4, rtol=1e-3)
 
 
@@ -176,11 +176,15 @@ def test_compiled_it_computes_what_torch_computes(head_dim: int, count: int, dty
     kinds = [LayerAttention(causal, window) for causal in (False, True) for window in (None, 5)]
     config = replace(CONFIG, head_dim=head_dim, num_hidden_layers=4, layers=tuple(kinds), attention_bias=count % 2 == 0)
     network = made_network(convolved(config) if kind == "convolved" else config).to(dtype)
-    lengths, features, blocks = [31, 1, 20], torch.randn(3, 31, 32, dtype=dtype), torch.randn(3, count, 16, dtype=dtype)
+    lengths, hidden_states, blocks = (
+        [31, 1, 20],
+        torch.randn(3, 31, 32, dtype=dtype),
+        torch.randn(3, count, 16, dtype=dtype),
+    )
     found = []
     for run in (compiled(network), uncompiled(network)):
         state = KVCache(3, 64)
-        run.observe(state, features)
+        run.observe(state, hidden_states)
         state.commit([range(length) for length in lengths])
         outputs = [run(state, blocks, window) for window in (None, 1, 6, 25)]
         stores = [state.of([row]).view(state._layers[0][0], 0)[0] for row in state.rows]
@@ -194,24 +198,24 @@ def test_compiled_it_computes_what_torch_computes(head_dim: int, count: int, dty
 
 def test_rows_compiled_have_the_same_bits_alone_and_in_a_batch(network: DFlashNetwork) -> None:
     run, lengths = compiled(network), [3, 40, 17]
-    features, blocks = torch.randn(3, 40, 32), torch.randn(3, 4, 16)
+    hidden_states, blocks = torch.randn(3, 40, 32), torch.randn(3, 4, 16)
     state = KVCache(3, 64)
-    run.observe(state, features)
+    run.observe(state, hidden_states)
     state.commit([range(length) for length in lengths])
     together = run(state, blocks)
     for row, length in enumerate(lengths):
         alone = KVCache(1, 64)
         for slot in range(length):
-            run.observe(alone, features[row : row + 1, slot : slot + 1])
+            run.observe(alone, hidden_states[row : row + 1, slot : slot + 1])
             alone.commit([[0]])
         assert torch.equal(run(alone, blocks[row : row + 1])[0], together[row])
 
 
 def test_threads_share_the_work_without_meeting(network: DFlashNetwork) -> None:
     run, threads = compiled(network), torch.get_num_threads()
-    features, blocks = torch.randn(3, 9, 32), torch.randn(3, 4, 16)
+    hidden_states, blocks = torch.randn(3, 9, 32), torch.randn(3, 4, 16)
     state = KVCache(3, 16)
-    run.observe(state, features)
+    run.observe(state, hidden_states)
     state.commit([range(9)] * 3)
     expected = run(state, blocks)
     try:
@@ -229,9 +233,9 @@ def test_rows_at_any_places_are_those_side_by_side(
     network: DFlashNetwork, window: int | None, make: Callable[[DFlashNetwork], Run], scatter: Callable[..., Any]
 ) -> None:
     """Rows between others, whose numbers must not be read. Compiled, the bits are the same."""
-    run, features, blocks = make(network), torch.randn(3, 13, 32), torch.randn(3, 4, 16)
+    run, hidden_states, blocks = make(network), torch.randn(3, 13, 32), torch.randn(3, 4, 16)
     together, apart = run.new_state(3, 46), scatter(run.new_state(1, 120), *PLACES)
-    run.observe(apart, features[:, :1])  # so that it has memory
+    run.observe(apart, hidden_states[:, :1])  # so that it has memory
     store = apart._layers[0][0]
     inside = torch.zeros(120, dtype=torch.bool)
     for row, capacity in PLACES:
@@ -239,7 +243,7 @@ def test_rows_at_any_places_are_those_side_by_side(
     store[:, :, ~inside] = torch.nan
     for begin, end, lengths in ((0, 7, [7, 3, 5]), (7, 13, [6, 1, 2])):
         for state in (together, apart):
-            run.observe(state, features[:, begin:end])
+            run.observe(state, hidden_states[:, begin:end])
             state.commit([range(length) for length in lengths])
         expected, found = run(together, blocks, window), run(apart, blocks, window)
         tolerance = 1e-5 if isinstance(run, DraftPass) else 0.0
@@ -281,7 +285,7 @@ def test_guesses_are_the_pass_and_the_head_in_one_call(
     tokens = torch.tensor([[7, 1, 1, 1, 1], [9, 1, 1, 1, 1]])
     for window in (None, 3):
         expected = run(state, target.embed(tokens), window)[:, first:]
-        hidden, logits = run.guesses(state, tokens, first, window)
+        hidden, logits = run.draft_tokens(state, tokens, first, window)
         assert torch.equal(hidden, expected) and logits.dtype == torch.float32
         # A head outside the call reads hidden states that are rounded to the dtype.
         tolerance = 0.0 if target.dtype == torch.float32 else 0.1
@@ -326,7 +330,7 @@ def test_a_head_of_part_of_the_vocabulary_is_packed_into_the_same_call(
     state = run.new_state(1, 20)
     run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
     state.commit([range(9)])
-    hidden, logits = run.guesses(state, tokens, 1)
+    hidden, logits = run.draft_tokens(state, tokens, 1)
     assert torch.equal(hidden, run(state, target.embed(tokens))[:, 1:]) and logits.shape == (1, 3, target.vocab_size)
     assert (logits[..., kept] > -torch.inf).all() and (logits > -torch.inf).sum() == 3 * 37
     tolerance = 1e-4 if target.dtype == torch.float32 else 0.1
@@ -350,7 +354,7 @@ def test_a_head_that_is_not_in_the_library_is_called(
     state, tokens = run.new_state(1, 20), torch.tensor([[7, 1, 1]])
     run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
     state.commit([range(9)])
-    hidden, logits = run.guesses(state, tokens, 1)
+    hidden, logits = run.draft_tokens(state, tokens, 1)
     assert torch.equal(hidden, run(state, target.embed(tokens))[:, 1:]) and torch.equal(logits, 3 * hidden)
 
 
@@ -367,7 +371,7 @@ def test_rounded_where_the_library_of_the_target_has_vectors_for_its_heads(
     state = run.new_state(1, 20)
     run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
     state.commit([range(9)])
-    assert run.guesses(state, torch.tensor([[7, 1, 1]]), 1)[1].isfinite().all()
+    assert run.draft_tokens(state, torch.tensor([[7, 1, 1]]), 1)[1].isfinite().all()
 
 
 def test_what_is_compiled_and_what_is_not(
@@ -412,11 +416,11 @@ def test_layers_that_were_given_away_take_no_memory_and_give_the_same_numbers(
     gc.collect()
     assert weights and not any(weight() is not None for weight in weights)
     assert all(each.ndim == 1 for each in network.parameters())
-    features = torch.randn(1, 7, len(CONFIG.taps) * CONFIG.hidden_size)
+    hidden_states = torch.randn(1, 7, len(CONFIG.target_layers) * CONFIG.hidden_size)
     block = torch.randn(1, 5, CONFIG.hidden_size)
     states = [each.new_state(1, 32) for each in (run, kept)]
     for each, state in zip((run, kept), states, strict=True):
-        each.observe(state, features)
+        each.observe(state, hidden_states)
         state.commit([range(7)])
     assert torch.equal(run(states[0], block), kept(states[1], block)) and run.weight_bytes() == kept.weight_bytes()
     other = deepcopy(network)  # has weights of its own again

@@ -40,10 +40,10 @@ def propose(drafter: DFlashDrafter, plan: Plan, same: bool = False) -> tuple[Pro
     """Proposal after random contexts of different lengths, and the logits `[B, DEPTH, V]` of its draft pass."""
     batch = len(plan.params)
     generator = torch.Generator().manual_seed(5)
-    features = torch.randn(1 if same else batch, 9, 64, generator=generator).expand(batch, -1, -1)
+    hidden_states = torch.randn(1 if same else batch, 9, 64, generator=generator).expand(batch, -1, -1)
     state = drafter.new_state(batch, 40)
     lengths = [9 if same else 9 - row % 3 for row in range(batch)]
-    drafter.observe(state, torch.zeros(batch, 9, dtype=torch.long), features, lengths)
+    drafter.observe(state, torch.zeros(batch, 9, dtype=torch.long), hidden_states, lengths)
     anchor = torch.full((batch,), 7)
     block = torch.full((batch, 8), drafter.config.mask_token_id)
     block[:, 0] = anchor
@@ -99,16 +99,16 @@ def test_an_extreme_temperature_makes_sound_trees(drafter: DFlashDrafter) -> Non
 def test_cycle_seconds_decide_how_many_guesses_there_are(drafter: DFlashDrafter, budget: int) -> None:
     params = [GREEDY, SamplingParams(temperature=0.4)]
     whole, logits = propose(drafter, Plan(8, params, budget))
-    guesses = budget or DEPTH
+    draft_tokens = budget or DEPTH
     counts = set()
     for cost in (0.0, 0.1, 0.3, 10.0):
-        seconds = [1 + cost * n for n in range(guesses + 1)]
+        seconds = [1 + cost * n for n in range(draft_tokens + 1)]
         cut, _ = propose(drafter, Plan(8, params, budget, seconds))
         count = cut.tokens.size(1) - 1
         assert torch.equal(cut.tokens, whole.tokens[:, : count + 1])
         assert torch.equal(cut.parents, whole.parents[:, : count + 1])
         counts.add(count)
-    assert {0, guesses} < counts
+    assert {0, draft_tokens} < counts
     if budget == 0:
         best = torch.stack([logits[0], logits[1] / 0.4]).softmax(dim=-1).amax(dim=-1).cumprod(dim=-1).sum(dim=0)
         rates = [(2 + best[:n].sum().item()) / (1 + 0.1 * n) for n in range(DEPTH + 1)]
@@ -178,8 +178,8 @@ def test_refinement_settles_the_surest_guesses_for_chains_trees_and_samples(
     for position in surest:
         block[0, position + 1] = first[0, position].argmax()
     state = drafter.new_state(1, 40)
-    features = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(5))
-    drafter.observe(state, torch.zeros(1, 9, dtype=torch.long), features, [9])
+    hidden_states = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(5))
+    drafter.observe(state, torch.zeros(1, 9, dtype=torch.long), hidden_states, [9])
     second = drafter._draft_logits(state, block)[0, 1:].argmax(dim=-1)
     expected = [int(block[0, i + 1] if i in surest else second[i]) for i in range(DEPTH)]
     assert chain.tokens[0, 1:].tolist() == expected

@@ -41,9 +41,9 @@ def test_context_of_all_layers_at_once_equals_layer_by_layer(tiny_drafter_dir: P
     config = dataclasses.replace(config, attention_bias=True)
     torch.manual_seed(0)
     network = DFlashNetwork(config)
-    features, positions = torch.randn(2, 5, tensors["fc.weight"].size(1)), torch.arange(5).expand(2, 5)
-    keys, values = network.context(features, positions)
-    rows = network.hidden_norm(network.fc(features))
+    hidden_states, positions = torch.randn(2, 5, tensors["fc.weight"].size(1)), torch.arange(5).expand(2, 5)
+    keys, values = network.context(hidden_states, positions)
+    rows = network.hidden_norm(network.fc(hidden_states))
     cos, sin = network.angles(positions, torch.float32)
     for index, layer in enumerate(network.layers):
         attention = layer.self_attn

@@ -17,7 +17,7 @@ from blockdraft.training.draft_vocabulary import frequent_tokens
 from blockdraft.training.export import Format, export
 from blockdraft.training.objectives import Slots
 
-RECIPE = DFlashRecipe(layers=2, taps=(0, 1), block_size=6, draft_vocab=200, save_dtype="float32")
+RECIPE = DFlashRecipe(layers=2, target_layers=(0, 1), block_size=6, draft_vocab=200, save_dtype="float32")
 
 
 def test_the_training_pass_equals_the_draft_pass(

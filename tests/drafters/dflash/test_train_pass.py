@@ -62,7 +62,7 @@ def test_flex_attention_equals_the_dense_mask(name: str) -> None:
         vocab_size=64,
         block_size=SIZE,
         mask_token_id=3,
-        taps=(0, 1),
+        target_layers=(0, 1),
         num_target_layers=4,
         rope_theta=10000.0,
         layers=(KINDS[name], KINDS["full"]),

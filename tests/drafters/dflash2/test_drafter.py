@@ -40,10 +40,10 @@ def drafter(target: Target, tiny_dflash2_dir: Path) -> DFlash2Drafter:
 def propose(drafter: DFlashDrafter, plan: Plan, same: bool = False) -> tuple[Proposal, Tensor, Tensor]:
     """Proposal after random contexts, and hidden states `[B, DEPTH, H]` and logits `[B, DEPTH, V]` of its pass."""
     batch = len(plan.params)
-    features = torch.randn(1 if same else batch, 9, 64, generator=torch.Generator().manual_seed(5))
+    hidden_states = torch.randn(1 if same else batch, 9, 64, generator=torch.Generator().manual_seed(5))
     state = drafter.new_state(batch, 40)
     lengths = [9 if same else 9 - row % 3 for row in range(batch)]
-    drafter.observe(state, torch.zeros(batch, 9, dtype=torch.long), features.expand(batch, -1, -1), lengths)
+    drafter.observe(state, torch.zeros(batch, 9, dtype=torch.long), hidden_states.expand(batch, -1, -1), lengths)
     block = torch.full((batch, plan.block_size), drafter.config.mask_token_id)
     block[:, 0] = anchor = torch.arange(batch) % 1 + 7
     with torch.no_grad():
@@ -148,15 +148,15 @@ def test_an_extreme_temperature_makes_sound_trees(drafter: DFlash2Drafter) -> No
 def test_cycle_seconds_decide_how_many_guesses_there_are(drafter: DFlash2Drafter, budget: int) -> None:
     params = [GREEDY, SamplingParams(temperature=0.4)]
     whole, _, _ = propose(drafter, Plan(8, params, budget))
-    guesses = budget or DEPTH
+    draft_tokens = budget or DEPTH
     counts = set()
     for cost in (0.0, 0.03, 0.3, 10.0):
-        cut, _, _ = propose(drafter, Plan(8, params, budget, [1 + cost * n for n in range(guesses + 1)]))
+        cut, _, _ = propose(drafter, Plan(8, params, budget, [1 + cost * n for n in range(draft_tokens + 1)]))
         count = cut.tokens.size(1) - 1
         assert torch.equal(cut.tokens, whole.tokens[:, : count + 1])
         assert torch.equal(cut.parents, whole.parents[:, : count + 1])
         counts.add(count)
-    assert {0, guesses} < counts
+    assert {0, draft_tokens} < counts
 
 
 @pytest.mark.parametrize("more", [{}, {"top_k": 3, "top_p": 0.9}])

@@ -33,9 +33,9 @@ def convolved(y: Tensor, base: Tensor, delta: Tensor, group_size: int) -> Tensor
     out = torch.zeros_like(y)
     for slot in range(len(y)):
         for channel in range(y.size(1)):
-            for tap in range(min(len(base), slot + 1)):
-                weight = base[tap, channel] + delta[slot, tap, channel // group_size]
-                out[slot, channel] += weight * y[slot - tap, channel]
+            for target_layer in range(min(len(base), slot + 1)):
+                weight = base[target_layer, channel] + delta[slot, target_layer, channel // group_size]
+                out[slot, channel] += weight * y[slot - target_layer, channel]
     return out
 
 
@@ -43,10 +43,10 @@ def convolved(y: Tensor, base: Tensor, delta: Tensor, group_size: int) -> Tensor
 def test_convolutions_stand_around_the_sublayer(config: DFlash2Config, count: int) -> None:
     conv = disturbed(DynamicConv(config))
     torch.manual_seed(1)
-    x, taps, groups = torch.randn(2, count, 32), config.conv_kernel_size, 32 // config.conv_group_size
+    x, target_layers, groups = torch.randn(2, count, 32), config.conv_kernel_size, 32 // config.conv_group_size
     out = conv(x, torch.sin)
     for row in range(2):
-        delta = (x[row] @ conv.kernel_projection.weight.T).view(count, 2, taps, groups)
+        delta = (x[row] @ conv.kernel_projection.weight.T).view(count, 2, target_layers, groups)
         before = convolved(x[row], conv.base_kernel[0], delta[:, 0], config.conv_group_size)
         after = convolved(before.sin(), conv.base_kernel[1], delta[:, 1], config.conv_group_size)
         torch.testing.assert_close(out[row], after, atol=1e-5, rtol=1e-4)

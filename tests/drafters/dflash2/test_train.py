@@ -23,7 +23,9 @@ KINDS = {
     "bidirectional": (LayerAttention(False, None),) * 2,
     "window": (LayerAttention(False, 5), LayerAttention(True, 12)),
 }
-RECIPE = DFlash2Recipe(layers=2, block_size=8, taps=(0, 1), conv_group_size=8, selector_rank=4, selector_top_k=5)
+RECIPE = DFlash2Recipe(
+    layers=2, block_size=8, target_layers=(0, 1), conv_group_size=8, selector_rank=4, selector_top_k=5
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def test_loss_and_counts(network: DFlash2Network) -> None:
     assert counts.keys() == {*variant.counted}
     assert counts["candidate_recall"].tolist() == [[False] * 3, [True] * 3]  # the label is not put in here
     assert not counts["base_accuracy"].any()
-    assert torch.equal(counts["selector_accuracy"], variant.guesses(network, slots) == slots.labels_CK)
+    assert torch.equal(counts["selector_accuracy"], variant.draft_tokens(network, slots) == slots.labels_CK)
     right = replace(slots, logits_CKV=slots.logits_CKV.scatter(2, slots.labels_CK[..., None], 99.0))
     assert all(count.all() for count in variant.counts(network, right).values())
 
@@ -93,22 +95,24 @@ def test_training_chooses_as_decoding_does(kind: str, network: DFlash2Network, t
     drafter = DFlash2Drafter(network, target)
     tokens = torch.randint(5, 200, (1, 30), generator=torch.Generator().manual_seed(4))
     proposal = chain(tokens)
-    features = target.forward(proposal.tokens, proposal.parents, target.new_cache(1, 30), drafter.taps).features
-    assert features is not None
+    hidden_states = target.forward(
+        proposal.tokens, proposal.parents, target.new_cache(1, 30), drafter.target_layers
+    ).hidden_states
+    assert hidden_states is not None
     anchors, places = torch.tensor([[4, 17, 28]]), torch.arange(30)[None]
     mask = target.embed(torch.tensor(config.mask_token_id))
     with torch.no_grad():
         hidden = draft_hidden(
-            network, features, torch.zeros_like(places), places, anchors, target.embed(tokens[0, anchors]), mask
+            network, hidden_states, torch.zeros_like(places), places, anchors, target.embed(tokens[0, anchors]), mask
         )[0, :, 1:]
-    guesses = []
+    draft_tokens = []
     for anchor in anchors[0].tolist():
         state = drafter.new_state(1, 60)
-        drafter.observe(state, tokens[:, :anchor], features[:, :anchor], [anchor])
-        guesses.append(drafter.propose(state, tokens[:, anchor], Plan(8, [SamplingParams()])).tokens[0])
+        drafter.observe(state, tokens[:, :anchor], hidden_states[:, :anchor], [anchor])
+        draft_tokens.append(drafter.propose(state, tokens[:, anchor], Plan(8, [SamplingParams()])).tokens[0])
     logits = network.adjust_logits(target.head(hidden))
-    slots = Slots(hidden, logits, torch.stack(guesses), torch.ones(3, 7, dtype=torch.bool))
-    assert torch.equal(DFlash2Variant(RECIPE).guesses(network, slots), slots.labels_CK)
+    slots = Slots(hidden, logits, torch.stack(draft_tokens), torch.ones(3, 7, dtype=torch.bool))
+    assert torch.equal(DFlash2Variant(RECIPE).draft_tokens(network, slots), slots.labels_CK)
     assert not torch.equal(logits.argmax(dim=-1), slots.labels_CK)
 
 
@@ -120,11 +124,11 @@ def test_training_starts_from_a_v1_drafter(tmp_path: Path, target: Target, tiny_
     export(tmp_path / "draft", Format("zlab"), config, variant.saved(network.state_dict()), target)
     v2 = load_drafter(tmp_path / "draft", target=target)
     assert isinstance(v2, DFlash2Drafter)
-    features = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(5))
+    hidden_states = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(5))
     found = []
     for drafter in (v1, v2):
         state = drafter.new_state(2, 40)
-        drafter.observe(state, torch.zeros(2, 9, dtype=torch.long), features, [9, 7])
+        drafter.observe(state, torch.zeros(2, 9, dtype=torch.long), hidden_states, [9, 7])
         found.append(drafter.propose(state, torch.tensor([7, 8]), Plan(8, [SamplingParams()] * 2)))
     assert torch.equal(found[0].tokens, found[1].tokens)
 

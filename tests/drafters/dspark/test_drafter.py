@@ -40,10 +40,10 @@ def propose(drafter: DSparkDrafter, plan: Plan, same: bool = False) -> tuple[Pro
     """Proposal after random contexts, and hidden states and logits of its draft pass."""
     batch = len(plan.params)
     generator = torch.Generator().manual_seed(5)
-    features = torch.randn(1 if same else batch, 9, 64, generator=generator).expand(batch, -1, -1)
+    hidden_states = torch.randn(1 if same else batch, 9, 64, generator=generator).expand(batch, -1, -1)
     state = drafter.new_state(batch, 40)
     lengths = [9 if same else 9 - row % 3 for row in range(batch)]
-    drafter.observe(state, torch.zeros(batch, 9, dtype=torch.long), features, lengths)
+    drafter.observe(state, torch.zeros(batch, 9, dtype=torch.long), hidden_states, lengths)
     anchor = torch.full((batch,), 7)
     block = torch.full((batch, plan.block_size - 1), drafter.config.mask_token_id)
     block[:, 0] = anchor
@@ -93,9 +93,9 @@ def test_a_tree_scores_children_given_their_parent(target: Target, tiny_dspark_d
     assert score == sorted(score, reverse=True)
     inside = set(zip(parents, tokens, strict=True))
     missing = [
-        score[node] * chance
-        for node, chances in children.items()
-        for token, chance in enumerate(chances.tolist())
+        score[node] * acceptance_prob
+        for node, acceptance_probs in children.items()
+        for token, acceptance_prob in enumerate(acceptance_probs.tolist())
         if (node, token) not in inside
     ]
     assert max(missing) <= score[-1] * (1 + 1e-4)
@@ -108,7 +108,7 @@ def test_a_tree_scores_children_given_their_parent(target: Target, tiny_dspark_d
     assert len(path) > 1  # the chain's beginning is in the tree
 
 
-def chances(drafter: DSparkDrafter, hidden: Tensor, tokens: list[int]) -> list[float]:
+def acceptance_probs(drafter: DSparkDrafter, hidden: Tensor, tokens: list[int]) -> list[float]:
     head, w1 = drafter.network.confidence_head, drafter.network.markov_head.markov_w1.weight
     assert head is not None
     temperatures = drafter.network.config.confidence_temperatures or (1.0,) * DEPTH
@@ -127,7 +127,7 @@ def test_the_confidence_decides_how_many_guesses_there_are(
     whole, hidden, _ = propose(drafter, Plan(DEPTH + 1, params))
     paths = []
     for row in range(2):
-        found = torch.tensor(chances(drafter, hidden[row], whole.tokens[row].tolist()))
+        found = torch.tensor(acceptance_probs(drafter, hidden[row], whole.tokens[row].tolist()))
         paths.append(found.cumprod(dim=0))
     counts = set()
     for cost in (0.0, 0.02, 0.05, 0.1, 0.3, 10.0):
@@ -213,11 +213,11 @@ def test_several_draft_passes_are_refused(target: Target, drafter: DSparkDrafter
             one.adapted(target, diffusion_steps=3)
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_calibrated_distributions_stay_distributions(chance: float) -> None:
+@pytest.mark.parametrize("acceptance_prob", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_calibrated_distributions_stay_distributions(acceptance_prob: float) -> None:
     log_probs = torch.tensor([[0.5, 0.3, 0.1], [0.1, 0.2, 0.7], [0.0, 1.0, 0.0]]).log()
-    probs = calibrated(log_probs, torch.full((3,), chance)).exp()
+    probs = calibrated(log_probs, torch.full((3,), acceptance_prob)).exp()
     assert (probs.sum(dim=-1) <= 1 + 1e-5).all()
     assert probs.argmax(dim=-1).tolist() == [0, 2, 1]
-    torch.testing.assert_close(probs.amax(dim=-1), torch.full((3,), chance), atol=1e-5, rtol=0)
+    torch.testing.assert_close(probs.amax(dim=-1), torch.full((3,), acceptance_prob), atol=1e-5, rtol=0)
     assert (probs[0, 1:] <= log_probs[0, 1:].exp() + 1e-6).all()  # no other token gains

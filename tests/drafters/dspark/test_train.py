@@ -33,7 +33,7 @@ def drafter(target: Target, tiny_dspark_dir: Path) -> DSparkDrafter:
     return drafter
 
 
-def slots_of(target: Target, drafter: DSparkDrafter, tokens: Tensor, features: Tensor) -> Slots:
+def slots_of(target: Target, drafter: DSparkDrafter, tokens: Tensor, hidden_states: Tensor) -> Slots:
     """Block at `ANCHOR` as training sees it, with arbitrary logits of the target."""
     network, size = drafter.network, drafter.config.block_size
     length = tokens.size(1)
@@ -41,7 +41,7 @@ def slots_of(target: Target, drafter: DSparkDrafter, tokens: Tensor, features: T
     with torch.no_grad():
         hidden = draft_hidden(
             network,
-            features,
+            hidden_states,
             torch.zeros(1, length, dtype=torch.long),
             torch.arange(length)[None],
             anchors,
@@ -57,7 +57,7 @@ def slots_of(target: Target, drafter: DSparkDrafter, tokens: Tensor, features: T
 def inputs(target: Target, drafter: DSparkDrafter) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(4, target.vocab_size, (1, 24), generator=generator)
-    return tokens, torch.randn(1, 24, len(drafter.taps) * target.hidden_size, generator=generator)
+    return tokens, torch.randn(1, 24, len(drafter.target_layers) * target.hidden_size, generator=generator)
 
 
 def test_losses_are_those_of_the_paper(target: Target, drafter: DSparkDrafter) -> None:
@@ -87,15 +87,15 @@ def test_losses_are_those_of_the_paper(target: Target, drafter: DSparkDrafter) -
 
 
 def test_training_guesses_what_the_drafter_guesses(target: Target, drafter: DSparkDrafter) -> None:
-    tokens, features = inputs(target, drafter)
+    tokens, hidden_states = inputs(target, drafter)
     state = drafter.new_state(1, 40)
-    drafter.observe(state, tokens[:, :ANCHOR], features[:, :ANCHOR], [ANCHOR])
+    drafter.observe(state, tokens[:, :ANCHOR], hidden_states[:, :ANCHOR], [ANCHOR])
     proposal = drafter.propose(state, tokens[:, ANCHOR], Plan(drafter.block_size, [SamplingParams()]))
     assert proposal.tokens.shape == (1, 9)  # the anchor and a guess of each of the 8 slots
     tokens[:, ANCHOR : ANCHOR + 9] = proposal.tokens  # so that the tokens before each slot are the drafter's own
-    slots = slots_of(target, drafter, tokens, features)
-    guessed = DSparkVariant(DSparkRecipe(block_size=8)).guesses(drafter.network, slots)
-    assert guessed.tolist() == proposal.tokens[:, 1:].tolist()
+    slots = slots_of(target, drafter, tokens, hidden_states)
+    from_draft = DSparkVariant(DSparkRecipe(block_size=8)).draft_tokens(drafter.network, slots)
+    assert from_draft.tolist() == proposal.tokens[:, 1:].tolist()
 
 
 def test_only_the_confidence_heads_own_loss_trains_it(target: Target, drafter: DSparkDrafter) -> None:
@@ -115,7 +115,7 @@ def test_only_the_confidence_heads_own_loss_trains_it(target: Target, drafter: D
 
 def test_warm_start_from_v1(target: Target, tiny_drafter_dir: Path) -> None:
     variant = DSparkVariant(
-        DSparkRecipe(block_size=5, markov_rank=3, layers=2, taps=(0, 1), init=str(tiny_drafter_dir))
+        DSparkRecipe(block_size=5, markov_rank=3, layers=2, target_layers=(0, 1), init=str(tiny_drafter_dir))
     )
     v1 = load_drafter(tiny_drafter_dir, target=target)
     config = DSparkConfig(**{**vars(v1.config), "block_size": 5}, **variant.own_config(target))  # type: ignore[attr-defined]

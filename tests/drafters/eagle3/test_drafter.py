@@ -66,13 +66,13 @@ class Twin:
     def norm(self, x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean(dim=-1, keepdim=True) + self.config.rms_norm_eps).sqrt() * self.weights[name]
 
-    def fused(self, taps: Tensor) -> Tensor:
+    def fused(self, target_layers: Tensor) -> Tensor:
         if self.config.fc_norm:
-            parts = taps.chunk(len(self.config.taps))
-            taps = torch.cat([self.norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)])
+            parts = target_layers.chunk(len(self.config.target_layers))
+            target_layers = torch.cat([self.norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)])
         if self.config.norm_before_fc:
-            taps = self.norm(taps, "input_norm.weight")
-        return self.weights["fc.weight"] @ taps
+            target_layers = self.norm(target_layers, "input_norm.weight")
+        return self.weights["fc.weight"] @ target_layers
 
     def heads(self, kind: str, x: Tensor, position: int) -> Tensor:
         name = f"midlayer.self_attn.{kind}_"
@@ -88,10 +88,10 @@ class Twin:
         turned = left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()
         return torch.cat(turned, dim=1)
 
-    def row(self, token: int, feature: Tensor, position: int, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def row(self, token: int, hidden_state: Tensor, position: int, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Hidden state of an entry, which is added to those that later entries see."""
         weights, config = self.weights, self.config
-        normed = self.norm(feature, "midlayer.hidden_norm.weight")
+        normed = self.norm(hidden_state, "midlayer.hidden_norm.weight")
         embedded = self.target.embed(torch.tensor([token]))[0]
         x = torch.cat([self.norm(embedded, "midlayer.input_layernorm.weight"), normed])
         seen.append((self.heads("k", x, position), self.heads("v", x, position)))
@@ -101,37 +101,39 @@ class Twin:
             scores = torch.stack([keys[group] @ query for keys, _ in seen]) / config.head_dim**0.5
             out.append(scores.softmax(dim=0) @ torch.stack([values[group] for _, values in seen]))
         o = weights["midlayer.self_attn.o_proj.weight"] @ torch.cat(out)
-        x = (normed if config.norm_before_residual else feature) + o
+        x = (normed if config.norm_before_residual else hidden_state) + o
         x = x + weights.get("midlayer.self_attn.o_proj.bias", torch.zeros(()))
         y = self.norm(x, "midlayer.post_attention_layernorm.weight")
         gate, up = (weights[f"midlayer.mlp.{name}_proj.weight"] @ y for name in ("gate", "up"))
         return x + weights["midlayer.mlp.down_proj.weight"] @ (torch.nn.functional.silu(gate) * up)
 
-    def logits(self, text: Sequence[int], taps: Tensor, path: Sequence[int], window: int | None = None) -> list[Tensor]:
+    def logits(
+        self, text: Sequence[int], target_layers: Tensor, path: Sequence[int], window: int | None = None
+    ) -> list[Tensor]:
         """Draft-vocabulary logits after the anchor and each guess of `path`, behind a text with these features."""
-        features, seen = [self.fused(one) for one in taps], list[tuple[Tensor, Tensor]]()
+        hidden_states, seen = [self.fused(one) for one in target_layers], list[tuple[Tensor, Tensor]]()
         for place in range(1, len(text)):
-            self.row(text[place], features[place - 1], place - 1, seen)
+            self.row(text[place], hidden_states[place - 1], place - 1, seen)
         seen = seen[-window:] if window is not None else seen
-        feature, found = features[-1], []
+        hidden_state, found = hidden_states[-1], []
         for step, token in enumerate(path):
-            state = self.row(token, feature, len(text) - 1 + step, seen)
+            state = self.row(token, hidden_state, len(text) - 1 + step, seen)
             normed = self.norm(state, "norm.weight")
-            feature = normed if self.config.norm_output else state
+            hidden_state = normed if self.config.norm_output else state
             found.append(self.weights["lm_head.weight"] @ normed)
         return found
 
 
-def taps_of(count: int, seed: int) -> Tensor:
+def target_layers_of(count: int, seed: int) -> Tensor:
     return torch.randn(count, 64, generator=torch.Generator().manual_seed(seed))
 
 
-def observe(drafter: Eagle3Drafter, state: Any, texts: list[list[int]], taps: list[Tensor]) -> None:
+def observe(drafter: Eagle3Drafter, state: Any, texts: list[list[int]], target_layers: list[Tensor]) -> None:
     """Let the drafter observe; rows are padded with tokens and features that must leave no trace."""
     longest = max(map(len, texts))
     tokens = torch.tensor([text + [77] * (longest - len(text)) for text in texts])
-    features = torch.stack([torch.cat([one, taps_of(longest - len(one), 9)]) for one in taps])
-    drafter.observe(state, tokens, features, [len(text) for text in texts])
+    hidden_states = torch.stack([torch.cat([one, target_layers_of(longest - len(one), 9)]) for one in target_layers])
+    drafter.observe(state, tokens, hidden_states, [len(text) for text in texts])
 
 
 @pytest.mark.parametrize(("flags", "sampled"), thinned(FLAGS, [False, True], keep=2))
@@ -143,9 +145,12 @@ def test_chains_equal_those_of_the_twin(
     twin, kept = Twin(drafter, target), drafter.network.kept
     params = [SamplingParams(), SamplingParams(temperature=0.8), SamplingParams(temperature=1.2, top_k=6)]
     generator = torch.Generator().manual_seed(1)
-    texts, taps = [[9], [4, 30, 7, 8, 50, 51], [30, 12]], [taps_of(1, 0), taps_of(6, 1), taps_of(2, 2)]
+    texts, target_layers = (
+        [[9], [4, 30, 7, 8, 50, 51], [30, 12]],
+        [target_layers_of(1, 0), target_layers_of(6, 1), target_layers_of(2, 2)],
+    )
     state = scatter(drafter.new_state(1, 150), (90, 40), (5, 45), (50, 40))
-    observe(drafter, state, texts, taps)
+    observe(drafter, state, texts, target_layers)
     for cycle in range(4):
         anchors = torch.randint(4, 60, (3,), generator=generator)
         draws = torch.rand(3, 5, dtype=torch.float64, generator=generator) if sampled else None
@@ -155,7 +160,7 @@ def test_chains_equal_those_of_the_twin(
         for row, ids in enumerate(proposal.tokens.tolist()):
             dist = proposal.q[row] if proposal.q else None
             assert (dist is None) == (not sampled or row == 0)
-            for depth, logits in enumerate(twin.logits(texts[row], taps[row], ids[:-1])):
+            for depth, logits in enumerate(twin.logits(texts[row], target_layers[row], ids[:-1])):
                 if dist is None or draws is None:
                     assert ids[depth + 1] == kept[logits.argmax()]
                     continue
@@ -167,10 +172,10 @@ def test_chains_equal_those_of_the_twin(
                 assert ids[depth + 1] == dist.ids[depth, rank]
             accepted = (cycle + 2 * row) % 6  # tokens of the path, from none to the anchor and four guesses
             new.append(ids[:accepted])
-            more.append(taps_of(accepted, 10 * cycle + row))
+            more.append(target_layers_of(accepted, 10 * cycle + row))
         observe(drafter, state, new, more)
         texts = [text + ids for text, ids in zip(texts, new, strict=True)]
-        taps = [torch.cat(both) for both in zip(taps, more, strict=True)]
+        target_layers = [torch.cat(both) for both in zip(target_layers, more, strict=True)]
 
 
 @pytest.mark.parametrize("budget", [2, 7, 30])
@@ -180,9 +185,9 @@ def test_trees_are_those_of_the_twin(
     """The likeliest guesses of each level are continued, and the likeliest of all are proposed."""
     monkeypatch.setattr(eagle3, "WIDTH", 3)
     twin, kept, anchors = Twin(drafter, target), drafter.network.kept, [40, 41]
-    texts, taps = [[9, 8, 7, 20], [31, 5]], [taps_of(4, 3), taps_of(2, 4)]
+    texts, target_layers = [[9, 8, 7, 20], [31, 5]], [target_layers_of(4, 3), target_layers_of(2, 4)]
     state = drafter.new_state(2, 20)
-    observe(drafter, state, texts, taps)
+    observe(drafter, state, texts, target_layers)
     params = [SamplingParams(), SamplingParams(temperature=0.5)]
     proposal = drafter.propose(state, torch.tensor(anchors), Plan(5, params, budget))
     for row in range(2):
@@ -195,7 +200,7 @@ def test_trees_are_those_of_the_twin(
         for _ in range(4):
             children = {}
             for path, likely in level.items():
-                logits = twin.logits(texts[row], taps[row], [anchors[row], *path])[-1]
+                logits = twin.logits(texts[row], target_layers[row], [anchors[row], *path])[-1]
                 log_probs = (logits / (params[row].temperature or 1)).log_softmax(dim=-1)
                 best = log_probs.topk(min(3, budget))
                 for value, rank in zip(best.values.tolist(), best.indices.tolist(), strict=True):
@@ -210,7 +215,7 @@ def test_a_tree_ends_where_nothing_deeper_would_be_proposed(
     drafter: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, plan = drafter.new_state(1, 20), Plan(6, [SamplingParams()], 3)
-    observe(drafter, state, [[9, 8, 7]], [taps_of(3, 3)])
+    observe(drafter, state, [[9, 8, 7]], [target_layers_of(3, 3)])
     passes, found = list[int](), []
 
     class Counted:
@@ -236,15 +241,15 @@ def test_a_tree_ends_where_nothing_deeper_would_be_proposed(
 
 def test_a_window_hides_what_is_older(drafter: Eagle3Drafter, target: Target) -> None:
     twin, kept = Twin(drafter, target), drafter.network.kept
-    texts, taps = [list(range(10, 22)), [31, 5, 6]], [taps_of(12, 5), taps_of(3, 6)]
+    texts, target_layers = [list(range(10, 22)), [31, 5, 6]], [target_layers_of(12, 5), target_layers_of(3, 6)]
     state = drafter.new_state(2, 30)
-    observe(drafter, state, texts, taps)
+    observe(drafter, state, texts, target_layers)
     found = []
     for window in (2, 5, 50):
         plan = Plan(4, [SamplingParams()] * 2, draft_window=window)
         proposal = drafter.propose(state, torch.tensor([40, 41]), plan)
         for row, ids in enumerate(proposal.tokens.tolist()):
-            for depth, logits in enumerate(twin.logits(texts[row], taps[row], ids[:-1], window)):
+            for depth, logits in enumerate(twin.logits(texts[row], target_layers[row], ids[:-1], window)):
                 assert ids[depth + 1] == kept[logits.argmax()]
         found.append(proposal.tokens[0].tolist())
     assert found[0] != found[2]
@@ -252,7 +257,7 @@ def test_a_window_hides_what_is_older(drafter: Eagle3Drafter, target: Target) ->
 
 def test_costs_decide_how_far_is_drafted(drafter: Eagle3Drafter) -> None:
     state = drafter.new_state(1, 20)
-    observe(drafter, state, [[9, 8, 7]], [taps_of(3, 3)])
+    observe(drafter, state, [[9, 8, 7]], [target_layers_of(3, 3)])
     for budget in (0, 12):
         counts = []
         for each in (0.0, 10.0):
@@ -267,7 +272,7 @@ def test_a_row_without_a_text_is_drafted_for(drafter: Eagle3Drafter) -> None:
     """Numbers that an earlier row has left in its slots are not read as features."""
     state, plan = drafter.new_state(1, 20), Plan(6, [SamplingParams()])
     first = drafter.propose(state, torch.tensor([40]), plan).tokens
-    observe(drafter, state, [[9, 8, 7]], [taps_of(3, 3)])
+    observe(drafter, state, [[9, 8, 7]], [target_layers_of(3, 3)])
     state.shrink(0, 0)
     state.close(0)
     state.open(0, 20)
@@ -276,7 +281,7 @@ def test_a_row_without_a_text_is_drafted_for(drafter: Eagle3Drafter) -> None:
 
 def test_memory_is_that_of_the_stores(drafter: Eagle3Drafter) -> None:
     state = drafter.new_state(2, 20)
-    observe(drafter, state, [[9], [8]], [taps_of(1, 3), taps_of(1, 4)])
+    observe(drafter, state, [[9], [8]], [target_layers_of(1, 3), target_layers_of(1, 4)])
     assert drafter.state_bytes(2, 20) == sum(store.nbytes for store in state._stores())
     assert drafter.weight_bytes() > 4 * 120 * 32
 

@@ -27,7 +27,7 @@ CONFIG = Eagle3Config(
     head_dim=8,
     vocab_size=64,
     draft_vocab_size=5,
-    taps=(1, 4, 6),
+    target_layers=(1, 4, 6),
     num_target_layers=10,
     block_size=6,
     max_position_embeddings=128,
@@ -120,8 +120,8 @@ def test_what_llama_cpp_is_told_of_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("differences", "said"),
     [
-        ({"taps": (1, 4)}, "the number of taps is 2; it must be 3 in llama.cpp"),
-        ({"taps": (1, 4, 9)}, "a tap is 9; it must be below the target's last layer, 9"),
+        ({"target_layers": (1, 4)}, "the number of target_layers is 2; it must be 3 in llama.cpp"),
+        ({"target_layers": (1, 4, 9)}, "a tap is 9; it must be below the target's last layer, 9"),
         ({"qk_norm": True}, "qk_norm is True; it must be false in llama.cpp; use another engine"),
         ({"norm_output": True}, "norm_output is True; it must be false in llama.cpp"),
         ({"fc_norm": True}, "fc_norm is True; it must be false in llama.cpp"),

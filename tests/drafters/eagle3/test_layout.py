@@ -26,7 +26,7 @@ CONFIG = Eagle3Config(
     head_dim=8,
     vocab_size=64,
     draft_vocab_size=5,
-    taps=(1, 5, 6),
+    target_layers=(1, 5, 6),
     num_target_layers=10,
     rope_theta=5e5,
     max_position_embeddings=128,
@@ -130,24 +130,24 @@ def test_taps_in_one_place_alone(tmp_path: Path) -> None:
     write(tmp_path / "other")
     change(tmp_path / "other", eagle_config=None)
     for name in ("draft", "other"):
-        assert read_drafter(tmp_path / name, None, 7).config.taps == (1, 5, 6)
+        assert read_drafter(tmp_path / name, None, 7).config.target_layers == (1, 5, 6)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3_speculators"])
-@pytest.mark.parametrize(("layers", "taps"), [(36, (1, 17, 32)), (61, (1, 29, 57))])
+@pytest.mark.parametrize(("layers", "target_layers"), [(36, (1, 17, 32)), (61, (1, 29, 57))])
 def test_a_file_without_taps_reads_what_enters_the_usual_layers(
-    name: str, layers: int, taps: tuple[int, ...], tmp_path: Path
+    name: str, layers: int, target_layers: tuple[int, ...], tmp_path: Path
 ) -> None:
     write(tmp_path / "draft", CONFIG, layouts()[name])
     change(tmp_path / "draft", eagle_config=None, eagle_aux_hidden_state_layer_ids=None)
-    assert read_drafter(tmp_path / "draft", None, layers).config.taps == taps
+    assert read_drafter(tmp_path / "draft", None, layers).config.target_layers == target_layers
     with pytest.raises(UsageError, match="num_target_layers is 6; it must be 7 or more, or the taps be named"):
         read_drafter(tmp_path / "draft", None, 6)
 
 
 def test_early_files_are_plain_and_pickled(tmp_path: Path) -> None:
     """SafeAILab's early files name a Llama, lack sizes that follow from others, and have no safetensors."""
-    config = replace(CONFIG, num_key_value_heads=4, head_dim=4, rope_theta=10_000.0, taps=(1, 4, 6))
+    config = replace(CONFIG, num_key_value_heads=4, head_dim=4, rope_theta=10_000.0, target_layers=(1, 4, 6))
     write(tmp_path, config)
     silent = ("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "eagle_config", "block_size")
     change(tmp_path, architectures=["LlamaForCausalLM"], **dict.fromkeys([*silent, "target_hidden_size"]))
@@ -216,7 +216,10 @@ def test_other_names_of_the_layer_and_maps_alone(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"parallel_drafting": True}, "parallel_drafting is True"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 10]}}, r"taps is \(1, 5, 10\); .* below .*10"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 10]}},
+            r"target_layers is \(1, 5, 10\); .* below .*10",
+        ),
         ({"eagle_config": [1]}, r"eagle_config is \[1\]; it must be a JSON object"),
     ],
 )
@@ -249,7 +252,7 @@ def test_maps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a tap is 9; it must be below the last target layer, 9"):
-        eagle3_speculators.LAYOUT.check(replace(CONFIG, taps=(1, 5, 9)), None, ())
+        eagle3_speculators.LAYOUT.check(replace(CONFIG, target_layers=(1, 5, 9)), None, ())
     with pytest.raises(UsageError, match=r"readers cannot load .*\.gguf"):
         eagle3_speculators.LAYOUT.check(CONFIG, "model.gguf", ())
     for layout in (eagle3.LAYOUT, eagle3_speculators.LAYOUT):

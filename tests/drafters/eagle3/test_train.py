@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft import Engine, load_drafter, load_target
 from blockdraft.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
-from blockdraft.data.features import FeatureSettings, plan_features
-from blockdraft.data.taps import tapped_features
+from blockdraft.data.hidden_states import HiddenStateSettings, plan_hidden_states
+from blockdraft.data.target_layers import target_hidden_states
 from blockdraft.data.writer import DataWriter
 from blockdraft.drafters.eagle3.network import Eagle3Network
 from blockdraft.drafters.eagle3.train import Eagle3Recipe, Eagle3Variant
@@ -70,7 +70,7 @@ def test_losses_are_taken_over_the_draft_vocabulary(target: Target) -> None:
     expected = [[token in KEPT for token in row[1:]] for row in slots.tokens_CL.tolist()]
     assert variant.counts(network, slots)["covered"].tolist() == expected
     best = slots.logits_CKV.argmax(dim=-1)
-    assert variant.guesses(network, slots).tolist() == [[KEPT[i] for i in row] for row in best.tolist()]
+    assert variant.draft_tokens(network, slots).tolist() == [[KEPT[i] for i in row] for row in best.tolist()]
 
 
 @pytest.mark.parametrize("objective", ["dpace", "block_verification"])
@@ -103,12 +103,12 @@ def test_the_draft_vocabulary_is_what_the_answers_say_most(target: Target, tmp_p
 
 
 def test_shapes_and_taps(target: Target) -> None:
-    recipe = Eagle3Recipe(heads=2, kv_heads=1, head_dim=16, intermediate_size=24, taps=(0, 2), block_size=5)
+    recipe = Eagle3Recipe(heads=2, kv_heads=1, head_dim=16, intermediate_size=24, target_layers=(0, 2), block_size=5)
     config = Eagle3Variant(recipe).config(target)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (2, 1, 16)
-    assert (config.intermediate_size, config.taps, config.block_size) == (24, (0, 2), 5)
+    assert (config.intermediate_size, config.target_layers, config.block_size) == (24, (0, 2), 5)
     config = Eagle3Variant(Eagle3Recipe()).config(target)
-    assert (config.taps, config.draft_vocab_size) == ((0, 1, 2), target.vocab_size)
+    assert (config.target_layers, config.draft_vocab_size) == ((0, 1, 2), target.vocab_size)
     assert config.num_attention_heads == target.shape["num_attention_heads"]
     complaints = Complaints()
     assert not Eagle3Variant(Eagle3Recipe(draft_vocab=999)).defaults(target, None, complaints)
@@ -117,13 +117,13 @@ def test_shapes_and_taps(target: Target) -> None:
 
 def test_usual_taps_of_a_target_with_enough_layers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "num_layers", 36)
-    assert Eagle3Variant(Eagle3Recipe()).config(target).taps == (1, 17, 32)
+    assert Eagle3Variant(Eagle3Recipe()).config(target).target_layers == (1, 17, 32)
 
 
 def test_training_with_a_part_of_the_vocabulary_equals_drafting(
     target: Target, parity: Callable[..., Any], tmp_path: Path
 ) -> None:
-    variant, network = made(target, draft_vocab=120, taps=(2, 0), block_size=7, save_dtype="float32")
+    variant, network = made(target, draft_vocab=120, target_layers=(2, 0), block_size=7, save_dtype="float32")
     network.keep(torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(3))[:120].sort().values)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -139,9 +139,9 @@ def test_training_goes_on_from_a_drafter(target: Target, tiny_eagle3_dir: Path, 
     variant.fit_data(network, None)  # type: ignore[arg-type]
     variant.fit_head(network, target)
     assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in network.state_dict().items())
-    assert network.config.block_size == 4 and network.config.taps == (0, 1)
+    assert network.config.block_size == 4 and network.config.target_layers == (0, 1)
     for fields, told in (
-        ({"taps": (0, 2)}, r"taps of .* is \(0, 1\); it must be that of the recipe, \(0, 2\)"),
+        ({"target_layers": (0, 2)}, r"target_layers of .* is \(0, 1\); it must be that of the recipe, \(0, 2\)"),
         ({"draft_vocab": 7}, "draft_vocab of .* is 120; it must be that of the recipe, 7"),
         ({"init": str(tiny_drafter_dir)}, "the drafter of .* is 'DraftConfig'; it must be an EAGLE-3 drafter"),
     ):
@@ -178,9 +178,16 @@ def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
 ) -> None:
     """Trained from a folder of features; decodes with chains, trees and sampled guesses."""
     data, prompts, params, plain = answers
-    plan_features(tmp_path / "features", target, data, (0, 1, 2, 3), FeatureSettings(dtype="float32")).write()
+    plan_hidden_states(
+        tmp_path / "hidden_states", target, data, (0, 1, 2, 3), HiddenStateSettings(dtype="float32")
+    ).write()
     flags = {"block-size": "5", "length": "40", "batch": "4", "anchors": "20", "held-out": "1", "steps": "150"}
-    flags |= {"learning-rate": "2e-2", "draft-vocab": "100", "features": str(tmp_path / "features"), "trackers": ""}
+    flags |= {
+        "learning-rate": "2e-2",
+        "draft-vocab": "100",
+        "hidden_states": str(tmp_path / "hidden_states"),
+        "trackers": "",
+    }
     flags |= {"eval-every": "0", "eval-prompts": "1", "eval-tokens": "6", "save-every": "0"}
     recipe = read_settings(Eagle3Recipe, flags=flags)
     out = tmp_path / "drafter"
@@ -220,23 +227,23 @@ def test_a_drafter_begins_as_the_last_layer(family: str, tmp_path: Path) -> None
     network.keep(kept)
     variant.fit_head(network, target)
     tokens = torch.randint(0, 100, (1, 12), generator=torch.Generator().manual_seed(0))
-    taps = (*network.config.taps, target.num_layers)
-    assert network.config.taps[-1] == target.num_layers - 2
-    features = tapped_features(target, taps, [tokens[0]])[0][None].float()
-    width = len(network.config.taps) * target.hidden_size
+    target_layers = (*network.config.target_layers, target.num_layers)
+    assert network.config.target_layers[-1] == target.num_layers - 2
+    hidden_states = target_hidden_states(target, target_layers, [tokens[0]])[0][None].float()
+    width = len(network.config.target_layers) * target.hidden_size
     anchors = torch.arange(1, 12)[None]
     blocks = torch.stack([anchors, anchors.roll(-1)], dim=2)
     documents = torch.zeros(1, 12, dtype=torch.int64)
     rows = Rows(tokens, torch.arange(12)[None], documents, anchors, blocks, torch.ones(1, 11, 1, dtype=torch.bool))
-    states = variant.hidden(network, target, features[:, :, :width], rows)
+    states = variant.hidden(network, target, hidden_states[:, :, :width], rows)
     found = variant.logits(network, target, states[0])[:, 0]
-    theirs = target.head(features[0, :-1, width:].to(target.dtype)).float()[:, kept]
+    theirs = target.head(hidden_states[0, :-1, width:].to(target.dtype)).float()[:, kept]
     torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_a_layer_of_another_kind_is_no_beginning(target: Target, tmp_path: Path) -> None:
     for fields, told in [
-        ({"taps": (0, 2)}, "the last tap is 2; it must be"),
+        ({"target_layers": (0, 2)}, "the last tap is 2; it must be"),
         ({"heads": 2}, "heads is 2; it must be the target's, 4, with --init last_layer"),
     ]:
         with pytest.raises(UsageError, match=told):

@@ -36,9 +36,9 @@ def drafter(target: Target, tiny_flow_dir: Path) -> FlowDrafter:
 
 def observed(drafter: FlowDrafter, batch: int = 1, length: int = CONTEXT) -> object:
     """State after a context of random features, the same for all rows."""
-    features = torch.randn(1, length, 64, generator=torch.Generator().manual_seed(3)).expand(batch, -1, -1)
+    hidden_states = torch.randn(1, length, 64, generator=torch.Generator().manual_seed(3)).expand(batch, -1, -1)
     state = drafter.new_state(batch, 40)
-    drafter.observe(state, torch.zeros(batch, length, dtype=torch.long), features, [length] * batch)
+    drafter.observe(state, torch.zeros(batch, length, dtype=torch.long), hidden_states, [length] * batch)
     return state
 
 
@@ -131,7 +131,7 @@ def test_it_is_inspected_and_refused_by_name_where_it_cannot_go(
     report = inspect(tiny_flow_dir, tiny_target_dir)
     assert report.about["architecture"] == "FlowMapDraftModel"
     assert report.conventions["FlowMapDraftModel"] == {"diffusion_steps": 2, "noise_std": 0.5}
-    assert report.conventions["guesses"] == 7
+    assert report.conventions["draft_tokens"] == 7
     assert [engine for engine, start in report.starts.items() if start.line] == ["blockdraft"]
     assert all(start.remedy is None for engine, start in report.starts.items() if engine != "blockdraft")
     assert "Flow" in str(report.starts["llama.cpp"].reason)

@@ -21,7 +21,7 @@ CONFIG = FlowConfig(
     vocab_size=20,
     block_size=4,
     mask_token_id=19,
-    taps=(1,),
+    target_layers=(1,),
     num_target_layers=3,
     rope_theta=1e4,
     layers=(LayerAttention(False, None),),
@@ -97,18 +97,18 @@ def test_a_block_goes_from_noise_to_tokens_by_as_many_passes(passes: int, monkey
 
 
 def test_each_pass_sees_what_the_one_before_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, guessed = FlowNetwork(CONFIG), list[Tensor]()
+    network, from_draft = FlowNetwork(CONFIG), list[Tensor]()
     monkeypatch.setattr(network, "entering", lambda state, begin, end: state)
 
     def clean(hidden: Tensor) -> Tensor:
-        guessed.append(hidden + 1)
-        return guessed[-1]
+        from_draft.append(hidden + 1)
+        return from_draft[-1]
 
     noise, quarters = torch.randn(3, 16), [0.0, 0.25, 1.0]
     share: Callable[[float], float] = lambda done: quarters[round(2 * done)]  # noqa: E731
     out = network.denoised(noise, 2, share, same, clean)
     torch.testing.assert_close(out, 0.75 * 3 * noise + 0.25 * (3 * noise + 1))
-    assert len(guessed) == 1
+    assert len(from_draft) == 1
 
 
 def test_noise_is_the_same_each_time_and_spread_as_it_should_be() -> None:

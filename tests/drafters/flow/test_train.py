@@ -18,7 +18,7 @@ from blockdraft.training.export import Format, export
 from blockdraft.training.loss import DraftLoss
 from blockdraft.training.objectives import Slots
 
-RECIPE = FlowRecipe(layers=1, taps=(0, 1), block_size=4, save_dtype="float32", mask_token_id=3)
+RECIPE = FlowRecipe(layers=1, target_layers=(0, 1), block_size=4, save_dtype="float32", mask_token_id=3)
 ANCHORS = torch.tensor([[2, 5, 9, 12], [1, 4, 7, -1]])
 
 
@@ -53,7 +53,7 @@ def made(target: Target, disturbed: bool = True, **changes: Any) -> tuple[FlowVa
 def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple[Tensor, Rows]) -> None:
     """Loss and gradient equal those by hand. One block learns from the data, the others different jumps."""
     variant, network = made(target)
-    features, rows = batch
+    hidden_states, rows = batch
     random = torch.Generator().manual_seed(1)
     begin = torch.tensor([[0.3, 0.0, 0.0, 0.5], [0.1, 0.2, 0.3, 0.4]])[..., None, None]
     middle = torch.tensor([[0.3, 0.4, 0.6, 0.5], [0.3, 0.2, 0.8, 0.5]])[..., None, None]
@@ -62,12 +62,12 @@ def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple
     second[0, 0] = -1
     noise = torch.randn(2, 4, 3, target.hidden_size, generator=random)
     variant._moments = lambda rows, size: Moments(noise, begin, middle, end, second)  # type: ignore[method-assign]
-    hidden = variant.hidden(network, target, features, rows).flatten(0, 1)
+    hidden = variant.hidden(network, target, hidden_states, rows).flatten(0, 1)
     logits = variant.logits(network, target, hidden)
     slots = Slots(hidden, logits, rows.tokens_BAL.flatten(0, 1), rows.taught_BAK.flatten(0, 1))
     found = variant.losses(network, slots)
 
-    run = variant.pass_over_blocks(network, target, features, rows)
+    run = variant.pass_over_blocks(network, target, hidden_states, rows)
 
     def dist(state: Tensor, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         logits = target.head(run(network.entering(state, s, t))[:, :, 1:])
@@ -88,7 +88,7 @@ def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple
     assert found.keys() == expected.keys() == variant.factors().keys()
     for name, losses in found.items():
         torch.testing.assert_close(losses.unflatten(0, (2, 4)), expected[name], atol=1e-4, rtol=1e-4)
-    assert torch.equal(variant.guesses(network, slots), own.argmax(dim=-1).flatten(0, 1))
+    assert torch.equal(variant.draft_tokens(network, slots), own.argmax(dim=-1).flatten(0, 1))
     ours, theirs = (
         torch.autograd.grad(losses["jump"].sum(), [*network.parameters()], retain_graph=True)
         for losses in (found, expected)

@@ -85,9 +85,9 @@ def test_each_head_reads_the_last_state_and_guesses_its_own_token(
     text = PROMPT + answer.token_ids
     assert sum(proposal.tokens.size(1) == 4 for _, proposal in watched.seen) > 5
     for [length], proposal in watched.seen:
-        anchor, *guesses = proposal.tokens[0].tolist()
+        anchor, *draft_tokens = proposal.tokens[0].tolist()
         assert anchor == text[length]
-        assert guesses == distributions(text[:length]).argmax(dim=-1).tolist()[: len(guesses)]
+        assert draft_tokens == distributions(text[:length]).argmax(dim=-1).tolist()[: len(draft_tokens)]
 
 
 def test_the_network_of_a_loaded_drafter_drafts_again(
@@ -111,7 +111,7 @@ def test_guesses_are_those_of_heads_that_know_the_answer(target: Target) -> None
     cache = target.new_cache(1, len(text))
     tokens = torch.tensor([text])
     parents = torch.arange(-1, len(text) - 1)[None]
-    states = target.forward(tokens, parents, cache, [target.num_layers]).features
+    states = target.forward(tokens, parents, cache, [target.num_layers]).hidden_states
     assert states is not None
     network = MedusaNetwork(MedusaConfig(target.hidden_size, target.vocab_size, target.num_layers, num_heads=2))
     wanted = range(len(PROMPT) - 1, len(text) - 3)

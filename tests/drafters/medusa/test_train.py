@@ -59,10 +59,10 @@ def test_features_of_the_anchor_and_behind_it_are_not_seen(target: Target) -> No
     anchors, places = torch.tensor([[0, 4, -1]]), torch.arange(9)[None]
     blocks = torch.zeros(1, 3, 5, dtype=torch.long)
     rows = Rows(places, places, places * 0, anchors, blocks, blocks[:, :, 1:] > 0)
-    features = torch.randn(1, 9, target.hidden_size)
-    hidden = variant.hidden(network, target, features, rows)
+    hidden_states = torch.randn(1, 9, target.hidden_size)
+    hidden = variant.hidden(network, target, hidden_states, rows)
     for place in range(9):
-        other = features.clone()
+        other = hidden_states.clone()
         other[0, place] += 1
         changed = (variant.hidden(network, target, other, rows) != hidden).flatten(2).any(dim=-1)[0, :2].tolist()
         assert changed == [False, place == 3]

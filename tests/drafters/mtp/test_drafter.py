@@ -59,15 +59,15 @@ class Twin:
         """Guesses behind the last token of a text, which is the anchor."""
         ids = torch.tensor([text[:-1]])
         states = list(self._model.model(ids).last_hidden_state[0])  # of the tokens before each pair's own
-        text, guesses = list(text), list[int]()
+        text, draft_tokens = list(text), list[int]()
         for _ in range(count):
             pairs = [self._pair(token, state) for token, state in zip(text[1:], states, strict=True)]
             out = self._layer(torch.stack(pairs))[-1]
             normed = self._norm("norm", out)
-            guesses.append(int(self._model.lm_head(normed).argmax()))
-            text.append(guesses[-1])
+            draft_tokens.append(int(self._model.lm_head(normed).argmax()))
+            text.append(draft_tokens[-1])
             states.append(normed if normed_feedback else out)
-        return guesses
+        return draft_tokens
 
     def _pair(self, token: int, state: Tensor) -> Tensor:
         embedded = self._model.model.embed_tokens(torch.tensor(token))
@@ -129,8 +129,8 @@ def test_guesses_are_those_of_the_formula(
     text = PROMPT + answer.token_ids
     assert sum(proposal.tokens.size(1) == 4 for _, proposal in watched.seen) > 5
     for [length], proposal in watched.seen:
-        anchor, *guesses = proposal.tokens[0].tolist()
-        assert anchor == text[length] and guesses == twin(text[: length + 1], len(guesses), normed_feedback)
+        anchor, *draft_tokens = proposal.tokens[0].tolist()
+        assert anchor == text[length] and draft_tokens == twin(text[: length + 1], len(draft_tokens), normed_feedback)
     assert len({tuple(proposal.tokens[0].tolist()) for _, proposal in watched.seen}) > 5
 
 
@@ -147,8 +147,8 @@ def test_a_prompt_of_one_token(twin: Twin, target: Target, tiny_mtp_dir: Path) -
 def test_a_tree_holds_the_chain(target: Target, tiny_mtp_dir: Path) -> None:
     drafter = load_drafter(tiny_mtp_dir, target=target)
     state = drafter.new_state(1, 40)
-    features = torch.randn(1, 6, target.hidden_size, generator=torch.Generator().manual_seed(0))
-    drafter.observe(state, torch.tensor([PROMPT]), features, [6])
+    hidden_states = torch.randn(1, 6, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    drafter.observe(state, torch.tensor([PROMPT]), hidden_states, [6])
     chain = drafter.propose(state, torch.tensor([5]), Plan(4, [SamplingParams()])).tokens[0].tolist()
     tree = drafter.propose(state, torch.tensor([5]), Plan(4, [SamplingParams()], tree_budget=40))
     tokens, parents, node = tree.tokens[0].tolist(), tree.parents[0].tolist(), 0

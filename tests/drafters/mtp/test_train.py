@@ -46,25 +46,25 @@ def test_steps_see_what_the_drafter_knows_by_then(target: Target) -> None:
     """A step sees states before the anchor in its document, and the block's tokens up to its own."""
     variant = MTPVariant(RECIPE)
     network = random_network(variant, target)
-    tokens, features = torch.arange(12)[None] + 20, torch.randn(1, 12, target.hidden_size)
+    tokens, hidden_states = torch.arange(12)[None] + 20, torch.randn(1, 12, target.hidden_size)
     documents = torch.tensor([[0] * 3 + [1] * 9])
     positions = torch.cat([torch.arange(3), torch.arange(9)])[None]
     anchor = 7
 
-    def hidden(features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def hidden(hidden_states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         block = tokens[:, None, anchor : anchor + 5]
         rows = Rows(tokens, positions, documents, torch.tensor([[anchor]]), block, block[:, :, 1:] > 0)
         with torch.no_grad():
-            return variant.hidden(network, target, features, rows)[0, 0]
+            return variant.hidden(network, target, hidden_states, rows)[0, 0]
 
-    before = hidden(features, tokens)
+    before = hidden(hidden_states, tokens)
     for place in range(12):
-        other = features.clone()
+        other = hidden_states.clone()
         other[0, place] += 1
         assert (hidden(other, tokens) != before).any() == (3 <= place < anchor), place
         others = tokens.clone()
         others[0, place] += 50
-        changed = (hidden(features, others) != before).any(dim=-1).tolist()
+        changed = (hidden(hidden_states, others) != before).any(dim=-1).tolist()
         # The first token of a document has no entry.
         assert changed == [3 < place <= anchor + step for step in range(4)], place
 
@@ -72,7 +72,7 @@ def test_steps_see_what_the_drafter_knows_by_then(target: Target) -> None:
 def test_the_layer_has_the_targets_shape(target: Target) -> None:
     config = MTPVariant(RECIPE).config(target)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
-    assert (config.intermediate_size, config.block_size, config.taps) == (64, 5, (3,))
+    assert (config.intermediate_size, config.block_size, config.target_layers) == (64, 5, (3,))
     weights = slot_weights(torch.ones(1, 3, dtype=torch.bool), MTPVariant(RECIPE).gamma)[0]
     torch.testing.assert_close(weights / weights.sum(), torch.tensor([0.51, 0.31, 0.18]), atol=0.01, rtol=0)
 

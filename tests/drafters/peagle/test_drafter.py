@@ -31,7 +31,7 @@ def drafter(target: Target, tiny_peagle_dir: Path) -> PEagleDrafter:
     return found
 
 
-def features(length: int) -> Tensor:
+def hidden_states(length: int) -> Tensor:
     return torch.randn(1, length, 64, generator=torch.Generator().manual_seed(length))
 
 
@@ -42,12 +42,12 @@ class Twin:
         self._tensors = load_file(folder / "model.safetensors")
         self._mask = json.loads((folder / "config.json").read_text())["mask_token_id"]
 
-    def __call__(self, text: list[int], taps_NF: Tensor, count: int, window: int | None = None) -> Tensor:
+    def __call__(self, text: list[int], target_layers_NF: Tensor, count: int, window: int | None = None) -> Tensor:
         """Logits `[count, Vd]` of guesses behind the last token of a text, given the taps at the tokens before it."""
-        rows = [(text[s], taps_NF[s - 1]) for s in range(1, len(text))]
+        rows = [(text[s], target_layers_NF[s - 1]) for s in range(1, len(text))]
         rows += [(self._mask, self._tensors["mask_hidden"][0, 0])] * (count - 1)
         embedded = torch.stack([self._tensors["embed_tokens.weight"][token] for token, _ in rows])
-        x = torch.stack([taps for _, taps in rows]) @ self._tensors["fc.weight"].T
+        x = torch.stack([target_layers for _, target_layers in rows]) @ self._tensors["fc.weight"].T
         both = torch.cat([self._norm("layers.0.input_layernorm", embedded), self._norm("layers.0.hidden_norm", x)], -1)
         hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
         if window is not None:  # of the text before the anchor
@@ -82,34 +82,34 @@ class Twin:
 @pytest.mark.parametrize("parts", [[6], [1, 5], [2, 1, 3]])
 def test_logits_are_those_of_the_formula(drafter: PEagleDrafter, tiny_peagle_dir: Path, parts: list[int]) -> None:
     """The parts in which the text is observed make no difference."""
-    state, taps, begin = drafter.new_state(1, 20), features(6), 0
+    state, target_layers, begin = drafter.new_state(1, 20), hidden_states(6), 0
     for count in parts:
         part = slice(begin, begin := begin + count)
-        drafter.observe(state, torch.tensor([TEXT[part]]), taps[:, part], [count])
+        drafter.observe(state, torch.tensor([TEXT[part]]), target_layers[:, part], [count])
     logits = drafter.draft_logits(state, torch.tensor(TEXT[-1:]), Plan(COUNT + 1, [SamplingParams()]))
     kept = drafter.network.kept
-    wanted = Twin(tiny_peagle_dir)(TEXT, taps[0], COUNT)
+    wanted = Twin(tiny_peagle_dir)(TEXT, target_layers[0], COUNT)
     torch.testing.assert_close(logits[0][:, kept], wanted, atol=1e-4, rtol=1e-4)
     assert int(logits[0].isfinite().sum()) == COUNT * len(kept) == COUNT * 120
 
 
 def test_a_prompt_of_one_token(drafter: PEagleDrafter, tiny_peagle_dir: Path) -> None:
-    state, taps = drafter.new_state(1, 20), features(1)
-    drafter.observe(state, torch.tensor([[7]]), taps, [1])
+    state, target_layers = drafter.new_state(1, 20), hidden_states(1)
+    drafter.observe(state, torch.tensor([[7]]), target_layers, [1])
     proposal = drafter.propose(state, torch.tensor([60]), Plan(COUNT + 1, [SamplingParams()]))
-    best = Twin(tiny_peagle_dir)([7, 60], taps[0], COUNT).argmax(dim=-1)
+    best = Twin(tiny_peagle_dir)([7, 60], target_layers[0], COUNT).argmax(dim=-1)
     assert proposal.tokens[0, 1:].tolist() == drafter.network.kept[best].tolist()
 
 
 def test_a_window_hides_the_older_text(drafter: PEagleDrafter, tiny_peagle_dir: Path) -> None:
-    state, taps = drafter.new_state(1, 20), features(6)
-    drafter.observe(state, torch.tensor([TEXT[:6]]), taps, [6])
+    state, target_layers = drafter.new_state(1, 20), hidden_states(6)
+    drafter.observe(state, torch.tensor([TEXT[:6]]), target_layers, [6])
     plan = Plan(COUNT + 1, [SamplingParams()], draft_window=2)
     logits = drafter.draft_logits(state, torch.tensor(TEXT[-1:]), plan)[0][:, drafter.network.kept]
-    torch.testing.assert_close(logits, Twin(tiny_peagle_dir)(TEXT, taps[0], COUNT, 2), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, Twin(tiny_peagle_dir)(TEXT, target_layers[0], COUNT, 2), atol=1e-4, rtol=1e-4)
 
 
 def test_memory_is_that_of_its_state(drafter: PEagleDrafter) -> None:
     state = drafter.new_state(2, 20)
-    drafter.observe(state, torch.tensor([TEXT] * 2), features(7).expand(2, -1, -1), [7, 7])
+    drafter.observe(state, torch.tensor([TEXT] * 2), hidden_states(7).expand(2, -1, -1), [7, 7])
     assert sum(store.nbytes for store in state._stores()) == drafter.state_bytes(2, 20)

@@ -41,26 +41,26 @@ def test_entries_see_the_text_up_to_the_anchor_and_nothing_behind_it(target: Tar
     """They see features before the anchor and tokens up to it, in its document, and no other block."""
     variant = PEagleVariant(RECIPE)
     network = random_network(variant, target)
-    tokens, features = torch.arange(12)[None] + 20, torch.randn(1, 12, 2 * target.hidden_size)
+    tokens, hidden_states = torch.arange(12)[None] + 20, torch.randn(1, 12, 2 * target.hidden_size)
     documents = torch.tensor([[0] * 3 + [1] * 9])
     positions = torch.cat([torch.arange(3), torch.arange(9)])[None]
     anchors = torch.tensor([[5, 7]])
 
-    def hidden(features: Tensor, tokens: Tensor) -> Tensor:
+    def hidden(hidden_states: Tensor, tokens: Tensor) -> Tensor:
         block = torch.stack([tokens[:, anchor : anchor + 5] for anchor in (5, 7)], dim=1)
         rows = Rows(tokens, positions, documents, anchors, block, block[:, :, 1:] > 0)
         with torch.no_grad():
-            return variant.hidden(network, target, features, rows)[0]
+            return variant.hidden(network, target, hidden_states, rows)[0]
 
-    before = hidden(features, tokens)
+    before = hidden(hidden_states, tokens)
     assert before.shape == (2, 4, target.hidden_size)
     for place in range(12):
-        other, others = features.clone(), tokens.clone()
+        other, others = hidden_states.clone(), tokens.clone()
         other[0, place] += 1
         others[0, place] += 50
         changed = (hidden(other, tokens) != before).any(dim=-1)
         assert changed.tolist() == [[3 <= place < anchor] * 4 for anchor in (5, 7)], place
-        changed = (hidden(features, others) != before).any(dim=-1)
+        changed = (hidden(hidden_states, others) != before).any(dim=-1)
         # The first token of a document has no entry that others see.
         assert changed.tolist() == [[3 < place <= anchor] * 4 for anchor in (5, 7)], place
 
@@ -75,14 +75,14 @@ def test_a_new_network_has_the_targets_embedding_and_head(target: Target) -> Non
     assert torch.equal(network.lm_head.weight, head[network.kept])
     config = network.config
     assert (config.mask_token_id, config.num_hidden_layers, config.draft_vocab_size) == (3, 2, 100)
-    assert max(config.taps) < target.num_layers - 1  # its format cannot list the last layer's output
+    assert max(config.target_layers) < target.num_layers - 1  # its format cannot list the last layer's output
     matrices = [name for name, parameter in network.named_parameters() if variant.is_matrix(name, parameter)]
     assert not {"lm_head.weight", "embed_tokens.weight", "mask_hidden"} & {*matrices}
     assert {"fc.weight", "layers.1.mlp.up_proj.weight"} <= {*matrices}
 
 
 def test_training_goes_on_from_a_drafter(target: Target, tiny_peagle_dir: Path) -> None:
-    fields = {"draft_vocab": 120, "taps": (0, 1), "intermediate_size": 48}
+    fields = {"draft_vocab": 120, "target_layers": (0, 1), "intermediate_size": 48}
     variant = PEagleVariant(replace(RECIPE, init=str(tiny_peagle_dir), block_size=7, **fields))  # type: ignore[arg-type]
     network = variant.network(variant.config(target))
     variant.fit_head(network, target)

@@ -41,30 +41,32 @@ def test_a_few_new_guesses_say_much_after_a_long_pause() -> None:
 
 def test_hopes_are_above_what_is_expected_and_rise_as_evidence_fades() -> None:
     found, _ = fed(1, cycles=60)
-    hoped, expected = found.hopes(), found.chains()
-    assert all(more > less + 0.05 for more, less in zip(hoped[1:], expected[1:], strict=True))
+    upper_bound, expected = found.upper_bounds(), found.chains()
+    assert all(more > less + 0.05 for more, less in zip(upper_bound[1:], expected[1:], strict=True))
     for _ in range(100):
         found.age()
-    assert found.hopes()[1] - found.chains()[1] > 1.5 * (hoped[1] - expected[1])
+    assert found.upper_bounds()[1] - found.chains()[1] > 1.5 * (upper_bound[1] - expected[1])
 
 
 def test_trust_is_the_share_of_what_was_expected() -> None:
-    for expected, length, trust in ((4.0, 2, 0.5), (2.0, 3, 1.5)):
+    for expected, length, calibration in ((4.0, 2, 0.5), (2.0, 3, 1.5)):
         found = Acceptance(4)
         for _ in range(300):
             tokens = found.learn_expected(expected, length)
-        assert found.trust == pytest.approx(trust, rel=0.05) and tokens == pytest.approx(1 + length, rel=0.05)
+        assert found.calibration == pytest.approx(calibration, rel=0.05) and tokens == pytest.approx(
+            1 + length, rel=0.05
+        )
     found = Acceptance(4)
     for _ in range(3000):  # cycles of which nothing is expected say nothing
         found.learn_expected(1e-4, 0)
-    assert found.trust > 0.9
+    assert found.calibration > 0.9
 
 
 def test_what_a_drafter_expects_that_computed_nonsense_is_forgotten() -> None:
     found = Acceptance(4)
     for number in (float("nan"), float("inf"), None):
         assert found.learn_expected(number, 2) == 3.0
-    assert found.trust == 1.0
+    assert found.calibration == 1.0
 
 
 def test_what_is_known_of_a_request_is_told_apart_from_what_is_known_of_all() -> None:
@@ -80,9 +82,9 @@ def test_what_is_known_of_a_request_is_told_apart_from_what_is_known_of_all() ->
 def test_means_follow_what_drafters_choose() -> None:
     found, row = Acceptance(15), request()
     found.learn_usual({row: 3.0}, 6, 4)
-    assert (found.tokens, found.guesses) == (3.0, 6.0)
+    assert (found.tokens, found.draft_tokens) == (3.0, 6.0)
     for _ in range(100):
         found.learn_usual({row: 2.0}, 8, 4)
-    assert [found.tokens, found.guesses, found.depth] == pytest.approx([2.0, 8.0, 4.0], abs=0.01)
+    assert [found.tokens, found.draft_tokens, found.depth] == pytest.approx([2.0, 8.0, 4.0], abs=0.01)
     found.learn_usual({row: 2.0}, 8, 12)
     assert found.depth == pytest.approx(8.0, abs=0.01)  # it rises fast

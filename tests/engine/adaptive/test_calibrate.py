@@ -9,13 +9,13 @@ from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.targets import load_target
 
 
-@pytest.mark.parametrize(("rows", "guesses", "tree"), [(1, 0, False), (3, 5, False), (2, 30, True)])
+@pytest.mark.parametrize(("rows", "draft_tokens", "tree"), [(1, 0, False), (3, 5, False), (2, 30, True)])
 def test_cycles_have_the_guesses_that_are_asked_for(
-    tiny_target_dir: Path, tiny_drafter_dir: Path, rows: int, guesses: int, tree: bool
+    tiny_target_dir: Path, tiny_drafter_dir: Path, rows: int, draft_tokens: int, tree: bool
 ) -> None:
     target = load_target(tiny_target_dir)
-    found = Probe(target, load_drafter(tiny_drafter_dir, target=target))(rows, 20, guesses, tree, 3)
-    assert [count for count, _ in found] == [guesses] * 3 and all(seconds > 0 for _, seconds in found)
+    found = Probe(target, load_drafter(tiny_drafter_dir, target=target))(rows, 20, draft_tokens, tree, 3)
+    assert [count for count, _ in found] == [draft_tokens] * 3 and all(seconds > 0 for _, seconds in found)
 
 
 def test_rows_have_read_their_prompts(tiny_target_dir: Path) -> None:

@@ -35,7 +35,7 @@ class Turns:
     """
 
     def __init__(self, easy: float, first: float, second: float, machine: Machine = PAIR) -> None:
-        self.easy, self.chances, self.machine = easy, (constant(first)(0), constant(second)(0)), machine
+        self.easy, self.acceptance_probs, self.machine = easy, (constant(first)(0), constant(second)(0)), machine
         self.controller, self.requests, self.rng = controller(), [request()], random.Random(0)
         self.drafted = [0, 0]  # cycles of each drafter
 
@@ -44,27 +44,33 @@ class Turns:
         tokens = seconds = 0.0
         for _ in range(cycles):
             plan = self.controller.plan(self.requests)
-            known, guesses, part = [0.0], 0, 0
+            known, draft_tokens, part = [0.0], 0, 0
             rates = [asked.rate for _, asked in plan.turns]
             for place, (index, asked) in enumerate(plan.turns):
                 part, power = index, self.rng.choice((0.5, 1.0, 2.0))
-                known = list(chain(tuple(c**power for c in self.chances[index])).path_probs[: asked.block_size - 1])
+                known = list(
+                    chain(tuple(c**power for c in self.acceptance_probs[index])).path_probs[: asked.block_size - 1]
+                )
                 known = known if index or self.rng.random() < self.easy else []
                 assert asked.cycle_seconds is not None
-                guesses = best_count([known], asked.cycle_seconds, asked.trust)
-                promise = (1 + asked.trust * sum(known[:guesses])) / asked.cycle_seconds[guesses] if guesses else 0.0
+                draft_tokens = best_count([known], asked.cycle_seconds, asked.calibration)
+                promise = (
+                    (1 + asked.calibration * sum(known[:draft_tokens])) / asked.cycle_seconds[draft_tokens]
+                    if draft_tokens
+                    else 0.0
+                )
                 if promise >= max(rates[place + 1 :], default=0.0):
                     break
-            expected = sum(known[:guesses])
+            expected = sum(known[:draft_tokens])
             level = self.rng.random()
-            length = sum(p > level for p in known[:guesses])
+            length = sum(p > level for p in known[:draft_tokens])
             machine = self.machine if part else replace(self.machine, draft=0.0)
-            took = machine.seconds(1, guesses if plan.turns else None)
+            took = machine.seconds(1, draft_tokens if plan.turns else None)
             self.controller.learn(
                 self.requests,
                 plan,
-                guesses,
-                [guesses],
+                draft_tokens,
+                [draft_tokens],
                 [length],
                 [expected],
                 self.machine.measured(took, self.rng),
@@ -75,9 +81,9 @@ class Turns:
         return tokens / seconds * self.machine.seconds(1, None)
 
 
-def alone(kind: str, chance: float) -> float:
+def alone(kind: str, acceptance_prob: float) -> float:
     machine = FREE if kind == "costless" else PAIR
-    decoding = Decoding(kind, machine, constant(chance), stored(machine))
+    decoding = Decoding(kind, machine, constant(acceptance_prob), stored(machine))
     decoding.run(200)
     return decoding.run(1000).against_plain
 
@@ -161,7 +167,7 @@ def test_a_drafter_that_pauses_is_tried_while_another_drafts() -> None:
     found = Turns(easy=0.0, first=0.95, second=0.6)
     lookup = found.controller._each[0]
     lookup._paused, lookup._credit = True, -1.0
-    lookup._acceptance.tokens, lookup._acceptance.guesses = 1.0, 3.0
+    lookup._acceptance.tokens, lookup._acceptance.draft_tokens = 1.0, 3.0
     found.easy, found.drafted = 0.8, [0, 0]
     found.run(600)
     assert found.drafted[0] > 200

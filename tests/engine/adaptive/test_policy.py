@@ -140,7 +140,7 @@ def test_text_that_cannot_be_guessed_costs_two_percent_at_most(kind: str, machin
 def test_a_hopeless_drafter_is_tried_seldom_and_never_given_up() -> None:
     decoding = Decoding("lookup", PAIR, constant(0.0), stored(PAIR))
     decoding.run(3000)
-    drafted = [cycle for cycle, guesses in enumerate(decoding.chosen) if guesses is not None and cycle >= 500]
+    drafted = [cycle for cycle, draft_tokens in enumerate(decoding.chosen) if draft_tokens is not None and cycle >= 500]
     assert 5 <= len(drafted) <= 200
     assert max(b - a for a, b in zip(drafted, drafted[1:], strict=False)) < 1500
 
@@ -156,8 +156,8 @@ def test_drafting_comes_back_when_the_text_becomes_easy(kind: str) -> None:
 def test_other_work_of_the_machine_is_followed(kind: str) -> None:
     """From cycle 500 on each guess takes longer: the best number of guesses is another, or none."""
 
-    def slower(cycle: int, guesses: int | None) -> float:
-        return 1.0 + (0.4 * (guesses or 0) if cycle >= 500 else 0.0)
+    def slower(cycle: int, draft_tokens: int | None) -> float:
+        return 1.0 + (0.4 * (draft_tokens or 0) if cycle >= 500 else 0.0)
 
     decoding = Decoding(kind, PAIR, constant(0.8), stored(PAIR), slower=slower)
     decoding.run(700)
@@ -183,7 +183,7 @@ def test_a_new_request_begins_with_what_was_learned_from_others() -> None:
     for _ in range(20):  # short answers
         decoding.requests = [request()]
         decoding.run(30)
-        drafted += sum(guesses is not None for guesses in decoding.chosen[-30:])
+        drafted += sum(draft_tokens is not None for draft_tokens in decoding.chosen[-30:])
     assert drafted <= 60
 
 
@@ -204,11 +204,11 @@ def test_one_decision_serves_the_whole_batch() -> None:
         found_drafts = 0
         for _ in range(100):
             plan = found.plan(requests)
-            guesses = plan.block_size - 1
-            lengths = [guesses if each is easy else 0 for each in requests]
-            seconds = PAIR.seconds(len(requests), guesses or None)
-            found.learn(requests, plan, guesses, [guesses] * len(requests), lengths, seconds=seconds)
-            found_drafts += guesses > 0
+            draft_tokens = plan.block_size - 1
+            lengths = [draft_tokens if each is easy else 0 for each in requests]
+            seconds = PAIR.seconds(len(requests), draft_tokens or None)
+            found.learn(requests, plan, draft_tokens, [draft_tokens] * len(requests), lengths, seconds=seconds)
+            found_drafts += draft_tokens > 0
         return found_drafts
 
     drafts([easy, hard])
@@ -277,9 +277,14 @@ def drafted(found: Controller, requests: list[Request]) -> Plan:
         if plan.block_size > 1 and not found._decision.trial:
             return plan
         count = len(requests)
-        guesses = None if plan.block_size == 1 else 4
+        draft_tokens = None if plan.block_size == 1 else 4
         found.learn(
-            requests, plan, guesses or 0, [4] * count, [guesses or 0] * count, seconds=GPU.seconds(count, guesses)
+            requests,
+            plan,
+            draft_tokens or 0,
+            [4] * count,
+            [draft_tokens or 0] * count,
+            seconds=GPU.seconds(count, draft_tokens),
         )
     raise AssertionError("drafting pauses")
 
@@ -296,13 +301,13 @@ def test_how_a_sampled_chain_is_judged_does_not_depend_on_what_its_rows_have_lef
 
 
 def test_an_overconfident_drafter_is_trusted_less_and_a_modest_one_more() -> None:
-    for accepted, expected, trust in ((2, 4.0, 0.5), (4, 4.0, 1.0), (6, 4.0, 1.5)):
+    for accepted, expected, calibration in ((2, 4.0, 0.5), (4, 4.0, 1.0), (6, 4.0, 1.5)):
         found = controller("chain", stored(GPU))
         requests = [request(), request()]
         for _ in range(300):
             plan = drafted(found, requests)
             found.learn(requests, plan, 8, [8, 8], [accepted] * 2, [expected] * 2, GPU.seconds(2, 8))
-        assert drafted(found, requests).trust == pytest.approx(trust, rel=0.02)
+        assert drafted(found, requests).calibration == pytest.approx(calibration, rel=0.02)
 
 
 def test_the_draft_pass_is_as_long_as_the_guesses_that_pay() -> None:
@@ -314,8 +319,8 @@ def test_the_draft_pass_is_as_long_as_the_guesses_that_pay() -> None:
     assert 5 < drafted(found, requests).block_size < 10
     for _ in range(100):  # where all that is drafted pays, more is drafted
         plan = drafted(found, requests)
-        guesses = plan.block_size - 1
-        found.learn(requests, plan, guesses, [guesses], [guesses], seconds=GPU.seconds(1, guesses))
+        draft_tokens = plan.block_size - 1
+        found.learn(requests, plan, draft_tokens, [draft_tokens], [draft_tokens], seconds=GPU.seconds(1, draft_tokens))
     assert drafted(found, requests).block_size == BLOCK_SIZE
 
 
@@ -323,18 +328,18 @@ def test_a_trial_does_not_change_what_is_usual() -> None:
     found = controller("tree", stored(GPU))
     requests = [request()]
     found.learn(requests, drafted(found, requests), 8, [4], [3], [3.0], GPU.seconds(1, 8))
-    usual = found._acceptance.guesses, found._acceptance.tokens
-    while found._decision is None or not (found._decision.trial and found._decision.guesses):
+    usual = found._acceptance.draft_tokens, found._acceptance.tokens
+    while found._decision is None or not (found._decision.trial and found._decision.draft_tokens):
         plan = found.plan(requests)
-        guesses = None if plan.block_size == 1 else 8
+        draft_tokens = None if plan.block_size == 1 else 8
         assert found._decision is not None
         if not found._decision.trial:
             found.learn(requests, plan, 8, [4], [3], [3.0], GPU.seconds(1, 8))
-            usual = found._acceptance.guesses, found._acceptance.tokens
-        elif guesses is None:
+            usual = found._acceptance.draft_tokens, found._acceptance.tokens
+        elif draft_tokens is None:
             found.learn(requests, plan, 0, [0], [0], None, GPU.seconds(1, None))
     found.learn(requests, plan, 64, [9], [1], [1.0], GPU.seconds(1, 64))
-    assert (found._acceptance.guesses, found._acceptance.tokens) == usual
+    assert (found._acceptance.draft_tokens, found._acceptance.tokens) == usual
 
 
 def test_costs_are_asked_for_once_and_nothing_else_is_run() -> None:
@@ -354,9 +359,9 @@ def test_what_was_learned_is_where_the_next_engine_begins(kind: str) -> None:
     [(_, learned)] = decoding.controller.learned()
     assert learned.date == NOW and learned.knows(tree=kind == "tree")
     json.dumps(asdict(learned))
-    guesses = 2
-    ratio = learned.cycle(1, guesses, kind == "tree")[guesses] / learned.plain_cycle(1)
-    assert ratio == pytest.approx(CPU.seconds(1, guesses) / CPU.seconds(1, None), rel=0.15)
+    draft_tokens = 2
+    ratio = learned.cycle(1, draft_tokens, kind == "tree")[draft_tokens] / learned.plain_cycle(1)
+    assert ratio == pytest.approx(CPU.seconds(1, draft_tokens) / CPU.seconds(1, None), rel=0.15)
     assert learned.plain_cycle(1) == pytest.approx(CPU.seconds(1, None), rel=0.1)
     assert Decoding(kind, CPU, TEXTS["middling"], learned).run(200).against_best >= 0.9
     assert not list(controller().learned())
@@ -399,17 +404,17 @@ class Trials:
         many seconds to catch up; returns the guesses."""
         plan = self.found.plan(self.requests)
         assert self.found._decision is not None
-        guesses = plan.block_size - 1
-        seconds = PAIR.seconds(1, guesses or None) * (slower if self.found._decision.trial else 1.0)
-        lengths, late = [int(accepted * guesses)], late if guesses else 0.0
-        self.found.learn(self.requests, plan, guesses, [guesses], lengths, seconds=seconds, late=late)
-        return guesses
+        draft_tokens = plan.block_size - 1
+        seconds = PAIR.seconds(1, draft_tokens or None) * (slower if self.found._decision.trial else 1.0)
+        lengths, late = [int(accepted * draft_tokens)], late if draft_tokens else 0.0
+        self.found.learn(self.requests, plan, draft_tokens, [draft_tokens], lengths, seconds=seconds, late=late)
+        return draft_tokens
 
 
 def test_what_trials_lose_is_made_up_for_before_the_next() -> None:
     trials = Trials()
     cycles = [trials.cycle() for _ in range(2000)]
-    lost = sum(PAIR.seconds(1, guesses) / PAIR.seconds(1, None) - 1 for guesses in cycles if guesses)
+    lost = sum(PAIR.seconds(1, draft_tokens) / PAIR.seconds(1, None) - 1 for draft_tokens in cycles if draft_tokens)
     assert 0.5 * EXPLORE * 2000 < lost < 1.2 * EXPLORE * 2000 + CREDIT
 
 

@@ -31,7 +31,7 @@ def target(tiny_target_dir: Path) -> Target:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rough figures will do."""
     monkeypatch.setattr(stored_costs, "REPEATS", 1)
-    monkeypatch.setattr(stored_costs, "TREE_GUESSES", (1, 8))
+    monkeypatch.setattr(stored_costs, "TREE_DRAFT_TOKENS", (1, 8))
 
 
 @pytest.fixture
@@ -73,11 +73,13 @@ def test_measuring_covers_the_largest_batch(target: Target, tiny_drafter_dir: Pa
     assert min(found.plain) > 0 and found.date > 1.7e9
     longest = drafter.block_size - 1
     for points, sizes in (
-        (found.chain, {*stored_costs.CHAIN_GUESSES, longest}),
-        (found.tree, stored_costs.TREE_GUESSES),
+        (found.chain, {*stored_costs.CHAIN_DRAFT_TOKENS, longest}),
+        (found.tree, stored_costs.TREE_DRAFT_TOKENS),
     ):
         for row in points:
-            assert [guesses for guesses, _ in row] == sorted(n for n in sizes if points is found.tree or n <= longest)
+            assert [draft_tokens for draft_tokens, _ in row] == sorted(
+                n for n in sizes if points is found.tree or n <= longest
+            )
             assert min(seconds for _, seconds in row) > 0
 
 
@@ -87,12 +89,12 @@ class Recorder:
     def __init__(self, max_context: int, block_size: int) -> None:
         self.max_context, self.block_size, self.asked = max_context, block_size, list[tuple[int, int, bool]]()
 
-    def __call__(self, rows: int, context: int, guesses: int, tree: bool, count: int) -> list[tuple[int, float]]:
+    def __call__(self, rows: int, context: int, draft_tokens: int, tree: bool, count: int) -> list[tuple[int, float]]:
         assert context >= 1
-        path = min(guesses + 1, self.block_size)
-        assert context + (count - 1) * path + guesses + 1 <= self.max_context, "the last cycle does not fit"
-        self.asked.append((rows, guesses, tree))
-        return [(guesses, 9.0), *[(guesses, 1.0 + guesses)] * (count - 1)]
+        path = min(draft_tokens + 1, self.block_size)
+        assert context + (count - 1) * path + draft_tokens + 1 <= self.max_context, "the last cycle does not fit"
+        self.asked.append((rows, draft_tokens, tree))
+        return [(draft_tokens, 9.0), *[(draft_tokens, 1.0 + draft_tokens)] * (count - 1)]
 
     def measured(self, rows: int = 1) -> Costs:
         return stored_costs.measure(self, self.block_size, rows, self.max_context)
@@ -116,7 +118,7 @@ def test_the_first_cycle_does_not_count_and_the_largest_sizes_are_left_out() -> 
     cycles = Recorder(4096, 16)
     found = cycles.measured(rows=512)
     assert max(found.plain) == 1.0
-    assert all(rows * guesses <= stored_costs.MOST_GUESSES for rows, guesses, _ in cycles.asked)
+    assert all(rows * draft_tokens <= stored_costs.MAX_DRAFT_TOKENS for rows, draft_tokens, _ in cycles.asked)
     assert found.rows == (*stored_costs.ROWS, 512)
 
 

@@ -16,8 +16,8 @@ from blockdraft import Drafting, Engine, SamplingParams, load_drafter
 from blockdraft.decode.proposal import Plan
 from blockdraft.decode.tree import next_pays
 from blockdraft.drafters import slots_behind
-from blockdraft.drafters.combined import CombinedDrafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
+from blockdraft.drafters.hybrid import HybridDrafter
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.errors import UsageError
 from blockdraft.kernels.cpu.compiled_autoregressive import CompiledAutoregressive
@@ -36,7 +36,7 @@ SHAPE: dict[str, Any] = {
     "block_size": 8,
     "max_position_embeddings": 128,
 }
-EAGLE = SHAPE | {"draft_vocab_size": 61, "taps": (0, 1)}
+EAGLE = SHAPE | {"draft_vocab_size": 61, "target_layers": (0, 1)}
 CONFIGS: dict[str, Eagle3Config | MTPConfig] = {
     "eagle3": Eagle3Config(**EAGLE, head_dim=8),
     "eagle3 with heads of its own": Eagle3Config(**EAGLE, head_dim=16, qk_norm=True, attention_bias=True),
@@ -66,9 +66,9 @@ def network_of(name: str) -> AutoregressiveNetwork:
     return network
 
 
-def taps(network: AutoregressiveNetwork, rows: int, count: int, seed: int) -> Tensor:
+def target_layers(network: AutoregressiveNetwork, rows: int, count: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, count, 32 * len(network.config.taps), generator=generator)
+    return torch.randn(rows, count, 32 * len(network.config.target_layers), generator=generator)
 
 
 def two_texts(run: Any, network: AutoregressiveNetwork) -> KVCache:
@@ -80,9 +80,9 @@ def two_texts(run: Any, network: AutoregressiveNetwork) -> KVCache:
         state.open(row, capacity)
     state = state.of([160, 3])
     tokens = torch.arange(60).view(2, 30) * 7 % 265
-    run.observe(state, tokens[:, :21], taps(network, 2, 21, 0))
+    run.observe(state, tokens[:, :21], target_layers(network, 2, 21, 0))
     state.commit([range(20), range(6)])
-    run.observe(state, tokens[:, 21:], taps(network, 2, 9, 1))
+    run.observe(state, tokens[:, 21:], target_layers(network, 2, 9, 1))
     state.commit([range(9), range(2)])
     return state
 
@@ -126,19 +126,19 @@ COSTS: dict[str, tuple[list[float] | None, float]] = {
 
 
 @torch.no_grad()
-def guessed(
-    run: Any, state: KVCache, anchor: Tensor, window: int | None, seconds: list[float] | None, trust: float
+def from_draft(
+    run: Any, state: KVCache, anchor: Tensor, window: int | None, seconds: list[float] | None, calibration: float
 ) -> tuple[Tensor, Tensor]:
     """A chain of up to five guesses, node by node, and how many right ones are expected."""
     nodes, tokens = run.nodes(state, 8, 1, window), [anchor]
     expected, survival, following = torch.zeros(2), torch.ones(2), torch.ones(2)
     for made in range(5):
-        if seconds is not None and not next_pays(expected, following, made, seconds, trust):
+        if seconds is not None and not next_pays(expected, following, made, seconds, calibration):
             break
         logits = nodes(tokens[-1][:, None])[:, 0].float()
-        chance = logits.softmax(-1).amax(-1)
-        survival = survival * chance
-        following = survival * chance
+        acceptance_prob = logits.softmax(-1).amax(-1)
+        survival = survival * acceptance_prob
+        following = survival * acceptance_prob
         expected = expected + survival
         tokens.append(run.network.kept[logits.argmax(-1)])
     return torch.stack(tokens, dim=1), expected
@@ -151,18 +151,20 @@ def test_a_chain_in_one_call_is_that_of_its_nodes(
     name: str, window: int | None, store: str, costs: str, tiny_target_dir: Path
 ) -> None:
     target: Any = load_target(tiny_target_dir, backend="native", compile="on", **STORES[store][0])
-    network, (seconds, trust) = network_of(name).to(target.dtype), COSTS[costs]
+    network, (seconds, calibration) = network_of(name).to(target.dtype), COSTS[costs]
     run = target.runner(network)
     state, anchor = two_texts(run, network), torch.tensor([40, 41])
-    wanted, hoped = guessed(run, state, anchor, window, seconds, trust)
-    found = run.chain(state, anchor, 5, window, seconds, trust)
+    wanted, upper_bound = from_draft(run, state, anchor, window, seconds, calibration)
+    found = run.chain(state, anchor, 5, window, seconds, calibration)
     if run._target is None:  # with weights of other bits than the target's
         assert found is None
         return
     assert torch.equal(found[0], wanted) and wanted.size(1) <= 6
     assert (found[1] is None) == (seconds is None)
-    assert seconds is None or torch.allclose(found[1], hoped, rtol=1e-4)
-    assert torch.equal(run.chain(state, anchor, 5, window, seconds, trust)[0], wanted)  # it has left nothing behind
+    assert seconds is None or torch.allclose(found[1], upper_bound, rtol=1e-4)
+    assert torch.equal(
+        run.chain(state, anchor, 5, window, seconds, calibration)[0], wanted
+    )  # it has left nothing behind
 
 
 def test_a_chain_gets_all_the_workspace_that_it_needs(tiny_target_dir: Path) -> None:
@@ -187,7 +189,7 @@ def test_a_chain_through_numbers_that_are_none(tiny_target_dir: Path) -> None:
     network = network_of("eagle3")
     run = target.runner(network)
     state = two_texts(run, network)
-    run.features(state)[:] = float("nan")
+    run.hidden_states(state)[:] = float("nan")
     tokens, expected = run.chain(state, torch.tensor([40, 41]), 3, None, [1.0, 1.0, 1.0, 1.0])
     assert set(tokens[:, 1:].flatten().tolist()) <= set(network.kept.tolist())
 
@@ -204,11 +206,11 @@ def test_what_a_chain_refuses(tiny_target_dir: Path) -> None:
     room = torch.zeros(64, dtype=torch.int64)
     fields = {name: room.data_ptr() for name in ("kept", "tokens", "current", "parents")}
     with pytest.raises(AssertionError, match="a pointer is null"):
-        run.library.draft_chain(run._model, call, ChainFields(**fields, guesses=1))
-    for name in ("features", "logits", "best"):
+        run.library.draft_chain(run._model, call, ChainFields(**fields, draft_tokens=1))
+    for name in ("hidden_states", "logits", "best"):
         setattr(call, name, room.data_ptr())
     with pytest.raises(AssertionError, match="too many to count"):
-        run.library.draft_chain(run._model, call, ChainFields(**fields, guesses=1))
+        run.library.draft_chain(run._model, call, ChainFields(**fields, draft_tokens=1))
 
 
 @pytest.mark.parametrize("bits", [8, 4, None])
@@ -226,7 +228,7 @@ def test_weights_are_rounded_as_the_targets_unless_they_are_to_be_kept(
     target = load_target(
         tiny_target_dir, device="cpu", quantize=f"int{bits or 4}", round_drafters=bits is not None, compile="on"
     )
-    network.round_bits = 8  # which asks for no more bits than the target has
+    network.qat_bits = 8  # which asks for no more bits than the target has
     run: Any = target.runner(network)
     assert isinstance(run, CompiledAutoregressive) and {each.bits for each in run._packed} == {bits}
     plain = AutoregressivePass(network, target.embed, target.head, "")
@@ -278,7 +280,7 @@ def test_calls_stay_within_the_workspace_that_they_ask_for(run: CompiledAutoregr
 
 def test_a_row_without_slots_for_more_rows_says_so(run: CompiledAutoregressive) -> None:
     state = KVCache(1, 12)
-    run.observe(state, torch.ones(1, 5, dtype=torch.int64), taps(run.network, 1, 5, 0))
+    run.observe(state, torch.ones(1, 5, dtype=torch.int64), target_layers(run.network, 1, 5, 0))
     state.commit([range(5)])
     nodes = run.nodes(state, 8, 10)
     assert nodes.room == 7
@@ -323,8 +325,7 @@ def test_a_tree_has_slots_until_the_last_token(
     drafter: Any = load_drafter(request.getfixturevalue(folder), target=target)
     assert slots_behind(drafter, 5) == drafter.slots_beside == 1 + 10 * (drafter.block_size - 2) > 13
     assert (
-        slots_behind(CombinedDrafter([load_drafter("prompt_lookup", target=target), drafter]), 5)
-        == drafter.slots_beside
+        slots_behind(HybridDrafter([load_drafter("prompt_lookup", target=target), drafter]), 5) == drafter.slots_beside
     )
     room = list[int]()
     nodes = drafter._run.nodes
@@ -354,8 +355,8 @@ def test_chains_of_rows_of_different_kinds_are_those_alone(tiny_target_dir: Path
         state = drafter.new_state(len(texts), 80)
         longest = max(map(len, texts))
         tokens = torch.tensor([[*text, *[77] * (longest - len(text))] for text in texts])
-        features = torch.randn(1, longest, 64, generator=torch.Generator().manual_seed(5))
-        drafter.observe(state, tokens, features.expand(len(texts), -1, -1), [len(text) for text in texts])
+        hidden_states = torch.randn(1, longest, 64, generator=torch.Generator().manual_seed(5))
+        drafter.observe(state, tokens, hidden_states.expand(len(texts), -1, -1), [len(text) for text in texts])
         plan = Plan(6, [SamplingParams()] * len(texts), 12)
         found: list[list[int]] = drafter.propose(state, torch.full((len(texts),), 40), plan).tokens.tolist()
         return found

@@ -16,7 +16,7 @@ from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target, TargetOutput, load_target
 
-TAPS = (0, 2, 3)
+TARGET_LAYERS = (0, 2, 3)
 PROMPTS = [list(range(5, 25)), list(range(40, 47)), list(range(60, 91))]
 
 
@@ -25,7 +25,9 @@ def read(target: Target, prompts: Sequence[Sequence[int]]) -> tuple[object, Targ
     cache = target.new_cache(len(prompts), 128)
     longest = max(map(len, prompts))
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
-    output = target.forward(*pair(chain(tokens)), cache, TAPS, torch.tensor([len(prompt) - 1 for prompt in prompts]))
+    output = target.forward(
+        *pair(chain(tokens)), cache, TARGET_LAYERS, torch.tensor([len(prompt) - 1 for prompt in prompts])
+    )
     cache.commit([list(range(len(prompt))) for prompt in prompts])
     return cache, output
 
@@ -48,20 +50,20 @@ def target(request: pytest.FixtureRequest, tiny_target_dir: Path) -> Target:
 
 def assert_same_bits(ours: TargetOutput, theirs: TargetOutput) -> None:
     assert torch.equal(ours.logits, theirs.logits)
-    assert ours.features is not None and theirs.features is not None
-    assert torch.equal(ours.features, theirs.features)
+    assert ours.hidden_states is not None and theirs.hidden_states is not None
+    assert torch.equal(ours.hidden_states, theirs.hidden_states)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 16, 33])
 def test_a_block_has_the_bits_of_its_tokens_alone(target: Target, count: int) -> None:
     block = torch.arange(100, 100 + count)[None]
     cache, _ = read(target, PROMPTS[:1])
-    together = target.forward(*pair(chain(block)), cache, TAPS)  # type: ignore[arg-type]
+    together = target.forward(*pair(chain(block)), cache, TARGET_LAYERS)  # type: ignore[arg-type]
     cache.truncate([len(PROMPTS[0])])  # type: ignore[attr-defined]
     for i in range(count):
-        alone = target.forward(*pair(chain(block[:, i : i + 1])), cache, TAPS)  # type: ignore[arg-type]
-        assert together.features is not None
-        assert_same_bits(alone, TargetOutput(together.logits[:, i : i + 1], together.features[:, i : i + 1]))
+        alone = target.forward(*pair(chain(block[:, i : i + 1])), cache, TARGET_LAYERS)  # type: ignore[arg-type]
+        assert together.hidden_states is not None
+        assert_same_bits(alone, TargetOutput(together.logits[:, i : i + 1], together.hidden_states[:, i : i + 1]))
         cache.commit([[0]])  # type: ignore[attr-defined]
 
 
@@ -69,12 +71,12 @@ def test_a_tree_has_the_bits_of_each_of_its_paths(target: Target) -> None:
     tokens = torch.tensor([[9, 10, 11, 12, 13, 14]])
     parents = torch.tensor([[-1, 0, 0, 1, 2, 4]])
     cache, _ = read(target, PROMPTS[:1])
-    tree = target.forward(tokens, parents, cache, TAPS)  # type: ignore[arg-type]
+    tree = target.forward(tokens, parents, cache, TARGET_LAYERS)  # type: ignore[arg-type]
     for path in ([0, 1, 3], [0, 2, 4, 5]):
         cache, _ = read(target, PROMPTS[:1])
-        line = target.forward(*pair(chain(tokens[:, path])), cache, TAPS)  # type: ignore[arg-type]
-        assert tree.features is not None
-        assert_same_bits(line, TargetOutput(tree.logits[:, path], tree.features[:, path]))
+        line = target.forward(*pair(chain(tokens[:, path])), cache, TARGET_LAYERS)  # type: ignore[arg-type]
+        assert tree.hidden_states is not None
+        assert_same_bits(line, TargetOutput(tree.logits[:, path], tree.hidden_states[:, path]))
 
 
 @pytest.mark.parametrize("length", [0, 5, 41, 59, 64, 100])
@@ -98,11 +100,11 @@ def test_a_path_through_a_tree_has_the_bits_of_a_line_wherever_its_nodes_lie(tar
             if length:
                 target.forward(*pair(chain(text)), cache)
                 cache.commit([list(range(length))])
-            found.append(target.forward(*proposal, cache, TAPS))
+            found.append(target.forward(*proposal, cache, TARGET_LAYERS))
         tree, line = found
         assert torch.equal(tree.logits[0, places], line.logits[0])
-        assert tree.features is not None and line.features is not None
-        assert torch.equal(tree.features[0, places], line.features[0])
+        assert tree.hidden_states is not None and line.hidden_states is not None
+        assert torch.equal(tree.hidden_states[0, places], line.hidden_states[0])
 
 
 def test_what_is_committed_of_a_tree_has_the_bits_of_a_line(target: Target) -> None:
@@ -114,26 +116,26 @@ def test_what_is_committed_of_a_tree_has_the_bits_of_a_line(target: Target) -> N
     of_line, _ = read(target, PROMPTS[:1])
     target.forward(*pair(chain(tokens[:, [0, 2, 4]])), of_line)  # type: ignore[arg-type]
     of_line.commit([[0, 1, 2]])  # type: ignore[attr-defined]
-    assert_same_bits(target.forward(*after, of_tree, TAPS), target.forward(*after, of_line, TAPS))  # type: ignore[arg-type]
+    assert_same_bits(target.forward(*after, of_tree, TARGET_LAYERS), target.forward(*after, of_line, TARGET_LAYERS))  # type: ignore[arg-type]
 
 
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(target: Target) -> None:
     blocks = torch.tensor([[9, 10, 11], [12, 13, 14], [15, 16, 17]])
     cache, read_together = read(target, PROMPTS)
-    together = target.forward(*pair(chain(blocks)), cache, TAPS)  # type: ignore[arg-type]
+    together = target.forward(*pair(chain(blocks)), cache, TARGET_LAYERS)  # type: ignore[arg-type]
     for row, prompt in enumerate(PROMPTS):
         cache, alone = read(target, [prompt])
         assert torch.equal(alone.logits[0], read_together.logits[row])
-        one = target.forward(*pair(chain(blocks[row : row + 1])), cache, TAPS)  # type: ignore[arg-type]
-        assert together.features is not None
-        assert_same_bits(one, TargetOutput(together.logits[row : row + 1], together.features[row : row + 1]))
+        one = target.forward(*pair(chain(blocks[row : row + 1])), cache, TARGET_LAYERS)  # type: ignore[arg-type]
+        assert together.hidden_states is not None
+        assert_same_bits(one, TargetOutput(together.logits[row : row + 1], together.hidden_states[row : row + 1]))
 
 
 def test_the_prompt_has_the_bits_of_its_tokens_one_by_one(target: Target) -> None:
     _, whole = read(target, PROMPTS[:1])
     cache = target.new_cache(1, 64)
     for token in PROMPTS[0]:
-        last = target.forward(*pair(chain(torch.tensor([[token]]))), cache, TAPS)
+        last = target.forward(*pair(chain(torch.tensor([[token]]))), cache, TARGET_LAYERS)
         cache.commit([[0]])
     assert torch.equal(last.logits, whole.logits)
 
@@ -145,9 +147,9 @@ def test_it_computes_what_the_decoder_computes(tiny_target_dir: Path) -> None:
     (cache, a), (other, b) = read(ours, PROMPTS), read(theirs, PROMPTS)
     torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=1e-4)
     nodes = torch.tensor([[9, 10, 11]] * 3), torch.tensor([[-1, 0, 0]] * 3)
-    a, b = ours.forward(*nodes, cache, TAPS), theirs.forward(*nodes, other, TAPS)  # type: ignore[arg-type]
+    a, b = ours.forward(*nodes, cache, TARGET_LAYERS), theirs.forward(*nodes, other, TARGET_LAYERS)  # type: ignore[arg-type]
     torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(a.features, b.features, rtol=0, atol=1e-4)
+    torch.testing.assert_close(a.hidden_states, b.hidden_states, rtol=0, atol=1e-4)
 
 
 def test_keys_and_values_in_8_bits_are_near_and_take_half_the_memory_of_bfloat16(tiny_target_dir: Path) -> None:
@@ -156,7 +158,7 @@ def test_keys_and_values_in_8_bits_are_near_and_take_half_the_memory_of_bfloat16
     assert "int8 keys and values" in ours.running and "keys" not in theirs.running
     (cache, a), (other, b) = read(ours, PROMPTS), read(theirs, PROMPTS)
     nodes = torch.tensor([[9, 10, 11]] * 3), torch.tensor([[-1, 0, 0]] * 3)
-    a, b = ours.forward(*nodes, cache, TAPS), theirs.forward(*nodes, other, TAPS)
+    a, b = ours.forward(*nodes, cache, TARGET_LAYERS), theirs.forward(*nodes, other, TARGET_LAYERS)
     assert 0 < float((a.logits - b.logits).norm() / b.logits.norm()) < 0.02
     size = ours.decoder.config.head_dim
     assert ours.cache_bytes(3, 128) * 4 * size == theirs.cache_bytes(3, 128) * (size + 4)
@@ -168,11 +170,11 @@ def test_a_row_with_nan_in_its_8_bit_keys_is_alone_with_it(tiny_target_dir: Path
     target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", "on", kv_dtype="int8")
     blocks = torch.tensor([[9, 10, 11], [12, 13, 14], [15, 16, 17]])
     cache, _ = read(target, PROMPTS)
-    right = target.forward(*pair(chain(blocks)), cache, TAPS).logits
+    right = target.forward(*pair(chain(blocks)), cache, TARGET_LAYERS).logits
     cache, _ = read(target, PROMPTS)
     memory = cache._layers[0][0]  # type: ignore[attr-defined]
     memory[:, :, cache.rows[1], -4:] = torch.tensor([0, 0, -64, 127], dtype=torch.int8)  # the factor is NaN
-    found = target.forward(*pair(chain(blocks)), cache, TAPS).logits
+    found = target.forward(*pair(chain(blocks)), cache, TARGET_LAYERS).logits
     assert found[1].isnan().any() and torch.equal(found[[0, 2]], right[[0, 2]])
 
 
@@ -260,8 +262,8 @@ def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
         for step in range(20):
             cache, count = target.new_cache(1, 256), 60 + 25 * number + step
             for nodes in (chain(torch.arange(count)[None]), chain(torch.arange(number, number + 5)[None])):
-                output = target.forward(*pair(nodes), cache, TAPS)  # type: ignore[arg-type]
-                found += [output.logits, output.features, output.best]
+                output = target.forward(*pair(nodes), cache, TARGET_LAYERS)  # type: ignore[arg-type]
+                found += [output.logits, output.hidden_states, output.best]
                 cache.commit([range(nodes.tokens.size(1))])
         return found
 
@@ -276,18 +278,18 @@ def test_a_node_without_numbers_harms_none_that_do_not_see_it(target: Any, value
     """One guess has no numbers; its siblings, what came before it and other rows are as without it."""
     tokens, parents = torch.tensor([[9, 10, 11, 12, 13, 14]] * 2), torch.tensor([[-1, 0, 0, 1, 2, 4]] * 2)
     cache, _ = read(target, PROMPTS[:2])
-    right = target.forward(tokens, parents, cache, TAPS)
+    right = target.forward(tokens, parents, cache, TARGET_LAYERS)
     cache, _ = read(target, PROMPTS[:2])
     weight, _ = target.decoder.embedding.pack(target.compiled.library)._owners
     place = weight if isinstance(weight, torch.Tensor) else weight.scale
     place[250 // place.size(2), :, 250 % place.size(2)] = value
     tokens[0, 1] = 250  # which node 3 sees, and no other
-    found = target.forward(tokens, parents, cache, TAPS)
+    found = target.forward(tokens, parents, cache, TARGET_LAYERS)
     assert not found.logits[0, [1, 3]].isfinite().any() and found.best[0, [1, 3]].tolist() == [-1, -1]
-    for ours, theirs in ((found.logits, right.logits), (found.features, right.features)):
+    for ours, theirs in ((found.logits, right.logits), (found.hidden_states, right.hidden_states)):
         assert torch.equal(ours[0, [0, 2, 4, 5]], theirs[0, [0, 2, 4, 5]]) and torch.equal(ours[1], theirs[1])
     cache.commit([[0, 2, 4], [0, 1]])  # type: ignore[attr-defined]
-    assert target.forward(tokens[:, :1], parents[:, :1], cache, TAPS).logits.isfinite().all()
+    assert target.forward(tokens[:, :1], parents[:, :1], cache, TARGET_LAYERS).logits.isfinite().all()
 
 
 def test_tokens_must_be_known(target: Target) -> None:
@@ -310,9 +312,9 @@ def test_no_nodes_and_no_rows_are_nothing_to_do(target: Any) -> None:
         nodes, cache = torch.zeros(batch, count, dtype=torch.int64), KVCache(2, 8)
         cache.commit([range(5)] * 2)
         rows = cache.of(cache.rows[:batch])
-        logits, features, best = target.compiled.forward(nodes, nodes, rows, store, TAPS)
+        logits, hidden_states, best = target.compiled.forward(nodes, nodes, rows, store, TARGET_LAYERS)
         assert logits.shape == (batch, count, target.vocab_size) and best.shape == nodes.shape
-        assert features.shape == (batch, count, 3 * target.hidden_size)
+        assert hidden_states.shape == (batch, count, 3 * target.hidden_size)
     assert not store.any()
 
 

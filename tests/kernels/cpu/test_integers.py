@@ -112,11 +112,11 @@ def test_extreme_codes_do_not_overflow(tmp_path: Path) -> None:
     not (shutil.which("aarch64-linux-gnu-gcc-12") and shutil.which("qemu-aarch64-static")),
     reason="no compiler for ARM, or no qemu-user",
 )
-@pytest.mark.parametrize("features", ["armv8-a", "armv8.2-a+dotprod", "armv8.2-a+dotprod+i8mm"])
-def test_arm_computes_what_torch_computes(features: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hidden_states", ["armv8-a", "armv8.2-a+dotprod", "armv8.2-a+dotprod+i8mm"])
+def test_arm_computes_what_torch_computes(hidden_states: str, tmp_path: Path) -> None:
     program, data = tmp_path / "program", tmp_path / "data"
     source = Path(__file__).with_name("integers_check.c")
-    flags = [f"-march={features}", *(flag for flag in FLAGS if flag not in ("-shared", "-fPIC"))]
+    flags = [f"-march={hidden_states}", *(flag for flag in FLAGS if flag not in ("-shared", "-fPIC"))]
     defines = ["-DWEIGHT=0", "-DNARROW=0", "-DSTORE=0", "-DMOST_LANES=16", "-DINTEGERS=1", f'-DSOURCE="{SOURCE}"']
     subprocess.run(["aarch64-linux-gnu-gcc-12", *flags, *defines, "-static", "-o", program, source, "-lm"], check=True)
     expected = []

@@ -76,7 +76,12 @@ def set_layer(name: str, **values: object) -> Callable[..., None]:
 
 POINTER, SIZES, COUNTS, THREADS = "a pointer is null", "a size of the model", "fewer than 0 rows", "fewer threads"
 KIND, CONVOLUTIONS = "a weight is of a kind", ("attention_conv", "mlp_conv")
-LENGTHS, PARENTS, TAPS, LOGITS = "a row begins before", "the parent of a node", "a tap lies beyond", "logits are wanted"
+LENGTHS, PARENTS, TARGET_LAYERS, LOGITS = (
+    "a row begins before",
+    "the parent of a node",
+    "a tap lies beyond",
+    "logits are wanted",
+)
 BOTH = {
     **{f"no {name}": (set_call(**{name: None}), POINTER) for name in ("lengths", "starts", "store")},
     **{f"layers without {name}": (set_layer(name), POINTER) for name in ("before_attention", "before_mlp", "cos")},
@@ -84,15 +89,23 @@ BOTH = {
     **{f"inputs of {name}": (set_layer(name, inputs=7), SIZES) for name in library.PROJECTIONS},
     **{f"outputs of {name}": (set_layer(name, outputs=7), SIZES) for name in library.PROJECTIONS},
     **{f"{name} 0": (set_model(**{name: 0}), SIZES) for name in ("num_layers", "hidden", "inner", "heads", "kv_heads")},
-    **{f"{name} of -1 taps": (set_layer(name, taps=-1, groups=1, base=8), SIZES) for name in CONVOLUTIONS},
-    **{f"{name} without end": (set_layer(name, taps=1 << 62, groups=1, base=8), SIZES) for name in CONVOLUTIONS},
-    **{f"{name} of 0 groups": (set_layer(name, taps=1, groups=0, base=8), SIZES) for name in CONVOLUTIONS},
-    **{f"{name} of uneven groups": (set_layer(name, taps=1, groups=5, base=8), SIZES) for name in CONVOLUTIONS},
-    **{f"{name} without taps": (set_layer(name, taps=1, groups=1, base=None), POINTER) for name in CONVOLUTIONS},
-    **{f"{name} uncorrected": (set_layer(name, taps=1, groups=1, base=8), POINTER) for name in CONVOLUTIONS},
+    **{f"{name} of -1 taps": (set_layer(name, target_layers=-1, groups=1, base=8), SIZES) for name in CONVOLUTIONS},
+    **{
+        f"{name} without end": (set_layer(name, target_layers=1 << 62, groups=1, base=8), SIZES)
+        for name in CONVOLUTIONS
+    },
+    **{f"{name} of 0 groups": (set_layer(name, target_layers=1, groups=0, base=8), SIZES) for name in CONVOLUTIONS},
+    **{
+        f"{name} of uneven groups": (set_layer(name, target_layers=1, groups=5, base=8), SIZES) for name in CONVOLUTIONS
+    },
+    **{
+        f"{name} without taps": (set_layer(name, target_layers=1, groups=1, base=None), POINTER)
+        for name in CONVOLUTIONS
+    },
+    **{f"{name} uncorrected": (set_layer(name, target_layers=1, groups=1, base=8), POINTER) for name in CONVOLUTIONS},
     **{
         f"{name} in few bits": (
-            set_layer(name, taps=1, groups=1, base=8, projection=LinearFields(weight=8, kind=2)),
+            set_layer(name, target_layers=1, groups=1, base=8, projection=LinearFields(weight=8, kind=2)),
             KIND,
         )
         for name in CONVOLUTIONS
@@ -114,8 +127,8 @@ BOTH = {
     "no workspace": (set_call(workspace=None), POINTER),
 }
 FORWARD = BOTH | {
-    **{f"no {name}": (set_call(**{name: None}), POINTER) for name in ("parents", "tokens", "features", "logits")},
-    "taps that are nowhere": (set_call(taps=None), POINTER),
+    **{f"no {name}": (set_call(**{name: None}), POINTER) for name in ("parents", "tokens", "hidden_states", "logits")},
+    "taps that are nowhere": (set_call(target_layers=None), POINTER),
     "no embedding": (set_model(embedding=LinearFields()), POINTER),
     "no head": (set_model(head=LinearFields()), POINTER),
     "no norm": (set_model(norm=None), POINTER),
@@ -123,12 +136,12 @@ FORWARD = BOTH | {
     "a node that hangs on a later one": (write("parents", 2, at=1), PARENTS),
     "a node of the row before": (write("parents", 2, at=4), PARENTS),
     "a parent of -2": (write("parents", -2), PARENTS),
-    "a tap of -1": (write("taps", -1), TAPS),
-    "a tap behind the last": (write("taps", 4, at=1), TAPS),
+    "a tap of -1": (write("target_layers", -1), TARGET_LAYERS),
+    "a tap behind the last": (write("target_layers", 4, at=1), TARGET_LAYERS),
     "logits of some nodes, which?": (set_call(num_logits=5), LOGITS),
     "logits of more nodes than there are": (set_call(num_logits=7), LOGITS),
     "less than no logits": (set_call(num_logits=-1), LOGITS),
-    "less than no taps": (set_call(num_taps=-1), TAPS),
+    "less than no taps": (set_call(num_target_layer_ids=-1), TARGET_LAYERS),
     "logits of a node that is not there": (
         lambda model, call: [set_call(logits_at=call.tokens)(model, call), write("tokens", 6, at=5)(model, call)][0],
         LOGITS,
@@ -138,10 +151,10 @@ FORWARD = BOTH | {
 }
 CONTEXT = BOTH | {
     "no features": (set_call(embedded=None), POINTER),
-    "pairs": (set_model(pairs=1, token_norm=8, feature_norm=8), SIZES),
+    "pairs": (set_model(pairs=1, token_norm=8, hidden_state_norm=8), SIZES),
     "pairs that are joined": (
         lambda model, call: set_model(
-            pairs=1, token_norm=8, feature_norm=8, joined=LinearFields(weight=8, inputs=64, outputs=32)
+            pairs=1, token_norm=8, hidden_state_norm=8, joined=LinearFields(weight=8, inputs=64, outputs=32)
         )(model, call),
         SIZES,
     ),
@@ -150,13 +163,13 @@ CONTEXT = BOTH | {
 # Of a network whose first layer reads pairs; one node of each row has been there before.
 ROWS = {
     **{f"no {name}": (set_call(**{name: None}), POINTER) for name in ("beside", "parents", "tokens", "store")},
-    **{f"no {name}": (set_model(**{name: None}), POINTER) for name in ("token_norm", "feature_norm")},
+    **{f"no {name}": (set_model(**{name: None}), POINTER) for name in ("token_norm", "hidden_state_norm")},
     "inputs of qkv": (set_layer("qkv", inputs=32), SIZES),
     "no pairs": (set_model(pairs=0), SIZES),
     "pairs that are joined": (set_model(joined=LinearFields(weight=8, inputs=64, outputs=32)), SIZES),
     "pairs that are joined to others": (set_model(joined=LinearFields(weight=8, inputs=64, outputs=31)), SIZES),
     "pairs in another kind": (set_model(joined=LinearFields(weight=8, inputs=64, outputs=32, kind=1)), KIND),
-    "pairs that are convolved": (set_layer("attention_conv", taps=1, groups=1, base=8), SIZES),
+    "pairs that are convolved": (set_layer("attention_conv", target_layers=1, groups=1, base=8), SIZES),
     **{f"{name} -1": (set_call(**{name: -1}), COUNTS) for name in ("done", "hidden_slots")},
     "earlier nodes without end": (set_call(done=1 << 31), COUNTS),
     "more earlier nodes than slots": (set_call(done=9), LENGTHS),
@@ -203,7 +216,7 @@ def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path) -> None:
         ("rows", ROWS, rows_run, next_rows),
         ("forward", FORWARD, decoder, forward),
         ("context", CONTEXT, run, lambda: run.observe(state, torch.zeros(2, 3, 64))),
-        ("pass", BOTH, run, lambda: run.guesses(state, torch.zeros(2, 3, dtype=torch.int64), 1)),
+        ("pass", BOTH, run, lambda: run.draft_tokens(state, torch.zeros(2, 3, dtype=torch.int64), 1)),
     ):
         real = user.library
         work()

@@ -47,7 +47,7 @@ def write_model(
     model.to(dtype).save_pretrained(folder)
 
 
-def logits_and_features(target: Target) -> list[torch.Tensor]:
+def logits_and_hidden_states(target: Target) -> list[torch.Tensor]:
     """Of two prompts that are read together and of trees behind them, in float32."""
     generator = torch.Generator().manual_seed(0)
     cache, last = target.new_cache(2, 80), torch.tensor(LENGTHS) - 1
@@ -57,9 +57,9 @@ def logits_and_features(target: Target) -> list[torch.Tensor]:
     cache.commit([range(length) for length in LENGTHS])
     nodes = torch.randint(53, (2, len(TREE[0])), generator=generator)
     tree = target.forward(nodes, torch.tensor(TREE), cache, (0, 2))
-    assert read.features is not None and tree.features is not None
+    assert read.hidden_states is not None and tree.hidden_states is not None
     real = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    return [found.float() for found in (read.logits, tree.logits, read.features[real], tree.features)]
+    return [found.float() for found in (read.logits, tree.logits, read.hidden_states[real], tree.hidden_states)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,8 +67,8 @@ def logits_and_features(target: Target) -> list[torch.Tensor]:
 @pytest.mark.parametrize("window", [3, 17, 21])
 def test_it_computes_what_transformers_computes(tmp_path: Path, family: str, head_dim: int, window: int) -> None:
     write_model(tmp_path, family, head_dim, window)
-    exact = logits_and_features(load_target(tmp_path, "float32", "cpu", "hf"))
-    compiled = logits_and_features(load_target(tmp_path, "float32", "cpu", "native", "on"))
+    exact = logits_and_hidden_states(load_target(tmp_path, "float32", "cpu", "hf"))
+    compiled = logits_and_hidden_states(load_target(tmp_path, "float32", "cpu", "native", "on"))
     torch.testing.assert_close(compiled, exact, atol=1e-4, rtol=1e-4)
 
 
@@ -78,8 +78,8 @@ def test_weights_of_few_bits_give_what_torch_gives(tmp_path: Path, family: str, 
     write_model(tmp_path, family, 8, 17, sizes=SIZES | {"hidden_size": 48, "intermediate_size": 24})
     ours, theirs = (load_target(tmp_path, "float32", "cpu", "native", way, quantize) for way in ("on", "off"))  # type: ignore[arg-type]
     assert f"{quantize} weights" in ours.running and f"{quantize} weights" in theirs.running
-    exact = logits_and_features(load_target(tmp_path, "float32", "cpu", "hf"))
-    for a, b, right in zip(logits_and_features(ours), logits_and_features(theirs), exact, strict=True):
+    exact = logits_and_hidden_states(load_target(tmp_path, "float32", "cpu", "hf"))
+    for a, b, right in zip(logits_and_hidden_states(ours), logits_and_hidden_states(theirs), exact, strict=True):
         # Where two sums differ in the last bit, an input may be rounded to the next of 254 codes.
         assert float((a - b).abs().mean() / b.abs().mean()) < 0.005
         assert 1e-4 < float((a - right).norm() / right.norm()) < (0.05 if quantize == "int8" else 0.5)
@@ -96,7 +96,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(tmp_path: Path, family: str
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            found.append(logits_and_features(target))
+            found.append(logits_and_hidden_states(target))
     finally:
         torch.set_num_threads(before)
     assert all(map(torch.equal, *found))
@@ -148,8 +148,8 @@ def test_a_channel_of_large_numbers_costs_its_own_group_alone(tmp_path: Path, ho
             if any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
                 parameter[:, 3] /= 100
     model.save_pretrained(tmp_path)
-    exact = logits_and_features(load_target(tmp_path, "float32", "cpu", "hf"))
-    ours = logits_and_features(load_target(tmp_path, "float32", "cpu", "native", "on", **how))
+    exact = logits_and_hidden_states(load_target(tmp_path, "float32", "cpu", "hf"))
+    ours = logits_and_hidden_states(load_target(tmp_path, "float32", "cpu", "native", "on", **how))
     for a, right in zip(ours, exact, strict=True):
         error = float((a - right).norm() / right.norm())
         assert 1e-4 < error < most, error
@@ -162,7 +162,8 @@ def test_keys_and_values_in_bfloat16_are_rounded_to_the_nearest(
     monkeypatch.setattr(native_files, "build", lambda *given: build(*given[:4]))
     write_model(tmp_path, "mistral", 8, 40, torch.bfloat16)
     rounded, exact = (
-        logits_and_features(load_target(tmp_path, dtype, "cpu", "native", "on")) for dtype in ("bfloat16", "float32")
+        logits_and_hidden_states(load_target(tmp_path, dtype, "cpu", "native", "on"))
+        for dtype in ("bfloat16", "float32")
     )
     errors = [float((a - b).abs().mean() / b.abs().mean()) for a, b in zip(rounded, exact, strict=True)]
     assert 0 < max(errors) < 2.5e-3  # 1.7e-3; cut instead of rounded they are off by 6.1e-3

@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": WINDOWS | {"use_sliding_window": True},
     "gemma2": WINDOWS | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
 }
-TAPS = (2, 0, 4)
+TARGET_LAYERS = (2, 0, 4)
 
 
 class StandIn:
@@ -113,10 +113,10 @@ def scores(target: NativeTarget, rows: int) -> Iterator[Tensor]:
     def random(rows: int, count: int) -> Tensor:
         return torch.randint(3, 61, (rows, count), generator=generator).to(target.device)
 
-    def score(parents: Tensor, taps: tuple[int, ...] = TAPS) -> Iterator[Tensor]:
+    def score(parents: Tensor, target_layers: tuple[int, ...] = TARGET_LAYERS) -> Iterator[Tensor]:
         for _ in range(2):
-            output = target.forward(random(*parents.shape), parents, cache, taps)
-            yield from (output.logits,) if output.features is None else (output.logits, output.features)
+            output = target.forward(random(*parents.shape), parents, cache, target_layers)
+            yield from (output.logits,) if output.hidden_states is None else (output.logits, output.hidden_states)
 
     def chains(count: int) -> Tensor:
         return chain_parents(len(cache.lengths), count)
@@ -131,7 +131,7 @@ def scores(target: NativeTarget, rows: int) -> Iterator[Tensor]:
         cache = whole.of([row * size for row in range(rows)])
         lengths = [9, 4, 7][:rows]
         prompt_at = torch.tensor(lengths, device=target.device) - 1
-        yield target.forward(random(rows, 9), chains(9), cache, TAPS, prompt_at).logits
+        yield target.forward(random(rows, 9), chains(9), cache, TARGET_LAYERS, prompt_at).logits
         cache.commit([range(length) for length in lengths])
         for count in (1, 5, 9, 11, 1, 17, 9):  # of which some are filled up, to 10, 12, 20
             yield from score(chains(count))
@@ -140,8 +140,8 @@ def scores(target: NativeTarget, rows: int) -> Iterator[Tensor]:
         cache.commit([[0, 2, 5], [0], [0, 1, 2, 3]][:rows])
         nine = torch.cat([trees, torch.full((rows, 3), 1)], dim=1)
         yield from score(nine)
-        yield from score(nine, taps=())
-        yield from score(nine, taps=(1,))
+        yield from score(nine, target_layers=())
+        yield from score(nine, target_layers=(1,))
         cache.commit([[0, 8], [0, 1, 3], [0]][:rows])
         whole.copy(0, rows * size, 5)
         cache = whole.of([row * size for row in range(rows + 1)])  # one more
@@ -188,7 +188,7 @@ def test_a_graph_is_captured_once_for_a_shape() -> None:
     target.capture(recorder)
     before, cache = recorder.captures, target.new_cache(2, room(40))
     for count in (7, 7, 9, 10, 9):
-        target.forward(torch.zeros(2, count, dtype=torch.int64), chain_parents(2, count), cache, TAPS)
+        target.forward(torch.zeros(2, count, dtype=torch.int64), chain_parents(2, count), cache, TARGET_LAYERS)
         cache.commit([[0], [0, 1]])
     assert recorder.captures == before + 2 and recorder.replays == 1 + 5
 
@@ -197,9 +197,9 @@ def test_prompts_and_large_trees_stay_eager(monkeypatch: pytest.MonkeyPatch) -> 
     target, recorder = target_of("llama", torch.device("cpu")), StandIn()
     target.capture(recorder)
     before, cache = recorder.captures, target.new_cache(1, room(70))
-    target.forward(torch.zeros(1, 9, dtype=torch.int64), chain_parents(1, 9), cache, TAPS, torch.tensor([8]))
+    target.forward(torch.zeros(1, 9, dtype=torch.int64), chain_parents(1, 9), cache, TARGET_LAYERS, torch.tensor([8]))
     monkeypatch.setattr("blockdraft.targets.native.MOST_NODES", 16)
-    target.forward(torch.zeros(1, 17, dtype=torch.int64), chain_parents(1, 17), cache, TAPS)
+    target.forward(torch.zeros(1, 17, dtype=torch.int64), chain_parents(1, 17), cache, TARGET_LAYERS)
     assert recorder.captures == before
 
 
@@ -369,9 +369,9 @@ def test_draft_passes_are_those_of_an_eager_drafter(
             state = drafter.new_state(4, size)
             rows = [[0, size, 2 * size], [0, size, 3 * size], [2 * size, size, 0], [size, 2 * size, 3 * size]]
             for step in range(8):
-                features = torch.randn(3, 6, 2 * target.hidden_size, generator=generator).to(device)
+                hidden_states = torch.randn(3, 6, 2 * target.hidden_size, generator=generator).to(device)
                 part = state.of(rows[step // 2])
-                drafter.observe(part, torch.zeros(3, 6), features, [6, 1 + step % 3, 4])
+                drafter.observe(part, torch.zeros(3, 6), hidden_states, [6, 1 + step % 3, 4])
                 tokens = torch.randint(5, 200, (3, 8 - step % 2), generator=generator).to(device)
                 before = recorder.replays if isinstance(recorder, StandIn) else 0
                 passes += drafter._draft_pass(part, tokens, step // 2 % 2)

@@ -137,7 +137,7 @@ def test_tree_and_histogram(visit: Visit) -> None:
     nodes = visit.get("tree").locator("g")
     assert nodes.locator("text").all_text_contents()[:3] == ["⏎The", "·answer", "·is"]
     kinds = [node.get_attribute("class") for node in nodes.all()]
-    assert kinds == ["anchor", "guess", "guess", "rejected", "rejected", "rejected", "rejected", "fixed"]
+    assert kinds == ["anchor", "draft_token", "draft_token", "rejected", "rejected", "rejected", "rejected", "fixed"]
     tops = [node.locator("rect").get_attribute("y") for node in nodes.all()]
     assert tops[0] == tops[1] == tops[2] == tops[7]  # the path is straight
     assert len(set(tops)) == 5

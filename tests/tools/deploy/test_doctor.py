@@ -61,7 +61,7 @@ def test_a_good_pair(target: Target) -> None:
     assert (found.fault, found.remedy, found.alike) == (None, "", 1.0)
     assert found.decoded == found.own and found.decoded[0] > 0.5
     usual, *others = found.tried
-    assert {each.fault for each in others} == {"taps", "shift", "window", "causality", "rope"}
+    assert {each.fault for each in others} == {"target_layers", "shift", "window", "causality", "rope"}
     assert len(found.decoded) == 15 and len(usual.by_position) == 14
 
 
@@ -71,25 +71,29 @@ def test_taps_off_by_one(
     target: Target, broken: Callable[..., Path], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Signs flipped at random in each layer: layers of the bundled target are so alike that a neighbour would do."""
-    size, taps = target.hidden_size, [1, 2, 3, 4, 5]
+    size, target_layers = target.hidden_size, [1, 2, 3, 4, 5]
     random = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (target.num_layers, size), generator=random) * 2.0 - 1
-    folder = broken(dflash_config={"target_layer_ids": [tap + step for tap in taps]})
+    folder = broken(dflash_config={"target_layer_ids": [target_layer + step for target_layer in target_layers]})
     tensors = load_file(folder / "model.safetensors")
-    tensors["fc.weight"] *= signs[taps].flatten().to(tensors["fc.weight"].dtype)
+    tensors["fc.weight"] *= signs[target_layers].flatten().to(tensors["fc.weight"].dtype)
     save_file(tensors, folder / "model.safetensors")
     forward = target.forward
 
     def spoken(*given: Any, **named: Any) -> Any:
         output = forward(*given, **named)
-        read = given[3] if len(given) > 3 else named.get("taps", ())
-        if output.features is None or not read:
+        read = given[3] if len(given) > 3 else named.get("target_layers", ())
+        if output.hidden_states is None or not read:
             return output
-        return replace(output, features=output.features * signs[list(read)].flatten())
+        return replace(output, hidden_states=output.hidden_states * signs[list(read)].flatten())
 
     monkeypatch.setattr(target, "forward", spoken)
     found = diagnosis(target, folder)
-    assert found.fault == "taps" and f"taps {taps} in place" in found.finding and str(taps) in found.remedy
+    assert (
+        found.fault == "target_layers"
+        and f"target layers {target_layers} in place" in found.finding
+        and str(target_layers) in found.remedy
+    )
     assert found.alike > 0.9  # decoding does what the configuration says, but for near ties of nonsense
 
 
@@ -200,15 +204,15 @@ def test_decoding_at_fault(target: Target, monkeypatch: pytest.MonkeyPatch) -> N
 def test_checks_are_different_and_possible() -> None:
     config = read_config(DRAFTER)
     known = list(checks(config, 1, {"rope_theta": 500_000.0}, torch.bfloat16, 1000))
-    assert len({(one.config.layers, one.taps, one.config.rope_theta, one.shift, one.dtype) for one in known}) == len(
-        known
-    )
+    assert len(
+        {(one.config.layers, one.target_layers, one.config.rope_theta, one.shift, one.dtype) for one in known}
+    ) == len(known)
     thetas = {one.config.rope_theta for one in known if one.fault == "rope"}
     assert thetas == {5e5, 1e6, 1e7}
     windows = {layer.window for one in known if one.fault == "window" for layer in one.config.layers}
     assert windows == {32, 128, 512}
     sliding = LayerAttention(causal=True, window=64), LayerAttention(causal=False, window=None)
-    config = type(config)(**{**vars(config), "layers": sliding, "taps": (0, 7)})
+    config = type(config)(**{**vars(config), "layers": sliding, "target_layers": (0, 7)})
     known = list(checks(config, 0, {}, torch.float32, 100))
     assert {one.fault for one in known} == {"", "shift", "window", "causality", "rope"}  # no tap beside those of an end
     assert {one.shift for one in known if one.fault == "shift"} == {-1, -2}
@@ -219,12 +223,12 @@ def test_checks_are_different_and_possible() -> None:
 
 def test_small_gains_are_no_fault() -> None:
     config = read_config(DRAFTER)
-    usual, other = Check(config, told="usual"), Check(config, fault="taps", told="other", remedy="do this")
-    chance = torch.Generator().manual_seed(0)
-    runs = [(torch.rand(60, 1, generator=chance) < share).long() for share in (0.5, 0.6)]
+    usual, other = Check(config, told="usual"), Check(config, fault="target_layers", told="other", remedy="do this")
+    acceptance_prob = torch.Generator().manual_seed(0)
+    runs = [(torch.rand(60, 1, generator=acceptance_prob) < share).long() for share in (0.5, 0.6)]
     assert conclude([usual, other], runs, [1], [1], 1.0, None)[0] is None
     # 40 % more are right, but at other places: with so few that may be luck.
     runs = [torch.tensor([[1]] * 20 + [[0]] * 20), torch.tensor([[1]] * 10 + [[0]] * 10 + [[1]] * 18 + [[0]] * 2)]
     assert conclude([usual, other], runs, [1], [1], 1.0, None)[0] is None
     runs = [torch.tensor([[1]] * 20 + [[0]] * 40), torch.tensor([[1]] * 50 + [[0]] * 10)]
-    assert conclude([usual, other], runs, [1], [1], 1.0, None)[::2] == ("taps", "do this")
+    assert conclude([usual, other], runs, [1], [1], 1.0, None)[::2] == ("target_layers", "do this")

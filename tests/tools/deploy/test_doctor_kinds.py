@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from blockdraft.data.taps import tapped_features
+from blockdraft.data.target_layers import target_hidden_states
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.text import encode
@@ -29,8 +29,8 @@ from blockdraft.types import SamplingParams
 
 PROMPTS = ["What is this?", "Tell me of the sea.", "Why?", "Count to nine!"]
 HOW = DoctorSettings(max_new_tokens=32, anchors=24)
-GUESSES, STEPS = 3, 80
-OWN = {"eagle3": {"draft_vocab": 200, "taps": (0, 1)}, "mtp": {}, "medusa": {}}
+DRAFT_TOKENS, STEPS = 3, 80
+OWN = {"eagle3": {"draft_vocab": 200, "target_layers": (0, 1)}, "mtp": {}, "medusa": {}}
 
 Learn = Callable[..., Path]
 
@@ -63,16 +63,16 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
     Args (of what it returns):
         lag: Of the features, as in `Check`.
         early: By how many tokens each guess comes too early.
-        taps: That are read.
+        target_layers: That are read.
         changes: Fields of its configuration.
     """
 
     @cache
     def learn(
-        kind: str, lag: int = 0, early: int = 0, taps: tuple[int, ...] | None = None, **changes: Any
+        kind: str, lag: int = 0, early: int = 0, target_layers: tuple[int, ...] | None = None, **changes: Any
     ) -> Checkpoint:
         variant: Any = find_variant(kind)
-        variant = variant(variant.recipe_class(block_size=1 + GUESSES, **OWN[kind]))
+        variant = variant(variant.recipe_class(block_size=1 + DRAFT_TOKENS, **OWN[kind]))
         config = replace(variant.config(target), **changes)
         torch.manual_seed(0)
         network = variant.network(config)
@@ -85,13 +85,15 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
             torch.nn.init.uniform_(network.norm.weight, -2, 2) if kind == "mtp" else None
             places = {i: i for i in range(target.vocab_size)}
         optimizer = torch.optim.Adam(network.parameters(), 5e-3)
-        parts, blocks, labels, features, begin = list[Rows](), list[torch.Tensor](), [], [], 0
+        parts, blocks, labels, hidden_states, begin = list[Rows](), list[torch.Tensor](), [], [], 0
         for number, (tokens, first) in enumerate(texts):
-            anchors = torch.arange(first, len(tokens) - GUESSES - 1)
-            read = tapped_features(target, config.taps if taps is None else taps, [tokens])[0]
-            features.append(read.roll(lag, dims=0))
-            blocks.append(torch.stack([tokens[anchors + k] for k in range(GUESSES + 1)], dim=1))
-            labels.append(torch.stack([tokens[anchors + k - early] for k in range(1, GUESSES + 1)], dim=1))
+            anchors = torch.arange(first, len(tokens) - DRAFT_TOKENS - 1)
+            read = target_hidden_states(
+                target, config.target_layers if target_layers is None else target_layers, [tokens]
+            )[0]
+            hidden_states.append(read.roll(lag, dims=0))
+            blocks.append(torch.stack([tokens[anchors + k] for k in range(DRAFT_TOKENS + 1)], dim=1))
+            labels.append(torch.stack([tokens[anchors + k - early] for k in range(1, DRAFT_TOKENS + 1)], dim=1))
             numbers = torch.full_like(tokens, number)
             parts.append(
                 Rows(tokens, torch.arange(len(tokens)), numbers, begin + anchors, blocks[-1], blocks[-1][:, 1:] >= 0)
@@ -101,7 +103,7 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
         wanted = torch.cat(labels).apply_(lambda token: places[token]).flatten()
         for _ in range(STEPS):
             optimizer.zero_grad()
-            hidden = variant.hidden(network, target, torch.cat(features)[None], rows)[0]
+            hidden = variant.hidden(network, target, torch.cat(hidden_states)[None], rows)[0]
             F.cross_entropy(variant.logits(network, target, hidden).flatten(0, 1), wanted).backward()
             optimizer.step()
         return Checkpoint(config, {name: one.detach().clone() for name, one in network.state_dict().items()})
@@ -148,7 +150,7 @@ def swap(*names: str) -> Callable[[dict[str, torch.Tensor]], None]:
 def test_good_pairs(target: Target, learned: Callable[..., Checkpoint], write: Learn, kind: str) -> None:
     found = diagnosis(target, write(kind, learned(kind)))
     assert (found.fault, found.remedy) == (None, "") and found.alike > 0.9
-    assert found.decoded[0] > 0.6 and len(found.decoded) == GUESSES
+    assert found.decoded[0] > 0.6 and len(found.decoded) == DRAFT_TOKENS
 
 
 LEARNED = [
@@ -156,8 +158,8 @@ LEARNED = [
     pytest.param("eagle3", {"lag": -1}, "shift", "feature of its own token", marks=pytest.mark.long),
     pytest.param("mtp", {"lag": 1}, "shift", "feature of two tokens before its own", marks=pytest.mark.long),
     ("mtp", {"lag": -1}, "shift", "feature of its own token"),
-    ("mtp", {"taps": (2,)}, "taps", "before its norm"),
-    ("medusa", {"taps": (2,)}, "taps", "before its norm"),
+    ("mtp", {"target_layers": (2,)}, "target_layers", "before its norm"),
+    ("medusa", {"target_layers": (2,)}, "target_layers", "before its norm"),
     pytest.param("medusa", {"lag": 1}, "shift", "hidden state of two tokens before", marks=pytest.mark.long),
     ("medusa", {"early": 1}, "shift", "head 1 guesses the token behind the anchor"),
 ]
@@ -179,7 +181,7 @@ def test_learned_otherwise(
 
 
 WRITTEN = [
-    ("eagle3", {}, {"taps": (1, 2)}, "taps", "taps [0, 1] in place of [1, 2]"),
+    ("eagle3", {}, {"target_layers": (1, 2)}, "target_layers", "target_layers [0, 1] in place of [1, 2]"),
     ("eagle3", {"norm_output": True}, {"norm_output": False}, "feedback", "taken behind the last norm"),
     ("eagle3", {}, {"norm_before_residual": True}, "norm", "begun before the norm"),
     ("eagle3", {}, {"rope_theta": 3.0}, "rope", "rope_theta 10000 in place of 3"),
@@ -257,6 +259,6 @@ def test_checks_are_different_and_possible(
         text = [(torch.arange(5, 25), [8, 15])]
         shapes = {tuple(checker.right(one, text).shape) for one in known}
         assert shapes == {(2, {"medusa": 2, "mtp": 3, "eagle3": 5, "drafter": 6}[folder.name])}
-    assert faults["eagle3"] == {"taps", "shift", "vocabulary", "order", "feedback", "norm", "rope"}
-    assert faults["mtp"] == {"taps", "shift", "order", "feedback", "norm", "rope"}
-    assert faults["medusa"] == {"taps", "shift"}
+    assert faults["eagle3"] == {"target_layers", "shift", "vocabulary", "order", "feedback", "norm", "rope"}
+    assert faults["mtp"] == {"target_layers", "shift", "order", "feedback", "norm", "rope"}
+    assert faults["medusa"] == {"target_layers", "shift"}

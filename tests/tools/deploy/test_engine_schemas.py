@@ -45,11 +45,18 @@ def drafters(
     tiny_drafter_dir: Path,
     tiny_dflash2_dir: Path,
     tiny_dspark_dir: Path,
-    eagle3_of_three_taps: Path,
+    eagle3_of_three_target_layers: Path,
     tiny_medusa_dir: Path,
     tiny_mtp_dir: Path,
 ) -> dict[str, Path]:
-    found = tiny_drafter_dir, tiny_dflash2_dir, tiny_dspark_dir, eagle3_of_three_taps, tiny_medusa_dir, tiny_mtp_dir
+    found = (
+        tiny_drafter_dir,
+        tiny_dflash2_dir,
+        tiny_dspark_dir,
+        eagle3_of_three_target_layers,
+        tiny_medusa_dir,
+        tiny_mtp_dir,
+    )
     return dict(zip(KINDS, found, strict=True))
 
 
@@ -89,7 +96,7 @@ def test_what_inspect_says_is_each_engines_own(
     lines = {engine: start for engine, start in found.starts.items() if engine != "blockdraft"}
     assert {engine for engine, start in lines.items() if start.line is not None} == KINDS[kind][layout]
     assert list(lines) == ["vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "OpenVINO GenAI"]
-    guesses = found.conventions["guesses"]
+    draft_tokens = found.conventions["draft_tokens"]
     for engine, start in lines.items():
         if start.line is None:
             assert start.reason and not start.files
@@ -98,10 +105,10 @@ def test_what_inspect_says_is_each_engines_own(
         said = check_recorded(engine, shlex.split(start.line), start.files)
         counts = {"vLLM": "num_speculative_tokens", "TensorRT-LLM": "max_draft_len"}
         if engine in counts and said:
-            assert said[counts[engine]] == guesses
+            assert said[counts[engine]] == draft_tokens
             assert drafter in said.values()
         if engine == "SGLang":
-            assert said["--speculative-num-draft-tokens"] == str(guesses + 1)
+            assert said["--speculative-num-draft-tokens"] == str(draft_tokens + 1)
 
 
 @pytest.mark.parametrize(("kind", "engine"), thinned(KINDS, ENGINES, keep=2))

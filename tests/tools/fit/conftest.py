@@ -23,7 +23,7 @@ def make_plan() -> Callable[..., Plan]:
             "held_out": 4,
             "max_new_tokens": 16,
             "temperature": 0.7,
-            "features": "memory",
+            "hidden_states": "memory",
             "bench_prompts": 2,
             "bench_tokens": 8,
             "seconds": {name: 10.0 * i for i, name in enumerate(order, 1)},

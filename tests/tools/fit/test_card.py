@@ -17,8 +17,8 @@ def test_an_export_that_would_be_refused_is_not_advised(tmp_path: Path, tiny_dra
     out = tmp_path / "out"
     shutil.copytree(tiny_drafter_dir, out)
     config = json.loads((out / "config.json").read_text())
-    taps = config["dflash_config"]["target_layer_ids"]
-    taps[-1] = config["num_target_layers"] - 1 if last else config["num_target_layers"] - 2
+    target_layers = config["dflash_config"]["target_layer_ids"]
+    target_layers[-1] = config["num_target_layers"] - 1 if last else config["num_target_layers"] - 2
     config.pop("target_layer_ids", None)  # the same once more
     (out / "config.json").write_text(json.dumps(config))
     advised = any(line.startswith("blockdraft export") for line in usage(Where(out, "some/model")))

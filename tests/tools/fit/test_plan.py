@@ -22,7 +22,7 @@ from blockdraft.tools.fit.plan import (
     make_plan,
     reference,
     show,
-    taps,
+    target_layers,
 )
 from blockdraft.tools.fit.settings import FitSettings
 from blockdraft.training.variant import find_variant, fit_gains
@@ -120,11 +120,11 @@ def test_steps_become_larger_where_their_size_hardly_matters() -> None:
 
 
 def test_features_lie_where_there_is_room() -> None:
-    assert plan().features == "memory" and "features" not in plan().seconds
+    assert plan().hidden_states == "memory" and "hidden_states" not in plan().seconds
     narrow = plan(machine=replace(MACHINE, memory=2**26, device="cuda"))
-    assert narrow.features == "disk" and narrow.seconds["features"] > 0 and narrow.disk > plan().disk
+    assert narrow.hidden_states == "disk" and narrow.seconds["hidden_states"] > 0 and narrow.disk > plan().disk
     nowhere = plan(machine=replace(MACHINE, memory=2**26, device="cuda", disk=2**27))
-    assert nowhere.features is None and nowhere.disk < 2**27
+    assert nowhere.hidden_states is None and nowhere.disk < 2**27
 
 
 def test_a_large_vocabulary_is_looked_at_in_parts() -> None:
@@ -202,7 +202,7 @@ def test_a_plan_survives_its_file() -> None:
     made = plan()
     read = Plan(**json.loads(json.dumps(made.as_json())))
     assert show(read, TARGET, MACHINE, [], 1.0) == show(made, TARGET, MACHINE, [], 1.0)
-    assert read.recipe["taps"] == list(made.recipe["taps"])
+    assert read.recipe["target_layers"] == list(made.recipe["target_layers"])
 
 
 def test_a_plan_is_shown_with_its_reasons() -> None:
@@ -215,13 +215,13 @@ def test_a_plan_is_shown_with_its_reasons() -> None:
 
 @pytest.mark.parametrize("layers", range(1, 81))
 def test_taps_are_layers_of_the_target(layers: int) -> None:
-    found = taps(layers)
+    found = target_layers(layers)
     assert 1 <= len(found) <= 5 and sorted(set(found)) == list(found)
     assert found[0] >= 0 and found[-1] < layers
 
 
 def test_taps_of_usual_targets() -> None:
-    of_few, of_qwen3_8b = taps(2), taps(36)
+    of_few, of_qwen3_8b = target_layers(2), target_layers(36)
     assert of_few == (0, 1)
     assert of_qwen3_8b == (1, 9, 17, 25, 33)  # as z-lab's drafter has them
 

@@ -117,7 +117,9 @@ def test_a_dry_run_measures_and_leaves_nothing(tmp_path: Path, tiny_target_dir: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"variant": "eagle3", "features": "disk", "stored_taps": (0, 1, 3)}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"variant": "eagle3", "hidden_states": "disk", "stored_target_layers": (0, 1, 3)}]
+)
 def test_a_fit_from_its_plan_to_its_card(
     changes: dict[str, Any],
     tmp_path: Path,
@@ -132,9 +134,9 @@ def test_a_fit_from_its_plan_to_its_card(
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
     fit = Fit(Where(tmp_path / "out", str(tiny_target_dir), device="cpu"), FitSettings(), (source,), RECORDS)
     plan = make_plan(**changes)
-    if plan.features == "disk":
+    if plan.hidden_states == "disk":
         plan = replace(
-            plan, seconds=dict(zip(("prompts", "data", "features", "train", "calibrate", "bench"), count(9)))
+            plan, seconds=dict(zip(("prompts", "data", "hidden_states", "train", "calibrate", "bench"), count(9)))
         )
     planned(fit, plan)
     lines = run_fit(fit, False, SILENT)

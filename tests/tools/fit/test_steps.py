@@ -27,8 +27,8 @@ ADAPTED = Where(Path("out"), "some/model", adapter="some/lora", revision="v2")
 def test_every_command_is_one(make_plan: MakePlan) -> None:
     """Each can be read by the command line, whatever is asked for."""
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    seconds = dict.fromkeys(("prompts", "data", "features", "train", "calibrate", "bench"), 1.0)
-    plan = make_plan(features="disk", seconds=seconds, quantize="int8")
+    seconds = dict.fromkeys(("prompts", "data", "hidden_states", "train", "calibrate", "bench"), 1.0)
+    plan = make_plan(hidden_states="disk", seconds=seconds, quantize="int8")
     for where in (WHERE, ADAPTED, Where(Path("out"), None)):
         made = make_steps(plan, where, ["chats.jsonl", "some/dataset"], ["--split", "test"])
         assert [step.name for step in made] == list(seconds)
@@ -38,7 +38,7 @@ def test_every_command_is_one(make_plan: MakePlan) -> None:
             decodes = step.name in ("calibrate", "bench")
             assert context.params.get("target") == (where.target or ("bundled" if decodes else None))
             assert (context.params["adapter"], context.params["revision"]) == (where.adapter, where.revision)
-            assert step.line.startswith(f"blockdraft {step.name} ")
+            assert step.line.startswith(f"blockdraft {step.name.replace('_', '-')} ")
 
 
 def test_what_the_plan_says_is_what_the_commands_get(make_plan: MakePlan) -> None:
@@ -46,23 +46,23 @@ def test_what_the_plan_says_is_what_the_commands_get(make_plan: MakePlan) -> Non
     assert "prompts chats.jsonl --target some/model" in made["prompts"].line
     assert "--count 24 --held-out 4 --seed 5 --batch-size 16 --out out.fit" in made["prompts"].line
     assert "--max-new-tokens 16 --temperature 0.7 --seed 5 --batch-size 16 --out out.fit/data" in made["data"].line
-    assert "--taps=0,1,2 " in made["train"].line and "--objective=dpace=1.0" in made["train"].line
-    assert "--features=memory" in made["train"].line
+    assert "--target-layers=0,1,2 " in made["train"].line and "--objective=dpace=1.0" in made["train"].line
+    assert "--hidden-states=memory" in made["train"].line
     assert "--target-dtype bfloat16 --device cpu --backend hf --data out.fit/data" in made["train"].line
     rounded = {step.name: step for step in make_steps(make_plan(quantize="int8"), WHERE, [], [])}
     assert [name for name, step in rounded.items() if "--quantize int8" in step.line] == ["data"]
     assert "--quantize" not in made["data"].line
-    stored = {step.name: step for step in make_steps(make_plan(features="disk"), WHERE, [], [])}
-    assert "--features=out.fit/features" in stored["train"].line
-    looped = {step.name: step for step in make_steps(make_plan(features=None), WHERE, [], [])}
-    assert "--features" not in looped["train"].line
+    stored = {step.name: step for step in make_steps(make_plan(hidden_states="disk"), WHERE, [], [])}
+    assert "--hidden-states=out.fit/hidden_states" in stored["train"].line
+    looped = {step.name: step for step in make_steps(make_plan(hidden_states=None), WHERE, [], [])}
+    assert "--hidden-states" not in looped["train"].line
 
 
 def test_one_tap_is_a_layer_and_no_number(make_plan: MakePlan) -> None:
     plan = make_plan()
-    plan.recipe["taps"] = [0]
+    plan.recipe["target_layers"] = [0]
     made = {step.name: step for step in make_steps(plan, WHERE, [], [])}
-    assert "--taps=0, " in made["train"].line
+    assert "--target-layers=0, " in made["train"].line
 
 
 @pytest.fixture

@@ -51,16 +51,18 @@ def test_looping_answers_count_as_far_as_they_would_be_written(tokens: int) -> N
 def test_all_candidates_learn_from_the_same_features(
     tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: dict[str, list[Any]] = {"features": [], "steps": []}
-    plan, step = survey.plan_features, Trainer.timed_step
-    monkeypatch.setattr(survey, "plan_features", lambda *given: calls["features"].append(given) or plan(*given))
+    calls: dict[str, list[Any]] = {"hidden_states": [], "steps": []}
+    plan, step = survey.plan_hidden_states, Trainer.timed_step
+    monkeypatch.setattr(
+        survey, "plan_hidden_states", lambda *given: calls["hidden_states"].append(given) or plan(*given)
+    )
     monkeypatch.setattr(Trainer, "timed_step", lambda trainer, rows: calls["steps"].append(rows) or step(trainer, rows))
     told: list[str] = []
     target = load_target(tiny_target_dir, device="cpu")
     prompts = [f"say {i} the inn" for i in range(12)]
     monkeypatch.setattr(survey, "RUNS", 1)
     found = survey.measure(target, prompts, 1.0, 24, ["dflash", "dflash2", "eagle3"], tmp_path / "scratch", told.append)
-    assert len(calls["features"]) == 1 and calls["steps"] == [1, 1, 4] * 3
+    assert len(calls["hidden_states"]) == 1 and calls["steps"] == [1, 1, 4] * 3
     assert set(found.speeds) == {"dflash", "dflash2", "eagle3"} and found.batch_size in survey.BATCHES
     for speed in found.speeds.values():
         assert speed.tokens[1] == 4 * speed.tokens[0] and min(speed.seconds) > 0 and min(speed.cycles.values()) > 0

@@ -34,10 +34,10 @@ def variant(tmp_path: Path, tiny_drafter_dir: Path) -> Variant:
     """Writes `tiny_drafter_dir` with another configuration, for this target's fingerprint."""
 
     def write(
-        name: str = "drafter", trained_for: str | None = None, round_bits: int | None = None, **differences: Any
+        name: str = "drafter", trained_for: str | None = None, qat_bits: int | None = None, **differences: Any
     ) -> Path:
         config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
-        trained = Trained(trained_for, round_bits)
+        trained = Trained(trained_for, qat_bits)
         zlab.write_checkpoint(tmp_path / name, replace(config, **differences), tensors, trained)
         return tmp_path / name
 
@@ -49,7 +49,7 @@ def verdicts(report: Report) -> dict[str, bool | None]:
 
 
 def test_a_drafter_says_to_how_few_bits_it_was_trained(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:
-    few = variant("few", round_bits=4)
+    few = variant("few", qat_bits=4)
     assert inspect(few).about["rounded_in_training"] == "4 bits"
     file = export_gguf(few, tmp_path / "gguf", tiny_target_dir, "q8_0").drafter
     assert inspect(file).about["rounded_in_training"] == "4 bits"
@@ -68,15 +68,15 @@ def test_a_drafter(variant: Variant) -> None:
         "fingerprint": "0123456789abcdef",
     }
     said = found.conventions
-    assert (said["block_size"], said["guesses"]) == (8, 7)
+    assert (said["block_size"], said["draft_tokens"]) == (8, 7)
     outputs, entered = [0, 1], [1, 2]
-    assert said["taps"] == {
+    assert said["target_layers"] == {
         **dict.fromkeys(("blockdraft", "zlab"), outputs),
         **dict.fromkeys(("vllm_sglang", "speculators", "llama_cpp"), entered),
     }
     assert said["layers"] == [{"causal_in_block": True, "window": 16}, {"causal_in_block": False, "window": None}]
     assert said["rope"] == {"theta": 10000.0, "scaling": None}
-    assert said["mask_token"] == {"id": 3, "token": None} and said["vocabulary"] == {"target": 265, "guessed": 265}
+    assert said["mask_token"] == {"id": 3, "token": None} and said["vocabulary"] == {"target": 265, "from_draft": 265}
     weights = load_file(folder / "model.safetensors")
     assert (
         found.about["parameters"] == sum(weight.numel() for weight in weights.values()) == found.about["weights"]["F32"]
@@ -105,9 +105,9 @@ def test_commands(variant: Variant, tiny_target_dir: Path) -> None:
 
 def test_the_other_kinds(tiny_dflash2_dir: Path, tiny_dspark_dir: Path, tiny_target_dir: Path) -> None:
     second, spark = (inspect(path, tiny_target_dir) for path in (tiny_dflash2_dir, tiny_dspark_dir))
-    assert second.conventions["guesses"] == 7 and second.conventions["DFlash2DraftModel"]["selector_top_k"] == 5
+    assert second.conventions["draft_tokens"] == 7 and second.conventions["DFlash2DraftModel"]["selector_top_k"] == 5
     assert second.starts["SGLang"].line is None
-    assert spark.conventions["guesses"] == 8  # the anchor's slot guesses too
+    assert spark.conventions["draft_tokens"] == 8  # the anchor's slot guesses too
     assert spark.conventions["DSparkDraftModel"]["markov_rank"] == 4
     assert spark.starts["vLLM"].line is None and "--format speculators" in str(spark.starts["vLLM"].remedy)
 
@@ -119,7 +119,7 @@ def test_a_target_that_fits_and_others(variant: Variant, tiny_target_dir: Path, 
         "hidden size": True,
         "vocabulary": True,
         "layers": True,
-        "taps": True,
+        "target_layers": True,
         "context": True,
         "tokenizer": None,
         "mask token": True,
@@ -127,7 +127,7 @@ def test_a_target_that_fits_and_others(variant: Variant, tiny_target_dir: Path, 
     }
     assert found.conventions["mask_token"]["token"] == "<|mask|>"
     for name, differences, wrong in (
-        ("deep", {"num_target_layers": 5, "taps": (0, 4)}, {"layers", "taps"}),
+        ("deep", {"num_target_layers": 5, "target_layers": (0, 4)}, {"layers", "target_layers"}),
         ("masked", {"mask_token_id": 2}, {"mask token"}),
         ("short", {"max_position_embeddings": 64}, {"context"}),
         ("other", {"trained_for": "0123456789abcdef"}, {"fingerprint"}),
@@ -145,7 +145,7 @@ def test_speculators(variant: Variant, tiny_target_dir: Path, tmp_path: Path) ->
     speculators.write_checkpoint(tmp_path / "s", config, tensors, own, "owner/model", ["Qwen3ForCausalLM"])
     found = inspect(tmp_path / "s")
     assert found.layout == "speculators" and found.wants["name"] == "owner/model" and found.wants["layers"] is None
-    assert found.conventions["vocabulary"] == {"target": 265, "guessed": 53}
+    assert found.conventions["vocabulary"] == {"target": 265, "from_draft": 53}
     assert found.starts["vLLM"].line == f"vllm serve {tmp_path / 's'}"
     assert found.starts["blockdraft"].line == f"blockdraft serve --target owner/model --drafter {tmp_path / 's'}"
     assert found.starts["SGLang"].remedy is not None
@@ -169,14 +169,14 @@ def test_gguf(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:
     assert target.about["parameters"] == inspect(tiny_target_dir).about["parameters"]
 
 
-def test_eagle3_as_gguf(eagle3_of_three_taps: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
-    plain = inspect(eagle3_of_three_taps)
+def test_eagle3_as_gguf(eagle3_of_three_target_layers: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
+    plain = inspect(eagle3_of_three_target_layers)
     assert "--format gguf" in str(plain.starts["llama.cpp"].remedy)
-    done = export_gguf(eagle3_of_three_taps, tmp_path, tiny_target_dir, "bf16")
+    done = export_gguf(eagle3_of_three_target_layers, tmp_path, tiny_target_dir, "bf16")
     assert done.line.endswith("--spec-type draft-eagle3 --spec-draft-n-max 5")
     found = inspect(done.drafter, done.target)
     assert (found.what, found.layout, found.about["architecture"]) == ("drafter", "gguf", "LlamaForCausalLMEagle3")
-    assert found.conventions == plain.conventions and found.conventions["taps"]["llama_cpp"] == [1, 2, 2]
+    assert found.conventions == plain.conventions and found.conventions["target_layers"]["llama_cpp"] == [1, 2, 2]
     assert found.about["parameters"] == plain.about["parameters"]
     assert verdicts(found)["tokenizer"] is True and False not in verdicts(found).values()
     assert found.starts["llama.cpp"].line == done.line
@@ -398,8 +398,11 @@ def test_eagle3(tiny_eagle3_dir: Path, tiny_target_dir: Path, tmp_path: Path) ->
     found = inspect(tiny_eagle3_dir)
     assert (found.layout, found.about["architecture"]) == ("eagle3", "LlamaForCausalLMEagle3")
     said, weights = found.conventions, load_file(tiny_eagle3_dir / "model.safetensors")
-    assert (said["block_size"], said["guesses"]) == (6, 5) and said["vocabulary"] == {"target": 265, "guessed": 120}
-    assert said["taps"]["eagle3"] == [0, 1] and said["taps"]["eagle3_speculators"] == [1, 2]
+    assert (said["block_size"], said["draft_tokens"]) == (6, 5) and said["vocabulary"] == {
+        "target": 265,
+        "from_draft": 120,
+    }
+    assert said["target_layers"]["eagle3"] == [0, 1] and said["target_layers"]["eagle3_speculators"] == [1, 2]
     assert said["LlamaForCausalLMEagle3"]["qk_norm"] is False and "mask_token" not in said
     assert found.about["parameters"] == sum(w.numel() for w in weights.values() if w.is_floating_point())
     assert found.wants["layers"] is None and found.about["context"] == 256
@@ -408,13 +411,16 @@ def test_eagle3(tiny_eagle3_dir: Path, tiny_target_dir: Path, tmp_path: Path) ->
     assert "--speculative-algorithm EAGLE3 " in str(found.starts["SGLang"].line)
     assert "--speculative-num-steps 5 " in str(found.starts["SGLang"].line)
     assert str(found.starts["SGLang"].line).endswith("--speculative-num-draft-tokens 6")
-    assert "the number of taps is 2; it must be 3" in str(found.starts["llama.cpp"].reason)
+    assert "the number of target_layers is 2; it must be 3" in str(found.starts["llama.cpp"].reason)
     beside = inspect(tiny_eagle3_dir, tiny_target_dir)
-    assert verdicts(beside)["layers"] is verdicts(beside)["taps"] is True and False not in verdicts(beside).values()
+    assert (
+        verdicts(beside)["layers"] is verdicts(beside)["target_layers"] is True
+        and False not in verdicts(beside).values()
+    )
 
     other = inspect(written_so(tiny_eagle3_dir, "eagle3_speculators", tiny_target_dir, tmp_path / "s"))
     assert other.layout == "eagle3_speculators" and other.wants["name"] == "owner/model"
-    assert other.conventions["taps"] == said["taps"]
+    assert other.conventions["target_layers"] == said["target_layers"]
     assert other.starts["vLLM"].line == f"vllm serve {tmp_path / 's'}"
     assert "--format eagle3" in str(other.starts["SGLang"].remedy)
 
@@ -433,14 +439,18 @@ def test_taps_that_only_the_target_tells(tiny_eagle3_dir: Path, tmp_path: Path) 
 
 def test_medusa_and_mtp(tiny_medusa_dir: Path, tiny_mtp_dir: Path, tiny_target_dir: Path) -> None:
     heads, mtp = (inspect(path, tiny_target_dir) for path in (tiny_medusa_dir, tiny_mtp_dir))
-    assert (heads.layout, heads.about["architecture"], heads.conventions["guesses"]) == ("medusa", "MedusaModel", 3)
-    assert (mtp.layout, mtp.about["architecture"], mtp.conventions["guesses"]) == ("mtp", "MTPDraftModel", 3)
+    assert (heads.layout, heads.about["architecture"], heads.conventions["draft_tokens"]) == (
+        "medusa",
+        "MedusaModel",
+        3,
+    )
+    assert (mtp.layout, mtp.about["architecture"], mtp.conventions["draft_tokens"]) == ("mtp", "MTPDraftModel", 3)
     file = tiny_medusa_dir / "medusa_lm_head.pt"
     assert heads.about["bytes"] == file.stat().st_size and heads.about["weights"] == {"F32": heads.about["parameters"]}
     assert heads.conventions["MedusaModel"] == {"shared_head": False} and heads.about["layers"] == 2
     assert mtp.conventions["MTPDraftModel"] == {"normed_feedback": True} and mtp.conventions["rope"]["theta"] == 10000
     for report in (heads, mtp):
-        assert report.conventions["taps"] == HEAD_INPUT
+        assert report.conventions["target_layers"] == HEAD_INPUT
         assert False not in verdicts(report).values() and report.wants["layers"] == 3
         assert [engine for engine, start in report.starts.items() if start.line] == ["blockdraft"]
         assert json.loads(json.dumps(report.as_dict()))["what"] == "drafter"

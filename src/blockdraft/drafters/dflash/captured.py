@@ -31,15 +31,17 @@ class CapturedDraftPass(DraftPass):
         super().__init__(network, embed, head)
         self._graphs = Graphs(recorder, network.fc.weight.device)
 
-    def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """As `DraftPass.guesses`. A pass with a window is not captured, because it reads other slots each time."""
+    def draft_tokens(
+        self, state: KVCache, tokens: Tensor, first: int, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `DraftPass.draft_tokens`. A pass with a window is not captured, because it reads other slots each time."""
         config, (batch, count) = self.config, tokens.shape
         slots = slot_bucket(max(state.lengths) + count)
         if window is not None or slots > state.capacity:
-            return super().guesses(state, tokens, first, window)
+            return super().draft_tokens(state, tokens, first, window)
         store, is_memory = state.view(self._memory(state), count, slots)
         if not is_memory:
-            return super().guesses(state, tokens, first, window)
+            return super().draft_tokens(state, tokens, first, window)
 
         def call(tokens: Tensor, starts: Tensor) -> list[Tensor]:
             at = starts[:, None] + torch.arange(count, device=starts.device)

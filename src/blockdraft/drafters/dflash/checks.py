@@ -15,7 +15,16 @@ from blockdraft.formats import Checkpoint
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
-from blockdraft.tools.deploy.checks import CHUNK, Check, Checker, Text, neighbour_taps, precision, rope, variant_of
+from blockdraft.tools.deploy.checks import (
+    CHUNK,
+    Check,
+    Checker,
+    Text,
+    neighbour_target_layers,
+    precision,
+    rope,
+    variant_of,
+)
 from blockdraft.training.objectives import Slots
 from blockdraft.training.variant import find_variant
 
@@ -62,7 +71,7 @@ class DFlashChecker(Checker):
         network = self._network(check)
         for hidden, logits, said in self._passes(network, check, tokens, anchors, count):
             seen = Slots(hidden[:, slots], logits[:, slots], said.clamp(min=0), said[:, 1:] >= 0)
-            right = self._variant.guesses(network, seen) == said[:, 1:]
+            right = self._variant.draft_tokens(network, seen) == said[:, 1:]
             found += right.long().cumprod(dim=1).sum(dim=1).tolist()
         return found
 
@@ -81,14 +90,14 @@ class DFlashChecker(Checker):
         """
         target = self.target
         dtype, device = next(network.parameters()).dtype, target.device
-        features = self.features(check.taps or self.config.taps, tokens).to(dtype)[None]
+        hidden_states = self.hidden_states(check.target_layers or self.config.target_layers, tokens).to(dtype)[None]
         padded = torch.cat([tokens, tokens.new_full((count,), -1)]).to(device)
         mask = target.embed(torch.tensor(network.config.mask_token_id, device=device)).to(dtype)
         places = torch.arange(len(tokens), device=device)[None]
         for some in torch.tensor(anchors, dtype=torch.int64, device=device).split(CHUNK):
             embedded = target.embed(padded[some]).to(dtype)[None]
             documents = torch.zeros_like(places)
-            hidden = draft_hidden(network, features, documents, places, some[None], embedded, mask)[0]
+            hidden = draft_hidden(network, hidden_states, documents, places, some[None], embedded, mask)[0]
             logits = network.adjust_logits(self._head(hidden.to(target.dtype)))
             yield hidden, logits, torch.stack([padded[some + k] for k in range(count + 1)], dim=1)
 
@@ -105,7 +114,7 @@ def checks(
         longest: Tokens of the longest text.
     """
     yield Check(config)
-    yield from neighbour_taps(config)
+    yield from neighbour_target_layers(config)
     for slot in {0, 1, 2} - {first_slot}:
         told = f"slot {slot} guesses the token behind the anchor, in place of slot {first_slot}"
         remedy = (

@@ -116,24 +116,26 @@ class CompiledDraftPass(CompiledNetwork):
             embedding_scale=config.input_embedding_scale,
             attention_scale=config.head_dim**-0.5,
         )
-        self._features, self._hidden_norm = self._pack(network, "fc"), self._pointer(network.hidden_norm.weight)
+        self._hidden_states, self._hidden_norm = self._pack(network, "fc"), self._pointer(network.hidden_norm.weight)
         self._target = target  # keeps alive the memory that the model's fields point to
         return_freed()
-        self._taps = numbers([config.num_hidden_layers])  # the output of the final norm is the only one to return
+        self._target_layers = numbers(
+            [config.num_hidden_layers]
+        )  # the output of the final norm is the only one to return
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes, self._features.inputs)
+        observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes, self._hidden_states.inputs)
         return max(observed, super().workspace_bytes(batch, nodes, slots))
 
-    def observe(self, state: KVCache, features: Tensor) -> None:
+    def observe(self, state: KVCache, hidden_states: Tensor) -> None:
         """As `DraftPass.observe`."""
-        features = features.float().contiguous()
-        call, end = self._call(state, features.size(0), features.size(1))
-        call.embedded = features.data_ptr()
+        hidden_states = hidden_states.float().contiguous()
+        call, end = self._call(state, hidden_states.size(0), hidden_states.size(1))
+        call.embedded = hidden_states.data_ptr()
         self._in_workspace(self._observed, call, end)
 
     def _observed(self, model: ModelFields, call: CallFields) -> int:
-        return self.library.draft_context(model, call, self._features, self._hidden_norm)
+        return self.library.draft_context(model, call, self._hidden_states, self._hidden_norm)
 
     def __call__(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
         """As `DraftPass.__call__`."""
@@ -142,8 +144,10 @@ class CompiledDraftPass(CompiledNetwork):
         call.embedded = embedded.data_ptr()
         return self._pass(call, end, None, window).to(block.dtype)
 
-    def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """As `DraftPass.guesses`."""
+    def draft_tokens(
+        self, state: KVCache, tokens: Tensor, first: int, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `DraftPass.draft_tokens`."""
         if self._target is None:
             hidden = self(state, self._embed(tokens), window)[:, first:]
             mark(PASS)
@@ -162,8 +166,8 @@ class CompiledDraftPass(CompiledNetwork):
         """Run a pass; returns hidden states `[B, N, H]` after the final norm."""
         parents = chain_parents(call.batch, call.nodes)
         hidden = torch.empty(call.batch, call.nodes, self.config.hidden_size)
-        call.parents, call.taps, call.num_taps = address(parents), address(self._taps), 1
-        call.features, call.reach = hidden.data_ptr(), EVERYWHERE if window is None else window
+        call.parents, call.target_layers, call.num_target_layer_ids = address(parents), address(self._target_layers), 1
+        call.hidden_states, call.reach = hidden.data_ptr(), EVERYWHERE if window is None else window
         self._run(call, end, tokens)
         return hidden
 

@@ -19,7 +19,7 @@ from blockdraft.drafters.base import (
     NOISE_SCHEDULES,
     DraftCost,
     Drafter,
-    Entry,
+    DrafterSpec,
     check_refinement,
     filled_network,
     whole_cycle,
@@ -38,8 +38,8 @@ from blockdraft.types import CycleTokens, SamplingParams
 class DFlashDrafter(Drafter):
     """Drafts with a DFlash network. Embedding and, unless there is a `reduced_head`, head are the target's.
 
-    Drafters that extend it set `network_class`, `first_guess` (first position of a block that makes a guess: 0, the
-    anchor's, or 1) and override `_guess`, which turns a draft pass into a proposal.
+    Subclasses set `network_class` and `first_draft_token`, the first position of a block that drafts a token (0, the
+    anchor's, or 1). They override `_draft_token`, which turns a draft pass into a proposal.
 
     Args:
         network: Draft network, which is moved to the target's device and dtype.
@@ -55,7 +55,7 @@ class DFlashDrafter(Drafter):
     knows_probabilities = True
     knows_lengths = False
     network_class: type[DFlashNetwork] = DFlashNetwork
-    first_guess = 1
+    first_draft_token = 1
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class DFlashDrafter(Drafter):
         self.check_steps(diffusion_steps, noise_schedule)
         self.network = network.eval()
         self.path = path
-        self.taps = self.config.taps
-        self.block_size = self.config.block_size + 1 - self.first_guess
+        self.target_layers = self.config.target_layers
+        self.block_size = self.config.block_size + 1 - self.first_draft_token
         self.diffusion_steps = diffusion_steps
         self.noise_schedule = noise_schedule
         self.reduced_head = reduced_head and reduced_head.to(target.device, target.dtype)
@@ -119,10 +119,10 @@ class DFlashDrafter(Drafter):
         return self._run.workspace_bytes(batch, nodes, slots)
 
     @torch.no_grad()
-    def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
-        assert features is not None
+    def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
+        assert hidden_states is not None
         mark(OBSERVE)
-        self._run.observe(state, features)
+        self._run.observe(state, hidden_states)
         mark(CONTEXT)
         state.commit([range(length) for length in lengths])
 
@@ -156,15 +156,15 @@ class DFlashDrafter(Drafter):
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        return self._guess(anchor, *self._refined_pass(state, anchor, plan), plan)
+        return self._draft_token(anchor, *self._refined_pass(state, anchor, plan), plan)
 
     def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
         return None if (plan.draft_passes or self.diffusion_steps) > 1 else whole_cycle(self._run.cycle, plan)
 
-    def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+    def _draft_token(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         """Make a proposal from the hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions behind the
         anchors."""
-        return independent_guesses(anchor, logits, plan)
+        return independent_draft_tokens(anchor, logits, plan)
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Hidden states `[B, D, H]` and logits `[B, D, V]` of the D = block_size - 1 guesses after the last draft pass.
@@ -183,9 +183,9 @@ class DFlashDrafter(Drafter):
             logits = self._draft_logits(state, tokens, window)
             wanted = max(1, round(share(step / passes) * (block_size - 1)))
             newly = wanted - (int(settled[0].sum()) - 1)
-            confidence, guesses = logits.float().softmax(dim=-1).max(dim=-1)
+            confidence, draft_tokens = logits.float().softmax(dim=-1).max(dim=-1)
             surest = confidence.masked_fill(settled, -1.0).topk(max(newly, 0), dim=-1).indices
-            tokens = tokens.scatter(1, surest, guesses.gather(1, surest))
+            tokens = tokens.scatter(1, surest, draft_tokens.gather(1, surest))
             settled = settled.scatter(1, surest, True)
         hidden, logits = self._draft_pass(state, tokens, 1, window)
         others = torch.ones_like(logits, dtype=torch.bool).scatter_(2, tokens[:, 1:, None], False)
@@ -199,13 +199,13 @@ class DFlashDrafter(Drafter):
     ) -> tuple[Tensor, Tensor]:
         """Hidden states and logits, `[B, N - first, ...]`, of a block from its position `first` on. Unknown positions
         hold the mask token. The output of a DFlash drafter at position 0 has no meaning."""
-        hidden, logits = self._run.guesses(state, tokens, first, window)
+        hidden, logits = self._run.draft_tokens(state, tokens, first, window)
         logits = self.network.adjust_logits(logits)
         mark(HEAD)
         return hidden, logits
 
 
-def independent_guesses(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+def independent_draft_tokens(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
     """Proposal of as many guesses as the plan asks for, where no guess's distribution depends on another guess.
 
     Args:
@@ -218,11 +218,11 @@ def independent_guesses(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         return chain(torch.cat([anchor[:, None], best_tokens(logits)], dim=1))
     log_probs = log_probabilities(logits, plan.params)
     if plan.tree_budget > 0 and plan.cycle_seconds is not None:
-        return paying_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds, plan.trust)
+        return paying_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds, plan.calibration)
     ranks = min(plan.tree_budget, logits.size(-1)) or 1
     best = log_probs.topk(ranks, dim=-1)
     budget = plan.tree_budget or plan.block_size - 1
-    return best_first(anchor, best.values, best.indices, budget, plan.cycle_seconds, plan.trust)
+    return best_first(anchor, best.values, best.indices, budget, plan.cycle_seconds, plan.calibration)
 
 
 def sampled_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
@@ -238,12 +238,12 @@ def sampled_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
     """
     assert plan.draws is not None
     dists = sparsify(probabilities(logits, plan.params))
-    guesses = dists.ids.gather(2, draw(dists.probs, plan.draws).to(logits.device).unsqueeze(2)).squeeze(2)
-    count = guesses.size(1)
+    draft_tokens = dists.ids.gather(2, draw(dists.probs, plan.draws).to(logits.device).unsqueeze(2)).squeeze(2)
+    count = draft_tokens.size(1)
     if plan.cycle_seconds is not None:
         best = log_probabilities(logits, plan.params).amax(dim=-1)
-        count = best_count(best.cumsum(dim=-1).exp().tolist(), plan.cycle_seconds, plan.trust)
-    tokens = torch.cat([anchor[:, None], guesses[:, :count]], dim=1)
+        count = best_count(best.cumsum(dim=-1).exp().tolist(), plan.cycle_seconds, plan.calibration)
+    tokens = torch.cat([anchor[:, None], draft_tokens[:, :count]], dim=1)
     return Proposal(tokens, chain(tokens).parents, chain_q(dists, count, plan.params))
 
 
@@ -296,7 +296,7 @@ def check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
             )
 
 
-DRAFTER = Entry(
+DRAFTER = DrafterSpec(
     load,
     architectures=("DFlashDraftModel", "DFlashSpeculator"),
     network=DFlashNetwork,

@@ -37,7 +37,7 @@ class DFlash:
         return {one.config: one.names[0] for one in _known()}
 
     def start(self, config: DraftConfig) -> tuple[str, int]:
-        return _of_llama_cpp(config).speculator, architecture_of(config).guesses(config)
+        return _of_llama_cpp(config).speculator, architecture_of(config).draft_tokens(config)
 
     def written(self, config: DraftConfig) -> dict[str, Any]:
         causal, windows = {layer.causal for layer in config.layers}, [layer.window for layer in config.layers]

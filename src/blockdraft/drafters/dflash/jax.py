@@ -73,7 +73,7 @@ class JaxDraftPass(JaxRunner):
             reduced = cast(ReducedHead, own_head)
             self.params["reduced"] = self._layout.put(as_numpy(reduced.weight))
             self.params["kept"] = self._layout.put(as_numpy(reduced.kept).astype(np.int32))
-        self.jax_guesses, self.jax_context = jax.jit(self._guesses, static_argnums=0), jax.jit(self._context)
+        self.jax_draft_tokens, self.jax_context = jax.jit(self._draft_tokens, static_argnums=0), jax.jit(self._context)
 
     def propose(
         self,
@@ -87,20 +87,20 @@ class JaxDraftPass(JaxRunner):
     ) -> tuple[Array, Array, Array]:
         """As in `JaxRunner`."""
         block = jnp.where(jnp.arange(count) == 0, anchors[:, None], self.config.mask_token_id)
-        _, logits = self._guesses(1, known, block, size, window)
+        _, logits = self._draft_tokens(1, known, block, size, window)
         if not budget:
             return chain_of(anchors, jnp.argmax(logits, axis=-1), size)
         logits, cap = logits.astype(jnp.float32) * self.config.output_multiplier, self.config.final_logit_softcapping
         logits = logits if cap is None else jnp.tanh(logits / cap) * cap  # neither changes an order
         return best_tree(logits, anchors, size, budget, temperature)
 
-    def learn(self, known: Context, tokens: Array, parents: Array, depths: Array, features: Array) -> Memory:
+    def learn(self, known: Context, tokens: Array, parents: Array, depths: Array, hidden_states: Array) -> Memory:
         """As in `JaxRunner`."""
-        return self._context(known.own, features, known.rows.lengths[:, None] + depths)
+        return self._context(known.own, hidden_states, known.rows.lengths[:, None] + depths)
 
-    def _context(self, own: Params, features: Array, positions: Array) -> Memory:
+    def _context(self, own: Params, hidden_states: Array, positions: Array) -> Memory:
         """Keys and values of tokens, whose features pass through `fc` and `hidden_norm` only."""
-        fused = model.linear(own, "model.fc", features.astype(self._dtype))
+        fused = model.linear(own, "model.fc", hidden_states.astype(self._dtype))
         fused = model.rms_norm(fused, own["model.hidden_norm.weight"], self.drafter.norm_eps)
         turns, found = model.angles(self.drafter.ropes[0], positions, fused.dtype), []
         for number in range(len(self.drafter.layers)):
@@ -109,7 +109,9 @@ class JaxDraftPass(JaxRunner):
         keys, values = zip(*found, strict=True)
         return jnp.stack(keys), jnp.stack(values)
 
-    def _guesses(self, first: int, known: Context, block: Array, size: Array, window: Array) -> tuple[Array, Array]:
+    def _draft_tokens(
+        self, first: int, known: Context, block: Array, size: Array, window: Array
+    ) -> tuple[Array, Array]:
         """One pass over blocks.
 
         Args:
@@ -142,15 +144,17 @@ class JaxDraftPass(JaxRunner):
         whole = jnp.full((*few.shape[:-1], self._decoder.vocab_size), -jnp.inf, few.dtype)
         return hidden, whole.at[..., known.own["kept"]].set(few)
 
-    def observe(self, state: JaxCache, features: Tensor) -> None:
+    def observe(self, state: JaxCache, hidden_states: Tensor) -> None:
         """As `DraftRunner.observe`; `state.commit` writes."""
         rows = state.where()
-        array = self._on_devices(features, len(rows.lengths))
+        array = self._on_devices(hidden_states, len(rows.lengths))
         positions = rows.lengths[:, None] + np.arange(array.shape[1], dtype=np.int32)
         state.leave(self.jax_context(self.params, array, positions))
 
-    def guesses(self, state: JaxCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """As `DraftRunner.guesses`."""
+    def draft_tokens(
+        self, state: JaxCache, tokens: Tensor, first: int, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `DraftRunner.draft_tokens`."""
         hidden, logits = self._through(state, tokens, first, window)
         mark(PASS)
         shape = (len(tokens), tokens.size(1) - first)
@@ -165,7 +169,7 @@ class JaxDraftPass(JaxRunner):
         wide = padded(block, (bucket(block.size(0)), bucket(block.size(1)), *block.shape[2:]))
         wide = wide if block.is_floating_point() else wide.astype(np.int32)
         given = (wide, np.int32(block.size(1)), latest(window))
-        found: tuple[Array, Array] = self.jax_guesses(first, known, *self._layout.put(given))
+        found: tuple[Array, Array] = self.jax_draft_tokens(first, known, *self._layout.put(given))
         return found
 
 

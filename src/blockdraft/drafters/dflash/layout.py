@@ -25,7 +25,11 @@ def dflash_shapes(config: DraftConfig) -> Shapes:
     }
     if config.attention_bias:
         layer |= {f"self_attn.{name}_proj.bias": layer[f"self_attn.{name}_proj.weight"][:1] for name in "qkvo"}
-    top = {"fc.weight": (hidden, len(config.taps) * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    top = {
+        "fc.weight": (hidden, len(config.target_layers) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
     return top | {f"layers.{i}.{name}": layer[name] for i in range(config.num_hidden_layers) for name in layer}
 
 

@@ -46,20 +46,22 @@ class MLXDraftPass:
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         return 0
 
-    def observe(self, state: MLXCache, features: Tensor) -> None:
+    def observe(self, state: MLXCache, hidden_states: Tensor) -> None:
         """Write the keys and values of committed tokens, whose features pass through `fc` and `hidden_norm` only."""
         network, size = self.network, self.config.head_dim
         with computing():
-            features = MLXTensor(in_mlx(features)).to(network.fc.weight.dtype)
-            context, angles = network.hidden_norm(network.fc(features)), self._angles(state, features.size(1))
+            hidden_states = MLXTensor(in_mlx(hidden_states)).to(network.fc.weight.dtype)
+            context, angles = network.hidden_norm(network.fc(hidden_states)), self._angles(state, hidden_states.size(1))
             for number, layer in enumerate(network.layers):
                 own = cast(DraftLayer, layer).self_attn
                 keys = rotate(own.k_norm(own.k_proj(context).unflatten(-1, (-1, size))), *angles)
                 values = own.v_proj(context).unflatten(-1, (-1, size))
                 state.extend(number, *(in_mlx(each.transpose(1, 2)) for each in (keys, values)))
 
-    def guesses(self, state: MLXCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """As `DraftRunner.guesses`."""
+    def draft_tokens(
+        self, state: MLXCache, tokens: Tensor, first: int, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `DraftRunner.draft_tokens`."""
         hidden = self(state, self._embed(tokens), window)[:, first:]
         mark(PASS)
         return hidden, self._head(hidden)

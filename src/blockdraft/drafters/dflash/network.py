@@ -47,7 +47,7 @@ class DFlashNetwork(DraftNetwork):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(len(config.target_layers) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -73,13 +73,13 @@ class DFlashNetwork(DraftNetwork):
         bias = torch.cat([p.bias for p in projections]) if self.config.attention_bias else None
         return torch.cat([p.weight for p in projections]), bias, torch.stack([a.k_norm.weight for a in attentions])
 
-    def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def context(self, hidden_states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all layers for committed tokens, in one product.
 
         Features of context tokens pass through `fc` and `hidden_norm` only: no input norm, no query, no MLP.
 
         Args:
-            features: `[B, N, m * H]`, outputs of the m tapped target layers.
+            hidden_states: `[B, N, m * H]`, outputs of the m tapped target layers.
             positions: `[B, N]`, absolute.
 
         Returns:
@@ -87,7 +87,7 @@ class DFlashNetwork(DraftNetwork):
         """
         config = self.config
         weight, bias, scales = self.context_weights()
-        both = F.linear(self.hidden_norm(self.fc(features)), weight, bias)
+        both = F.linear(self.hidden_norm(self.fc(hidden_states)), weight, bias)
         shape = (2, config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
         keys, values = both.unflatten(-1, shape).unbind(dim=2)  # [B, N, layers, kv_heads, D]
         keys = F.rms_norm(keys, (config.head_dim,), eps=config.rms_norm_eps) * scales[:, None, :]
@@ -155,7 +155,7 @@ class DraftRunner(Protocol):
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         """Working memory in bytes, as `Drafter.workspace_bytes`; 0 for torch's operations, which free theirs."""
 
-    def observe(self, state: Any, features: Tensor) -> None:
+    def observe(self, state: Any, hidden_states: Tensor) -> None:
         """Write the keys and values of features `[B, N, m * H]` behind those of each row; `state.commit` then keeps
         them."""
 
@@ -163,7 +163,7 @@ class DraftRunner(Protocol):
         """Run one pass over blocks of embeddings `[B, N, H]` in the target's dtype; returns `[B, N, H]` after the final
         norm. The state stays as it was."""
 
-    def guesses(self, state: Any, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+    def draft_tokens(self, state: Any, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
         """Run one pass over blocks of tokens, and the head on its output.
 
         Args:
@@ -242,7 +242,7 @@ class DraftPass:
         projections = [projection for each in attentions for projection in (each.k_proj, each.v_proj)]
         self._context = joined(projections, views=False)
         self._key_scales = torch.stack([each.k_norm.weight for each in attentions]).unsqueeze(1)
-        self._features = PackedLinear(network.fc.weight)
+        self._hidden_states = PackedLinear(network.fc.weight)
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._cos = self._sin = torch.empty(0)  # by position, for as many positions as caches have needed so far
 
@@ -250,7 +250,7 @@ class DraftPass:
         return KVCache(batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
-        return cached_bytes(self.config, batch * capacity, self._features.dtype)
+        return cached_bytes(self.config, batch * capacity, self._hidden_states.dtype)
 
     def weight_bytes(self) -> int:
         return self._context.nbytes
@@ -258,22 +258,22 @@ class DraftPass:
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         return 0
 
-    def observe(self, state: KVCache, features: Tensor) -> None:
+    def observe(self, state: KVCache, hidden_states: Tensor) -> None:
         """Write the keys and values of committed tokens, as nodes for `state.commit` to keep.
 
         Features of context tokens pass through `fc` and `hidden_norm` only: no input norm, no query, no MLP.
 
         Args:
-            features: `[B, N, m * H]`, outputs of the m tapped target layers.
+            hidden_states: `[B, N, m * H]`, outputs of the m tapped target layers.
         """
-        config, count = self.config, features.size(1)
-        features = features.to(self._features.dtype)
-        both = self._context(self.network.hidden_norm(self._features(features)))
+        config, count = self.config, hidden_states.size(1)
+        hidden_states = hidden_states.to(self._hidden_states.dtype)
+        both = self._context(self.network.hidden_norm(self._hidden_states(hidden_states)))
         shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim)
         nodes_BNLKD = both.unflatten(-1, shape)
         keys = nodes_BNLKD[:, :, :, : config.num_key_value_heads]
         state.check_room(count)
-        slots = self._slots(state, count, features.device)
+        slots = self._slots(state, count, hidden_states.device)
         cos, sin = self._rotary(state, slots)
         keys.mul_(rms_factor(keys, config.rms_norm_eps) * self._key_scales)
         rotate_swapped(keys, cos.unsqueeze(-2), sin.unsqueeze(-2))
@@ -286,8 +286,10 @@ class DraftPass:
             # The index puts its own dimension first: [B, N, layers, heads, D].
             memory.permute(2, 0, 1, 3)[starts + slots] = nodes_BNLKD
 
-    def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """As `DraftRunner.guesses`."""
+    def draft_tokens(
+        self, state: KVCache, tokens: Tensor, first: int, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `DraftRunner.draft_tokens`."""
         hidden = self(state, self._embed(tokens), window)[:, first:]
         mark(PASS)
         return hidden, self._head(hidden)
@@ -332,7 +334,7 @@ class DraftPass:
     def _memory(self, state: KVCache) -> Tensor:
         config = self.config
         return state.memory(
-            config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim, self._features.weight
+            config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim, self._hidden_states.weight
         )
 
     def _slots(self, state: KVCache, count: int, device: torch.device) -> Tensor:
@@ -373,7 +375,7 @@ class DraftPass:
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of positions `[..., N]`, each `[..., N, 1, D]`."""
-        cos, sin = self.network.angles(positions, self._features.weight.dtype)
+        cos, sin = self.network.angles(positions, self._hidden_states.weight.dtype)
         sin[..., : sin.size(-1) // 2].neg_()
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
 

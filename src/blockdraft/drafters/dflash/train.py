@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blockdraft.data.documents import TokenData
-from blockdraft.data.taps import chosen_taps
+from blockdraft.data.target_layers import chosen_target_layers
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash.train_pass import draft_pass
 from blockdraft.errors import Complaints, UsageError, counted
@@ -55,9 +55,9 @@ class DFlashRecipe(Recipe):
 
     Attributes:
         layers: Number of draft layers; None is 5, or that of the drafter in `init`.
-        taps: Target layers that the drafter reads: their number, spread over the target (`5`), or a list of 0-based
-            layers (`1,9,17`; a single one is `9,`). None is 5, or fewer if the target has fewer layers, or those of
-            `init`.
+        target_layers: Target layers that the drafter reads: their number, spread over the target (`5`), or a list of
+            0-based layers (`1,9,17`; a single one is `9,`). None is 5, or fewer if the target has fewer layers, or
+            those of `init`.
         causal: Whether a position of a block sees only positions up to its own; otherwise it sees the whole block.
         window: Sliding window of every draft layer in tokens; 0 is full attention.
         intermediate_size: Inner size of the draft layers' MLP; None is the target's, or three times its hidden size.
@@ -76,7 +76,7 @@ class DFlashRecipe(Recipe):
     """
 
     layers: Count | None = None
-    taps: Count | Layers | None = None
+    target_layers: Count | Layers | None = None
     causal: bool = False
     window: Natural = 0
     intermediate_size: Count | None = None
@@ -173,14 +173,21 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
                 init = read_config(Path(recipe.init), vocabulary)
         if recipe.layers is None:
             found["layers"] = Choice(init.num_hidden_layers, of_init) if init else Choice(DEFAULT_LAYERS)
-        if init is not None and recipe.taps is None:
-            found["taps"] = Choice(init.taps, of_init)
+        if init is not None and recipe.target_layers is None:
+            found["target_layers"] = Choice(init.target_layers, of_init)
         else:
             with complaints.noting():
-                taps = chosen_taps(recipe.taps, target.num_layers)
-                need(max(taps) < target.num_layers, "taps", taps, f"layers of the target, 0 to {target.num_layers - 1}")
-                few = recipe.taps is None and len(taps) < 5
-                found["taps"] = Choice(taps, f"the target has {counted(target.num_layers, 'layer')}" if few else None)
+                target_layers = chosen_target_layers(recipe.target_layers, target.num_layers)
+                need(
+                    max(target_layers) < target.num_layers,
+                    "target_layers",
+                    target_layers,
+                    f"layers of the target, 0 to {target.num_layers - 1}",
+                )
+                few = recipe.target_layers is None and len(target_layers) < 5
+                found["target_layers"] = Choice(
+                    target_layers, f"the target has {counted(target.num_layers, 'layer')}" if few else None
+                )
         if init is not None and recipe.mask_token_id is None:
             found["mask_token_id"] = Choice(init.mask_token_id, of_init)
         else:
@@ -202,7 +209,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
             vocab_size=target.vocab_size,
             block_size=recipe.block_size,
             mask_token_id=recipe.mask_token_id,
-            taps=chosen_taps(recipe.taps, target.num_layers),
+            target_layers=chosen_target_layers(recipe.target_layers, target.num_layers),
             num_target_layers=target.num_layers,
             layers=(LayerAttention(recipe.causal, recipe.window or None),) * recipe.layers,
             max_position_embeddings=target.max_context,
@@ -276,12 +283,12 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
     def taught_slots(self) -> int:
         return self.recipe.block_size - self.first_slot
 
-    def hidden(self, network: N, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
-        hidden_BANH = self.pass_over_blocks(network, target, features_BSF, rows)(0.0)
+    def hidden(self, network: N, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
+        hidden_BANH = self.pass_over_blocks(network, target, hidden_states_BSF, rows)(0.0)
         return hidden_BANH[:, :, self.first_slot :]
 
     def pass_over_blocks(
-        self, network: N, target: Target, features_BSF: Tensor, rows: Rows
+        self, network: N, target: Target, hidden_states_BSF: Tensor, rows: Rows
     ) -> Callable[[Tensor | float], Tensor]:
         """Function that runs the layers over all blocks, each an anchor and masks, and can be called repeatedly.
 
@@ -291,7 +298,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         mask = torch.tensor(network.config.mask_token_id, device=target.device)
         anchors_BA1H = target.embed(rows.tokens_BAL[:, :, :1]).float()
         masks_BAKH = target.embed(mask).float().expand(*rows.anchors_BA.shape, network.config.block_size - 1, -1)
-        run = draft_pass(network, features_BSF, rows.documents_BS, rows.positions_BS, rows.anchors_BA, flex)
+        run = draft_pass(network, hidden_states_BSF, rows.documents_BS, rows.positions_BS, rows.anchors_BA, flex)
         return lambda added: run(torch.cat([anchors_BA1H, masks_BAKH + added], dim=2))
 
     def logits(self, network: N, target: Target, hidden_CKH: Tensor) -> Tensor:
@@ -305,8 +312,8 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         plain = partial(super().losses, network)
         return reduced_losses(plain, slots, self.kept, network.config.vocab_size, self.objectives)
 
-    def guesses(self, network: N, slots: Slots) -> Tensor:
-        found = super().guesses(network, slots)
+    def draft_tokens(self, network: N, slots: Slots) -> Tensor:
+        found = super().draft_tokens(network, slots)
         return found if self.kept is None else self.kept[found]
 
     def counts(self, network: N, slots: Slots) -> Mapping[str, Tensor]:

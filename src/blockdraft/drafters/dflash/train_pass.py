@@ -73,7 +73,7 @@ def dense_mask(documents_BS: Tensor, anchors_BA: Tensor, block_size: int, kind: 
 
 def draft_hidden(
     network: DFlashNetwork,
-    features_BSF: Tensor,
+    hidden_states_BSF: Tensor,
     documents_BS: Tensor,
     positions_BS: Tensor,
     anchors_BA: Tensor,
@@ -84,21 +84,21 @@ def draft_hidden(
     """Run the draft pass over all blocks at once.
 
     Args:
-        network, features_BSF, documents_BS, positions_BS, anchors_BA, flex: As in `draft_pass`.
+        network, hidden_states_BSF, documents_BS, positions_BS, anchors_BA, flex: As in `draft_pass`.
         anchor_embedding_BAH: The target's embedding of the anchors' tokens.
         mask_embedding_H: Its embedding of the mask token.
 
     Returns:
         `[B, A, N, H]`, as the drafter computes it when it decodes at that anchor.
     """
-    run = draft_pass(network, features_BSF, documents_BS, positions_BS, anchors_BA, flex)
+    run = draft_pass(network, hidden_states_BSF, documents_BS, positions_BS, anchors_BA, flex)
     masks = mask_embedding_H.expand(*anchors_BA.shape, network.config.block_size - 1, -1)
     return run(torch.cat([anchor_embedding_BAH.unsqueeze(2), masks], dim=2))
 
 
 def draft_pass(
     network: DFlashNetwork,
-    features_BSF: Tensor,
+    hidden_states_BSF: Tensor,
     documents_BS: Tensor,
     positions_BS: Tensor,
     anchors_BA: Tensor,
@@ -108,7 +108,7 @@ def draft_pass(
 
     Args:
         network: The draft network.
-        features_BSF: Outputs of the tapped target layers.
+        hidden_states_BSF: Outputs of the tapped target layers.
         documents_BS: As in `mask_rule`.
         positions_BS: Int64, each token's position in its document.
         anchors_BA: Int64, index of each anchor within the row; a block with a negative one has no meaning.
@@ -117,7 +117,7 @@ def draft_pass(
     Returns:
         A function from the inputs of the slots, `[B, A, N, H]`, to their outputs, in the same shape.
     """
-    keys_LBKSD, values_LBKSD = network.context(features_BSF, positions_BS)
+    keys_LBKSD, values_LBKSD = network.context(hidden_states_BSF, positions_BS)
     first = positions_BS.gather(1, anchors_BA.clamp(min=0))
     positions = (first.unsqueeze(-1) + torch.arange(network.config.block_size, device=first.device)).flatten(0, 1)
     prepare = _flex if flex else _dense

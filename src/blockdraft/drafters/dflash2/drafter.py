@@ -15,7 +15,7 @@ from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, lattice_tree
-from blockdraft.drafters.base import Entry
+from blockdraft.drafters.base import DrafterSpec
 from blockdraft.drafters.dflash.drafter import DFlashDrafter, log_probabilities
 from blockdraft.drafters.dflash.drafter import load as load_dflash
 from blockdraft.drafters.dflash.network import DFlashNetwork
@@ -34,24 +34,24 @@ class DFlash2Drafter(DFlashDrafter):
     network: DFlash2Network
     network_class: type[DFlashNetwork] = DFlash2Network
 
-    def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+    def _draft_token(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         ids_BDK, scores_BDKK = self.network.lattice(hidden, logits, anchor)
         sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
         if plan.tree_budget > 0 and not sampled:
             log_probs_BDKK = lattice_log_probs(scores_BDKK, ids_BDK, logits, plan)
-            return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.trust)
+            return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.calibration)
         ranks_BD, count, q, expected = walk(best_tokens(scores_BDKK)), ids_BDK.size(1), None, None
         if plan.cycle_seconds is not None:
             log_probs_BDK = _after(lattice_log_probs(scores_BDKK, ids_BDK, logits, plan), ranks_BD)
             path_BD = log_probs_BDK.gather(2, ranks_BD.unsqueeze(2)).squeeze(2)
             path_probs = path_BD.cumsum(dim=-1).exp().tolist()
-            count = best_count(path_probs, plan.cycle_seconds, plan.trust)
+            count = best_count(path_probs, plan.cycle_seconds, plan.calibration)
             expected = tuple(sum(probs[:count]) for probs in path_probs)
         if sampled:  # the length must not depend on what is sampled, or the output would lose its distribution
             ranks_BD, dists = _draw(ids_BDK, scores_BDKK, plan)
             q, expected = chain_q(dists, count, plan.params), None
-        guesses = ids_BDK.gather(2, ranks_BD.unsqueeze(2)).squeeze(2)
-        tokens = torch.cat([anchor[:, None], guesses[:, :count]], dim=1)
+        draft_tokens = ids_BDK.gather(2, ranks_BD.unsqueeze(2)).squeeze(2)
+        tokens = torch.cat([anchor[:, None], draft_tokens[:, :count]], dim=1)
         return Proposal(tokens, chain(tokens).parents, q, expected)
 
 
@@ -111,7 +111,7 @@ def load(path: Path, target: Target) -> DFlashDrafter:
     return load_dflash(path, target, DFlash2Drafter)
 
 
-DRAFTER = Entry(
+DRAFTER = DrafterSpec(
     load,
     architectures=("DFlash2DraftModel",),
     network=DFlash2Network,

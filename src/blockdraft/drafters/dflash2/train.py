@@ -72,7 +72,7 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
     def losses(self, network: DFlash2Network, slots: Slots) -> dict[str, Tensor]:
         return {**super().losses(network, slots), "selector": selector_losses(network, slots)}
 
-    def guesses(self, network: DFlash2Network, slots: Slots) -> Tensor:
+    def draft_tokens(self, network: DFlash2Network, slots: Slots) -> Tensor:
         ids_CKN, unary_CKN = network.candidates(slots.logits_CKV)
         best_CK1 = _scores(network, slots, ids_CKN, unary_CKN).argmax(dim=-1, keepdim=True)
         return ids_CKN.gather(-1, best_CK1).squeeze(-1)
@@ -83,7 +83,7 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
         return {
             "candidate_recall": (network.candidates(slots.logits_CKV)[0] == labels_CK.unsqueeze(-1)).any(dim=-1),
             "base_accuracy": slots.logits_CKV.argmax(dim=-1) == labels_CK,
-            "selector_accuracy": self.guesses(network, slots) == labels_CK,
+            "selector_accuracy": self.draft_tokens(network, slots) == labels_CK,
         }
 
 

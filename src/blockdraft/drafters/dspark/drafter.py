@@ -16,7 +16,7 @@ from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, lattice_tree
-from blockdraft.drafters.base import Entry
+from blockdraft.drafters.base import DrafterSpec
 from blockdraft.drafters.dflash.drafter import DFlashDrafter, log_probabilities
 from blockdraft.drafters.dflash.drafter import load as load_dflash
 from blockdraft.drafters.dflash.network import DFlashNetwork
@@ -40,7 +40,7 @@ class DSparkDrafter(DFlashDrafter):
 
     network: DSparkNetwork
     network_class: type[DFlashNetwork] = DSparkNetwork
-    first_guess = 0
+    first_draft_token = 0
 
     @property
     def knows_lengths(self) -> bool:  # type: ignore[override]
@@ -56,26 +56,26 @@ class DSparkDrafter(DFlashDrafter):
         masks = self._masks[:, 1 : plan.block_size - 1].expand(len(anchor), -1)
         return self._draft_pass(state, torch.cat([anchor[:, None], masks], dim=1), window=plan.draft_window)
 
-    def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+    def _draft_token(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
         count, q, expected = logits.size(1), None, None
         if not sampled or plan.cycle_seconds is not None:
-            guesses, corrected, previous = self._walk(anchor, logits, lambda index, scores: best_tokens(scores))
+            draft_tokens, corrected, previous = self._walk(anchor, logits, lambda index, scores: best_tokens(scores))
         if plan.tree_budget > 0 and not sampled:
             ids_BDK, log_probs_BDKK = self._lattice(anchor, hidden, logits, corrected, plan)
-            return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.trust)
+            return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.calibration)
         if plan.cycle_seconds is not None:
             # Chances of the chosen guesses, even for a sampled chain: its length must not depend on what was sampled.
-            chances = self._chances(hidden, previous)
-            if chances is None:
-                chances = log_probabilities(corrected, plan.params).amax(dim=-1).exp()
-            path_probs = chances.cumprod(dim=-1).tolist()
-            count = best_count(path_probs, plan.cycle_seconds, plan.trust)
+            acceptance_probs = self._acceptance_probs(hidden, previous)
+            if acceptance_probs is None:
+                acceptance_probs = log_probabilities(corrected, plan.params).amax(dim=-1).exp()
+            path_probs = acceptance_probs.cumprod(dim=-1).tolist()
+            count = best_count(path_probs, plan.cycle_seconds, plan.calibration)
             expected = tuple(sum(probs[:count]) for probs in path_probs)
         if sampled:
-            guesses, dists = self._draw(anchor, logits[:, : max(count, 1)], plan)
+            draft_tokens, dists = self._draw(anchor, logits[:, : max(count, 1)], plan)
             q, expected = chain_q(dists, count, plan.params), None
-        tokens = torch.cat([anchor[:, None], guesses[:, :count]], dim=1)
+        tokens = torch.cat([anchor[:, None], draft_tokens[:, :count]], dim=1)
         return Proposal(tokens, chain(tokens).parents, q, expected)
 
     def _walk(
@@ -89,13 +89,13 @@ class DSparkDrafter(DFlashDrafter):
         Returns:
             Guesses `[B, D]` int64, corrected logits `[B, D, V]`, and `previous` of the tokens before, `[B, D, r]`.
         """
-        token, guesses, corrected, before = anchor, list[Tensor](), list[Tensor](), list[Tensor]()
+        token, draft_tokens, corrected, before = anchor, list[Tensor](), list[Tensor](), list[Tensor]()
         for index in range(logits_BDV.size(1)):
             before.append(self.network.previous(token))
             corrected.append(logits_BDV[:, index] + self.network.bias(before[-1]))
             token = pick(index, corrected[-1])
-            guesses.append(token)
-        return torch.stack(guesses, dim=1), torch.stack(corrected, dim=1), torch.stack(before, dim=1)
+            draft_tokens.append(token)
+        return torch.stack(draft_tokens, dim=1), torch.stack(corrected, dim=1), torch.stack(before, dim=1)
 
     def _draw(self, anchor: Tensor, logits_BDV: Tensor, plan: Plan) -> tuple[Tensor, SparseDistribution]:
         """Guesses `[B, D]` sampled with `plan.draws`, and the distributions `[B, D, K]` that they were sampled from."""
@@ -107,8 +107,8 @@ class DSparkDrafter(DFlashDrafter):
             sampled = draw(dists[-1].probs, plan.draws[:, index : index + 1])
             return dists[-1].ids[:, 0].gather(1, sampled.to(scores.device))[:, 0]
 
-        guesses, _, _ = self._walk(anchor, logits_BDV, pick)
-        return guesses, SparseDistribution(
+        draft_tokens, _, _ = self._walk(anchor, logits_BDV, pick)
+        return draft_tokens, SparseDistribution(
             torch.cat([dist.ids for dist in dists], 1), torch.cat([dist.probs for dist in dists], 1)
         )
 
@@ -125,10 +125,12 @@ class DSparkDrafter(DFlashDrafter):
         previous = self.network.previous(torch.cat([first, ids_BDK[:, :-1]], dim=1))
         scores_BDKK = logits_BDV.gather(2, ids_BDK).unsqueeze(2) + self.network.bias(previous, ids_BDK)
         log_probs_BDKK = lattice_log_probs(scores_BDKK, ids_BDK, corrected_BDV, plan)
-        chances_BDK = self._chances(hidden.unsqueeze(2).expand(-1, -1, ids_BDK.size(2), -1), previous)
-        return ids_BDK, log_probs_BDKK if chances_BDK is None else calibrated(log_probs_BDKK, chances_BDK)
+        acceptance_probs_BDK = self._acceptance_probs(hidden.unsqueeze(2).expand(-1, -1, ids_BDK.size(2), -1), previous)
+        return ids_BDK, log_probs_BDKK if acceptance_probs_BDK is None else calibrated(
+            log_probs_BDKK, acceptance_probs_BDK
+        )
 
-    def _chances(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
+    def _acceptance_probs(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
         """Probability by the confidence head that a guess is accepted if those before it are, `[B, D, ...]`; None
         without such a head.
 
@@ -146,7 +148,7 @@ class DSparkDrafter(DFlashDrafter):
         return logits.sigmoid()
 
 
-def calibrated(log_probs: Tensor, chances: Tensor) -> Tensor:
+def calibrated(log_probs: Tensor, acceptance_probs: Tensor) -> Tensor:
     """Log probabilities `[..., K]` in which the best token has the probability that the confidence head gives it.
 
     The other tokens keep their proportions. They lose if the best one gains, and lose by the same factor if it loses: a
@@ -154,19 +156,19 @@ def calibrated(log_probs: Tensor, chances: Tensor) -> Tensor:
 
     Args:
         log_probs: `[..., K]`.
-        chances: `[...]`, in [0, 1].
+        acceptance_probs: `[...]`, in [0, 1].
     """
     best, rank = log_probs.max(dim=-1, keepdim=True)
-    share, chance = best.exp(), chances.unsqueeze(-1).clamp(LEAST, 1 - LEAST)
-    factor = torch.minimum(chance / share, (1 - chance) / (1 - share).clamp_min(LEAST)).clamp_max(1.0)
-    return (log_probs + factor.log()).scatter(-1, rank, chance.log())
+    share, acceptance_prob = best.exp(), acceptance_probs.unsqueeze(-1).clamp(LEAST, 1 - LEAST)
+    factor = torch.minimum(acceptance_prob / share, (1 - acceptance_prob) / (1 - share).clamp_min(LEAST)).clamp_max(1.0)
+    return (log_probs + factor.log()).scatter(-1, rank, acceptance_prob.log())
 
 
 def load(path: Path, target: Target) -> DFlashDrafter:
     return load_dflash(path, target, DSparkDrafter)
 
 
-DRAFTER = Entry(
+DRAFTER = DrafterSpec(
     load,
     architectures=("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator"),
     network=DSparkNetwork,

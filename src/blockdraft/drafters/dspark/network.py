@@ -103,5 +103,5 @@ class DSparkNetwork(DFlashNetwork):
             `[...]`, before `confidence_temperatures`.
         """
         assert self.confidence_head is not None
-        features = torch.cat([hidden, previous], dim=-1) if self.config.confidence_head_with_markov else hidden
-        return cast(Tensor, self.confidence_head.proj(features)).squeeze(-1).float()
+        hidden_states = torch.cat([hidden, previous], dim=-1) if self.config.confidence_head_with_markov else hidden
+        return cast(Tensor, self.confidence_head.proj(hidden_states)).squeeze(-1).float()

@@ -72,7 +72,7 @@ class DSparkVariant(DFlashFamily[DSparkRecipe, DSparkNetwork]):
             found["confidence"] = F.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
         return found
 
-    def guesses(self, network: DSparkNetwork, slots: Slots) -> Tensor:
+    def draft_tokens(self, network: DSparkNetwork, slots: Slots) -> Tensor:
         return (slots.logits_CKV + network.bias(network.previous(slots.predecessors_CK))).argmax(dim=-1)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network, default_taps
+from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network, default_target_layers
 from blockdraft.errors import UsageError
 from blockdraft.tools.deploy.checks import (
     Check,
@@ -17,7 +17,7 @@ from blockdraft.tools.deploy.checks import (
     VariantChecker,
     halves_swapped,
     lags,
-    neighbour_taps,
+    neighbour_target_layers,
     precision,
     rope,
 )
@@ -33,8 +33,8 @@ class Eagle3Checker(VariantChecker):
     def checks(self, longest: int) -> Iterator[Check]:
         config = self.config
         yield Check(config)
-        yield from neighbour_taps(config)
-        yield from self._usual_taps()
+        yield from neighbour_target_layers(config)
+        yield from self._usual_target_layers()
         yield from lags(config)
         yield from self._vocabularies()
         remedy = (
@@ -60,16 +60,19 @@ class Eagle3Checker(VariantChecker):
         yield from rope(config, self.target.shape)
         yield from precision(config, self.target.dtype)
 
-    def _usual_taps(self) -> Iterator[Check]:
+    def _usual_target_layers(self) -> Iterator[Check]:
         """Checks with the taps that SafeAILab's code reads, whatever a file says."""
         try:
-            taps = default_taps(self.config.num_target_layers)
+            target_layers = default_target_layers(self.config.num_target_layers)
         except UsageError:  # the target is too small for them
             return
-        if taps not in {self.config.taps, *(check.taps for check in neighbour_taps(self.config))}:
-            told = f"the usual taps, {list(taps)}, in place of {list(self.config.taps)}"
+        if target_layers not in {
+            self.config.target_layers,
+            *(check.target_layers for check in neighbour_target_layers(self.config)),
+        }:
+            told = f"the usual taps, {list(target_layers)}, in place of {list(self.config.target_layers)}"
             remedy = "Leave the taps out of config.json, or write these."
-            yield Check(self.config, fault="taps", told=told, remedy=remedy, taps=taps)
+            yield Check(self.config, fault="target_layers", told=told, remedy=remedy, target_layers=target_layers)
 
     def _vocabularies(self) -> Iterator[Check]:
         """Checks with other meanings of `d2t`, those that name tokens of the target."""

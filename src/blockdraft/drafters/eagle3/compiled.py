@@ -17,10 +17,10 @@ def compiled(network: Eagle3Network, beside: Beside, head: Any, owned: bool) -> 
     parts = Parts(
         layer=layer,
         token_norm=layer.input_layernorm,
-        feature_norm=layer.hidden_norm,
+        hidden_state_norm=layer.hidden_norm,
         norm=network.norm,
         rotary=network.rotary,
-        normed_taps=network.normed_taps,
+        normed_target_layers=network.normed_target_layers,
         normed_stream=network.config.norm_before_residual,
         normed_feedback=network.config.norm_output,
     )

@@ -16,14 +16,14 @@ from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_of, next_pays
-from blockdraft.drafters.base import DraftCost, Drafter, Entry, filled_network, whole_cycle
+from blockdraft.drafters.base import DraftCost, Drafter, DrafterSpec, filled_network, whole_cycle
 from blockdraft.drafters.dflash.drafter import check_borrowed, log_probabilities
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Network
 from blockdraft.formats import check_fits, find_layout, read_drafter
 from blockdraft.nn.autoregressive import WIDTH, AutoregressiveNetwork, DraftNodes
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
-from blockdraft.timing import CONTEXT, GUESSES, OBSERVE, mark
+from blockdraft.timing import CONTEXT, DRAFT_TOKENS, OBSERVE, mark
 from blockdraft.types import CycleTokens
 
 
@@ -55,7 +55,7 @@ class Eagle3Drafter(Drafter):
     ) -> None:
         self.network = network.to(target.device, target.dtype).eval()
         self.config, self.path = network.config, path
-        self.taps, self.block_size = self.config.taps, self.config.block_size
+        self.target_layers, self.block_size = self.config.target_layers, self.config.block_size
         self._target, self._kept = target, self.network.kept
         self._run = target.runner(self.network, owned=owned)
 
@@ -90,10 +90,10 @@ class Eagle3Drafter(Drafter):
         return self._run.workspace_bytes(batch, nodes, slots)
 
     @torch.no_grad()
-    def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
-        assert features is not None
+    def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
+        assert hidden_states is not None
         mark(OBSERVE)
-        self._run.observe(state, tokens, features)
+        self._run.observe(state, tokens, hidden_states)
         mark(CONTEXT)
         state.commit([range(length) for length in lengths])
 
@@ -116,32 +116,38 @@ class Eagle3Drafter(Drafter):
         seconds = plan.cycle_seconds if draws is None else None
         most = plan.block_size - 1 if seconds is None else min(plan.block_size, len(seconds)) - 1
         plain = draws is None and (seconds is None or all(params.temperature in (0, 1) for params in plan.params))
-        found = self._run.chain(state, anchor, most, plan.draft_window, seconds, plan.trust) if plain and most else None
+        found = (
+            self._run.chain(state, anchor, most, plan.draft_window, seconds, plan.calibration)
+            if plain and most
+            else None
+        )
         if found is not None:
-            tokens, hopes = found
-            return Proposal(tokens, chain(tokens).parents, expected=None if hopes is None else tuple(hopes.tolist()))
+            tokens, upper_bounds = found
+            return Proposal(
+                tokens, chain(tokens).parents, expected=None if upper_bounds is None else tuple(upper_bounds.tolist())
+            )
         nodes = self._run.nodes(state, plan.block_size, 1, plan.draft_window)
-        guesses, dists = [anchor], list[SparseDistribution]()
+        draft_tokens, dists = [anchor], list[SparseDistribution]()
         expected = torch.zeros(len(anchor), device=anchor.device)  # expected accepted guesses of each row
         survival = following = torch.ones_like(expected)
         for depth in range(most):
-            if seconds and not next_pays(expected, following, depth, seconds, plan.trust):
+            if seconds and not next_pays(expected, following, depth, seconds, plan.calibration):
                 break
-            mark(GUESSES)
-            logits = nodes(guesses[-1][:, None])
+            mark(DRAFT_TOKENS)
+            logits = nodes(draft_tokens[-1][:, None])
             if draws is not None:
                 dist = sparsify(probabilities(logits, plan.params))  # [B, 1, K]
                 dists.append(SparseDistribution(self._kept[dist.ids], dist.probs))
                 ranks = draw(dist.probs, draws[:, depth : depth + 1]).to(anchor.device)
-                guesses.append(dists[-1].ids[:, 0].gather(1, ranks)[:, 0])
+                draft_tokens.append(dists[-1].ids[:, 0].gather(1, ranks)[:, 0])
                 continue
             if seconds:
                 best = log_probabilities(logits, plan.params)[:, 0].amax(dim=-1)
                 survival = survival * best.exp()
                 following = survival * best.exp()
                 expected += survival
-            guesses.append(self._kept[best_tokens(logits)[:, 0].to(anchor.device)])
-        tokens = torch.stack(guesses, dim=1)
+            draft_tokens.append(self._kept[best_tokens(logits)[:, 0].to(anchor.device)])
+        tokens = torch.stack(draft_tokens, dim=1)
         if not dists:
             return Proposal(tokens, chain(tokens).parents, expected=tuple(expected.tolist()) if seconds else None)
         sampled_from = SparseDistribution(
@@ -156,7 +162,7 @@ class Eagle3Drafter(Drafter):
         above = None  # indices of their parents in the level above
         levels: list[tuple[Tensor, Tensor, Tensor]] = []  # per guess: log probability of its path, parent, token
         for depth in range(plan.block_size - 1):
-            mark(GUESSES)
+            mark(DRAFT_TOKENS)
             best = log_probabilities(nodes(tokens, above), plan.params).topk(width, dim=-1)
             children = (likely.unsqueeze(2) + best.values).flatten(1)
             parents = places.repeat_interleave(width, dim=1)
@@ -168,7 +174,7 @@ class Eagle3Drafter(Drafter):
             above = chosen // width
             tokens, places = levels[-1][2].gather(1, chosen), chosen + sum(level[0].size(1) for level in levels[:-1])
         likely, places, tokens = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
-        return best_of(anchor, likely, places, tokens, plan.tree_budget, plan.cycle_seconds, plan.trust)
+        return best_of(anchor, likely, places, tokens, plan.tree_budget, plan.cycle_seconds, plan.calibration)
 
 
 def _enough(levels: Sequence[Tensor], budget: int) -> bool:
@@ -189,7 +195,7 @@ def load(path: Path, target: Target) -> Eagle3Drafter:
     return Eagle3Drafter(filled_network(found, Eagle3Network), target, path, owned=True)
 
 
-DRAFTER = Entry(
+DRAFTER = DrafterSpec(
     load,
     architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
     claims=lambda raw: find_layout("eagle3").recognises(raw),

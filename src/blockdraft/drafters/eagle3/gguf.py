@@ -23,7 +23,7 @@ NAMES = {
     "hidden_norm.weight": "attn_norm_2.weight",
     "lm_head.weight": HEAD,
 }
-TAPS, BLOCK = 3, f"{OWN}block_size"
+TARGET_LAYERS, BLOCK = 3, f"{OWN}block_size"
 FLAGS = ("norm_before_residual", "norm_before_fc")
 NOT_THERE = ("qk_norm", "norm_output", "fc_norm")
 
@@ -38,7 +38,12 @@ class Eagle3:
         return "draft-eagle3", config.block_size - 1
 
     def written(self, config: Eagle3Config) -> dict[str, Any]:
-        need(len(config.taps) == TAPS, "the number of taps", len(config.taps), f"{TAPS} {LIMIT}")
+        need(
+            len(config.target_layers) == TARGET_LAYERS,
+            "the number of taps",
+            len(config.target_layers),
+            f"{TARGET_LAYERS} {LIMIT}",
+        )
         for name in NOT_THERE:
             need(not getattr(config, name), name, True, f"false {LIMIT}")
         found = {"block_count": 1, **{name: getattr(config, name) for name in FLAGS}}

@@ -19,18 +19,20 @@ class JaxEagle3(JaxAutoregressive):
         tensors = {name.replace("midlayer.", "layers.0."): each for name, each in network.named_parameters()}
         super().__init__(network, target, tensors, network.config.qk_norm)
 
-    def fuse(self, own: Params, features: Array) -> Array:
+    def fuse(self, own: Params, hidden_states: Array) -> Array:
         if self.config.fc_norm:
-            taps = jnp.split(features, len(self.config.taps), axis=-1)
-            features = jnp.concatenate([self.norm(own, f"fc_norm.{i}", tap) for i, tap in enumerate(taps)], axis=-1)
+            target_layers = jnp.split(hidden_states, len(self.config.target_layers), axis=-1)
+            hidden_states = jnp.concatenate(
+                [self.norm(own, f"fc_norm.{i}", target_layer) for i, target_layer in enumerate(target_layers)], axis=-1
+            )
         if self.config.norm_before_fc:
-            features = self.norm(own, "input_norm", features)
-        return model.linear(own, "model.fc", features)
+            hidden_states = self.norm(own, "input_norm", hidden_states)
+        return model.linear(own, "model.fc", hidden_states)
 
-    def entries(self, own: Params, embedded: Array, features: Array) -> tuple[Array, Array]:
-        normed = self.norm(own, "layers.0.hidden_norm", features)
+    def entries(self, own: Params, embedded: Array, hidden_states: Array) -> tuple[Array, Array]:
+        normed = self.norm(own, "layers.0.hidden_norm", hidden_states)
         entries = [self.norm(own, "layers.0.input_layernorm", embedded), normed]
-        return normed if self.config.norm_before_residual else features, jnp.concatenate(entries, axis=-1)
+        return normed if self.config.norm_before_residual else hidden_states, jnp.concatenate(entries, axis=-1)
 
     def fed_on(self, own: Params, hidden: Array) -> Array:
         return self.norm(own, "norm", hidden) if self.config.norm_output else hidden

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, default_taps
+from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, default_target_layers
 from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, sglang, tensorrt_llm, vllm
@@ -50,7 +50,7 @@ C = TypeVar("C", bound=Eagle3Config)
 def network_config(
     raw: Mapping[str, Any],
     tensors: Collection[str],
-    taps: Sequence[int],
+    target_layers: Sequence[int],
     num_target_layers: int,
     kind: type[C],
     depth: int = 1,
@@ -85,7 +85,7 @@ def network_config(
         **found,
         rope_scaling=None if scaling is None or scaling["rope_type"] == "default" else scaling,
         qk_norm="midlayer.self_attn.q_norm.weight" in tensors,
-        taps=tuple(taps),
+        target_layers=tuple(target_layers),
         num_target_layers=num_target_layers,
         **more,
     )
@@ -176,8 +176,8 @@ def config_dict(config: Any) -> dict[str, Any]:
         "target_hidden_size": config.hidden_size,
         "block_size": config.block_size,
         **{key: True for key in (*FLAGS, *NORMS) if getattr(config, key)},
-        "eagle_config": {IDS: [*config.taps], "use_aux_hidden_state": True},
-        IDS: [tap + 1 for tap in config.taps],
+        "eagle_config": {IDS: [*config.target_layers], "use_aux_hidden_state": True},
+        IDS: [target_layer + 1 for target_layer in config.target_layers],
     }
 
 
@@ -239,7 +239,7 @@ class Eagle3(EagleLayout):
                 None,
                 "given; or name the target (--target) for the default taps",
             )
-            ids = default_taps(layers or 0)
+            ids = default_target_layers(layers or 0)
         need(isinstance(ids, list | tuple), IDS, ids, "a list of target layers")
         layers = layers or least_layers(ids) + 1  # a guess: few drafters read the last layer's output
         block_size = raw.get("block_size") or BLOCK_SIZE
@@ -247,17 +247,17 @@ class Eagle3(EagleLayout):
         return config, num_target_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
-        guesses, layers = config.block_size - 1, config.num_target_layers
-        usual = layers >= 7 and config.taps == default_taps(layers)
-        taps = {} if usual else {"eagle3_layers_to_capture": [*config.taps]}
-        chain = {"--speculative-num-steps": guesses, "--speculative-eagle-topk": 1}
-        start = vllm(target, "eagle3", drafter, guesses)
+        draft_tokens, layers = config.block_size - 1, config.num_target_layers
+        usual = layers >= 7 and config.target_layers == default_target_layers(layers)
+        target_layers = {} if usual else {"eagle3_layers_to_capture": [*config.target_layers]}
+        chain = {"--speculative-num-steps": draft_tokens, "--speculative-eagle-topk": 1}
+        start = vllm(target, "eagle3", drafter, draft_tokens)
         if _misread_by_vllm(drafter):
             start = Start(None, "it takes taps that are in eagle_config alone one layer off", export("eagle3"))
         return {
             VLLM: start,
             SGLANG: sglang(target, "EAGLE3", drafter, config.block_size, chain),
-            TENSORRT_LLM: tensorrt_llm(target, "Eagle3", drafter, guesses, taps),
+            TENSORRT_LLM: tensorrt_llm(target, "Eagle3", drafter, draft_tokens, target_layers),
         }
 
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:

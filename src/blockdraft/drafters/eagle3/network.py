@@ -30,7 +30,7 @@ class Eagle3Config:
     head_dim: int
     vocab_size: int  # of the target
     draft_vocab_size: int  # number of tokens that the drafter can guess
-    taps: tuple[int, ...]  # 0-based target layers whose outputs are read, in the order of the columns of `fc`
+    target_layers: tuple[int, ...]  # 0-based target layers whose outputs are read, in the order of the columns of `fc`
     num_target_layers: int
     block_size: int = BLOCK_SIZE  # tokens of a path, anchor included
     rope_theta: float = 10_000.0
@@ -109,11 +109,11 @@ class Eagle3Base(DraftNetwork):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config, size, eps = config, config.hidden_size, config.rms_norm_eps
-        self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
+        self.fc = nn.Linear(len(config.target_layers) * size, size, bias=False)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in config.taps)
+            self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in config.target_layers)
         if config.norm_before_fc:
-            self.input_norm = RMSNorm(len(config.taps) * size, eps)
+            self.input_norm = RMSNorm(len(config.target_layers) * size, eps)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
@@ -129,23 +129,25 @@ class Eagle3Base(DraftNetwork):
         """Make these tokens of the target, `[Vd]` int64, the draft vocabulary."""
         self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
 
-    def normed_taps(self, features: Tensor) -> Tensor:
+    def normed_target_layers(self, hidden_states: Tensor) -> Tensor:
         """Input of `fc`, made from the tapped outputs `[..., m * H]`."""
         if self.config.fc_norm:
-            taps = features.chunk(len(self.config.taps), dim=-1)
-            return torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
-        return cast(Tensor, self.input_norm(features)) if self.config.norm_before_fc else features
+            target_layers = hidden_states.chunk(len(self.config.target_layers), dim=-1)
+            return torch.cat(
+                [norm(target_layer) for norm, target_layer in zip(self.fc_norm, target_layers, strict=True)], dim=-1
+            )
+        return cast(Tensor, self.input_norm(hidden_states)) if self.config.norm_before_fc else hidden_states
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self.fc(self.normed_taps(features)))
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        return cast(Tensor, self.fc(self.normed_target_layers(hidden_states)))
 
-    def first(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def first(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Output of the layer for entries; arguments as in `AutoregressiveNetwork.forward`."""
         layer = self.midlayer
-        normed = layer.hidden_norm(feature)
+        normed = layer.hidden_norm(hidden_state)
         entries = layer.beside(embedded, normed)
         out = layer.self_attn(entries, *self.rotary(positions, entries.dtype), attend)
-        x = (normed if self.config.norm_before_residual else feature) + out
+        x = (normed if self.config.norm_before_residual else hidden_state) + out
         return cast(Tensor, x + layer.mlp(layer.post_attention_layernorm(x)))
 
     def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
@@ -155,21 +157,26 @@ class Eagle3Base(DraftNetwork):
 class Eagle3Network(Eagle3Base, AutoregressiveNetwork):
     """EAGLE-3's network. The target lends its embedding."""
 
-    def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.midlayer
-        entries = layer.beside(embedded, layer.hidden_norm(feature))
+        entries = layer.beside(embedded, layer.hidden_norm(hidden_state))
         return layer.self_attn.keys_values(entries, *self.rotary(positions, entries.dtype))
 
-    def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self.first(embedded, feature, positions, attend)
+    def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        return self.first(embedded, hidden_state, positions, attend)
 
     def fed_on(self, hidden: Tensor) -> Tensor:
         return cast(Tensor, self.norm(hidden)) if self.config.norm_output else hidden
 
 
-def default_taps(num_target_layers: int) -> tuple[int, ...]:
+def default_target_layers(num_target_layers: int) -> tuple[int, ...]:
     """Taps of checkpoints that name none: the inputs of the layers 2, T // 2 and T - 3 of a target with T layers.
     Raises ValueError if these are not three different layers."""
-    taps = (1, num_target_layers // 2 - 1, num_target_layers - 4)
-    need(taps[0] < taps[1] < taps[2], "num_target_layers", num_target_layers, "7 or more, or the taps be named")
-    return taps
+    target_layers = (1, num_target_layers // 2 - 1, num_target_layers - 4)
+    need(
+        target_layers[0] < target_layers[1] < target_layers[2],
+        "num_target_layers",
+        num_target_layers,
+        "7 or more, or the taps be named",
+    )
+    return target_layers

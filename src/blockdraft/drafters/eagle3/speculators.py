@@ -22,11 +22,11 @@ from blockdraft.drafters.eagle3.layout import (
     renamed,
     written_tensors,
 )
-from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, default_taps
+from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, default_target_layers
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import write_folder
-from blockdraft.formats.speculators_config import guesses_said, ids_of, layer_config, named, taps_of
+from blockdraft.formats.speculators_config import draft_tokens_text, ids_of, layer_config, named, target_layers_of
 from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, vllm_alone
 from blockdraft.nn.draft_config import need
 
@@ -38,15 +38,15 @@ def network_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**layer_config(raw.get("transformer_layer_config")), **own}
 
 
-def said_taps(raw: Mapping[str, Any], num_target_layers: int | None) -> tuple[tuple[int, ...], int]:
+def configured_target_layers(raw: Mapping[str, Any], num_target_layers: int | None) -> tuple[tuple[int, ...], int]:
     """Taps of a parsed config.json, and the number of the target's layers; if that is None, as many as the taps
     need."""
     ids, layers = raw.get(IDS), num_target_layers
     if ids is None:
         need(layers is not None, IDS, None, "given; or name the target (--target) for the default taps")
-        return default_taps(layers or 0), layers or 0
+        return default_target_layers(layers or 0), layers or 0
     layers = layers or least_layers(ids if isinstance(ids, list) else ())
-    return taps_of(raw, IDS, layers), layers
+    return target_layers_of(raw, IDS, layers), layers
 
 
 class SpeculatorsLayout(EagleLayout):
@@ -107,9 +107,11 @@ class Eagle3Speculators(SpeculatorsLayout):
         vocabulary: Mapping[str, int] | None,
         num_target_layers: int | None,
     ) -> tuple[Eagle3Config, bool]:
-        taps, layers = said_taps(raw, num_target_layers)
+        target_layers, layers = configured_target_layers(raw, num_target_layers)
         size = _block_size(raw)
-        config = network_config(network_keys(raw), renamed(tensors), taps, layers, Eagle3Config, block_size=size)
+        config = network_config(
+            network_keys(raw), renamed(tensors), target_layers, layers, Eagle3Config, block_size=size
+        )
         return config, num_target_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
@@ -120,10 +122,10 @@ class Eagle3Speculators(SpeculatorsLayout):
 def _block_size(raw: Mapping[str, Any]) -> int:
     """Block size: the anchor and the file's number of guesses, at least `BLOCK_SIZE`. The file states the few guesses
     that paid in training, but the drafter can always guess as far as EAGLE-3 does."""
-    guesses = guesses_said(raw)
-    if guesses is not None and type(guesses) is not int:
-        raise UsageError(f"speculative_tokens is {guesses!r}; it must be a whole number.")
-    return max(BLOCK_SIZE, 1 + (guesses or 0))
+    draft_tokens = draft_tokens_text(raw)
+    if draft_tokens is not None and type(draft_tokens) is not int:
+        raise UsageError(f"speculative_tokens is {draft_tokens!r}; it must be a whole number.")
+    return max(BLOCK_SIZE, 1 + (draft_tokens or 0))
 
 
 LAYOUT = Eagle3Speculators()

@@ -21,9 +21,15 @@ from pydantic import Field
 from torch import Tensor
 
 from blockdraft.data.documents import TokenData
-from blockdraft.data.taps import chosen_taps
+from blockdraft.data.target_layers import chosen_target_layers
 from blockdraft.drafters.dflash.train import calm, layer_shape, new_matrices
-from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Config, Eagle3Network, default_taps
+from blockdraft.drafters.eagle3.network import (
+    BLOCK_SIZE,
+    DRAFT_VOCAB,
+    Eagle3Config,
+    Eagle3Network,
+    default_target_layers,
+)
 from blockdraft.errors import Complaints
 from blockdraft.formats import Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_config import need
@@ -49,9 +55,9 @@ class Eagle3Recipe(Recipe):
     Attributes:
         block_size: Tokens of a chain, anchor included; training is unrolled for block_size - 1 steps.
         alone: Share of the steps, at the beginning, that teach the first guess alone, behind as many more tokens.
-        taps: Target layers that the drafter reads: their number, spread over the target (`3`), or a list of 0-based
-            layers. None is the inputs of the layers 2, T // 2 and T - 3 of a target with T layers, or, for the `init`
-            "last_layer", the layers (T + 2) // 4, 3 * T // 5 and T - 2, or the taps of the `init`.
+        target_layers: Target layers that the drafter reads: their number, spread over the target (`3`), or a list of
+            0-based layers. None is the inputs of the layers 2, T // 2 and T - 3 of a target with T layers, or, for the
+            `init` "last_layer", the layers (T + 2) // 4, 3 * T // 5 and T - 2, or the taps of the `init`.
         draft_vocab: Number of tokens that the drafter can guess, the most frequent supervised ones of the data. None is
             32000, or the whole vocabulary if smaller, or that of `init`.
         intermediate_size: Inner size of the layer's MLP; None is the target's, or three times its hidden size.
@@ -70,7 +76,7 @@ class Eagle3Recipe(Recipe):
     learning_rate: Amount = 1e-4
     clip: Amount = 0.5
     alone: Share = 0.0
-    taps: Count | Layers | None = None
+    target_layers: Count | Layers | None = None
     draft_vocab: Count | None = None
     intermediate_size: Count | None = None
     heads: Count | None = None
@@ -80,7 +86,7 @@ class Eagle3Recipe(Recipe):
 
 
 # Recipe fields that decide the network's shape, by the configuration's names for them.
-SHAPE = {"taps": "taps", "draft_vocab_size": "draft_vocab", "intermediate_size": "intermediate_size"}
+SHAPE = {"target_layers": "target_layers", "draft_vocab_size": "draft_vocab", "intermediate_size": "intermediate_size"}
 SHAPE |= {"num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim"}
 
 
@@ -92,7 +98,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
 
     @classmethod
     def fit_fields(cls, layers: int, hidden_size: int) -> dict[str, Any]:
-        begun = {"init": LAST_LAYER, "taps": taps_with_the_last(layers), "alone": 0.6}
+        begun = {"init": LAST_LAYER, "target_layers": target_layers_with_the_last(layers), "alone": 0.6}
         return {"layers": None, "objective": {"forward_kl": 1.0}, "block_size": 6, **begun}
 
     @classmethod
@@ -111,26 +117,30 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
 
     def new_config(self, target: Target) -> Eagle3Config:
         recipe, layers, own = self.recipe, target.num_layers, dict[str, Any]()
-        taps = self.usual_taps(layers) if recipe.taps is None else chosen_taps(recipe.taps, layers)
+        target_layers = (
+            self.usual_target_layers(layers)
+            if recipe.target_layers is None
+            else chosen_target_layers(recipe.target_layers, layers)
+        )
         if recipe.init == LAST_LAYER:
-            own = last_layer_fields(target, recipe, taps)
+            own = last_layer_fields(target, recipe, target_layers)
         return Eagle3Config(
             **own,
             **layer_shape(recipe, target),
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
             draft_vocab_size=recipe.draft_vocab or min(DRAFT_VOCAB, target.vocab_size),
-            taps=taps,
+            target_layers=target_layers,
             num_target_layers=layers,
             block_size=recipe.block_size,
             max_position_embeddings=target.max_context,
         )
 
-    def usual_taps(self, layers: int) -> tuple[int, ...]:
+    def usual_target_layers(self, layers: int) -> tuple[int, ...]:
         """Default taps for a target with this number of layers."""
         if self.recipe.init == LAST_LAYER:
-            return taps_with_the_last(layers)
-        return default_taps(layers) if layers >= 7 else chosen_taps(min(3, layers), layers)
+            return target_layers_with_the_last(layers)
+        return default_target_layers(layers) if layers >= 7 else chosen_target_layers(min(3, layers), layers)
 
     def _config_of_init(self, target: Target) -> Eagle3Config:
         config: Eagle3Config = self._init(target.num_layers).config
@@ -180,8 +190,8 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
     def is_rounded(self, name: str) -> bool:
         return True
 
-    def hidden(self, network: Eagle3Network, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
-        return unrolled(network, target, features_BSF, rows)
+    def hidden(self, network: Eagle3Network, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
+        return unrolled(network, target, hidden_states_BSF, rows)
 
     def logits(self, network: Eagle3Network, target: Target, hidden_CKH: Tensor) -> Tensor:
         return network.logits(hidden_CKH, target.head)  # over the draft vocabulary
@@ -190,14 +200,14 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         plain = partial(super().losses, network)
         return reduced_losses(plain, slots, network.kept, network.config.vocab_size, self.objectives)
 
-    def guesses(self, network: Eagle3Network, slots: Slots) -> Tensor:
+    def draft_tokens(self, network: Eagle3Network, slots: Slots) -> Tensor:
         return network.kept[slots.logits_CKV.argmax(dim=-1)]
 
     def counts(self, network: Eagle3Network, slots: Slots) -> Mapping[str, Tensor]:
         return {"covered": draft_ids(network.kept, network.config.vocab_size)[slots.labels_CK] >= 0}
 
 
-def taps_with_the_last(layers: int) -> tuple[int, ...]:
+def target_layers_with_the_last(layers: int) -> tuple[int, ...]:
     """Default taps that end with the input of the target's last layer."""
     last = max(layers - 2, 0)
     return tuple(sorted({min((layers + 2) // 4, last), min(3 * layers // 5, last), last}))
@@ -210,7 +220,7 @@ def last_layer(target: Target) -> dict[str, Tensor]:
     return {name: weight for name, weight in weights if name}
 
 
-def last_layer_fields(target: Target, recipe: Eagle3Recipe, taps: tuple[int, ...]) -> dict[str, bool]:
+def last_layer_fields(target: Target, recipe: Eagle3Recipe, target_layers: tuple[int, ...]) -> dict[str, bool]:
     """Fields of a drafter whose layer can take the weights of the target's last one.
 
     Raises:
@@ -225,7 +235,12 @@ def last_layer_fields(target: Target, recipe: Eagle3Recipe, taps: tuple[int, ...
     own, other = {"qk_norm": head_norms <= found, "attention_bias": biases <= found}, "layers of the kind of Llama's"
     need(found - head_norms - biases == usual, "the target's last layer", sorted(found), other)
     need(target.architecture.get("hidden_act", "silu") == "silu", "hidden_act of the target", "another", "silu")
-    need(taps[-1] == before, "the last tap", taps[-1], f"{before}, the last layer's input, for --init {LAST_LAYER}")
+    need(
+        target_layers[-1] == before,
+        "the last tap",
+        target_layers[-1],
+        f"{before}, the last layer's input, for --init {LAST_LAYER}",
+    )
     for theirs_name, name in SHAPE.items():
         given, theirs = getattr(recipe, name), target.shape.get(theirs_name)
         same = theirs_name not in target.shape or given in (None, theirs)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan
-from blockdraft.drafters.base import NOISE_SCHEDULES, Entry
+from blockdraft.drafters.base import NOISE_SCHEDULES, DrafterSpec
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.drafter import load as load_dflash
 from blockdraft.drafters.dflash.network import DFlashNetwork
@@ -70,7 +70,7 @@ def load(path: Path, target: Target) -> DFlashDrafter:
     return load_dflash(path, target, FlowDrafter)
 
 
-DRAFTER = Entry(
+DRAFTER = DrafterSpec(
     load,
     architectures=("FlowMapDraftModel",),
     network=FlowNetwork,

@@ -57,8 +57,11 @@ def moved(state: Tensor, clean: Tensor, begin: Tensor | float, end: Tensor | flo
 def mean_embedding(logits: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
     """Mean embedding `[..., H]` of the `LIKELY` likeliest tokens of logits `[..., V]`, weighted by probability."""
     best = logits.float().topk(min(LIKELY, logits.size(-1)), dim=-1)
-    chances, tokens = best.values.softmax(dim=-1).unbind(-1), best.indices.unbind(-1)
-    shares = (chance.unsqueeze(-1) * embed(token).float() for chance, token in zip(chances, tokens, strict=True))
+    acceptance_probs, tokens = best.values.softmax(dim=-1).unbind(-1), best.indices.unbind(-1)
+    shares = (
+        acceptance_prob.unsqueeze(-1) * embed(token).float()
+        for acceptance_prob, token in zip(acceptance_probs, tokens, strict=True)
+    )
     return sum(shares, torch.zeros((), device=logits.device))
 
 

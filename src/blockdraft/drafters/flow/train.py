@@ -79,10 +79,10 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
     def factors(self) -> Mapping[str, float]:
         return {**super().factors(), JUMP: 1.0}
 
-    def hidden(self, network: FlowNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
+    def hidden(self, network: FlowNetwork, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
         """In evaluation, hidden states that the drafter would make, `[B, A, K, H]`. In training, those of three passes,
         the one that learns and the two parts of its jump, and `second_BA11`: `[B, A, K, 3 * H + 1]`."""
-        over_blocks = self.pass_over_blocks(network, target, features_BSF, rows)
+        over_blocks = self.pass_over_blocks(network, target, hidden_states_BSF, rows)
 
         def run(added: Tensor) -> Tensor:
             return over_blocks(added)[:, :, 1:]
@@ -127,7 +127,7 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
         lost = -(wanted[0] * own.float().log_softmax(dim=-1)).sum(dim=-1)
         return {**found, JUMP: lost.masked_fill(~jumps, 0)}
 
-    def guesses(self, network: FlowNetwork, slots: Slots) -> Tensor:
+    def draft_tokens(self, network: FlowNetwork, slots: Slots) -> Tensor:
         return slots.logits_CKV[..., : network.config.vocab_size].argmax(dim=-1)
 
     def _own_noise(self, rows: Rows, target: Target) -> Tensor:

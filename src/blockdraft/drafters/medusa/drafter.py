@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
-from blockdraft.drafters.base import DraftCost, Drafter, Entry, read_network
-from blockdraft.drafters.dflash.drafter import independent_guesses
+from blockdraft.drafters.base import DraftCost, Drafter, DrafterSpec, read_network
+from blockdraft.drafters.dflash.drafter import independent_draft_tokens
 from blockdraft.drafters.medusa.network import MedusaNetwork
 from blockdraft.formats import find_layout
 from blockdraft.machine import send
@@ -41,7 +41,7 @@ class MedusaDrafter(Drafter):
     def __init__(self, network: MedusaNetwork, target: Target, path: Path | None = None, owned: bool = False) -> None:
         self.network = network.to(target.device, target.dtype).eval()
         self.path = path
-        self.taps = network.config.taps
+        self.target_layers = network.config.target_layers
         self.block_size = network.config.num_heads + 1
         self.has_target_head = network.config.shared_head
         self._target, self._run = target, target.runner(self.network, owned=owned)
@@ -64,13 +64,13 @@ class MedusaDrafter(Drafter):
         return own + self._run.weight_bytes()
 
     @torch.no_grad()
-    def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
-        assert features is not None
+    def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
+        assert hidden_states is not None
         mark(OBSERVE)
         # Only the last token's feature is read, but any token may become the last one of a row with the same prefix.
-        known, count = self._known(state), features.size(1)
+        known, count = self._known(state), hidden_states.size(1)
         state.check_room(count)
-        for row, length, nodes in zip(state.rows, state.lengths, features, strict=True):
+        for row, length, nodes in zip(state.rows, state.lengths, hidden_states, strict=True):
             known[row + length : row + length + count] = nodes
         mark(CONTEXT)
         state.commit([range(length) for length in lengths])
@@ -82,7 +82,7 @@ class MedusaDrafter(Drafter):
         assert min(state.lengths) > 0, "a draft needs the prompt's features"
         newest = [row + length - 1 for row, length in zip(state.rows, state.lengths, strict=True)]
         hidden = self._known(state)[send(torch.tensor(newest), anchor.device)]
-        return independent_guesses(anchor, self._run(hidden, plan.block_size - 1), plan)
+        return independent_draft_tokens(anchor, self._run(hidden, plan.block_size - 1), plan)
 
     def _known(self, state: KVCache) -> Tensor:
         """Target's hidden state at the token of each slot, `[slots, H]`."""
@@ -93,7 +93,7 @@ def load(path: Path, target: Target) -> MedusaDrafter:
     return MedusaDrafter(read_network(path, target, MedusaNetwork), target, path, owned=True)
 
 
-DRAFTER = Entry(
+DRAFTER = DrafterSpec(
     load,
     architectures=("MedusaModel",),
     claims=lambda raw: find_layout("medusa").recognises(raw),  # published files name no architecture

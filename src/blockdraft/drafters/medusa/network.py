@@ -41,7 +41,7 @@ class MedusaConfig:
             whole(name, getattr(self, name))
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def target_layers(self) -> tuple[int, ...]:
         """The input of the target's head, as `Target.forward` names it."""
         return (self.num_target_layers,)
 

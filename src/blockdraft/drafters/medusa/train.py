@@ -16,7 +16,7 @@ from torch import Tensor
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft.settings import Amount, Count, Share, settings
 from blockdraft.targets import Target, embedding_and_head
-from blockdraft.training.batches import Rows, features_before
+from blockdraft.training.batches import Rows, hidden_states_before
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.variant import Variant, load_init
 
@@ -75,8 +75,8 @@ class MedusaVariant(Variant[MedusaRecipe, MedusaNetwork, MedusaConfig]):
         # Muon is not meant for output projections.
         return super().is_matrix(name, parameter) and name.endswith("linear.weight")
 
-    def hidden(self, network: MedusaNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
-        states: Tensor = network(features_before(features_BSF, rows))
+    def hidden(self, network: MedusaNetwork, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
+        states: Tensor = network(hidden_states_before(hidden_states_BSF, rows))
         return states
 
     def logits(self, network: MedusaNetwork, target: Target, hidden_CKH: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ def compiled(network: MTPNetwork, beside: Beside, head: Any, owned: bool) -> Com
     parts = Parts(
         layer=network.layers[0],
         token_norm=cast(RMSNorm, network.pre_fc_norm_embedding),
-        feature_norm=cast(RMSNorm, network.pre_fc_norm_hidden),
+        hidden_state_norm=cast(RMSNorm, network.pre_fc_norm_hidden),
         norm=network.norm,
         rotary=network.rotary,
-        normed_taps=None,
+        normed_target_layers=None,
         normed_stream=False,
         normed_feedback=network.config.normed_feedback,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from blockdraft.drafters.base import DraftCost, Entry, read_network
+from blockdraft.drafters.base import DraftCost, DrafterSpec, read_network
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.drafters.mtp.in_target import find_head
 from blockdraft.drafters.mtp.network import MTPNetwork
@@ -61,7 +61,7 @@ def own_head(target: Target) -> TargetMTPNetwork:
     return network.to(target.device, target.dtype)
 
 
-DRAFTER = Entry(
+DRAFTER = DrafterSpec(
     load,
     architectures=("MTPDraftModel",),
     by_name=True,

@@ -21,11 +21,11 @@ class JaxMTP(JaxAutoregressive):
             raise UsageError("JAX runs an MTP head over the target's whole vocabulary only; leave draft_vocab out.")
         super().__init__(network, target, dict(network.named_parameters()))
 
-    def fuse(self, own: Params, features: Array) -> Array:
-        return features
+    def fuse(self, own: Params, hidden_states: Array) -> Array:
+        return hidden_states
 
-    def entries(self, own: Params, embedded: Array, features: Array) -> tuple[Array, Array]:
-        both = self.norm(own, "pre_fc_norm_embedding", embedded), self.norm(own, "pre_fc_norm_hidden", features)
+    def entries(self, own: Params, embedded: Array, hidden_states: Array) -> tuple[Array, Array]:
+        both = self.norm(own, "pre_fc_norm_embedding", embedded), self.norm(own, "pre_fc_norm_hidden", hidden_states)
         x = model.linear(own, "model.fc", jnp.concatenate(both, axis=-1))
         return x, self.norm(own, "layers.0.input_layernorm", x)
 

@@ -45,7 +45,7 @@ class MTPConfig:
         return MTPNetwork(self)
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def target_layers(self) -> tuple[int, ...]:
         """The input of the target's head, as `Target.forward` names it."""
         return (self.num_target_layers,)
 
@@ -74,8 +74,8 @@ class MTPHead(AutoregressiveNetwork):
     def kept(self) -> Tensor:
         return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return features
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
 
     def fed_on(self, hidden: Tensor) -> Tensor:
         return cast(Tensor, self.norm(hidden)) if self.config.normed_feedback else hidden
@@ -83,9 +83,9 @@ class MTPHead(AutoregressiveNetwork):
     def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
         return target_head(self.norm(hidden))
 
-    def _entries(self, embedded: Tensor, feature: Tensor) -> Tensor:
+    def _entries(self, embedded: Tensor, hidden_state: Tensor) -> Tensor:
         """Input of the layer, `[B, N, H]`, from embeddings and features `[B, N, H]`."""
-        both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(feature)], dim=-1)
+        both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden_state)], dim=-1)
         return cast(Tensor, self.fc(both))
 
 
@@ -99,16 +99,16 @@ class MTPNetwork(MTPHead):
         super().__init__(config, lambda: DraftLayer(config))
         self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
 
-    def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = cast(DraftLayer, self.layers[0])
-        attention, entries = layer.self_attn, layer.input_layernorm(self._entries(embedded, feature))
+        attention, entries = layer.self_attn, layer.input_layernorm(self._entries(embedded, hidden_state))
         projections = attention.k_proj, attention.v_proj
         keys, values = (projection(entries).unflatten(-1, (-1, attention.head_dim)) for projection in projections)
         keys = rotate(attention.k_norm(keys), *self.rotary(positions, keys.dtype))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
-    def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        entries = self._entries(embedded, feature)
+    def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        entries = self._entries(embedded, hidden_state)
         angles = self.rotary(positions, entries.dtype)
         out: Tensor = self.layers[0](entries, *angles, 0, lambda layer, *heads: attend(*heads))
         return out

@@ -16,7 +16,7 @@ from blockdraft.drafters.mtp.network import MTPConfig
 from blockdraft.drafters.mtp.target_network import TargetMTPConfig, one_layer
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
-from blockdraft.formats.speculators_config import guesses_of, layer_config, named
+from blockdraft.formats.speculators_config import draft_tokens_of, layer_config, named
 from blockdraft.formats.starting import Start, nowhere
 from blockdraft.formats.stored import check_floats, stored
 from blockdraft.formats.zlab import one_dtype, rope_of
@@ -72,7 +72,7 @@ def parse_config(
     """
     heads = raw.get("num_nextn_predict_layers", 1)
     need(heads == 1, "num_nextn_predict_layers", heads, "1, the only supported number")
-    block_size = 1 + guesses_of(raw)
+    block_size = 1 + draft_tokens_of(raw)
     layers = layer_config(raw.get("transformer_layer_config"))
     kind = layers.pop("model_type")
     if kind in OTHERS:

@@ -50,7 +50,7 @@ class TargetMTPConfig:
         return cast(float, self.layer.rms_norm_eps)
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def target_layers(self) -> tuple[int, ...]:
         """The input of the target's head, as `Target.forward` names it."""
         return (self.num_target_layers,)
 
@@ -125,9 +125,9 @@ class TargetMTPNetwork(MTPHead):
         heads = layer.num_key_value_heads, layer.head_dim
         return heads, heads
 
-    def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer: Any = self.layers[0]
-        entries, found = self._entries(embedded, feature), list[Tensor]()
+        entries, found = self._entries(embedded, hidden_state), list[Tensor]()
 
         def keep(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             found.extend((keys, values))
@@ -138,9 +138,9 @@ class TargetMTPNetwork(MTPHead):
         layer.self_attn(normed, position_embeddings=angles, attention_mask=None, **cache)
         return found[0], found[1]
 
-    def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         assert isinstance(attend, CachedAttention)
-        entries = self._entries(embedded, feature)
+        entries = self._entries(embedded, hidden_state)
         out: Tensor = self.layers[0](
             entries,
             attention_mask=attend.visible.unsqueeze(1),

@@ -73,8 +73,8 @@ class MTPVariant(Variant[MTPRecipe, MTPNetwork, MTPConfig]):
     def is_rounded(self, name: str) -> bool:
         return True
 
-    def hidden(self, network: MTPNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
-        return unrolled(network, target, features_BSF, rows)
+    def hidden(self, network: MTPNetwork, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
+        return unrolled(network, target, hidden_states_BSF, rows)
 
     def logits(self, network: MTPNetwork, target: Target, hidden_CKH: Tensor) -> Tensor:
         return network.logits(hidden_CKH, lambda states: target.head(states.to(target.dtype)))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
-from blockdraft.drafters.base import Entry, read_network
-from blockdraft.drafters.dflash.drafter import independent_guesses
+from blockdraft.drafters.base import DrafterSpec, read_network
+from blockdraft.drafters.dflash.drafter import independent_draft_tokens
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.drafters.peagle.network import PEagleNetwork, PEaglePass
 from blockdraft.nn.cache import KVCache
@@ -28,7 +28,7 @@ class PEagleDrafter(Eagle3Drafter):
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        return independent_guesses(anchor, self.draft_logits(state, anchor, plan), plan)
+        return independent_draft_tokens(anchor, self.draft_logits(state, anchor, plan), plan)
 
     def draft_logits(self, state: KVCache, anchor: Tensor, plan: Plan) -> Tensor:
         """Logits `[B, K, V]` of the K = block_size - 1 guesses; -inf for tokens that are never guessed."""
@@ -39,7 +39,7 @@ def load(path: Path, target: Target) -> PEagleDrafter:
     return PEagleDrafter(read_network(path, target, PEagleNetwork), target, path)  # type: ignore[arg-type]
 
 
-DRAFTER = Entry(
+DRAFTER = DrafterSpec(
     load,
     architectures=("PEagleSpeculator",),
     network=PEagleNetwork,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from blockdraft.drafters.eagle3.network import Eagle3Base, Eagle3Config
 from blockdraft.machine import send
 from blockdraft.nn.attention import attend, visible_slots
-from blockdraft.nn.autoregressive import feature_store, last_features
+from blockdraft.nn.autoregressive import hidden_state_store, last_hidden_states
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import need, whole
 from blockdraft.nn.draft_layer import Attend, DraftLayer
@@ -53,7 +53,7 @@ class PEagleNetwork(Eagle3Base):
         super().__init__(config)
         self.layers = nn.ModuleDict({str(i): _layer(config) for i in range(1, config.num_hidden_layers)})
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(config.taps) * config.hidden_size))
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(config.target_layers) * config.hidden_size))
 
     def runner(
         self,
@@ -67,17 +67,17 @@ class PEagleNetwork(Eagle3Base):
     def masks(self, batch: int, count: int) -> tuple[Tensor, Tensor]:
         """Embeddings and features `[B, count, H]` of entries whose tokens do not exist yet."""
         token = torch.tensor(self.config.mask_token_id, device=self.mask_hidden.device)
-        embedded, feature = self.embed_tokens(token), self.fuse(self.mask_hidden)
-        return embedded.expand(batch, count, -1), feature.expand(batch, count, -1)
+        embedded, hidden_state = self.embed_tokens(token), self.fuse(self.mask_hidden)
+        return embedded.expand(batch, count, -1), hidden_state.expand(batch, count, -1)
 
-    def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states `[B, N, H]` of entries, before the last norm, for `logits`.
 
         Args:
-            embedded, feature, positions: As in `AutoregressiveNetwork.forward`.
+            embedded, hidden_state, positions: As in `AutoregressiveNetwork.forward`.
             attend: Attention of a layer's entries to those that they see, themselves included.
         """
-        x = self.first(embedded, feature, positions, lambda *heads: attend(0, *heads))
+        x = self.first(embedded, hidden_state, positions, lambda *heads: attend(0, *heads))
         angles = self.rotary(positions, x.dtype)
         for index, layer in enumerate(self.layers.values(), start=1):
             x = layer(x, *angles, index, attend)
@@ -115,13 +115,13 @@ class PEaglePass:
     def slots_beside(self, block_size: int, width: int) -> int:
         return 0
 
-    def observe(self, state: KVCache, tokens: Tensor, features: Tensor) -> None:
+    def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
         """As `AutoregressiveRunner.observe`."""
         count = tokens.size(1)
         state.check_room(count)
-        fused, device = self.network.fuse(features.to(self.network.fc.weight.dtype)), tokens.device
-        store = self._features(state)
-        before = torch.cat([last_features(state, store), fused[:, :-1]], dim=1)
+        fused, device = self.network.fuse(hidden_states.to(self.network.fc.weight.dtype)), tokens.device
+        store = self._hidden_states(state)
+        before = torch.cat([last_hidden_states(state, store), fused[:, :-1]], dim=1)
         slots = state.slots(count, device)
         within = torch.ones(count, count, dtype=torch.bool, device=device).tril().expand(len(tokens), -1, -1)
         visible = visible_slots(state.lengths, within)
@@ -142,9 +142,9 @@ class PEaglePass:
             window: Number of each row's last committed tokens that attention reads; None is all of them.
         """
         network, batch = self.network, len(anchor)
-        embedded, feature = network.masks(batch, count - 1)
+        embedded, hidden_state = network.masks(batch, count - 1)
         embedded = torch.cat([network.embed_tokens(anchor)[:, None], embedded], dim=1)
-        feature = torch.cat([last_features(state, self._features(state)), feature], dim=1)
+        hidden_state = torch.cat([last_hidden_states(state, self._hidden_states(state)), hidden_state], dim=1)
         lengths = send(torch.tensor(state.lengths), anchor.device)[:, None]
         slots, own = torch.arange(max(state.lengths), device=anchor.device), torch.arange(count, device=anchor.device)
         known = (slots >= (lengths - (window or len(slots))).clamp(min=1)) & (slots < lengths)  # [B, T]
@@ -156,7 +156,7 @@ class PEaglePass:
             keys, values = (torch.cat([text, new], dim=2) for text, new in zip(texts, (keys, values), strict=True))
             return attend(queries, keys, values, visible)
 
-        hidden = network(embedded, feature, (lengths - 1).clamp(min=0) + own, attention)
+        hidden = network(embedded, hidden_state, (lengths - 1).clamp(min=0) + own, attention)
         mark(PASS)
         logits = cast(Tensor, network.lm_head(network.norm(hidden)))
         mark(HEAD)
@@ -165,9 +165,9 @@ class PEaglePass:
             return logits
         return logits.new_full((batch, count, network.config.vocab_size), -torch.inf).index_copy_(2, kept, logits)
 
-    def _features(self, state: KVCache) -> Tensor:
+    def _hidden_states(self, state: KVCache) -> Tensor:
         config = self.network.config
-        return feature_store(state, config.num_hidden_layers, config.hidden_size, self.network.fc.weight)
+        return hidden_state_store(state, config.num_hidden_layers, config.hidden_size, self.network.fc.weight)
 
 
 def _layer(config: PEagleConfig) -> DraftLayer:

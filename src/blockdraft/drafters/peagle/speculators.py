@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from blockdraft.drafters.eagle3.layout import network_config, renamed
-from blockdraft.drafters.eagle3.speculators import SpeculatorsLayout, network_keys, said_taps
+from blockdraft.drafters.eagle3.speculators import SpeculatorsLayout, configured_target_layers, network_keys
 from blockdraft.drafters.peagle.network import PEagleConfig
-from blockdraft.formats.speculators_config import guesses_of
+from blockdraft.formats.speculators_config import draft_tokens_of
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere, vllm_alone
 from blockdraft.nn.draft_config import whole
 
@@ -25,15 +25,15 @@ class PEagleSpeculators(SpeculatorsLayout):
         vocabulary: Mapping[str, int] | None,
         num_target_layers: int | None,
     ) -> tuple[PEagleConfig, bool]:
-        taps, layers = said_taps(raw, num_target_layers)
+        target_layers, layers = configured_target_layers(raw, num_target_layers)
         keys = network_keys(raw)
         depth = whole("num_hidden_layers", keys.get("num_hidden_layers"))
         more = {
             "num_hidden_layers": depth,
             "mask_token_id": raw.get("mask_token_id"),
-            "block_size": 1 + guesses_of(raw),
+            "block_size": 1 + draft_tokens_of(raw),
         }
-        config = network_config(keys, renamed(tensors), taps, layers, PEagleConfig, depth, **more)
+        config = network_config(keys, renamed(tensors), target_layers, layers, PEagleConfig, depth, **more)
         return config, num_target_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:

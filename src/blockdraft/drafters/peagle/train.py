@@ -64,9 +64,9 @@ class PEagleVariant(Eagle3Variant):
         mask = mask_token(target, self.recipe.mask_token_id).id
         return PEagleConfig(**values, mask_token_id=mask, num_hidden_layers=self.recipe.layers)
 
-    def usual_taps(self, layers: int) -> tuple[int, ...]:
+    def usual_target_layers(self, layers: int) -> tuple[int, ...]:
         # The speculators format cannot list the last layer's output.
-        return super().usual_taps(layers if layers >= 7 else layers - 1)
+        return super().usual_target_layers(layers if layers >= 7 else layers - 1)
 
     def new_network(self, config: PEagleConfig, vocabulary: Mapping[str, int] | None) -> PEagleNetwork:  # type: ignore[override]
         network = PEagleNetwork(config)
@@ -88,13 +88,15 @@ class PEagleVariant(Eagle3Variant):
         return False  # torch runs it
 
     def hidden(  # type: ignore[override]
-        self, network: PEagleNetwork, target: Target, features_BSF: Tensor, rows: Rows
+        self, network: PEagleNetwork, target: Target, hidden_states_BSF: Tensor, rows: Rows
     ) -> Tensor:
         (batch, size), blocks, masks = rows.tokens_BS.shape, rows.anchors_BA.size(1), self.taught_slots - 1
-        device, anchors_BA = features_BSF.device, rows.anchors_BA.clamp(min=0)
+        device, anchors_BA = hidden_states_BSF.device, rows.anchors_BA.clamp(min=0)
         begins_BS = rows.positions_BS == 0
-        before_BSH = F.pad(network.fuse(features_BSF)[:, :-1], (0, 0, 1, 0)).masked_fill(begins_BS.unsqueeze(-1), 0)
-        embedded, feature = network.masks(batch, blocks * masks)
+        before_BSH = F.pad(network.fuse(hidden_states_BSF)[:, :-1], (0, 0, 1, 0)).masked_fill(
+            begins_BS.unsqueeze(-1), 0
+        )
+        embedded, hidden_state = network.masks(batch, blocks * masks)
         positions_BA = rows.positions_BS.gather(1, anchors_BA)
         later = torch.arange(1, masks + 1, device=device)
         positions = torch.cat([rows.positions_BS, (positions_BA.unsqueeze(2) + later).flatten(1)], dim=1)
@@ -116,8 +118,8 @@ class PEagleVariant(Eagle3Variant):
             return attend(queries.to(values.dtype), keys.to(values.dtype), values, visible)
 
         embedded = torch.cat([network.embed_tokens(rows.tokens_BS), embedded], dim=1)
-        feature = torch.cat([before_BSH, feature], dim=1)
-        states = network(embedded, feature, (positions - 1).clamp(min=0), attention)
+        hidden_state = torch.cat([before_BSH, hidden_state], dim=1)
+        states = network(embedded, hidden_state, (positions - 1).clamp(min=0), attention)
         index = anchors_BA.unsqueeze(2).expand(-1, -1, states.size(2))
         first, others = states[:, :size].gather(1, index), states[:, size:].unflatten(1, (blocks, masks))
         return torch.cat([first.unsqueeze(2), others], dim=2)

@@ -15,7 +15,7 @@ NEWEST = 0.1  # weight of the newest cycle in means of what drafters chose
 LEAST = 5.0  # guesses whose evidence stays in any case, so that a few new ones never decide alone
 PRIOR = 10.0  # guesses, or tokens, that count for what is taken before anything is known
 PRIOR_OF_REQUEST = 40.0  # tokens for which a request is taken to be like the others: a few unlucky cycles are no sign
-FIRST_GUESS = 0.6  # share of guesses that is taken to be accepted then
+FIRST_DRAFT_TOKEN = 0.6  # share of guesses that is taken to be accepted then
 
 
 class Acceptance:
@@ -25,17 +25,17 @@ class Acceptance:
         most: Most guesses on a path.
 
     Attributes:
-        tokens, guesses, depth: Of drafters that set the number of their guesses: means of a row's tokens, guesses, and
-            guesses on the longest path. `tokens` is 0 before the first cycle.
+        tokens, draft_tokens, depth: Of drafters that set the number of their guesses: means of a row's tokens, guesses,
+            and guesses on the longest path. `tokens` is 0 before the first cycle.
     """
 
     def __init__(self, most: int) -> None:
         self._accepted, self._reached = [0.0] * most, [0.0] * most  # guesses by position
-        self._all_accepted, self._all_reached = PRIOR * FIRST_GUESS, PRIOR  # of all positions
+        self._all_accepted, self._all_reached = PRIOR * FIRST_DRAFT_TOKEN, PRIOR  # of all positions
         self._weight = 1.0  # of a new guess: it rises, in the place of all the others fading
         self._shares: WeakKeyDictionary[Request, tuple[float, float]] = WeakKeyDictionary()
         self._came_true = self._expected = PRIOR  # guesses accepted, and those that the drafter expected to be
-        self.tokens = self.guesses = 0.0
+        self.tokens = self.draft_tokens = 0.0
         self.depth = float(most)
         self._promised: list[float] = []  # what `chains` told last
         self.chains()
@@ -45,7 +45,7 @@ class Acceptance:
         if self._all_reached > LEAST * self._weight:
             self._weight /= FADE
 
-    def hopes(self) -> list[float]:
+    def upper_bounds(self) -> list[float]:
         """Tokens that chains yield if more guesses are accepted, by two standard errors, than `chains` expects. As
         evidence fades, this rises."""
         rate = self._all_accepted / self._all_reached
@@ -69,7 +69,7 @@ class Acceptance:
         return [(a + shared) / (r + prior) for a, r in zip(self._accepted, self._reached, strict=True)]
 
     @property
-    def trust(self) -> float:
+    def calibration(self) -> float:
         """Guesses that were accepted over those that the drafter expected to be."""
         return self._came_true / self._expected
 
@@ -96,9 +96,9 @@ class Acceptance:
         kept = 1 - (1 - FADE) * min(expected, 1.0)
         self._expected = kept * self._expected + expected
         self._came_true = kept * self._came_true + length
-        return 1 + self.trust * expected
+        return 1 + self.calibration * expected
 
-    def learn_usual(self, tokens: dict[Request, float], guesses: int, depth: int) -> None:
+    def learn_usual(self, tokens: dict[Request, float], draft_tokens: int, depth: int) -> None:
         """Take in a cycle of a drafter that set the number of its guesses.
 
         Args:
@@ -107,7 +107,7 @@ class Acceptance:
         """
         weight = NEWEST if self.tokens else 1.0
         self.tokens += weight * (sum(tokens.values()) / len(tokens) - self.tokens)
-        self.guesses += weight * (guesses - self.guesses)
+        self.draft_tokens += weight * (draft_tokens - self.draft_tokens)
         # It rises faster than it falls: a path that was cut short does not tell how far it would have paid.
         self.depth += (0.5 if depth > self.depth else NEWEST) * (depth - self.depth)
         for request, each in tokens.items():

@@ -35,16 +35,16 @@ class Probe:
         runner.read(rows, [context] * count)
         return runner, rows
 
-    def __call__(self, rows: int, context: int, guesses: int, tree: bool, count: int) -> list[tuple[int, float]]:
+    def __call__(self, rows: int, context: int, draft_tokens: int, tree: bool, count: int) -> list[tuple[int, float]]:
         """As `stored_costs.Cycles`."""
         drafter = self.drafter
         # Asked as the controller asks: with times by which just so many guesses pay, or for a chain of this length.
         knows = drafter.knows_probabilities if tree else drafter.knows_lengths
-        seconds = [1.0] * (guesses + 1) if guesses and knows else None
-        block_size = drafter.block_size if seconds and tree else min(drafter.block_size, guesses + 1)
-        plan = Plan(block_size, [SamplingParams()] * rows, guesses if tree else 0, seconds)
+        seconds = [1.0] * (draft_tokens + 1) if draft_tokens and knows else None
+        block_size = drafter.block_size if seconds and tree else min(drafter.block_size, draft_tokens + 1)
+        plan = Plan(block_size, [SamplingParams()] * rows, draft_tokens if tree else 0, seconds)
         with self.target.lock:
-            runner, running = self.rows(rows, context, count * drafter.block_size + guesses)
+            runner, running = self.rows(rows, context, count * drafter.block_size + draft_tokens)
             return [self._timed(runner, running, plan) for _ in range(count)]
 
     def _timed(self, runner: Runner, rows: Sequence[Row], plan: Plan) -> tuple[int, float]:
@@ -52,4 +52,4 @@ class Probe:
         began = time.perf_counter()
         outcome = runner.step(rows, plan)
         wait_for(self.target.device)
-        return outcome.guesses, time.perf_counter() - began
+        return outcome.draft_tokens, time.perf_counter() - began

@@ -57,11 +57,11 @@ class CycleTimes:
         self._expected: list[float] | None = None  # as long as nothing is learned, at this pace:
         self._expected_at = 0.0
 
-    def learn(self, guesses: int | None, seconds: float, now: int) -> None:
+    def learn(self, draft_tokens: int | None, seconds: float, now: int) -> None:
         """Take in cycle `now`, in which each row had so many guesses; None did not draft."""
-        entry, seconds = 0 if guesses is None else bisect(self._sizes, guesses), max(seconds, LEAST_SECONDS)
-        if guesses is not None and guesses != self._sizes[entry - 1]:  # stands for the nearest size below
-            seconds *= self.expected()[entry] / self.at(self.expected(), guesses)
+        entry, seconds = 0 if draft_tokens is None else bisect(self._sizes, draft_tokens), max(seconds, LEAST_SECONDS)
+        if draft_tokens is not None and draft_tokens != self._sizes[entry - 1]:  # stands for the nearest size below
+            seconds *= self.expected()[entry] / self.at(self.expected(), draft_tokens)
         recent, ran, before = self._recent[entry], self._ran[entry], self._quartiles[entry]
         if (change := self._pace.factor / self._paces[entry]) != 1:
             recent.extend([each * change for each in recent])
@@ -77,13 +77,13 @@ class CycleTimes:
         self._paces[entry] = self._pace.factor
         self._expected = None
 
-    def at(self, seconds: Sequence[float], guesses: float | None) -> float:
+    def at(self, seconds: Sequence[float], draft_tokens: float | None) -> float:
         """The entry of so many guesses, interpolated."""
-        entry = 0 if guesses is None else bisect(self._sizes, guesses)
-        if guesses is None or entry == len(self._sizes):
+        entry = 0 if draft_tokens is None else bisect(self._sizes, draft_tokens)
+        if draft_tokens is None or entry == len(self._sizes):
             return seconds[entry]
         before, after = self._sizes[entry - 1 : entry + 1]
-        return seconds[entry] + (guesses - before) / (after - before) * (seconds[entry + 1] - seconds[entry])
+        return seconds[entry] + (draft_tokens - before) / (after - before) * (seconds[entry + 1] - seconds[entry])
 
     def curve(self, seconds: Sequence[float], last: int) -> list[float]:
         """Seconds by guesses, one by one, up to those of entry `last`."""

@@ -67,7 +67,7 @@ class JointController(Controller):
         self,
         requests: Sequence[Request],
         plan: Plan,
-        guesses: int,
+        draft_tokens: int,
         deepest: Sequence[int],
         lengths: Sequence[int],
         expected: Sequence[float] | None = None,
@@ -79,8 +79,10 @@ class JointController(Controller):
         plans = dict(plan.turns)
         for index, each in enumerate(self._each):
             if index == part and index in plans:
-                each.learn(requests, plans[index], guesses, deepest, lengths, expected, seconds, late=late)
-            elif not plan.turns or (not guesses and part in self._free):  # a look that found nothing is next to plain
+                each.learn(requests, plans[index], draft_tokens, deepest, lengths, expected, seconds, late=late)
+            elif not plan.turns or (
+                not draft_tokens and part in self._free
+            ):  # a look that found nothing is next to plain
                 each.learn(requests, plain, 0, none, none, None, seconds)
             else:
                 each.pass_over()

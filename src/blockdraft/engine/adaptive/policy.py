@@ -23,7 +23,7 @@ from blockdraft.engine.request import Request
 from blockdraft.types import Drafting, RequestDrafting
 
 SIZES = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191)  # guesses a row that are told apart
-MOST_GUESSES = 256  # of a tree whose budget is chosen each cycle
+MAX_DRAFT_TOKENS = 256  # of a tree whose budget is chosen each cycle
 MARGIN = 1.01  # gain below which a change is not worth its risk
 SPARE_DEPTH = 1.25  # slots of a draft pass over the depth that paid lately
 HOLD = 16  # most cycles that a decision holds, since thinking takes time
@@ -39,13 +39,13 @@ class Decision:
     """How far to draft for some cycles.
 
     Attributes:
-        guesses: Most of a row; 0 does not draft.
+        draft_tokens: Most of a row; 0 does not draft.
         curve: Seconds of a cycle by guesses a row, for a drafter that sets their number.
         trial: Whether this is not the best by what is known, but may be.
         seconds, tokens: Of all rows in a cycle that is the best by what is known.
     """
 
-    guesses: int
+    draft_tokens: int
     curve: list[float] | None
     trial: bool
     seconds: float
@@ -90,7 +90,7 @@ class Controller:
         self._knows = self.automatic and (drafter.knows_probabilities if self._tree else drafter.knows_lengths)
         self._passes = drafter.has_pass
         self._costs, self._clock = cache(costs), now
-        most = self.most_guesses if self._knows else min(self.most_guesses, self._block_size - 1)
+        most = self.max_draft_tokens if self._knows else min(self.max_draft_tokens, self._block_size - 1)
         self._sizes = [*(size for size in SIZES if size < most), most]
         self._times: dict[int, CycleTimes] = {}  # by number of rows, in steps of half a binary logarithm
         self._times_by_rows: dict[int, CycleTimes] = {}
@@ -109,24 +109,24 @@ class Controller:
         return self._block_size > 1 and "auto" in (self._drafting.block_size, self._drafting.tree_budget)
 
     @property
-    def most_guesses(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Most guesses of a row that a plan may ask for."""
         if self._block_size == 1:
             return 0
         budget = self._drafting.tree_budget
         if budget == "auto":
-            return max(self._block_size - 1, MOST_GUESSES)
+            return max(self._block_size - 1, MAX_DRAFT_TOKENS)
         return budget or self._block_size - 1
 
     @property
     def drafts(self) -> bool:
         """Whether cycles are drafted at present."""
-        return self.most_guesses > 0 and not self._paused
+        return self.max_draft_tokens > 0 and not self._paused
 
     @property
     def tries_plain(self) -> bool:
         """Whether the planned cycle is to show how fast plain decoding is."""
-        return self._decision is not None and self._decision.trial and not self._decision.guesses
+        return self._decision is not None and self._decision.trial and not self._decision.draft_tokens
 
     @property
     def _tree(self) -> bool:
@@ -141,7 +141,7 @@ class Controller:
         size, budget = drafting.block_size, drafting.tree_budget
         bounds = RequestDrafting(
             block_size=None if size is None or size >= self._block_size else size,
-            tree_budget=None if budget is None or not self._tree or budget >= self.most_guesses else budget,
+            tree_budget=None if budget is None or not self._tree or budget >= self.max_draft_tokens else budget,
         )
         return None if bounds == RequestDrafting() else bounds
 
@@ -164,8 +164,8 @@ class Controller:
         if self._block_size == 1 or all(request.drafting and not request.drafting.enabled for request in requests):
             return Plan(1, params)
         # A tree is no deeper than it has guesses, and a shorter block makes a cheaper draft pass.
-        block_size, curve, trust = min(self._block_size, 1 + self.most_guesses), None, 1.0
-        budget = self.most_guesses if self._tree else 0
+        block_size, curve, calibration = min(self._block_size, 1 + self.max_draft_tokens), None, 1.0
+        budget = self.max_draft_tokens if self._tree else 0
         if not self._drafting.sampled:  # how a sampled chain is judged must not depend on the other rows
             # Guesses past the length limit would be cut; the anchor is there already.
             block_size = min(block_size, 1 + max(map(self._reach, requests)))
@@ -173,13 +173,13 @@ class Controller:
             if before is None or before.trial or not self._held or requests != self._requests:
                 before, self._requests = self._decide(requests), list(requests)
             self._decision, self._held = before, self._held - 1
-            block_size, curve = min(block_size, 1 + before.guesses), before.curve
+            block_size, curve = min(block_size, 1 + before.draft_tokens), before.curve
             if curve is None and self._drafting.tree_budget == "auto":
-                budget = before.guesses
+                budget = before.draft_tokens
             if curve is not None:
-                trust = self._acceptance.trust
+                calibration = self._acceptance.calibration
                 if before.trial and self._paused:
-                    trust = max(trust, 1.0)  # the text may have become easy
+                    calibration = max(calibration, 1.0)  # the text may have become easy
                 if self._passes and not self._drafting.sampled:
                     block_size = min(block_size, 2 + round(SPARE_DEPTH * self._acceptance.depth))
         if block_size == 1:
@@ -189,7 +189,7 @@ class Controller:
             params=params,
             tree_budget=budget,
             cycle_seconds=curve,
-            trust=trust,
+            calibration=calibration,
             draft_window=self._drafting.draft_window,
             draft_passes=self._drafting.draft_passes,
             rate=0.0 if self._decision is None else self._decision.tokens / self._decision.seconds,
@@ -212,8 +212,8 @@ class Controller:
         may_try: bool,
     ) -> Decision:
         """Choose the size of chains; lists are by entry of `times`."""
-        guesses, chains = [0, *self._sizes], self._acceptance.chains()
-        tokens = self._yields(requests, [chains[size] for size in guesses], guesses)
+        draft_tokens, chains = [0, *self._sizes], self._acceptance.chains()
+        tokens = self._yields(requests, [chains[size] for size in draft_tokens], draft_tokens)
         tokens[1] = 0.0  # a draft pass without guesses is no choice
         rates = [each / time for each, time in zip(tokens, seconds, strict=True)]
         best = rates.index(max(rates))
@@ -221,16 +221,16 @@ class Controller:
             best = 0
         self._paused, chosen = best == 0, best
         if may_try:
-            hopes = tokens
+            upper_bounds = tokens
             if self._paused:  # the text may have become as easy as any, or may always have been easier than it seemed
-                easier = self._acceptance.hopes()
-                hopes = [len(requests) * max(easier[size], self._at_first[size]) for size in guesses]
-                hopes[1] = 0.0
+                easier = self._acceptance.upper_bounds()
+                upper_bounds = [len(requests) * max(easier[size], self._at_first[size]) for size in draft_tokens]
+                upper_bounds[1] = 0.0
             last = times.affordable(TOO_LONG * seconds[best])
-            rates = [hope / time for hope, time in zip(hopes[: last + 1], least, strict=False)]
+            rates = [upper_bound / time for upper_bound, time in zip(upper_bounds[: last + 1], least, strict=False)]
             rates[best] = MARGIN * tokens[best] / seconds[best]
             chosen = rates.index(max(rates))
-        return Decision(guesses[chosen], None, chosen != best, seconds[best], tokens[best])
+        return Decision(draft_tokens[chosen], None, chosen != best, seconds[best], tokens[best])
 
     def _decide_pause(
         self,
@@ -246,7 +246,7 @@ class Controller:
         if not known.tokens:
             return Decision(most, all_sizes, False, seconds[0], rows)
         tokens = self._yields(requests, [known.tokens], [most])[0]
-        cost, plain = times.at(seconds, known.guesses), seconds[0]
+        cost, plain = times.at(seconds, known.draft_tokens), seconds[0]
         self._paused = tokens / cost < MARGIN * rows / plain
         if self._paused:
             cost, tokens = plain, float(rows)
@@ -257,7 +257,7 @@ class Controller:
             return Decision(0, None, may_try, cost, tokens)
         return Decision(most, all_sizes, False, cost, tokens)
 
-    def _yields(self, requests: Sequence[Request], tokens: Sequence[float], guesses: Sequence[int]) -> list[float]:
+    def _yields(self, requests: Sequence[Request], tokens: Sequence[float], draft_tokens: Sequence[int]) -> list[float]:
         """Tokens of all these requests, where a row on average yields `tokens` with so many guesses."""
         found = [0.0] * len(tokens)
         for request in requests:
@@ -265,13 +265,13 @@ class Controller:
             most = math.inf if request.drafting is None else 1 + self._reach(request)
             for entry, each in enumerate(tokens):
                 found[entry] += min(max(share * each, 1.0), most)
-        return [each if drafted else float(len(requests)) for each, drafted in zip(found, guesses, strict=True)]
+        return [each if drafted else float(len(requests)) for each, drafted in zip(found, draft_tokens, strict=True)]
 
     def learn(
         self,
         requests: Sequence[Request],
         plan: Plan,
-        guesses: int,
+        draft_tokens: int,
         deepest: Sequence[int],
         lengths: Sequence[int],
         expected: Sequence[float] | None = None,
@@ -284,7 +284,7 @@ class Controller:
         Args:
             requests: Those of the cycle.
             plan: As it was carried out.
-            guesses: Guesses a row, those that fill up shorter rows included.
+            draft_tokens: Guesses a row, those that fill up shorter rows included.
             deepest: For each request the guesses on its longest path.
             lengths: For each request the guesses that were accepted.
             expected: For each request the guesses that the drafter expected to be accepted, where it says so.
@@ -297,7 +297,7 @@ class Controller:
             return
         self._cycle += 1
         known.age()
-        drafted = min(guesses, decision.guesses) if plan.block_size > 1 else None
+        drafted = min(draft_tokens, decision.draft_tokens) if plan.block_size > 1 else None
         free = [place for place, request in enumerate(requests) if request.drafting is None]
         times = self._times_of(len(requests))
         cost = times.at(times.expected(), drafted) if decision.trial else 0.0
@@ -312,7 +312,7 @@ class Controller:
                 }
                 tokens += sum(found.values()) - sum(1 + lengths[place] for place in free)
                 if self._paused or not decision.trial:
-                    known.learn_usual(found, guesses, max(deepest[place] for place in free))
+                    known.learn_usual(found, draft_tokens, max(deepest[place] for place in free))
             else:
                 known.learn_paths(
                     [requests[place] for place in free],
@@ -338,7 +338,7 @@ class Controller:
         if rows not in self._times_by_rows:
             step = round(2 * math.log2(rows))
             if step not in self._times:
-                plain, curve = prior(self._costs(), round(2 ** (step / 2)), self.most_guesses, self._tree)
+                plain, curve = prior(self._costs(), round(2 ** (step / 2)), self.max_draft_tokens, self._tree)
                 seconds = [plain, *(curve[size] for size in self._sizes)]
                 if self._times:
                     self._credit = min(self._credit + FRESH, CREDIT)

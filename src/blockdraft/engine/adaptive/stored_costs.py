@@ -27,14 +27,14 @@ from blockdraft.targets import Target
 
 LAYOUT = 4  # of the file; files of other layouts are not read
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-CHAIN_GUESSES = (1, 2, 3, 4, 5, 7, 11, 15)
-TREE_GUESSES = (1, 2, 4, 8, 16, 32, 64, 128)
-MOST_GUESSES = 512  # of all rows together; larger trees are extrapolated
+CHAIN_DRAFT_TOKENS = (1, 2, 3, 4, 5, 7, 11, 15)
+TREE_DRAFT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+MAX_DRAFT_TOKENS = 512  # of all rows together; larger trees are extrapolated
 CONTEXT = 128  # committed tokens of each row while measuring
 REPEATS = 7
 LIMIT_SECONDS = 25.0  # once measuring has taken so long, larger batches are left to extrapolation
 DRAFT_PASS = 0.2  # of a plain cycle's time, where nothing is known of the machine
-GUESS = 0.05  # the same of each guess
+DRAFT_TOKEN = 0.05  # the same of each guess
 
 Points = tuple[tuple[int, float], ...]  # guesses of a row, rising, and the seconds of a cycle with them
 
@@ -79,9 +79,9 @@ class Costs:
         counts, sizes, curves = np.arange(most + 1), [], []
         for size, points in zip(self.rows, self.tree if tree else self.chain, strict=True):
             if points:
-                guesses, seconds = zip(*points, strict=True)
+                draft_tokens, seconds = zip(*points, strict=True)
                 sizes.append(size)
-                curves.append(_at(counts, guesses, seconds))
+                curves.append(_at(counts, draft_tokens, seconds))
         found: list[float] = _at(rows, sizes, curves).tolist()
         return found
 
@@ -98,7 +98,7 @@ def prior(costs: Costs | None, rows: int, most: int, tree: bool) -> tuple[float,
     """
     plain = costs.plain_cycle(rows) if costs else 1.0
     if costs is None or not costs.knows(tree):
-        return plain, [plain * (1 + DRAFT_PASS + GUESS * rows * n) for n in range(most + 1)]
+        return plain, [plain * (1 + DRAFT_PASS + DRAFT_TOKEN * rows * n) for n in range(most + 1)]
     return plain, costs.cycle(rows, most, tree)
 
 
@@ -127,7 +127,7 @@ class Cycles(Protocol):
 
     Args:
         rows, context: Rows of a fresh batch, and committed tokens of each.
-        guesses: Of a row; 0 for cycles that do not draft.
+        draft_tokens: Of a row; 0 for cycles that do not draft.
         tree: Whether they are a tree, or a chain.
         count: Cycles to run.
 
@@ -135,7 +135,9 @@ class Cycles(Protocol):
         For each cycle the guesses that a row really had, and its seconds.
     """
 
-    def __call__(self, rows: int, context: int, guesses: int, tree: bool, count: int) -> list[tuple[int, float]]: ...
+    def __call__(
+        self, rows: int, context: int, draft_tokens: int, tree: bool, count: int
+    ) -> list[tuple[int, float]]: ...
 
 
 def measure(
@@ -160,9 +162,9 @@ def measure(
     began = time.perf_counter()
     context = max(min(CONTEXT, max_context // 4), 1)
 
-    def fits(guesses: int) -> bool:
+    def fits(draft_tokens: int) -> bool:
         """Each cycle may commit a whole path; the last one still needs room for its nodes."""
-        return context + REPEATS * min(guesses + 1, block_size) + guesses + 1 < max_context
+        return context + REPEATS * min(draft_tokens + 1, block_size) + draft_tokens + 1 < max_context
 
     if not fits(min(1, block_size - 1)):
         raise UsageError(
@@ -177,15 +179,15 @@ def measure(
         def points(sizes: Sequence[int], tree: bool, rows: int = rows) -> Points:
             found: dict[int, list[float]] = {}
             for size in sizes:
-                if fits(size) and (rows * size <= MOST_GUESSES or size == sizes[0]):
-                    guesses, seconds = _median(cycles(rows, context, size, tree, REPEATS + 1))
-                    found.setdefault(guesses, []).append(seconds)
-            return tuple((guesses, statistics.median(found[guesses])) for guesses in sorted(found))
+                if fits(size) and (rows * size <= MAX_DRAFT_TOKENS or size == sizes[0]):
+                    draft_tokens, seconds = _median(cycles(rows, context, size, tree, REPEATS + 1))
+                    found.setdefault(draft_tokens, []).append(seconds)
+            return tuple((draft_tokens, statistics.median(found[draft_tokens])) for draft_tokens in sorted(found))
 
         _, plain = _median(cycles(rows, context, 0, False, REPEATS + 1))
         longest = block_size - 1
-        chain = points(sorted({min(size, longest) for size in CHAIN_GUESSES}), False) if longest else ()
-        tree = points(TREE_GUESSES, True) if longest else ()
+        chain = points(sorted({min(size, longest) for size in CHAIN_DRAFT_TOKENS}), False) if longest else ()
+        tree = points(TREE_DRAFT_TOKENS, True) if longest else ()
         known[rows] = plain, chain, tree
         added = (
             f"{kind} of {p[-1][0]} {1000 * p[-1][1]:.2f} ms" for kind, p in (("chain", chain), ("tree", tree)) if p
@@ -196,8 +198,8 @@ def measure(
 
 def _median(cycles: list[tuple[int, float]]) -> tuple[int, float]:
     """Guesses and seconds of cycles, of which the first does not count."""
-    guesses, seconds = zip(*cycles[1:], strict=True)
-    return int(statistics.median(guesses)), statistics.median(seconds)
+    draft_tokens, seconds = zip(*cycles[1:], strict=True)
+    return int(statistics.median(draft_tokens)), statistics.median(seconds)
 
 
 def path(target: Target, drafter: Drafter) -> Path:
@@ -210,7 +212,7 @@ def path(target: Target, drafter: Drafter) -> Path:
     facts = [
         *(_place(target.path), target.running, target.hidden_size, target.num_layers, target.vocab_size, target.dtype),
         *(target.device.type, gpu),
-        *(type(drafter).__name__, drafter.block_size, drafter.taps),
+        *(type(drafter).__name__, drafter.block_size, drafter.target_layers),
         *((part.kind, _place(part.path), part.draft_vocab, part.bits, str(part.device)) for part in drafter.parts),
         *(torch.get_num_threads(), platform.node(), platform.processor()),
         *(LAYOUT, version("torch"), version("transformers"), version("blockdraft")),

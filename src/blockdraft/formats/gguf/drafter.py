@@ -46,11 +46,14 @@ def drafter_metadata(config: Any) -> dict[str, Any]:
         UsageError: llama.cpp cannot run such a drafter.
     """
     kind = kind_of(config)
-    last, highest = config.num_target_layers - 1, max(config.taps)
+    last, highest = config.num_target_layers - 1, max(config.target_layers)
     need(not config.attention_bias, "attention_bias", config.attention_bias, f"false {LIMIT}")
     need(highest < last, "a tap", highest, f"below the target's last layer, {last}, {LIMIT}")
     found = {key: getattr(config, name) for key, name in FIELDS.items()}
-    found |= {"target_hidden_size": config.hidden_size, "target_layers": [tap + 1 for tap in config.taps]}
+    found |= {
+        "target_hidden_size": config.hidden_size,
+        "target_layers": [target_layer + 1 for target_layer in config.target_layers],
+    }
     found |= rope_metadata(config.rope_theta, config.rope_scaling)
     own = {DEPTH: config.num_target_layers}
     if _in_factors(config):
@@ -129,7 +132,7 @@ def drafter_config(file: GGUFFile, num_target_layers: int | None = None) -> Any:
     found, own = kind.fields(file)
     fields |= {
         "vocab_size": len(tokens or ()),
-        "taps": tuple(layer - 1 for layer in entered),
+        "target_layers": tuple(layer - 1 for layer in entered),
         "num_target_layers": metadata.get(DEPTH, num_target_layers),
         "rope_theta": get("rope.freq_base") or ROPE_BASE,
         **own,

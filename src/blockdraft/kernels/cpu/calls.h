@@ -44,35 +44,35 @@ STRUCT(Layer)
     FIELD(S, i64, kv_heads) FIELD(S, i64, head_dim) FIELD(S, i64, inner) FIELD(S, i64, gelu)              \
     FIELD(S, i64, max_positions) FIELD(S, float, eps) FIELD(S, float, embedding_scale)                    \
     FIELD(S, float, attention_scale) FIELD(S, float, attention_cap) FIELD(S, float, logit_cap)            \
-    FIELD(S, Linear, joined) FIELD(S, const float *, token_norm) FIELD(S, const float *, feature_norm)    \
+    FIELD(S, Linear, joined) FIELD(S, const float *, token_norm) FIELD(S, const float *, hidden_state_norm)    \
     FIELD(S, i64, pairs) FIELD(S, i64, normed_stream)
 STRUCT(Model)
 
 /* embedded: embeddings in the place of tokens, or null. reach: number of committed tokens that are seen, the last ones.
    best: index of the largest of the logits, see `best_of`, or null. slots: size of the store. room: numbers of `float` in
    the workspace. store: [layers, keys and then values of all heads, slot, SLOT(head_dim)], by strides. starts: first slot
-   of each row. beside: features of pairs, [batch, nodes, hidden]. hidden_slots: number of first committed tokens that no
+   of each row. beside: hidden states of pairs, [batch, nodes, hidden]. hidden_slots: number of first committed tokens that no
    node sees. done: nodes of each row that earlier calls have written behind the committed tokens, before these nodes;
    `parents`, [batch, done + nodes], includes and counts them. */
 #define Call_FIELDS(FIELD, S)                                                                             \
     FIELD(S, const i64 *, tokens) FIELD(S, const i64 *, parents) FIELD(S, const i64 *, lengths)           \
-    FIELD(S, const i64 *, taps) FIELD(S, const i64 *, logits_at) FIELD(S, const float *, embedded)        \
-    FIELD(S, i64, batch) FIELD(S, i64, nodes) FIELD(S, i64, num_taps) FIELD(S, i64, num_logits)           \
+    FIELD(S, const i64 *, target_layers) FIELD(S, const i64 *, logits_at) FIELD(S, const float *, embedded)        \
+    FIELD(S, i64, batch) FIELD(S, i64, nodes) FIELD(S, i64, num_target_layer_ids) FIELD(S, i64, num_logits)           \
     FIELD(S, i64, reach) FIELD(S, i64, threads) FIELD(S, i64, slots) FIELD(S, i64, room)                  \
     FIELD(S, void *, store)                                                                               \
     FIELD(S, i64, layer_stride) FIELD(S, i64, head_stride) FIELD(S, const i64 *, starts)                   \
-    FIELD(S, float *, features) FIELD(S, float *, logits) FIELD(S, float *, workspace) FIELD(S, i64 *, best) \
+    FIELD(S, float *, hidden_states) FIELD(S, float *, logits) FIELD(S, float *, workspace) FIELD(S, i64 *, best) \
     FIELD(S, const float *, beside) FIELD(S, i64, hidden_slots) FIELD(S, i64, done)
 STRUCT(Call)
 
-/* Chains of guesses. kept: tokens of the head's outputs. tokens: [batch, guesses + 1], of which the first are given. made:
-   guesses of each row that were made, set by `draft_chain`. current: [batch], and parents: [batch, guesses], to work in.
-   seconds: of a cycle with 0, 1, ... `guesses` guesses, or null to make all. trust: as in Python's `Plan`. expected,
-   survival and following: [batch], set where there are seconds: expected number of right guesses, the chance that all
+/* Chains of draft tokens. kept: tokens of the head's outputs. tokens: [batch, draft tokens + 1], of which the first are given. made:
+   draft tokens of each row that were made, set by `draft_chain`. current: [batch], and parents: [batch, draft tokens], to work in.
+   seconds: of a cycle with 0, 1, ... `draft tokens` draft tokens, or null to make all. calibration: as in Python's `Plan`. expected,
+   survival and following: [batch], set where there are seconds: expected number of right draft tokens, the chance that all
    are, and that of one more that is as likely as the last one. */
 #define Chain_FIELDS(FIELD, S)                                                                            \
     FIELD(S, const i64 *, kept) FIELD(S, i64 *, tokens) FIELD(S, i64 *, current) FIELD(S, i64 *, parents) \
-    FIELD(S, i64, guesses) FIELD(S, i64, made) FIELD(S, const double *, seconds) FIELD(S, double, trust)  \
+    FIELD(S, i64, draft_tokens) FIELD(S, i64, made) FIELD(S, const double *, seconds) FIELD(S, double, calibration)  \
     FIELD(S, float *, expected) FIELD(S, float *, survival) FIELD(S, float *, following)
 STRUCT(Chain)
 
@@ -164,7 +164,7 @@ static int reads_pairs(const Model *m, i64 index) { return m->pairs && !m->joine
 
 static i64 check_layers(const Model *m) {
     const i64 H = m->hidden, mixed = m->heads * m->head_dim;
-    REFUSE(m->pairs && (!m->token_norm || !m->feature_norm), POINTER);
+    REFUSE(m->pairs && (!m->token_norm || !m->hidden_state_norm), POINTER);
     const i64 unfit = m->pairs && m->joined.weight ? check_linear(&m->joined, 2 * H, H) : 0;
     REFUSE(unfit, -unfit);
     for (i64 index = 0; index < m->num_layers; index++) {
@@ -201,16 +201,16 @@ static i64 check_nodes(const Model *m, const Call *call) {
     const i64 rows = call->batch * call->nodes, all = call->done + call->nodes;
     REFUSE(rows && (!call->parents || !(call->tokens || call->embedded) || !m->norm), POINTER);
     REFUSE(rows && m->pairs && !call->beside, POINTER);
-    REFUSE(call->num_taps < 0, TAPS);
+    REFUSE(call->num_target_layer_ids < 0, TAPS);
     REFUSE(call->num_logits < 0 || call->num_logits > rows, LOGITS);
-    REFUSE(call->num_taps && rows && (!call->taps || !call->features), POINTER);
+    REFUSE(call->num_target_layer_ids && rows && (!call->target_layers || !call->hidden_states), POINTER);
     REFUSE(call->num_logits && !call->logits, POINTER);
     i64 wrong = rows && !call->embedded ? check_linear(&m->embedding, m->hidden, m->embedding.outputs) : 0;
     if (!wrong && call->num_logits) wrong = check_linear(&m->head, m->hidden, m->head.outputs);
     REFUSE(wrong, -wrong);
     for (i64 node = 0; rows && node < call->batch * all; node++)
         REFUSE(call->parents[node] < -1 || call->parents[node] >= node % all, PARENTS);
-    for (i64 k = 0; k < call->num_taps; k++) REFUSE(call->taps[k] < 0 || call->taps[k] > m->num_layers, TAPS);
+    for (i64 k = 0; k < call->num_target_layer_ids; k++) REFUSE(call->target_layers[k] < 0 || call->target_layers[k] > m->num_layers, TAPS);
     REFUSE(call->num_logits && call->num_logits != rows && !call->logits_at, LOGITS);
     for (i64 k = 0; k < call->num_logits && call->logits_at; k++)
         REFUSE(call->logits_at[k] < 0 || call->logits_at[k] >= rows, LOGITS);

@@ -21,7 +21,7 @@ from blockdraft.kernels.cpu.compiled_decoder import (
 from blockdraft.kernels.cpu.compiled_network import Beside, CompiledNetwork, library_for, rounded_beside
 from blockdraft.kernels.cpu.library import ChainFields, Library, LinearFields, ModelFields
 from blockdraft.machine import return_freed
-from blockdraft.nn.autoregressive import AutoregressiveNetwork, feature_store, last_features, picked
+from blockdraft.nn.autoregressive import AutoregressiveNetwork, hidden_state_store, last_hidden_states, picked
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.layers import ReducedHead, RMSNorm
 from blockdraft.nn.packed import check_tokens
@@ -37,22 +37,22 @@ class Parts:
 
     Attributes:
         layer: The only layer.
-        token_norm, feature_norm: Norms of an entry's embedding and feature.
+        token_norm, hidden_state_norm: Norms of an entry's embedding and feature.
         norm: Norm behind the layer.
         rotary: Rotary embedding of the layer's attention.
-        normed_taps: Function from tapped outputs `[..., m * H]` to the input of `fc`, for networks whose `fc` makes
-            features of them and that have a head of their own; None where `fc` joins embedding and feature, and the
-            head is the target's.
+        normed_target_layers: Function from tapped outputs `[..., m * H]` to the input of `fc`, for networks whose `fc`
+            makes features of them and that have a head of their own; None where `fc` joins embedding and feature, and
+            the head is the target's.
         normed_stream: Whether the layer's output is added to the normed feature.
         normed_feedback: Whether the feature fed to the next node is taken behind the last norm.
     """
 
     layer: nn.Module
     token_norm: RMSNorm
-    feature_norm: RMSNorm
+    hidden_state_norm: RMSNorm
     norm: RMSNorm
     rotary: Rotary
-    normed_taps: Callable[[Tensor], Tensor] | None
+    normed_target_layers: Callable[[Tensor], Tensor] | None
     normed_stream: bool
     normed_feedback: bool
 
@@ -117,7 +117,7 @@ class CompiledAutoregressive(CompiledNetwork):
         super().__init__(library, config, 1, beside.dtype, bits, owned)
         self.embed, self.head, self.network = beside.embed, head or beside.head, network
         self._pack_layer(self._layers[0], parts.layer)
-        fuses, self._normed_taps = parts.normed_taps is not None, parts.normed_taps
+        fuses, self._normed_target_layers = parts.normed_target_layers is not None, parts.normed_target_layers
         self._fc = self._pack(network, "fc")
         self._reduced = head if not fuses and target is not None else None
         self._kept = (network.kept if self._reduced is None else self._reduced.kept).contiguous()
@@ -140,15 +140,17 @@ class CompiledAutoregressive(CompiledNetwork):
             attention_scale=config.head_dim**-0.5,
             joined=nothing if fuses else self._fc,
             token_norm=self._pointer(parts.token_norm.weight),
-            feature_norm=self._pointer(parts.feature_norm.weight),
+            hidden_state_norm=self._pointer(parts.hidden_state_norm.weight),
             pairs=True,
             normed_stream=parts.normed_stream,
         )
         self._target, self._rotary = target, parts.rotary
         self._scores = own_head is not None or target is not None
         # The first tap is fed to the next node; the last is read by the target's head, unless the library runs it.
-        taps = [NORMED if parts.normed_feedback else STREAM]
-        self._taps = numbers(taps if self._scores or parts.normed_feedback else [*taps, NORMED])
+        target_layers = [NORMED if parts.normed_feedback else STREAM]
+        self._target_layers = numbers(
+            target_layers if self._scores or parts.normed_feedback else [*target_layers, NORMED]
+        )
         return_freed()
 
     def state_bytes(self, batch: int, capacity: int) -> int:
@@ -157,10 +159,10 @@ class CompiledAutoregressive(CompiledNetwork):
     def slots_beside(self, block_size: int, width: int) -> int:
         return 1 + width * max(block_size - 2, 0)
 
-    def observe(self, state: KVCache, tokens: Tensor, features: Tensor) -> None:
-        known = self.features(state)
-        fused = self._fuse(features)
-        before = torch.cat([last_features(state, known), fused[:, :-1]], dim=1)
+    def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
+        known = self.hidden_states(state)
+        fused = self._fuse(hidden_states)
+        before = torch.cat([last_hidden_states(state, known), fused[:, :-1]], dim=1)
         self._run_nodes(state, tokens, before, chain_parents(*tokens.shape))
         for row, (start, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
             known[start + length : start + length + tokens.size(1)] = fused[row]
@@ -169,38 +171,42 @@ class CompiledAutoregressive(CompiledNetwork):
         self,
         state: KVCache,
         anchor: Tensor,
-        guesses: int,
+        draft_tokens: int,
         window: int | None = None,
         seconds: Sequence[float] | None = None,
-        trust: float = 1.0,
+        calibration: float = 1.0,
     ) -> tuple[Tensor, Tensor | None] | None:
         if self._target is None or not self._scores:
             return None  # the target's own functions embed or score
         batch = len(anchor)
-        tokens = torch.empty(batch, guesses + 1, dtype=torch.int64)
+        tokens = torch.empty(batch, draft_tokens + 1, dtype=torch.int64)
         tokens[:, 0] = anchor
         current, best = torch.empty(2, batch, dtype=torch.int64)
-        parents = torch.empty(batch * guesses, dtype=torch.int64)
-        known, feature = (
-            last_features(state, self.features(state)).contiguous(),
+        parents = torch.empty(batch * draft_tokens, dtype=torch.int64)
+        known, hidden_state = (
+            last_hidden_states(state, self.hidden_states(state)).contiguous(),
             torch.empty(batch, self.config.hidden_size),
         )
         logits = torch.empty(batch, self._model.head.outputs)
         expected, survival, following = torch.empty(3, batch)
-        costs = None if seconds is None else array("d", seconds[: guesses + 1])
-        call, end = self._call(state, batch, guesses)
+        costs = None if seconds is None else array("d", seconds[: draft_tokens + 1])
+        call, end = self._call(state, batch, draft_tokens)
         call.nodes, call.num_logits, call.hidden_slots = 1, batch, 1
         call.reach = EVERYWHERE if window is None else window
-        call.beside, call.features, call.logits = known.data_ptr(), feature.data_ptr(), logits.data_ptr()
-        call.taps, call.num_taps, call.best = address(self._taps), len(self._taps), best.data_ptr()
+        call.beside, call.hidden_states, call.logits = known.data_ptr(), hidden_state.data_ptr(), logits.data_ptr()
+        call.target_layers, call.num_target_layer_ids, call.best = (
+            address(self._target_layers),
+            len(self._target_layers),
+            best.data_ptr(),
+        )
         wanted = ChainFields(
             kept=self._kept.data_ptr(),
             tokens=tokens.data_ptr(),
             current=current.data_ptr(),
             parents=parents.data_ptr(),
-            guesses=guesses,
+            draft_tokens=draft_tokens,
             seconds=None if costs is None else costs.buffer_info()[0],
-            trust=trust,
+            calibration=calibration,
             expected=expected.data_ptr(),
             survival=survival.data_ptr(),
             following=following.data_ptr(),
@@ -216,9 +222,9 @@ class CompiledAutoregressive(CompiledNetwork):
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> CompiledNodes:
         return CompiledNodes(self, state, window)
 
-    def features(self, state: KVCache) -> Tensor:
+    def hidden_states(self, state: KVCache) -> Tensor:
         """Features of all slots, `[slots, H]` float32."""
-        return feature_store(state, 1, self.config.hidden_size, torch.empty(0))
+        return hidden_state_store(state, 1, self.config.hidden_size, torch.empty(0))
 
     def pass_of(
         self, state: KVCache, tokens: Tensor, beside: Tensor, parents: array[int], done: int, window: int
@@ -232,10 +238,12 @@ class CompiledAutoregressive(CompiledNetwork):
             window: Number of committed tokens that are seen, the last ones.
         """
         size = self.config.hidden_size
-        features = torch.empty(*tokens.shape, len(self._taps) * size)
+        hidden_states = torch.empty(*tokens.shape, len(self._target_layers) * size)
         logits = torch.empty(*tokens.shape, self._model.head.outputs) if self._scores else None
-        self._run_nodes(state, tokens, beside, parents, done=done, window=window, features=features, logits=logits)
-        fed, normed = features[..., :size], features[..., -size:]
+        self._run_nodes(
+            state, tokens, beside, parents, done=done, window=window, hidden_states=hidden_states, logits=logits
+        )
+        fed, normed = hidden_states[..., :size], hidden_states[..., -size:]
         mark(PASS)
         if logits is None:
             return fed, self.head(normed.to(self._dtype))
@@ -250,10 +258,10 @@ class CompiledAutoregressive(CompiledNetwork):
         *,
         done: int = 0,
         window: int = EVERYWHERE,
-        features: Tensor | None = None,
+        hidden_states: Tensor | None = None,
         logits: Tensor | None = None,
     ) -> None:
-        """Run nodes as in `pass_of`, and write to `features` and `logits`. Without these only keys and values are
+        """Run nodes as in `pass_of`, and write to `hidden_states` and `logits`. Without these only keys and values are
         computed."""
         tokens, beside = tokens.contiguous(), beside.contiguous()
         call, end = self._call(state, tokens.size(0), tokens.size(1), done)
@@ -263,18 +271,22 @@ class CompiledAutoregressive(CompiledNetwork):
             call.embedded = embedded.data_ptr()
         else:
             call.tokens = tokens.data_ptr()
-        if features is not None:
-            call.taps, call.num_taps, call.features = address(self._taps), len(self._taps), features.data_ptr()
+        if hidden_states is not None:
+            call.target_layers, call.num_target_layer_ids, call.hidden_states = (
+                address(self._target_layers),
+                len(self._target_layers),
+                hidden_states.data_ptr(),
+            )
         if logits is not None:
             call.logits, call.num_logits = logits.data_ptr(), tokens.numel()
         self._run(call, end, None if self._target is None else tokens)
 
-    def _fuse(self, features: Tensor) -> Tensor:
+    def _fuse(self, hidden_states: Tensor) -> Tensor:
         """Features `[B, N, H]` float32 of tapped outputs `[B, N, m * H]`."""
-        if self._normed_taps is None:
-            return features.float()
-        normed = self._normed_taps(features.to(self._dtype)).float().contiguous()
-        fused = torch.empty(*features.shape[:2], self.config.hidden_size)
+        if self._normed_target_layers is None:
+            return hidden_states.float()
+        normed = self._normed_target_layers(hidden_states.to(self._dtype)).float().contiguous()
+        fused = torch.empty(*hidden_states.shape[:2], self.config.hidden_size)
         self.library.multiply(self._fc, normed.flatten(0, 1), fused)
         return fused
 
@@ -290,7 +302,7 @@ class CompiledNodes:
 
     def __init__(self, run: CompiledAutoregressive, state: KVCache, window: int | None) -> None:
         self._run, self._state, self._window = run, state, EVERYWHERE if window is None else window
-        self._feature = last_features(state, run.features(state))
+        self._hidden_state = last_hidden_states(state, run.hidden_states(state))
         self._parents: list[list[int]] = [[] for _ in state.rows]
         self._last = 0  # nodes a row of the last call
 
@@ -301,16 +313,16 @@ class CompiledNodes:
 
     def __call__(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         count, done = tokens.size(1), len(self._parents[0])
-        first, feature = done - self._last, self._feature
+        first, hidden_state = done - self._last, self._hidden_state
         if parents is None:
             for own in self._parents:
                 own += [done - 1] * count
         else:
-            feature = picked(feature, parents)
+            hidden_state = picked(hidden_state, parents)
             for own, new in zip(self._parents, parents.tolist(), strict=True):
                 own += [first + parent for parent in new]
         everyone = numbers(parent for own in self._parents for parent in own)
-        self._feature, logits = self._run.pass_of(self._state, tokens, feature, everyone, done, self._window)
+        self._hidden_state, logits = self._run.pass_of(self._state, tokens, hidden_state, everyone, done, self._window)
         self._last = count
         mark(HEAD)
         return logits

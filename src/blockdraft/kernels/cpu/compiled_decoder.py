@@ -184,7 +184,7 @@ class CompiledDecoder(CompiledLayers):
         parents: Tensor,
         cache: KVCache,
         memory: Tensor,
-        taps: Sequence[int] = (),
+        target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Score N nodes a row, and write their keys and values behind each row's committed tokens.
@@ -193,7 +193,7 @@ class CompiledDecoder(CompiledLayers):
             tokens, parents: `[B, N]` int64, as in `Proposal`.
             cache: Cache of the B rows.
             memory: The cache's memory, `[layers, 2 * num_kv_heads, slots, D]`, keys before values.
-            taps, logits_at: As in `Decoder.forward`.
+            target_layers, logits_at: As in `Decoder.forward`.
 
         Returns:
             Logits `[B, N, V]` or `[B, 1, V]`, and features `[B, N, m * H]` or None, float32 whatever the weights; and
@@ -211,19 +211,19 @@ class CompiledDecoder(CompiledLayers):
         assert logits_at is None or bool(((logits_at >= 0) & (logits_at < count)).all()), (logits_at, count)
         scored = count if wanted is None else 1
         logits = torch.empty(batch, scored, config.vocab_size)
-        features = torch.empty(batch, count, len(taps) * config.hidden_size) if taps else None
+        hidden_states = torch.empty(batch, count, len(target_layers) * config.hidden_size) if target_layers else None
         best = torch.empty(batch, scored, dtype=torch.int64)
         tokens, parents = tokens.contiguous(), parents.contiguous()
-        committed, starts, tapped = numbers(lengths), numbers(cache.rows), numbers(taps)
+        committed, starts, target_layer_numbers = numbers(lengths), numbers(cache.rows), numbers(target_layers)
         call = CallFields(
             tokens=tokens.data_ptr(),
             parents=parents.data_ptr(),
             lengths=address(committed),
-            taps=address(tapped),
+            target_layers=address(target_layer_numbers),
             logits_at=None if wanted is None else wanted.data_ptr(),
             batch=batch,
             nodes=count,
-            num_taps=len(taps),
+            num_target_layer_ids=len(target_layers),
             num_logits=batch * scored,
             reach=EVERYWHERE,
             threads=threads,
@@ -232,12 +232,12 @@ class CompiledDecoder(CompiledLayers):
             layer_stride=memory.stride(0),
             head_stride=memory.stride(1),
             starts=address(starts),
-            features=None if features is None else features.data_ptr(),
+            hidden_states=None if hidden_states is None else hidden_states.data_ptr(),
             logits=logits.data_ptr(),
             best=best.data_ptr(),
         )
         self._run(call, end, tokens)
-        return logits, features, best
+        return logits, hidden_states, best
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
         config, tables = self._decoder.config, {}

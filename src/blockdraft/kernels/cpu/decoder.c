@@ -330,10 +330,10 @@ static void add_output(const Model *m, const Call *call, const Convolution *c, c
 static void tap(const Model *m, const Call *call, i64 layer, const float *x) {
     const i64 H = m->hidden;
     SHARE(call->batch * call->nodes, first, last);
-    for (i64 k = 0; k < call->num_taps; k++)
-        if (call->taps[k] == layer)
+    for (i64 k = 0; k < call->num_target_layer_ids; k++)
+        if (call->target_layers[k] == layer)
             for (i64 row = first; row < last; row++)
-                memcpy(call->features + (row * call->num_taps + k) * H, x + row * H, 4 * H);
+                memcpy(call->hidden_states + (row * call->num_target_layer_ids + k) * H, x + row * H, 4 * H);
 }
 
 /* Places in the workspace, in numbers of `float`; `end` is the size that is needed. */
@@ -415,7 +415,7 @@ static Linear outputs_from(const Linear *l, i64 first, i64 count) {
     return part;
 }
 
-/* Write normed embeddings and features side by side, for the rows of x that this thread has embedded. Afterwards x is
+/* Write normed embeddings and hidden states side by side, for the rows of x that this thread has embedded. Afterwards x is
    the stream that layers add to. */
 static void side_by_side(const Model *m, const Call *call, float *x, float *pairs, Rounded in) {
     const i64 H = m->hidden, rows = call->batch * call->nodes;
@@ -424,7 +424,7 @@ static void side_by_side(const Model *m, const Call *call, float *x, float *pair
         const float *feature = call->beside + row * H;
         float *token = pairs + 2 * row * H, *normed = token + H;
         rms_norm(x + row * H, m->token_norm, m->eps, H, token, 0);
-        rms_norm(feature, m->feature_norm, m->eps, H, normed, 0);
+        rms_norm(feature, m->hidden_state_norm, m->eps, H, normed, 0);
         memcpy(x + row * H, m->normed_stream ? normed : feature, 4 * H);
     }
     if (!m->joined.weight) return;
@@ -480,7 +480,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
             else
                 read = input_of(&layer->qkv, m, call, of_attention, layer->before_attention, x, h, in, corrections, turned);
 #pragma omp barrier
-            if (index + 1 == m->num_layers && !call->num_taps && !call->num_logits) { /* only keys and values are wanted */
+            if (index + 1 == m->num_layers && !call->num_target_layer_ids && !call->num_logits) { /* only keys and values are wanted */
                 const Linear part = outputs_from(&layer->qkv, mix_width, width - mix_width);
                 project(&part, read, part.inputs, in, rows, qkv, width - mix_width, 0);
 #pragma omp barrier
@@ -542,42 +542,42 @@ i64 decoder_forward(const Model *m, const Call *call) {
     return 0;
 }
 
-/* Whether one more guess a row pays; `next_pays` of decode/tree.py. */
+/* Whether one more draft token a row pays; `next_pays` of decode/tree.py. */
 static int pays(const Chain *c, i64 batch) {
     double now = batch, more = batch;
     for (i64 row = 0; row < batch; row++) {
-        now += c->trust * c->expected[row];
-        more += c->trust * ((double)c->expected[row] + c->following[row]);
+        now += c->calibration * c->expected[row];
+        more += c->calibration * ((double)c->expected[row] + c->following[row]);
     }
     return more / c->seconds[c->made + 1] > now / c->seconds[c->made];
 }
 
-/* Draft chains with a network of pairs. Each guess is the most probable token behind the one before it, whose feature it
+/* Draft chains with a network of pairs. Each draft token is the most probable token behind the one before it, whose feature it
    reads. `call` is that of the first tokens. Returns as `decoder_forward` does, but what is done may be done again. */
 i64 draft_chain(const Model *m, const Call *call, Chain *c) {
     REFUSE(!m || !call || !c || !c->kept || !c->tokens || !c->current || !c->parents, POINTER);
-    REFUSE(!call->features || !call->logits || !call->best, POINTER);
+    REFUSE(!call->hidden_states || !call->logits || !call->best, POINTER);
     REFUSE(c->seconds && (!c->expected || !c->survival || !c->following), POINTER);
-    REFUSE(call->nodes != 1 || call->done || call->num_taps != 1 || call->num_logits != call->batch, COUNTS);
-    REFUSE(call->batch < 1 || call->batch > MOST || c->guesses < 0 || c->guesses > MOST / call->batch, COUNTS);
+    REFUSE(call->nodes != 1 || call->done || call->num_target_layer_ids != 1 || call->num_logits != call->batch, COUNTS);
+    REFUSE(call->batch < 1 || call->batch > MOST || c->draft_tokens < 0 || c->draft_tokens > MOST / call->batch, COUNTS);
     const i64 batch = call->batch, outputs = m->head.outputs;
     Call node = *call;
     node.tokens = c->current, node.parents = c->parents;
     for (i64 row = 0; c->seconds && row < batch; row++) c->expected[row] = 0, c->survival[row] = c->following[row] = 1;
-    for (c->made = 0; c->made < c->guesses && (!c->seconds || pays(c, batch)); c->made++) {
+    for (c->made = 0; c->made < c->draft_tokens && (!c->seconds || pays(c, batch)); c->made++) {
         node.done = c->made;
         for (i64 row = 0; row < batch; row++) {
-            c->current[row] = c->tokens[row * (c->guesses + 1) + c->made];
+            c->current[row] = c->tokens[row * (c->draft_tokens + 1) + c->made];
             for (i64 i = 0; i <= c->made; i++) c->parents[row * (c->made + 1) + i] = i - 1;
         }
         const i64 wrong = decoder_forward(m, &node);
         if (wrong) return wrong;
-        node.beside = call->features;
+        node.beside = call->hidden_states;
 #pragma omp parallel for num_threads(call->threads) if (batch > 1)
         for (i64 row = 0; row < batch; row++) {
             const float *logits = call->logits + row * outputs;
-            const i64 best = call->best[row] < 0 ? 0 : call->best[row]; /* any guess will do where no number is finite */
-            c->tokens[row * (c->guesses + 1) + c->made + 1] = c->kept[best];
+            const i64 best = call->best[row] < 0 ? 0 : call->best[row]; /* any draft token will do where no number is finite */
+            c->tokens[row * (c->draft_tokens + 1) + c->made + 1] = c->kept[best];
             if (!c->seconds) continue;
             const float chance = chance_of(logits, outputs, logits[best]);
             c->survival[row] *= chance;
@@ -588,7 +588,7 @@ i64 draft_chain(const Model *m, const Call *call, Chain *c) {
     return 0;
 }
 
-/* Numbers of `float` in the workspace of `draft_context`, for features of `inputs` numbers. */
+/* Numbers of `float` in the workspace of `draft_context`, for hidden states of `inputs` numbers. */
 i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes, i64 inputs) {
     i64 wrong = check_shape(m, batch, nodes, 0, 1);
     if (wrong) return wrong;
@@ -598,29 +598,29 @@ i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes, i64 inputs) {
 }
 
 /* Write keys and values of committed tokens for all layers of a draft network. They are computed from the target's
-   features, given as `embedded`, by a projection, a norm, and the key and value part of each layer's qkv. Returns as
+   hidden states, given as `embedded`, by a projection, a norm, and the key and value part of each layer's qkv. Returns as
    `decoder_forward` does. */
-i64 draft_context(const Model *m, const Call *call, const Linear *features, const float *norm) {
-    REFUSE(!m || !call || !features || !norm || !features->weight, POINTER);
+i64 draft_context(const Model *m, const Call *call, const Linear *hidden_states, const float *norm) {
+    REFUSE(!m || !call || !hidden_states || !norm || !hidden_states->weight, POINTER);
     i64 wrong = check_shape(m, call->batch, call->nodes, call->slots, call->threads);
     if (!wrong) wrong = check_rows(m, call);
-    REFUSE(features->inputs < 1 || features->outputs != m->hidden || m->pairs || call->done, SIZES);
-    if (!wrong) wrong = check_kind(features);
+    REFUSE(hidden_states->inputs < 1 || hidden_states->outputs != m->hidden || m->pairs || call->done, SIZES);
+    if (!wrong) wrong = check_kind(hidden_states);
     const i64 rows = call->batch * call->nodes;
     if (wrong || !rows) return wrong;
-    const i64 needed = draft_context_workspace(m, call->batch, call->nodes, features->inputs);
+    const i64 needed = draft_context_workspace(m, call->batch, call->nodes, hidden_states->inputs);
     if (call->room < needed) return needed;
     REFUSE(!call->embedded || !call->workspace, POINTER);
     const i64 H = m->hidden, width = 2 * m->kv_heads * m->head_dim;
     const i64 queries = m->heads * m->head_dim; /* these are whole blocks, since head_dim is a multiple of LANES */
     float *h = call->workspace, *keys_values = h + rows * H;
-    const i64 widest = H > features->inputs ? H : features->inputs;
+    const i64 widest = H > hidden_states->inputs ? H : hidden_states->inputs;
     const Rounded in = rounded_at(keys_values + m->num_layers * rows * width, rows, widest);
 #pragma omp parallel num_threads(call->threads)
     {
-        round_inputs(features, call->embedded, features->inputs, rows, in, 0);
+        round_inputs(hidden_states, call->embedded, hidden_states->inputs, rows, in, 0);
 #pragma omp barrier
-        project(features, call->embedded, features->inputs, in, rows, h, H, 0);
+        project(hidden_states, call->embedded, hidden_states->inputs, in, rows, h, H, 0);
 #pragma omp barrier
         norm_rows(h, norm, m->eps, H, rows, h, 0);
         for (i64 index = 0; index < m->num_layers; index++) {

@@ -78,7 +78,7 @@ class ModelFields(Fields):
         ("max_positions", c_int64),
         *((name, c_float) for name in ("eps", "embedding_scale", "attention_scale", "attention_cap", "logit_cap")),
         ("joined", LinearFields),
-        *((name, c_void_p) for name in ("token_norm", "feature_norm")),
+        *((name, c_void_p) for name in ("token_norm", "hidden_state_norm")),
         *((name, c_int64) for name in ("pairs", "normed_stream")),
     ]
 
@@ -93,12 +93,12 @@ class CallFields(Fields):
     owners: tuple[object, ...] = ()
 
     _fields_ = [
-        *((name, c_void_p) for name in ("tokens", "parents", "lengths", "taps", "logits_at", "embedded")),
-        *((name, c_int64) for name in ("batch", "nodes", "num_taps", "num_logits", "reach", "threads")),
+        *((name, c_void_p) for name in ("tokens", "parents", "lengths", "target_layers", "logits_at", "embedded")),
+        *((name, c_int64) for name in ("batch", "nodes", "num_target_layer_ids", "num_logits", "reach", "threads")),
         *((name, c_int64) for name in ("slots", "room")),
         ("store", c_void_p),
         *((name, c_int64) for name in ("layer_stride", "head_stride")),
-        *((name, c_void_p) for name in ("starts", "features", "logits", "workspace", "best", "beside")),
+        *((name, c_void_p) for name in ("starts", "hidden_states", "logits", "workspace", "best", "beside")),
         *((name, c_int64) for name in ("hidden_slots", "done")),
     ]
 
@@ -114,9 +114,9 @@ class ChainFields(Fields):
 
     _fields_ = [
         *((name, c_void_p) for name in ("kept", "tokens", "current", "parents")),
-        *((name, c_int64) for name in ("guesses", "made")),
+        *((name, c_int64) for name in ("draft_tokens", "made")),
         ("seconds", c_void_p),
-        ("trust", c_double),
+        ("calibration", c_double),
         *((name, c_void_p) for name in ("expected", "survival", "following")),
     ]
 
@@ -249,9 +249,9 @@ class Library:
         """Numbers of float32 in the workspace of `draft_context`, for features of `inputs` numbers a node."""
         return self._checked(self._draft_context_workspace(byref(model), batch, nodes, inputs))
 
-    def draft_context(self, model: ModelFields, call: CallFields, features: LinearFields, norm: int) -> int:
+    def draft_context(self, model: ModelFields, call: CallFields, hidden_states: LinearFields, norm: int) -> int:
         """Write keys and values of projected features. Returns as `decoder_forward` does."""
-        return self._checked(self._draft_context(byref(model), byref(call), byref(features), norm))
+        return self._checked(self._draft_context(byref(model), byref(call), byref(hidden_states), norm))
 
     def product(self, weight: Tensor | InterleavedWeight, bias: Tensor | None, inputs: int, outputs: int) -> Product:
         """As `nn.packed.Kernels` has it."""

@@ -160,7 +160,7 @@ class CapturedDecoder:
         within: Tensor,
         lengths: Sequence[int],
         store: Tensor,
-        taps: Sequence[int] = (),
+        target_layers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """Score N nodes a row, and write their keys and values behind each row's committed tokens.
 
@@ -170,7 +170,7 @@ class CapturedDecoder:
             within: `[B, M, M]` bool, whether node i sees node j. No node but itself sees a node of padding.
             lengths: Number of committed tokens of each row.
             store: View of the cache's memory, `[layers, B, 2 * num_kv_heads, slots, D]`, keys before values.
-            taps: As in `Decoder.forward`.
+            target_layers: As in `Decoder.forward`.
 
         Returns:
             As `Decoder.forward`.
@@ -186,10 +186,10 @@ class CapturedDecoder:
                 for window in decoder.config.windows
             ]
             seen = store[..., :slots, :].unbind(0)
-            logits, features = decoder(tokens, positions, at, masks, seen, taps)
-            return [logits] if features is None else [logits, features]
+            logits, hidden_states = decoder(tokens, positions, at, masks, seen, target_layers)
+            return [logits] if hidden_states is None else [logits, hidden_states]
 
-        key = (place(store), batch, padded, slots, tuple(taps))
+        key = (place(store), batch, padded, slots, tuple(target_layers))
         inputs = [F.pad(tokens, (0, padded - count)), torch.tensor(lengths), depths, within]
-        logits, *features = self._graphs.run(key, call, inputs, count)
-        return logits, features[0] if features else None
+        logits, *hidden_states = self._graphs.run(key, call, inputs, count)
+        return logits, hidden_states[0] if hidden_states else None

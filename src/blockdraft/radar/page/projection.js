@@ -22,7 +22,7 @@ function makeRadar(data) {
   function draftWeights(s, cost) {
     const attention = 2 * s.hidden * s.heads * s.head_size + Math.floor(s.hidden * s.hidden / 2);
     const width = s.experts ? 3 * s.hidden : Math.min(s.intermediate, 4 * s.hidden);
-    return cost.layers * (attention + 3 * s.hidden * width) + cost.taps * s.hidden * s.hidden;
+    return cost.layers * (attention + 3 * s.hidden * width) + cost.target_layers * s.hidden * s.hidden;
   }
 
   const headWeights = (s, cost) => s.hidden * Math.min(cost.head_vocabulary || s.vocabulary, s.vocabulary);
@@ -91,7 +91,7 @@ function makeRadar(data) {
     const forward = Math.max(forwardBytes(batch, size), forwardBytes(1, Math.min(prefill, longest)));
     const logits = batch * size * s.vocabulary * (2 + 2 * 4);
     const tokens = Math.max(prefill, batch * size);
-    const features = 2 * tokens * (cost === null ? 0 : cost.taps) * s.hidden * 2;
+    const features = 2 * tokens * (cost === null ? 0 : cost.target_layers) * s.hidden * 2;
     const workspace = forward + logits + features + (cost === null ? 0 : 2 * tokens * 4 * s.hidden);
     let drafter = cost === null ? 0 : 2 * draftWeights(s, cost);
     if (cost !== null && cost.head_vocabulary !== null) drafter += 2 * headWeights(s, cost);

@@ -47,7 +47,7 @@ def router(service: Service) -> APIRouter:
             model=name,
             prompt=prompt,
             when_cut="max_tokens" if fits else "model_context_window_exceeded",
-            most_guesses=service.most_guesses,
+            max_draft_tokens=service.max_draft_tokens,
         )
         if body.stream:
             return await stream(request, streamed(service, job, answer), service.settings.stall_seconds)
@@ -104,12 +104,12 @@ class Answer:
         model: Name of the model in the request.
         prompt: Tokens of the prompt.
         when_cut: Stop reason of an answer that reaches its limit of tokens.
-        most_guesses: Most guesses of a cycle.
+        max_draft_tokens: Most guesses of a cycle.
     """
 
-    def __init__(self, model: str, prompt: int, when_cut: str, most_guesses: int) -> None:
+    def __init__(self, model: str, prompt: int, when_cut: str, max_draft_tokens: int) -> None:
         self._id, self._model = f"msg_{uuid.uuid4().hex}", model
-        self._when_cut, self._most_guesses = when_cut, most_guesses
+        self._when_cut, self._max_draft_tokens = when_cut, max_draft_tokens
         self._blocks = list[dict[str, Any]]()
         self._inputs = dict[int, str]()  # JSON text of a tool's input, by the number of its block
         self._open = False
@@ -179,7 +179,7 @@ class Answer:
             "stop_sequence": None if end is None else end.stop,
             "usage": usage,
         }
-        return message | ({"metrics": metrics_of([end], self._most_guesses)} if statistics and end else {})
+        return message | ({"metrics": metrics_of([end], self._max_draft_tokens)} if statistics and end else {})
 
 
 class Block(Body):

@@ -65,7 +65,7 @@ async def whole(service: Service, jobs: list[ChatJob], model: str) -> dict[str, 
     ]
     body = Head("chat.completion", "chatcmpl", model).body(told) | {"usage": usage_of(ends, len(jobs))}
     if how.speculation.statistics:
-        body["metrics"] = metrics_of(ends, service.most_guesses)
+        body["metrics"] = metrics_of(ends, service.max_draft_tokens)
     return body
 
 
@@ -104,7 +104,7 @@ async def streamed(service: Service, jobs: list[ChatJob], model: str, with_usage
         ordered = [ends[number] for number in sorted(ends)]
         last = head.body([], ".chunk") | {"usage": usage_of(ordered, len(jobs)) if with_usage else None}
         if how.speculation.statistics:
-            last["metrics"] = metrics_of(ordered, service.most_guesses)
+            last["metrics"] = metrics_of(ordered, service.max_draft_tokens)
         yield data(last)
     yield DONE
 

@@ -145,7 +145,7 @@ class Answer:
         return usage
 
     def _metrics(self) -> dict[str, Any]:
-        return metrics_of(self._ordered(), self._service.most_guesses)
+        return metrics_of(self._ordered(), self._service.max_draft_tokens)
 
 
 def logprobs_of(

@@ -40,8 +40,8 @@ def router(service: Service) -> APIRouter:
         before = store.get(body.previous_response_id).messages if body.previous_response_id else []
         said = [*before, *messages_of(body.input)]
         job = job_of(body, said, settings.temperature)
-        most_guesses = service.most_guesses if job.speculation.statistics else None
-        answer = Answer(body, model=name, temperature=settings.temperature, most_guesses=most_guesses)
+        max_draft_tokens = service.max_draft_tokens if job.speculation.statistics else None
+        answer = Answer(body, model=name, temperature=settings.temperature, max_draft_tokens=max_draft_tokens)
 
         def keep() -> None:
             if body.store is not False:
@@ -261,7 +261,7 @@ class Answer:
         body: The request.
         model: Name of the model in the answer.
         temperature: Temperature of requests that name none.
-        most_guesses: Most guesses of a cycle; None leaves out the statistics of drafting.
+        max_draft_tokens: Most guesses of a cycle; None leaves out the statistics of drafting.
 
     Attributes:
         end: Last event of the answer, with token counts and reason; None before.
@@ -269,13 +269,15 @@ class Answer:
 
     end: Finished | None = None
 
-    def __init__(self, body: ResponseRequest, model: str, temperature: float, most_guesses: int | None = None) -> None:
+    def __init__(
+        self, body: ResponseRequest, model: str, temperature: float, max_draft_tokens: int | None = None
+    ) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self.output = Output()
         self._status, self._number = "in_progress", 0
         self._error: dict[str, Any] | None = None
         self._completed: int | None = None
-        self._most_guesses = most_guesses
+        self._max_draft_tokens = max_draft_tokens
         self._fixed = {
             "id": self.id,
             "object": "response",
@@ -330,8 +332,8 @@ class Answer:
         """The response so far."""
         cut = self._status == "incomplete"
         more: dict[str, Any] = {}
-        if self.end is not None and self._most_guesses is not None:
-            more["metrics"] = metrics_of([self.end], self._most_guesses)
+        if self.end is not None and self._max_draft_tokens is not None:
+            more["metrics"] = metrics_of([self.end], self._max_draft_tokens)
         return {
             **self._fixed,
             "status": self._status,

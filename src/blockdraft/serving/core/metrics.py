@@ -175,21 +175,21 @@ class Meter:
         self._metrics.end(request, reason, time.perf_counter() - self._began)
 
 
-def metrics_of(ends: Sequence[Finished], most_guesses: int) -> dict[str, Any]:
+def metrics_of(ends: Sequence[Finished], max_draft_tokens: int) -> dict[str, Any]:
     """Statistics of drafting over the answers to one request.
 
     Args:
         ends: Last events of the answers.
-        most_guesses: Most guesses of a cycle.
+        max_draft_tokens: Most guesses of a cycle.
     """
-    guesses, accepted = list[int](), list[int]()
+    draft_tokens, accepted = list[int](), list[int]()
     for end in ends:
         cycles = list(zip(end.stats.committed, end.stats.drafted, strict=True))
         counts = [min(tokens - 1, drafted) for tokens, drafted in cycles]
         if counts:  # the end of the answer may have cut the last cycle, bonus included
             counts[-1] = end.usage.accepted - sum(counts[:-1])
         drafts = [(drafted, count) for (_, drafted), count in zip(cycles, counts, strict=True) if drafted]
-        guesses += [drafted for drafted, _ in drafts]
+        draft_tokens += [drafted for drafted, _ in drafts]
         accepted += [count for _, count in drafts]
     histogram = Counter(accepted)
     seconds = {
@@ -202,12 +202,12 @@ def metrics_of(ends: Sequence[Finished], most_guesses: int) -> dict[str, Any]:
     return {
         "speculative_decoding": {
             "mean_acceptance_length": 1 + sum(accepted) / len(accepted) if accepted else 1.0,
-            "draft_acceptance_rate": sum(accepted) / sum(guesses) if guesses else 0.0,
+            "draft_acceptance_rate": sum(accepted) / sum(draft_tokens) if draft_tokens else 0.0,
             "acceptance_histogram": [histogram[count] for count in range(max(accepted, default=-1) + 1)],
             "num_spec_steps": len(accepted),
             "num_accepted_draft_tokens": sum(accepted),
-            "num_draft_tokens": sum(guesses),
-            "num_spec_tokens": most_guesses,
+            "num_draft_tokens": sum(draft_tokens),
+            "num_spec_tokens": max_draft_tokens,
         },
         "seconds": seconds,
         "tokens_per_second": committed / seconds["total"] if seconds["total"] else 0.0,

@@ -48,7 +48,7 @@ class Service:
         created: Seconds from 1970 to the start of the server.
         metrics: Counters over all requests.
         token_texts: Texts of single tokens.
-        most_guesses: Most guesses of a cycle.
+        max_draft_tokens: Most guesses of a cycle.
     """
 
     def __init__(self, backends: Backends, settings: ServeSettings) -> None:
@@ -57,7 +57,7 @@ class Service:
         usual_names = [backends.target] if known is None else [backends.target, known.id]
         self.model_names = list(settings.served_model_name) or usual_names
         self.token_texts = TokenTexts(backends.usual.target.tokenizer)
-        self.most_guesses = backends.usual.controller.most_guesses
+        self.max_draft_tokens = backends.usual.controller.max_draft_tokens
         self._weights = weights_of(backends.usual)
         self.metrics = Metrics(
             {
@@ -117,7 +117,7 @@ class Service:
                 "target": self.backends.target,
                 "drafter": self.backends.drafter,
                 "block_size": size if isinstance(size, int) else engine.drafter.block_size,
-                "tree_budget": engine.controller.most_guesses if engine.drafting.tree_budget else 0,
+                "tree_budget": engine.controller.max_draft_tokens if engine.drafting.tree_budget else 0,
                 "max_context": self.context,
                 "backends": self.backends.names,
                 "has_chat_template": tokenizer is not None and tokenizer.chat_template is not None,

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from blockdraft.data.taps import tapped_features
+from blockdraft.data.target_layers import target_hidden_states
 from blockdraft.drafters import entries
 from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, read_drafter
@@ -46,7 +46,7 @@ class Check:
         remedy: What to do if the drafter guesses better.
         shift: Tokens by which guesses are later than the configuration says.
         lag: Tokens by which features are older than this kind of drafter expects.
-        taps: Taps in the place of the configuration's; None keeps those.
+        target_layers: Taps in the place of the configuration's; None keeps those.
         tensors: Changes the tensors of the checkpoint.
         dtype: Dtype of the draft pass; None is the target's.
     """
@@ -57,7 +57,7 @@ class Check:
     remedy: str = ""
     shift: int = 0
     lag: int = 0
-    taps: tuple[int, ...] | None = None
+    target_layers: tuple[int, ...] | None = None
     tensors: Callable[[Tensors], Tensors] = dict
     dtype: torch.dtype | None = None
 
@@ -73,7 +73,7 @@ class Checker(ABC):
 
     def __init__(self, target: Target, found: Checkpoint) -> None:
         self.target, self.found, self.config = target, found, found.config
-        self._features: dict[tuple[tuple[int, ...], Tensor], Tensor] = {}
+        self._hidden_states: dict[tuple[tuple[int, ...], Tensor], Tensor] = {}
 
     @property
     def block_size(self) -> int:
@@ -101,11 +101,11 @@ class Checker(ABC):
     def lengths(self, tokens: Tensor, anchors: Sequence[int]) -> list[int]:
         """For each anchor, the number of right guesses before the first wrong one, guessed as in decoding."""
 
-    def features(self, taps: tuple[int, ...], tokens: Tensor) -> Tensor:
+    def hidden_states(self, target_layers: tuple[int, ...], tokens: Tensor) -> Tensor:
         """Features of a text, `[S, m * H]` for m taps, in the target's dtype."""
-        if (taps, tokens) not in self._features:
-            self._features[taps, tokens] = tapped_features(self.target, taps, [tokens])[0]
-        return self._features[taps, tokens]
+        if (target_layers, tokens) not in self._hidden_states:
+            self._hidden_states[target_layers, tokens] = target_hidden_states(self.target, target_layers, [tokens])[0]
+        return self._hidden_states[target_layers, tokens]
 
 
 class VariantChecker(Checker):
@@ -152,8 +152,8 @@ class VariantChecker(Checker):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Guesses `[C, K]` for up to `CHUNK` anchors at a time, and the tokens of the text there, -1 behind its end."""
         device, count = self.target.device, self.block_size - 1
-        taps = self.config.taps if check.taps is None else check.taps
-        features = self.features(taps, tokens).float().roll(check.lag, dims=0)[None]
+        target_layers = self.config.target_layers if check.target_layers is None else check.target_layers
+        hidden_states = self.hidden_states(target_layers, tokens).float().roll(check.lag, dims=0)[None]
         row = tokens.to(device)[None]
         padded = torch.cat([row[0], row.new_full((count,), -1)])
         for some in torch.tensor(anchors, dtype=torch.int64, device=device).split(CHUNK):
@@ -161,10 +161,10 @@ class VariantChecker(Checker):
             blocks, places = said.clamp(min=0), torch.arange(len(tokens), device=device)[None]
             rows = Rows(row, places, torch.zeros_like(row), some[None], blocks[None], (said[:, 1:] >= 0)[None])
             with self._precision(check):
-                hidden = self._variant.hidden(network, self.target, features, rows)[0]
+                hidden = self._variant.hidden(network, self.target, hidden_states, rows)[0]
                 logits = self._variant.logits(network, self.target, hidden).float()
                 slots = Slots(hidden, logits, blocks, said[:, 1:] >= 0)
-                yield self._variant.guesses(network, slots), said[:, 1:]
+                yield self._variant.draft_tokens(network, slots), said[:, 1:]
 
     def _precision(self, check: Check) -> AbstractContextManager[Any]:
         """The precision of decoding, as closely as a network in float32 can follow it."""
@@ -177,14 +177,14 @@ def variant_of(network: type[nn.Module]) -> str:
     return next(name for name, entry in entries().items() if entry.network is network)
 
 
-def neighbour_taps(config: Any) -> Iterator[Check]:
+def neighbour_target_layers(config: Any) -> Iterator[Check]:
     """Taps one layer higher and one lower."""
     for step in (1, -1):
-        taps = tuple(tap + step for tap in config.taps)
-        if min(taps) >= 0 and max(taps) < config.num_target_layers:
-            told = f"taps {list(taps)} in place of {list(config.taps)}"
-            remedy = f"Write {list(taps)} as the target's layers into config.json; some formats count from 1."
-            yield Check(config, fault="taps", told=told, remedy=remedy, taps=taps)
+        target_layers = tuple(target_layer + step for target_layer in config.target_layers)
+        if min(target_layers) >= 0 and max(target_layers) < config.num_target_layers:
+            told = f"target layers {list(target_layers)} in place of {list(config.target_layers)}"
+            remedy = f"Write {list(target_layers)} as the target's layers into config.json; some formats count from 1."
+            yield Check(config, fault="target_layers", told=told, remedy=remedy, target_layers=target_layers)
 
 
 def lags(config: Any) -> Iterator[Check]:
@@ -201,10 +201,10 @@ def before_norm(config: Any) -> Check:
     """The output of the target's last layer, for drafters that read the input of the target's head."""
     return Check(
         config,
-        fault="taps",
+        fault="target_layers",
         told="the target's last hidden state before its norm",
         remedy="Train the drafter again on the input of the target's head, which is behind the target's last norm.",
-        taps=(config.num_target_layers - 1,),
+        target_layers=(config.num_target_layers - 1,),
     )
 
 

@@ -173,7 +173,7 @@ def model_card(report: Report, target: str, repo: str | None, known: Known, lice
         "",
         f"{architecture} with {counted(report.about['layers'], 'layer')} and "
         f"{report.about['parameters'] / 1e6:,.1f} M parameters, in the {report.layout} layout. It guesses up to "
-        f"{counted(said['guesses'], 'token')} at a time and reads {_read(said['taps'])}.",
+        f"{counted(said['draft_tokens'], 'token')} at a time and reads {_read(said['target_layers'])}.",
         "",
         "## Measured",
         "",
@@ -191,10 +191,10 @@ def model_card(report: Report, target: str, repo: str | None, known: Known, lice
     return "\n".join(lines) + "\n"
 
 
-def _read(taps: Mapping[str, Any] | str) -> str:
-    if isinstance(taps, str):
-        return taps
-    return f"the outputs of the target's layers {', '.join(map(str, taps['blockdraft']))} (from 0)"
+def _read(target_layers: Mapping[str, Any] | str) -> str:
+    if isinstance(target_layers, str):
+        return target_layers
+    return f"the outputs of the target's layers {', '.join(map(str, target_layers['blockdraft']))} (from 0)"
 
 
 def _told(lines: Iterator[str], name: str, command: str) -> list[str]:

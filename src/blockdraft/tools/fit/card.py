@@ -126,7 +126,7 @@ def write_card(
         "",
         f"It guesses the next tokens of {name}, which then gives the same answers in fewer steps. Made by `blockdraft "
         f"fit`: {plan.variant} in {_format(_written(where.out)[0])}, {layers}, blocks of "
-        f"{recipe['block_size']}, taps {', '.join(map(str, recipe['taps']))}.",
+        f"{recipe['block_size']}, taps {', '.join(map(str, recipe['target_layers']))}.",
         "",
         f"## Measured on {counted(plan.bench_prompts, 'prompt')} that it was not trained on",
         "",

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
-from blockdraft.data.features import size
+from blockdraft.data.hidden_states import size
 from blockdraft.data.settings import LONGEST, DataSettings
 from blockdraft.errors import Complaints, counted
-from blockdraft.nn.draft_config import default_taps
+from blockdraft.nn.draft_config import default_target_layers
 from blockdraft.tools.fit.settings import FitSettings
 from blockdraft.training.variant import find_variant, fit_gains
 from blockdraft.types import Quantize
@@ -143,8 +143,9 @@ class Plan:
     Attributes:
         recipe: Fields of the variant's recipe.
         answers, held_out: Number of prompts that the target answers, and of those that are kept apart.
-        features: Place of the features: "memory", "disk", or None, which runs the target in each training step.
-        stored_taps: Layers whose outputs are stored, if they are stored on the disk; empty is the taps of the recipe.
+        hidden_states: Place of the features: "memory", "disk", or None, which runs the target in each training step.
+        stored_target_layers: Layers whose outputs are stored, if they are stored on the disk; empty is the taps of the
+            recipe.
         seconds: Expected duration of each step, in the order of the steps.
         disk, memory: Approximate need in bytes.
         reasons: Reasons for the choices, a sentence each.
@@ -158,7 +159,7 @@ class Plan:
     held_out: int
     max_new_tokens: int
     temperature: float
-    features: str | None
+    hidden_states: str | None
     bench_prompts: int
     bench_tokens: int
     seconds: dict[str, float]
@@ -167,17 +168,17 @@ class Plan:
     reasons: tuple[str, ...]
     batch_size: int = DataSettings.batch_size
     quantize: Quantize | None = None
-    stored_taps: tuple[int, ...] = ()
+    stored_target_layers: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def taps(layers: int) -> tuple[int, ...]:
+def target_layers(layers: int) -> tuple[int, ...]:
     """Target layers that a drafter reads: up to five, spread as in z-lab's drafters, or all if the target has few."""
     if layers < 4:
         return tuple(range(layers))
-    return tuple(sorted({*default_taps(layers, min(5, max(layers - 3, 2)))}))
+    return tuple(sorted({*default_target_layers(layers, min(5, max(layers - 3, 2)))}))
 
 
 def reference(variant: str, target: TargetFacts, block_size: int = SHORT_BLOCK) -> Fields:
@@ -185,7 +186,7 @@ def reference(variant: str, target: TargetFacts, block_size: int = SHORT_BLOCK) 
     small, middling = target.hidden_size <= 512, target.hidden_size <= 2048
     fields: Fields = {
         "layers": draft_layers(target),
-        "taps": taps(target.layers),
+        "target_layers": target_layers(target.layers),
         "block_size": block_size,
         "objective": {"dpace": 1.0},
         "optimizer": "muon",
@@ -200,11 +201,11 @@ def reference(variant: str, target: TargetFacts, block_size: int = SHORT_BLOCK) 
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def stored_taps(variant: str, fields: Fields, layers: int) -> tuple[int, ...]:
+def stored_target_layers(variant: str, fields: Fields, layers: int) -> tuple[int, ...]:
     """Outputs of the target that training with these fields reads: the taps, and what the teacher's head reads."""
     kind = find_variant(variant)
     taught = kind(kind.recipe_class(**fields)).needs_teacher
-    return (*fields["taps"], layers) if taught else tuple(fields["taps"])
+    return (*fields["target_layers"], layers) if taught else tuple(fields["target_layers"])
 
 
 def candidates(target: TargetFacts) -> list[str]:
@@ -284,7 +285,7 @@ def make_plan(
     seconds = {
         "prompts": start_seconds,
         "data": start_seconds,
-        "features": 0.0,
+        "hidden_states": 0.0,
         "train": 1.5 * start_seconds + EVALUATIONS * (2 + 2 * EVAL_PROMPTS * EVAL_TOKENS / measured.answer_rate),
         "calibrate": start_seconds + CALIBRATION,
         "bench": start_seconds + bench_prompts * bench_each,
@@ -307,21 +308,25 @@ def make_plan(
     kept = max(answers, 1.0) * document  # tokens
 
     drafter = reference(variant, target)
-    read = stored_taps(variant, drafter, target.layers)
-    feature_bytes = int(2 * kept * len(read) * target.hidden_size)
-    features = "memory" if feature_bytes <= MEMORY * machine.memory else None
-    if features is None and feature_bytes <= DISK * machine.disk:
-        features, seconds["features"] = "disk", start_seconds + kept / measured.read_rate
-    if features is None:
-        reasons.append(f"features would take {size(feature_bytes)}, so they are computed in every step and not kept")
-    used = answers * written + seconds["features"] + (kept / measured.read_rate if features == "memory" else 0.0)
+    read = stored_target_layers(variant, drafter, target.layers)
+    hidden_state_bytes = int(2 * kept * len(read) * target.hidden_size)
+    hidden_states = "memory" if hidden_state_bytes <= MEMORY * machine.memory else None
+    if hidden_states is None and hidden_state_bytes <= DISK * machine.disk:
+        hidden_states, seconds["hidden_states"] = "disk", start_seconds + kept / measured.read_rate
+    if hidden_states is None:
+        reasons.append(
+            f"features would take {size(hidden_state_bytes)}, so they are computed in every step and not kept"
+        )
+    used = (
+        answers * written + seconds["hidden_states"] + (kept / measured.read_rate if hidden_states == "memory" else 0.0)
+    )
 
     # A step's duration grows with the length of its rows, so they are just long enough to cut few documents. Their
     # number leaves time for some hundred steps.
     length = min(target.context, LONGEST, max(256, 64 * math.ceil(measured.long_document / 64)))
 
     def step_seconds(rows: int) -> float:
-        return speed.step(rows * length) + (0.0 if features else rows * length / measured.read_rate)
+        return speed.step(rows * length) + (0.0 if hidden_states else rows * length / measured.read_rate)
 
     rows, wanted = 1, settings.steps or STEPS
     most_rows = min(MOST_TOKENS / length, MOST_EPOCHS * kept / PACKED / length / wanted)
@@ -366,7 +371,7 @@ def make_plan(
 
     seconds["prompts"] += answers * prompt_seconds
     seconds["data"] += answers * answer_seconds
-    seconds["train"] += steps * step + (kept / measured.read_rate if features == "memory" else 0.0)
+    seconds["train"] += steps * step + (kept / measured.read_rate if hidden_states == "memory" else 0.0)
     blocks = rows * anchors(length, block_size)
     logits = 16 * block_size * target.vocab_size  # bytes of a block's logits, their gradients and softmax
     chunk = max(min(blocks, int(LOGITS * machine.device_memory / logits)), 1)
@@ -387,7 +392,10 @@ def make_plan(
     # A checkpoint holds weights and two moments in float32. One more than are kept exists while it is written.
     disk = 12 * speed.parameters * (KEPT + 2) + 8 * int(answers * document)
     memory = target.weight_bytes + 16 * speed.parameters + logits * chunk
-    disk, memory = disk + feature_bytes * (features == "disk"), memory + feature_bytes * (features == "memory")
+    disk, memory = (
+        disk + hidden_state_bytes * (hidden_states == "disk"),
+        memory + hidden_state_bytes * (hidden_states == "memory"),
+    )
 
     # The fewest steps need the fewest answers, written within the answers' share of the time.
     few = max(FEWEST_ANSWERS, math.ceil(FEWEST_STEPS * learned / (MOST_EPOCHS * document)))
@@ -414,7 +422,7 @@ def make_plan(
         held_out=held_out,
         max_new_tokens=tokens,
         temperature=temperature,
-        features=features,
+        hidden_states=hidden_states,
         bench_prompts=bench_prompts,
         bench_tokens=bench_tokens,
         seconds=expected,
@@ -423,7 +431,7 @@ def make_plan(
         reasons=tuple(reasons),
         batch_size=measured.batch_size,
         quantize=measured.quantize,
-        stored_taps=read if features == "disk" else (),
+        stored_target_layers=read if hidden_states == "disk" else (),
     )
 
 
@@ -491,9 +499,9 @@ def show(plan: Plan, target: TargetFacts, machine: Machine, sources: Sequence[st
         f"machine: {machine.device}, {machine.cpus} cores, {size(machine.memory)} of memory and {size(machine.disk)} "
         "of disk free",
         f"prompts: {', '.join(sources) or own}",
-        f"drafter: {plan.variant}, {layers}, taps {','.join(map(str, recipe['taps']))}, "
+        f"drafter: {plan.variant}, {layers}, taps {','.join(map(str, recipe['target_layers']))}, "
         f"blocks of {recipe['block_size']}",
-        f"features: {KEPT_STATES[plan.features]}",
+        f"features: {KEPT_STATES[plan.hidden_states]}",
         f"needs: about {size(plan.memory)} of memory, {size(plan.disk)} of disk",
         *(f"why: {reason}" for reason in plan.reasons),
         *(f"step {name}: about {duration(seconds)}" for name, seconds in plan.seconds.items()),

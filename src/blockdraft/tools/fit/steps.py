@@ -122,12 +122,12 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], records: Sequen
         records: Options for reading the sources.
     """
     folder, seed = where.folder, str(plan.recipe["seed"])
-    data, held_out, features = str(folder / "data"), str(folder / HELD_OUT), str(folder / "features")
+    data, held_out, hidden_states = str(folder / "data"), str(folder / HELD_OUT), str(folder / "hidden_states")
     at_once = ["--batch-size", str(plan.batch_size)]
     wanted = ["--count", str(plan.answers), "--held-out", str(plan.held_out), "--seed", seed]
     rounded = [] if plan.quantize is None else ["--quantize", plan.quantize]
     answers = ["--max-new-tokens", str(plan.max_new_tokens), "--temperature", f"{plan.temperature:g}", "--seed", seed]
-    recipe = {**plan.recipe, "features": features if plan.features == "disk" else plan.features}
+    recipe = {**plan.recipe, "hidden_states": hidden_states if plan.hidden_states == "disk" else plan.hidden_states}
     fields = [f"--{name.replace('_', '-')}={_flag(value)}" for name, value in recipe.items() if value is not None]
     limits = ["--limit", str(plan.bench_prompts), "--max-new-tokens", str(plan.bench_tokens)]
     limits += ["--temperature", f"{plan.temperature:g}", "--seed", seed]
@@ -137,7 +137,15 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], records: Sequen
     commands: dict[str, list[str]] = {
         "prompts": [*sources, *records, *target, *wanted, *at_once, "--out", str(folder)],
         "data": [str(folder / PROMPTS), *target, "--regenerate", *answers, *at_once, *rounded, "--out", data],
-        "features": ["--data", data, *trained, "--taps", _flag(plan.stored_taps or recipe["taps"]), "--out", features],
+        "hidden_states": [
+            "--data",
+            data,
+            *trained,
+            "--target-layers",
+            _flag(plan.stored_target_layers or recipe["target_layers"]),
+            "--out",
+            hidden_states,
+        ],
         "train": [plan.variant, *fields, *trained, "--data", data, "--prompts", held_out, "--out", str(where.out)],
         "calibrate": [*pair, "--anew"],
         "bench": [*pair, "--prompts", held_out, *limits, "--methods", "none,chain,chain:auto"]
@@ -146,7 +154,7 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], records: Sequen
     run = run_folder(where.out)
     own = {"train": {"counted": (run / "log.jsonl", int(plan.recipe["steps"])), "finish": run / FINISH}}
     return [
-        Step(name, (name, *commands[name]), seconds, **own.get(name, {}))  # type: ignore[arg-type]
+        Step(name, (name.replace("_", "-"), *commands[name]), seconds, **own.get(name, {}))  # type: ignore[arg-type]
         for name, seconds in plan.seconds.items()
     ]
 

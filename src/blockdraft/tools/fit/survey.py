@@ -21,10 +21,10 @@ import torch
 
 from blockdraft.data.answerers import CHECKED_TOKENS
 from blockdraft.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
-from blockdraft.data.features import plan_features
+from blockdraft.data.hidden_states import plan_hidden_states
 from blockdraft.data.loops import before_loop
-from blockdraft.data.settings import FeatureSettings
-from blockdraft.data.taps import tapped_features
+from blockdraft.data.settings import HiddenStateSettings
+from blockdraft.data.target_layers import target_hidden_states
 from blockdraft.data.writer import DataWriter
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine, loops
@@ -34,7 +34,7 @@ from blockdraft.errors import UsageError
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 from blockdraft.timing import telling
-from blockdraft.tools.fit.plan import Machine, Measured, Speeds, TargetFacts, anchors, reference, stored_taps
+from blockdraft.tools.fit.plan import Machine, Measured, Speeds, TargetFacts, anchors, reference, stored_target_layers
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.trainer import Trainer, measuring
 from blockdraft.training.variant import find_variant
@@ -164,8 +164,14 @@ def measure(
     data = _documents(folder / "data", target, found)
     shapes = {name: reference(name, target_facts(target)) for name in variants}
     with telling(note, "Computing the target's features of these answers, once for all drafters"):
-        taps = sorted({tap for name, shape in shapes.items() for tap in stored_taps(name, shape, target.num_layers)})
-        rate = _features(target, data, tuple(taps), folder / "features")
+        target_layers = sorted(
+            {
+                target_layer
+                for name, shape in shapes.items()
+                for target_layer in stored_target_layers(name, shape, target.num_layers)
+            }
+        )
+        rate = _hidden_states(target, data, tuple(target_layers), folder / "hidden_states")
     note(f"features: {rate:.0f} tokens/s")
     length = min(target.max_context, max(data.lengths) + 64)
     steps, drafters = dict[str, dict[int, float]](), dict[str, Drafter]()
@@ -174,7 +180,7 @@ def measure(
             note(f"{name} is left out, since the time for measuring is up; --variant {name} would take it")
             continue
         with telling(note, f"Timing training steps of {name}"):
-            trainer = _trainer(name, shape, length, target, data, folder / "features", folder / name)
+            trainer = _trainer(name, shape, length, target, data, folder / "hidden_states", folder / name)
             steps[name] = _step_seconds(trainer, STEPS * seconds / len(shapes))
             trainer.write(folder / name / "drafter")
             drafters[name] = load_drafter(folder / name / "drafter", target=target)
@@ -295,21 +301,21 @@ def _documents(folder: Path, target: Target, found: Answers) -> TokenData:
     return read_data(folder)
 
 
-def _features(target: Target, data: TokenData, taps: tuple[int, ...], folder: Path) -> float:
+def _hidden_states(target: Target, data: TokenData, target_layers: tuple[int, ...], folder: Path) -> float:
     """Write the features of the data, and return the tokens/s."""
-    tapped_features(target, taps, [data[0].tokens[:16]])  # compiles and allocates
+    target_hidden_states(target, target_layers, [data[0].tokens[:16]])  # compiles and allocates
     began = time.perf_counter()
-    plan_features(folder, target, data, taps, FeatureSettings()).write()
+    plan_hidden_states(folder, target, data, target_layers, HiddenStateSettings()).write()
     return sum(data.lengths) / (time.perf_counter() - began)
 
 
 def _trainer(
-    variant: str, shape: dict[str, Any], length: int, target: Target, data: TokenData, features: Path, folder: Path
+    variant: str, shape: dict[str, Any], length: int, target: Target, data: TokenData, hidden_states: Path, folder: Path
 ) -> Trainer:
     """A trainer of a drafter of this shape, which saves and measures nothing."""
     blocks = anchors(length, shape["block_size"])
     fields = {**shape, "length": length, "batch": ROWS[-1], "anchors": blocks, "held_out": 1}
-    fields |= {"chunk": ROWS[-1] * blocks, "steps": 1, "features": str(features), "trackers": ()}
+    fields |= {"chunk": ROWS[-1] * blocks, "steps": 1, "hidden_states": str(hidden_states), "trackers": ()}
     fields |= {"alone": 0.0} if "alone" in fields else {}  # steps of whole blocks, which take longer
     recipe = find_variant(variant).recipe_class(**fields)
     accelerator = make_accelerator(recipe, folder, "cpu" if target.device.type == "cpu" else None)
@@ -346,6 +352,6 @@ def _cycles(target: Target, drafters: dict[str, Drafter], seconds: float) -> tup
     return medians, statistics.median(plain)
 
 
-def _cycle_seconds(probe: Probe, guesses: int) -> float:
+def _cycle_seconds(probe: Probe, draft_tokens: int) -> float:
     context = min(CONTEXT, probe.target.max_context // 4)
-    return statistics.median(took for _, took in probe(1, context, guesses, False, PROBED)[2:])
+    return statistics.median(took for _, took in probe(1, context, draft_tokens, False, PROBED)[2:])

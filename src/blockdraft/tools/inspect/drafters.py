@@ -129,7 +129,7 @@ def _kinds(tensors: Iterable[Any]) -> dict[str, int]:
 
 def _report(found: Found, target: Description | None) -> Report:
     config, shared = found.config, find_architecture(found.config)
-    reads_head = tuple(config.taps) == (config.num_target_layers,)
+    reads_head = tuple(config.target_layers) == (config.num_target_layers,)
     about: dict[str, Any] = {
         "architecture": found.architecture,
         "layers": config.num_hidden_layers if shared else getattr(config, "num_layers", 1),
@@ -142,12 +142,12 @@ def _report(found: Found, target: Description | None) -> Report:
         values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         about["parameters"] = sum(math.prod(shape) for shape in shared.shapes(config).values())
         about["key_value_bytes_per_token"] = {"float32": 4 * values, "bfloat16": 2 * values}
-    if found.trained.round_bits is not None:
-        about["rounded_in_training"] = f"{found.trained.round_bits} bits"
+    if found.trained.qat_bits is not None:
+        about["rounded_in_training"] = f"{found.trained.qat_bits} bits"
     checks: list[Check] = []
     if target is not None:
-        taps = () if reads_head else config.taps
-        *checks, last = checks_of(config, taps, found.layers_known, found.trained.target, target)
+        target_layers = () if reads_head else config.target_layers
+        *checks, last = checks_of(config, target_layers, found.layers_known, found.trained.target, target)
         if shared:
             checks += [same_tokenizer(found.words, target), same_mask(config, target)]
         elif found.words is not None:
@@ -176,16 +176,21 @@ def _report(found: Found, target: Description | None) -> Report:
 def _conventions(found: Found, reads_head: bool, target: Description | None) -> dict[str, Any]:
     """Values that other readers may understand differently."""
     config, shared = found.config, find_architecture(found.config)
-    taps, entered = [*config.taps], [tap + 1 for tap in config.taps]
-    vocabulary = {"target": config.vocab_size, "guessed": found.kept}
+    target_layers, entered = [*config.target_layers], [target_layer + 1 for target_layer in config.target_layers]
+    vocabulary = {"target": config.vocab_size, "from_draft": found.kept}
     rope = {"theta": config.rope_theta, "scaling": config.rope_scaling} if hasattr(config, "rope_theta") else None
     if shared is None:
-        guesses = config.num_heads if hasattr(config, "num_heads") else config.block_size - 1
-        numbered = {"blockdraft": taps, "eagle3": taps, "eagle3_speculators": entered, "llama_cpp": entered}
+        draft_tokens = config.num_heads if hasattr(config, "num_heads") else config.block_size - 1
+        numbered = {
+            "blockdraft": target_layers,
+            "eagle3": target_layers,
+            "eagle3_speculators": entered,
+            "llama_cpp": entered,
+        }
         return {
-            "block_size": guesses + 1,
-            "guesses": guesses,
-            "taps": HEAD_INPUT if reads_head else numbered,
+            "block_size": draft_tokens + 1,
+            "draft_tokens": draft_tokens,
+            "target_layers": HEAD_INPUT if reads_head else numbered,
             **({} if rope is None else {"rope": rope}),
             "vocabulary": vocabulary,
             found.architecture: {name: getattr(config, name) for name in OWN if hasattr(config, name)},
@@ -193,10 +198,10 @@ def _conventions(found: Found, reads_head: bool, target: Description | None) -> 
     own = {name: getattr(config, name) for name in sorted(shared.own_keys())}
     return {
         "block_size": config.block_size,
-        "guesses": shared.guesses(config),
-        "taps": {
-            "blockdraft": taps,
-            "zlab": taps,
+        "draft_tokens": shared.draft_tokens(config),
+        "target_layers": {
+            "blockdraft": target_layers,
+            "zlab": target_layers,
             "vllm_sglang": entered,
             "speculators": entered,
             "llama_cpp": entered,

@@ -64,13 +64,13 @@ def layers_of(target: Description) -> int:
 
 
 def checks_of(
-    config: Any, taps: Sequence[int], layers_known: bool, fingerprint: str | None, target: Description
+    config: Any, target_layers: Sequence[int], layers_known: bool, fingerprint: str | None, target: Description
 ) -> list[Check]:
     """Checks that apply to every kind of drafter.
 
     Args:
         config: Configuration of the drafter's network.
-        taps: Layers whose outputs it reads, from 0; none if it reads the input of the target's head.
+        target_layers: Layers whose outputs it reads, from 0; none if it reads the input of the target's head.
         layers_known: Whether the number of target layers in `config` is known.
         fingerprint: `Target.source_fingerprint` of the drafter's target; None if it is unknown.
     """
@@ -81,9 +81,11 @@ def checks_of(
     found = [
         Check(name, ours[name] == theirs[name], f"{ours[name]} here, {theirs[name]} in the target") for name in ours
     ]
-    if taps:
-        inside = max(taps) < layers_of(target)
-        found.append(Check("taps", inside, f"the highest is {max(taps)} of {layers_of(target)} layers, from 0"))
+    if target_layers:
+        inside = max(target_layers) < layers_of(target)
+        found.append(
+            Check("target_layers", inside, f"the highest is {max(target_layers)} of {layers_of(target)} layers, from 0")
+        )
     if hasattr(config, "max_position_embeddings"):
         longest = target.text.max_context
         told = f"{config.max_position_embeddings} here, {longest} in the target"

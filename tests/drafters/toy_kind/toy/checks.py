@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from blockdraft.drafters.toy.network import ToyConfig, ToyNetwork  # type: ignore[import-not-found]
 
-from blockdraft.tools.deploy.checks import Check, VariantChecker, neighbour_taps
+from blockdraft.tools.deploy.checks import Check, VariantChecker, neighbour_target_layers
 
 
 class ToyChecker(VariantChecker):
@@ -15,7 +15,7 @@ class ToyChecker(VariantChecker):
 
     def checks(self, longest: int) -> Iterator[Check]:
         yield Check(self.config)
-        yield from neighbour_taps(self.config)
+        yield from neighbour_target_layers(self.config)
 
 
 CHECKER = ToyChecker

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.decode.sampling import best_tokens
-from blockdraft.drafters.base import Drafter, Entry
+from blockdraft.drafters.base import Drafter, DrafterSpec
 from blockdraft.formats import read_drafter
 from blockdraft.targets import Target
 
@@ -45,30 +45,30 @@ class ToyState:
     def copy(self, source: int, row: int, length: int) -> None:
         self._known[row] = self._known[source][:length]
 
-    def wipe(self, row: int, whole: bool = False) -> None:
+    def zero_slots(self, row: int, whole: bool = False) -> None:
         pass
 
 
 class ToyDrafter(Drafter):
     def __init__(self, network: ToyNetwork, target: Target, path: Path | None = None) -> None:
         self.network = network.to(target.device, target.dtype).eval()
-        self.path, self.taps, self.block_size = path, network.config.taps, network.config.block_size
+        self.path, self.target_layers, self.block_size = path, network.config.target_layers, network.config.block_size
         self._target = target
 
     def new_state(self, batch: int, capacity: int) -> ToyState:
-        empty = torch.zeros(0, len(self.taps) * self._target.hidden_size, dtype=self._target.dtype)
+        empty = torch.zeros(0, len(self.target_layers) * self._target.hidden_size, dtype=self._target.dtype)
         starts = range(0, batch * capacity, max(capacity, 1)) if capacity else range(batch)
         return ToyState(starts, dict.fromkeys(starts, empty), empty)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
-        return batch * capacity * len(self.taps) * self._target.hidden_size * self._target.dtype.itemsize
+        return batch * capacity * len(self.target_layers) * self._target.hidden_size * self._target.dtype.itemsize
 
     def weight_bytes(self) -> int:
         return sum(weight.nbytes for weight in self.network.parameters())
 
-    def observe(self, state: ToyState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
-        assert features is not None
-        news = [row[:length] for row, length in zip(features, lengths, strict=True)]
+    def observe(self, state: ToyState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
+        assert hidden_states is not None
+        news = [row[:length] for row, length in zip(hidden_states, lengths, strict=True)]
         state.rows = [torch.cat([row, new]) for row, new in zip(state.rows, news, strict=True)]
 
     @torch.no_grad()
@@ -88,4 +88,4 @@ def load(path: Path, target: Target) -> ToyDrafter:
     return ToyDrafter(network, target, path)
 
 
-DRAFTER = Entry(load, architectures=("ToyModel",), network=ToyNetwork, layouts=("toy",), drafter=ToyDrafter)
+DRAFTER = DrafterSpec(load, architectures=("ToyModel",), network=ToyNetwork, layouts=("toy",), drafter=ToyDrafter)

@@ -34,7 +34,7 @@ class ToyLayout:
         num_target_layers: int | None,
     ) -> tuple[Any, bool]:
         own = {name: value for name, value in raw.items() if name not in OTHERS}
-        return ToyConfig(**{**own, "taps": tuple(own["taps"])}), True
+        return ToyConfig(**{**own, "target_layers": tuple(own["target_layers"])}), True
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         return nowhere(dict.fromkeys(("vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"), "it runs no toys"))

@@ -14,7 +14,7 @@ class ToyConfig:
     hidden_size: int
     vocab_size: int
     num_target_layers: int
-    taps: tuple[int, ...]
+    target_layers: tuple[int, ...]
     block_size: int  # anchor included
 
 
@@ -22,13 +22,13 @@ class ToyNetwork(nn.Module):
     def __init__(self, config: ToyConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size)
+        self.fc = nn.Linear(len(config.target_layers) * config.hidden_size, config.hidden_size)
         self.mix = nn.Linear(2 * config.hidden_size, config.hidden_size)
         self.norm = nn.RMSNorm(config.hidden_size)
 
-    def begin(self, feature: Tensor) -> Tensor:
+    def begin(self, hidden_state: Tensor) -> Tensor:
         """Hidden state `[..., H]` for the feature `[..., m * H]` before the anchor."""
-        return cast(Tensor, self.fc(feature))
+        return cast(Tensor, self.fc(hidden_state))
 
     def step(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Hidden state that guesses the token after the embedded one, `[..., H]` each."""

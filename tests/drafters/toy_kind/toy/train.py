@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blockdraft.settings import Layers, settings
 from blockdraft.targets import Target
-from blockdraft.training.batches import Rows, features_before
+from blockdraft.training.batches import Rows, hidden_states_before
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.variant import Variant
 
@@ -20,10 +20,10 @@ class ToyRecipe(Recipe):
     """Recipe of the toy.
 
     Attributes:
-        taps: Target layers that the drafter reads.
+        target_layers: Target layers that the drafter reads.
     """
 
-    taps: Layers = (0, 1)
+    target_layers: Layers = (0, 1)
 
 
 class ToyVariant(Variant[ToyRecipe, ToyNetwork, ToyConfig]):
@@ -31,13 +31,13 @@ class ToyVariant(Variant[ToyRecipe, ToyNetwork, ToyConfig]):
 
     def config(self, target: Target) -> ToyConfig:
         sizes = target.hidden_size, target.vocab_size, target.num_layers
-        return ToyConfig(*sizes, self.recipe.taps, self.recipe.block_size)
+        return ToyConfig(*sizes, self.recipe.target_layers, self.recipe.block_size)
 
     def new_network(self, config: ToyConfig, vocabulary: Mapping[str, int] | None) -> ToyNetwork:
         return ToyNetwork(config)
 
-    def hidden(self, network: ToyNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
-        hidden = network.begin(features_before(features_BSF, rows))
+    def hidden(self, network: ToyNetwork, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
+        hidden = network.begin(hidden_states_before(hidden_states_BSF, rows))
         found = []
         for embedded in target.embed(rows.tokens_BAL[:, :, :-1]).float().unbind(dim=2):
             hidden = network.step(hidden, embedded)

@@ -14,11 +14,11 @@ from blockdraft.targets import Target
 CPU_TOKENS = 1024  # of a forward on a CPU, padding included; what larger ones compute leaves its caches
 
 
-def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor]) -> list[Tensor]:
+def target_hidden_states(target: Target, target_layers: Sequence[int], tokens: Sequence[Tensor]) -> list[Tensor]:
     """Compute the features of some documents without gradients, on a GPU in one target forward over all of them.
 
     Args:
-        taps: 0-based layers whose outputs are read; `target.num_layers` is the input of the head.
+        target_layers: 0-based layers whose outputs are read; `target.num_layers` is the input of the head.
         tokens: `[S]` int64 for each document; lengths may differ.
 
     Returns:
@@ -28,7 +28,7 @@ def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor
     Raises:
         UsageError: The target lacks a tapped layer, or a document is longer than its context.
     """
-    check_taps(target, taps)
+    check_target_layers(target, target_layers)
     longest = max(map(len, tokens))
     if longest > target.max_context:
         raise UsageError(
@@ -37,7 +37,7 @@ def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor
         )
     found: dict[int, Tensor] = {}
     for group in batches(list(map(len, tokens)), CPU_TOKENS if target.device.type == "cpu" else None):
-        found |= zip(group, _of_one_forward(target, taps, [tokens[i] for i in group]), strict=True)
+        found |= zip(group, _of_one_forward(target, target_layers, [tokens[i] for i in group]), strict=True)
     return [found[i] for i in range(len(tokens))]
 
 
@@ -53,7 +53,7 @@ def batches(lengths: Sequence[int], most: int | None) -> Iterator[list[int]]:
     yield group
 
 
-def _of_one_forward(target: Target, taps: Sequence[int], tokens: Sequence[Tensor]) -> list[Tensor]:
+def _of_one_forward(target: Target, target_layers: Sequence[int], tokens: Sequence[Tensor]) -> list[Tensor]:
     padded = torch.zeros(len(tokens), max(map(len, tokens)), dtype=torch.int64)
     for row, document in zip(padded, tokens, strict=True):
         row[: len(document)] = document
@@ -62,30 +62,30 @@ def _of_one_forward(target: Target, taps: Sequence[int], tokens: Sequence[Tensor
     first = torch.zeros(
         len(tokens), dtype=torch.int64, device=target.device
     )  # no logits are needed; one is the minimum
-    output = target.forward(proposal.tokens, proposal.parents, cache, taps, logits_at=first)
-    assert output.features is not None
-    features = output.features.to(target.dtype)
-    return [row[: len(document)] for row, document in zip(features, tokens, strict=True)]
+    output = target.forward(proposal.tokens, proposal.parents, cache, target_layers, logits_at=first)
+    assert output.hidden_states is not None
+    hidden_states = output.hidden_states.to(target.dtype)
+    return [row[: len(document)] for row, document in zip(hidden_states, tokens, strict=True)]
 
 
-def chosen_taps(taps: int | tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+def chosen_target_layers(target_layers: int | tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
     """Choose the layers to tap.
 
     Args:
-        taps: The layers themselves, or their number. A number of layers is spread from layer 1 to the third from the
-            end, as in z-lab's drafters, or wider in a target of few layers. None is 5, or all layers of a target that
-            has fewer.
+        target_layers: The layers themselves, or their number. A number of layers is spread from layer 1 to the third
+            from the end, as in z-lab's drafters, or wider in a target of few layers. None is 5, or all layers of a
+            target that has fewer.
 
     Raises:
         UsageError: The target has fewer layers than that.
     """
-    count = min(5, num_layers) if taps is None else taps
+    count = min(5, num_layers) if target_layers is None else target_layers
     if not isinstance(count, int):
         return count
     if not 1 <= count <= num_layers:
         raise UsageError(
-            f"taps is {count}, the number of layers to tap, and the target has {num_layers}; give at most that, or "
-            "name the layers, as in --taps 0,1 or, for layer 0 alone, --taps 0,"
+            f"target_layers is {count}, a number of layers, but the target has {num_layers}; give at most that, or "
+            "name the layers, as in --target-layers 0,1 or, for layer 0 alone, --target-layers 0,"
         )
     if count == 1:
         return (num_layers // 2,)
@@ -94,15 +94,15 @@ def chosen_taps(taps: int | tuple[int, ...] | None, num_layers: int) -> tuple[in
     return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
 
 
-def check_taps(target: Target, taps: Sequence[int]) -> None:
+def check_target_layers(target: Target, target_layers: Sequence[int]) -> None:
     """Check that there are taps and that the target has these layers.
 
     Raises:
         UsageError: There are none, or the target lacks one.
     """
-    outside = [tap for tap in taps if not 0 <= tap <= target.num_layers]
-    if outside or not taps:
+    outside = [target_layer for target_layer in target_layers if not 0 <= target_layer <= target.num_layers]
+    if outside or not target_layers:
         raise UsageError(
-            f"taps are {list(taps)} and the target has {target.num_layers} layers; name one or more of "
-            f"0 to {target.num_layers - 1}, or {target.num_layers} for what goes into the head."
+            f"target_layers are {list(target_layers)} and the target has {target.num_layers} layers; name one or more "
+            f"of 0 to {target.num_layers - 1}, or {target.num_layers} for what goes into the head."
         )

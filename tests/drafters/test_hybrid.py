@@ -13,8 +13,8 @@ from two_trees import LOOKUP, MODEL, Tree, plan, proposal
 
 from blockdraft.decode import merging
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution
-from blockdraft.drafters import Drafter, combined, load_drafter
-from blockdraft.drafters.combined import CombinedDrafter
+from blockdraft.drafters import Drafter, hybrid, load_drafter
+from blockdraft.drafters.hybrid import HybridDrafter
 from blockdraft.drafters.prompt_lookup import PromptLookupDrafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
@@ -32,8 +32,8 @@ class Scripted(Drafter):
 
     path, knows_probabilities, knows_lengths = None, True, False
 
-    def __init__(self, said: Proposal, block_size: int = 9, taps: tuple[int, ...] = ()) -> None:
-        self.said, self.block_size, self.taps = said, block_size, taps
+    def __init__(self, said: Proposal, block_size: int = 9, target_layers: tuple[int, ...] = ()) -> None:
+        self.said, self.block_size, self.target_layers = said, block_size, target_layers
         self.asked: list[Plan] = []
         self.told: list[Tensor | None] = []
         self.texts: list[tuple[list[int], list[list[int]]]] = []  # rows, and what they were told
@@ -52,26 +52,26 @@ class Scripted(Drafter):
         self.asked.append(plan)
         return self.said
 
-    def observe(self, state: Any, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def observe(self, state: Any, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         if self.fails:
             raise RuntimeError("cannot observe")
-        self.told.append(features)
+        self.told.append(hidden_states)
         self.texts.append((state.rows, [row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)]))
 
 
 def test_each_drafter_gets_its_own_block_size_and_features() -> None:
     first, second = Scripted(proposal(LOOKUP), 4, (2, 0)), Scripted(proposal(MODEL), 9, (1,))
-    drafter = CombinedDrafter([first, second])
-    assert (drafter.taps, drafter.block_size) == ((0, 1, 2), 9)
+    drafter = HybridDrafter([first, second])
+    assert (drafter.target_layers, drafter.block_size) == ((0, 1, 2), 9)
     assert (drafter.weight_bytes(), drafter.state_bytes(2, 3)) == (14, 120)
     state = drafter.new_state(1, 20)
-    features = torch.arange(6.0).view(1, 1, 6)  # two numbers a layer
-    drafter.observe(state, torch.tensor([[1]]), features, [1])
-    drafter.propose(state, torch.tensor([3]), plan(7, cycle_seconds=[2.0] * 8, trust=0.5))
+    hidden_states = torch.arange(6.0).view(1, 1, 6)  # two numbers a layer
+    drafter.observe(state, torch.tensor([[1]]), hidden_states, [1])
+    drafter.propose(state, torch.tensor([3]), plan(7, cycle_seconds=[2.0] * 8, calibration=0.5))
     assert [each.told[0].tolist() for each in (first, second)] == [[[[4, 5, 0, 1]]], [[[2, 3]]]]  # type: ignore[union-attr]
     drafter.propose(state, torch.tensor([3]), plan(0, draws=torch.rand(1, 8)))
     asked = [each.asked[0] for each in (first, second)]
-    assert [(each.block_size, each.cycle_seconds, each.trust) for each in asked] == [
+    assert [(each.block_size, each.cycle_seconds, each.calibration) for each in asked] == [
         (4, [2.0] * 8, 0.5),
         (9, [2.0] * 8, 0.5),
     ]
@@ -83,7 +83,7 @@ def test_each_drafter_gets_its_own_block_size_and_features() -> None:
 def test_a_chain_is_that_of_the_drafter_that_expects_most() -> None:
     long: Tree = [(5, 0, 0.5), (6, 1, 0.4), (7, 2, 0.3)]
     sure = Proposal(torch.tensor([[0, 8], [0, 9]]), torch.tensor([[-1, 0], [-1, 0]]), expected=(0.9, 0.95))
-    drafter = CombinedDrafter([Scripted(proposal(long, [])), Scripted(sure)])
+    drafter = HybridDrafter([Scripted(proposal(long, [])), Scripted(sure)])
     found = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), plan(0, 2))
     assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]] and found.q is None
     assert found.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -1, -1]]
@@ -99,14 +99,14 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     few = replace(proposal([(5, 0, 0.5)], []), expected=(0.5, 0.0))  # 2.5 tokens in 1.1 s, 2.27 a second
     many = replace(proposal([(7, 0, 0.9), (8, 1, 0.8)], [(9, 0, 0.9)]), expected=(1.7, 0.9))
     cheap, dear = Scripted(few), Scripted(many)
-    drafter = CombinedDrafter([cheap, dear])
+    drafter = HybridDrafter([cheap, dear])
     state, anchors = drafter.new_state(2, 20), torch.tensor([3, 4])
     found = drafter.propose(state, anchors, turns(1.0, 2.2))
     assert (found.part, found.tokens.tolist(), found.expected) == (0, [[0, 5], [0, 0]], (0.5, 0.0))
     assert not dear.asked
     found = drafter.propose(state, anchors, turns(1.0, 2.3))
     assert (found.part, found.tokens.tolist()) == (1, many.tokens.tolist()) and len(dear.asked) == 1
-    doubted = replace(turns(1.0, 2.2), turns=[(i, replace(each, trust=0.1)) for i, each in turns(1.0, 2.2).turns])
+    doubted = replace(turns(1.0, 2.2), turns=[(i, replace(each, calibration=0.1)) for i, each in turns(1.0, 2.2).turns])
     assert drafter.propose(state, anchors, doubted).part == 1
     alone = replace(turns(1.0, 0.0), turns=turns(1.0, 9.0).turns[1:])
     assert drafter.propose(state, anchors, alone).part == 1
@@ -114,15 +114,15 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     assert drafter.propose(state, anchors, turns(1.0, 0.1)).part == 1
     cheap.said = replace(few, expected=None)  # it does not say what it expects
     assert [drafter.propose(state, anchors, turns(rate, 2.0)).part for rate in (1.9, 2.1)] == [1, 0]
-    three = CombinedDrafter([Scripted(few), Scripted(few), Scripted(many)])  # the last of those behind may be the best
+    three = HybridDrafter([Scripted(few), Scripted(few), Scripted(many)])  # the last of those behind may be the best
     each = [plan(0, 2, cycle_seconds=(1.0, 1.1, 1.2, 1.3), rate=rate) for rate in (1.0, 0.5, 2.3)]
     assert three.propose(three.new_state(2, 20), anchors, plan(0, 2, turns=list(enumerate(each)))).part == 2
 
 
 def test_a_drafter_that_is_not_asked_is_told_later() -> None:
     none = replace(proposal([], []), expected=(0.0, 0.0))
-    cheap, dear = Scripted(none), Scripted(none, taps=(0,))
-    drafter = CombinedDrafter([cheap, dear])
+    cheap, dear = Scripted(none), Scripted(none, target_layers=(0,))
+    drafter = HybridDrafter([cheap, dear])
     cheap.has_pass = False
     state, anchors = drafter.new_state(2, 200), torch.tensor([3, 4])
 
@@ -150,7 +150,7 @@ def test_a_drafter_that_is_not_asked_is_told_later() -> None:
     state.close(200)
     state.open(200, 200)
     observe([200], [13])
-    state.wipe(0, whole=True)
+    state.zero_slots(0, whole=True)
     drafter.propose(state, anchors, turns(0.0, 9.0))
     assert dear.texts[3:] == [([200], [[13]])]
     observe([0, 200], [14, 15], [16])
@@ -162,13 +162,13 @@ def test_what_is_kept_for_a_drafter_is_bounded_and_outlives_its_failure(caplog: 
     none = replace(proposal([]), expected=(0.0,))
     free, dear = Scripted(none), Scripted(none)
     free.has_pass = False
-    drafter = CombinedDrafter([free, dear])
+    drafter = HybridDrafter([free, dear])
     state = drafter.new_state(1, 200)
 
     def observe(count: int) -> None:
         drafter.observe(state, torch.arange(count)[None], None, [count])
 
-    observe(combined.MOST_UNREAD)
+    observe(hybrid.MOST_UNREAD)
     assert not dear.texts
     dear.fails = True
     with pytest.raises(RuntimeError, match="cannot observe"):
@@ -176,7 +176,7 @@ def test_what_is_kept_for_a_drafter_is_bounded_and_outlives_its_failure(caplog: 
     assert len(free.texts) == 1  # it has not observed what will be observed again
     dear.fails = False
     observe(1)
-    assert dear.texts == [([0], [[*range(combined.MOST_UNREAD)]])] and len(free.texts) == 2
+    assert dear.texts == [([0], [[*range(hybrid.MOST_UNREAD)]])] and len(free.texts) == 2
     observe(5)
     dear.fails = True
     state.shrink(0, 3)  # other requests need not end
@@ -191,7 +191,7 @@ def test_a_sampled_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
     dist = SparseDistribution(torch.tensor([[8, 9], [8, 9]]), torch.tensor([[0.5, 0.5], [0.5, 0.5]]))
     sampled = Proposal(torch.tensor([[0, 8], [0, 9]]), torch.tensor([[-1, 0], [-1, 0]]), (dist, dist))
     chains: list[Tree] = [[(5, 0, 0.9), (6, 1, 0.6), (7, 2, 0.5)], [(5, 0, 0.5)]]
-    drafter = CombinedDrafter([Scripted(proposal(*chains)), Scripted(sampled)])
+    drafter = HybridDrafter([Scripted(proposal(*chains)), Scripted(sampled)])
     state, asked = drafter.new_state(2, 20), plan(0, 2, draws=torch.rand(2, 8))
     found = drafter.propose(state, torch.tensor([3, 4]), asked)
     assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]]
@@ -211,7 +211,7 @@ def test_chosen_guesses_stand_beside_a_sampled_chain() -> None:
     sampled = Proposal(
         torch.tensor([[0, 5, 9], [0, 4, 9]]), torch.tensor([[-1, 0, 1], [-1, 0, -1]]), (dist, None)
     )  # the second row is greedy and short
-    drafter = CombinedDrafter([Scripted(proposal(LOOKUP, [(4, 0, 0.2), (6, 0, 0.1)])), Scripted(sampled)])
+    drafter = HybridDrafter([Scripted(proposal(LOOKUP, [(4, 0, 0.2), (6, 0, 0.1)])), Scripted(sampled)])
     asked = plan(4, 2, draws=torch.rand(2, 8))
     found = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), asked)
     assert found.tokens.tolist() == [[3, 5, 9, 6, 7], [4, 4, 6, 0, 0]]
@@ -242,7 +242,11 @@ def test_both_together_accept_more_than_each_alone_where_text_repeats() -> None:
 
 def backwards(trees: Any, budget: int) -> list[tuple[float, int, int]]:
     """Nodes with wrong tokens, the least likely first, in one chain."""
-    last = [(tokens[node] + 1) % 200 for tokens, _, chances in trees for node in range(len(chances), 0, -1)]
+    last = [
+        (tokens[node] + 1) % 200
+        for tokens, _, acceptance_probs in trees
+        for node in range(len(acceptance_probs), 0, -1)
+    ]
     return [(1e-9, place, token) for place, token in enumerate(last[: min(budget, 7)])]
 
 
@@ -250,7 +254,7 @@ def backwards(trees: Any, budget: int) -> list[tuple[float, int, int]]:
     ("broken", "drafting"),
     [
         pytest.param(broken, drafting, marks=() if (kind + way) % 3 == 0 else pytest.mark.slow)
-        for kind, broken in enumerate(["tree", "choice", "deaf", "features"])
+        for kind, broken in enumerate(["tree", "choice", "deaf", "hidden_states"])
         for way, drafting in enumerate([Drafting(None), Drafting(tree_budget=12), Drafting("auto", 12)])
     ],
 )
@@ -258,15 +262,15 @@ def test_a_combination_that_is_broken_changes_no_token(
     broken: str, drafting: Drafting, target: Target, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = load_drafter(f"prompt_lookup+{tiny_drafter_dir}", target=target)
-    assert isinstance(drafter, CombinedDrafter)
+    assert isinstance(drafter, HybridDrafter)
     if broken == "tree":
         monkeypatch.setattr(merging, "_likeliest", backwards)
     elif broken == "choice":
-        monkeypatch.setattr(combined, "_hope", lambda proposal, row, known: -proposal.tokens.size(1))
+        monkeypatch.setattr(hybrid, "_upper_bound", lambda proposal, row, known: -proposal.tokens.size(1))
     elif broken == "deaf":  # the lookup hears nothing of the text
         monkeypatch.setattr(drafter.parts[0], "observe", lambda *told: None)
     else:
-        monkeypatch.setattr(drafter, "_features_of", lambda part, features: torch.zeros_like(features))
+        monkeypatch.setattr(drafter, "_hidden_states_of", lambda part, hidden_states: torch.zeros_like(hidden_states))
     prompts = [[(7 * i * i + row) % 60 + 4 for i in range(5 + 4 * row)] for row in range(3)]
     params = [SamplingParams(16, (0.0, 0.8, 1.0)[row], seed=row, ignore_eos=True) for row in range(3)]
     found = Engine(target, drafter, 2, drafting).generate(prompts, params)
@@ -302,11 +306,11 @@ def test_its_kind_names_those_of_its_parts(target: Target, tiny_drafter_dir: Pat
         ("prompt_lookup+prompt_lookup", "names prompt_lookup twice"),
         ("prompt_lookup+none", "guesses nothing .as the drafter none.; leave it out"),
         ("prompt_lookup+nowhere", "nowhere is no drafter"),
-        ("combined", "combined is no drafter"),
+        ("hybrid", "hybrid is no drafter"),
     ],
 )
 def test_combinations_of_nothing_are_refused(name: str, message: str, target: Target) -> None:
     with pytest.raises(UsageError, match=message):
         load_drafter(name, target=target)
     with pytest.raises(UsageError, match="has 1 drafters; join two or more"):
-        CombinedDrafter([PromptLookupDrafter()])
+        HybridDrafter([PromptLookupDrafter()])

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from some_features import LENGTHS, TAPS, alone
+from some_hidden_states import LENGTHS, TARGET_LAYERS, alone
 from torch import Tensor
 
-from blockdraft.data import taps
+from blockdraft.data import target_layers
 from blockdraft.data.documents import TokenData
-from blockdraft.data.settings import FeatureSettings
-from blockdraft.data.taps import chosen_taps, tapped_features
+from blockdraft.data.settings import HiddenStateSettings
+from blockdraft.data.target_layers import chosen_target_layers, target_hidden_states
 from blockdraft.decode.proposal import chain
 from blockdraft.settings import from_text
 from blockdraft.targets import Target, TargetOutput, load_target
 
 
 def test_tapped_features_are_the_layers_outputs(target: Target, data: TokenData) -> None:
-    found = tapped_features(target, TAPS, [one.tokens for one in data])
+    found = target_hidden_states(target, TARGET_LAYERS, [one.tokens for one in data])
     assert [tuple(one.shape) for one in found] == [(length, 2 * target.hidden_size) for length in LENGTHS]
     for i, one in enumerate(found):
         torch.testing.assert_close(one, alone(target, data, i), atol=1e-4, rtol=1e-4)
@@ -28,7 +28,7 @@ def test_tapped_features_are_the_layers_outputs(target: Target, data: TokenData)
 def test_forwards_on_a_cpu_take_few_documents_of_like_length(
     target: Target, data: TokenData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(taps, "CPU_TOKENS", 25)
+    monkeypatch.setattr(target_layers, "CPU_TOKENS", 25)
     shapes, forward = list[tuple[int, ...]](), target.forward
 
     def watched(tokens: Tensor, *rest: Any, **named: Any) -> TargetOutput:
@@ -36,7 +36,7 @@ def test_forwards_on_a_cpu_take_few_documents_of_like_length(
         return forward(tokens, *rest, **named)
 
     monkeypatch.setattr(target, "forward", watched)
-    found = tapped_features(target, TAPS, [one.tokens for one in data])
+    found = target_hidden_states(target, TARGET_LAYERS, [one.tokens for one in data])
     assert [len(one) for one in found] == list(LENGTHS)
     assert len(shapes) > 1 and all(rows == 1 or rows * width <= 25 for rows, width in shapes), shapes
     assert sum(rows for rows, _ in shapes) == len(LENGTHS)
@@ -45,18 +45,18 @@ def test_forwards_on_a_cpu_take_few_documents_of_like_length(
 def test_a_forward_on_a_gpu_takes_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, documents = list[int](), [torch.zeros(length, dtype=torch.int64) for length in (3, 900, 500)]
 
-    def forward(target: Any, taps: Any, tokens: list[Tensor]) -> list[Tensor]:
+    def forward(target: Any, target_layers: Any, tokens: list[Tensor]) -> list[Tensor]:
         calls.append(len(tokens))
         return tokens
 
-    monkeypatch.setattr(taps, "_of_one_forward", forward)
+    monkeypatch.setattr(target_layers, "_of_one_forward", forward)
     target: Any = SimpleNamespace(device=torch.device("cuda"), num_layers=3, max_context=1000)
-    found = tapped_features(target, TAPS, documents)
+    found = target_hidden_states(target, TARGET_LAYERS, documents)
     assert calls == [3] and all(one is other for one, other in zip(found, documents, strict=True))
 
 
 def test_how_many_taps_and_which_a_small_target_has() -> None:
-    found = {layers: chosen_taps(None, layers) for layers in (1, 2, 3, 4, 6, 7, 8, 36)}
+    found = {layers: chosen_target_layers(None, layers) for layers in (1, 2, 3, 4, 6, 7, 8, 36)}
     assert found == {
         1: (0,),
         2: (0, 1),
@@ -67,7 +67,7 @@ def test_how_many_taps_and_which_a_small_target_has() -> None:
         8: (1, 2, 3, 4, 5),
         36: (1, 9, 17, 25, 33),
     }
-    assert [chosen_taps(count, 6) for count in (1, 2, 4, 5, 6)] == [
+    assert [chosen_target_layers(count, 6) for count in (1, 2, 4, 5, 6)] == [
         (3,),
         (1, 3),
         (0, 1, 3, 4),
@@ -75,27 +75,27 @@ def test_how_many_taps_and_which_a_small_target_has() -> None:
         (0, 1, 2, 3, 4, 5),
     ]
     for count in (0, 7):
-        with pytest.raises(ValueError, match=f"taps is {count}, the number of layers to tap, and the target has 6"):
-            chosen_taps(count, 6)
+        with pytest.raises(ValueError, match=f"target_layers is {count}, a number of layers, but the target has 6"):
+            chosen_target_layers(count, 6)
 
 
 def test_taps(target: Target, data: TokenData) -> None:
     for text, layers in (("2", (1, 5)), ("1,3,5", (1, 3, 5)), ("3,", (3,)), ("[3]", (3,)), ("0,", (0,))):
-        assert chosen_taps(from_text(FeatureSettings, "taps", text), 8) == layers
+        assert chosen_target_layers(from_text(HiddenStateSettings, "target_layers", text), 8) == layers
     for text in ("", "x", "1,x", ","):
         with pytest.raises(ValueError, match="it must be a whole number"):
-            chosen_taps(from_text(FeatureSettings, "taps", text), 8)
+            chosen_target_layers(from_text(HiddenStateSettings, "target_layers", text), 8)
     for wrong in ((4,), (-1,), ()):
         with pytest.raises(ValueError, match="the target has 3 layers; name one or more of 0 to 2, or 3 for"):
-            tapped_features(target, wrong, [data[0].tokens])
+            target_hidden_states(target, wrong, [data[0].tokens])
     with pytest.raises(ValueError, match=r"has 300 tokens and the target's context is 256"):
-        tapped_features(target, TAPS, [torch.zeros(300, dtype=torch.int64)])
+        target_hidden_states(target, TARGET_LAYERS, [torch.zeros(300, dtype=torch.int64)])
 
 
 def test_the_input_of_the_head_can_be_tapped(tiny_target_dir: Path) -> None:
     target = load_target(tiny_target_dir)
     tokens = torch.arange(5, 25)
-    [hidden] = tapped_features(target, (0, target.num_layers), [tokens])
+    [hidden] = target_hidden_states(target, (0, target.num_layers), [tokens])
     proposal = chain(tokens[None])
     logits = target.forward(proposal.tokens, proposal.parents, target.new_cache(1, 20)).logits[0]
     torch.testing.assert_close(target.head(hidden[:, target.hidden_size :]), logits, atol=1e-5, rtol=1e-5)

@@ -9,7 +9,7 @@ from blockdraft.data.documents import Document, TokenData, read_data, tokenizer_
 from blockdraft.data.writer import DataWriter
 from blockdraft.targets import Target
 
-TAPS = (2, 0)
+TARGET_LAYERS = (2, 0)
 LENGTHS = [7, 1, 12, 3, 40, 9, 9]
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from blockdraft.decode.merging import beside, filled, merged
 from blockdraft.decode.proposal import Plan, Proposal, chain
-from blockdraft.drafters.base import Drafter, Entry, State
+from blockdraft.drafters.base import Drafter, DrafterSpec, State
 from blockdraft.errors import UsageError, describe
-from blockdraft.timing import GUESSES, mark
+from blockdraft.timing import DRAFT_TOKENS, mark
 from blockdraft.types import JOINT
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Yields:
 Unread: TypeAlias = dict[int, list[tuple[Tensor, Tensor | None]]]  # by row, tokens [n] and features [n, m * H]
 
 
-class CombinedState:
+class HybridState:
     """States of all drafters of a combination, for the same rows.
 
     A drafter with a network is told of committed tokens when it is asked next, or when there are many: a call in each
@@ -73,16 +73,16 @@ class CombinedState:
     def yields(self) -> list[Yields]:
         return [self._of_rows[row] for row in self.rows]
 
-    def of(self, rows: Sequence[int]) -> CombinedState:
-        return CombinedState(self._parts, [state.of(rows) for state in self.inner], rows, self._of_rows, self._unread)
+    def of(self, rows: Sequence[int]) -> HybridState:
+        return HybridState(self._parts, [state.of(rows) for state in self.inner], rows, self._of_rows, self._unread)
 
-    def keep(self, index: int, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def keep(self, index: int, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         """Keep tokens for a drafter, which is first told of what is kept if that is much. Keeps none if it fails."""
         unread = self._unread[index]
         if any(sum(len(ids) for ids, _ in unread.get(row, ())) >= MOST_UNREAD for row in self.rows):
             self.catch_up(index)
         for place, (row, count) in enumerate(zip(self.rows, lengths, strict=True)):
-            kept = tokens[place, :count], None if features is None else features[place, :count]
+            kept = tokens[place, :count], None if hidden_states is None else hidden_states[place, :count]
             unread.setdefault(row, []).append(kept)
 
     def catch_up(self, index: int) -> None:
@@ -93,11 +93,11 @@ class CombinedState:
                 by_length.setdefault(count, []).append(row)
         for rows in by_length.values():  # no row is filled up, which would take slots that it may not have
             tokens = torch.stack([torch.cat([ids for ids, _ in unread[row]]) for row in rows])
-            features = None
-            if self._parts[index].taps:
+            hidden_states = None
+            if self._parts[index].target_layers:
                 found = [[each for _, each in unread[row] if each is not None] for row in rows]
-                features = torch.stack([torch.cat(each) for each in found])
-            self._parts[index].observe(self.inner[index].of(rows), tokens, features, [tokens.size(1)] * len(rows))
+                hidden_states = torch.stack([torch.cat(each) for each in found])
+            self._parts[index].observe(self.inner[index].of(rows), tokens, hidden_states, [tokens.size(1)] * len(rows))
             for row in rows:
                 del unread[row]
 
@@ -136,18 +136,18 @@ class CombinedState:
         for state in self.inner:
             state.copy(source, row, length)
 
-    def wipe(self, row: int, whole: bool = False) -> None:
+    def zero_slots(self, row: int, whole: bool = False) -> None:
         if whole:
             self._forget(row)
         for state in self.inner:
-            state.wipe(row, whole)
+            state.zero_slots(row, whole)
 
     def _begin(self, row: int) -> None:
         """Forget what was learned in this row, since a new request must not depend on the one before."""
         self._of_rows[row] = Yields([FIRST_YIELD] * len(self.inner))
 
 
-class CombinedDrafter(Drafter):
+class HybridDrafter(Drafter):
     """Drafts with several drafters at once.
 
     A tree merges the drafters' trees: guesses with the same path and token are one node. The probability of a node,
@@ -174,14 +174,14 @@ class CombinedDrafter(Drafter):
                 raise UsageError("A drafter of a combination guesses nothing (as the drafter none); leave it out.")
         self._parts = tuple(parts)
         self.path: Path | None = next((part.path for part in parts if part.path is not None), None)
-        self.taps = tuple(sorted({tap for part in parts for tap in part.taps}))
+        self.target_layers = tuple(sorted({target_layer for part in parts for target_layer in part.target_layers}))
         self.block_size = max(part.block_size for part in parts)
 
-    def new_state(self, batch: int, capacity: int) -> CombinedState:
+    def new_state(self, batch: int, capacity: int) -> HybridState:
         rows = [place * capacity for place in range(batch)]
         of_rows = {row: Yields([FIRST_YIELD] * len(self.parts)) for row in rows}
         inner = [part.new_state(batch, capacity) for part in self.parts]
-        return CombinedState(self.parts, inner, rows, of_rows, [{} for _ in self.parts])
+        return HybridState(self.parts, inner, rows, of_rows, [{} for _ in self.parts])
 
     @property
     def parts(self) -> Sequence[Drafter]:
@@ -197,7 +197,7 @@ class CombinedDrafter(Drafter):
     def weight_bytes(self) -> int:
         return sum(part.weight_bytes() for part in self.parts)
 
-    def observe(self, state: CombinedState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+    def observe(self, state: HybridState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         for yields, length in zip(state.yields, lengths, strict=True):
             if yields.last is not None and length:  # length counts the anchor and the accepted guesses
                 yields.accepted[yields.last] += NEWEST * (length - 1 - yields.accepted[yields.last])
@@ -205,21 +205,23 @@ class CombinedDrafter(Drafter):
         # Drafters with a network come first, because they may fail. The rows are then observed again, one by one, and
         # no drafter may observe the same tokens twice.
         for index, part in sorted(enumerate(self.parts), key=lambda each: not each[1].has_pass):
-            own = self._features_of(part, features)
+            own = self._hidden_states_of(part, hidden_states)
             if part.has_pass:
                 state.keep(index, tokens, own, lengths)
             else:
                 part.observe(state.inner[index], tokens, own, lengths)
 
-    def _features_of(self, part: Drafter, features: Tensor | None) -> Tensor | None:
-        if features is None or not part.taps:
+    def _hidden_states_of(self, part: Drafter, hidden_states: Tensor | None) -> Tensor | None:
+        if hidden_states is None or not part.target_layers:
             return None
-        if part.taps == self.taps:
-            return features
-        by_tap = features.chunk(len(self.taps), dim=-1)
-        return torch.cat([by_tap[self.taps.index(tap)] for tap in part.taps], dim=-1)
+        if part.target_layers == self.target_layers:
+            return hidden_states
+        by_target_layer = hidden_states.chunk(len(self.target_layers), dim=-1)
+        return torch.cat(
+            [by_target_layer[self.target_layers.index(target_layer)] for target_layer in part.target_layers], dim=-1
+        )
 
-    def propose(self, state: CombinedState, anchor: Tensor, plan: Plan) -> Proposal:
+    def propose(self, state: HybridState, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
         if plan.turns:
@@ -230,32 +232,32 @@ class CombinedDrafter(Drafter):
             state.catch_up(index)
             proposals.append(part.propose(state.inner[index], anchor, asked))
             sampled = proposals[-1] if proposals[-1].q is not None else sampled
-        mark(GUESSES)
+        mark(DRAFT_TOKENS)
         if not plan.tree_budget:
             return self._best_chains(state, anchor, proposals)
         if sampled is None:
             return merged(anchor, proposals, plan)
         return beside(anchor, sampled, [each for each in proposals if each is not sampled], plan.tree_budget)
 
-    def _in_turn(self, state: CombinedState, anchor: Tensor, plan: Plan) -> Proposal:
+    def _in_turn(self, state: HybridState, anchor: Tensor, plan: Plan) -> Proposal:
         rates = [asked.rate for _, asked in plan.turns]
         for place, (index, asked) in enumerate(plan.turns):
             state.catch_up(index)
             proposal = self.parts[index].propose(state.inner[index], anchor, asked)
-            mark(GUESSES)
+            mark(DRAFT_TOKENS)
             if _promise(proposal, asked) >= max(rates[place + 1 :], default=0.0):
                 break
         return replace(proposal, part=index)
 
-    def _best_chains(self, state: CombinedState, anchor: Tensor, proposals: Sequence[Proposal]) -> Proposal:
+    def _best_chains(self, state: HybridState, anchor: Tensor, proposals: Sequence[Proposal]) -> Proposal:
         tokens, parents, chosen = list[list[int]](), list[list[int]](), list[Proposal]()
         texts = [proposal.tokens.tolist() for proposal in proposals]
         for row, yields in enumerate(state.yields):
-            hopes = [
-                min(_hope(proposal, row, known), sum(parent >= 0 for parent in proposal.parent_lists[row]))
+            upper_bounds = [
+                min(_upper_bound(proposal, row, known), sum(parent >= 0 for parent in proposal.parent_lists[row]))
                 for proposal, known in zip(proposals, yields.accepted, strict=True)
             ]
-            yields.last = best = max(range(len(hopes)), key=hopes.__getitem__)
+            yields.last = best = max(range(len(upper_bounds)), key=upper_bounds.__getitem__)
             chosen.append(proposals[best])
             tokens.append(texts[best][row])
             parents.append(proposals[best].parent_lists[row])
@@ -268,10 +270,10 @@ def _asked(part: Drafter, plan: Plan) -> Plan:
     pays, because a drafter states how likely its guesses are only if it gets times."""
     block_size = min(plan.block_size, part.block_size)
     draws = None if plan.draws is None else plan.draws[:, : block_size - 1]
-    seconds, trust = (plan.cycle_seconds, plan.trust) if plan.tree_budget else (None, 1.0)
+    seconds, calibration = (plan.cycle_seconds, plan.calibration) if plan.tree_budget else (None, 1.0)
     if seconds is None and (draws is None or plan.tree_budget):
         seconds = [1.0] * (1 + (plan.tree_budget or block_size - 1))
-    return replace(plan, block_size=block_size, draws=draws, cycle_seconds=seconds, trust=trust)
+    return replace(plan, block_size=block_size, draws=draws, cycle_seconds=seconds, calibration=calibration)
 
 
 def _promise(proposal: Proposal, plan: Plan) -> float:
@@ -280,17 +282,17 @@ def _promise(proposal: Proposal, plan: Plan) -> float:
         return 0.0
     if proposal.expected is None or plan.cycle_seconds is None:
         return plan.rate
-    tokens = len(proposal.expected) + plan.trust * sum(proposal.expected)
+    tokens = len(proposal.expected) + plan.calibration * sum(proposal.expected)
     return tokens / plan.cycle_seconds[proposal.tokens.size(1) - 1]
 
 
-def _hope(proposal: Proposal, row: int, known: float) -> float:
+def _upper_bound(proposal: Proposal, row: int, known: float) -> float:
     """Expected number of accepted guesses of a chain; `known` is the mean of its drafter so far."""
     if proposal.q is not None:
         return known
-    if proposal.chances is not None:
-        return sum(proposal.chances[row])
+    if proposal.acceptance_probs is not None:
+        return sum(proposal.acceptance_probs[row])
     return known if proposal.expected is None else proposal.expected[row]
 
 
-DRAFTER = Entry(lambda parts, target: CombinedDrafter(parts), joins=True)
+DRAFTER = DrafterSpec(lambda parts, target: HybridDrafter(parts), joins=True)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.training import feature_sources
-from blockdraft.training.feature_sources import KeptFeatures, open_source
+from blockdraft.training import hidden_state_sources
+from blockdraft.training.hidden_state_sources import StoredHiddenStates, open_source
 from blockdraft.training.progress import Progress
 
 
@@ -19,7 +19,7 @@ def test_what_finds_room_is_computed_once() -> None:
         asked.append(list(chosen))
         return [torch.full((2, 3), float(i)) for i in chosen]
 
-    kept = KeptFeatures(source, room=3 * 2 * 3 * 4)  # three documents
+    kept = StoredHiddenStates(source, room=3 * 2 * 3 * 4)  # three documents
     for chosen in ([4, 1], [1, 2, 4], [3, 2, 1], [3, 4]):
         assert [int(each[0, 0]) for each in kept(chosen)] == chosen
     assert asked == [[4, 1], [2], [3], [3]]
@@ -28,10 +28,14 @@ def test_what_finds_room_is_computed_once() -> None:
 def test_features_in_memory_stay_on_a_gpu(monkeypatch: Any) -> None:
     notes: list[str] = []
     target: Any = SimpleNamespace(device=torch.device("cuda:0"))
-    monkeypatch.setattr(feature_sources, "free_bytes", lambda device: 2**31)
-    monkeypatch.setattr(feature_sources, "tapped_features", lambda target, taps, tokens: [each * 2 for each in tokens])
+    monkeypatch.setattr(hidden_state_sources, "free_bytes", lambda device: 2**31)
+    monkeypatch.setattr(
+        hidden_state_sources,
+        "target_hidden_states",
+        lambda target, target_layers, tokens: [each * 2 for each in tokens],
+    )
     documents: Any = [SimpleNamespace(tokens=torch.tensor([i])) for i in range(3)]
-    given: Any = {"taps": (1,), "beside": None, "reserved": None, "progress": Progress(note=notes.append)}
+    given: Any = {"target_layers": (1,), "beside": None, "reserved": None, "progress": Progress(note=notes.append)}
     source = open_source("memory", target, None, documents, **given)  # type: ignore[arg-type]
-    assert [int(each) for each in source([2, 1])] == [4, 2] and isinstance(source, KeptFeatures)
+    assert [int(each) for each in source([2, 1])] == [4, 2] and isinstance(source, StoredHiddenStates)
     assert notes == ["The target's features stay on cuda:0 once computed, up to 1.0 GiB."]

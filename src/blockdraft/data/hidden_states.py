@@ -1,7 +1,7 @@
 """Features of training data, that is the outputs of the target's tapped layers, computed once and kept on disk.
 
-A feature cache is a folder of shards with a manifest, `features.json`. Shard i is a safetensors file with the features
-of consecutive documents one after the other, `[T, m * H]`; it appears whole or not at all.
+The cache is a folder of shards with a manifest, `hidden_states.json`. Shard i is a safetensors file with the hidden
+states of consecutive documents, `[T, m * H]`. A shard is written atomically.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from torch import Tensor
 
 from blockdraft.data.documents import TokenData
 from blockdraft.data.folder import check_free, make_folder, read_manifest, write_file
-from blockdraft.data.settings import FeatureSettings
-from blockdraft.data.taps import batches, check_taps, tapped_features
+from blockdraft.data.settings import HiddenStateSettings
+from blockdraft.data.target_layers import batches, check_target_layers, target_hidden_states
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.folders import held
 from blockdraft.targets import Target, target_fingerprint
 
 FORMAT = 1
-MANIFEST = "features.json"
+MANIFEST = "hidden_states.json"
 SHARD_BYTES = 2**28
 
 
-class Features(Sequence[Tensor]):
-    """Features of each document of a data folder, in its order, mapped into memory. From `read_features`.
+class HiddenStates(Sequence[Tensor]):
+    """Features of each document of a data folder, in its order, mapped into memory. From `read_hidden_states`.
 
     Attributes:
         folder: Folder of the cache.
-        taps: 0-based target layers, in the order in which their outputs lie side by side.
+        target_layers: 0-based target layers, in the order in which their outputs lie side by side.
         target: Fingerprint of the target.
         data: Fingerprint of the data.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], shards: list[Tensor]) -> None:
         self.folder = folder
-        self.taps: tuple[int, ...] = tuple(manifest["taps"])
+        self.target_layers: tuple[int, ...] = tuple(manifest["target_layers"])
         self.target: str = manifest["target"]
         self.data: str = manifest["data"]
         self._shards = shards
@@ -67,29 +67,29 @@ class Features(Sequence[Tensor]):
         return self._shards[shard][begins[i] : begins[i + 1]]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return read_features, (self.folder,)  # another process maps the files by itself
+        return read_hidden_states, (self.folder,)  # another process maps the files by itself
 
-    def check(self, target: Target, data: TokenData, taps: Sequence[int]) -> None:
+    def check(self, target: Target, data: TokenData, target_layers: Sequence[int]) -> None:
         """Check that these are features of this target and these data, with these taps among theirs.
 
         Raises:
             UsageError: They are not.
         """
-        theirs, ours = vars(self), _identity(target, data, taps)
+        theirs, ours = vars(self), _identity(target, data, target_layers)
         _check_same(self.folder, theirs, ours, ("target", "data"))
-        if not set(taps) <= set(self.taps):
-            _check_same(self.folder, theirs, ours, ("taps",))
+        if not set(target_layers) <= set(self.target_layers):
+            _check_same(self.folder, theirs, ours, ("target_layers",))
 
-    def of(self, index: int, taps: Sequence[int]) -> Tensor:
+    def of(self, index: int, target_layers: Sequence[int]) -> Tensor:
         """Features `[S, m * H]` of a document, of some of the stored taps, in the order given."""
         whole: Tensor = self[index]
-        if tuple(taps) == self.taps:
+        if tuple(target_layers) == self.target_layers:
             return whole
-        parts = whole.chunk(len(self.taps), dim=-1)
-        return torch.cat([parts[self.taps.index(tap)] for tap in taps], dim=-1)
+        parts = whole.chunk(len(self.target_layers), dim=-1)
+        return torch.cat([parts[self.target_layers.index(target_layer)] for target_layer in target_layers], dim=-1)
 
 
-def read_features(folder: str | Path) -> Features:
+def read_hidden_states(folder: str | Path) -> HiddenStates:
     """Open a feature cache. Features are read from disk when they are accessed.
 
     Raises:
@@ -98,24 +98,24 @@ def read_features(folder: str | Path) -> Features:
     folder = Path(folder)
     manifest = read_manifest(folder / MANIFEST, FORMAT)
     if manifest is None:
-        raise UsageError(f"{folder / MANIFEST} does not exist; give a folder made by `blockdraft features`.")
+        raise UsageError(f"{folder / MANIFEST} does not exist; give a folder made by `blockdraft hidden-states`.")
     shards = []
     for i, lengths in enumerate(manifest["lengths"]):
         if not _shard(folder, i).exists():
             raise UsageError(
-                f"{folder} lacks {_shard(folder, i).name}; run the `blockdraft features` command that began it again."
+                f"{folder} lacks {_shard(folder, i).name}; run the same `blockdraft hidden-states` command again."
             )
         shards.append(_read_shard(_shard(folder, i), lengths))
-    return Features(folder, manifest, shards)
+    return HiddenStates(folder, manifest, shards)
 
 
 @dataclass(frozen=True)
-class FeatureCache:
-    """A feature cache that is to be made or completed. From `plan_features`.
+class HiddenStateCache:
+    """A feature cache that is to be made or completed. From `plan_hidden_states`.
 
     Attributes:
         folder: Folder of the cache.
-        manifest: Content of `features.json`.
+        manifest: Content of `hidden_states.json`.
         need: Number of bytes that are still to be written.
         free: Number of bytes that are free on the disk.
     """
@@ -123,7 +123,7 @@ class FeatureCache:
     folder: Path
     target: Target
     data: TokenData
-    settings: FeatureSettings
+    settings: HiddenStateSettings
     manifest: dict[str, Any]
     need: int
     free: int
@@ -141,15 +141,15 @@ class FeatureCache:
         """
         self._check_space()
         with held(self.folder, "computing features"):
-            now = plan_features(self.folder, self.target, self.data, self.manifest["taps"], self.settings)
+            now = plan_hidden_states(self.folder, self.target, self.data, self.manifest["target_layers"], self.settings)
             now._check_space()
             now._begin()
-            for number, features in now._missing(progress):
-                now._store(number, features)
+            for number, hidden_states in now._missing(progress):
+                now._store(number, hidden_states)
 
     def in_memory(
         self, store: bool, progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> tuple[Features, str | None]:
+    ) -> tuple[HiddenStates, str | None]:
         """Features of all documents, from the shards that exist, and computed where they are missing or broken.
 
         Args:
@@ -175,15 +175,15 @@ class FeatureCache:
                 self._begin()
             except UsageError as error:
                 store, failure = False, str(error)
-        for number, features in self._missing(progress):
-            shards[number] = features
+        for number, hidden_states in self._missing(progress):
+            shards[number] = hidden_states
             if store:
                 try:
-                    self._store(number, features)
+                    self._store(number, hidden_states)
                 except UsageError as error:  # the features in memory suffice
                     store, failure = False, str(error)
         found = [shards[i] for i in range(len(self.manifest["lengths"]))]
-        return Features(self.folder, self.manifest, found), failure
+        return HiddenStates(self.folder, self.manifest, found), failure
 
     def _check_space(self) -> None:
         if self.need > self.free:
@@ -196,8 +196,8 @@ class FeatureCache:
         make_folder(self.folder)
         write_file(self.folder / MANIFEST, (json.dumps(self.manifest) + "\n").encode())
 
-    def _store(self, number: int, features: Tensor) -> None:
-        write_file(_shard(self.folder, number), save({"features": features}))
+    def _store(self, number: int, hidden_states: Tensor) -> None:
+        write_file(_shard(self.folder, number), save({"hidden_states": hidden_states}))
 
     def _missing(self, progress: Callable[[int, int], None]) -> Iterator[tuple[int, Tensor]]:
         """Compute the missing shards, and yield the number and the features of each."""
@@ -205,23 +205,23 @@ class FeatureCache:
         missing = [i for i in range(len(shards)) if not _shard(self.folder, i).exists()]
         done, total = 0, sum(sum(shards[i][1]) for i in missing)
         for i in missing:
-            features = torch.empty(sum(shards[i][1]), self.width, dtype=getattr(torch, self.settings.dtype))
-            for count in self._compute(features, *shards[i]):
+            hidden_states = torch.empty(sum(shards[i][1]), self.width, dtype=getattr(torch, self.settings.dtype))
+            for count in self._compute(hidden_states, *shards[i]):
                 done += count
                 progress(done, total)
-            yield i, features
+            yield i, hidden_states
 
     @property
     def width(self) -> int:
         """Number of values for each token, `m * H`."""
-        return len(self.manifest["taps"]) * self.target.hidden_size
+        return len(self.manifest["target_layers"]) * self.target.hidden_size
 
-    def _compute(self, features: Tensor, first: int, lengths: list[int]) -> Iterator[int]:
+    def _compute(self, hidden_states: Tensor, first: int, lengths: list[int]) -> Iterator[int]:
         """Fill in a shard's features batch by batch, and yield the number of tokens of each batch."""
-        taps, parts = self.manifest["taps"], features.split(lengths)
+        target_layers, parts = self.manifest["target_layers"], hidden_states.split(lengths)
         for group in batches(lengths, self.settings.batch_tokens):
             tokens = [self.data[first + i].tokens[: lengths[i]] for i in group]
-            for i, found in zip(group, tapped_features(self.target, taps, tokens), strict=True):
+            for i, found in zip(group, target_hidden_states(self.target, target_layers, tokens), strict=True):
                 parts[i].copy_(found)
                 if not bool(parts[i].isfinite().all()):
                     raise NumbersError(
@@ -231,14 +231,14 @@ class FeatureCache:
             yield sum(map(len, tokens))
 
 
-def plan_features(
+def plan_hidden_states(
     folder: Path,
     target: Target,
     data: TokenData,
-    taps: Sequence[int],
-    settings: FeatureSettings,
+    target_layers: Sequence[int],
+    settings: HiddenStateSettings,
     longest: int | None = None,
-) -> FeatureCache:
+) -> HiddenStateCache:
     """Plan a feature cache, or the missing part of one.
 
     Args:
@@ -248,9 +248,9 @@ def plan_features(
         UsageError: The folder holds the cache of another target, other data or taps, or other files; or the target
             lacks a layer, or has another tokenizer than the data.
     """
-    check_taps(target, taps)
+    check_target_layers(target, target_layers)
     data.check_tokenizer(target.tokenizer)
-    width = len(taps) * target.hidden_size * getattr(torch, settings.dtype).itemsize
+    width = len(target_layers) * target.hidden_size * getattr(torch, settings.dtype).itemsize
     first, groups, held = [0], [list[int]()], 0
     for i, whole in enumerate(data.lengths):
         length = min(whole, longest or whole)
@@ -260,7 +260,7 @@ def plan_features(
             held = 0
         groups[-1].append(length)
         held += length * width
-    identity = _identity(target, data, taps) | {"dtype": settings.dtype}
+    identity = _identity(target, data, target_layers) | {"dtype": settings.dtype}
     if longest is not None:
         identity["longest"] = longest
     manifest = {"format": FORMAT, **identity, "first": first, "lengths": groups}
@@ -273,7 +273,7 @@ def plan_features(
     missing = (lengths for i, lengths in enumerate(manifest["lengths"]) if not _shard(folder, i).exists())
     disk = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.exists())
     need = sum(map(sum, missing)) * width
-    return FeatureCache(folder, target, data, settings, manifest, need, shutil.disk_usage(disk).free)
+    return HiddenStateCache(folder, target, data, settings, manifest, need, shutil.disk_usage(disk).free)
 
 
 def size(count: int) -> str:
@@ -282,27 +282,27 @@ def size(count: int) -> str:
 
 
 def _shard(folder: Path, number: int) -> Path:
-    return folder / f"features-{number:05}.safetensors"
+    return folder / f"hidden-states-{number:05}.safetensors"
 
 
 def _read_shard(path: Path, lengths: Sequence[int]) -> Tensor:
     try:
-        features = load_file(path)["features"]
-        if len(features) != sum(lengths):
-            raise UsageError(f"it holds {len(features)} tokens instead of {sum(lengths)}")
+        hidden_states = load_file(path)["hidden_states"]
+        if len(hidden_states) != sum(lengths):
+            raise UsageError(f"it holds {len(hidden_states)} tokens instead of {sum(lengths)}")
     except (OSError, SafetensorError, LookupError, ValueError) as error:
-        raise UsageError(f"{path} is broken ({error}); delete it, and run `blockdraft features` again.") from error
-    return features
+        raise UsageError(f"{path} is broken ({error}); delete it, and run `blockdraft hidden-states` again.") from error
+    return hidden_states
 
 
-def _identity(target: Target, data: TokenData, taps: Sequence[int]) -> dict[str, Any]:
-    return {"target": target_fingerprint(target), "data": data.fingerprint, "taps": list(taps)}
+def _identity(target: Target, data: TokenData, target_layers: Sequence[int]) -> dict[str, Any]:
+    return {"target": target_fingerprint(target), "data": data.fingerprint, "target_layers": list(target_layers)}
 
 
 def _check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any], names: Sequence[str]) -> None:
     for name in names:
-        if (list(theirs[name]) if name == "taps" else theirs.get(name)) != ours[name]:
+        if (list(theirs[name]) if name == "target_layers" else theirs.get(name)) != ours[name]:
             raise UsageError(
                 f"{folder} holds other features: {name} {theirs.get(name)} instead of {ours[name]}. Give the target, "
-                "data and taps that they were made for, or make new ones with `blockdraft features` in another folder."
+                "data and taps that they were made for, or run `blockdraft hidden-states` with another folder."
             )
