@@ -1,4 +1,4 @@
-"""Turn prompts and responses into data folders for `blockdraft train` and `blockdraft features`.
+"""Turn prompts and responses into data folders for `blockdraft train` and `blockdraft hidden-states`.
 
 One task in fifty goes to `validation/`, the others to `data/`. Run it again to add what has come since.
 """

