@@ -35,7 +35,7 @@ from blockdraft.engine import Chunk, Request
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 
-PROMPT_TOKENS, RESPONSE_TOKENS, FIM_TOKENS = 160, 512, 128
+PROMPT_TOKENS, RESPONSE_TOKENS, FIM_TOKENS = 256, 512, 128
 PROMPT_TEMPERATURE, PROMPT_TOP_P = 1.0, 0.95
 CHECK_EVERY = 64  # tokens between two searches for repetition
 # Code repeats itself more than prose: a response is repetitive if 16 tokens in a row occur six times.
@@ -68,8 +68,8 @@ class Writer:
         self._measured = measured
         self._response_tokens = tokens
         self._ends = set(target.eos_token_ids)
-        ends = self._tokenizer.convert_tokens_to_ids(list(FIM_ENDS))
-        self._fim_ends = tuple(sorted({end for end in ends if end is not None and end != self._tokenizer.unk_token_id}))
+        vocabulary = self._tokenizer.get_vocab()
+        self._fim_ends = tuple(vocabulary[end] for end in FIM_ENDS if end in vocabulary)
         self._openings: set[str] = set()
 
     def remember(self, line: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class Writer:
             stop=(stop,),
         )
         response = yield prompt, params
-        text = self._tokenizer.decode(response, skip_special_tokens=True)
+        text = str(self._tokenizer.decode(response, skip_special_tokens=True))
         ended = response[-1] in {*self._fim_ends, *self._ends} or stop in text
         text = opening + text.partition(stop)[0].rstrip() + (stop if "```" in stop else "")
         reason = unfit(text, self._measured) if ended else "open"
@@ -282,9 +282,9 @@ def main() -> None:
     part, parts = args.share
     shards = Shards(args.out, f"part-{part}")
     done = set()
-    for line in read_shards(args.out):
-        done.add(line["id"])
-        writer.remember(line)
+    for earlier in read_shards(args.out):
+        done.add(earlier["id"])
+        writer.remember(earlier)
     tasks = [task for task in read_lines(args.prompts)[part::parts] if task["id"] not in done]
     print(f"{len(done)} tasks are done, {len(tasks)} are left.", flush=True)
 
