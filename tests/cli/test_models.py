@@ -113,7 +113,7 @@ def unbundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unbundled")
 def test_a_target_by_name_and_its_drafter(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a bundled one prompt_lookup drafts, and what examines drafters asks for one."""
-    with pytest.raises(UsageError, match="`blockdraft pull smollm2` gets it"):
+    with pytest.raises(UsageError, match="`blockdraft pull smollm2` downloads it"):
         need_drafter("smollm2", None, "")
     put("smollm2")
     need_drafter("smollm2", "none", "")

