@@ -13,17 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
-from blockdraft.light_transformers import import_lightly
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
 
-import_lightly()  # here, since whatever imports a configuration of transformers for a target imports this file
-
-if TYPE_CHECKING:  # takes as long to import as torch
-    from transformers import PreTrainedModel
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 R = TypeVar("R", covariant=True)
 

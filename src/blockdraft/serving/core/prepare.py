@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from blockdraft.engine import Chunk, Engine, Request
 from blockdraft.engine.text import encode_text
@@ -18,6 +16,9 @@ from blockdraft.serving.parsing import AnswerParser, grammar_of, parser_of, take
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.targets import Target, without_tokenizer
 from blockdraft.types import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:

@@ -8,9 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import ParamSpec
 
 from blockdraft.engine import Request
@@ -35,6 +34,9 @@ from blockdraft.serving.core.prepare import (
 )
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.types import RequestDrafting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 P = ParamSpec("P")
 T = TypeVar("T")

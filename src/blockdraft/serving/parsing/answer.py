@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Any, TypeAlias
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from blockdraft.serving.core.events import Reasoning, Text, ToolCall, ToolChoice
 from blockdraft.serving.parsing.formats import Format, Tools, marker_at
 from blockdraft.serving.parsing.template import THINK, THOUGHT, format_of, is_thinking, schemas_of, thinks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Part: TypeAlias = "Text | Reasoning | ToolCall"
 FREE = ToolChoice()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from blockdraft.engine.grammar import JSON_STYLE, compile_schema
 from blockdraft.errors import UsageError
@@ -14,6 +12,9 @@ from blockdraft.serving.core.events import ToolChoice
 from blockdraft.serving.parsing.formats import literal
 from blockdraft.serving.parsing.template import THINK, THOUGHT, format_of, is_thinking, schemas_of, thinks
 from blockdraft.types import Grammar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def grammar_of(

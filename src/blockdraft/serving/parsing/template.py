@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from blockdraft.errors import UsageError
 from blockdraft.serving.parsing.formats import FORMATS, Format, Tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 THINK, THOUGHT = "<think>", "</think>"
 
