@@ -18,10 +18,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 
 def default_frequencies(channels: int, theta: float) -> Tensor:
-    """Radians a position of each pair of `channels`, `[channels / 2]` float32, without scaling.
+    """Return the radians per position of each pair of `channels`, `[channels / 2]` float32, without scaling.
 
-    Computed here, bit for bit as transformers does: its own code for it stands in the files of its models, which take
-    as long to import as torch itself.
+    This equals transformers bit for bit. Its own code is in the files of its models, which take as long to import as
+    torch.
     """
     return 1.0 / (theta ** (torch.arange(0, channels, 2, dtype=torch.float) / channels))
 
@@ -29,20 +29,20 @@ def default_frequencies(channels: int, theta: float) -> Tensor:
 def rotary_frequencies(
     head_dim: int, max_positions: int, theta: float, scaling: Mapping[str, Any] | None
 ) -> tuple[Tensor, float]:
-    """Frequencies of rotary embeddings as transformers computes them.
+    """Return the frequencies of rotary embeddings like transformers.
 
     Args:
         head_dim, max_positions, theta, scaling: As in `Rotary`.
 
     Returns:
-        Radians a position of each pair of channels, `[head_dim / 2]` float32, and a factor on cosine and sine.
+        Radians per position of each pair of channels, `[head_dim / 2]` float32, and a factor on cosine and sine.
 
     Raises:
-        UsageError: Transformers does not know the scaling, or the scaling lacks a parameter.
+        UsageError: transformers does not know the scaling, or the scaling lacks a parameter.
     """
     rope = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
     try:
-        with torch.device("cpu"):  # also where a network is made without memory for its weights
+        with torch.device("cpu"):  # also if a network is created on the meta device
             config = Qwen3Config(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=rope)
             found: dict[str, Any] = {**(config.rope_parameters or {})}
             if found["rope_type"] == "default":
@@ -59,12 +59,12 @@ def rotary_frequencies(
 class Rotary:
     """Rotary angles of positions.
 
-    The frequencies are no buffer of a module, since they must stay float32 when the weights are cast: bfloat16 cannot
-    tell neighbouring positions apart.
+    The frequencies are not a buffer, because they must stay float32 when the weights are cast: bfloat16 cannot
+    distinguish neighbouring positions.
 
     Args:
         head_dim: Size of an attention head.
-        max_positions: Positions that the model was trained for, which some kinds of scaling use.
+        max_positions: Positions that the model was trained for; some kinds of scaling use them.
         theta: Base of the frequencies.
         scaling: `rope_type` and its parameters, without theta; None is plain RoPE.
     """
@@ -74,7 +74,7 @@ class Rotary:
         self._frequencies = {frequencies.device: frequencies}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[B, N, D]` of positions `[B, N]`."""
+        """Return cosines and sines `[B, N, D]` of positions `[B, N]`."""
         if positions.device not in self._frequencies:
             self._frequencies[positions.device] = next(iter(self._frequencies.values())).to(positions.device)
         angles = positions.unsqueeze(-1).float() * self._frequencies[positions.device]
