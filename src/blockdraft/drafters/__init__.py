@@ -68,7 +68,8 @@ def bundled_for(target: str | Path) -> Path | None:
     if not Path(place).exists():
         return None
     with suppress(UsageError):  # not a target, or not readable
-        return _bundled_by_fingerprint().get(describe_target(place).fingerprint())
+        fingerprint = describe_target(place).fingerprint()
+        return None if fingerprint is None else _bundled_by_fingerprint().get(fingerprint)
     return None
 
 
