@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 
-import blockdraft
 from blockdraft.cli.options import drafter_or_lookup
 from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.models import (
-    TINY,
     bundled_drafter,
     default_target,
     known,
-    located,
     model_of,
     models_folder,
     named_for_others,
@@ -61,7 +58,7 @@ def test_a_name_is_a_target_wherever_a_folder_is(pulled: Path) -> None:
 
 @pytest.mark.parametrize("load", [load_target, load_target_text, describe_target, inspect])
 def test_what_is_not_here_is_not_fetched(load: Callable[[str], Any], own_cache: Path) -> None:
-    with pytest.raises(UsageError, match="Qwen3-4B is not on this machine yet; `blockdraft pull qwen3-4b` gets it"):
+    with pytest.raises(UsageError, match="Qwen3-4B is not on this machine; `blockdraft pull qwen3-4b` downloads it"):
         load("qwen3-4b")
 
 
@@ -112,16 +109,6 @@ def test_the_default_pair(pulled: Path, its_drafter: Path, tiny_drafter_dir: Pat
     assert default_target() == place
     shutil.rmtree(its_drafter)
     assert default_target() == BUNDLED
-
-
-def test_paths_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bundled pair lay in the folder that holds all pairs now."""
-    folder = Path(blockdraft.__file__).parent / "pair"
-    assert located(folder / "target") == TINY / "target" == located("bundled")
-    target = load_target(folder / "target")
-    assert target.path == BUNDLED
-    assert load_drafter(folder / "drafter", target=target).path == TINY / "drafter"
-    assert inspect(folder / "drafter", folder / "target").what == "drafter"
 
 
 def test_drafters_for_other_engines_name_the_model_on_the_hub(pulled: Path) -> None:

@@ -35,7 +35,7 @@ from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.kernels.cpu.threads import let_team_go
-from blockdraft.models import TINY, as_moved, bundled_drafter, catalogue, located, model_of
+from blockdraft.models import TINY, bundled_drafter, catalogue, located, model_of
 from blockdraft.plugins import parts, plugins
 from blockdraft.targets import Target, describe_target, other_target_warning, with_draft_vocab
 from blockdraft.types import JOINT, DraftModel
@@ -176,7 +176,7 @@ def check_place(path: str | Path) -> None:
     """Raise the UsageError of `load_drafter` for a drafter that is neither a name nor a folder or file of one. It needs
     no target."""
     for one in joined(path):
-        folder = Path(as_moved(one))
+        folder = Path(one)
         if one not in names():
             kind_in(open_gguf(folder)) if is_gguf(folder) else _said_by_folder(folder, one)
 
@@ -215,7 +215,7 @@ def _load(path: str | Path | None, target: Target, device: torch.device | None, 
     known = entries()
     if folder is None and str(path) in names():
         return known[str(path)].load(None, target), False
-    folder = folder or Path(as_moved(str(path)))
+    folder = folder or Path(str(path))
     said, source = _said(folder, target) if is_gguf(folder) else _said_by_folder(folder, str(path))
     found = said.get("architectures")
     found = found if isinstance(found, list | tuple) else []

