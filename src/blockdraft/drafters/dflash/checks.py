@@ -78,7 +78,7 @@ class DFlashChecker(Checker):
     def _network(self, check: Check) -> DFlashNetwork:
         dtype = check.dtype or self.target.dtype
         network = self.network(check.config).to(self.target.device, dtype).eval()
-        network.load_state_dict(self.found.tensors)  # casts
+        network.load_state_dict(self.checkpoint.tensors)  # casts
         return network
 
     def _passes(

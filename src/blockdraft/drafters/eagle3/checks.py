@@ -79,7 +79,7 @@ class Eagle3Checker(VariantChecker):
         size, whole = self.config.draft_vocab_size, self.config.vocab_size
         if size == whole:
             return
-        places, offsets = torch.arange(size), self.found.tensors["d2t"]
+        places, offsets = torch.arange(size), self.checkpoint.tensors["d2t"]
         for told, other in (
             ("d2t one less", offsets - 1),
             ("d2t one more", offsets + 1),
