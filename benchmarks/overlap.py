@@ -34,10 +34,10 @@ from torch import Tensor
 
 from benchmarks.harness.command import Parser, in_words
 from benchmarks.harness.report import picture, table, write_files
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal
 from blockdraft.drafters import Drafter, hits, load_drafter
 from blockdraft.engine import Engine
-from blockdraft.engine.adaptive.calibrate import Probe
+from blockdraft.engine.adaptive.costs import Probe
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.machine import wait_for
 from blockdraft.targets import Target, load_target
@@ -185,7 +185,9 @@ class Foreseer(Drafter):
         self.foreseen: list[list[Outcome]] = []
 
     def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
-        tree = Plan(self.block_size, plan.params, TREE, [1.0] * (1 + TREE))  # one token more than is verified
+        tree = ChainPlan(self.block_size, plan.params, cycle_seconds=[1.0] * (1 + TREE)).as_tree(
+            TREE
+        )  # one token more than is verified
         said, chain = self._drafter.propose(state, anchor, tree), self._drafter.propose(state, anchor, plan)
         self.foreseen.append(ranked(said, chain.tokens[0, 1:].tolist(), max(COUNTS)))
         return chain
@@ -230,7 +232,7 @@ def measure_times(target: Target, drafter: Drafter, block_size: int, context: in
     """Times on this machine, with batches of arbitrary tokens."""
     rests, drafts = list[float](), dict[int, float]()
     for count in COUNTS:
-        plan, ahead = Plan(block_size, [SamplingParams()] * count), list[float]()
+        plan, ahead = ChainPlan(block_size, [SamplingParams()] * count), list[float]()
         with target.lock:
             runner, rows = Probe(target, drafter).rows(count, context, (1 + cycles) * block_size)
             for _ in range(1 + cycles):

@@ -27,9 +27,8 @@ from benchmarks.sizes import pairs
 from benchmarks.sizes.ways import OUR_KINDS
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine, merge
-from blockdraft.engine.adaptive.calibrate import Probe
-from blockdraft.engine.adaptive.stored_costs import Costs
-from blockdraft.engine.adaptive.stored_costs import measure as measure_costs
+from blockdraft.engine.adaptive.costs import Costs, Probe
+from blockdraft.engine.adaptive.costs import measure as measure_costs
 from blockdraft.engine.text import encode
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.models import Drafter as Published

@@ -17,11 +17,11 @@ from benchmarks.harness.process import Progress
 from benchmarks.harness.turns import time_in_turns
 from benchmarks.rivals.kinds import KINDS
 from benchmarks.rivals.records import PLAIN, Answers, Cycle, Forward, Speed, Way, ways_of
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine, loops, merge
-from blockdraft.engine.adaptive.calibrate import Probe
+from blockdraft.engine.adaptive.costs import Probe
 from blockdraft.evaluation.methods import PLAIN as NONE
 from blockdraft.evaluation.prompts import PromptSet
 from blockdraft.evaluation.settings import Settings
@@ -205,7 +205,7 @@ def cycles(
         compiled = model.backend == "native" and model.compile_reason is None
     found = []
     for repeat in range(repeats + 1):
-        plain_seconds, _ = _timed(plain, Plan(1, [SamplingParams()] * batch))
+        plain_seconds, _ = _timed(plain, ChainPlan(1, [SamplingParams()] * batch))
         for way in ways:
             seconds, drafting = _timed(own, way.plan(drafter.block_size, batch))
             if repeat:  # the first warms up

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import ChainPlan, Plan
 from blockdraft.errors import UsageError
 from blockdraft.types import Drafting, SamplingParams
 
@@ -32,7 +32,7 @@ class Way(NamedTuple):
 
     def plan(self, block_size: int, rows: int) -> Plan:
         drafting = self.drafting(block_size)
-        return Plan(drafting.block_size, [SamplingParams()] * rows, drafting.tree_budget)
+        return ChainPlan(drafting.block_size, [SamplingParams()] * rows).as_tree(drafting.tree_budget)
 
 
 def parse(name: str) -> Way:

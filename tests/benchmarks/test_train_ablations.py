@@ -20,7 +20,7 @@ from benchmarks.train_ablations import (
     stages,
     taus_table,
 )
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash.drafter import DFlashDrafter, independent_draft_tokens
 from blockdraft.settings import read_settings
@@ -141,7 +141,7 @@ def proposed(drafter: DFlashDrafter, kind: str, budget: int) -> tuple[Proposal, 
     hidden_states = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(5))
     state, anchor = drafter.new_state(1, 40), torch.tensor([7])
     drafter.observe(state, torch.zeros(1, 9, dtype=torch.long), hidden_states, [9])
-    plan = Plan(drafter.block_size, [SamplingParams()], budget)
+    plan = ChainPlan(drafter.block_size, [SamplingParams()]).as_tree(budget)
     logits = drafter._refined_pass(state, anchor, plan)[1]
     return drafter.propose(state, anchor, plan), anchor, logits, plan
 

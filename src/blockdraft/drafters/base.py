@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -20,7 +19,6 @@ from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.targets import Target
 from blockdraft.targets.base import Rows
-from blockdraft.types import CycleTokens
 
 # Share of the guesses that are final after the fraction t of the draft passes.
 NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -132,16 +130,6 @@ class Drafter(Protocol):
                 every guess to be accepted half of the time.
         """
 
-    def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
-        """Program that runs a whole cycle of this plan: draft, score, verify, commit and observe. None where target and
-        drafter have none, or not for this plan.
-
-        It is called with `(cache, state, anchors, uniforms)`: the caches of target and drafter for B rows, the anchors
-        as numbers, and a number in [0, 1) for each depth, `[B, block_size]` float64, None where all rows are greedy.
-        Rows are sampled by their temperature alone.
-        """
-        return None
-
     def observe(self, state: Any, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         """Add the tokens committed since the last call to the state, the newest anchor excluded.
 
@@ -150,25 +138,6 @@ class Drafter(Protocol):
             hidden_states: `[B, N, m * H]`, outputs of the m tapped layers at these tokens; None without taps.
             lengths: Valid tokens of each row.
         """
-
-
-def whole_cycle(program: Callable[..., CycleTokens] | None, plan: Plan) -> Callable[..., CycleTokens] | None:
-    """A runner's program of a whole cycle, as `Drafter.cycle` returns it; None where the runner has none, or where the
-    plan leaves the number of guesses open or asks for sampled ones.
-
-    Args:
-        program: As `Drafter.cycle` describes it, with the keywords `block_size`, `tree_budget`, `temperatures` of the
-            rows, and `window` of the draft.
-    """
-    if program is None or plan.block_size == 1 or plan.cycle_seconds is not None or plan.draws is not None:
-        return None
-    return partial(
-        program,
-        block_size=plan.block_size,
-        tree_budget=plan.tree_budget,
-        temperatures=[params.temperature for params in plan.params],
-        window=plan.draft_window,
-    )
 
 
 @dataclass(frozen=True)

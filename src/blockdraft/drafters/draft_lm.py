@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
+from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import next_pays
 from blockdraft.drafters.base import Drafter, DrafterSpec, check_same_tokens
@@ -105,7 +105,7 @@ class DraftState:
 class DraftLMDrafter(Drafter):
     """Drafts chains with a causal language model.
 
-    A guess is the model's most probable token or, if `plan.draws` is set, sampled from its distribution under the row's
+    A guess is the model's most probable token or, with a `SampledPlan`, sampled from its distribution under the row's
     sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. A row near the end of the model's context gets
     fewer guesses, at its end none.
 
@@ -184,7 +184,7 @@ class DraftLMDrafter(Drafter):
         """
         wanted_on, anchor = anchor.device, send(anchor, self.model.device)
         room = [max(0, min(plan.block_size - 1, self.model.max_context - len(text))) for text in state.texts]
-        draws = plan.draws if any(params.temperature > 0 for params in plan.params) else None
+        draws = plan.uniforms if isinstance(plan, SampledPlan) else None
         seconds = plan.cycle_seconds if draws is None else None
         known = [[*t, a] if free else [] for t, a, free in zip(state.texts, anchor.tolist(), room, strict=True)]
         draft_tokens, dists = [anchor], list[SparseDistribution]()

@@ -108,8 +108,8 @@ class PromptLookupDrafter(Drafter):
 
     A chain is the continuation of the most recent among the longest matches. A tree merges the continuations of several
     matches. A row without a match gets no guesses. The probability of a guess is learned from the text; with
-    `plan.cycle_seconds` a chain ends where a further guess would not save time. `plan.params` and `plan.draws` are
-    ignored.
+    `plan.cycle_seconds` a chain ends where a further guess would not save time. `plan.params` and the
+    numbers of a `SampledPlan` are ignored.
     """
 
     path: Path | None = None

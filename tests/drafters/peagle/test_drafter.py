@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.peagle.drafter import PEagleDrafter
 from blockdraft.targets import Target, load_target
@@ -86,7 +86,7 @@ def test_logits_are_those_of_the_formula(drafter: PEagleDrafter, tiny_peagle_dir
     for count in parts:
         part = slice(begin, begin := begin + count)
         drafter.observe(state, torch.tensor([TEXT[part]]), target_layers[:, part], [count])
-    logits = drafter.draft_logits(state, torch.tensor(TEXT[-1:]), Plan(COUNT + 1, [SamplingParams()]))
+    logits = drafter.draft_logits(state, torch.tensor(TEXT[-1:]), ChainPlan(COUNT + 1, [SamplingParams()]))
     kept = drafter.network.kept
     wanted = Twin(tiny_peagle_dir)(TEXT, target_layers[0], COUNT)
     torch.testing.assert_close(logits[0][:, kept], wanted, atol=1e-4, rtol=1e-4)
@@ -96,7 +96,7 @@ def test_logits_are_those_of_the_formula(drafter: PEagleDrafter, tiny_peagle_dir
 def test_a_prompt_of_one_token(drafter: PEagleDrafter, tiny_peagle_dir: Path) -> None:
     state, target_layers = drafter.new_state(1, 20), hidden_states(1)
     drafter.observe(state, torch.tensor([[7]]), target_layers, [1])
-    proposal = drafter.propose(state, torch.tensor([60]), Plan(COUNT + 1, [SamplingParams()]))
+    proposal = drafter.propose(state, torch.tensor([60]), ChainPlan(COUNT + 1, [SamplingParams()]))
     best = Twin(tiny_peagle_dir)([7, 60], target_layers[0], COUNT).argmax(dim=-1)
     assert proposal.tokens[0, 1:].tolist() == drafter.network.kept[best].tolist()
 
@@ -104,7 +104,7 @@ def test_a_prompt_of_one_token(drafter: PEagleDrafter, tiny_peagle_dir: Path) ->
 def test_a_window_hides_the_older_text(drafter: PEagleDrafter, tiny_peagle_dir: Path) -> None:
     state, target_layers = drafter.new_state(1, 20), hidden_states(6)
     drafter.observe(state, torch.tensor([TEXT[:6]]), target_layers, [6])
-    plan = Plan(COUNT + 1, [SamplingParams()], draft_window=2)
+    plan = ChainPlan(COUNT + 1, [SamplingParams()], draft_window=2)
     logits = drafter.draft_logits(state, torch.tensor(TEXT[-1:]), plan)[0][:, drafter.network.kept]
     torch.testing.assert_close(logits, Twin(tiny_peagle_dir)(TEXT, target_layers[0], COUNT, 2), atol=1e-4, rtol=1e-4)
 
