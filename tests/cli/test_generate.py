@@ -20,7 +20,7 @@ from blockdraft.cli import consoles, display
 from blockdraft.cli.display import Comparison, compare_with_plain, slower_note
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Chunk, Completion, Engine, Request, Stats
-from blockdraft.engine.adaptive import stored_costs
+from blockdraft.engine.adaptive import costs as stored_costs
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError
 from blockdraft.targets import load_target
 from blockdraft.types import Drafting, SamplingParams

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from blockdraft import cli
 from blockdraft.cli.machine import facts
 from blockdraft.drafters import load_drafter
-from blockdraft.engine.adaptive import stored_costs
+from blockdraft.engine.adaptive import costs as stored_costs
 from blockdraft.kernels.cpu import weight_cache
 from blockdraft.kernels.cpu.build import Build
 from blockdraft.machine import CACHED
@@ -178,7 +178,7 @@ def test_costs_are_measured_once_and_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
-    monkeypatch.setattr("blockdraft.engine.adaptive.stored_costs.REPEATS", 1)
+    monkeypatch.setattr("blockdraft.engine.adaptive.costs.REPEATS", 1)
     pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--batch-size", 2)
     code, out, err = calibrate(capsys, monkeypatch, *pair)
     assert code == 0

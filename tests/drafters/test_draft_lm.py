@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import SPARSE_SIZE, Plan
+from blockdraft.decode.proposal import SPARSE_SIZE, ChainPlan, Plan, SampledPlan
 from blockdraft.decode.sampling import draw
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.draft_lm import BLOCK_SIZE, DraftLMDrafter, DraftState
@@ -122,7 +122,7 @@ def test_guesses_equal_those_of_a_model_without_a_cache(
             observe(drafter, state, [[], [], []])
         anchor = torch.randint(4, 60, (3,), generator=generator)
         draws = torch.rand(3, 4, dtype=torch.float64, generator=generator) if sampled else None
-        proposal = drafter.propose(state, anchor, Plan(5, params, draws=draws))
+        proposal = drafter.propose(state, anchor, SampledPlan(5, params, draws))
         assert proposal.tokens.shape == (3, 5)
         new = []
         for row, (text, ids) in enumerate(zip(texts, proposal.tokens.tolist(), strict=True)):
@@ -258,16 +258,17 @@ def test_a_prompt_alone_that_is_longer_than_its_context_is_not_read(
 
 
 def test_no_more_is_drafted_than_pays(drafter: DraftLMDrafter) -> None:
-    def count(seconds: list[float], **fields: Any) -> int:
+    def count(seconds: list[float], uniforms: Tensor | None = None) -> int:
         state = drafter.new_state(2, 60)
         observe(drafter, state, PROMPTS[1:3])
-        plan = Plan(6, [SamplingParams(), SamplingParams(temperature=1.0)], cycle_seconds=seconds, **fields)
+        plan: Plan = ChainPlan(6, [SamplingParams(), SamplingParams(temperature=1.0)], cycle_seconds=seconds)
+        plan = plan if uniforms is None else plan.as_sampled(uniforms)
         return drafter.propose(state, torch.tensor([5, 6]), plan).tokens.size(1) - 1
 
     assert count([1.0] * 6) == count([1.0] * 9) == 5
     assert count([1.0] * 3) == 2  # no more than there are times for
     assert count([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == 0
-    assert count([1.0, 9.0], draws=torch.rand(2, 5, dtype=torch.float64)) == 5  # not what was sampled decides
+    assert count([1.0, 9.0], torch.rand(2, 5, dtype=torch.float64)) == 5  # not what was sampled decides
     following, expected = 0.0, 2.0
     for text in ([*PROMPTS[1], 5], [*PROMPTS[2], 6]):
         survival = 1.0

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from blockdraft.drafters import Drafter, hits
 from blockdraft.engine import Chunk, Completion, Costs, Engine, Stats
-from blockdraft.engine.adaptive import stored_costs
+from blockdraft.engine.adaptive import costs as stored_costs
 from blockdraft.engine.text import AnswerText
 from blockdraft.tools.quantize.run import Perplexity
 from blockdraft.types import SamplingParams

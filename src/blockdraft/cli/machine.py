@@ -188,8 +188,8 @@ def calibrate(
 
     from blockdraft.cli import display
     from blockdraft.drafters import load_drafter
-    from blockdraft.engine.adaptive import stored_costs
-    from blockdraft.engine.adaptive.calibrate import Probe
+    from blockdraft.engine.adaptive import costs as stored_costs
+    from blockdraft.engine.adaptive.costs import Probe
 
     loaded = run.load(drafter)
     loaded_drafter = load_drafter(drafter, target=loaded)

@@ -12,8 +12,8 @@ from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import smoke
 from benchmarks.gpu.measure import PARAMS, cycle, forced_rate, gaps, idle_share
 from benchmarks.gpu.shapes import SHAPES, build, bytes_per_token
-from blockdraft.decode.proposal import Plan
-from blockdraft.engine.adaptive.calibrate import Probe
+from blockdraft.decode.proposal import ChainPlan
+from blockdraft.engine.adaptive.costs import Probe
 
 CPU = torch.device("cpu")
 
@@ -38,10 +38,10 @@ def test_draft_tokens_are_right_as_often_as_asked_for(tau: float) -> None:
 def test_a_cycle_has_parts(name: str) -> None:
     target, drafter = build(SHAPES[name], "hf", torch.float32, CPU)
     probe = Probe(target, drafter)
-    one = cycle(probe, 20, Plan(8, [PARAMS]), repeats=3)
+    one = cycle(probe, 20, ChainPlan(8, [PARAMS]), repeats=3)
     assert one.draft > 0 and one.verify > 0 and one.host > 0 and one.draft + one.verify < 3 * one.total
     assert 1 <= one.tokens <= 8
-    assert idle_share(probe, 20, Plan(8, [PARAMS])) is None
+    assert idle_share(probe, 20, ChainPlan(8, [PARAMS])) is None
 
 
 def test_bytes_of_a_plain_step() -> None:

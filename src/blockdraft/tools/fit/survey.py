@@ -28,7 +28,7 @@ from blockdraft.data.target_layers import target_hidden_states
 from blockdraft.data.writer import DataWriter
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine, loops
-from blockdraft.engine.adaptive.calibrate import Probe
+from blockdraft.engine.adaptive.costs import Probe
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter
