@@ -36,8 +36,8 @@ class Eagle3Drafter(Drafter):
     In a chain, each draft token is the most probable one or, with a `SampledPlan`, sampled from the network's
     distribution under the sequence's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. With
     `plan.cycle_seconds` the chain ends as soon as a further token, even one as probable as the last, would not save
-    time. A sampled chain does not, because its length must not depend on the sample. A tree continues the `WIDTH` most probable nodes of each
-    level with `WIDTH` children each, and proposes the most probable of all nodes.
+    time. A sampled chain does not, because its length must not depend on the sample. A tree continues the `WIDTH` most
+    probable nodes of each level with `WIDTH` children each, and proposes the most probable of all nodes.
 
     Args:
         network: Draft network, which is moved to the target's device and dtype.
