@@ -214,7 +214,7 @@ class Controller:
         tokens = float(len(requests) + sum(outcome.accepted))
         if drafted is not None and unlimited:
             if self._drafter_chooses:
-                expected = outcome.expected or [None] * len(requests)
+                expected: Sequence[float | None] = outcome.expected or [None] * len(requests)
                 by_request = {
                     requests[i]: acceptance.learn_expected(expected[i], outcome.accepted[i]) for i in unlimited
                 }
