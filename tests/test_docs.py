@@ -22,14 +22,14 @@ from transformers import AutoModelForCausalLM
 
 import blockdraft
 from blockdraft import cli
-from blockdraft.cli.options import extent
 from blockdraft.diffusion.settings import DiffusionRecipe
 from blockdraft.evaluation.methods import parse_methods
 from blockdraft.evaluation.settings import Settings
 from blockdraft.serving.api.openai_requests import ChatRequest
 from blockdraft.serving.core.metrics import PREFIX, Metrics
-from blockdraft.settings import read_settings
+from blockdraft.settings import from_text, read_settings
 from blockdraft.training.variant import find_variant
+from blockdraft.types import Drafting
 
 ROOT = Path(__file__).parents[1]
 PAIR = Path(blockdraft.__file__).parent / "pair/tiny"
@@ -164,7 +164,6 @@ def commands_of(page: str) -> list[Command]:
 
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
-FORMER = (ROOT / "tests/former_command_lines.txt").read_text(encoding="utf-8").splitlines()
 
 
 @cache
@@ -177,12 +176,6 @@ def command_line() -> Any:
 def test_every_command_is_one(page: str) -> None:
     for command in commands_of(page):
         check(command)
-
-
-def test_command_lines_of_before_still_work() -> None:
-    """What README and docs showed before `bench` became three commands, methods got new names and help became short."""
-    for line in FORMER:
-        check(Command("", line, in_block=False))
 
 
 def check(command: Command) -> None:
@@ -219,8 +212,9 @@ def parse(command: Command) -> None:
         for parameter in required:
             parameter.required = True
     given = context.params
-    for option in ("block_size", "tree_budget", "threads"):
-        extent(option, given.get(option))
+    for option in ("block_size", "tree_budget"):
+        if given.get(option) is not None and hasattr(Drafting, option):
+            from_text(Drafting, option, given[option])
     if isinstance(given.get("methods"), str):
         parse_methods(given["methods"], None, None, Settings.tree_budget)
     if context.obj:  # the fields of a recipe

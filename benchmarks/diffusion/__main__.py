@@ -41,7 +41,8 @@ from benchmarks.diffusion.text import Corpus, compare, text_runs
 from benchmarks.harness.command import CORES, ROOT, Parser, add_settings, in_words, keep_settings, read_options
 from benchmarks.harness.command import digest as hash_of
 from blockdraft import Drafter, load_drafter, load_target
-from blockdraft.cli import display, loading
+from blockdraft.cli import display
+from blockdraft.cli.target import quiet
 from blockdraft.errors import UsageError
 
 TEXT, STRATEGIES, CONVERT = PARTS = ("text", "strategies", "convert")
@@ -141,7 +142,7 @@ def write(out: Path, quick: bool) -> None:
 
 
 def main() -> None:
-    loading.quiet()
+    quiet()
     with in_words():
         run(arguments())
 

@@ -12,58 +12,71 @@ from blockdraft.settings import Amount, Count, Natural, Share, Texts, settings
 
 @settings
 class TextSettings:
-    """Models of characters by block size.
+    """Models of characters by block size."""
 
-    Attributes:
-        models: Which are compared.
-        seeds: Models of each kind; they differ in their first weights, the order of the text and the noise.
-        steps: Optimiser steps of each model.
-        batch: Rows of a step.
-        length: Characters of a row, and so the block of the model that has one block for the whole.
-        hidden: Width of the network.
-        layers: Layers of the network.
-        heads: Heads of attention.
-        learning_rate: Peak learning rate of AdamW.
-        warmup: Steps in which the rate rises.
-        held_out: Share of the text, its end, that is measured on and not learned.
-        scored: Characters of it that are measured on; 0 takes all.
-        draws: Draws of the noise for each measurement.
-    """
-
-    models: Texts = ("autoregressive", "block 1", "block 1 clipped", "block 4", "block 4 clipped", "block 16",
-                     "block 16 clipped", "whole", "whole clipped")  # fmt: skip
-    seeds: Count = 3
-    steps: Count = 2000
-    batch: Count = 16
-    length: Annotated[int, Field(ge=16)] = 128
-    hidden: Count = 128
-    layers: Count = 3
-    heads: Count = 4
-    learning_rate: Amount = 2e-3
-    warmup: Natural = 100
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    scored: Natural = 0
-    draws: Annotated[int, Field(ge=4)] = 8
+    models: Texts = Field(
+        (
+            "autoregressive",
+            "block 1",
+            "block 1 clipped",
+            "block 4",
+            "block 4 clipped",
+            "block 16",
+            "block 16 clipped",
+            "whole",
+            "whole clipped",
+        ),
+        description="Which are compared.",
+    )
+    seeds: Count = Field(
+        3,
+        description="Models of each kind; they differ in their first weights, the order of the text and the noise.",
+    )
+    steps: Count = Field(2000, description="Optimiser steps of each model.")
+    batch: Count = Field(16, description="Rows of a step.")
+    length: Annotated[int, Field(ge=16)] = Field(
+        128,
+        description="Characters of a row, and so the block of the model that has one block for the whole.",
+    )
+    hidden: Count = Field(128, description="Width of the network.")
+    layers: Count = Field(3, description="Layers of the network.")
+    heads: Count = Field(4, description="Heads of attention.")
+    learning_rate: Amount = Field(2e-3, description="Peak learning rate of AdamW.")
+    warmup: Natural = Field(100, description="Steps in which the rate rises.")
+    held_out: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.1,
+        description="Share of the text, its end, that is measured on and not learned.",
+    )
+    scored: Natural = Field(0, description="Characters of it that are measured on; 0 takes all.")
+    draws: Annotated[int, Field(ge=4)] = Field(8, description="Draws of the noise for each measurement.")
 
 
 @settings
 class StrategySettings:
-    """Sampling from the models of characters.
+    """Sampling from the models of characters."""
 
-    Attributes:
-        sampled: Models that are sampled from, the autoregressive one beside them.
-        strategies: As `blockdraft diffusion generate` takes them.
-        samples: Samples of each model, seed and strategy.
-        given: Characters of the held-out text that each sample goes on from.
-        temperature: Divisor of the logits.
-    """
-
-    sampled: Texts = ("block 4", "block 16", "whole")
-    strategies: Texts = ("left_to_right", "first_hitting", "ancestral=16", "ancestral=4", "static=2", "static=4",
-                         "threshold=0.9", "threshold=0.6", "entropy=0.3", "entropy=1")  # fmt: skip
-    samples: Count = 16
-    given: Count = 16
-    temperature: Amount = 1.0
+    sampled: Texts = Field(
+        ("block 4", "block 16", "whole"),
+        description="Models that are sampled from, the autoregressive one beside them.",
+    )
+    strategies: Texts = Field(
+        (
+            "left_to_right",
+            "first_hitting",
+            "ancestral=16",
+            "ancestral=4",
+            "static=2",
+            "static=4",
+            "threshold=0.9",
+            "threshold=0.6",
+            "entropy=0.3",
+            "entropy=1",
+        ),
+        description="As `blockdraft diffusion generate` takes them.",
+    )
+    samples: Count = Field(16, description="Samples of each model, seed and strategy.")
+    given: Count = Field(16, description="Characters of the held-out text that each sample goes on from.")
+    temperature: Amount = Field(1.0, description="Divisor of the logits.")
 
     def __post_init__(self) -> None:
         for strategy in self.strategies:
@@ -72,33 +85,25 @@ class StrategySettings:
 
 @settings
 class ConvertedSettings:
-    """A causal model that becomes a block-diffusion model and answers problems.
+    """A causal model that becomes a block-diffusion model and answers problems."""
 
-    Attributes:
-        block_size: Tokens of a block.
-        tune_steps: Optimiser steps after the conversion.
-        tune_batch: Rows of a step.
-        tune_length: Tokens of a row.
-        tune_rate: Peak learning rate of AdamW.
-        low: Least noise that is learned.
-        written: Problems whose answers, by the target itself, are learned, where no --data is given.
-        asked: Problems that are measured on, the first ones.
-        new_tokens: Most tokens of an answer.
-        ways: Strategies by which the converted model answers.
-        together: Answers that are written together.
-    """
-
-    block_size: Count = 4
-    tune_steps: Count = 1500
-    tune_batch: Count = 8
-    tune_length: Annotated[int, Field(ge=2)] = 256
-    tune_rate: Amount = 3e-4
-    low: Share = 0.001
-    written: Count = 3000
-    asked: Count = 200
-    new_tokens: Count = 200
-    ways: Texts = ("left_to_right", "static=2", "threshold=0.95", "threshold=0.9", "threshold=0.7", "entropy=0.3")
-    together: Count = 16
+    block_size: Count = Field(4, description="Tokens of a block.")
+    tune_steps: Count = Field(1500, description="Optimiser steps after the conversion.")
+    tune_batch: Count = Field(8, description="Rows of a step.")
+    tune_length: Annotated[int, Field(ge=2)] = Field(256, description="Tokens of a row.")
+    tune_rate: Amount = Field(3e-4, description="Peak learning rate of AdamW.")
+    low: Share = Field(0.001, description="Least noise that is learned.")
+    written: Count = Field(
+        3000,
+        description="Problems whose answers, by the target itself, are learned, where no --data is given.",
+    )
+    asked: Count = Field(200, description="Problems that are measured on, the first ones.")
+    new_tokens: Count = Field(200, description="Most tokens of an answer.")
+    ways: Texts = Field(
+        ("left_to_right", "static=2", "threshold=0.95", "threshold=0.9", "threshold=0.7", "entropy=0.3"),
+        description="Strategies by which the converted model answers.",
+    )
+    together: Count = Field(16, description="Answers that are written together.")
 
     def __post_init__(self) -> None:
         for way in self.ways:

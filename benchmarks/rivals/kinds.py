@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -82,15 +83,10 @@ KINDS = {
 
 @settings
 class SmallLMRecipe(Recipe):
-    """A language model of the target's tokens, with an embedding that is its head too.
+    """A language model of the target's tokens, with an embedding that is its head too."""
 
-    Attributes:
-        layers: Its layers.
-        hidden_size: Its hidden size; the MLPs are three times as wide.
-    """
-
-    layers: Count = 4
-    hidden_size: Count | None = None
+    layers: Count = Field(4, description="Its layers.")
+    hidden_size: Count | None = Field(None, description="Its hidden size; the MLPs are three times as wide.")
 
 
 def small_lm_config(recipe: SmallLMRecipe, target: Target) -> Qwen3Config:

@@ -148,7 +148,7 @@ def test_ctrl_c(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(speed.Engine, "generate", interrupted)
     result = bench("--out", tmp_path / "out", "--no-pictures")
     assert (result.code, result.out) == (130, "")
-    assert result.err.endswith("Interrupted; what was measured is discarded, and nothing was written.\n")
+    assert result.err.endswith("Interrupted; the measurements are discarded, and nothing was written.\n")
     assert not (tmp_path / "out").exists()
 
 
@@ -158,13 +158,13 @@ def test_ctrl_c(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["--methods", "abacus"], "Method 'abacus': abacus is no drafter"),
         (["--methods", "chain:9"], "blocks hold at most 8"),
         (["--methods", "chain,chain"], "names 'chain' twice"),
-        (["--block-size", "many"], "--block-size is 'many'; it must be a whole number or auto"),
-        (["--tree-budget", "1.5"], "--tree-budget is '1.5'"),
-        (["--tree-budget", "-1", "--methods", "tree"], "--tree-budget is -1"),
-        (["--batch-size", "0"], "--batch-size is 0"),
-        (["--repeats", "0"], "repeats is 0"),
-        (["--limit", "0"], "limit is 0"),
-        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--block-size", "many"], "--block-size must be a whole number or 'auto', got 'many'"),
+        (["--tree-budget", "1.5"], "--tree-budget must be a whole number or 'auto', got '1.5'"),
+        (["--tree-budget", "-1", "--methods", "tree"], "--tree-budget must be at least 0 or 'auto', got '-1'"),
+        (["--batch-size", "0"], "--batch-size must be at least 1"),
+        (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--limit", "0"], "--limit must be at least 1"),
+        (["--temperature", "-1"], "--temperature is -1.0"),
         (["--prompts", "/no/such/file"], "/no/such/file cannot be read"),
         (["--max-new-tokens", "250"], "Prompt 1 of first: The prompt's"),
         (["--out", "/dev/null", "--no-pictures"], "/dev/null is no folder"),
@@ -238,7 +238,7 @@ def test_a_draft_vocabulary_is_for_drafters_with_a_network(bench: Run, tmp_path:
     few = ("--repeats", 1, "--drafter", tiny_drafter_dir, "--draft-vocab", 40)
     found = bench("--out", tmp_path, "--methods", "none,prompt_lookup:auto,chain:4", *few)
     assert found.code == 0 and re.search(r"^chain:4 .* 100 ", found.out, re.M)
-    assert "\nDrafter dflash, which guesses among 40 of 265 tokens: chain:4\n" in found.out
+    assert "\nDrafter dflash, which proposes 40 of 265 tokens: chain:4\n" in found.out
     arguments = json.loads((tmp_path / "results.json").read_text())["arguments"]
     assert (arguments["draft_vocab"], arguments["vocab_size"]) == ("40", 265)
     assert arguments["draft_vocabs"] == {"none": None, "prompt_lookup:auto": None, "chain:4": 40}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from blockdraft import cli, targets
-from blockdraft.cli import loading
+from blockdraft.cli import target as cli_target
 from blockdraft.data import hidden_states, prepare, regenerate
 from blockdraft.data.documents import read_data
 from blockdraft.data.hidden_states import read_hidden_states
@@ -58,7 +58,7 @@ def test_from_rows_to_features(run: Run, tiny_target_dir: Path, tmp_path: Path) 
         out == f"data: 6 documents of 6 records, {sum(data.lengths)} tokens, {supervised} of them supervised {share}\n"
     )
     code, out, err = run("hidden-states", "--data", "data", "--out", "hidden_states", "--target-layers", "0,2")
-    assert code == 0 and "layers 0, 2: 0.0 MiB to write, " in err and out.startswith("hidden_states: features of 6 doc")
+    assert code == 0 and "layers 0, 2: 0.0 MiB to write, " in err and out.startswith("features: hidden states of 6 doc")
     found = read_hidden_states(tmp_path / "hidden_states")
     found.check(load_target(tiny_target_dir, device="cpu"), data, (0, 2))
     assert len(found) == 6
@@ -126,9 +126,9 @@ def test_bad_input_of_features(run: Run, tmp_path: Path) -> None:
     run("data", "rows.jsonl", "--out", "data")
     for target_layers, message in (
         ("9,", "the target has 3 layers"),
-        ("x", "target_layers is 'x'"),
-        ("5", "target_layers is 5, the number of target layers"),
-        ("0", "target_layers is '0'; it must be at least 1"),
+        ("x", "--target-layers must be a whole number, got 'x'"),
+        ("5", "--target-layers is 5, the number of target layers"),
+        ("0", "--target-layers must be at least 1, got '0'"),
     ):
         code, out, err = run(
             "hidden-states", "--data", "data", "--out", "hidden_states", "--target-layers", target_layers
@@ -179,7 +179,7 @@ def test_what_is_wrong_is_said_before_the_weights_are_loaded(
     def never(*args: object) -> None:
         raise AssertionError("the target is loaded")
 
-    monkeypatch.setattr(loading, "load", never)
+    monkeypatch.setattr(cli_target, "load", never)
     (tmp_path / "file").touch()
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "q"}]}\n')
     for args, message in (
@@ -217,5 +217,5 @@ def test_many_loops_in_the_summary_and_few_rows(run: Run, monkeypatch: pytest.Mo
     looping = iter([True, False, False] * 2)
     monkeypatch.setattr(regenerate, "before_loop", lambda ids: ([], True) if next(looping) else (ids, False))
     found = run("data", "rows.jsonl", "--out", "data", "--regenerate", "--max-new-tokens", 8, "--limit", 50)
-    assert "There are fewer than the 50 records that --limit allows; add sources to have more." in found.err
+    assert "There are fewer than the 50 records of --limit; add sources to have more." in found.err
     assert "\nleft out, answer loops: 2 records\n" in found.out

@@ -34,10 +34,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--hours", "0"], "hours is 0"),
-        (["--variant", "dspark"], "variant is 'dspark'"),
-        (["--answers", "0"], "answers is 0"),
-        (["--temperature", "-1"], "temperature is -1"),
+        (["--hours", "0"], "--hours must be greater than 0"),
+        (["--variant", "dspark"], "--variant must be one of"),
+        (["--answers", "0"], "--answers must be at least 1"),
+        (["--temperature", "-1"], "--temperature must be at least 0"),
         (["--target", "./nowhere"], "nowhere"),
     ],
 )

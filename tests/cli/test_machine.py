@@ -97,7 +97,7 @@ def test_clear_takes_what_is_named_or_all_and_nothing_else(cache: Path, run: Run
     assert (code, out) == (
         2,
         "",
-    ) and err == "error: kind is 'cost'; it must be one of libraries, weights, costs, threads, models.\n"
+    ) and err == "error: KIND must be one of libraries, weights, costs, threads, models, got 'cost'.\n"
 
 
 def test_models_are_cleared_only_by_name(cache: Path, run: Run) -> None:

@@ -47,7 +47,7 @@ def test_text_is_measured_on(
     sizes = ("--length", 32, "--tokens", 1024, "--held-out", 256)
     code, out, err = quantize(capsys, monkeypatch, tiny_target_dir, "--out", tmp_path / "few", *sources, *sizes)
     assert code == 0, err
-    assert "as they were" in out and "rounded to the nearest" in out and "calibrated" in out
+    assert "original" in out and "rounded to the nearest" in out and "calibrated" in out
     assert "layers: 3 of 3 parts" in err and "--calibrate FILE" not in err
 
 
@@ -60,16 +60,16 @@ def test_the_target_may_write_the_text(
     assert code == 0, err
     assert "prompts: 1" in err and "answers: 640 of 640" in err and "calibrated" in out
     found = {line.split()[0]: float(line.split()[-2]) for line in out.splitlines()[1:] if line.strip()}
-    assert 1 < found["as"] < 40  # it knows what it says, of 4,096 tokens
+    assert 1 < found["original"] < 40  # it knows what it says, of 4,096 tokens
 
 
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["--bits", 3], "bits is 3; it must be 4 or 8"),
-        (["--tables", "4"], "tables is '4'; it must be '8' or 'keep'"),
+        (["--bits", 3], "--bits must be 4 or 8, got '3'"),
+        (["--tables", "4"], "--tables must be '8' or 'keep', got '4'"),
         (["--group", 24], "Groups of 24 do not divide 32 inputs"),
-        (["--length", 1], "length is 1; it must be at least 2"),
+        (["--length", 1], "--length must be at least 2, got '1'"),
         (["--calibrate", "absent.jsonl"], "absent.jsonl"),
     ],
 )

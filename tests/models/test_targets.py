@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import blockdraft
-from blockdraft.cli.options import drafter_or_lookup
+from blockdraft.cli.target import drafter_or_lookup
 from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.models import (

@@ -233,7 +233,7 @@ def test_a_draft_vocabulary_is_told(
     few = Engine(target, load_drafter(tiny_drafter_dir, target=target, draft_vocab=40))
     with closing(run.bind(settings)) as bound, closing(few):
         tell(Service(Backends(few), settings), bound, None)
-    assert re.search("^Drafter .*, guesses among 40 of 265 tokens$", capsys.readouterr().out, re.M)
+    assert re.search("^Drafter .*, proposes 40 of 265 tokens$", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_a_forward_reads_a_tied_embedding_once(target: Target) -> None:
     ("text", "told"),
     [
         ("[dflahs]\nlayers = 1", "tables dflahs"),
-        ("[dflash]\nlayer = 1", "The recipe of dflash: 'layer' is unknown; did you mean layers"),
+        ("[dflash]\nlayer = 1", "The recipe of dflash: layer is unknown; did you mean layers"),
         ("[all]\nlength = 64\nbatch = 2", "The recipe of dflash has no held_out"),
         ("nothing", "cannot be read"),
     ],

@@ -31,19 +31,17 @@ from blockdraft.training.variant import Choice, load_init
 
 @settings
 class PEagleRecipe(Eagle3Recipe):
-    """Recipe of P-EAGLE: that of EAGLE-3, with these fields new or different.
+    """Recipe of P-EAGLE: that of EAGLE-3, with these fields new or different."""
 
-    Attributes:
-        block_size: Tokens of a block, anchor included; there are block_size - 1 guesses.
-        layers: Number of draft layers.
-        mask_token_id: Token that stands for an unknown one; None is chosen as for DFlash.
-        init: Folder of a P-EAGLE drafter whose weights training starts from; None starts from random weights and copies
-            of the target's embedding and head.
-    """
-
-    layers: Count = 4
-    mask_token_id: Natural | None = None
-    block_size: Annotated[int, Field(ge=2)] = 9
+    layers: Count = Field(4, description="Number of draft layers.")
+    mask_token_id: Natural | None = Field(
+        None,
+        description="Token that stands for an unknown one; by default chosen as for DFlash.",
+    )
+    block_size: Annotated[int, Field(ge=2)] = Field(
+        9,
+        description="Tokens of a block, anchor included; there are block_size - 1 guesses.",
+    )
 
 
 class PEagleVariant(Eagle3Variant):

@@ -12,15 +12,10 @@ from blockdraft.settings import Count, settings
 
 @settings
 class DoctorSettings:
-    """Settings of `blockdraft doctor`.
+    """Settings of `blockdraft doctor`."""
 
-    Attributes:
-        max_new_tokens: Most tokens of an answer.
-        anchors: Most anchors of an answer, evenly spread, at which every check asks the drafter.
-    """
-
-    max_new_tokens: Count = 96
-    anchors: Count = 48
+    max_new_tokens: Count = Field(96, description="Maximum length of an answer in tokens.")
+    anchors: Count = Field(48, description="Positions per answer, evenly spread, at which each check asks the drafter.")
 
 
 @settings
