@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from pydantic import Field
@@ -9,7 +10,18 @@ from pydantic import Field
 from blockdraft.data.settings import RecordSettings
 from blockdraft.drafters.dflash.train import DFlashRecipe
 from blockdraft.errors import UsageError
-from blockdraft.settings import Count, SettingsError, as_toml, describe, read_settings, settings
+from blockdraft.settings import (
+    Count,
+    Flag,
+    Layers,
+    SettingsError,
+    as_text,
+    as_toml,
+    describe,
+    from_text,
+    read_settings,
+    settings,
+)
 
 
 @settings
@@ -21,6 +33,11 @@ class OwnRecipe(DFlashRecipe):
 @settings
 class Needy:
     rank: int
+
+
+@settings
+class Flagged:
+    layers: Annotated[Count | Layers | None, Flag("--of-layers")] = None
 
 
 def test_file_then_flags(tmp_path: Path) -> None:
@@ -145,3 +162,10 @@ def test_what_is_written_is_read_again(described: bool, tmp_path: Path) -> None:
 def test_fields_have_a_description_which_a_new_default_keeps() -> None:
     assert describe(OwnRecipe, "rank") == "Width of something, in channels."
     assert describe(OwnRecipe, "layers") == describe(DFlashRecipe, "layers") != ""
+
+
+def test_a_number_alone_is_a_count_and_with_a_comma_a_list() -> None:
+    assert from_text(Flagged, "layers", "5") == 5 and from_text(Flagged, "layers", "5,") == (5,)
+    with pytest.raises(UsageError, match="layers must be at least 1 or a list, got '0'"):
+        from_text(Flagged, "layers", "0")
+    assert [as_text(value) for value in (5, (5,), (5, 6), {"decay": 0.5})] == ["5", "5,", "5,6", "decay=0.5"]

@@ -6,11 +6,10 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from blockdraft import cli
 from blockdraft.cli import display
 from blockdraft.evaluation import report, speed
 
@@ -18,13 +17,7 @@ METHOD_KEYS = {"tokens_per_second", "speedup", "tau", "acceptance_by_position", 
 METHODS = ["none", "chain", "chain:3"]
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
+Run = Callable[..., Any]
 
 
 @pytest.fixture
@@ -37,26 +30,12 @@ def prompts(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def bench(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tiny_target_dir: Path,
-    tiny_drafter_dir: Path,
-    prompts: tuple[Path, Path],
-) -> Run:
+def bench(blockdraft: Run, tiny_target_dir: Path, tiny_drafter_dir: Path, prompts: tuple[Path, Path]) -> Run:
     """Runs `blockdraft bench` on the tiny pair, 8 tokens and 2 repeats unless told otherwise; later options win."""
-
-    def blockdraft_bench(*args: object) -> Result:
-        defaults = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--device", "cpu")
-        size = ("--max-new-tokens", 8, "--repeats", 2, "--methods", "chain,chain:3")
-        sets = [part for path in prompts for part in ("--prompts", path)]
-        words = ["blockdraft", "bench", *map(str, (*defaults, *size, *sets, *args))]
-        monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        return Result(int(exit_info.value.code or 0), *capsys.readouterr())
-
-    return blockdraft_bench
+    pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--device", "cpu")
+    size = ("--max-new-tokens", 8, "--repeats", 2, "--methods", "chain,chain:3")
+    sets = [part for path in prompts for part in ("--prompts", path)]
+    return lambda *args: blockdraft("bench", *pair, *size, *sets, *args)
 
 
 def test_written_and_printed(bench: Run, tmp_path: Path) -> None:
@@ -174,17 +153,8 @@ def test_bad_input(bench: Run, args: list[str], message: str) -> None:
     refused(bench(*args), message)
 
 
-def test_a_target_needs_its_drafter(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    prompts: tuple[Path, Path],
-    tiny_target_dir: Path,
-) -> None:
-    words = ["blockdraft", "bench", "--target", str(tiny_target_dir), "--prompts", str(prompts[0])]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main()
-    refused(Result(int(exit_info.value.code or 0), *capsys.readouterr()), "add --drafter DIR")
+def test_a_target_needs_its_drafter(blockdraft: Run, prompts: tuple[Path, Path], tiny_target_dir: Path) -> None:
+    refused(blockdraft("bench", "--target", tiny_target_dir, "--prompts", prompts[0]), "add --drafter DIR")
 
 
 def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +167,7 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert shown.out == "" and "round 1 of 2" in shown.err and "3/7" in shown.err
 
 
-def refused(result: Result, message: str) -> None:
+def refused(result: Any, message: str) -> None:
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: ") and message in result.err
     assert "Traceback" not in result.err

@@ -3,47 +3,29 @@
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 
-from blockdraft import cli, targets
+from blockdraft import targets
 from blockdraft.cli import target as cli_target
 from blockdraft.data import hidden_states, prepare, regenerate
 from blockdraft.data.documents import read_data
 from blockdraft.data.hidden_states import read_hidden_states
 from blockdraft.targets import load_target
 
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
+Run = Callable[..., Any]
 DOCS = Path(__file__).parents[2] / "docs/data.md"
 
 
 @pytest.fixture
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_target_dir: Path, tmp_path: Path
-) -> Run:
+def run(blockdraft: Run, monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tmp_path: Path) -> Run:
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "say {i}", "response": "yes"}}\n' for i in range(6)))
     (tmp_path / "foreign.jsonl").write_text('{"question": "why?"}\n')
-
-    def blockdraft(command: str, *args: object) -> Result:
-        words = ["blockdraft", command, "--target", tiny_target_dir, *args, "--device", "cpu"]
-        monkeypatch.setattr(sys, "argv", list(map(str, words)))
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        return Result(int(exit_info.value.code or 0), *capsys.readouterr())
-
-    return blockdraft
+    monkeypatch.chdir(tmp_path)
+    return lambda command, *args: blockdraft(command, "--target", tiny_target_dir, *args, "--device", "cpu")
 
 
 def test_from_rows_to_features(run: Run, tiny_target_dir: Path, tmp_path: Path) -> None:
@@ -128,7 +110,7 @@ def test_bad_input_of_features(run: Run, tmp_path: Path) -> None:
         ("9,", "the target has 3 layers"),
         ("x", "--target-layers must be a whole number, got 'x'"),
         ("5", "--target-layers is 5, the number of target layers"),
-        ("0", "--target-layers must be at least 1, got '0'"),
+        ("0", "--target-layers must be at least 1 or a list, got '0'"),
     ):
         code, out, err = run(
             "hidden-states", "--data", "data", "--out", "hidden_states", "--target-layers", target_layers

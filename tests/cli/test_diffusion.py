@@ -1,14 +1,12 @@
 """`blockdraft diffusion` on tiny random models."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 
-from blockdraft import cli
 from blockdraft.diffusion.create import convert
 from blockdraft.diffusion.pictures import UNKNOWN
 from blockdraft.diffusion.settings import ConvertSettings
@@ -23,18 +21,10 @@ def _own_accelerator(fresh_accelerator: None) -> None:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """`run("generate", ...)` is the exit code, what was printed, and what went to standard error."""
-
-    def command(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["blockdraft", "diffusion", *map(str, args)])
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        return int(exit_info.value.code or 0), *capsys.readouterr()
-
+def run(blockdraft: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("the thing in the inn " * 20)
-    return command
+    return lambda *args: blockdraft("diffusion", *args)
 
 
 @pytest.fixture(scope="session")

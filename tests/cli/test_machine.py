@@ -64,14 +64,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def blockdraft_cache(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["blockdraft", "cache", *args])
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        return (int(exit_info.value.code or 0), *capsys.readouterr())
-
-    return blockdraft_cache
+def run(blockdraft: Run) -> Run:
+    return lambda *args: blockdraft("cache", *args)
 
 
 def test_list(cache: Path, run: Run) -> None:

@@ -1,18 +1,12 @@
 """`blockdraft serve`: its options, and what it refuses before it loads anything."""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from blockdraft import cli
-
-
-def failing(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    monkeypatch.setattr("sys.argv", ["blockdraft", "serve", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
+Run = Callable[..., Any]
 
 
 @pytest.mark.parametrize(
@@ -26,19 +20,16 @@ def failing(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["--target", "/no/such/model", "--drafter", "none"], "/no/such/model"),
     ],
 )
-def test_what_cannot_be_is_told(
-    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert told in failing([*arguments, *([] if "--port" in arguments else ["--port", "0"])], monkeypatch, capsys)
+def test_what_cannot_be_is_told(arguments: list[str], told: str, blockdraft: Run) -> None:
+    code, _, err = blockdraft("serve", "--port", "0", *arguments)
+    assert code == 2 and told in err
 
 
-def test_lacking_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lacking_packages_are_named(monkeypatch: pytest.MonkeyPatch, blockdraft: Run) -> None:
     monkeypatch.setattr(sys.modules["blockdraft.cli.serve"], "NEEDED", ("no_such_package",))
-    assert "pip install 'blockdraft[server]'" in failing([], monkeypatch, capsys)
+    assert "pip install 'blockdraft[server]'" in blockdraft("serve").err
 
 
-def test_the_key_may_come_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, blockdraft: Run) -> None:
     monkeypatch.setenv("BLOCKDRAFT_API_KEY", " ")
-    assert "--api-key is empty" in failing([], monkeypatch, capsys)
+    assert "--api-key is empty" in blockdraft("serve").err
