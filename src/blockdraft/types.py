@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 from blockdraft.errors import UsageError
-
-T = TypeVar("T")
+from blockdraft.settings import Flag, described
 
 Message: TypeAlias = dict[str, str]
 # A text, a chat (a list of {"role", "content"}), or token ids.
@@ -66,49 +65,51 @@ class Grammar:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to decode one request. Values out of range or of a wrong type raise a `UsageError`.
+    """How one request is decoded. Values out of range or of a wrong type raise a `UsageError`."""
 
-    Attributes:
-        max_new_tokens: Most tokens of the answer.
-        temperature: Divisor of the logits, 1e-30 to 1e30; 0 decodes greedily.
-        top_k: Keep the k most probable tokens; 0 keeps all.
-        top_p: Keep the most probable tokens that together reach this probability; 1 keeps all.
-        min_p: Keep tokens of at least this share of the best token's probability; 0 keeps all. The order is that of
-            transformers: temperature, top-k, top-p, min-p.
-        logit_bias: Numbers from -100 to 100 that are added to the logits of these token ids before anything else, as in
-            OpenAI's API. Stored as pairs.
-        repetition_penalty: Divides the positive and multiplies the negative logits of tokens that occur in prompt or
-            output (arXiv 1909.05858); 1 is no penalty. This and the next two change greedy answers too.
-        presence_penalty: Subtracted from the logits of tokens that occur in the output, -2 to 2, as in OpenAI's API.
-        frequency_penalty: Subtracted for each occurrence of a token in the output, -2 to 2, as in OpenAI's API.
-        seed: The same seed gives the same tokens, with any drafter and block size; None takes a random one.
-        stop_token_ids: Tokens that end the answer, besides the target's own end tokens.
-        stop: Texts that end the answer, which is cut before them. A single text needs no list.
-        ignore_eos: Continue past the target's end tokens, up to `max_new_tokens`.
-        logprobs: Report the log probability of each token of the answer and of this many of the likeliest, 0 to 20;
-            None reports nothing. It is the log-softmax of the target's logits, before biases, penalties, temperature
-            and cuts.
-        prompt_logprobs: The same for the prompt's tokens. The whole prompt is then read, even if a prefix is cached.
-        grammar: A grammar that the text of the answer follows. Once the text is complete, only the target's end tokens
-            are allowed.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    stop: Sequence[str] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    grammar: Grammar | None = None
+    max_new_tokens: int = described(256, "Maximum length of the answer in tokens.")
+    temperature: float = described(0.0, "Divisor of the logits, 1e-30 to 1e30; 0 decodes greedily.")
+    top_k: int = described(0, "Keep the k most probable tokens; 0 keeps all.")
+    top_p: float = described(1.0, "Keep the most probable tokens that together reach this probability; 1 keeps all.")
+    min_p: float = described(
+        0.0,
+        "Keep tokens of at least this share of the best token's probability; 0 keeps all. The order is that of "
+        "transformers: temperature, top-k, top-p, min-p.",
+    )
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = described(
+        (), "Added to the logits of these token ids before anything else, -100 to 100, as in OpenAI's API."
+    )
+    repetition_penalty: float = described(
+        1.0,
+        "Divides the positive and multiplies the negative logits of tokens that occur in prompt or output (arXiv "
+        "1909.05858); 1 is none. Penalties change greedy answers too.",
+    )
+    presence_penalty: float = described(
+        0.0, "Subtracted from the logits of tokens that occur in the output, -2 to 2, as in OpenAI's API."
+    )
+    frequency_penalty: float = described(
+        0.0, "Subtracted for each time that a token occurs in the output, -2 to 2, as in OpenAI's API."
+    )
+    seed: int | None = described(
+        None, "The same seed gives the same tokens, with any drafter and block size. If unset, it is random."
+    )
+    stop_token_ids: tuple[int, ...] = described((), "Tokens that end the answer, besides the target's end tokens.")
+    stop: Annotated[Sequence[str], Flag(repeat=True)] = described(
+        (), "Text that ends the answer, which is cut before it. Several may be given."
+    )
+    ignore_eos: bool = described(False, "Go on past the target's end tokens, up to `max_new_tokens`.")
+    logprobs: int | None = described(
+        None,
+        "Report the log probability of each token of the answer, and of this many of the likeliest tokens, 0 to 20. It "
+        "is the log-softmax of the target's logits, before biases, penalties, temperature and cuts. None reports "
+        "nothing.",
+    )
+    prompt_logprobs: int | None = described(
+        None, "The same for the prompt's tokens. The prompt's cached prefix is then not used."
+    )
+    grammar: Grammar | None = described(
+        None, "A grammar that the answer follows. Once the text is complete, only the target's end tokens are allowed."
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_new_tokens", _whole("max_new_tokens", self.max_new_tokens))
@@ -175,28 +176,30 @@ class _ByDefault(str):
 
 @dataclass(frozen=True)
 class Drafting:
-    """How far an engine drafts. It changes the speed, and never the distribution of the output.
+    """How far an engine drafts. It changes the speed and never the distribution of the output."""
 
-    Attributes:
-        block_size: Most tokens of a block, anchor included; None is the drafter's trained size. "auto" uses as many in
-            each step as pay, or none. The default is "auto", or None with a tree budget or with `sampled`.
-        tree_budget: Most draft tokens of a tree; 0 drafts chains. "auto" uses as many in each step as pay, or none.
-        sampled: Sample the draft tokens of requests with a temperature from the drafter's distribution, in chains,
-            instead of taking the likeliest. The distribution of the output stays the same, but which tokens a seed
-            gives then depends on the drafter. With a tree budget, a hybrid drafter adds draft tokens of its other
-            members to the chain.
-        draft_window: Latest tokens that a draft pass attends to, so that it costs no more in long contexts; None is
-            all. Drafters without such a pass ignore it.
-        draft_passes: Passes over a block. Each settles the most certain draft tokens, so that the next one sees them.
-            For a flow map, the number of jumps from noise to tokens. None is the drafter's own number, usually 1.
-            Drafters that draft token by token, or take one pass only, ignore it.
-    """
-
-    block_size: int | Literal["auto"] | None = cast(Any, _ByDefault("auto"))
-    tree_budget: int | Literal["auto"] = 0
-    sampled: bool = False
-    draft_window: int | None = None
-    draft_passes: int | None = None
+    block_size: int | Literal["auto"] | None = described(
+        cast(Any, _ByDefault("auto")),
+        'Maximum number of tokens per block: the last token of the text and the draft tokens after it. "auto" drafts '
+        "as many as pay off in each step, or none, and is the default; with a tree budget or sampled draft tokens the "
+        "default is the drafter's trained size.",
+    )
+    tree_budget: int | Literal["auto"] = described(
+        0, 'Maximum number of draft tokens per tree; 0 drafts chains. "auto" drafts as many as pay off, or none.'
+    )
+    sampled: bool = described(
+        False,
+        "At a temperature, sample draft tokens from the drafter's distribution instead of taking the likeliest. The "
+        "distribution of the output is the target's either way, but the tokens of a seed then depend on the drafter.",
+    )
+    draft_window: int | None = described(
+        None, "Number of latest tokens that a draft pass attends to, which bounds its cost in long contexts."
+    )
+    draft_passes: int | None = described(
+        None,
+        "Draft passes per block: each one fixes the surest draft tokens for the next. For a flow map, the number of "
+        "jumps from noise to tokens. By default what the drafter was made with, usually 1.",
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.block_size, _ByDefault) and (self.sampled or self.tree_budget not in (0, None)):
@@ -238,21 +241,21 @@ class CycleTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftModel:
-    """How drafters run; see `load_drafter`.
+    """How drafters run; see `load_drafter`."""
 
-    Attributes:
-        drafter_device: Device of a language model that drafts, such as cuda:1, or cpu next to a GPU; None is the
-            target's.
-        draft_ahead: Outcomes of a verification that it drafts for while the target verifies, on a device of its own; 0
-            drafts none ahead.
-        draft_vocab: Tokens that a drafter with the target's output projection may propose, which makes its drafts
-            cheaper: a number, for the first tokens of the vocabulary, or a file with a list of token ids (JSON or .pt).
-            None is all tokens.
-    """
-
-    drafter_device: str | None = None
-    draft_ahead: int = 0
-    draft_vocab: str | None = None
+    drafter_device: str | None = described(
+        None, "Device of a draft language model, such as cuda:1, or cpu next to a GPU; by default the target's."
+    )
+    draft_ahead: int = described(
+        0,
+        "Number of verification outcomes that a draft language model drafts for while the target verifies. It needs a "
+        "device of its own.",
+    )
+    draft_vocab: Annotated[str | None, Flag(metavar="N|FILE")] = described(
+        None,
+        "Restrict drafting to some tokens, which makes it cheaper for drafters that use the target's output head: the "
+        "first N of the vocabulary, or a file with a list of token ids (JSON or .pt).",
+    )
 
     def options(self) -> dict[str, Any]:
         """Return keyword arguments of `load_drafter`."""

@@ -64,14 +64,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def blockdraft_cache(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["blockdraft", "cache", *args])
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        return (int(exit_info.value.code or 0), *capsys.readouterr())
-
-    return blockdraft_cache
+def run(blockdraft: Run) -> Run:
+    return lambda *args: blockdraft("cache", *args)
 
 
 def test_list(cache: Path, run: Run) -> None:
@@ -97,7 +91,7 @@ def test_clear_takes_what_is_named_or_all_and_nothing_else(cache: Path, run: Run
     assert (code, out) == (
         2,
         "",
-    ) and err == "error: kind is 'cost'; it must be one of libraries, weights, costs, threads, models.\n"
+    ) and err == "error: KIND must be one of libraries, weights, costs, threads, models, got 'cost'.\n"
 
 
 def test_models_are_cleared_only_by_name(cache: Path, run: Run) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blockdraft import drafters
-from blockdraft.cli.options import drafter_or_lookup
+from blockdraft.cli.target import drafter_or_lookup
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import (
     NetworkDrafter,
