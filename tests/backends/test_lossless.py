@@ -232,3 +232,24 @@ def test_threads_share_a_target(target: Target, tiny_drafter_dir: Path, plain: l
     for thread in threads:
         thread.join()
     assert found == {0: plain, 1: plain}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(14, logit_bias={7: 3.0}),
+        SamplingParams(14, repetition_penalty=1.3),
+        SamplingParams(14, 0.8, seed=2, frequency_penalty=0.5, top_k=20),
+        SamplingParams(14, 1.0, seed=3, min_p=0.1),
+        SamplingParams(14, 1.0, seed=3, top_p=0.8),
+    ],
+    ids=["bias", "repetition penalty", "frequency penalty and top-k", "min-p", "top-p"],
+)
+def test_sampling_parameters(target: Target, native: Target, tiny_drafter_dir: Path, params: SamplingParams) -> None:
+    completions = []
+    for model in (target, native):
+        with Engine(model, load_drafter(tiny_drafter_dir, target=model), 2, Drafting(tree_budget=6)) as engine:
+            completions.append(engine.generate(PROMPTS[:2], params))
+    ours, theirs = ([completion.checked() for completion in group] for group in completions)
+    assert [completion.token_ids for completion in ours] == [completion.token_ids for completion in theirs]
+    assert any(drafted for completion in ours for drafted in completion.stats.drafted)

@@ -55,7 +55,7 @@ def test_options_of_other_backends(backend: str, option: dict[str, Any], tiny_ta
     [
         pytest.param(name, option, message, marks=getattr(pytest.mark, name))
         for name, option, message in [
-            ("mlx", {"quantize": "int4"}, "; mlx_lm.convert --quantize writes a model in few bits"),
+            ("mlx", {"quantize": "int4"}, "; mlx_lm.convert --quantize writes a quantized model"),
             ("mlx", {"adapter": "adapter"}, "it has no adapter"),
             ("mlx", {"device": torch.device("cuda")}, "and the device is cuda"),
             ("jax", {"dtype": torch.float16}, "TPUs have no float16; choose the dtype bfloat16 or float32"),

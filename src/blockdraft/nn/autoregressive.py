@@ -22,7 +22,6 @@ from blockdraft.nn.attention import attend
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.timing import HEAD, PASS, mark
-from blockdraft.types import CycleTokens
 
 # Takes queries [B, heads, N, D], and keys and values of the same entries [B, kv_heads, N, D]; returns [B, heads, N, D].
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -147,10 +146,6 @@ class AutoregressiveRunner(Protocol):
     def bits(self) -> int | None:
         """As `Drafter.bits`."""
 
-    @property
-    def cycle(self) -> Callable[..., CycleTokens] | None:
-        """Program of a whole cycle, as `Drafter.cycle` returns it, with the keywords of `DraftRunner.cycle`."""
-
     def new_state(self, batch: int, capacity: int) -> KVCache:
         """As `Drafter.new_state`."""
 
@@ -213,7 +208,7 @@ class AutoregressivePass:
         compile_reason: Reason why it is not compiled, where it might have been.
     """
 
-    bits = cycle = None
+    bits = None
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +22,6 @@ from blockdraft.drafters.base import (
     DrafterSpec,
     check_refinement,
     filled_network,
-    whole_cycle,
 )
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.errors import UsageError
@@ -32,7 +31,7 @@ from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target, with_draft_vocab
 from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
-from blockdraft.types import CycleTokens, SamplingParams
+from blockdraft.types import SamplingParams
 
 
 class DFlashDrafter(Drafter):
@@ -157,9 +156,6 @@ class DFlashDrafter(Drafter):
         if plan.block_size == 1:
             return chain(anchor[:, None])
         return self._draft_token(anchor, *self._refined_pass(state, anchor, plan), plan)
-
-    def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
-        return None if (plan.draft_passes or self.diffusion_steps) > 1 else whole_cycle(self._run.cycle, plan)
 
     def _draft_token(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         """Make a proposal from the hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions behind the

@@ -26,7 +26,6 @@ from blockdraft.nn.layers import GatedMLP, RMSNorm, rms_factor, rotate, rotate_s
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.rotary import Rotary
 from blockdraft.timing import PASS, mark
-from blockdraft.types import CycleTokens
 
 ANGLES = 1024  # fewest positions whose angles are computed at once
 
@@ -138,11 +137,6 @@ class DraftRunner(Protocol):
     def bits(self) -> int | None:
         """As `Drafter.bits`."""
 
-    @property
-    def cycle(self) -> Callable[..., CycleTokens] | None:
-        """Program of a whole cycle, as `Drafter.cycle` returns it; None where the backend has none. It takes the
-        keywords `block_size`, `tree_budget`, `temperatures` of the rows, and `window` of the draft."""
-
     def new_state(self, batch: int, capacity: int) -> Any:
         """As `Drafter.new_state`."""
 
@@ -220,7 +214,7 @@ class DraftPass:
         compile_reason: Reason why a network that could have been compiled is not; else None.
     """
 
-    bits = cycle = None
+    bits = None
 
     @torch.no_grad()
     def __init__(

@@ -1,13 +1,6 @@
-"""DSpark in JAX: the draft pass is DFlash's; its heads, which go from guess to guess, run in torch on the host."""
+"""DSpark in JAX: the draft pass is DFlash's; its heads, which choose one draft token after the other, run in torch."""
 
 from blockdraft.drafters.dflash.jax import JaxDraftPass
 from blockdraft.drafters.dspark.network import DSparkNetwork
 
-
-class JaxDSparkPass(JaxDraftPass):
-    """A `DraftRunner` of the network without its heads."""
-
-    cycle = None  # type: ignore[assignment]
-
-
-RUNNERS = {DSparkNetwork: JaxDSparkPass}
+RUNNERS = {DSparkNetwork: JaxDraftPass}

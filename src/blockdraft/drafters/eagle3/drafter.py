@@ -6,7 +6,7 @@ a tree that grows where guesses are likely (arXiv 2406.16858).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_of, next_pays
-from blockdraft.drafters.base import DraftCost, Drafter, DrafterSpec, filled_network, whole_cycle
+from blockdraft.drafters.base import DraftCost, Drafter, DrafterSpec, filled_network
 from blockdraft.drafters.dflash.drafter import check_borrowed, log_probabilities
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Network
 from blockdraft.formats import check_fits, find_layout, read_drafter
@@ -24,7 +24,6 @@ from blockdraft.nn.autoregressive import WIDTH, AutoregressiveNetwork, DraftNode
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, DRAFT_TOKENS, OBSERVE, mark
-from blockdraft.types import CycleTokens
 
 
 class Eagle3Drafter(Drafter):
@@ -107,9 +106,6 @@ class Eagle3Drafter(Drafter):
             return self._chain(state, anchor, plan)
         nodes = self._run.nodes(state, plan.block_size, width, plan.draft_window)
         return self._tree(nodes, anchor, plan, width)
-
-    def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
-        return whole_cycle(self._run.cycle, plan)
 
     def _chain(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         draws = plan.draws if any(params.temperature > 0 for params in plan.params) else None

@@ -1,4 +1,4 @@
-"""Runner of EAGLE-3's network in MLX."""
+"""EAGLE-3 in MLX."""
 
 from blockdraft.drafters.eagle3.network import Eagle3Network
 from blockdraft.mlx.autoregressive import MLXAutoregressive

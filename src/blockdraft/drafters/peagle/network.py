@@ -93,7 +93,7 @@ class PEaglePass:
         compile_reason: Reason why it is not compiled, where it might have been.
     """
 
-    bits = cycle = None
+    bits = None
 
     def __init__(self, network: PEagleNetwork, compile_reason: str | None = None) -> None:
         self.network, self.compile_reason = network, compile_reason

@@ -155,7 +155,6 @@ class CompiledNetwork(CompiledLayers):
     """
 
     compile_reason: str | None = None
-    cycle = None
 
     def __init__(
         self, library: Library, config: Any, count: int, dtype: torch.dtype, bits: int | None, owned: bool
