@@ -1,6 +1,7 @@
 """Targets of mlx-lm: logits, hidden states, quantized checkpoints, and how often a step waits for the device."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("mlx_lm")
 from blockdraft.decode.proposal import Plan, chain_parents
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.mlx.tensor import MLXTensor, mx, quantize_weight
+from blockdraft.mlx.tensor import MLXTensor, computing, mx, quantize_weight
 from blockdraft.nn.foreign import in_torch
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
@@ -99,6 +100,23 @@ def test_a_family_whose_trees_fail_the_check_gets_chains(
     with pytest.raises(ValueError, match="tree_budget is 9, and the backend mlx scores chains only"):
         outputs(target, tiny_drafter_dir, Drafting(tree_budget=9))
     assert outputs(target, tiny_drafter_dir) == outputs(target, "none")
+
+
+def test_threads_free_what_mlx_caches_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise MLX frees it after the thread was joined, and aborts a process that is exiting (status 134)."""
+    cleared: list[int | None] = []
+    monkeypatch.setattr(mx, "clear_streams", lambda: cleared.append(threading.get_ident()))
+
+    def compute() -> None:
+        for _ in range(2):
+            with computing():
+                mx.eval(mx.ones(3))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    compute()  # MLX cleans up after the main thread itself
+    assert cleared == [thread.ident]
 
 
 def test_scales_of_quantized_weights_stay_float32() -> None:

@@ -133,7 +133,8 @@ class JaxCache(KVCache):
         starts, lengths = np.full(batch, NOWHERE, np.int32), np.zeros(batch, np.int32)
         starts[: len(self.rows)], lengths[: len(self.rows)] = self.rows, self.lengths
         slots = min(self.arrays[0].shape[2], bucket(max(self.lengths, default=0), MIN_SLOTS))
-        return CacheView(*self._layout.put((starts, lengths)), slots)
+        starts, lengths = self._layout.put((starts, lengths))
+        return CacheView(starts, lengths, slots)
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
         if any(path):

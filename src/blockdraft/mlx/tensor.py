@@ -28,6 +28,7 @@ except ImportError:  # the extra `mlx` is not installed, and nothing below is ca
 Array: TypeAlias = Any  # mx.array
 
 LOCK = threading.RLock()  # one thread at a time may extend MLX's graph
+_thread = threading.local()
 
 
 @cache
@@ -42,9 +43,23 @@ def _stream() -> Any:
     return mx.new_thread_unsafe_stream(mx.default_device())
 
 
+class _ThreadCleanup:
+    """Frees what MLX caches for a thread when the thread ends.
+
+    Otherwise MLX frees it after the thread was joined, and aborts the process if the interpreter is shutting down.
+    """
+
+    def __del__(self) -> None:
+        with LOCK:
+            mx.clear_streams()
+
+
 @contextmanager
 def computing() -> Iterator[None]:
     """Make or evaluate arrays under the lock, on one stream for all threads. MLX's own streams belong to a thread."""
+    if not hasattr(_thread, "cleanup"):
+        is_main = threading.current_thread() is threading.main_thread()  # MLX cleans up after this thread itself
+        _thread.cleanup = None if is_main else _ThreadCleanup()
     with LOCK, mx.stream(_stream()):
         yield
 
@@ -125,13 +140,13 @@ class QuantizedWeight(NamedTuple):
 _weights: Any = WeakIdKeyDictionary()  # arrays of weights, each made once, by their parameter
 
 
-def quantize_weight(weight: nn.Parameter, bits: int, group_size: int) -> None:
+def quantize_weight(weight: Tensor, bits: int, group_size: int) -> None:
     """Run a weight `[out, in]` quantized from now on, if `in` is a multiple of the group size."""
     if weight.size(1) % group_size == 0:
         with computing():
-            parts = mx.quantize(_copied(weight).astype(mx.float32), group_size=group_size, bits=bits)
-            mx.eval(parts)
-            _weights[weight] = QuantizedWeight(*parts, group_size, bits)
+            quantized, scales, biases = mx.quantize(_copied(weight).astype(mx.float32), group_size, bits)
+            mx.eval(quantized, scales, biases)
+            _weights[weight] = QuantizedWeight(quantized, scales, biases, group_size, bits)
 
 
 class Ranked(NamedTuple):
