@@ -8,7 +8,7 @@ place, and keeps the keys and values of all layers in one tensor of the cache. A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, Protocol, cast
 
