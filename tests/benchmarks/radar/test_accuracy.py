@@ -96,7 +96,8 @@ def test_constants_are_written_as_they_are_read() -> None:
 def test_the_page_shows_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path)]) == 0
     assert "figures that judge" in capsys.readouterr().out
-    written, kept = ((place / "radar-accuracy.md").read_text(encoding="utf-8") for place in (tmp_path, ROOT / "docs"))
+    folders = (tmp_path, ROOT / "benchmarks/radar")
+    written, kept = ((folder / "accuracy.md").read_text(encoding="utf-8") for folder in folders)
     for page in (written, kept):
         for row in published():
             assert f"({row.source})" in page and f"| {row.device} | {row.model} |" in page
