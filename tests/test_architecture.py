@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "blockdraft"
 
 # From the ground up. A module may import its own package and lower groups; members of one group are strangers.
 LAYERS = [
-    {"errors", "light_transformers", "machine", "plugins", "timing"},
+    {"errors", "machine", "plugins", "timing"},
     {"settings", "folders"},
     {"types", "models"},
     {"decode", "nn"},
@@ -30,7 +30,7 @@ LAYERS = [
     {"compat", "tools.inspect"},
     {"tools", "tools.fit", "radar"},
     {"tools.quantize", "diffusion"},
-    {"serving", "tools.deploy"},
+    {"serving", "tools.doctor", "tools.push"},
     {"cli"},
 ]
 HEIGHT = {name: height for height, group in enumerate(LAYERS) for name in group}
@@ -51,7 +51,7 @@ PARTS = {
     **dict.fromkeys(("layout", "speculators", "gguf", "in_target"), "formats"),
     "drafter": "drafters",
     **dict.fromkeys(("train", "train_pass"), "training"),
-    "checks": "tools.deploy",
+    "checks": "tools.doctor",
 }
 
 # Circles of imports inside one package that are still to be cut.
@@ -96,14 +96,6 @@ def layer_of(name: str) -> str:
         return PARTS.get(path[2], f"a part {path[2]} of drafters")
     two = ".".join(path[:2])
     return two if path[:1] in (["tools"], ["kernels"]) or two in HEIGHT else unit_of(name)
-
-
-def is_former(module: Module) -> bool:
-    """Whether a module only forwards names that have moved, for code that imports them from where they were."""
-    docstring, *rest = parsed(module.source).body or [ast.Pass()]
-    if not (isinstance(docstring, ast.Expr) and ast.unparse(docstring.value)[1:].startswith("Former place of ")):
-        return False
-    return all(isinstance(each, ast.ImportFrom) or ast.unparse(each).startswith("__all__") for each in rest)
 
 
 def folder_of(name: str) -> str | None:
@@ -161,7 +153,7 @@ def wrong_order(modules: Iterable[Module]) -> list[str]:
     known = {module.name for module in modules}
     reports = []
     for module in modules:
-        if module.name in ("blockdraft", "blockdraft.__main__") or is_former(module):
+        if module.name in ("blockdraft", "blockdraft.__main__"):
             continue
         own = layer_of(module.name)
         if own not in HEIGHT:
@@ -189,8 +181,8 @@ def circles(modules: Iterable[Module]) -> set[tuple[str, ...]]:
     return {tuple(sorted(two for two in found if one in reached[two])) for one, found in circular.items()}
 
 
-# Faces of z-lab's package, which has DFlash and DFlash2 alone.
-NAMED = {f"blockdraft.compat.{face}": "blockdraft.drafters.dflash" for face in ("adapt", "zlab")}
+# The interface of z-lab's package, which has DFlash and DFlash2 alone.
+NAMED = {"blockdraft.compat.zlab": "blockdraft.drafters.dflash"}
 
 
 def named_plugins(modules: Iterable[Module]) -> list[str]:
@@ -233,22 +225,6 @@ def test_drafters_and_targets_are_not_imported_by_file_name() -> None:
     assert named_plugins(read_modules()) == []
 
 
-def test_former_places_are_used_by_nobody_here() -> None:
-    modules = read_modules()
-    former = {module.name for module in modules if is_former(module)}
-    assert former == {"blockdraft.inspection", "blockdraft.quantize", "blockdraft.quantize.run"}
-    known = {module.name for module in modules}
-    users = {name for module in modules if module.name not in former for name in imports_of(module, known)}
-    assert users & former == set()
-
-
-def test_a_former_place_that_does_more_than_forward_needs_a_layer() -> None:
-    forwarding = '"""Former place of `blockdraft.tools.inspect`."""\nfrom blockdraft.tools.inspect import Check'
-    assert wrong_order([*TWO_DRAFTERS, Module("blockdraft.inspection", forwarding)]) == []
-    [report] = wrong_order([*TWO_DRAFTERS, Module("blockdraft.inspection", forwarding + "\ndef more(): pass")])
-    assert report.startswith("blockdraft.inspection has no layer")
-
-
 def kinds_asked_for(modules: Iterable[Module]) -> list[str]:
     """Type checks on a class of one drafter's folder from outside of `drafters`, or from another drafter's folder."""
     modules = list(modules)
@@ -284,14 +260,12 @@ def test_a_kind_that_is_asked_for_is_reported() -> None:
     assert kinds_asked_for([kind, Module("blockdraft.drafters.dflash.train", asking)]) == []
 
 
-# What is called like a kind: a former method's name, a value in z-lab's files, a layout, the kind that is advised, and
-# methods of vLLM.
+# What is called like a kind: a value in z-lab's files, a layout, and the kind that is advised.
 NAMING = {
     "blockdraft.plugins",  # the registry
     "blockdraft.evaluation.methods",
     "blockdraft.formats.zlab",
     "blockdraft.radar.drafting",
-    "blockdraft.tools.deploy.installed",
     "blockdraft.tools.inspect.drafters",
 }
 

@@ -69,25 +69,19 @@ NOT_RUN = {
     "blockdraft bench server http://localhost:8000 --prompts gsm8k.jsonl --concurrency 1,8,64 --temperature 0,1 --out "
     "results": ASKS,
     "blockdraft bench server http://localhost:8000 --against http://localhost:8001 --prompts gsm8k.jsonl": ASKS,
-    "blockdraft launch vllm --target bundled --drafter bundled --environment vllm -- --enforce-eager --max-model-len "
-    "1024": "starts an engine of others; tests/engines/test_vllm.py does",
     "from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig": PULLS,
     "blockdraft export bundled --target smollm2 --out smollm2-drafter": PULLS,
-    "blockdraft launch vllm --target smollm2-dense --drafter smollm2-drafter --environment vllm --keep --concurrency 1 "
-    "-- --enforce-eager --max-model-len 2048 --dtype float32": "starts an engine of others; tests/engines/test_vllm.py "
-    "serves that pair",
+    "blockdraft inspect smollm2-drafter --target smollm2-dense": PULLS,
     "import openvino_genai as ov": "tests/engines/test_openvino.py runs that engine",
-    "blockdraft launch sglang --target TARGET --drafter DRAFTER --prompts chats.jsonl --out results -- --tp 2": ""
-    "starts an engine of others; tests/tools/deploy/test_launch.py has one that stands in for it",
     "blockdraft bench suite --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 --temperature 0,1 --out "
     "paper": SUITE,
     "blockdraft bench suite --suite-data DIR --tasks gsm8k,mt-bench --limit 20 --target TARGET --drafter "
     "DRAFTER --out paper": SUITE,
     "blockdraft push DRAFTER --target TARGET --repo me/my-drafter --license apache-2.0": "sends files to the hub; "
-    "tests/tools/deploy/test_push.py has a stand-in for it",
+    "tests/tools/test_push.py has a stand-in for it",
     "output = base_model.generate(": "writes into the cache of transformers; tests/compat/test_generate.py has its own",
     "blockdraft doctor --target MODEL --drafter DRAFTER --prompts chats.jsonl": "takes half a minute; "
-    "tests/tools/deploy/test_doctor.py examines the same pair",
+    "tests/tools/doctor/test_doctor.py examines the same pair",
     "from openai import OpenAI": "asks a running server, by a package of others; tests/clients does that",
     "proposal = drafter.propose(state, anchor, plan)": PICTURE,
     "blockdraft train dflash recipe.toml --target DIR --data DIR --out DIR --layers 3 --learning-rate 1e-3 "

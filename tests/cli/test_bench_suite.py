@@ -73,9 +73,6 @@ def test_measured_and_gone_on_with(
     asked.clear()
     again = bench("--out", out, "--temperature", "0,1", "--paper-model", "Qwen3-8B", "--json")
     assert not asked and json.loads(again.out)["rows"] == found["rows"]
-    (out / "suite.json").write_text((out / "suite.json").read_text().replace('"chain"', '"dflash"'))  # former name
-    again = bench("--out", out, "--temperature", "0,1", "--paper-model", "Qwen3-8B", "--json")
-    assert not asked and json.loads(again.out)["rows"] == found["rows"]
     other = bench("--out", out, "--limit", 1)
     assert other.code == 2 and "is of another run: limit was None and is 1" in other.err
     assert bench("--out", out, "--limit", 1, "--overwrite", "--tasks", "math500").code == 0

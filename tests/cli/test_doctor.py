@@ -1,4 +1,4 @@
-"""`blockdraft doctor` as a command; what it finds is tested in tests/tools/deploy."""
+"""`blockdraft doctor` as a command; what it finds is tested in tests/tools/doctor."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_bundled_drafters_have_names(blockdraft: Callable[..., Any], monkeypatch
     def examine(target: Any, drafter: Path, *_: object) -> None:
         raise UsageError(f"examined {drafter}")
 
-    monkeypatch.setattr("blockdraft.tools.deploy.doctor.examine", examine)
+    monkeypatch.setattr("blockdraft.tools.doctor.examine.examine", examine)
     dflash = bundled()[BUNDLED_DFLASH]
     for words in ((), ("--drafter", "bundled"), ("--drafter", "bundled-dflash")):
         told = blockdraft("doctor", *words).err

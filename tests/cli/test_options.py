@@ -140,6 +140,6 @@ def test_whoever_loads_a_target_can_choose_the_backend() -> None:
     assert sum("target" in found for found in names.values()) >= 7
     odd = [name for name, found in names.items() if ("target" in found) != ("backend" in found)]
     # quantize decodes on the native backend alone, and the others read files without loading a target.
-    assert set(odd) == {"quantize", "inspect", "launch", "push"}
+    assert set(odd) == {"quantize", "inspect", "push"}
     exact = [name for name, found in names.items() if "exact" in found]
     assert exact == ["generate", "chat", "serve", "bench", "bench suite", "calibrate", "doctor"]

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from blockdraft import load_drafter
 from blockdraft.compat import DFlash2DraftModel, DFlashDraftModel
-from blockdraft.compat.adapt import drafter_for
 from blockdraft.compat.zlab import spec_generate
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash2.drafter import DFlash2Drafter
@@ -165,7 +164,6 @@ def test_dflash2_has_the_same_call(tiny_target_dir: Path, tiny_dflash2_dir: Path
     drafter = load_drafter(tiny_dflash2_dir, target=target)
     assert isinstance(drafter, DFlash2Drafter)
     draft = DFlash2DraftModel.from_pretrained(tiny_dflash2_dir)
-    assert isinstance(drafter_for(draft, target), DFlash2Drafter)
     [expected] = Engine(target, load_drafter("none", target=target)).generate(
         [PROMPT], SamplingParams(15, ignore_eos=True)
     )

@@ -16,8 +16,8 @@ from blockdraft.data.documents import read_data
 from blockdraft.formats import layouts
 from blockdraft.plugins import FOLDERS
 from blockdraft.settings import read_settings
-from blockdraft.tools.deploy.doctor import examine
-from blockdraft.tools.deploy.settings import DoctorSettings
+from blockdraft.tools.doctor.examine import examine
+from blockdraft.tools.doctor.settings import DoctorSettings
 from blockdraft.tools.inspect import inspect
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import Format, convert, export

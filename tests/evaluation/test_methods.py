@@ -1,6 +1,6 @@
 import pytest
 
-from blockdraft.evaluation.methods import Method, parse_methods, shape_name
+from blockdraft.evaluation.methods import Method, parse_methods
 from blockdraft.evaluation.settings import Settings
 from blockdraft.types import Drafting
 
@@ -56,31 +56,6 @@ def test_other_drafters_join_the_one_at_hand() -> None:
 def test_sampled_guesses_come_in_chains() -> None:
     [_, sampled] = parse_methods("none,chain-sampled:4", "folder", None, 32)
     assert (sampled.drafter, sampled.drafting) == ("folder", Drafting(4, sampled=True))
-
-
-@pytest.mark.parametrize(
-    ("former", "name"),
-    [
-        ("dflash", "chain"),
-        ("dflash:8", "chain:8"),
-        ("dflash-drawn", "chain-sampled"),
-        ("ddtree", "tree"),
-        ("ddtree:auto", "tree:auto"),
-        ("prompt_lookup+ddtree:16", "prompt_lookup+tree:16"),
-    ],
-)
-def test_former_names_are_aliases(former: str, name: str) -> None:
-    assert shape_name(former) == shape_name(name) == name
-    [_, one], [_, other] = (parse_methods(each, "D", None, 32) for each in (former, name))
-    assert one.name == former  # results.json has it as it was asked for
-    assert (one.drafter, one.drafting) == (other.drafter, other.drafting)
-    with pytest.raises(ValueError, match="twice"):
-        parse_methods(f"{former},{name}", "D", None, 32)
-
-
-@pytest.mark.parametrize("name", ["none", "./dflash", "/a/ddtree:4", "/a:dflash", "dflash:many", "dflash+look"])
-def test_other_names_stay(name: str) -> None:
-    assert shape_name(name) == name
 
 
 @pytest.mark.parametrize(

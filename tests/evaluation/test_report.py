@@ -28,19 +28,6 @@ def test_tables(found: Results, capsys: pytest.CaptureFixture[str]) -> None:
     assert ["x", "2.0", "2.0-2.0", "2.00", "2.00", "1.00", "67", "33", "0", "100", "0"] in lines
 
 
-def test_methods_are_shown_by_their_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    trials = [trial(name, "a", repeat, 6.0, PLAIN_TRIAL) for name in ("none", "ddtree:8") for repeat in (None, 0, 1)]
-    found = results(trials, ARGUMENTS, torch.device("cpu"))
-    report.show(plain_console(), found)
-    told = capsys.readouterr().out
-    assert (
-        "Drafter dflash: tree:8\n" in told
-        and "tree:8 " in told
-        and "ddtree" not in told
-        and list(found.methods) == ["none", "ddtree:8"]
-    )
-
-
 def test_guesses_sampled_at_random_promise_no_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     trials = [trial(name, "a", None, 6.0, PLAIN_TRIAL) for name in ("none", "chosen", "sampled")]
     for temperature, expected in ((1.0, None), (0.0, 1.0)):

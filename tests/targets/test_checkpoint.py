@@ -8,7 +8,7 @@ from threading import Thread
 
 import huggingface_hub
 import pytest
-from transformers import Gemma4TextConfig, LlamaConfig
+from transformers import AutoConfig, AutoTokenizer, Gemma4TextConfig, LlamaConfig
 
 from blockdraft.diffusion.folder import FAMILY_OF
 from blockdraft.errors import UsageError
@@ -36,7 +36,7 @@ def test_a_hub_that_cannot_be_reached_is_told_at_once(load: object, monkeypatch:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and nobody listens
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        for module in (checkpoint.AutoConfig, checkpoint.AutoTokenizer):
+        for module in (AutoConfig, AutoTokenizer):
             monkeypatch.setattr(module, "from_pretrained", lambda *_, **__: pytest.fail("it is asked for many times"))
         with pytest.raises(
             ValueError, match="no/such is no folder here, and the hub cannot be reached .* local folder"

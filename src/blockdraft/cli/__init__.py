@@ -21,7 +21,6 @@ from blockdraft.cli.fit import fit
 from blockdraft.cli.generate import generate
 from blockdraft.cli.help import Commands, add
 from blockdraft.cli.inspect import inspect as inspect_checkpoint
-from blockdraft.cli.launch import launch
 from blockdraft.cli.machine import cache, calibrate, env
 from blockdraft.cli.models import models, pull
 from blockdraft.cli.quantize import quantize
@@ -46,7 +45,6 @@ run(serve, short="target drafter quantize host port api_key served_model_name ma
 run(demo)
 run(models)
 run(pull)
-run(launch, short="dry_run keep prompts out")
 run(quantize, short="bits calibrate")
 app.add_typer(diffusion, name="diffusion", rich_help_panel="Run models")
 

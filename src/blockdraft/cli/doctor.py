@@ -13,12 +13,12 @@ from blockdraft.cli import consoles, loading
 from blockdraft.cli.options import TargetOptions, need_drafter, option
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
 from blockdraft.evaluation.settings import Settings
-from blockdraft.tools.deploy.settings import DoctorSettings
+from blockdraft.tools.doctor.settings import DoctorSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from blockdraft.tools.deploy.doctor import Diagnosis
+    from blockdraft.tools.doctor.examine import Diagnosis
 
 SHOWN_POSITIONS = 4  # of S_i; the JSON has all
 
@@ -57,7 +57,7 @@ def doctor(
 
     from blockdraft.cli import display
     from blockdraft.drafters import for_others
-    from blockdraft.tools.deploy.doctor import examine
+    from blockdraft.tools.doctor.examine import examine
 
     target = run.load()
     examined = for_others(drafter or "bundled", run.target, loading.tell)

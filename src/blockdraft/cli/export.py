@@ -138,7 +138,7 @@ def push(
     """
     if repo is None and out is None:
         raise UsageError("Neither a repository nor a folder is given; add --repo OWNER/NAME, --out DIR, or both.")
-    from blockdraft.tools.deploy.push import known_of, prepare, upload
+    from blockdraft.tools.push import known_of, prepare, upload
 
     loading.quiet()
     known = known_of(Path(drafter), bench, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,11 +82,9 @@ def show(report: Report) -> None:
         console.print(table)
     for engine, start in report.starts.items():
         console.print(Text.assemble((engine, "bold"), "" if start.reason is None else f": {start.reason}"))
-        for line in (start.line, start.remedy):
-            if line is not None:
-                console.print(f"  {line}", soft_wrap=True)
-        for name, content in start.files.items():
-            console.print(f"  {name}: {content}", soft_wrap=True)
+        for command in (None if start.line is None else start.typed, start.remedy):
+            if command is not None:
+                console.print(textwrap.indent(command, "  ") if "\n" not in command else command, soft_wrap=True)
 
 
 def rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

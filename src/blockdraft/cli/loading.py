@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +42,13 @@ def load(
 
 
 def quiet() -> None:
-    """Silence the messages and progress bars of transformers."""
-    from transformers.utils import logging
+    """Silence the messages and progress bars of transformers, which may be imported later."""
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
 
 
 def tell(text: str) -> None:

@@ -235,7 +235,7 @@ def commands(row: Row) -> list[str]:
         and not row.device.startswith("Apple")
         and row.weights in ("bf16", "fp8", "int8", "int4")
     ):
-        found.append(shlex.join(["blockdraft", "launch", "vllm", "--target", hub, "--drafter", drafting[1]]))
+        found.append(shlex.join(["blockdraft", "inspect", drafting[1], "--target", hub]))
     if row.model.endswith(".gguf"):
         found.append(shlex.join(["llama-server", "-m", row.model, "-c", str(row.context)]))
     return found

@@ -1,59 +1,25 @@
-"""Arguments of other projects' interfaces, converted to those of the engine."""
+"""Batches of prompts as tensors, which other projects' interfaces take and return."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from blockdraft.drafters import Drafter, NetworkDrafter, drafter_of
-from blockdraft.drafters.dflash.network import DFlashNetwork
-from blockdraft.engine import Engine
+from blockdraft.drafters import Drafter
+from blockdraft.engine import Completion, Engine
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
-from blockdraft.types import Drafting
+from blockdraft.types import Drafting, SamplingParams
 
-MOST_ROWS = 8  # most prompts that are decoded together
-
-
-def drafter_for(source: DFlashNetwork | NetworkDrafter, target: Target) -> NetworkDrafter:
-    """A drafter for this target. A network is moved to the target's device and dtype, a drafter is not."""
-    return source.adapted(target) if isinstance(source, NetworkDrafter) else drafter_of(source, target)
-
-
-def engine_for(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    block_size: int | None = None,
-) -> Engine:
-    """An engine with no more memory than these prompts need.
-
-    Args:
-        prompts: Token ids of each prompt.
-        max_new_tokens: Most tokens of an answer.
-        block_size: Most tokens of a block, anchor included; None is the drafter's own.
-    """
-    rows = min(len(prompts), MOST_ROWS)
-    longest = max(map(len, prompts)) + max_new_tokens + 1 + drafter.block_size
-    return Engine(target, drafter, rows, Drafting(block_size), cache_tokens=rows * target.row_slots(longest))
-
-
-def stops_of(token_ids: Iterable[int], target: Target) -> tuple[int, ...]:
-    """The stop tokens that are in the target's vocabulary.
-
-    Other projects accept any number, such as -1 for no stop token, which `SamplingParams` refuses.
-    """
-    return tuple(int(token) for token in token_ids if 0 <= int(token) < target.vocab_size)
+MAX_BATCH_SIZE = 8
 
 
 def check_token_ids(input_ids: Tensor) -> None:
-    """Check that `input_ids` is a `[B, L]` tensor of token ids.
-
-    Raises:
-        UsageError: The shape is another, or the dtype is not an integer type.
-    """
+    """Raise a UsageError unless `input_ids` is a `[B, L]` tensor of an integer type."""
     if input_ids.ndim != 2:
         shape = list(input_ids.shape)
         raise UsageError(f"input_ids has the shape {shape}; it must be [batch, length], for one prompt [1, length].")
@@ -62,14 +28,14 @@ def check_token_ids(input_ids: Tensor) -> None:
 
 
 def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """The token ids of each row of `input_ids` without its padding.
+    """Return the token ids of each prompt without its padding.
 
     Args:
         input_ids: `[B, L]`.
         attention_mask: `[B, L]`, 0 at padding; None is no padding.
 
     Raises:
-        UsageError: There is no row, or the mask has another shape, hides a whole row, or hides tokens between others.
+        UsageError: There is no prompt, or the mask has another shape, hides a whole prompt or tokens inside of one.
     """
     rows: list[list[int]] = input_ids.tolist()
     if not rows:
@@ -80,11 +46,66 @@ def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[li
         shapes = f"{list(attention_mask.shape)} and input_ids {list(input_ids.shape)}"
         raise UsageError(f"attention_mask has the shape {shapes}; the shapes must be equal.")
     prompts = []
-    for number, (row, kept) in enumerate(zip(rows, attention_mask.bool().tolist(), strict=True)):
-        if True not in kept:
+    for number, (row, visible) in enumerate(zip(rows, attention_mask.bool().tolist(), strict=True)):
+        if True not in visible:
             raise UsageError(f"attention_mask hides all of row {number}; leave at least one token.")
-        first, count = kept.index(True), sum(kept)
-        if not all(kept[first : first + count]):
+        first, count = visible.index(True), sum(visible)
+        if not all(visible[first : first + count]):
             raise UsageError(f"attention_mask hides tokens inside row {number}; hide only padding at its ends.")
         prompts.append(row[first : first + count])
     return prompts
+
+
+def stop_ids(eos_token_id: int | Iterable[int] | None, target: Target) -> tuple[int, ...]:
+    """Return the stop tokens in the target's vocabulary. Other projects accept any number, such as -1 for none."""
+    ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
+    return tuple(int(token) for token in ids if 0 <= int(token) < target.vocab_size)
+
+
+def decode_batch(
+    target: Target,
+    drafter: Drafter,
+    input_ids: Tensor,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    pad_token: int,
+    *,
+    block_size: int | None = None,
+    streamer: Any = None,
+) -> tuple[Tensor, list[Completion]]:
+    """Decode a batch with an engine that has just enough memory for it.
+
+    Args:
+        input_ids: `[B, L]`, the prompts with their padding.
+        prompts: Token ids of each prompt without padding.
+        params: Sampling parameters; row i uses `seed + i`.
+        pad_token: Filler of responses that are shorter than the longest.
+        block_size: Block size, anchor included; None is the drafter's own.
+        streamer: A streamer of transformers, for one prompt.
+
+    Returns:
+        `[B, L + longest]` int64 on the device of `input_ids`, the prompts followed by the responses; and the
+        completions, none of them with a streamer.
+    """
+    batch_size = min(len(prompts), MAX_BATCH_SIZE)
+    longest = max(map(len, prompts)) + params.max_new_tokens + 1 + drafter.block_size
+    slots = batch_size * target.row_slots(longest)
+    engine = Engine(target, drafter, batch_size, Drafting(block_size), cache_tokens=slots)
+    completions = list[Completion]()
+    if streamer is None:
+        rows = [params if params.seed is None else replace(params, seed=params.seed + i) for i in range(len(prompts))]
+        completions = [completion.checked() for completion in engine.generate(prompts, rows)]
+        responses = [completion.token_ids for completion in completions]
+    elif len(prompts) == 1:
+        streamer.put(input_ids.cpu())
+        responses = [[]]
+        for chunk in engine.stream(prompts[0], params):
+            if chunk.checked().token_ids:
+                streamer.put(torch.tensor(chunk.token_ids))
+            responses[0] += chunk.token_ids
+        streamer.end()
+    else:
+        raise UsageError(f"inputs holds {len(prompts)} prompts; a streamer takes one, so call generate for each.")
+    width = max(map(len, responses))
+    padded = [[*response, *[pad_token] * (width - len(response))] for response in responses]
+    return torch.cat([input_ids.long(), torch.tensor(padded, device=input_ids.device)], dim=1), completions

@@ -5,8 +5,6 @@ The folder, which may be a repository on the hub, is written by `write_custom_ge
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from blockdraft.compat.adapt import check_token_ids, engine_for, stops_of, without_padding
+from blockdraft.compat.adapt import check_token_ids, decode_batch, stop_ids, without_padding
 from blockdraft.drafters import Drafter, joined, load_drafter
-from blockdraft.engine import Engine
 from blockdraft.errors import UsageError, describe
 from blockdraft.targets import Target, as_target
 from blockdraft.types import JOINT, SamplingParams
@@ -32,18 +29,41 @@ DRAFTER = {drafter!r}  # folder or hub name, unless `drafter` of generate names 
 def generate(model, drafter=DRAFTER, **arguments):
     return decode(model, drafter=drafter, **arguments)
 '''
-# Settings of a GenerationConfig that are followed, or that do not change the output. All others are refused.
-HEEDED = {"max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
-HEEDED |= {"eos_token_id", "pad_token_id", "bos_token_id", "num_return_sequences"}
-HEEDED |= {"use_cache", "cache_implementation", "max_cache_len", "compile_config", "disable_compile", "early_stopping"}
-HEEDED |= {"length_penalty", "transformers_version", "prefill_chunk_size", "low_memory", "_from_model_config"}
-HEEDED |= {name for name in GenerationConfig().to_dict() if "assistant" in name or "lookbehind" in name}
+# Fields of a GenerationConfig that are followed or do not change the output. All others are refused.
+SUPPORTED = set(
+    [
+        "max_length",
+        "max_new_tokens",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "eos_token_id",
+        "pad_token_id",
+        "bos_token_id",
+        "num_return_sequences",
+        "use_cache",
+        "cache_implementation",
+        "max_cache_len",
+        "compile_config",
+        "disable_compile",
+        "early_stopping",
+        "length_penalty",
+        "transformers_version",
+        "prefill_chunk_size",
+        "low_memory",
+        "_from_model_config",
+    ]
+)
+SUPPORTED |= {name for name in GenerationConfig().to_dict() if "assistant" in name or "lookbehind" in name}
 
 LOADED = "_blockdraft"  # attribute of a model that holds its `Loaded`
 
 
 class Loaded:
-    """Target and drafters of a model, loaded at its first call. A copy of the model starts with an empty one."""
+    """Target and drafters of a model, loaded at the first call. A copy of the model starts without them."""
 
     def __init__(self) -> None:
         self.target: Target | None = None
@@ -57,7 +77,7 @@ def write_custom_generate(folder: Path, drafter: str | None = None) -> None:
     """Write a folder for `custom_generate=folder`.
 
     Args:
-        drafter: Folder or hub name of the drafter for calls that name none.
+        drafter: Folder or hub name of the drafter for calls without `drafter`.
     """
     own = folder / "custom_generate"
     own.mkdir(parents=True, exist_ok=True)
@@ -79,7 +99,7 @@ def generate(
 ) -> Tensor:
     """Continue a batch of prompts as `model.generate` does.
 
-    Greedy decoding gives the same tokens as without a drafter, and sampling the same distribution.
+    Greedy decoding returns the same tokens as without a drafter, and sampling has the same distribution.
 
     Args:
         inputs: `[B, L]` integers; `input_ids` is another name for it.
@@ -89,7 +109,7 @@ def generate(
         given: Fields of a GenerationConfig, and `attention_mask`.
 
     Returns:
-        `[B, L + longest]` int64: the prompts with their padding, then the answers, filled with the pad token.
+        `[B, L + longest]` int64: the prompts with their padding, then the padded responses.
 
     Raises:
         UsageError: An argument or a setting is not supported, or the drafter does not fit.
@@ -118,53 +138,34 @@ def generate(
     ids = ids.repeat_interleave(count, dim=0)
     prompts = without_padding(ids, None if mask is None else mask.repeat_interleave(count, dim=0))
     longest = _new_tokens(model, generation_config, config, ids.size(1), "max_length" in of_config)
-    with _evaluating(model):
-        target, chosen = _pair(model, drafter)
-        params = [
-            SamplingParams(
-                max_new_tokens=longest,
-                **_sampling(config),
-                repetition_penalty=1.0 if config.repetition_penalty is None else config.repetition_penalty,
-                seed=None if seed is None else seed + row,
-                stop_token_ids=stops_of(stops, target),
-                ignore_eos=True,
-            )
-            for row in range(len(prompts))
-        ]
-        engine = engine_for(target, chosen, prompts, longest)
-        if streamer is None:
-            answers = [completion.checked().token_ids for completion in engine.generate(prompts, params)]
-        elif len(prompts) == 1:
-            answers = [[token for part in _streamed(engine, prompts[0], params[0], ids, streamer) for token in part]]
-        else:
-            raise UsageError(f"inputs holds {len(prompts)} prompts; a streamer takes one, so call generate for each.")
-    width = max(map(len, answers))
-    filler = pad if pad is not None else next(iter(stops), 0)
-    filled = torch.tensor([answer + [filler] * (width - len(answer)) for answer in answers], device=ids.device)
-    return torch.cat([ids.long(), filled], dim=1)
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Keep the model in evaluation mode, since dropout would give each forward another distribution."""
     training = model.training
-    model.eval()
+    model.eval()  # dropout would give each forward pass another distribution
     try:
-        yield
+        target, loaded = _pair(model, drafter)
+        params = SamplingParams(
+            max_new_tokens=longest,
+            **_sampling(config),
+            repetition_penalty=1.0 if config.repetition_penalty is None else config.repetition_penalty,
+            seed=seed,
+            stop_token_ids=stop_ids(stops, target),
+            ignore_eos=True,
+        )
+        filler = pad if pad is not None else next(iter(stops), 0)
+        return decode_batch(target, loaded, ids, prompts, params, filler, streamer=streamer)[0]
     finally:
         model.train(training)
 
 
 def _check(config: GenerationConfig) -> None:
-    """Refuse settings that are not supported and would change the output."""
+    """Raise a UsageError for settings that are not supported and would change the output."""
     usual = GenerationConfig._get_default_generation_params()
     for name, value in config.to_dict().items():
-        if name not in HEEDED and value is not None and value != usual.get(name, False):
+        if name not in SUPPORTED and value is not None and value != usual.get(name, False):
             raise UsageError(f"{name} is {value!r}, which is not supported with a drafter; leave it out.")
 
 
 def _sampling(config: GenerationConfig) -> dict[str, Any]:
-    """Temperature, top-k, top-p and min-p for the engine."""
+    """Return temperature, top-k, top-p and min-p for the engine."""
     if not config.do_sample:
         return {}
     if config.temperature == 0:
@@ -176,7 +177,7 @@ def _sampling(config: GenerationConfig) -> dict[str, Any]:
 def _new_tokens(
     model: PreTrainedModel, given: GenerationConfig | None, config: GenerationConfig, prompt: int, named: bool
 ) -> int:
-    """Most tokens of an answer, by the rules of transformers."""
+    """Return the maximum number of new tokens by the rules of transformers."""
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
     limit = int(config.max_length)
@@ -188,16 +189,16 @@ def _new_tokens(
 
 
 def _pair(model: PreTrainedModel, drafter: str | Path) -> tuple[Target, Drafter]:
-    kept = model.__dict__.setdefault(LOADED, Loaded())
-    if kept.target is None or (kept.target.dtype, kept.target.device) != (model.dtype, model.device):
-        kept.target, kept.drafters = as_target(model), {}
-    if str(drafter) not in kept.drafters:
-        kept.drafters[str(drafter)] = load_drafter(_folder(drafter), target=kept.target)
-    return kept.target, kept.drafters[str(drafter)]
+    loaded = model.__dict__.setdefault(LOADED, Loaded())
+    if loaded.target is None or (loaded.target.dtype, loaded.target.device) != (model.dtype, model.device):
+        loaded.target, loaded.drafters = as_target(model), {}
+    if str(drafter) not in loaded.drafters:
+        loaded.drafters[str(drafter)] = load_drafter(_folder(drafter), target=loaded.target)
+    return loaded.target, loaded.drafters[str(drafter)]
 
 
 def _folder(drafter: str | Path) -> str | Path:
-    """Folder of a drafter, or folders of a combination. A drafter on the hub is fetched."""
+    """Return the folder of a drafter, or the folders of a hybrid drafter. Fetch a drafter on the hub."""
     if "/" not in str(drafter) or Path(drafter).exists():
         return drafter
     names = joined(drafter)
@@ -212,14 +213,3 @@ def _folder(drafter: str | Path) -> str | Path:
             f"drafter is {str(drafter)!r}, which is not a folder and cannot be fetched from the hub "
             f"({describe(error)}); give the folder of a drafter."
         ) from error
-
-
-def _streamed(
-    engine: Engine, prompt: list[int], params: SamplingParams, ids: Tensor, streamer: Any
-) -> Iterator[list[int]]:
-    streamer.put(ids.cpu())
-    for chunk in engine.stream(prompt, params):
-        if chunk.checked().token_ids:
-            streamer.put(torch.tensor(chunk.token_ids))
-        yield list(chunk.token_ids)
-    streamer.end()

@@ -1,4 +1,4 @@
-"""A mixin with the `generate` of transformers that drafts with DFlash."""
+"""A mixin with a `generate` like that of transformers, which drafts with DFlash."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from blockdraft.compat.adapt import check_token_ids, engine_for, stops_of, without_padding
+from blockdraft.compat.adapt import check_token_ids, decode_batch, stop_ids, without_padding
 from blockdraft.drafters import (
     BUNDLED_DFLASH,
     DIFFUSION_STEPS,
@@ -32,10 +33,10 @@ class DFlashConfig:
     """Settings of drafting. None of them changes the output.
 
     Attributes:
-        block_size: Tokens of a block, anchor included; None is the size the drafter was trained for.
-        diffusion_steps: Draft passes for a block. Each pass fixes its surest guesses, which the next pass sees. None is
-            the drafter's own number, 1 for all but flow maps.
-        noise_schedule: Curve of the share of guesses fixed after each pass, "cosine" or "linear".
+        block_size: Block size, anchor included; None is the size the drafter was trained for.
+        diffusion_steps: Draft passes per block. Each pass fixes its most probable draft tokens, which the next pass
+            sees. None is the drafter's own number, 1 for all but flow maps.
+        noise_schedule: Curve of the share of draft tokens fixed after each pass, "cosine" or "linear".
         drafter: Folder of a DFlash checkpoint; None is the bundled one, which fits the bundled target.
     """
 
@@ -51,7 +52,7 @@ class DFlashConfig:
 
 
 class DFlashGenerationMixin:
-    """Gives a causal LM a `generate` that drafts; the output is the model's own.
+    """Gives a causal language model a `generate` that drafts. The output is the model's own.
 
     Args:
         base_model: A causal language model of transformers, or a target from `load_target`.
@@ -61,7 +62,7 @@ class DFlashGenerationMixin:
         UsageError: The drafter does not fit the model, is not a DFlash drafter, or was trained for smaller blocks.
 
     Attributes:
-        last_stats: Statistics of the last call, for each row.
+        last_stats: Statistics of the last call, one for each prompt.
     """
 
     def __init__(self, base_model: PreTrainedModel | Target, config: DFlashConfig | None = None) -> None:
@@ -82,26 +83,19 @@ class DFlashGenerationMixin:
 
     @property
     def base_model(self) -> PreTrainedModel:
-        """The model of transformers.
-
-        Raises:
-            AttributeError: The target is not run by transformers.
-        """
+        """The model of transformers. Raises an AttributeError if another backend runs the target."""
         model = self.target.model
         if model is None:
             raise AttributeError(f"The target is a {type(self.target).__name__}, which has no model of transformers.")
         return model
 
     @property
-    def config(self) -> PretrainedConfig:
-        """Configuration of the base model. `dflash_config` holds the settings of drafting."""
-        config: PretrainedConfig = self.base_model.config
-        return config
+    def config(self) -> Any:
+        return self.base_model.config
 
     @property
-    def generation_config(self) -> GenerationConfig:
-        config: GenerationConfig = self.base_model.generation_config
-        return config
+    def generation_config(self) -> Any:
+        return self.base_model.generation_config
 
     @property
     def device(self) -> torch.device:
@@ -131,17 +125,17 @@ class DFlashGenerationMixin:
         Args:
             input_ids: `[B, L]` integers.
             attention_mask: `[B, L]`, 0 at padding, which may be left or right of a prompt; None is no padding.
-            max_new_tokens: Most tokens of an answer.
-            use_dflash: Whether to draft; False decodes plainly, to the same tokens.
+            max_new_tokens: Maximum number of new tokens.
+            use_dflash: Whether to draft; plain decoding returns the same tokens.
             do_sample: Whether to sample; False decodes greedily.
             temperature, top_k, top_p: Sampling parameters; None is 1.0, all tokens and 1.0. Those in the model's
                 `generation_config` are ignored.
-            eos_token_id: The only tokens that end an answer early; None is the model's own.
-            pad_token_id: Filler of rows that end early; None is the model's own, or else its end token.
+            eos_token_id: The only tokens that end a response early; None is the model's own.
+            pad_token_id: Filler of responses that end early; None is the model's own, or else its end token.
             seed: Row i samples with `seed + i`; None takes the seeds from torch's generator.
 
         Returns:
-            `[B, L + longest]` int64 on the device of `input_ids`: the prompts with their padding, then the answers.
+            `[B, L + longest]` int64 on the device of `input_ids`: the prompts with their padding, then the responses.
 
         Raises:
             UsageError: The mask hides tokens inside a prompt, sampling parameters contradict each other, or
@@ -150,45 +144,38 @@ class DFlashGenerationMixin:
         check_token_ids(input_ids)
         prompts = without_padding(input_ids, attention_mask)
         temperature, top_k, top_p = _sampling(do_sample, temperature, top_k, top_p)
-        stops = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
-        params = [
-            SamplingParams(
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=None if seed is None else seed + row,
-                stop_token_ids=stops_of(stops, self.target),
-                ignore_eos=eos_token_id is not None,
-            )
-            for row in range(len(prompts))
-        ]
+        stops = stop_ids(eos_token_id, self.target)
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop_token_ids=stops,
+            ignore_eos=eos_token_id is not None,
+        )
         drafter, block_size = (self.drafter, self.dflash_config.block_size) if use_dflash else (self._plain, None)
-        engine = engine_for(self.target, drafter, prompts, max_new_tokens, block_size)
-        completions = [completion.checked() for completion in engine.generate(prompts, params)]
-        self.last_stats = [completion.stats for completion in completions]
-        longest = max(len(completion.token_ids) for completion in completions)
         pad = self._pad_token(stops) if pad_token_id is None else pad_token_id
-        answers = [c.token_ids + [pad] * (longest - len(c.token_ids)) for c in completions]
-        return torch.cat([input_ids.long(), torch.tensor(answers, device=input_ids.device)], dim=1)
+        output, completions = decode_batch(self.target, drafter, input_ids, prompts, params, pad, block_size=block_size)
+        self.last_stats = [completion.stats for completion in completions]
+        return output
 
-    def _pad_token(self, stops: list[int]) -> int:
-        """The model's pad token, or else an end token. Without end tokens no row needs filling, so 0 will do."""
-        model = self.target.model
-        own = None if model is None else self.generation_config.pad_token_id
-        if own is None and self.target.tokenizer is not None:
-            own = self.target.tokenizer.pad_token_id
-        return own if own is not None else next(iter(stops or sorted(self.target.eos_token_ids)), 0)
+    def _pad_token(self, stops: Sequence[int]) -> int:
+        """Return the model's pad token, or else an end token. Without end tokens no row is shorter than others."""
+        model, tokenizer = self.target.model, self.target.tokenizer
+        pad = None if model is None else self.generation_config.pad_token_id
+        if pad is None and tokenizer is not None:
+            pad = tokenizer.pad_token_id
+        return pad if pad is not None else next(iter(stops or sorted(self.target.eos_token_ids)), 0)
 
 
 def _sampling(
     do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None
 ) -> tuple[float, int, float]:
-    """Temperature, top-k and top-p for the engine."""
+    """Return temperature, top-k and top-p for the engine."""
     if not do_sample:
-        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        neutral = {"temperature": (None, 0, 1), "top_k": (None, 0), "top_p": (None, 1)}
-        unused = [f"{name}={value}" for name, value in given.items() if value not in neutral[name]]
+        given = {"temperature": (temperature, (None, 0, 1)), "top_k": (top_k, (None, 0)), "top_p": (top_p, (None, 1))}
+        unused = [f"{name}={value}" for name, (value, neutral) in given.items() if value not in neutral]
         if unused:
             warnings.warn(f"{', '.join(unused)} has no effect with do_sample=False.", stacklevel=3)
         return 0.0, SamplingParams.top_k, SamplingParams.top_p

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partialmethod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from blockdraft.compat.adapt import check_token_ids, drafter_for, engine_for, stops_of
-from blockdraft.drafters import NetworkDrafter
+from blockdraft.compat.adapt import check_token_ids, decode_batch, stop_ids
+from blockdraft.drafters import NetworkDrafter, drafter_of
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash2.network import DFlash2Network
 from blockdraft.errors import UsageError
@@ -22,7 +23,6 @@ from blockdraft.types import SamplingParams
 
 def spec_generate(
     network_or_drafter: DFlashNetwork | NetworkDrafter,
-    *,
     target: PreTrainedModel | Target,
     input_ids: Tensor | Sequence[int],
     max_new_tokens: int,
@@ -31,15 +31,15 @@ def spec_generate(
     top_p: float = SamplingParams.top_p,
     top_k: int = SamplingParams.top_k,
 ) -> Tensor:
-    """Answer one prompt.
+    """Decode one prompt.
 
     Args:
         network_or_drafter: A network, which is moved to the target's device and dtype, or a drafter from
-            `load_drafter`.
+            `load_drafter`, which is not.
         target: A causal language model of transformers, or a target from `load_target`.
         input_ids: `[1, L]` integers, or a list of token ids.
-        max_new_tokens: Most tokens of the answer.
-        stop_token_ids: The only tokens that end the answer early; None decodes `max_new_tokens`.
+        max_new_tokens: Maximum number of new tokens.
+        stop_token_ids: The only tokens that end the response early.
         temperature, top_p, top_k: As in `SamplingParams`. Seed with `torch.manual_seed`.
 
     Returns:
@@ -50,10 +50,9 @@ def spec_generate(
             an argument.
     """
     bound = as_target(target)
-    if isinstance(input_ids, Tensor):
-        ids = input_ids
-    else:
-        ids = torch.tensor([list(input_ids)], dtype=None if len(input_ids) else torch.int64, device=bound.device)
+    ids = input_ids
+    if not isinstance(ids, Tensor):
+        ids = torch.tensor([list(ids)], dtype=None if len(ids) else torch.int64, device=bound.device)
     check_token_ids(ids)
     if len(ids) != 1:
         raise UsageError(
@@ -71,22 +70,24 @@ def spec_generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        stop_token_ids=stops_of(stop_token_ids or (), bound),
+        stop_token_ids=stop_ids(stop_token_ids, bound),
         ignore_eos=True,
     )
-    prompts = [ids[0].tolist()]
-    [completion] = engine_for(bound, drafter_for(network_or_drafter, bound), prompts, max_new_tokens).generate(
-        prompts, params
-    )
-    return torch.cat([ids.long(), torch.tensor([completion.checked().token_ids], device=ids.device)], dim=1)
+    if isinstance(network_or_drafter, NetworkDrafter):
+        drafter = network_or_drafter.adapted(bound)
+    else:
+        drafter = drafter_of(network_or_drafter, bound)
+    return decode_batch(bound, drafter, ids, ids.tolist(), params, pad_token=0)[0]
 
 
 class DFlashDraftModel(DFlashNetwork):
-    """A DFlash network that gets its target with each call."""
+    """A DFlash network that receives its target with each call."""
+
+    spec_generate = partialmethod(spec_generate)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, dtype: torch.dtype | str | None = None) -> DFlashDraftModel:
-        """Read a checkpoint folder.
+        """Load a checkpoint folder.
 
         Args:
             dtype: Dtype of the weights, such as `torch.bfloat16` or "bfloat16"; None or "auto" is the checkpoint's own.
@@ -120,28 +121,6 @@ class DFlashDraftModel(DFlashNetwork):
     def target_layer_ids(self) -> list[int]:
         return list(self.config.target_layers)
 
-    def spec_generate(
-        self,
-        target: PreTrainedModel | Target,
-        input_ids: Tensor | Sequence[int],
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int] | None = None,
-        temperature: float = SamplingParams.temperature,
-        top_p: float = SamplingParams.top_p,
-        top_k: int = SamplingParams.top_k,
-    ) -> Tensor:
-        """Answer one prompt; see the function `spec_generate`."""
-        return spec_generate(
-            self,
-            target=target,
-            input_ids=input_ids,
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=stop_token_ids,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-        )
-
 
 class DFlash2DraftModel(DFlashDraftModel, DFlash2Network):
-    """A DFlash2 network that gets its target with each call."""
+    """A DFlash2 network that receives its target with each call."""

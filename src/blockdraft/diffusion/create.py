@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase, Qwen3Config
 
 from blockdraft.diffusion.folder import PAPER, PREFIX, other_files, write_model
 from blockdraft.diffusion.model import DiffusionConfig, DiffusionModel
@@ -26,13 +25,18 @@ from blockdraft.targets import (
     BUNDLED,
     HEAD,
     TABLE,
+    ModelConfig,
     OpenCheckpoint,
     TargetText,
     decoder_config,
     load_target_text,
     load_text_with,
+    make_config,
     open_checkpoint,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MASK_TOKEN = "<|mask|>"  # as in dllm
 LEAST_NORM = 0.1  # of the mask token's embedding, relative to the mean of all
@@ -116,8 +120,7 @@ def new_model(
     """
     like = BUNDLED if like is None else like
     check_free(out)
-    described = PretrainedConfig()
-    described.max_position_embeddings = settings.context
+    described = ModelConfig(max_position_embeddings=settings.context)
     text = load_text_with(described, like)
     if text.tokenizer is None:
         raise UsageError(f"{like} has no tokenizer; name a folder with one, or a model on the hub.")
@@ -213,19 +216,21 @@ def _random_network(settings: NewSettings, vocab_size: int) -> tuple[Denoiser, d
         )
         raw = {"model_type": PAPER, "architectures": ["BD3LM"], "time_conditioning": False, **asdict(config)}
         return DiT(config), raw
-    causal = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=settings.hidden_size,
-        intermediate_size=8 * settings.hidden_size // 3,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
-        num_key_value_heads=settings.heads,
-        head_dim=settings.hidden_size // settings.heads,
-        max_position_embeddings=settings.context,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+    causal = make_config(
+        {
+            "model_type": "qwen3",
+            "vocab_size": vocab_size,
+            "hidden_size": settings.hidden_size,
+            "intermediate_size": 8 * settings.hidden_size // 3,
+            "num_hidden_layers": settings.layers,
+            "num_attention_heads": settings.heads,
+            "num_key_value_heads": settings.heads,
+            "head_dim": settings.hidden_size // settings.heads,
+            "max_position_embeddings": settings.context,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "tie_word_embeddings": True,
+        }
     )
     network = CausalDenoiser(decoder_config(causal))
     for module in network.modules():

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
 
 from blockdraft.diffusion.model import DiffusionConfig, DiffusionModel
 from blockdraft.errors import UsageError
@@ -26,7 +25,17 @@ from blockdraft.formats.model_folder import ModelWriter
 from blockdraft.formats.stored import check_floats, open_tensors
 from blockdraft.nn.denoiser import CausalDenoiser, Denoiser, why_not_denoiser
 from blockdraft.nn.dit import DiT, DiTConfig
-from blockdraft.targets import FAMILIES, HEAD, NotCovered, decoder_config, device_and_dtype, load_text_with
+from blockdraft.targets import (
+    FAMILIES,
+    HEAD,
+    AnyConfig,
+    ModelConfig,
+    NotCovered,
+    decoder_config,
+    device_and_dtype,
+    load_text_with,
+    make_config,
+)
 
 PREFIX, PAPER = "a2d-", "bd3lm"
 FAMILY_OF = {PAPER: PAPER, "sdar": "qwen3"} | {f"{PREFIX}{family}": family for family in FAMILIES}
@@ -87,9 +96,9 @@ def other_files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in [folder / "generation_config.json"] if file.is_file()}
 
 
-def _converted(raw: Mapping[str, Any], family: str, folder: Path) -> tuple[Denoiser, PretrainedConfig]:
+def _converted(raw: Mapping[str, Any], family: str, folder: Path) -> tuple[Denoiser, AnyConfig]:
     try:
-        config = AutoConfig.for_model(family, **{key: value for key, value in raw.items() if key != "model_type"})
+        config = make_config({**raw, "model_type": family})
     except Exception as error:  # transformers raises many kinds
         told = " ".join(str(error).split())
         raise UsageError(f"{folder / 'config.json'} cannot be used: {told}; use the one of these weights.") from error
@@ -103,16 +112,14 @@ def _converted(raw: Mapping[str, Any], family: str, folder: Path) -> tuple[Denoi
         return CausalDenoiser(wanted), config
 
 
-def _paper(raw: Mapping[str, Any], folder: Path) -> tuple[Denoiser, PretrainedConfig]:
+def _paper(raw: Mapping[str, Any], folder: Path) -> tuple[Denoiser, AnyConfig]:
     others = {"time_conditioning": False, "causal": False, "adaln": True}
     if wrong := [name for name, usual in others.items() if raw.get(name, usual) != usual]:
         raise UsageError(f"{folder} cannot be loaded: {wrong[0]} is {raw[wrong[0]]}, which this network does not know.")
     config = DiTConfig(**{each.name: raw[each.name] for each in fields(DiTConfig) if each.name in raw})
     with torch.device("meta"):
         network = DiT(config)
-    described = PretrainedConfig()
-    described.max_position_embeddings = config.model_length
-    return network, described
+    return network, ModelConfig(max_position_embeddings=config.model_length)
 
 
 def _load_weights(network: Denoiser, folder: Path) -> None:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.errors import UsageError
@@ -21,6 +20,9 @@ from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.targets import Target
 from blockdraft.targets.base import Rows
 from blockdraft.types import CycleTokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Share of the draft tokens that are final after the fraction t of the draft passes.
 NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -211,7 +213,7 @@ class DrafterSpec:
     """
 
     load: Callable[[Any, Target], Drafter]
-    architectures: tuple[str, ...] = ()
+    architectures: Sequence[str] = ()
     by_name: bool = False
     claims: Callable[[Mapping[str, Any]], bool] = lambda raw: False
     network: type[nn.Module] | None = None

@@ -4,12 +4,13 @@ the other (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
@@ -300,5 +301,20 @@ def load(path: Path, target: Target, device: torch.device | None = None) -> Draf
     return DraftLMDrafter(load_target(path, dtype, device, threads=torch.get_num_threads()), target)
 
 
-LM = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
-DRAFTER = DrafterSpec(load, architectures=LM, load_on=load)
+class CausalLMs(Sequence[str]):
+    """Architectures of the causal language models of transformers, which is imported at the first use."""
+
+    @cached_property
+    def _names(self) -> list[str]:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()})
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._names[index]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+DRAFTER = DrafterSpec(load, architectures=CausalLMs(), load_on=load)

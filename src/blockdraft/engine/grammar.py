@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, without_tokenizer
@@ -117,6 +116,7 @@ def compile_schema(schema: str) -> str:
 def _tokenizer(target: Target) -> LLTokenizer:
     """llguidance's tokenizer of a target; made once, since that takes long."""
     from llguidance.hf import from_tokenizer
+    from transformers import PreTrainedTokenizerFast
 
     with _lock:
         if target not in _tokenizers:

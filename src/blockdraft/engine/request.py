@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.engine.grammar import AnswerGrammar
@@ -14,6 +13,9 @@ from blockdraft.engine.stats import Stats
 from blockdraft.engine.text import AnswerText
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError, UsageError, describe
 from blockdraft.types import CycleTrace, FinishReason, RequestDrafting, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(eq=False, kw_only=True)

@@ -10,14 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from os.path import commonprefix
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from blockdraft.errors import RequestError, UsageError
 from blockdraft.targets import Target, TargetText, without_tokenizer
 from blockdraft.types import Message, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -392,6 +394,8 @@ def _write_forward(decoders: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _overrides_decode(tokenizer: PreTrainedTokenizerBase) -> bool:
+    from transformers import PreTrainedTokenizerFast
+
     kind, fast = type(tokenizer), PreTrainedTokenizerFast
     return kind.decode is not fast.decode or kind._decode is not fast._decode
 

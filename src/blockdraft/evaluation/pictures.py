@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from blockdraft.errors import UsageError, counted
-from blockdraft.evaluation.methods import PLAIN, shape_name
+from blockdraft.evaluation.methods import PLAIN
 from blockdraft.evaluation.results import Results
 from blockdraft.evaluation.speed import Figures
 from blockdraft.timing import PARTS
@@ -155,8 +155,7 @@ def _axes(width: float, methods: Mapping[str, object]) -> tuple[Any, Any]:
 
 
 def _label(method: str) -> str:
-    name = shape_name(method)
-    return name if len(name) <= LABEL_WIDTH else f"...{name[3 - LABEL_WIDTH :]}"
+    return method if len(method) <= LABEL_WIDTH else f"...{method[3 - LABEL_WIDTH :]}"
 
 
 def _png(figure: Any, axes: Any) -> bytes:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from blockdraft.data.folder import make_folder, write_file
 from blockdraft.errors import counted
-from blockdraft.evaluation.methods import PLAIN, shape_name
+from blockdraft.evaluation.methods import PLAIN
 from blockdraft.evaluation.pictures import PICTURES
 from blockdraft.evaluation.results import Results
 from blockdraft.evaluation.speed import Figures, Profile
@@ -66,7 +66,7 @@ def show(console: Console, found: Results) -> None:
     notes = {name: f", which {note}" for name, note in of["drafter_notes"].items() if note}
     said = {name: of["kinds"][name] + notes.get(name, "") for name in found.methods if name != PLAIN}
     for drafter in dict.fromkeys(said.values()):
-        console.print(f"Drafter {drafter}: {', '.join(shape_name(name) for name in said if said[name] == drafter)}")
+        console.print(f"Drafter {drafter}: {', '.join(name for name in said if said[name] == drafter)}")
     console.print()
     for name, methods in tables.items():
         console.print(_table(name, methods, box.SIMPLE if console.is_terminal else None))
@@ -91,7 +91,7 @@ def _table(name: str, methods: Mapping[str, Figures], lines: box.Box | None) -> 
     for method, one in methods.items():
         slowest, fastest = one.tokens_per_second_range or (None, None)
         table.add_row(
-            shape_name(method),
+            method,
             _number(one.tokens_per_second, 1),
             f"{_number(slowest, 1)}-{_number(fastest, 1)}",
             _number(one.speedup, 2),
@@ -108,7 +108,7 @@ def _profile_table(profiles: Mapping[str, Profile], lines: box.Box | None) -> Ta
     table = Table(box=lines, pad_edge=False, title_justify="left", title="Where the time of a cycle goes: ms (%)")
     table.add_column("part", no_wrap=True)
     for method in profiles:
-        table.add_column(shape_name(method), justify="right", overflow="fold")
+        table.add_column(method, justify="right", overflow="fold")
     for part in PARTS:
         spent = [(one.seconds[part], one.total) for one in profiles.values()]
         table.add_row(part, *(f"{1000 * seconds:.3f} ({100 * seconds / total:4.1f})" for seconds, total in spent))

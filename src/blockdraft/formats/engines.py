@@ -1,4 +1,4 @@
-"""How to start each engine with a drafter, or why it cannot be started."""
+"""Commands that start each engine with a drafter."""
 
 from __future__ import annotations
 
@@ -38,37 +38,38 @@ def starts(
     given: Sequence[str] = (),
     target_gguf: str | None = None,
 ) -> dict[str, Start]:
-    """How to start each engine with a drafter.
+    """Return the command of each engine, by its name, or the reason why it cannot run the drafter.
 
     Args:
         config: Configuration of the drafter's network.
         layout: Name of the drafter's layout, or "gguf".
-        drafter, target: Folders, hub names or files.
-        given: Options that name the target for our commands.
-        target_gguf: The target's GGUF file, for llama.cpp.
+        drafter, target: Folder, hub name or file.
+        given: Options that name the target in blockdraft commands.
+        target_gguf: GGUF file of the target, for llama.cpp.
     """
 
     def export(to: str) -> str:
         return shlex.join(["blockdraft", "export", drafter, *given, "--format", to, "--out", f"{to}-drafter"])
 
-    ours = {OURS: Start(shlex.join(["blockdraft", "serve", *given, "--drafter", drafter]))}
-    folder = kind_of(config).layout if layout == GGUF else layout
-    found = find_layout(folder).starts(config, drafter, target, export)
-    if found is None:
-        found = {
+    ours = Start(shlex.join(["blockdraft", "serve", *given, "--drafter", drafter]))
+    folder_layout = kind_of(config).layout if layout == GGUF else layout
+    commands = find_layout(folder_layout).starts(config, drafter, target, export)
+    if commands is None:
+        commands = {
             VLLM: _vllm(config, layout, drafter, target, export(ZLAB), export(SPECULATORS)),
             SGLANG: _sglang(config, layout, drafter, target, export(ZLAB)),
             TENSORRT_LLM: _tensorrt_llm(config, layout, drafter, target, export(ZLAB)),
         }
     elif layout == GGUF:
-        found = dict.fromkeys(found, Start(None, f"it reads such drafters in the {folder} format", export(folder)))
-    if LLAMA_CPP not in found:
-        found[LLAMA_CPP] = _llama_cpp(config, layout, drafter, target_gguf, export(GGUF))
-    return ours | found | {OPENVINO: _openvino(config, layout, drafter, export(ZLAB))}
+        reason = f"it reads such drafters in the {folder_layout} format"
+        commands = dict.fromkeys(commands, Start(None, reason, export(folder_layout)))
+    if LLAMA_CPP not in commands:
+        commands[LLAMA_CPP] = _llama_cpp(config, layout, drafter, target_gguf, export(GGUF))
+    return {OURS: ours, **commands, OPENVINO: _openvino(config, layout, drafter, export(ZLAB))}
 
 
 def llama_cpp_line(config: Any, drafter: str, target: str) -> str:
-    """Command line that starts llama.cpp's server with two GGUF files."""
+    """Return the command line that starts llama-server with two GGUF files."""
     speculator, draft_tokens = kind_of(config).start(config)
     line = ["llama-server", "-m", target, "-md", drafter, "--spec-type", speculator]
     return shlex.join([*line, "--spec-draft-n-max", str(draft_tokens)])
@@ -88,7 +89,7 @@ def _vllm(config: DraftConfig, layout: str, drafter: str, target: str, to_zlab: 
 def _sglang(config: DraftConfig, layout: str, drafter: str, target: str, to_zlab: str) -> Start:
     architecture = architecture_of(config)
     if architecture.sglang is None:
-        return Start(None, f"how it is started with {architecture.names[0]} is not known here")
+        return Start(None, f"no command for {architecture.names[0]} is known")
     if layout != ZLAB:
         return Start(None, "it reads z-lab's layout", to_zlab)
     return sglang(target, architecture.sglang, drafter, config.block_size)
@@ -97,7 +98,7 @@ def _sglang(config: DraftConfig, layout: str, drafter: str, target: str, to_zlab
 def _tensorrt_llm(config: DraftConfig, layout: str, drafter: str, target: str, to_zlab: str) -> Start:
     architecture = architecture_of(config)
     if architecture.tensorrt_llm is None:
-        return Start(None, f"how it is started with {architecture.names[0]} is not known here")
+        return Start(None, f"no command for {architecture.names[0]} is known")
     if layout != ZLAB:
         return Start(None, "it reads z-lab's layout", to_zlab)
     return tensorrt_llm(target, architecture.tensorrt_llm, drafter, architecture.draft_tokens(config))
@@ -106,7 +107,7 @@ def _tensorrt_llm(config: DraftConfig, layout: str, drafter: str, target: str, t
 def _openvino(config: Any, layout: str, drafter: str, to_zlab: str) -> Start:
     architecture = find_architecture(config)
     if architecture is None or not architecture.openvino:
-        return Start(None, "DFlash alone was found to draft in it as it does here")
+        return Start(None, "only DFlash has been verified with it")
     return openvino(drafter) if layout == ZLAB else Start(None, "optimum converts z-lab's layout for it", to_zlab)
 
 

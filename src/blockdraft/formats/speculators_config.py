@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import AutoConfig
-
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.draft_config import MOST_LAYERS, need, whole
@@ -91,6 +89,8 @@ def layer_config(raw: Any) -> dict[str, Any]:
     settings = {**raw}
     kind = settings.pop("model_type", "qwen3")
     whole("num_hidden_layers", settings.get("num_hidden_layers", 1), maximum=MOST_LAYERS)
+    from transformers import AutoConfig
+
     try:
         return {**AutoConfig.for_model(kind, **settings).to_dict()}
     except Exception as error:  # transformers raises many types of errors for wrong values

@@ -1,5 +1,4 @@
-"""Command lines and configurations that start other engines with a drafter. Tests compare their options with those
-recorded from each engine."""
+"""Command lines and configuration files that start other engines with a drafter."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ TENSORRT_LLM_FILE = "trtllm.yaml"
 
 @dataclass(frozen=True)
 class Start:
-    """How to start an engine with a drafter, or why it cannot be started.
+    """Command that starts an engine with a drafter, or the reason why there is none.
 
     Attributes:
-        line: Command line that starts the engine; None if it does not read the drafter in this form.
-        reason: Reason why it does not.
-        remedy: Command that writes the drafter in a form that the engine reads; None if there is none.
-        files: Contents, by name, of files that the command line names.
+        line: Command line, or None if the engine cannot read the drafter in this layout.
+        reason: Why the engine cannot read it.
+        remedy: Command that converts the drafter to a layout the engine reads, if there is one.
+        files: Contents, by name, of the files that the command line refers to.
     """
 
     line: str | None
@@ -32,32 +31,28 @@ class Start:
 
     @property
     def typed(self) -> str:
-        """Commands that write the files, followed by the command line."""
+        """Shell commands that write the files, followed by the command line."""
         assert self.line is not None
-        return as_typed(self.line, self.files)
-
-
-def as_typed(line: str, files: Mapping[str, str]) -> str:
-    """Commands that write these files, followed by a command line."""
-    return "\n".join([*(f"cat > {name} <<'END'\n{content}\nEND" for name, content in files.items()), line])
+        files = (f"cat > {name} <<'END'\n{content}\nEND" for name, content in self.files.items())
+        return "\n".join([*files, self.line])
 
 
 def vllm(target: str, method: str, drafter: str, draft_tokens: int) -> Start:
-    said = {"method": method, "model": drafter, "num_speculative_tokens": draft_tokens}
-    return Start(shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(said)]))
+    config = {"method": method, "model": drafter, "num_speculative_tokens": draft_tokens}
+    return Start(shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)]))
 
 
 def vllm_alone(drafter: str) -> Start:
-    """Start of vLLM with a folder in the speculators format, which names its target."""
+    """Start vLLM with a folder in the speculators format, which contains the name of its target."""
     return Start(shlex.join(["vllm", "serve", drafter]))
 
 
 def sglang(target: str, algorithm: str, drafter: str, tokens: int, more: Mapping[str, int] | None = None) -> Start:
-    """Start of SGLang.
+    """Start SGLang.
 
     Args:
-        tokens: Tokens of a proposal, anchor included.
-        more: Further options.
+        tokens: Tokens per proposal, including the anchor.
+        more: Additional options.
     """
     line = ["python", "-m", "sglang.launch_server", "--model-path", target]
     line += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", drafter]
@@ -68,24 +63,24 @@ def sglang(target: str, algorithm: str, drafter: str, tokens: int, more: Mapping
 def tensorrt_llm(
     target: str, kind: str, drafter: str, draft_tokens: int, more: Mapping[str, Any] | None = None
 ) -> Start:
-    """Start of TensorRT-LLM.
+    """Start TensorRT-LLM.
 
     Args:
-        kind: TensorRT-LLM's `decoding_type`.
-        more: Further keys of its speculative configuration.
+        kind: `decoding_type` in TensorRT-LLM.
+        more: Additional keys of the speculative configuration.
     """
-    said = {"decoding_type": kind, "speculative_model": drafter, "max_draft_len": draft_tokens, **(more or {})}
+    config = {"decoding_type": kind, "speculative_model": drafter, "max_draft_len": draft_tokens, **(more or {})}
     line = shlex.join(["trtllm-serve", target, "--config", TENSORRT_LLM_FILE])
-    return Start(line, files={TENSORRT_LLM_FILE: json.dumps({"speculative_config": said})})  # JSON is YAML
+    return Start(line, files={TENSORRT_LLM_FILE: json.dumps({"speculative_config": config})})  # JSON is YAML
 
 
 def openvino(drafter: str) -> Start:
-    """OpenVINO GenAI is a library, for which a drafter is converted first."""
+    """Convert the drafter for OpenVINO GenAI, which is a library and has no server."""
     line = ["optimum-cli", "export", "openvino", "--model", drafter, "--task", "text-generation-with-past"]
     line += ["--trust-remote-code", "--disable-convert-tokenizer", "--weight-format", "fp32", "drafter-ov"]
-    return Start(None, "it reads what optimum has converted", shlex.join(line))
+    return Start(None, "it reads checkpoints converted by optimum", shlex.join(line))
 
 
 def nowhere(reasons: Mapping[str, str]) -> dict[str, Start]:
-    """All engines, with the reason why none of them runs a kind of drafter."""
+    """Return the reason of each engine for not running a kind of drafter."""
     return {engine: Start(None, reason) for engine, reason in reasons.items()}

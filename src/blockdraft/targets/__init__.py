@@ -46,6 +46,7 @@ from blockdraft.targets.gguf import (
     tokenizer_metadata,
     write_gguf_target,
 )
+from blockdraft.targets.model_config import AnyConfig, ModelConfig, make_config
 from blockdraft.targets.weights import HEAD, SOURCE, TABLE, OpenCheckpoint
 from blockdraft.targets.weights import open_checkpoint as open_folder
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
@@ -262,9 +263,11 @@ __all__ = [
     "HEAD",
     "SOURCE",
     "TABLE",
+    "AnyConfig",
     "Cache",
     "Description",
     "LoadOptions",
+    "ModelConfig",
     "NotCovered",
     "OpenCheckpoint",
     "Rows",
@@ -281,6 +284,7 @@ __all__ = [
     "load_target",
     "load_target_text",
     "load_text_with",
+    "make_config",
     "open_checkpoint",
     "target_fingerprint",
     "other_target_warning",

@@ -13,18 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
-from blockdraft.light_transformers import import_lightly
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
 
-import_lightly()  # here, since whatever imports a configuration of transformers for a target imports this file
-
-if TYPE_CHECKING:  # takes as long to import as torch
-    from transformers import PreTrainedModel
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class NotCovered(ValueError):

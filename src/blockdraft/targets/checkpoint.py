@@ -8,21 +8,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.models import located
 from blockdraft.targets.base import Target, TargetText
 from blockdraft.targets.fingerprint import weights_fingerprint
+from blockdraft.targets.model_config import AnyConfig, ModelConfig, architecture_of, load_config
 
-# Keys of a configuration that say how it was saved, not what the model is.
-INCIDENTAL = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 # Beginnings of the `model_type` of models that `blockdraft.diffusion` reads.
 BLOCK_DIFFUSION = ("a2d-", "bd3lm", "sdar")
 HUB_SECONDS = 10.0  # time for the hub to answer, as in its own client
@@ -42,7 +44,7 @@ class CheckpointTarget(Target):
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        config: AnyConfig,
         *,
         tokenizer: PreTrainedTokenizerBase | None,
         path: Path | None,
@@ -53,7 +55,7 @@ class CheckpointTarget(Target):
         self.path = path
         self.max_context = max_context(config)
         self.eos_token_ids = end_tokens(generation_config, config, tokenizer)
-        self.architecture = architecture(config)
+        self.architecture = architecture_of(config)
         self._config = config.get_text_config()
         self._source = source_fingerprint
 
@@ -153,13 +155,21 @@ def own_dtype(path: str | Path, revision: str | None = None) -> torch.dtype | No
     Raises:
         UsageError: As in `load_text`.
     """
-    checked_folder(path, revision)
+    folder = checked_folder(path, revision)
     with loading(path):
-        config = AutoConfig.from_pretrained(path, revision=revision)
-        if getattr(config, "quantization_config", None):
-            return None
-        named: torch.dtype | None = config.dtype or config.get_text_config().dtype
-    return named
+        raw = _read_json(folder / "config.json") if folder.exists() else load_config(path, revision).to_dict()
+    if raw.get("quantization_config"):
+        return None
+    text = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else {}
+    named = (part.get("dtype") or part.get("torch_dtype") for part in (raw, text))
+    return getattr(torch, str(next(filter(None, named), None)).removeprefix("torch."), None)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is not a JSON object")
+    return found
 
 
 def load_text(path: str | Path, revision: str | None = None) -> TargetText:
@@ -170,11 +180,11 @@ def load_text(path: str | Path, revision: str | None = None) -> TargetText:
     """
     checked_folder(path, revision)
     with loading(path):
-        config = AutoConfig.from_pretrained(path, revision=revision)
+        config = load_config(path, revision)
     return load_text_with(config, path, revision)
 
 
-def load_text_with(config: PretrainedConfig, path: str | Path, revision: str | None = None) -> TargetText:
+def load_text_with(config: AnyConfig, path: str | Path, revision: str | None = None) -> TargetText:
     """`load_text` with a given configuration, for folders whose `model_type` transformers does not know."""
     folder = Path(path)
     with loading(path):
@@ -184,21 +194,46 @@ def load_text_with(config: PretrainedConfig, path: str | Path, revision: str | N
 
 
 def load_tokenizer(
-    path: str | Path, revision: str | None = None, config: PretrainedConfig | None = None
+    path: str | Path, revision: str | None = None, config: AnyConfig | None = None
 ) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a model folder or hub name, or return None if the folder has none."""
     folder = Path(path)
-    has_tokenizer = not folder.exists() or any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
-    return AutoTokenizer.from_pretrained(path, revision=revision, config=config) if has_tokenizer else None
-
-
-def load_generation_config(path: str | Path, revision: str | None = None) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(path, revision=revision or "main")
-    except OSError:  # a folder need not have one
+    if folder.exists() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         return None
+    from transformers import AutoTokenizer, PretrainedConfig
+
+    config = load_config(path, revision) if config is None else config
+    if isinstance(config, ModelConfig):
+        family, file = getattr(config, "model_type", ""), folder / "tokenizer_config.json"
+        names_class = file.is_file() and bool(_read_json(file).get("tokenizer_class"))
+        config = None
+        if names_class or not family:  # else the class of the configuration decides
+            config = PretrainedConfig()
+            config.model_type = family
+    return AutoTokenizer.from_pretrained(path, revision=revision, config=config)
 
 
-def max_context(config: PretrainedConfig) -> int:
+def load_generation_config(path: str | Path, revision: str | None = None) -> SimpleNamespace | None:
+    """Return the object whose `eos_token_id` is that of generation_config.json, or None if there is no such file."""
+    file = find_file(path, "generation_config.json", revision)
+    if file is None:
+        return None
+    with loading(path):
+        return SimpleNamespace(eos_token_id=_read_json(Path(file)).get("eos_token_id"))
+
+
+def find_file(path: str | Path, name: str, revision: str | None = None) -> str | None:
+    """Return the path of a file of a model folder or hub name, or None if it has none of this name."""
+    folder = Path(path)
+    if folder.exists():
+        return str(folder / name) if (folder / name).is_file() else None
+    from transformers.utils.hub import cached_file
+
+    found: str | None = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return found
+
+
+def max_context(config: AnyConfig) -> int:
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
@@ -210,12 +245,7 @@ def end_tokens(*sources: Any) -> frozenset[int]:
     return frozenset(ids)
 
 
-def architecture(config: PretrainedConfig) -> dict[str, Any]:
-    """`Target.architecture` of a configuration."""
-    return {name: value for name, value in json.loads(config.to_json_string()).items() if name not in INCIDENTAL}
-
-
-def head_size(config: PretrainedConfig) -> int:
+def head_size(config: AnyConfig) -> int:
     """Size of an attention head; of Gemma 4, whose layers differ, that of most layers."""
     try:
         size: int | None = getattr(config, "head_dim", None)
@@ -224,7 +254,7 @@ def head_size(config: PretrainedConfig) -> int:
     return size or int(config.hidden_size // config.num_attention_heads)
 
 
-def drafter_shape(config: PretrainedConfig) -> dict[str, Any]:
+def drafter_shape(config: AnyConfig) -> dict[str, Any]:
     """`Target.shape` of a model's text configuration."""
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
     found: dict[str, Any] = {

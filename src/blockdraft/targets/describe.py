@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
-
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.stored import open_tensors
@@ -22,6 +20,7 @@ from blockdraft.targets.gguf import load_gguf_text
 from blockdraft.targets.gguf.checkpoint import understanding
 from blockdraft.targets.gguf.config import gguf_config
 from blockdraft.targets.gguf.tensors import decoder_weights, fitted
+from blockdraft.targets.model_config import AnyConfig, load_config
 from blockdraft.targets.weights import READ, SOURCE, open_checkpoint, weight_files
 
 
@@ -43,7 +42,7 @@ class Description:
     """
 
     path: str
-    config: PretrainedConfig
+    config: AnyConfig
     text: TargetText
     few_bits: Mapping[str, Any] | None
     kinds: Mapping[str, int]
@@ -73,7 +72,7 @@ def describe_target(path: str | Path, revision: str | None = None) -> Descriptio
     else:
         checked_folder(path, revision)
         with loading(path):
-            config = AutoConfig.from_pretrained(path, revision=revision)
+            config = load_config(path, revision)
             files = weight_files(path, revision)
             kinds = _counted((tensor.kind, tensor.shape) for tensor in open_tensors(files).values())
             size = sum(Path(file).stat().st_size for file in files)

@@ -10,13 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
 from blockdraft.nn.decoder_config import DecoderConfig, DeltaNet, Experts, LayerKind, Rope
 from blockdraft.nn.decoder_layer import ACTIVATIONS
-from blockdraft.nn.rotary import default_frequencies
+from blockdraft.nn.rotary import rotary_frequencies
 from blockdraft.targets.base import NotCovered
+from blockdraft.targets.model_config import AnyConfig
 
 # Rotary scalings whose frequencies do not change with the length of the text, within the context.
 STATIC_ROPES = {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}
@@ -34,19 +32,19 @@ class Family:
             transformers' causal language model leaves out.
     """
 
-    layers: Callable[[PretrainedConfig], tuple[LayerKind, ...]]
-    differences: Callable[[PretrainedConfig], dict[str, Any]]
+    layers: Callable[[AnyConfig], tuple[LayerKind, ...]]
+    differences: Callable[[AnyConfig], dict[str, Any]]
     rotates_all: bool = True
     has_other_parts: bool = False
 
 
-def text_part(config: PretrainedConfig) -> PretrainedConfig:
+def text_part(config: AnyConfig) -> AnyConfig:
     """Configuration of a model's text part, where it has other parts that are left out; else its own."""
     family = FAMILIES.get(f"{config.model_type}_text")
     return config.get_text_config() if family is not None and family.has_other_parts else config
 
 
-def decoder_config(config: PretrainedConfig) -> DecoderConfig:
+def decoder_config(config: AnyConfig) -> DecoderConfig:
     """Configuration of the decoder that runs a model.
 
     Raises:
@@ -85,17 +83,17 @@ def decoder_config(config: PretrainedConfig) -> DecoderConfig:
 # Layers.
 
 
-def equal_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
+def equal_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
     """Layers that all have full attention."""
     return (LayerKind(rope(config)),) * int(config.num_hidden_layers)
 
 
-def windowed_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
+def windowed_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
     """Layers that all have the same sliding window, or none."""
     return (LayerKind(rope(config), config.sliding_window),) * int(config.num_hidden_layers)
 
 
-def mixed_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
+def mixed_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
     """Layers with a sliding window or without, as `layer_types` says; each kind has its own rotary embeddings."""
     return _by_type(
         config,
@@ -104,7 +102,7 @@ def mixed_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
     )
 
 
-def routed_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
+def routed_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
     """`windowed_layers` of which some have routed experts for an MLP."""
     return tuple(
         replace(
@@ -117,7 +115,7 @@ def routed_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
     )
 
 
-def recurrent_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
+def recurrent_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
     """Layers of Qwen3.5: full attention, or a gated delta net."""
     own = rope(config, rotated=config.rope_parameters.get("partial_rotary_factor", 1.0))
     return _by_type(
@@ -127,7 +125,7 @@ def recurrent_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
     )
 
 
-def _by_type(config: PretrainedConfig, **kinds: Callable[[], LayerKind]) -> tuple[LayerKind, ...]:
+def _by_type(config: AnyConfig, **kinds: Callable[[], LayerKind]) -> tuple[LayerKind, ...]:
     """Layers as `layer_types` names their kinds. Only kinds that occur are made."""
     unknown = set(config.layer_types) - set(kinds)
     if unknown:
@@ -136,8 +134,8 @@ def _by_type(config: PretrainedConfig, **kinds: Callable[[], LayerKind]) -> tupl
     return tuple(made[name] for name in config.layer_types)
 
 
-def rope(config: PretrainedConfig, layer_type: str | None = None, rotated: float = 1.0) -> Rope:
-    """Rotary embeddings as transformers computes them.
+def rope(config: AnyConfig, layer_type: str | None = None, rotated: float = 1.0) -> Rope:
+    """Return the rotary embeddings of a kind of layer.
 
     Args:
         layer_type: Kind of layer, where kinds may differ.
@@ -151,12 +149,12 @@ def rope(config: PretrainedConfig, layer_type: str | None = None, rotated: float
     if str(name) not in STATIC_ROPES or (name == "longrope" and config.max_position_embeddings > longest):
         raise NotCovered(f"its rotary embeddings ({name}) change with the length of the text")
     try:
-        if name == "default":
-            head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            frequencies, scale = default_frequencies(int(head * rotated), of_kind["rope_theta"]), 1.0
-        else:
-            frequencies, scale = ROPE_INIT_FUNCTIONS[name](config, **({"layer_type": layer_type} if nested else {}))
-    except Exception as error:  # values that are no numbers, sizes that no memory holds
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        channels = int(head * rotated) if name == "default" else head
+        frequencies, scale = rotary_frequencies(
+            channels, config.max_position_embeddings, of_kind["rope_theta"], of_kind
+        )
+    except Exception as error:  # values that are not numbers, sizes that exceed the memory
         raise NotCovered(f"its rotary embeddings cannot be computed ({error})") from error
     return Rope(tuple(frequencies.float().tolist()), float(scale))
 
@@ -164,24 +162,24 @@ def rope(config: PretrainedConfig, layer_type: str | None = None, rotated: float
 # Differences from Llama without biases.
 
 
-def _biases(config: PretrainedConfig) -> dict[str, Any]:
+def _biases(config: AnyConfig) -> dict[str, Any]:
     return {"qkv_bias": bool(config.attention_bias), "output_bias": bool(config.attention_bias)}
 
 
-def _llama(config: PretrainedConfig) -> dict[str, Any]:
+def _llama(config: AnyConfig) -> dict[str, Any]:
     return _biases(config) | {"mlp_bias": bool(config.mlp_bias)}
 
 
-def _mistral(config: PretrainedConfig) -> dict[str, Any]:
+def _mistral(config: AnyConfig) -> dict[str, Any]:
     return {}
 
 
-def _gemma(config: PretrainedConfig) -> dict[str, Any]:
+def _gemma(config: AnyConfig) -> dict[str, Any]:
     """Scaled embeddings, and norms whose weights are offsets from one."""
     return _biases(config) | {"norm_plus_one": True, "embedding_scale": config.hidden_size**0.5}
 
 
-def _later_gemma(config: PretrainedConfig) -> dict[str, Any]:
+def _later_gemma(config: AnyConfig) -> dict[str, Any]:
     """Gemma with norms behind attention and MLP, and a soft-cap of the logits."""
     return _gemma(config) | {
         "activation": config.hidden_activation,
@@ -191,23 +189,23 @@ def _later_gemma(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def _gemma2(config: PretrainedConfig) -> dict[str, Any]:
+def _gemma2(config: AnyConfig) -> dict[str, Any]:
     return _later_gemma(config) | {"attention_softcap": config.attn_logit_softcapping}
 
 
-def _gemma3(config: PretrainedConfig) -> dict[str, Any]:
+def _gemma3(config: AnyConfig) -> dict[str, Any]:
     return _later_gemma(config) | {"qk_norm": True}  # transformers reads no cap of attention here
 
 
-def _qwen2(config: PretrainedConfig) -> dict[str, Any]:
+def _qwen2(config: AnyConfig) -> dict[str, Any]:
     return {"qkv_bias": True}
 
 
-def _qwen3(config: PretrainedConfig) -> dict[str, Any]:
+def _qwen3(config: AnyConfig) -> dict[str, Any]:
     return _biases(config) | {"qk_norm": True}
 
 
-def _qwen3_moe(config: PretrainedConfig) -> dict[str, Any]:
+def _qwen3_moe(config: AnyConfig) -> dict[str, Any]:
     experts = Experts(
         count=config.num_experts,
         chosen=config.num_experts_per_tok,
@@ -217,7 +215,7 @@ def _qwen3_moe(config: PretrainedConfig) -> dict[str, Any]:
     return _qwen3(config) | {"experts": experts}
 
 
-def _qwen3_5(config: PretrainedConfig) -> dict[str, Any]:
+def _qwen3_5(config: AnyConfig) -> dict[str, Any]:
     """Attention with a gate on its output, and gated delta nets."""
     if config.hidden_act != "silu":
         raise NotCovered(f"its activation {config.hidden_act} is not silu, the only one of its delta nets")

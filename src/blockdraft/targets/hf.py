@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache as TransformersCache
 
 from blockdraft.decode.proposal import chain_parents, depths, tree_mask
 from blockdraft.errors import UsageError
@@ -21,12 +19,12 @@ from blockdraft.nn.cache import KVCache, RecurrentCache, cache_argument, slot_bu
 from blockdraft.targets.base import Cache, LoadOptions, NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, head_size, load_tokenizer, loading
 from blockdraft.targets.exact import forward_in_pieces
-from blockdraft.targets.hf_exact import ExactCache, use_exact_attention
 from blockdraft.targets.hf_states import RECURRENT_FAMILIES, over_trees, recurrent_layers
+from blockdraft.targets.model_config import load_config
 from blockdraft.targets.weights import load_model
 
 if TYPE_CHECKING:  # takes as long to import as torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RANK = 1  # it runs every model, and other backends run some faster
 MOST_PATHS = 64  # paths of the largest tree that memory is planned for; more nodes are chains of a prompt
@@ -79,25 +77,9 @@ def load(path: str | Path, options: LoadOptions) -> HFTarget:
 def _has_rounded_tables(path: str | Path, revision: str | None) -> bool:
     """Whether a checkpoint has a rounded embedding, as `blockdraft quantize` writes it."""
     with loading(path):
-        config = AutoConfig.from_pretrained(path, revision=revision)
+        config = load_config(path, revision)
     groups = (getattr(config, "quantization_config", None) or {}).get("config_groups") or {}
     return any("embed_tokens" in pattern for group in groups.values() for pattern in group.get("targets") or ())
-
-
-class HFCache(TransformersCache):
-    """A `KVCache` with the interface of a cache of transformers."""
-
-    def __init__(self, rows: KVCache) -> None:
-        super().__init__(layers=[])
-        self._rows = rows
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        return self._rows.write(layer_idx, key_states, value_states)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(self._rows.lengths)
 
 
 class HFTarget(CheckpointTarget):
@@ -126,6 +108,8 @@ class HFTarget(CheckpointTarget):
         exact: bool = False,
         source_fingerprint: str | None = None,
     ) -> None:
+        from blockdraft.targets import hf_cache  # imports transformers
+
         super().__init__(
             model.config,
             tokenizer=tokenizer,
@@ -141,6 +125,7 @@ class HFTarget(CheckpointTarget):
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.size(0)
         self.exact = exact
+        self._caches = hf_cache
         self._cache_argument = cache_argument(model)
         self._recurrent = recurrent_layers(model)
         self.can_truncate = not self._recurrent  # a recurrent state cannot be cut
@@ -148,7 +133,7 @@ class HFTarget(CheckpointTarget):
         self._kinds = set(kinds) & ATTENTION_KINDS or {"full_attention"}
         self._can_capture = _can_capture(model, self.num_layers)
         if exact:
-            use_exact_attention(model)
+            self._caches.use_exact_attention(model)
             self._windows = [_window_of(config) if kind == "sliding_attention" else None for kind in kinds]
 
     @property
@@ -221,7 +206,7 @@ class HFTarget(CheckpointTarget):
             )
             for kind in self._kinds
         }
-        past = HFCache(cache)
+        past = self._caches.HFCache(cache)
         over_nodes = (
             over_trees(cache, self._recurrent, past, parents) if isinstance(cache, RecurrentCache) else nullcontext()
         )
@@ -259,7 +244,7 @@ class HFTarget(CheckpointTarget):
             self._capturing(target_layers) as target_layer_numbers,
             _scoring(self.model, None if has_logits else tokens.new_empty(0)),
         ):
-            past = {self._cache_argument: ExactCache(cache, layers)}
+            past = {self._cache_argument: self._caches.ExactCache(cache, layers)}
             output = self.model(input_ids=tokens, position_ids=positions, use_cache=True, **past)
         return output.logits, torch.cat(
             [target_layer_numbers[target_layer] for target_layer in target_layers], dim=-1

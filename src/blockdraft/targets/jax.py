@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
 
 from blockdraft.decode.proposal import depths, tree_mask
 from blockdraft.formats.gguf import is_gguf
@@ -38,6 +37,7 @@ from blockdraft.targets.checkpoint import (
     loading,
 )
 from blockdraft.targets.families import decoder_config, text_part
+from blockdraft.targets.model_config import AnyConfig, load_config
 from blockdraft.targets.weights import open_weights
 
 RANK = None  # asked by its name only
@@ -69,7 +69,7 @@ def load(path: str | Path, options: LoadOptions, layout: Layout | None = None) -
         raise NotCovered("it chooses among JAX's own devices, and the device is cuda; choose the device cpu")
     checked_folder(path, options.revision)
     with loading(path):
-        config = text_part(AutoConfig.from_pretrained(path, revision=options.revision))
+        config = text_part(load_config(path, options.revision))
     wanted = decoder_config(config)
     if wanted.torch_only:
         raise NotCovered(f"it has {wanted.torch_only}")
@@ -119,7 +119,7 @@ class JaxTarget(CheckpointTarget):
         decoder: DecoderConfig,
         params: dict[str, Array],
         layout: Layout,
-        config: PretrainedConfig,
+        config: AnyConfig,
         *,
         dtype: torch.dtype,
         **text: Any,

@@ -22,7 +22,6 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
 
 from blockdraft.decode.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.errors import describe
@@ -41,6 +40,7 @@ from blockdraft.targets.checkpoint import (
     load_tokenizer,
     loading,
 )
+from blockdraft.targets.model_config import AnyConfig, load_config
 from blockdraft.targets.weights import weight_files
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def load(path: str | Path, options: LoadOptions) -> MLXTarget:
     with loading(path):
         folder = Path(path) if Path(path).exists() else Path(utils._download(str(path), revision=options.revision))
         raw = utils.load_config(folder)
-        config = AutoConfig.from_pretrained(folder)
+        config = load_config(folder)
     try:
         utils._get_classes(raw)
     except ValueError as error:
@@ -205,7 +205,7 @@ class MLXTarget(CheckpointTarget):
         self,
         model: Any,
         raw: Mapping[str, Any],
-        config: PretrainedConfig,
+        config: AnyConfig,
         *,
         folder: Path,
         round_drafters: bool = True,

@@ -6,12 +6,11 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from blockdraft.decode.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.errors import UsageError
@@ -34,8 +33,12 @@ from blockdraft.targets.base import Cache, LoadOptions, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.gguf import read_gguf
+from blockdraft.targets.model_config import AnyConfig
 from blockdraft.targets.native_files import read_checkpoint
 from blockdraft.types import CPU_BLOCK_SIZE, Compile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 RANK = 0
 PROBED_CONTEXT = 256  # slots of the row on which numbers of threads are tried
@@ -137,7 +140,7 @@ class NativeTarget(CheckpointTarget):
     def __init__(
         self,
         decoder: Decoder,
-        config: PretrainedConfig,
+        config: AnyConfig,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         path: Path | None = None,

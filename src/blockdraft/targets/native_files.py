@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.stored import FEW_BITS, Stored
@@ -28,7 +27,11 @@ from blockdraft.targets.base import LoadOptions, NotCovered
 from blockdraft.targets.checkpoint import checked_folder, load_generation_config, load_tokenizer, loading
 from blockdraft.targets.families import decoder_config, text_part
 from blockdraft.targets.fingerprint import weights_fingerprint
+from blockdraft.targets.model_config import AnyConfig, load_config
 from blockdraft.targets.weights import HEAD, TABLE, open_weights, weight_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BITS = {"int8": 8, "int4": 4}
 TABLE_BITS = 8  # least bits of embedding and head, where fewer would lose most and save least
@@ -48,7 +51,7 @@ class Checkpoint:
     """
 
     decoder: Decoder
-    config: PretrainedConfig
+    config: AnyConfig
     tokenizer: PreTrainedTokenizerBase | None
     generation_config: Any
     folder: Path | None
@@ -72,7 +75,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     dtype, device, compile, quantize = options.dtype, options.device, options.compile, options.quantize
     folder, by_gpu = checked_folder(path, options.revision), None
     with loading(path):
-        config = AutoConfig.from_pretrained(path, revision=options.revision)
+        config = load_config(path, options.revision)
     if quantize == "fp8" or (quantize and device.type == "cuda"):
         refused = why_not_rounded(quantize, device, dtype)
         if refused is not None:
@@ -102,7 +105,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         return found.to(device, dtype) if library is None else found
 
     with loading(path):
-        tokenizer = load_tokenizer(path, options.revision)
+        tokenizer = load_tokenizer(path, options.revision, config)
     library = None if made is None else made.library()
     with loading(path, device), torch.no_grad():
         if source is None and (quantize or library is not None):  # before the weights are packed
@@ -160,7 +163,7 @@ def _rounded_weight(name: str, weight: Tensor, bits: int) -> QuantizedWeight:
     return quantize_weight(weight, bits, best_group(weight.size(1)), shares=QUICK)
 
 
-def _few_bits_of(config: PretrainedConfig, options: LoadOptions) -> Mapping[str, Any] | None:
+def _few_bits_of(config: AnyConfig, options: LoadOptions) -> Mapping[str, Any] | None:
     """Settings of a quantised checkpoint from its configuration; None for other checkpoints.
 
     Raises:

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from blockdraft.errors import UsageError, counted
 from blockdraft.formats.quantized import NotRead, read_quantized
@@ -21,9 +19,10 @@ from blockdraft.formats.stored import Stored, open_tensors, stored
 from blockdraft.models import located
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.base import LoadOptions, NotCovered
-from blockdraft.targets.checkpoint import check_hub, checked_folder, is_hub_name, loading
+from blockdraft.targets.checkpoint import check_hub, checked_folder, find_file, is_hub_name, loading
 from blockdraft.targets.families import decoder_config, text_part
 from blockdraft.targets.fingerprint import weights_fingerprint
+from blockdraft.targets.model_config import AnyConfig, load_config
 
 if TYPE_CHECKING:  # takes as long to import as torch
     from transformers import PreTrainedModel
@@ -48,16 +47,19 @@ READ = "read"  # `doing` of `open_checkpoint` that is possible with every checkp
 
 def weight_files(path: str | Path, revision: str | None = None) -> list[str]:
     """Files of a checkpoint's weights in safetensors; empty where there are none."""
-    optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "revision": revision}
-    whole = cached_file(path, "model.safetensors", **optional)
+    whole = find_file(path, "model.safetensors", revision)
     if whole is not None:
         return [whole]
-    index = cached_file(path, "model.safetensors.index.json", **optional)
-    return [] if index is None else list(get_checkpoint_shard_files(path, index, revision=revision)[0])
+    index = find_file(path, "model.safetensors.index.json", revision)
+    if index is None:
+        return []
+    from transformers.utils.hub import get_checkpoint_shard_files
+
+    return list(get_checkpoint_shard_files(path, index, revision=revision)[0])
 
 
 def open_weights(
-    path: str | Path, wanted: DecoderConfig, config: PretrainedConfig, options: LoadOptions
+    path: str | Path, wanted: DecoderConfig, config: AnyConfig, options: LoadOptions
 ) -> tuple[dict[str, Stored], str | None]:
     """Tensors of a checkpoint with the adapter merged into them, and their `source_fingerprint` for `CheckpointTarget`.
 
@@ -112,7 +114,7 @@ class OpenCheckpoint:
     """
 
     wanted: DecoderConfig
-    config: PretrainedConfig
+    config: AnyConfig
     raw: dict[str, Any]
     tensors: Mapping[str, Stored]
     files: Sequence[Path]
@@ -136,9 +138,8 @@ def open_checkpoint(
     path = located(path)
     checked_folder(path, revision)
     with loading(path):
-        config = AutoConfig.from_pretrained(path, revision=revision)
-        optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "revision": revision}
-        found = [cached_file(path, name, **optional) for name in ("config.json", *COMPANIONS)]
+        config = load_config(path, revision)
+        found = [find_file(path, name, revision) for name in ("config.json", *COMPANIONS)]
     if few := getattr(config, "quantization_config", None):
         raise UsageError(
             f"{path} is quantised already ({few.get('quant_method')}); give the model that it was made of."
@@ -179,12 +180,14 @@ def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel,
             model, or of a kind that cannot be merged.
     """
     with loading(path):
-        few = getattr(AutoConfig.from_pretrained(path, revision=options.revision), "quantization_config", None)
+        few = getattr(load_config(path, options.revision), "quantization_config", None)
     if few and options.adapter is not None:
         raise UsageError(
             f"{path} is quantised ({few.get('quant_method')}), and no adapter can be merged with weights of few bits; "
             "give the model that it was made of, and quantize to round it then."
         )
+    from transformers import AutoModelForCausalLM
+
     with loading(path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=options.dtype, revision=options.revision, output_loading_info=True

@@ -13,7 +13,7 @@ from blockdraft.drafters.flow.drafter import FlowDrafter
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf.drafter import drafter_metadata
 from blockdraft.targets import Target, load_target
-from blockdraft.tools.deploy.checks import checker_of
+from blockdraft.tools.doctor.checks import checker_of
 from blockdraft.tools.inspect import inspect
 from blockdraft.training.export import Format, convert, format_for
 from blockdraft.types import SamplingParams

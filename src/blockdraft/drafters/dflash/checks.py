@@ -15,7 +15,7 @@ from blockdraft.formats import Checkpoint
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
-from blockdraft.tools.deploy.checks import (
+from blockdraft.tools.doctor.checks import (
     CHUNK,
     Check,
     Checker,

@@ -11,7 +11,7 @@ import torch
 
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network, default_target_layers
 from blockdraft.errors import UsageError
-from blockdraft.tools.deploy.checks import (
+from blockdraft.tools.doctor.checks import (
     Check,
     Tensors,
     VariantChecker,

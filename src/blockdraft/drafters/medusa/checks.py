@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
-from blockdraft.tools.deploy.checks import Check, VariantChecker, before_norm, precision
+from blockdraft.tools.doctor.checks import Check, VariantChecker, before_norm, precision
 
 
 class MedusaChecker(VariantChecker):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
-from blockdraft.tools.deploy.checks import (
+from blockdraft.tools.doctor.checks import (
     Check,
     Tensors,
     VariantChecker,

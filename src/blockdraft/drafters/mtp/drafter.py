@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from blockdraft.drafters.base import DraftCost, DrafterSpec, read_network
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
@@ -46,6 +45,8 @@ def own_head(target: Target) -> TargetMTPNetwork:
             "config.json; load the target from a folder with its published files (hf download NAME --local-dir DIR), "
             "or use another drafter."
         )
+    from transformers import AutoConfig
+
     config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
     if config.model_type not in FAMILIES:
         raise UsageError(

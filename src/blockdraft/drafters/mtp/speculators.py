@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from blockdraft.drafters.mtp.in_target import StoredHead
 from blockdraft.drafters.mtp.layout import NOT_RUN
@@ -76,6 +75,8 @@ def parse_config(
     layers = layer_config(raw.get("transformer_layer_config"))
     kind = layers.pop("model_type")
     if kind in OTHERS:
+        from transformers import AutoConfig
+
         layer = one_layer(AutoConfig.for_model(kind, **layers), has_experts)
         return TargetMTPConfig(layer=layer, num_target_layers=num_target_layers, block_size=block_size)
     need(kind == OURS, "model_type of transformer_layer_config", kind, f"one of {', '.join((OURS, *OTHERS))}")

@@ -6,15 +6,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PretrainedConfig
 
 from blockdraft.drafters.mtp.network import MTPHead
 from blockdraft.nn.autoregressive import Attend, CachedAttention
 from blockdraft.nn.cache import cache_argument
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,8 @@ class TargetMTPNetwork(MTPHead):
 
     def __init__(self, config: TargetMTPConfig) -> None:
         with torch.device("meta"):
+            from transformers import AutoModel
+
             model: Any = AutoModel.from_config(config.layer, attn_implementation="sdpa")
         layer, norm = type(model.layers[0]), type(model.norm)
         super().__init__(config, lambda: layer(model.config, 0), lambda size, eps: norm(size, eps=eps))

@@ -1,4 +1,4 @@
-"""Client of a server with OpenAI's API, which records when each piece of an answer arrives."""
+"""Client of a server with OpenAI's API that records when each piece of a response arrives."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from blockdraft.evaluation.settings import LoadSettings
 from blockdraft.types import SamplingParams
 
 CONNECT_SECONDS = 30.0
-MOST_TOKENS = 2**31  # of an answer
+MOST_TOKENS = 2**31  # of a response
 SHOWN = 200  # characters of a server's error message
 
 
 @dataclass
 class Answer:
-    """A streamed answer. Times are those of `time.perf_counter`, in seconds.
+    """A streamed response. Times are those of `time.perf_counter`, in seconds.
 
     Attributes:
         sent: Time of the request.
-        ended: Time of the answer's end.
-        pieces: Time and number of characters of each piece of the answer.
-        text: The whole answer.
+        ended: Time of the end of the response.
+        pieces: Time and number of characters of each piece.
+        text: The whole text.
         finish: Finish reason.
-        tokens: Tokens of the answer, as the server counts them; 0 if it does not.
-        cached: Tokens of the prompt that the server had cached; None if it does not say.
+        tokens: Tokens as counted by the server; 0 if it does not count them.
+        cached: Prompt tokens that the server had cached; None if it does not report them.
         problem: Description of a failure; empty if there was none.
     """
 
@@ -52,8 +52,8 @@ class Client:
     Args:
         url: Address such as http://localhost:8000, with or without /v1.
         model: Name of the model; None is the first that the server lists.
-        key: API key; None sends none.
-        raw: Send prompts as they are to /v1/completions, instead of as chats.
+        key: API key, if any.
+        raw: Send prompts unchanged to /v1/completions, instead of as chats.
         silence: As in `LoadSettings`.
     """
 
@@ -66,9 +66,7 @@ class Client:
         silence: float = LoadSettings.silence,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.raw = raw
-        self.silence = silence
-        self._model = model
+        self.raw, self.silence, self._model = raw, silence, model
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # later waits are limited by `silence`
@@ -82,7 +80,7 @@ class Client:
         await self._http.aclose()
 
     async def model(self) -> str:
-        """Name of the model. Raises a UsageError if the server lists none, or cannot be reached."""
+        """Return the name of the model. Raises a UsageError if the server lists none or cannot be reached."""
         if self._model is None:
             listed = await self._get("/v1/models")
             try:
@@ -96,10 +94,10 @@ class Client:
         return self._model
 
     async def metrics(self) -> Snapshot | None:
-        """Counters of /metrics; None if the server has no such page, or shows a web page at any address."""
-        answer = await self._get("/metrics")
-        is_web_page = "html" in answer.headers.get("content-type", "")
-        return parse(answer.text) if answer.status_code == 200 and not is_web_page else None
+        """Return the counters of /metrics, or None if there is no such page or only a web page for any address."""
+        page = await self._get("/metrics")
+        is_web_page = "html" in page.headers.get("content-type", "")
+        return parse(page.text) if page.status_code == 200 and not is_web_page else None
 
     async def _get(self, path: str) -> httpx.Response:
         try:
@@ -119,23 +117,35 @@ class Client:
         )
 
     async def ask(self, prompt: str, params: SamplingParams) -> Answer:
-        """Request an answer. Raises a UsageError if the server is silent too long; other failures are the answer's
-        `problem`."""
-        body = self._body(prompt, await self.model(), params)
-        lines = list[tuple[float, str]]()
-        answer = Answer(time.perf_counter())
+        """Request a response. Other failures than a silent server are its `problem`.
+
+        Raises:
+            UsageError: The server is silent for too long.
+        """
+        path = "/v1/completions" if self.raw else "/v1/chat/completions"
+        body = {
+            "model": await self.model(),
+            **({"prompt": prompt} if self.raw else {"messages": [{"role": "user", "content": prompt}]}),
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            **({"top_k": params.top_k} if params.top_k else {}),
+            **({} if params.seed is None else {"seed": params.seed}),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        lines, answer = list[tuple[float, str]](), Answer(time.perf_counter())
         try:
-            path = "/v1/completions" if self.raw else "/v1/chat/completions"
             with anyio.fail_after(self.silence) as patience:
                 async with self._http.stream("POST", self.url + path, json=body) as response:
                     if response.status_code != 200:
-                        told = (await response.aread()).decode(errors="replace")
-                        answer.problem = f"status {response.status_code}: {told[:SHOWN]}"
+                        text = (await response.aread()).decode(errors="replace")
+                        answer.problem = f"status {response.status_code}: {text[:SHOWN]}"
                     else:
                         async for line in response.aiter_lines():
-                            # Only data counts: comments and incomplete lines also come from a server that hangs.
+                            # Only data counts: a server that hangs also sends comments and incomplete lines.
                             if line.startswith("data:"):
-                                lines.append((time.perf_counter(), line))
+                                lines.append((time.perf_counter(), line.removeprefix("data:").strip()))
                                 patience.deadline = anyio.current_time() + self.silence
         except TimeoutError as error:
             raise self._hangs() from error
@@ -149,28 +159,11 @@ class Client:
                 answer.problem = f"an answer in another form than OpenAI's ({describe(error)})"
         return answer
 
-    def _body(self, prompt: str, model: str, params: SamplingParams) -> dict[str, Any]:
-        asked = {"prompt": prompt} if self.raw else {"messages": [{"role": "user", "content": prompt}]}
-        return {
-            "model": model,
-            **asked,
-            "max_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            **({"top_k": params.top_k} if params.top_k else {}),
-            **({} if params.seed is None else {"seed": params.seed}),
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-
 
 def _read(answer: Answer, lines: list[tuple[float, str]]) -> None:
-    """Fill an answer from the events of its stream, each with its time."""
+    """Fill in a response from the data of its stream, each with its time."""
     usage: Mapping[str, Any] = {}
-    done = False
-    for moment, line in lines:
-        data = line.removeprefix("data:").strip()
-        done = done or data == "[DONE]"
+    for moment, data in lines:
         if not data or data == "[DONE]":
             continue
         event = json.loads(data)
@@ -184,26 +177,18 @@ def _read(answer: Answer, lines: list[tuple[float, str]]) -> None:
                 answer.text += text
             answer.finish = choice.get("finish_reason") or answer.finish
         usage = event.get("usage") or usage
-    answer.tokens, answer.cached = _tokens(usage, answer.text), _cached(usage)
-    missing = {"finish reason": answer.finish, "end": done, "count of tokens (usage)": usage}
-    answer.problem = ", ".join(f"no {name}" for name, there in missing.items() if not there)
-
-
-def _tokens(usage: Mapping[str, Any], text: str) -> int:
-    """Number of tokens of an answer. Raises a ValueError if the server's count cannot be that of this text."""
-    found = usage.get("completion_tokens", 0)
-    if type(found) is not int or not 0 <= found <= MOST_TOKENS or (usage and text and not found):
-        raise ValueError(f"completion_tokens is {found!r} for {len(text)} characters")
-    return found
-
-
-def _cached(usage: Mapping[str, Any]) -> int | None:
-    found = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return found if type(found) is int else None
+    tokens = usage.get("completion_tokens", 0)
+    if type(tokens) is not int or not 0 <= tokens <= MOST_TOKENS or (usage and answer.text and not tokens):
+        raise ValueError(f"completion_tokens is {tokens!r} for {len(answer.text)} characters")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    answer.tokens, answer.cached = tokens, cached if type(cached) is int else None
+    done = any(data == "[DONE]" for _, data in lines)
+    present = {"finish reason": answer.finish, "end": done, "count of tokens (usage)": usage}
+    answer.problem = ", ".join(f"no {name}" for name, value in present.items() if not value)
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    """Text of an answer's piece, reasoning included, which servers name in two ways or in both."""
+    """Return the text of a piece, including reasoning, which servers send under two names or both."""
     if "text" in choice:
         return choice["text"] or ""
     delta = choice.get("delta") or {}

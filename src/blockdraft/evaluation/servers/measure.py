@@ -1,4 +1,4 @@
-"""Measurement of a server under load, or of two in turns, with a comparison of their answers."""
+"""Measurement of a server under load, or of two interleaved, with a comparison of their responses."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from blockdraft.evaluation.settings import LoadSettings
 from blockdraft.types import SamplingParams
 
 URL, AGAINST = "url", "against"
-ROUNDS = 4  # least requests of a level, in multiples of its concurrency
-PROBE_TOKENS = 8  # of the answers that show whether a server caches prefixes
-SHOWN = 60  # characters shown of answers that differ
+ROUNDS = 4  # minimum number of requests per level, in multiples of its concurrency
+PROBE_TOKENS = 8  # of the responses that show whether a server caches prefixes
+SHOWN = 60  # characters shown of responses that differ
 WITHOUT_CACHE = (
     "start it with --no-enable-prefix-caching (vLLM), --disable-radix-cache (SGLang), --no-cache-prompt --cache-ram 0 "
     "(llama.cpp) or --prefix-tokens 0 (blockdraft serve)"
 )
 
-# Callback of the present stage, requests answered so far, and requests to answer.
+# Called with the stage, the requests answered so far, and their total.
 Progress = Callable[[str, int, int], None]
 
 
@@ -40,9 +40,6 @@ class Server:
     key: str | None = None
     raw: bool = False
 
-    def client(self, silence: float) -> Client:
-        return Client(self.url, self.model, self.key, self.raw, silence)
-
 
 @dataclass(frozen=True)
 class ServerInfo:
@@ -51,9 +48,9 @@ class ServerInfo:
     Attributes:
         url: Its address.
         model: Name of its model.
-        engine: Engine, recognized by the names of its metrics; None if it is unknown.
-        prefix_caching: Whether the server caches prefixes of prompts; None if that cannot be seen.
-        seen_by: Evidence of that, in words.
+        engine: Engine, recognized by its metric names; None if it is unknown.
+        prefix_caching: Whether the server caches prompt prefixes; None if that is unknown.
+        seen_by: Evidence for that, in words.
     """
 
     url: str
@@ -65,13 +62,13 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class Difference:
-    """A prompt that two servers answer differently.
+    """A prompt to which two servers respond differently.
 
     Attributes:
         prompt_set: Name of its set.
-        prompt: Number of the prompt in its set, counted from 1.
-        at: Number of characters that both answers begin with.
-        text, other: Next characters of the first and of the second server's answer.
+        prompt: Number of the prompt in its set, from 1.
+        at: Number of characters that both responses share at the beginning.
+        text, other: Next characters of the first and of the second server's response.
     """
 
     prompt_set: str
@@ -83,7 +80,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Equality:
-    """Comparison of two servers' greedy answers, made one request at a time."""
+    """Comparison of two servers' greedy responses, made one request at a time."""
 
     prompts: int
     identical: int
@@ -92,19 +89,19 @@ class Equality:
 
 @dataclass(frozen=True)
 class Level:
-    """Results of one prompt set at one temperature and one concurrency. Figures without any data are None.
+    """Results of one prompt set at one temperature and one concurrency. Figures without data are None.
 
     Attributes:
         server: "url" or "against", as in the options.
         prompt_set: Name of the set.
         temperature: Temperature of the requests.
-        concurrency: Requests at a time.
+        concurrency: Concurrent requests.
         requests: Number of requests.
-        failed: Requests without a whole answer, which count in nothing else.
-        tokens_per_second: Tokens of all requests together, during the time with full concurrency.
-        first_median, first_p95: Seconds from sending a request to the first piece of its answer.
-        token_median, token_p95: Mean seconds between an answer's tokens after its first piece, over answers.
-        tau: Tokens of a cycle; None if the server does not count them.
+        failed: Requests without a complete response, which count nowhere else.
+        tokens_per_second: Tokens of all requests together, while the concurrency is full.
+        first_median, first_p95: Seconds from a request to the first piece of its response.
+        token_median, token_p95: Mean seconds between a response's tokens after its first piece, over responses.
+        tau: Tokens per target forward pass; None if the server does not count them.
         acceptance_by_position: S_1, S_2, ...; empty if the server does not count them.
         speedup: Tokens per second over those of the second server.
     """
@@ -131,10 +128,10 @@ class Measured:
 
     Attributes:
         servers: Servers by "url" and, if there is a second one, "against".
-        equality: Comparison of two servers' answers; None for one server.
+        equality: Comparison of two servers' responses; None for one server.
         levels: Results by level.
-        problems: Failures of requests, each once.
-        stopped: Reason why the last levels are missing; empty if none is.
+        problems: Distinct failures of requests.
+        stopped: Why the last levels are missing; empty if none is.
     """
 
     servers: dict[str, ServerInfo]
@@ -151,14 +148,14 @@ def measure(
     settings: LoadSettings,
     progress: Progress = lambda stage, done, total: None,
 ) -> Measured:
-    """Measure a server under load, or two in turns.
+    """Measure a server under load, or two interleaved.
 
     Args:
-        servers: One server, or two of the same model, of which the second does not draft.
-        params: Sampling of each series of levels, which differ in temperature. Request i has the seed `seed` + i.
+        servers: One server, or two with the same model, of which the second does not draft.
+        params: Sampling parameters of each series of levels, which differ in temperature. Request i uses `seed` + i.
 
     Returns:
-        Results of all levels; if a server dies or hangs after the first one, of the levels before, with `stopped`.
+        Results of all levels. If a server dies or hangs after the first level, those before, with `stopped`.
 
     Raises:
         UsageError: A server cannot be reached or does not answer, caches prefixes although that is not allowed, or the
@@ -175,161 +172,139 @@ async def _measure(
     progress: Progress,
 ) -> Measured:
     async with AsyncExitStack() as stack:
-        clients = {
-            name: await stack.enter_async_context(server.client(settings.silence)) for name, server in servers.items()
-        }
-        longest = max((prompt for one in sets for prompt in one.prompts), key=len)
-        inspected = {name: await _inspect(client, longest, settings) for name, client in clients.items()}
+        clients = dict[str, Client]()
+        for name, server in servers.items():
+            client = Client(server.url, server.model, server.key, server.raw, settings.silence)
+            clients[name] = await stack.enter_async_context(client)
+        longest = max((prompt for prompt_set in sets for prompt in prompt_set.prompts), key=len)
+        infos = {name: await _inspect(client, longest, settings) for name, client in clients.items()}
         equality = await _compare(clients, sets, params[0], progress) if AGAINST in clients else None
-        plan = [(one, how, n) for one in sets for how in params for n in settings.concurrency]
-        total = len(clients) * sum(_requests(one, n, settings) for one, _, n in plan)
-        levels, problems, done, stopped = list[Level](), dict[str, None](), 0, ""
-        for number, (one, how, n) in enumerate(plan):
-            found = dict[str, Level]()
-            names = list(clients)[:: 1 if number % 2 == 0 else -1]  # servers begin in turns
-            for name in names:
-                count = _requests(one, n, settings)
-                stage = f"{one.name}, temperature {how.temperature:g}, {n} at a time"
+        plan = [(prompt_set, how, n) for prompt_set in sets for how in params for n in settings.concurrency]
+        counts = [max(settings.requests or max(len(one.prompts), ROUNDS * n), n) for one, _, n in plan]
+        total, done = len(clients) * sum(counts), 0
+        levels, problems, stopped = list[Level](), dict[str, None](), ""
+        for number, ((prompt_set, how, n), count) in enumerate(zip(plan, counts, strict=True)):
+            measured = dict[str, Level]()
+            stage = f"{prompt_set.name}, temperature {how.temperature:g}, {n} at a time"
+            for name in list(clients)[:: 1 if number % 2 == 0 else -1]:  # servers take turns to begin
                 progress(stage, done, total)
                 try:
-                    found[name], wrong = await _level(clients[name], name, one, how, n, count)
+                    measured[name], failures = await _level(clients[name], name, prompt_set, how, n, count)
                 except UsageError as error:
-                    if not levels and not found:
+                    if not levels and not measured:
                         raise
                     stopped = f"{error} This was at {stage}."
                     break
                 done += count
                 progress(stage, done, total)
-                problems.update(dict.fromkeys(wrong))
-            levels += _with_speedup(found)
+                problems.update(dict.fromkeys(failures))
+            levels += _with_speedup(measured)
             if stopped:
                 break
-    return Measured(
-        servers=inspected,
-        equality=equality,
-        levels=tuple(levels),
-        problems=tuple(problems),
-        stopped=stopped,
-    )
+    return Measured(infos, equality, tuple(levels), tuple(problems), stopped)
 
 
-def _requests(one: PromptSet, at_once: int, settings: LoadSettings) -> int:
-    return max(settings.requests or max(len(one.prompts), ROUNDS * at_once), at_once)
-
-
-def _with_speedup(found: Mapping[str, Level]) -> list[Level]:
-    own, other = (found[name].tokens_per_second if name in found else None for name in (URL, AGAINST))
-    speedup = own / other if own and other else None
-    return [replace(found[name], speedup=speedup if name == URL else None) for name in (URL, AGAINST) if name in found]
+def _with_speedup(measured: Mapping[str, Level]) -> list[Level]:
+    speeds = [measured[name].tokens_per_second if name in measured else None for name in (URL, AGAINST)]
+    speedup = speeds[0] / speeds[1] if speeds[0] and speeds[1] else None
+    ordered = [measured[name] for name in (URL, AGAINST) if name in measured]
+    return [replace(level, speedup=speedup if level.server == URL else None) for level in ordered]
 
 
 async def _inspect(client: Client, prompt: str, settings: LoadSettings) -> ServerInfo:
-    """Properties of a server, found by sending a prompt twice, which also warms the server up."""
-    short = SamplingParams(max_new_tokens=PROBE_TOKENS)
+    """Find out a server's properties by sending a prompt twice, which also warms it up."""
     snapshots, answers = [], list[Answer]()
     for _ in range(2):
         snapshots.append(await client.metrics())
-        answers.append(await client.ask(prompt, short))
+        answers.append(await client.ask(prompt, SamplingParams(max_new_tokens=PROBE_TOKENS)))
         if answers[-1].problem:
             raise UsageError(f"{client.url} does not answer a prompt ({answers[-1].problem}).")
     after = await client.metrics()
-    counter, told = cached_tokens(snapshots[1], after), answers[1].cached
-    on: bool | None
+    counter, cached = cached_tokens(snapshots[1], after), answers[1].cached
+    caches, how = None, "nothing shows it"
     if after is not None and after.caches is not None:
-        on, how = after.caches, "the label enable_prefix_caching of its metric vllm:cache_config_info"
+        caches, how = after.caches, "the label enable_prefix_caching of its metric vllm:cache_config_info"
     elif counter is not None:
-        on, how = counter[1] > 0, f"its metric {counter[0]} grew by {counter[1]:g} when a prompt was asked again"
-    else:
-        on, how = (None if told is None else told > 0), f"{told} cached tokens in the usage of a prompt asked again"
-    if on and not settings.allow_prefix_cache:
+        caches, how = counter[1] > 0, f"its metric {counter[0]} grew by {counter[1]:g} when a prompt was asked again"
+    elif cached is not None:
+        caches, how = cached > 0, f"{cached} cached tokens in the usage of a prompt asked again"
+    if caches and not settings.allow_prefix_cache:
         raise UsageError(
             f"{client.url} caches prefixes ({how}), so its figures depend on what was asked before; {WITHOUT_CACHE}, "
             "or add --allow-prefix-cache."
         )
-    engine = None if after is None else after.engine
-    return ServerInfo(
-        url=client.url,
-        model=await client.model(),
-        engine=engine,
-        prefix_caching=on,
-        seen_by=how if on is not None else "nothing shows it",
-    )
+    return ServerInfo(client.url, await client.model(), None if after is None else after.engine, caches, how)
 
 
 async def _compare(
     clients: Mapping[str, Client], sets: Sequence[PromptSet], params: SamplingParams, progress: Progress
 ) -> Equality:
-    """Compare the greedy answers of both servers, one prompt at a time."""
+    """Compare the greedy responses of both servers, one prompt at a time."""
     greedy = replace(params, temperature=0.0, seed=None)
     before = await clients[AGAINST].metrics()
-    differences, count = list[Difference](), sum(len(one.prompts) for one in sets)
-    done = 0
-    for one in sets:
-        for number, prompt in enumerate(one.prompts, 1):
-            answers = [await client.ask(prompt, greedy) for client in clients.values()]
-            for client, answer in zip(clients.values(), answers, strict=True):
+    differences, done, count = list[Difference](), 0, sum(len(prompt_set.prompts) for prompt_set in sets)
+    for prompt_set in sets:
+        for number, prompt in enumerate(prompt_set.prompts, 1):
+            first, second = [await client.ask(prompt, greedy) for client in clients.values()]
+            for client, answer in zip(clients.values(), (first, second), strict=True):
                 if answer.problem:
-                    raise UsageError(f"{client.url} does not answer prompt {number} of {one.name} ({answer.problem}).")
+                    raise UsageError(
+                        f"{client.url} does not answer prompt {number} of {prompt_set.name} ({answer.problem})."
+                    )
             done += 1
             progress("the same answers", done, count)
-            first, second = answers
             if (first.text, first.finish) != (second.text, second.finish):
                 pairs = enumerate(zip(first.text, second.text, strict=False))
                 at = next((i for i, (a, b) in pairs if a != b), min(len(first.text), len(second.text)))
-                texts = (each.text[at : at + SHOWN] for each in answers)
-                differences.append(Difference(one.name, number, at, *texts))
+                shown = (answer.text[at : at + SHOWN] for answer in (first, second))
+                differences.append(Difference(prompt_set.name, number, at, *shown))
     if drafted(before, await clients[AGAINST].metrics()):
         raise UsageError(f"{clients[AGAINST].url} drafts, by its own metrics; start it with drafting off.")
     return Equality(count, count - len(differences), tuple(differences))
 
 
 async def _level(
-    client: Client, name: str, one: PromptSet, params: SamplingParams, at_once: int, count: int
+    client: Client, name: str, prompt_set: PromptSet, params: SamplingParams, concurrency: int, count: int
 ) -> tuple[Level, list[str]]:
-    """Measure one level.
-
-    Args:
-        at_once: Requests at a time.
-        count: Number of requests.
-
-    Returns:
-        The level, and the problems of its requests.
-    """
+    """Measure one level of `count` requests. Return it with the problems of its requests."""
     numbers = iter(range(count))
     answers, idle = list[Answer](), list[float]()
 
     async def stream() -> None:
         for number in numbers:
             own = params if params.seed is None else replace(params, seed=params.seed + number)
-            answers.append(await client.ask(one.prompts[number % len(one.prompts)], own))
+            answers.append(await client.ask(prompt_set.prompts[number % len(prompt_set.prompts)], own))
         idle.append(time.perf_counter())
 
     before, began = await client.metrics(), time.perf_counter()
-    streams = [asyncio.create_task(stream()) for _ in range(at_once)]
+    streams = [asyncio.create_task(stream()) for _ in range(concurrency)]
     try:
         await asyncio.gather(*streams)
     finally:  # the others end if one has failed
-        for each in streams:
-            each.cancel()
-    found = acceptance(before, await client.metrics())
-    problems = [each.problem for each in answers if each.problem]
+        for task in streams:
+            task.cancel()
+    accepted = acceptance(before, await client.metrics())
+    problems = [answer.problem for answer in answers if answer.problem]
     level = Level(
         server=name,
-        prompt_set=one.name,
+        prompt_set=prompt_set.name,
         temperature=params.temperature,
-        concurrency=at_once,
+        concurrency=concurrency,
         requests=count,
         failed=len(problems),
         **speeds(answers, began, min(idle)),
-        tau=found.tau,
-        acceptance_by_position=found.by_position,
+        tau=accepted.tau,
+        acceptance_by_position=accepted.by_position,
     )
     return level, problems
 
 
 def speeds(answers: Sequence[Answer], began: float, busy_until: float) -> dict[str, Any]:
-    """Fields of a `Level` about time. Tokens count until `busy_until`, when the first of the concurrent streams has
-    nothing left to send. A piece of text holds the same share of its answer's tokens as of its characters."""
+    """Return the fields of a `Level` that measure time.
+
+    Tokens count until `busy_until`, when the first of the concurrent streams has nothing left to send. A piece of text
+    holds the same share of its response's tokens as of its characters.
+    """
     tokens, firsts, between = 0.0, list[float](), list[float]()
     for answer in answers:
         size = sum(count for _, count in answer.pieces)
@@ -340,13 +315,8 @@ def speeds(answers: Sequence[Answer], began: float, busy_until: float) -> dict[s
         after_first = answer.tokens * (1 - answer.pieces[0][1] / size)
         if after_first >= 1:
             between.append((answer.pieces[-1][0] - answer.pieces[0][0]) / after_first)
-    spread = {"first": firsts, "token": between}
-    found = {f"{name}_{what}": _middle(values, share) for name, values in spread.items() for what, share in SHARES}
-    return found | {"tokens_per_second": tokens / (busy_until - began) if tokens else None}
-
-
-SHARES = (("median", 50), ("p95", 95))
-
-
-def _middle(values: list[float], share: int) -> float | None:
-    return float(np.percentile(values, share)) if values else None
+    fields: dict[str, Any] = {"tokens_per_second": tokens / (busy_until - began) if tokens else None}
+    for name, values in (("first", firsts), ("token", between)):
+        for what, percent in (("median", 50), ("p95", 95)):
+            fields[f"{name}_{what}"] = float(np.percentile(values, percent)) if values else None
+    return fields

@@ -1,4 +1,4 @@
-"""Counters of a server's /metrics page: guesses, accepted guesses, and cached tokens of prompts."""
+"""Counters on a server's /metrics page: draft tokens, accepted tokens, and cached prompt tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from blockdraft.errors import UsageError
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "blockdraft": "blockdraft"}
-# Counters of tokens of prompts that were cached.
+# Counters of cached prompt tokens.
 CACHED = (
     "vllm:prefix_cache_hits_total",
     "vllm:gpu_prefix_cache_hits_total",
@@ -27,10 +27,10 @@ class Snapshot:
     """Counters at one moment.
 
     Attributes:
-        prefix: Beginning of the names of this engine's metrics; None for an unknown engine.
+        prefix: Prefix of this engine's metric names; None if the engine is unknown.
         values: Values by name, one for each combination of labels.
-        accepted_at: Number of accepted guesses by position in the block, counted from 0.
-        caches: Whether the server says that it caches prefixes; None if it does not say.
+        accepted_at: Accepted draft tokens by position in the block, from 0.
+        caches: Whether the server reports that it caches prefixes; None if it does not report it.
     """
 
     prefix: str | None
@@ -45,10 +45,10 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance of guesses.
+    """Acceptance of draft tokens.
 
     Attributes:
-        tau: Tokens of a cycle; None if the server does not count them.
+        tau: Tokens per target forward pass; None if the server does not count them.
         by_position: S_1, S_2, ...; empty if the server does not count them.
     """
 
@@ -57,7 +57,7 @@ class Acceptance:
 
 
 def parse(text: str) -> Snapshot:
-    """Read the text of a /metrics page. Raises a UsageError if it is not in Prometheus' format."""
+    """Parse a /metrics page. Raises a UsageError if it is not in Prometheus' format."""
     values: dict[str, list[float]] = defaultdict(list)
     accepted_at: dict[int, float] = defaultdict(float)
     caches = None
@@ -75,34 +75,37 @@ def parse(text: str) -> Snapshot:
 
 
 def acceptance(before: Snapshot | None, after: Snapshot | None) -> Acceptance:
-    """Acceptance between two moments. SGLang counts only its newest cycles, and no positions."""
+    """Return the acceptance between two moments. SGLang reports only its latest steps, and no positions."""
     if before is None or after is None or after.prefix is None:
         return Acceptance()
     if after.prefix == "sglang":
         lengths = [value for value in after.values.get("sglang:spec_accept_length", ()) if value]
         return Acceptance(fmean(lengths) if lengths else None)
-    drafts, accepted = (
-        grown(before, after, f"{after.prefix}:spec_decode_num_{name}_total") for name in ("drafts", "accepted_tokens")
-    )
+    drafts = growth(before, after, f"{after.prefix}:spec_decode_num_drafts_total")
+    accepted = growth(before, after, f"{after.prefix}:spec_decode_num_accepted_tokens_total")
     if drafts is None or accepted is None:
         return Acceptance()
-    cycles, tokens = (grown(before, after, f"blockdraft:num_{name}_total") for name in ("cycles", "cycle_tokens"))
-    if not cycles or tokens is None:  # other engines count only cycles that drafted
-        cycles, tokens = drafts, drafts + accepted
-        made, answers = (
-            grown(before, after, f"vllm:{name}_total") for name in ("generation_tokens", "request_success")
-        )
-        if made is not None and answers is not None:
-            # vLLM counts accepted guesses behind the end of an answer too. An answer's first token needs no draft.
-            tokens = min(tokens, made - answers)
-    places = range(max(after.accepted_at, default=-1) + 1)
-    counts = [after.accepted_at.get(i, 0.0) - before.accepted_at.get(i, 0.0) for i in places]
-    return Acceptance(tokens / cycles, tuple(count / cycles for count in counts)) if cycles else Acceptance(1.0)
+    steps = growth(before, after, "blockdraft:num_cycles_total")
+    tokens = growth(before, after, "blockdraft:num_cycle_tokens_total")
+    if not steps or tokens is None:  # other engines count only steps that drafted
+        steps, tokens = drafts, drafts + accepted
+        made = growth(before, after, "vllm:generation_tokens_total")
+        responses = growth(before, after, "vllm:request_success_total")
+        if made is not None and responses is not None:
+            # vLLM also counts tokens accepted after the end of a response. A response's first token needs no draft.
+            tokens = min(tokens, made - responses)
+    if not steps:
+        return Acceptance(1.0)
+    positions = range(max(after.accepted_at, default=-1) + 1)
+    shares = ((after.accepted_at.get(i, 0.0) - before.accepted_at.get(i, 0.0)) / steps for i in positions)
+    return Acceptance(tokens / steps, tuple(shares))
 
 
-def grown(before: Snapshot, after: Snapshot, name: str) -> float | None:
-    """Growth of a counter; None if the server has none of this name, or was restarted meanwhile. A counter that is only
-    shown after its first event began at 0."""
+def growth(before: Snapshot, after: Snapshot, name: str) -> float | None:
+    """Return the growth of a counter, or None if the server has none of this name or was restarted.
+
+    A counter that appears with its first event started at 0.
+    """
     if name not in after.values:
         return None
     count = sum(after.values[name]) - sum(before.values.get(name, ()))
@@ -110,16 +113,14 @@ def grown(before: Snapshot, after: Snapshot, name: str) -> float | None:
 
 
 def drafted(before: Snapshot | None, after: Snapshot | None) -> bool:
-    """Whether counters show that the server has drafted between two moments."""
-    found = acceptance(before, after)
-    return found.tau is not None and (found.tau > 1 or any(found.by_position))
+    """Return whether the counters show that the server has drafted between two moments."""
+    between = acceptance(before, after)
+    return between.tau is not None and (between.tau > 1 or any(between.by_position))
 
 
 def cached_tokens(before: Snapshot | None, after: Snapshot | None) -> tuple[str, float] | None:
-    """Name and growth of the counter of cached tokens; None if the server has none."""
-    for name in CACHED if before is not None and after is not None else ():
-        assert before is not None and after is not None
-        count = grown(before, after, name)
-        if count is not None:
-            return name, count
-    return None
+    """Return name and growth of the counter of cached prompt tokens, or None if the server has none."""
+    if before is None or after is None:
+        return None
+    grown = ((name, growth(before, after, name)) for name in CACHED)
+    return next(((name, count) for name, count in grown if count is not None), None)

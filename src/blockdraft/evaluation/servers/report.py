@@ -1,4 +1,4 @@
-"""Results of servers under load, as a table, as JSON and as CSV."""
+"""Results of servers under load as a table, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -22,70 +22,69 @@ from blockdraft.evaluation.servers.measure import Level, Measured
 JSON, CSV = "server.json", "server.csv"
 SHOWN_POSITIONS = 4  # of S_i in the table; the files have all
 NOTES = (
-    "tokens/s: of all requests together, while as many as asked for were under way. first, token: milliseconds to the "
-    "first piece of an answer, and between tokens after it; medians over answers (95th percentile). tau: tokens of a "
-    "cycle, by the server's metrics (of SGLang those of its newest cycles). S_i: share of cycles in which the first i "
-    "guesses were accepted."
+    "tokens/s: of all requests together, at full concurrency. first, token: milliseconds to the first piece of a "
+    "response, and between tokens after it; medians over responses (95th percentile). tau: tokens per target forward "
+    "pass, from the server's metrics (for SGLang those of its latest steps). S_i: share of steps in which the first i "
+    "draft tokens were accepted."
 )
 
 
-def as_json(found: Measured, arguments: Mapping[str, Any]) -> str:
-    whole = asdict(found) | {"arguments": dict(arguments), "blockdraft": version("blockdraft")}
+def as_json(results: Measured, arguments: Mapping[str, Any]) -> str:
+    whole = asdict(results) | {"arguments": dict(arguments), "blockdraft": version("blockdraft")}
     return json.dumps(whole, indent=2) + "\n"
 
 
-def as_csv(found: Measured) -> str:
-    """CSV with a line for each level; S_1, S_2, ... are in one cell with spaces between them."""
+def as_csv(results: Measured) -> str:
+    """Return CSV with a line per level; S_1, S_2, ... share a cell, separated by spaces."""
     text = io.StringIO()
     table = csv.DictWriter(text, [field.name for field in fields(Level)], lineterminator="\n")
     table.writeheader()
-    for level in found.levels:
+    for level in results.levels:
         shares = " ".join(f"{share:.4f}" for share in level.acceptance_by_position)
         table.writerow(asdict(level) | {"acceptance_by_position": shares})
     return text.getvalue()
 
 
-def write(folder: Path, found: Measured, arguments: Mapping[str, Any]) -> None:
-    """Write server.json and server.csv, each whole or not at all."""
+def write(folder: Path, results: Measured, arguments: Mapping[str, Any]) -> None:
+    """Write server.json and server.csv, each completely or not at all."""
     make_folder(folder)
-    write_file(folder / JSON, as_json(found, arguments).encode())
-    write_file(folder / CSV, as_csv(found).encode())
+    write_file(folder / JSON, as_json(results, arguments).encode())
+    write_file(folder / CSV, as_csv(results).encode())
 
 
-def show(console: Console, found: Measured) -> None:
-    """Print the results."""
-    for name, about in found.servers.items():
-        caching = {True: "on", False: "off", None: "not known"}[about.prefix_caching]
+def show(console: Console, results: Measured) -> None:
+    for name, info in results.servers.items():
+        caching = {True: "on", False: "off", None: "not known"}[info.prefix_caching]
         console.print(
-            f"{name}: {about.model} at {about.url}, engine {about.engine or 'not known'}, prefix caching {caching} "
-            f"({about.seen_by})"
+            f"{name}: {info.model} at {info.url}, engine {info.engine or 'not known'}, prefix caching {caching} "
+            f"({info.seen_by})"
         )
     console.print()
-    console.print(_table(found, box.SIMPLE if console.is_terminal else None))
+    console.print(_table(results, box.SIMPLE if console.is_terminal else None))
     console.print()
     console.print(NOTES)
-    if found.equality is not None:
-        equality = found.equality
+    if results.equality is not None:
+        equality = results.equality
         console.print(f"\nGreedy answers of both servers: {equality.identical} of {equality.prompts} are identical.")
-        for each in equality.differences:
+        for difference in equality.differences:
             console.print(
-                f"- prompt {each.prompt} of {each.prompt_set}, from character {each.at} on: {each.text!r} and "
-                f"{each.other!r}",
+                f"- prompt {difference.prompt} of {difference.prompt_set}, from character {difference.at} on: "
+                f"{difference.text!r} and {difference.other!r}",
                 markup=False,
             )
-    failed = sum(level.failed for level in found.levels)
+    failed = sum(level.failed for level in results.levels)
     if failed:
-        console.print(f"\n{counted(failed, 'request')} failed: {'; '.join(found.problems[:3])}", markup=False)
+        console.print(f"\n{counted(failed, 'request')} failed: {'; '.join(results.problems[:3])}", markup=False)
 
 
-def _table(found: Measured, lines: box.Box | None) -> Table:
+def _table(results: Measured, lines: box.Box | None) -> Table:
     table = Table(box=lines, pad_edge=False)
     for name in ("prompts", "server"):
         table.add_column(name, overflow="fold")
     headers = ["T", "at once", "requests", "tokens/s", "first ms", "token ms", "tau", f"S_1..S_{SHOWN_POSITIONS} %"]
-    for header in [*headers, *(["speed-up"] if found.equality else [])]:
+    for header in [*headers, *(["speed-up"] if results.equality else [])]:
         table.add_column(header, justify="right")
-    for level in found.levels:
+    for level in results.levels:
         cells = [
             level.prompt_set,
             level.server,

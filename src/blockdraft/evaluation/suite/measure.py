@@ -1,4 +1,4 @@
-"""Measurement of a prompt set with all methods, with figures as the paper counts them."""
+"""Measurement of a suite's tasks with all methods, with figures as the paper counts them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ THINKING = '{"enable_thinking": false}'  # as in the paper; templates without th
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of one method on one set at one temperature, a row of suite.csv. Speed and tau are None if no answer has
-    more than its first token.
+    """Figures of one method on one task at one temperature: a row of suite.csv.
+
+    Speed and tau are None if no response has more than its first token.
 
     Attributes:
-        task: Name of the set.
-        temperature: Temperature of sampling.
+        task: Name of the task.
+        temperature: Sampling temperature.
         method: Name of the method.
-        prompts: Number of prompts; a prompt of several turns has as many answers.
-        answers: Number of answers.
-        tokens: Tokens of all answers, without the first of each, which the prompt's forward gives.
-        tokens_per_second: Tokens over the time from each answer's first token to its last.
-        speedup: Mean time of a token with plain decoding over that with this method; each answer counts alike.
-        tau: Tokens of a cycle, bonus included: mean over answers of the answer's own mean.
-        identical: Share of the answers that equal those of plain decoding, token by token, with the same seed; None for
-            guesses sampled at random if decoding is not greedy.
-        looping: Share of the answers in which a run of 8 tokens occurs 4 times or more. They count like all others.
+        prompts: Number of prompts; a prompt with several turns has as many responses.
+        answers: Number of responses.
+        tokens: Tokens of all responses but the first of each, which comes from the prefill.
+        tokens_per_second: Tokens over the time from each response's first token to its last.
+        speedup: Mean time per token of plain decoding over that of this method; every response counts equally.
+        tau: Tokens per target forward pass, bonus included: mean over responses of the response's own mean.
+        identical: Share of responses equal to those of plain decoding with the same seed, token by token. None for
+            sampled draft tokens if decoding is not greedy.
+        looping: Share of responses in which a run of 8 tokens occurs at least 4 times. They are included everywhere.
     """
 
     task: str
@@ -55,7 +56,11 @@ class Row:
 
 
 def chat_encoder(target: Target) -> ChatEncoder:
-    """Encoder of the suite's chats. Raises a UsageError if the target has no chat template."""
+    """Return the encoder of the suite's chats.
+
+    Raises:
+        UsageError: The target has no tokenizer or no chat template.
+    """
     if target.tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}; the suite's prompts are texts.")
     if target.tokenizer.chat_template is None:
@@ -64,11 +69,11 @@ def chat_encoder(target: Target) -> ChatEncoder:
 
 
 def check_prompts(target: Target, prompts: Mapping[str, Sequence[Turns]], params: SamplingParams) -> None:
-    """Raise a UsageError, before anything is decoded, if the first turn of a prompt is too long for the target."""
+    """Raise a UsageError if the first turn of a prompt is too long for the target."""
     encoder = chat_encoder(target)
-    for name, asked in prompts.items():
-        for i, turns in enumerate(asked):
-            _checked(encoder.prompt(_user(turns[0])), params, target, f"Prompt {i + 1} of {name}")
+    for task, asked in prompts.items():
+        for number, turns in enumerate(asked, 1):
+            _check(encoder.prompt(_user(turns[0])), params, target, f"Prompt {number} of {task}")
 
 
 def decode_task(
@@ -78,21 +83,22 @@ def decode_task(
     params: SamplingParams,
     progress: Progress = lambda stage, done, total: None,
 ) -> list[Trial]:
-    """Decode each prompt of a set with all methods in turn, after a warm-up.
+    """Decode each prompt with all methods, interleaved, after a warm-up.
 
-    Later turns follow the answer of plain decoding, which all methods give when decoding is greedy.
+    Later turns follow the response of plain decoding, which all methods give when decoding is greedy.
 
     Args:
         engines: Engines by method, `none` among them.
-        params: Sampling, with a seed unless decoding is greedy; prompt i has the seed + i.
+        params: Sampling parameters, with a seed unless decoding is greedy; prompt i uses the seed + i.
 
     Raises:
         UsageError: A later turn is too long for the target.
     """
-    encoder = chat_encoder(engines[PLAIN].target)
-    warm = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens))
+    target = engines[PLAIN].target
+    encoder = chat_encoder(target)
+    warm_up = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens))
     for engine in engines.values():
-        engine.generate([encoder.prompt(_user(prompts[0][0]))], warm)
+        engine.generate([encoder.prompt(_user(prompts[0][0]))], warm_up)
     names, trials = [PLAIN, *(name for name in engines if name != PLAIN)], list[Trial]()
     stage = f"{task.title}, temperature {params.temperature:g}"
     for i, turns in enumerate(prompts):
@@ -101,10 +107,10 @@ def decode_task(
         for turn, text in enumerate(turns, 1):
             chat += _user(text)
             ids = encoder.prompt(chat)
-            _checked(ids, own, engines[PLAIN].target, f"Prompt {i + 1} of {task.name}, turn {turn}")
-            found = [_trial(engines[name], name, task.name, i, ids, own) for name in names]
-            trials += found
-            chat.append({"role": "assistant", "content": found[0].completions[0].text})
+            _check(ids, own, target, f"Prompt {i + 1} of {task.name}, turn {turn}")
+            latest = [_trial(engines[name], name, task.name, i, ids, own) for name in names]
+            trials += latest
+            chat.append({"role": "assistant", "content": latest[0].completions[0].text})
     progress(stage, len(prompts), len(prompts))
     return trials
 
@@ -119,7 +125,7 @@ def _user(text: str) -> list[Message]:
     return [{"role": "user", "content": text}]
 
 
-def _checked(ids: list[int], params: SamplingParams, target: Target, place: str) -> None:
+def _check(ids: list[int], params: SamplingParams, target: Target, place: str) -> None:
     try:
         check_request(ids, params, target)
     except UsageError as error:
@@ -127,40 +133,42 @@ def _checked(ids: list[int], params: SamplingParams, target: Target, place: str)
 
 
 def rows_of(task: str, temperature: float, trials: Sequence[Trial], sampled: Collection[str] = ()) -> list[Row]:
-    """Figures of each method.
+    """Compute the figures of each method from the trials of `decode_task`.
 
     Args:
-        trials: Trials that `decode_task` returned.
-        sampled: Methods whose guesses are sampled at random.
+        sampled: Methods whose draft tokens are sampled.
     """
     by_method: dict[str, list[Trial]] = {}
     for trial in trials:
         by_method.setdefault(trial.method, []).append(trial)
     plain = by_method[PLAIN]
-    # Only answers with timed tokens from every method are compared, since a faulty method may end at once.
+    # Only responses with timed tokens of every method are compared, since a faulty method may end at once.
     timed = [i for i in range(len(plain)) if all(own[i].tokens for own in by_method.values())]
     rows = []
     for method, own in by_method.items():
         tokens = [trial.completions[0].token_ids for trial in own]
-        same = [mine == one.completions[0].token_ids for mine, one in zip(tokens, plain, strict=True)]
-        seconds = sum(own[i].decode_seconds for i in timed)
-        rows.append(
-            Row(
-                task=task,
-                temperature=temperature,
-                method=method,
-                prompts=len({trial.prompts for trial in own}),
-                answers=len(own),
-                tokens=sum(trial.tokens for trial in own),
-                tokens_per_second=sum(own[i].tokens for i in timed) / seconds if timed else None,
-                speedup=_token_seconds([plain[i] for i in timed]) / _token_seconds([own[i] for i in timed])
-                if timed
-                else None,
-                tau=fmean(own[i].completions[0].tau for i in timed) if timed else None,
-                identical=None if temperature and method in sampled else fmean(same),
-                looping=fmean(loops(ids) for ids in tokens),
-            )
+        same = [ids == reference.completions[0].token_ids for ids, reference in zip(tokens, plain, strict=True)]
+        row = Row(
+            task=task,
+            temperature=temperature,
+            method=method,
+            prompts=len({trial.prompts for trial in own}),
+            answers=len(own),
+            tokens=sum(trial.tokens for trial in own),
+            tokens_per_second=None,
+            speedup=None,
+            tau=None,
+            identical=None if temperature and method in sampled else fmean(same),
+            looping=fmean(map(loops, tokens)),
         )
+        if timed:
+            row = replace(
+                row,
+                tokens_per_second=sum(own[i].tokens for i in timed) / sum(own[i].decode_seconds for i in timed),
+                speedup=_token_seconds([plain[i] for i in timed]) / _token_seconds([own[i] for i in timed]),
+                tau=fmean(own[i].completions[0].tau for i in timed),
+            )
+        rows.append(row)
     return rows
 
 

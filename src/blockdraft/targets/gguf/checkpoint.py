@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, GGUFFile, open_gguf
@@ -31,6 +32,9 @@ from blockdraft.targets.gguf.tensors import GGUFWeights, decoder_weights, dense,
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
 from blockdraft.targets.native_files import NOT_CAPTURED, Checkpoint, make_decoder
 from blockdraft.targets.weights import OpenCheckpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 GIB = 2**30
 MUCH_MORE = GIB  # bytes in memory beyond those in the file, from which on it is told
@@ -81,7 +85,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
         decoder=decoder,
         config=config,
         tokenizer=tokenizer,
-        generation_config=GenerationConfig(eos_token_id=ends),
+        generation_config=SimpleNamespace(eos_token_id=ends),
         folder=file.path,
         build=made,
         reason=reason,
@@ -158,7 +162,7 @@ def load_gguf_text(path: str | Path, revision: str | None = None) -> TargetText:
     with understanding(path):
         config = gguf_config(file)
         tokenizer, missing = find_tokenizer(file)
-        ends = end_tokens(GenerationConfig(eos_token_id=end_ids(file.metadata)), config, tokenizer)
+        ends = end_tokens(SimpleNamespace(eos_token_id=end_ids(file.metadata)), config, tokenizer)
     return TargetText(file.path, tokenizer, max_context(config), ends, missing)
 
 
@@ -200,11 +204,11 @@ def open_gguf_checkpoint(
     with tempfile.TemporaryDirectory() as folder:
         with loading(path):
             tokenizer.save_pretrained(folder)
-            GenerationConfig(eos_token_id=ends).save_pretrained(folder)
+            Path(folder, "generation_config.json").write_text(json.dumps({"eos_token_id": ends}), encoding="utf-8")
         yield OpenCheckpoint(
             wanted=wanted,
             config=config,
-            raw=json.loads(config.to_json_string()),
+            raw=config.to_dict(),
             tensors=tensors,
             files=sorted(Path(folder).iterdir()),
             source_fingerprint=weights.fingerprint(),

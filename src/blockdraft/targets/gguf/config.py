@@ -11,13 +11,12 @@ from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blockdraft.formats.gguf import GGUFFile
 from blockdraft.formats.gguf.rope import ROPE_BASE, ROPE_FACTORS, rope_metadata
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind
 from blockdraft.targets.base import NotCovered
+from blockdraft.targets.model_config import AnyConfig, make_config
 
 # Our families by the architectures of llama.cpp.
 FAMILIES = {
@@ -28,6 +27,14 @@ FAMILIES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
 }
+CAUSAL_LMS = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
 ARCHITECTURES = {family: name for name, family in FAMILIES.items()} | {"mistral": "llama"}
 GEMMA2_WINDOW, GEMMA2_CAPS = 4096, (50.0, 30.0)  # likewise, of attention and logits
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the models of 27B, whose scores are scaled otherwise
@@ -36,7 +43,7 @@ EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 Get = Callable[..., Any]  # takes a key without the architecture, and the value for files without the key
 
 
-def gguf_config(file: GGUFFile) -> PretrainedConfig:
+def gguf_config(file: GGUFFile) -> AnyConfig:
     """Configuration of transformers for a file.
 
     Raises:
@@ -86,10 +93,10 @@ def gguf_config(file: GGUFFile) -> PretrainedConfig:
         fields |= gemma_fields(name, get, fields)
     elif window:
         raise NotCovered(f"it has a sliding window, which llama.cpp ignores in the architecture {name}")
-    return AutoConfig.for_model(family, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]], **fields)
+    return make_config({"model_type": family, "architectures": [CAUSAL_LMS[family]], **fields})
 
 
-def describe_fitted(config: PretrainedConfig, found: DecoderConfig, file: GGUFFile) -> None:
+def describe_fitted(config: AnyConfig, found: DecoderConfig, file: GGUFFile) -> None:
     """Write into a file's configuration what `fitted` reads from its tensors: biases and factors of frequencies."""
     if hasattr(config, "attention_bias"):
         config.attention_bias = found.qkv_bias
@@ -161,7 +168,7 @@ def gemma_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, An
     return found | {"rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": near}}
 
 
-def gguf_metadata(config: PretrainedConfig, wanted: DecoderConfig) -> dict[str, Any]:
+def gguf_metadata(config: AnyConfig, wanted: DecoderConfig) -> dict[str, Any]:
     """Metadata of a model that the native decoder knows, by keys without the architecture, which is one of
     `ARCHITECTURES`. Settings without a key in GGUF are left out.
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import GemmaTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
-from transformers.tokenization_utils_base import generate_merges
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 LLAMA3 = QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TEKKEN = (
@@ -93,6 +97,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in WITH_BOS)
     bos = spelled["bos_token"] if adds_bos else None
     found.post_processor = post_processor(vocab, bos, spelled["eos_token"], metadata)
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(
         tokenizer_object=_Kept(found),
         clean_up_tokenization_spaces=False,
@@ -160,6 +166,9 @@ def of_pieces(vocab: Mapping[str, int], types: list[int], metadata: Mapping[str,
         if len({score for score, kind in zip(given, types, strict=False) if kind == TokenType.NORMAL}) < 2:
             raise UnknownTokenizer("its tokens have no scores, which tell how they are merged")
         scores = {token: given[i] for token, i in vocab.items()}
+    from transformers import GemmaTokenizer, LlamaTokenizer
+    from transformers.tokenization_utils_base import generate_merges
+
     merges = generate_merges(dict(vocab), scores)
     # These classes would add the special tokens that they expect to vocabularies without them.
     names = {"unk_token": "<unk>", "bos_token": "<bos>" if gemma else "<s>", "eos_token": "<eos>" if gemma else "</s>"}

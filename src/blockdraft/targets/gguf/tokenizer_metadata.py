@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gguf import TokenType
-from transformers import PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
 from blockdraft.targets.base import TargetText, without_tokenizer
 from blockdraft.targets.gguf.tokenizer import SPACE, SPLITS, UnknownTokenizer, end_ids, gguf_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Texts that readers of the file must split alike, and rare ones, where a warning tells if they do not.
 COMMON = (

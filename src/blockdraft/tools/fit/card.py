@@ -14,7 +14,6 @@ from typing import Any
 
 from blockdraft.data.folder import write_file
 from blockdraft.errors import UsageError, counted
-from blockdraft.evaluation.methods import shape_name
 from blockdraft.formats import find_layout, read_config
 from blockdraft.formats.base import layouts
 from blockdraft.formats.engines import OURS, starts
@@ -110,7 +109,7 @@ def write_card(
     data = json.loads((where.folder / "data" / "data.json").read_text(encoding="utf-8"))
     log = (run_folder(where.out) / "log.jsonl").read_text(encoding="utf-8").splitlines()
     taus = [(line["step"], line["tau"]) for line in map(json.loads, log) if line.get("tau") is not None]
-    methods: dict[str, Any] = {shape_name(name): one for name, one in bench["methods"].items()}
+    methods: dict[str, Any] = bench["methods"]
     recipe, name = plan.recipe, where.target or "the bundled target"
     layers = counted(recipe.get("layers", 1), "layer")
     local = where.target is None or Path(where.target).exists()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from blockdraft.drafters.toy.network import ToyConfig, ToyNetwork  # type: ignore[import-not-found]
 
-from blockdraft.tools.deploy.checks import Check, VariantChecker, neighbour_target_layers
+from blockdraft.tools.doctor.checks import Check, VariantChecker, neighbour_target_layers
 
 
 class ToyChecker(VariantChecker):

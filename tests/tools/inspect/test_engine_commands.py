@@ -1,19 +1,46 @@
-"""For every kind of drafter in every layout, commands hold only options that the engines have, and engines that cannot
-run it are named with a reason."""
+"""Commands for other engines use only options that the engines have, for every kind of drafter in every layout."""
 
+import json
 import shlex
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engine_schemas import check_recorded
-from thinned import thinned
 
-from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
-from blockdraft.tools.deploy.launch import ENGINES, command
 from blockdraft.tools.inspect import inspect
 from blockdraft.training.export import convert, export_gguf, format_for
+
+SCHEMAS = json.loads((Path(__file__).parent / "engine_schemas.json").read_text())
+
+
+def check_recorded(engine: str, line: list[str], files: Mapping[str, str]) -> dict[str, Any]:
+    """Check a command against the engine's recorded options, and return its speculative configuration."""
+    known = SCHEMAS[engine]
+    options = line[line.index("-m") + 2 :] if line[0] == "python" else line
+    assert [word for word in options if word.startswith("-") and word not in known["flags"]] == []
+    config: dict[str, Any] = {}
+    if engine == "vLLM" and "--speculative-config" in line:  # the speculators format needs none
+        config = json.loads(line[line.index("--speculative-config") + 1])
+        assert set(config) <= set(known["fields"]) and config["method"] in known["methods"]
+        assert type(config["num_speculative_tokens"]) is int
+    if engine == "SGLang":
+        config = {word: line[i + 1] for i, word in enumerate(line) if word.startswith("--speculative")}
+        assert config["--speculative-algorithm"] in known["algorithms"]
+        steps = config.get("--speculative-num-steps")
+        assert steps is None or int(config["--speculative-num-draft-tokens"]) == int(steps) + 1
+    if engine == "TensorRT-LLM":
+        [content] = files.values()
+        assert line[line.index("--config") + 1] in files
+        assert set(json.loads(content)) <= set(known["keys"])
+        config = json.loads(content)["speculative_config"]
+        assert set(config) <= set(known["fields"][config["decoding_type"]]) and type(config["max_draft_len"]) is int
+    if engine == "llama.cpp":
+        assert line[line.index("--spec-type") + 1] in known["speculators"]
+    return config
+
 
 # Layouts of each kind, and the engines that read it there.
 KINDS: dict[str, dict[str, set[str]]] = {
@@ -111,34 +138,28 @@ def test_what_inspect_says_is_each_engines_own(
             assert said["--speculative-num-draft-tokens"] == str(draft_tokens + 1)
 
 
-@pytest.mark.parametrize(("kind", "engine"), thinned(KINDS, ENGINES, keep=2))
-def test_launch_says_the_same_or_why_not(
-    drafters: dict[str, Path], tiny_target_dir: Path, engine: str, kind: str
-) -> None:
-    drafter, target = str(drafters[kind]), str(tiny_target_dir)
-    start = inspect(drafter, target).starts[ENGINES[engine]]
-    if start.line is None:
-        with pytest.raises(UsageError, match=f"{ENGINES[engine]} cannot be started with .*{start.reason}"):
-            command(engine, target, drafter, 8000)
-        return
-    for caching in (False, True):
-        found = command(engine, target, drafter, 8000, prefix_caching=caching)
-        check_recorded(ENGINES[engine], found.line, found.files)
-        assert found.line[: len(shlex.split(start.line))] == shlex.split(start.line)
-
-
-def test_kinds_that_no_engine_runs_are_refused_by_name(drafters: dict[str, Path], tiny_target_dir: Path) -> None:
-    target = str(tiny_target_dir)
-    for kind, engine, told in (
-        ("medusa", "sglang", "SGLang cannot be started .* it runs no Medusa heads"),
-        ("medusa", "vllm", "vLLM cannot be started .* it reads Medusa's heads in a layout of its own"),
-        ("mtp", "trtllm", "TensorRT-LLM cannot be started .* it runs MTP heads that lie in the target's own"),
-        ("mtp", "vllm", "vLLM cannot be started .* it runs MTP heads that lie in the target's own"),
-        ("dflash2", "trtllm", "how it is started with DFlash2DraftModel is not known here"),
-        ("dspark", "vllm", "it reads no DSparkDraftModel in this format. Export it first: .* --format speculators"),
+def test_reasons_for_kinds_that_no_engine_runs(drafters: dict[str, Path], tiny_target_dir: Path) -> None:
+    for kind, engine, reason in (
+        ("medusa", "SGLang", "it runs no Medusa heads"),
+        ("medusa", "vLLM", "it reads Medusa's heads in a layout of its own"),
+        ("mtp", "TensorRT-LLM", "it runs MTP heads that lie in the target's own"),
+        ("mtp", "vLLM", "it runs MTP heads that lie in the target's own"),
+        ("dflash2", "TensorRT-LLM", "no command for DFlash2DraftModel is known"),
+        ("dspark", "vLLM", "it reads no DSparkDraftModel in this format"),
     ):
-        with pytest.raises(UsageError, match=told):
-            command(engine, target, str(drafters[kind]), 8000)
+        start = inspect(drafters[kind], tiny_target_dir).starts[engine]
+        assert start.line is None and reason in str(start.reason)
+    assert "--format speculators" in str(start.remedy)
+
+
+def test_shell_command_writes_the_configuration_file(
+    drafters: dict[str, Path], tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    start = inspect(drafters["drafter"], tiny_target_dir).starts["TensorRT-LLM"]
+    script = f'trtllm-serve() {{ echo "$@"; }}\n{start.typed}'
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == shlex.split(str(start.line))[1:]
+    assert json.loads((tmp_path / "trtllm.yaml").read_text()) == json.loads(start.files["trtllm.yaml"])
 
 
 def test_eagle3_with_the_usual_taps_names_none(drafters: dict[str, Path], tiny_target_dir: Path) -> None:

@@ -20,9 +20,9 @@ from blockdraft.formats.zlab import read_config
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target, load_target
-from blockdraft.tools.deploy.checks import Check
-from blockdraft.tools.deploy.doctor import Diagnosis, conclude, examine
-from blockdraft.tools.deploy.settings import DoctorSettings
+from blockdraft.tools.doctor.checks import Check
+from blockdraft.tools.doctor.examine import Diagnosis, conclude, examine
+from blockdraft.tools.doctor.settings import DoctorSettings
 
 DRAFTER = bundled()[BUNDLED_DFLASH]
 PROMPTS = [

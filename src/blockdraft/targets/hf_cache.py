@@ -1,4 +1,4 @@
-"""Exact attention for models of transformers, by way of its attention interface."""
+"""Caches that models of transformers write to, and exact attention through its attention interface."""
 
 from __future__ import annotations
 
@@ -29,6 +29,22 @@ class Stored:
     keys: Tensor
     values: Tensor
     attention: ExactAttention
+
+
+class HFCache(TransformersCache):
+    """A `KVCache` with the interface of a cache of transformers."""
+
+    def __init__(self, rows: KVCache) -> None:
+        super().__init__(layers=[])
+        self._rows = rows
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self._rows.write(layer_idx, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self._rows.lengths)
 
 
 class ExactCache(TransformersCache):

@@ -15,12 +15,12 @@ from blockdraft import cli
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter, zlab
 from blockdraft.targets import BUNDLED
-from blockdraft.tools.deploy.push import Known, known_of, prepare, upload
+from blockdraft.tools.push import Known, known_of, prepare, upload
 
 BENCH = {
     "methods": {
         "none": {"prompts": 8, "tokens_per_second": 100.4, "speedup": 1.0, "tau": 1.0, "identical": 1.0},
-        "dflash": {"prompts": 8, "tokens_per_second": None, "speedup": 1.91, "tau": 2.345, "identical": 1.0},
+        "chain": {"prompts": 8, "tokens_per_second": None, "speedup": 1.91, "tau": 2.345, "identical": 1.0},
     },
     "arguments": {"temperature": 0.0, "max_new_tokens": 128, "running": "native, compiled"},
     "hardware": {"gpu": None, "cpu": "A Processor"},

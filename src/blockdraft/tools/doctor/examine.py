@@ -19,8 +19,8 @@ from blockdraft.engine import Engine
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, other_target_warning
-from blockdraft.tools.deploy.checks import Check, checker_of
-from blockdraft.tools.deploy.settings import DoctorSettings
+from blockdraft.tools.doctor.checks import Check, checker_of
+from blockdraft.tools.doctor.settings import DoctorSettings
 from blockdraft.types import Drafting, SamplingParams
 
 ROWS = 4  # answers decoded together

@@ -20,9 +20,9 @@ from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, find_layout
 from blockdraft.targets import Target, load_target
-from blockdraft.tools.deploy.checks import checker_of
-from blockdraft.tools.deploy.doctor import Diagnosis, examine
-from blockdraft.tools.deploy.settings import DoctorSettings
+from blockdraft.tools.doctor.checks import checker_of
+from blockdraft.tools.doctor.examine import Diagnosis, examine
+from blockdraft.tools.doctor.settings import DoctorSettings
 from blockdraft.training.batches import Rows
 from blockdraft.training.variant import find_variant
 from blockdraft.types import SamplingParams

@@ -15,7 +15,6 @@ from typing import Any
 from blockdraft.compat.generate import write_custom_generate
 from blockdraft.drafters import entries
 from blockdraft.errors import UsageError, counted, describe
-from blockdraft.evaluation.methods import shape_name
 from blockdraft.folders import clear_remains, held
 from blockdraft.formats import find_layout
 from blockdraft.formats.engines import starts
@@ -217,7 +216,7 @@ def _measured(known: Known) -> Iterator[str]:
             for key, form in (("tokens_per_second", "{:.0f}"), ("speedup", "{:.2f}"), ("tau", "{:.2f}")):
                 cells.append("-" if one[key] is None else form.format(one[key]))
             cells.append("-" if one["identical"] is None else f"{100 * one['identical']:.0f} %")
-            yield f"| {shape_name(name)} | {' | '.join(cells)} |"
+            yield f"| {name} | {' | '.join(cells)} |"
         machine = known.bench["hardware"]["gpu"] or known.bench["hardware"]["cpu"]
         yield ""
         yield (

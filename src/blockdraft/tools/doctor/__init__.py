@@ -1,0 +1,1 @@
+"""`blockdraft doctor`: find out why the target rejects a drafter's tokens."""
