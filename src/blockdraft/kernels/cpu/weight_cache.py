@@ -29,7 +29,7 @@ from blockdraft.nn.packed import Kernels, PackedWeight
 from blockdraft.nn.quantization import InterleavedWeight
 
 LAYOUT = 2  # version of these files; raise it when their numbers change by code outside `MAKERS`
-MAKERS = ("packed.py", "quantized.py", "rounding.py")  # modules of nn whose code decides the numbers
+MAKERS = ("packed.py", "quantization.py")  # modules of nn whose code decides the numbers
 SWITCH = "BLOCKDRAFT_CACHE_WEIGHTS"  # environment variable; 0 neither writes nor reads files
 LEAST_BYTES = 64 << 20  # size of the smallest checkpoint whose packing takes long enough to be worth a file
 ALIGNMENT = 64  # bytes
