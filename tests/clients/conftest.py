@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def only_this_machine() -> Iterator[None]:
-    """Connections to other machines fail."""
+    """Refuse connections to other machines."""
     connect, resolve = socket.socket.connect, socket.getaddrinfo
 
     def local_connect(self: socket.socket, address: Any) -> None:
@@ -59,7 +59,7 @@ def only_this_machine() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
-    """Starts `blockdraft serve` with a key and the bundled drafter, and these arguments besides."""
+    """Return a function that starts `blockdraft serve` with a key, the bundled drafter and given arguments."""
     folder, started = tmp_path_factory.mktemp("servers"), list[subprocess.Popen[str]]()
 
     def start(target: Path, *words: str) -> Server:
@@ -88,14 +88,16 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def small(serve: Callable[..., Server]) -> Server:
-    """The bundled pair as it is, which drafts whether it pays or not."""
+    """Serve the bundled pair, which always drafts."""
     return serve(PAIR / "target", "--block-size", "4")
 
 
 @pytest.fixture(scope="session")
 def with_tools(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """The bundled pair with a chat template that knows tools. It was never trained for them, so what it says of
-    its own accord is not looked at, but what it must say."""
+    """Serve the bundled pair with a chat template for tools.
+
+    The model was never trained for tools, so tests look only at calls that it must make.
+    """
     folder = tmp_path_factory.mktemp("models")
     subprocess.run([PYTHON, "-m", "benchmarks.server.tiny", str(folder)], env=_environment(), cwd=ROOT, check=True)
     return serve(folder / "pair", "--block-size", "4", "--max-answer-tokens", "600")  # it never stops calling

@@ -41,7 +41,7 @@ def test_chat_whole_and_streamed(client: Any) -> None:
         client.chat.completions.create(messages=QUESTION, stream=True, stream_options={"include_usage": True}, **GREEDY)
     )
     assert "".join(event.choices[0].delta.content or "" for event in events if event.choices) == text
-    assert events[0].choices[0].delta.role == "assistant" and len(events) > 5
+    assert events[0].choices[0].delta.role == "assistant" and len(events) > 3
     assert events[-1].choices == [] and events[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert [e.choices[0].finish_reason for e in events if e.choices and e.choices[0].finish_reason] == ["stop"]
 

@@ -16,5 +16,5 @@ def test_no_server_errors(with_tools: Server, tmp_path: Path) -> None:
     words += ["--checks", "not_a_server_error", "--max-examples", "20", "--seed", "1", "--phases"]
     # One worker: several parse Python source at once, which CPython 3.11 answers with a SystemError now and then.
     words += ["examples,coverage,fuzzing", "--request-timeout", "60", "--workers", "1", "--generation-database", "none"]
-    response = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert response.returncode == 0, response.stdout[-4000:] + response.stderr[-1000:]
+    completed = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stdout[-4000:] + completed.stderr[-1000:]

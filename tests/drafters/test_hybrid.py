@@ -168,7 +168,7 @@ def test_what_is_kept_for_a_drafter_is_bounded_and_outlives_its_failure(caplog: 
     def observe(count: int) -> None:
         drafter.observe(state, torch.arange(count)[None], None, [count])
 
-    observe(hybrid.MOST_UNREAD)
+    observe(hybrid.MOST_PENDING)
     assert not dear.texts
     dear.fails = True
     with pytest.raises(RuntimeError, match="cannot observe"):
@@ -176,11 +176,11 @@ def test_what_is_kept_for_a_drafter_is_bounded_and_outlives_its_failure(caplog: 
     assert len(free.texts) == 1  # it has not observed what will be observed again
     dear.fails = False
     observe(1)
-    assert dear.texts == [([0], [[*range(hybrid.MOST_UNREAD)]])] and len(free.texts) == 2
+    assert dear.texts == [([0], [[*range(hybrid.MOST_PENDING)]])] and len(free.texts) == 2
     observe(5)
     dear.fails = True
     state.shrink(0, 3)  # other requests need not end
-    assert "may guess worse: RuntimeError: cannot observe" in caplog.text
+    assert "may draft worse: RuntimeError: cannot observe" in caplog.text
     dear.fails = False
     state.shrink(0, 2)
     assert len(dear.texts) == 1
@@ -266,7 +266,7 @@ def test_a_combination_that_is_broken_changes_no_token(
     if broken == "tree":
         monkeypatch.setattr(merging, "_likeliest", backwards)
     elif broken == "choice":
-        monkeypatch.setattr(hybrid, "_upper_bound", lambda proposal, row, known: -proposal.tokens.size(1))
+        monkeypatch.setattr(hybrid, "_expected_accepted", lambda proposal, row, known: -proposal.tokens.size(1))
     elif broken == "deaf":  # the lookup hears nothing of the text
         monkeypatch.setattr(drafter.parts[0], "observe", lambda *told: None)
     else:

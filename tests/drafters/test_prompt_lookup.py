@@ -6,7 +6,7 @@ import torch
 
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters.prompt_lookup import (
-    DRAFT_TOKENS_A_TOKEN,
+    DRAFT_PER_MATCHED,
     LONGEST,
     RECENT,
     START,
@@ -46,7 +46,7 @@ def matches(text: list[int]) -> list[tuple[int, int]]:
 
 def copied(text: list[int], length: int, end: int, most: int) -> list[int]:
     longer = list(text)
-    for i in range(min(most, DRAFT_TOKENS_A_TOKEN * length)):
+    for i in range(min(most, DRAFT_PER_MATCHED * length)):
         longer.append(longer[end + i])
     return longer[len(text) :]
 

@@ -1,6 +1,7 @@
 """A tiny random model behind the server's application."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from serving_client import MODEL, Client  # noqa: E402
 
 @pytest.fixture(scope="session")
 def engine(tiny_target_dir: Path) -> Iterator[Engine]:
-    """An engine whose target is its own drafter: it accepts greedy draft tokens and rejects some sampled ones."""
+    """Provide an engine whose target is its own drafter. It accepts greedy draft tokens and some sampled ones."""
     target = load_target(tiny_target_dir, backend="native")
     drafter = load_drafter(tiny_target_dir, target=target)
     with Engine(target, drafter, max_batch_size=4, drafting=Drafting(block_size=8), prefix_tokens=512) as made:
@@ -32,7 +33,7 @@ def engine(tiny_target_dir: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def make_client(engine: Engine) -> Callable[..., Client]:
-    """A client of a server with these settings."""
+    """Return a function that makes a client of a server with given settings."""
 
     def make(**given: Any) -> Client:
         return Client(Service(Backends(engine), ServeSettings(served_model_name=(MODEL,), **given)))
@@ -47,13 +48,24 @@ def client(make_client: Callable[..., Client]) -> Client:
 
 @pytest.fixture(scope="module")
 def shared_client(engine: Engine) -> Client:
-    """A client that several tests share, which saves time. Their requests must leave nothing behind."""
+    """Provide a client that several tests share. Their requests must leave nothing behind."""
     return Client(Service(Backends(engine), ServeSettings(served_model_name=(MODEL,))))
+
+
+@pytest.fixture
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine, float], None]:
+    """Return a function that adds seconds to every step of an engine, so that responses come in pieces."""
+
+    def slow_down(engine: Engine, seconds: float) -> None:
+        step = engine.scheduler.step
+        monkeypatch.setattr(engine.scheduler, "step", lambda: (time.sleep(seconds), step())[1])
+
+    return slow_down
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A Chromium of this machine. It is closed after each module, since `asyncio.run` fails while it is open."""
+    """Start Chromium. Close it after each module, since `asyncio.run` fails while it is open."""
     from pages import CHROMIUM, chromium
 
     if CHROMIUM is None:
@@ -64,7 +76,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def app() -> FastAPI:
-    """The page with scripted answers."""
+    """Return an application with the page and scripted responses."""
     from scripted_server import make_app
 
     return make_app()

@@ -31,11 +31,11 @@ MODEL = {
     "drafter_parameters": 1_200_000,
 }
 CYCLE_SECONDS = 0.004
-ACCEPTED = (3, 0, 1, 2, 5, 1, 0)  # guesses, cycle after cycle
+ACCEPTED = (3, 0, 1, 2, 5, 1, 0)  # draft tokens per cycle
 
 
 def make_app(key: str | None = None, has_chat_template: bool = True) -> FastAPI:
-    """The page with scripted answers.
+    """Return an application with the page and scripted responses.
 
     `app.state.requests` holds the bodies that came, `app.state.running` how many answers are being streamed, and
     `app.state.most_running` how many there were at once.
@@ -109,7 +109,7 @@ def _event(data: dict[str, Any]) -> str:
 
 
 def _cycles(text: str, drafting: bool) -> Iterator[dict[str, Any]]:
-    """The traces of an answer: first the token of the prompt's forward, then cycles."""
+    """Yield the traces of a response: first the token of the prefill, then decoding steps."""
     words = [{"id": i, "text": word} for i, word in enumerate(re.findall(r"\s*\S+", text))]
     yield {"tokens": [words[0] | {"drafted": False}], "cycle": None}
     at, cycle = 1, 0
@@ -122,7 +122,7 @@ def _cycles(text: str, drafting: bool) -> Iterator[dict[str, Any]]:
 
 
 def _tree(anchor: dict[str, Any], accepted: list[dict[str, Any]], drafting: bool) -> dict[str, Any]:
-    """The accepted chain, a wrong guess beside each of its nodes, and two behind its end."""
+    """Return the accepted chain, a rejected draft token beside each of its nodes, and two after its end."""
     nodes, parents = [anchor, *accepted], [-1, *range(len(accepted))]
     if drafting:
         wrong = [*range(len(accepted) + 1), len(accepted)]

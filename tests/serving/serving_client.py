@@ -38,14 +38,14 @@ class Client:
         return self.send("POST", path, json=body, **how)
 
     def chat(self, text: str = "the ant", **fields: Any) -> Any:
-        """The whole answer to a chat, greedy by default."""
+        """Return the whole response to a chat, greedy by default."""
         messages = [{"role": "user", "content": text}]
         answer = self.post("/v1/chat/completions", {"model": MODEL, "messages": messages, "temperature": 0, **fields})
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def chat_events(self, text: str = "the ant", **fields: Any) -> list[Any]:
-        """The values of the events of a streamed chat."""
+        """Return the values of the events of a streamed chat."""
         messages = [{"role": "user", "content": text}]
         return self.events(
             "/v1/chat/completions", {"model": MODEL, "messages": messages, "temperature": 0, "stream": True, **fields}

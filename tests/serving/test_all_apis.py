@@ -1,7 +1,6 @@
 """All APIs on one model give the same output as /v1/chat/completions."""
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -34,10 +33,8 @@ def with_tools(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow cycles, so that an answer comes in pieces."""
-    step = engine.scheduler.step
-    monkeypatch.setattr(engine.scheduler, "step", lambda: (time.sleep(0.005), step())[1])
+def slow(engine: Engine, slow_down: Any) -> None:
+    slow_down(engine, 0.005)
 
 
 def respond(client: Client, **body: Any) -> dict[str, Any]:
@@ -156,12 +153,18 @@ def test_streams_are_kept_alive_during_tool_calls(client: Client, monkeypatch: p
     chat = {"model": "tiny", "messages": [USER], "tools": [{"type": "function", "function": function}]}
     response = {"model": "tiny", "input": "the ant", "tools": [{"type": "function", **function}]}
     how = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "stream": True}
-    for path, body in (("/v1/chat/completions", chat), ("/v1/responses", response)):
+    message = {**chat, "max_tokens": 200, "tools": [{"name": "paint", "input_schema": SCHEMA}]}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    for path, body, start, usual in (
+        ("/v1/chat/completions", chat | how, ":", 0),
+        ("/v1/responses", response | how, ":", 0),
+        ("/v1/messages", message | {"tool_choice": choice, "temperature": 0, "stream": True}, "event: ping", 1),
+    ):
         for seconds, silent in ((1000.0, True), (-1.0, False)):
             monkeypatch.setattr(streaming, "QUIET_SECONDS", seconds)
-            text = client.post(path, body | how).text
-            comments = [one for one in text.split("\n\n") if one.startswith(":")]
-            assert "arguments" in text and (not comments) == silent
+            text = client.post(path, body).text
+            keep_alives = [block for block in text.split("\n\n") if block.startswith(start)]
+            assert "sky" in text and (len(keep_alives) == usual) == silent
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ SCRIPTS: list[tuple[Sequence[Event], list[dict[str, Any]], str]] = [
 
 @pytest.fixture
 def script(engine: Engine) -> Script:
-    """Makes a service whose model says what a test wants."""
+    """Return a function that makes a service whose model says what a test wants."""
     return lambda events=TEXT, **settings: ScriptedService(engine, events, **settings)
 
 
@@ -68,7 +68,7 @@ def stream(service: ScriptedService, **body: Any) -> list[dict[str, Any]]:
 
 
 def put_together(wires: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The blocks of a stream, joined as clients join them."""
+    """Join the blocks of a stream as clients do."""
     blocks = list[dict[str, Any]]()
     open_block = False
     for wire in wires:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from scripted import ScriptedService
 
-from blockdraft.errors import NumbersError, RequestError, UsageError
+from blockdraft.errors import ClosedError, NumbersError, RequestError, UsageError
 from blockdraft.serving.anthropic import MessagesRequest
 from blockdraft.serving.backends import Backends
-from blockdraft.serving.errors import ApiError, as_api_error
+from blockdraft.serving.errors import ApiError
 from blockdraft.serving.openai.chat import ChatRequest
 from blockdraft.serving.openai.completions import CompletionRequest
 from blockdraft.serving.openai.responses import ResponsesRequest
@@ -116,13 +117,7 @@ def test_unsupported_fields_name_the_alternative(shared_client: Any, path: str, 
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"nonsense",
-        b"[]",
-        b"3",
-        b"null",
-        b'"text"',
-        b"{",
+        *(b"", b"nonsense", b"[]", b"3", b"null", b'"text"', b"{"),
         b'{"model": "tiny", "prompt": "a", "temperature": NaN}',
         b'{"model": "tiny", "prompt": "a", "temperature": Infinity}',
         b'{"model": "tiny", "prompt": "a", "temperature": 1e999}',
@@ -245,51 +240,14 @@ def test_neutral_values_of_unsupported_fields_are_accepted(shared_client: Any) -
 def test_random_requests_never_cause_server_errors(client: Any) -> None:
     """Requests with random values in random fields, from a fixed seed."""
     draw = random.Random(0)
-    values: list[Any] = [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        3,
-        1e300,
-        HUGE,
-        "",
-        "a",
-        "\x00",
-        [],
-        [1],
-        ["a"],
-        {},
-        {"a": 1},
-        [[1]],
-        [None],
-    ]
-    fields = [
-        "model",
-        "messages",
-        "prompt",
-        "n",
-        "stop",
-        "seed",
-        "logit_bias",
-        "speculation",
-        "stream",
-        "tools",
-        "echo",
-    ]
-    fields += ["tool_choice", "response_format", "stream_options", "logprobs", "top_logprobs", "temperature", "top_p"]
-    fields += [
-        "tokens",
-        "chat_template_kwargs",
-        "reasoning_effort",
-        "max_tokens",
-        "stop_token_ids",
-        "parallel_tool_calls",
-    ]
+    values: list[Any] = json.loads('[null, true, -1, 0, 1, 3, 1e300, "", "a", "\\u0000", [], [1], ["a"], {}, {"a": 1}]')
+    values += [HUGE, [[1]], [None]]
+    fields = "model messages prompt n stop seed logit_bias speculation stream tools echo tool_choice response_format"
+    fields += " stream_options logprobs top_logprobs temperature top_p tokens chat_template_kwargs reasoning_effort"
+    fields += " max_tokens stop_token_ids parallel_tool_calls"
     for _ in range(150):
         path, body = draw.choice([("/v1/chat/completions", CHAT), ("/v1/completions", TEXT), ("/tokenize", TEXT)])
-        garbled = body | {name: draw.choice(values) for name in draw.sample(fields, 2)}
+        garbled = body | {name: draw.choice(values) for name in draw.sample(fields.split(), 2)}
         answer = client.post(path, garbled)
         assert answer.status_code < 500, (garbled, answer.text)
 
@@ -310,31 +268,31 @@ def test_public_text_replaces_only_paths(engine: Any, monkeypatch: pytest.Monkey
         assert Backends(engine).public(text) == result
 
 
-def test_shapes_by_path() -> None:
-    error = as_api_error(UsageError("max_new_tokens is -1; it must be at least 1."))
-    assert error.body("/v1/completions") == {
-        "error": {
-            "message": "max_tokens is -1; it must be at least 1.",
-            "type": "invalid_request_error",
-            "param": "max_tokens",
-            "code": None,
-        }
-    }
-    shape = {"type": "error", "error": {"type": "invalid_request_error", "message": error.message}}
-    assert error.body("/v1/messages") == error.body("/v1/messages/count_tokens") == shape
-    kinds = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error", 500: "api_error"}
-    for status, kind in kinds.items():
-        assert ApiError(status, "x").body("/v1/messages")["error"]["type"] == kind
-
-
-@pytest.mark.parametrize("error", [NumbersError("NaN everywhere"), RequestError("The tokenizer failed.")])
-def test_request_failures_are_500(error: Exception) -> None:
-    result = as_api_error(error)
-    assert result.status == 500 and result.body("/v1/x")["error"]["type"] == "server_error"
-    assert result.message == str(error)
-
-
-def test_bugs_are_logged_and_hidden(caplog: pytest.LogCaptureFixture) -> None:
-    result = as_api_error(KeyError("/secret/place"))
-    assert result.status == 500 and "secret" not in result.message
-    assert "secret" in caplog.text
+@pytest.mark.parametrize(
+    ("error", "status", "kinds", "message"),
+    [
+        (UsageError("max_new_tokens is -1."), 400, ("invalid_request_error",) * 2, "max_tokens is -1."),
+        (ApiError(429, "Full."), 429, ("rate_limit_error",) * 2, "Full."),
+        (NumbersError("NaN everywhere."), 500, ("server_error", "api_error"), "NaN everywhere."),
+        (RequestError("The tokenizer failed."), 500, ("server_error", "api_error"), "The tokenizer failed."),
+        (ClosedError("Closed."), 503, ("server_error", "overloaded_error"), "The server is shutting down"),
+        (KeyError("/secret/place"), 500, ("server_error", "api_error"), "its log has the details"),
+    ],
+)
+def test_errors_have_the_shape_of_their_api(
+    engine: Any,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    status: int,
+    kinds: tuple[str, str],
+    message: str,
+) -> None:
+    client = ScriptedService(engine, [error]).client()
+    openai, anthropic = client.post("/v1/chat/completions", json=CHAT), client.post("/v1/messages", json=CHAT)
+    assert openai.status_code == anthropic.status_code == status
+    assert (openai.json()["error"]["type"], anthropic.json()["error"]["type"]) == kinds
+    assert openai.json()["error"].keys() == {"message", "type", "param", "code"}
+    assert anthropic.json().keys() == {"type", "error"} and anthropic.json()["type"] == "error"
+    assert message in openai.json()["error"]["message"] and message in anthropic.json()["error"]["message"]
+    if isinstance(error, KeyError):
+        assert "secret" not in openai.text + anthropic.text and "secret" in caplog.text

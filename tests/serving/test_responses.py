@@ -42,7 +42,7 @@ NAMES: list[tuple[Sequence[Event], list[str]]] = [
 
 @pytest.fixture
 def script(engine: Engine) -> Script:
-    """Makes a service whose model says what a test wants."""
+    """Return a function that makes a service whose model says what a test wants."""
     return lambda events=TEXT, **settings: ScriptedService(engine, events, **settings)
 
 
@@ -55,7 +55,7 @@ def stream(service: ScriptedService, **body: Any) -> list[dict[str, Any]]:
 
 
 def comparable(response: dict[str, Any]) -> dict[str, Any]:
-    """A response without its ids and times."""
+    """Return a response without its ids and times."""
     items = [{name: value for name, value in item.items() if name != "id"} for item in response["output"]]
     times = {"created_at": 0, "completed_at": response["completed_at"] is not None}
     return {**response, **times, "id": "", "output": items}

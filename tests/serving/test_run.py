@@ -48,7 +48,7 @@ class Running:
         self.server.handle_exit(signal.SIGTERM, None)
 
     def raw(self, body: Any) -> socket.socket:
-        """A connection that has sent a completion and reads only what the test reads."""
+        """Open a connection that sends a completion and reads nothing by itself."""
         sent = json.dumps(body).encode()
         connection = socket.create_connection(self.bound.getsockname())
         head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
@@ -63,10 +63,8 @@ class Running:
 
 
 @pytest.fixture
-def slow_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """An engine with slow cycles, so that tests can see half an answer."""
-    step = engine.scheduler.step
-    monkeypatch.setattr(engine.scheduler, "step", lambda: (time.sleep(0.02), step())[1])
+def slow_engine(engine: Engine, slow_down: Callable[[Engine, float], None]) -> Engine:
+    slow_down(engine, 0.02)
     return engine
 
 
@@ -173,7 +171,7 @@ def test_responses_that_do_not_end_in_time_fail(start: Callable[..., Running], t
 def test_a_stalled_client_is_disconnected(
     start: Callable[..., Running], slow_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer is far larger than the buffers of the connection, since each piece is padded."""
+    """Pad every piece, so that the response is far larger than the buffers of the connection."""
     monkeypatch.delattr(socket, "TCP_USER_TIMEOUT", raising=False)  # with which the system would see to it too
     server = start(stall_seconds=0.3)
     monkeypatch.setattr("blockdraft.serving.streaming.data", lambda body: f"data: {'x' * 2**18}\n\n")
@@ -201,7 +199,7 @@ def test_a_port_in_use_is_an_error() -> None:
 
 
 def test_keep_alive_outlasts_clients(start: Callable[..., Running]) -> None:
-    """aiohttp keeps idle connections for 15 seconds, others for a minute."""
+    """Clients such as aiohttp keep idle connections for 15 seconds, others for a minute."""
     assert start().server.config.timeout_keep_alive > 60
 
 

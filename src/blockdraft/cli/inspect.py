@@ -78,7 +78,7 @@ def show(report: Report) -> None:
         table = Table(title="fits", title_justify="left", box=box.SIMPLE, show_header=False, pad_edge=False)
         for check in report.fits:
             mark, style = MARKS[check.holds]
-            table.add_row(check.name, mark, check.said, style=style)
+            table.add_row(check.name, mark, check.detail, style=style)
         console.print(table)
     for engine, start in report.starts.items():
         console.print(Text.assemble((engine, "bold"), "" if start.reason is None else f": {start.reason}"))

@@ -35,7 +35,7 @@ from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.kernels.cpu.threads import let_team_go
-from blockdraft.models import TINY, as_moved, bundled_drafter, catalogue, located, model_of
+from blockdraft.models import TINY, bundled_drafter, catalogue, located, model_of
 from blockdraft.plugins import drafter_modules
 from blockdraft.targets import Target, describe_target, other_target_warning, with_draft_vocab
 from blockdraft.types import JOINT, DraftModel
@@ -68,7 +68,8 @@ def bundled_for(target: str | Path) -> Path | None:
     if not Path(place).exists():
         return None
     with suppress(UsageError):  # not a target, or not readable
-        return _bundled_by_fingerprint().get(describe_target(place).fingerprint())
+        fingerprint = describe_target(place).fingerprint()
+        return None if fingerprint is None else _bundled_by_fingerprint().get(fingerprint)
     return None
 
 
@@ -180,7 +181,7 @@ def load_drafter(
 def check_place(path: str | Path) -> None:
     """Raise the UsageError of `load_drafter` if a drafter is neither a name nor a folder or file. Needs no target."""
     for member in joined(path):
-        folder = Path(as_moved(member))
+        folder = Path(member)
         if member not in names():
             kind_in(open_gguf(folder)) if is_gguf(folder) else _read_folder(folder, member)
 
@@ -218,7 +219,7 @@ def _load(path: str | Path | None, target: Target, device: torch.device | None, 
     folder, kinds = bundled().get("bundled" if path is None else str(path)), entries()
     if folder is None and str(path) in names():
         return kinds[str(path)].load(None, target), False
-    folder = folder or Path(as_moved(str(path)))
+    folder = folder or Path(str(path))
     config, source = _read_gguf(folder, target) if is_gguf(folder) else _read_folder(folder, str(path))
     architectures = config.get("architectures")
     architectures = architectures if isinstance(architectures, list | tuple) else []

@@ -1,4 +1,4 @@
-"""Settings of benchmarks. Imports no torch, so that the command line can read the defaults quickly."""
+"""Settings of benchmarks. Does not import torch, so that the command line starts quickly."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ AtOnce = Annotated[int, Field(ge=1, le=64)]
 
 @dataclass(frozen=True)
 class Settings:
-    """Measurement of decoding methods.
+    """Settings of a comparison of decoding methods.
 
     Attributes:
-        limit: Most prompts of each file, from its beginning; None takes all.
+        limit: Maximum number of prompts per file, from its beginning; None takes all.
         batch_size: Prompts decoded together.
         repeats: Number of rounds, in each of which every method decodes every prompt.
-        tree_budget: Most guesses of a draft tree, the anchor not counted, for `tree` without a number.
+        tree_budget: Maximum number of draft tokens per tree, for `tree` without a number.
     """
 
     limit: int | None = None
@@ -40,14 +40,13 @@ class Settings:
 
 @settings
 class LoadSettings:
-    """Load on a server.
+    """Settings of the load on a server.
 
     Attributes:
-        concurrency: Requests at a time, from 1 to 64; one level after the other.
-        requests: Requests of a level; None is each prompt once, and at least four times the concurrency.
-        allow_prefix_cache: Measure although a server caches the beginnings of earlier prompts, so that results depend
-            on earlier requests.
-        silence: Seconds without any output after which a server is taken to hang, and the measurement ends.
+        concurrency: Concurrent requests, from 1 to 64; one level after the other.
+        requests: Requests per level; None is each prompt once, and at least four times the concurrency.
+        allow_prefix_cache: Measure even if a server caches prompt prefixes, so that results depend on earlier requests.
+        silence: Seconds without output after which a server is assumed to hang, and the measurement ends.
     """
 
     concurrency: Annotated[tuple[AtOnce, ...], Strict(False), Field(min_length=1)] = (1, 4, 16)
@@ -58,16 +57,16 @@ class LoadSettings:
 
 @settings
 class SuiteSettings:
-    """Measurement of a suite.
+    """Settings of a suite.
 
     Attributes:
         suite_data: Folder with copies of the datasets, each in a folder named as on the hub, such as openai/gsm8k; None
-            fetches them from the hub.
-        tasks: Names of some of its sets, with commas between them; None measures all.
+            downloads them from the hub.
+        tasks: Comma-separated names of some of its sets; None measures all.
         paper_model: Model whose published figures are shown too; None is the target itself, recognized by its shape.
-        limit: Most prompts of each set; None takes as many as the paper, 30 to 164 by set.
-        max_new_tokens: Number of tokens after which an answer is cut.
-        seed: Prompt i of a set, from 0 on, is decoded with this number + i.
+        limit: Maximum number of prompts per set; None takes as many as the paper, 30 to 164 by set.
+        max_new_tokens: Maximum number of tokens per response.
+        seed: Prompt i of a set, from 0, is decoded with this seed + i.
     """
 
     suite_data: Path | None = None

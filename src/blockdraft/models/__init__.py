@@ -8,7 +8,6 @@ from blockdraft.models.catalogue import Drafter, Measured, Model, WeightFile, Wh
 from blockdraft.models.places import (
     DEFAULT,
     TINY,
-    as_moved,
     bundled_drafter,
     default_target,
     located,
@@ -18,6 +17,6 @@ from blockdraft.models.places import (
     pulled,
 )
 
-__all__ = ["DEFAULT", "TINY", "Drafter", "Measured", "Model", "WeightFile", "Wheel", "as_moved", "bundled_drafter"]
+__all__ = ["DEFAULT", "TINY", "Drafter", "Measured", "Model", "WeightFile", "Wheel", "bundled_drafter"]
 __all__ += ["catalogue", "default_target", "find", "known", "located", "model_of", "models_folder"]
 __all__ += ["named_for_others", "pulled"]

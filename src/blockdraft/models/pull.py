@@ -71,7 +71,7 @@ def pull(
     place = folder_place(model) if file is None else file_place(model)
     assert place is not None
     if _is_whole(model, place):
-        tell(f"{model.name} is here already.")
+        tell(f"{model.name} is already here.")
         return place
     if model.accept and not accepted:
         raise UsageError(

@@ -51,7 +51,7 @@ class Schema(BaseModel):
         alternatives: Supported fields to use in place of some of them.
     """
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     alternatives: ClassVar[dict[str, str]] = {}
 
@@ -67,7 +67,7 @@ class Schema(BaseModel):
         return {name: value for name, value in values.items() if value is not None}  # null means not given
 
 
-class Speculation(Schema, frozen=True):
+class Speculation(Schema):
     """Draft settings of one request. They change its speed, never the distribution of its output.
 
     Attributes:

@@ -77,7 +77,7 @@ def grammar_of(
 
 
 def accepts(tokenizer: PreTrainedTokenizerFast, text: str, *args: Any, **more: Any) -> bool:
-    """Whether the grammar accepts the tokens of a text and may end there."""
+    """Return whether the grammar accepts the tokens of a text and may end there."""
     grammar = grammar_of(tokenizer, *args, **more)
     assert grammar is not None and grammar.kind == "lark"
     matcher = llguidance.LLMatcher(

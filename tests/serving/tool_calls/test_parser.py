@@ -50,7 +50,7 @@ def parse(
 
 
 def joined(parts: list[Part]) -> list[tuple[str, ...]]:
-    """Parts, with consecutive ones of one kind joined, and without the random ids of calls."""
+    """Join consecutive parts of one kind, without the random ids of calls."""
     result = list[tuple[str, ...]]()
     for part in parts:
         if isinstance(part, ToolCall):
@@ -165,7 +165,7 @@ CASES = [
 
 
 def splits_of(text: str, seed: int) -> list[list[str]]:
-    """A text whole, by characters, cut in two at every index, and in pieces of random lengths."""
+    """Return a text whole, by characters, cut in two at every index, and in pieces of random lengths."""
     pieces = [[text], list(text)] + [[text[:at], text[at:]] for at in range(len(text))]
     generator = random.Random(seed)
     for _ in range(20):

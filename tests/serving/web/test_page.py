@@ -40,7 +40,7 @@ def test_chat_of_several_turns(visit: Visit, app: FastAPI) -> None:
     expect(answer.locator(".answer")).to_have_text(TEXT)
     assert answer.locator(".guess").first.inner_text() == " baker"
     assert answer.locator(".fixed").first.inner_text() == " *"
-    expect(answer).to_contain_text("23 tokens, 14 of them accepted guesses, 400 tokens/s, tau 2.75")
+    expect(answer).to_contain_text("23 tokens, 14 of them accepted draft tokens, 400 tokens/s, tau 2.75")
     visit.chat("And then?")
     expect(visit.page.locator(".turn")).to_have_count(4)
     expect(visit.get("status")).to_contain_text("complete")
@@ -108,7 +108,7 @@ def test_models_without_a_chat_template_continue_the_text(browser: Browser) -> N
 def test_the_page_reports_paused_drafting(visit: Visit) -> None:
     visit.chat("PAUSE")
     expect(visit.get("status")).to_contain_text("tau 1.00. Nothing was drafted, since drafting would have been slower.")
-    visit.get("drafting").uncheck()  # nobody asked for guesses
+    visit.get("drafting").uncheck()  # drafting is off
     visit.chat("And then?")
     expect(visit.page.locator(".turn button")).to_have_count(2)
     expect(visit.get("status")).not_to_contain_text("Nothing was drafted")
@@ -141,7 +141,7 @@ def test_tree_and_histogram(visit: Visit) -> None:
     tops = [node.locator("rect").get_attribute("y") for node in nodes.all()]
     assert tops[0] == tops[1] == tops[2] == tops[7]  # the path is straight
     assert len(set(tops)) == 5
-    words = "Cycle 8: 6 guesses, 2 accepted (“ answer is”), then the model's own “ \\boxed{15}.”"
+    words = "Cycle 8: 6 draft tokens, 2 accepted (“ answer is”), then the model's own “ \\boxed{15}.”"
     expect(visit.get("tree-words")).to_have_text(words)
     assert visit.get("tree").locator("svg").get_attribute("aria-label") == words
     rows = visit.get("histogram").locator("tr").all_inner_texts()
@@ -169,14 +169,14 @@ def test_slow_motion(visit: Visit) -> None:
     visit.get("pace").select_option("0.5")
     visit.get("play").click()
     expect(visit.get("how")).to_contain_text("500 times slower than they ran")
-    expect(visit.get("tree-words")).to_have_text("Cycle 1: 8 guesses, not yet checked")
+    expect(visit.get("tree-words")).to_have_text("Cycle 1: 8 draft tokens, not yet checked")
     visit.get("play").click()
     expect(visit.get("status")).to_have_text("Slow motion is paused.")
     answer = visit.get("drafted").locator(".answer")
     shown = answer.inner_text()
     assert shown == "The"
     visit.get("step").click()
-    words = "Cycle 1: 8 guesses, 3 accepted (“ baker has 4”), then the model's own “ *”"
+    words = "Cycle 1: 8 draft tokens, 3 accepted (“ baker has 4”), then the model's own “ *”"
     expect(visit.get("status")).to_have_text(words)
     assert answer.inner_text() == "The baker has 4 *"
     assert visit.get("plain").locator(".answer").inner_text() == "The baker"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,14 +39,8 @@ def real(browser: Browser, service: Service) -> Iterator[Visit]:
 
 
 @pytest.fixture
-def slowly(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = service.backends.usual.scheduler.step
-
-    def late() -> None:
-        time.sleep(0.03)
-        step()
-
-    monkeypatch.setattr(service.backends.usual.scheduler, "step", late)
+def slowly(service: Service, slow_down: Callable[[Engine, float], None]) -> None:
+    slow_down(service.backends.usual, 0.03)
 
 
 def test_sliders_end_at_the_limits_of_the_engine(real: Visit) -> None:

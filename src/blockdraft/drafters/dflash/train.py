@@ -95,26 +95,24 @@ N = TypeVar("N", bound=DFlashNetwork)
 
 
 def layer_shape(recipe: Any, target: Target) -> dict[str, Any]:
-    """Fields of a configuration that describe the layers, from the recipe or, where it is silent, from the target.
+    """Return the fields of a configuration that describe the layers, from the recipe or else from the target.
 
     Raises:
-        ValueError: A size is in neither of them.
+        ValueError: Neither has a size.
     """
     shape = {"intermediate_size": 3 * target.hidden_size, **target.shape}
     flags = {"intermediate_size": "intermediate_size", "num_attention_heads": "heads"}
     flags |= {"num_key_value_heads": "kv_heads", "head_dim": "head_dim"}
     sizes: dict[str, Any] = {name: getattr(recipe, flag) or shape.get(name) for name, flag in flags.items()}
-    lacking = [f"--{flags[name].replace('_', '-')}" for name, value in sizes.items() if value is None]
-    if lacking:
-        raise UsageError(
-            f"The target does not tell the sizes of its layers; set the drafter's by {', '.join(lacking)}."
-        )
+    missing = [f"--{flags[name].replace('_', '-')}" for name, value in sizes.items() if value is None]
+    if missing:
+        raise UsageError(f"The sizes of the target's layers are unknown; set the drafter's by {', '.join(missing)}.")
     shared: dict[str, Any] = {n: shape[n] for n in ("rope_theta", "rope_scaling", "rms_norm_eps") if n in shape}
     return {**sizes, "rope_theta": 10_000.0, **shared}
 
 
 def new_matrices(network: nn.Module, kept: Callable[[str], bool] = lambda name: False) -> None:
-    """Give a network random matrices. Parameters whose names are `kept` stay as they are."""
+    """Initialize a network's matrices randomly, except parameters whose names are `kept`."""
     for name, parameter in network.named_parameters():
         if parameter.ndim == 2 and not kept(name):
             nn.init.normal_(parameter, std=parameter.size(1) ** -0.5 if name == "fc.weight" else INIT_STD)
@@ -122,10 +120,10 @@ def new_matrices(network: nn.Module, kept: Callable[[str], bool] = lambda name: 
 
 @torch.no_grad()
 def calm(norm: Tensor, target: Target) -> None:
-    """Scale down the norm in front of the target's head where that head would make a new network overconfident.
+    """Scale down the norm before the target's head if that head would make a new network overconfident.
 
-    A head with large weights gives confident guesses for any hidden states, and a new network's are wrong. Its loss
-    then is many times that of a uniform guess, and the norm is slow to unlearn this."""
+    A head with large weights gives confident predictions for any hidden states, which are wrong for a new network. Its
+    loss would be many times that of a uniform prediction, and the norm is slow to unlearn this."""
     random = torch.randn(16, target.hidden_size, generator=torch.Generator().manual_seed(0))
     spread = float(target.head(random.to(target.device, target.dtype)).float().std())
     if spread > LARGE_SPREAD:
@@ -137,7 +135,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
 
     Attributes:
         network_class: Class of the network.
-        first_slot: First position of a block that is taught, 1 or 0.
+        first_slot: First position of a block that learns, 1 or 0.
         own_modules: Substrings of the names of parameters that DFlash v1 lacks. The network initializes them itself,
             and a checkpoint for a warm start may lack them.
     """
@@ -217,7 +215,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         return made
 
     def own_config(self, target: Target) -> Mapping[str, Any]:
-        """Fields of the configuration that DFlash v1 lacks."""
+        """Return the fields of the configuration that DFlash v1 lacks."""
         return {}
 
     def new_network(self, config: DraftConfig, vocabulary: Mapping[str, int] | None) -> N:
@@ -290,9 +288,9 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
     def pass_over_blocks(
         self, network: N, target: Target, hidden_states_BSF: Tensor, rows: Rows
     ) -> Callable[[Tensor | float], Tensor]:
-        """Function that runs the layers over all blocks, each an anchor and masks, and can be called repeatedly.
+        """Return a reusable function that runs the layers over all blocks, each an anchor and masks.
 
-        Its argument, `[B, A, N - 1, H]` or a number, is added to the masks' embeddings; it returns `[B, A, N, H]`.
+        Its argument, `[B, A, N - 1, H]` or a number, is added to the masks' embeddings. It returns `[B, A, N, H]`.
         """
         flex = self.recipe.attention == "flex" or (self.recipe.attention == "auto" and target.device.type == "cuda")
         mask = torch.tensor(network.config.mask_token_id, device=target.device)
@@ -323,7 +321,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
 
 
 class DFlashVariant(DFlashFamily[DFlashRecipe, DFlashNetwork]):
-    """DFlash v1: the family without additions."""
+    """DFlash v1, without additions."""
 
     fit_gain = 1.0
     reducible = True

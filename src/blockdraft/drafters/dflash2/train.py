@@ -78,7 +78,8 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
         return ids_CKN.gather(-1, best_CK1).squeeze(-1)
 
     def counts(self, network: DFlash2Network, slots: Slots) -> dict[str, Tensor]:
-        """Labels that are candidates, that have the best logit, and that the selector chooses, `[C, K]` bool."""
+        """Return the labels that are candidates, that have the best logit, and that the selector chooses, `[C, K]`
+        bool."""
         labels_CK = slots.labels_CK
         return {
             "candidate_recall": (network.candidates(slots.logits_CKV)[0] == labels_CK.unsqueeze(-1)).any(dim=-1),
@@ -88,7 +89,8 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
 
 
 def selector_losses(network: DFlash2Network, slots: Slots) -> Tensor:
-    """Cross-entropy `[C, K]` float32 of each label among the N candidates of its slot, given the token before it."""
+    """Return the cross-entropy `[C, K]` float32 of each label among the N candidates of its slot, given the token
+    before it."""
     labels_CK1 = slots.labels_CK.unsqueeze(-1)
     ids_CKN = slots.logits_CKV.topk(network.config.selector_top_k, dim=-1).indices
     is_label_CKN = ids_CKN == labels_CK1
@@ -100,7 +102,7 @@ def selector_losses(network: DFlash2Network, slots: Slots) -> Tensor:
 
 
 def _scores(network: DFlash2Network, slots: Slots, ids_CKN: Tensor, unary_CKN: Tensor) -> Tensor:
-    """Scores `[C, K, N]` float32 of candidates, given the token of the data before them."""
+    """Return scores `[C, K, N]` float32 of candidates, given the token of the data before them."""
     before_CK1 = slots.predecessors_CK.unsqueeze(-1)
     pairs_CKN: Tensor = network.candidate_selector(slots.hidden_CKH, before_CK1, ids_CKN).squeeze(-2)
     return unary_CKN.float() + pairs_CKN.float()

@@ -1,7 +1,7 @@
-"""DSpark: DFlash with a Markov head, which corrects each guess given the guess before, and a confidence head, which
-predicts how far guesses are accepted.
+"""DSpark: DFlash with a Markov head, which corrects each draft token given the one before, and a confidence head, which
+predicts how far draft tokens are accepted.
 
-There is one draft pass, as in DFlash; the Markov head takes a small matrix product for each guess.
+There is one draft pass, as in DFlash. The Markov head takes a small matrix product per draft token.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
 
-CANDIDATES = 16  # tokens of each position that a tree chooses from
-LEAST = 1e-6  # least probability, where the confidence head says 0, and its distance from 1
+CANDIDATES = 16  # tokens per position that a tree chooses from
+LEAST = 1e-6  # minimum probability from the confidence head, and minimum distance from 1
 
 
 class DSparkDrafter(DFlashDrafter):
-    """Drafts with a DSpark network, which makes a guess at every position of a block, the anchor's included.
+    """Drafts with a DSpark network, which drafts a token at every position of a block, the anchor's included.
 
-    A chain follows the best token after each guess. A sampled chain samples from the whole corrected distribution,
-    which is q. In a tree, the children of a node are scored given its token. The confidence head decides how many
-    guesses pay or, if the checkpoint has none, the drafter's probabilities do.
+    A chain follows the best token after each draft token. A sampled chain samples from the whole corrected
+    distribution, which is q. In a tree, the children of a node are scored given its token. The confidence head decides
+    how many draft tokens pay or, if the checkpoint has none, the drafter's probabilities do.
     """
 
     network: DSparkNetwork
@@ -52,7 +52,8 @@ class DSparkDrafter(DFlashDrafter):
         super().check_steps(diffusion_steps, noise_schedule)
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Hidden states and logits of the D = block_size - 1 guesses; the anchor's position makes the first."""
+        """Return hidden states and logits of the D = block_size - 1 draft tokens; the anchor's position has the
+        first."""
         masks = self._masks[:, 1 : plan.block_size - 1].expand(len(anchor), -1)
         return self._draft_pass(state, torch.cat([anchor[:, None], masks], dim=1), window=plan.draft_window)
 
@@ -65,7 +66,7 @@ class DSparkDrafter(DFlashDrafter):
             ids_BDK, log_probs_BDKK = self._lattice(anchor, hidden, logits, corrected, plan)
             return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.calibration)
         if plan.cycle_seconds is not None:
-            # Chances of the chosen guesses, even for a sampled chain: its length must not depend on what was sampled.
+            # Of the most probable tokens, even for a sampled chain: its length must not depend on the sample.
             acceptance_probs = self._acceptance_probs(hidden, previous)
             if acceptance_probs is None:
                 acceptance_probs = log_probabilities(corrected, plan.params).amax(dim=-1).exp()
@@ -81,13 +82,13 @@ class DSparkDrafter(DFlashDrafter):
     def _walk(
         self, anchor: Tensor, logits_BDV: Tensor, pick: Callable[[int, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Make guesses from left to right.
+        """Choose draft tokens from left to right.
 
         Args:
-            pick: Function from the index of a guess and its corrected logits `[B, V]` to the guesses `[B]`.
+            pick: Function from the index of a draft token and its corrected logits `[B, V]` to the tokens `[B]`.
 
         Returns:
-            Guesses `[B, D]` int64, corrected logits `[B, D, V]`, and `previous` of the tokens before, `[B, D, r]`.
+            Draft tokens `[B, D]` int64, corrected logits `[B, D, V]`, and `previous` of the tokens before, `[B, D, r]`.
         """
         token, draft_tokens, corrected, before = anchor, list[Tensor](), list[Tensor](), list[Tensor]()
         for index in range(logits_BDV.size(1)):
@@ -98,7 +99,7 @@ class DSparkDrafter(DFlashDrafter):
         return torch.stack(draft_tokens, dim=1), torch.stack(corrected, dim=1), torch.stack(before, dim=1)
 
     def _draw(self, anchor: Tensor, logits_BDV: Tensor, plan: Plan) -> tuple[Tensor, SparseDistribution]:
-        """Guesses `[B, D]` sampled with `plan.draws`, and the distributions `[B, D, K]` that they were sampled from."""
+        """Return draft tokens `[B, D]` sampled with `plan.draws`, and their distributions `[B, D, K]`."""
         dists: list[SparseDistribution] = []
 
         def pick(index: int, scores: Tensor) -> Tensor:
@@ -115,9 +116,10 @@ class DSparkDrafter(DFlashDrafter):
     def _lattice(
         self, anchor: Tensor, hidden: Tensor, logits_BDV: Tensor, corrected_BDV: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
-        """Candidates `[B, D, K]` of each position, and their log probabilities `[B, D, K, K]` for `lattice_tree`.
+        """Return candidates `[B, D, K]` of each position, and their log probabilities `[B, D, K, K]` for
+        `lattice_tree`.
 
-        Candidates are the best tokens after the chosen guesses. Other tokens keep their logits after the chosen guess,
+        Candidates are the best tokens after the most probable chain. Other tokens keep their logits after that chain,
         whichever candidate comes before.
         """
         ids_BDK = corrected_BDV.topk(min(CANDIDATES, corrected_BDV.size(-1)), dim=-1).indices
@@ -131,12 +133,12 @@ class DSparkDrafter(DFlashDrafter):
         )
 
     def _acceptance_probs(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """Probability by the confidence head that a guess is accepted if those before it are, `[B, D, ...]`; None
-        without such a head.
+        """Return the confidence head's probability that a draft token is accepted if those before it are,
+        `[B, D, ...]`, or None without such a head.
 
         Args:
             hidden: `[B, D, ..., H]`.
-            previous: `[B, D, ..., r]`, `previous` of the tokens before the guesses.
+            previous: `[B, D, ..., r]`, `previous` of the tokens before the draft tokens.
         """
         if self.network.confidence_head is None:
             return None
@@ -149,10 +151,10 @@ class DSparkDrafter(DFlashDrafter):
 
 
 def calibrated(log_probs: Tensor, acceptance_probs: Tensor) -> Tensor:
-    """Log probabilities `[..., K]` in which the best token has the probability that the confidence head gives it.
+    """Return log probabilities `[..., K]` in which the best token has the confidence head's probability.
 
-    The other tokens keep their proportions. They lose if the best one gains, and lose by the same factor if it loses: a
-    low confidence casts doubt on the whole distribution.
+    The other tokens keep their proportions. They lose if the best one gains, and by the same factor if it loses: a low
+    confidence applies to the whole distribution.
 
     Args:
         log_probs: `[..., K]`.

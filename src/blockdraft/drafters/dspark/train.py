@@ -32,7 +32,7 @@ class DSparkRecipe(DFlashRecipe):
     """Recipe of DSpark, with the defaults of the paper: that of DFlash, with these fields new or different.
 
     Attributes:
-        block_size: Positions of a block, each of which makes a guess.
+        block_size: Positions of a block, each of which drafts a token.
         markov_rank: Rank of the bias by the token before.
         confidence: Weight of the confidence head's loss; 0 makes a drafter without that head.
     """

@@ -1,4 +1,4 @@
-"""Training of Medusa's heads (arXiv 2401.10774): head k, counted from 1, learns the token at anchor + k, from the
+"""Training of Medusa's heads (arXiv 2401.10774): head k, counted from 1, learns the token at anchor + k from the
 target's last hidden state at the token before the anchor.
 
 This is Medusa-1. Medusa-2 also trains the target, whose output would change.
@@ -28,7 +28,7 @@ class MedusaRecipe(Recipe):
     Attributes:
         block_size: Tokens of a block, anchor included; there are block_size - 1 heads.
         gamma: Decay constant of the heads' weights in the loss; 4.5 is a factor of 0.8 from each head to the next.
-        layers: Residual blocks of each head.
+        layers: Residual blocks per head.
         share_head: Whether all heads end in the target's output projection. Otherwise each has one of its own, which
             starts as a copy and is most of the drafter's size.
         init: Folder of Medusa's heads whose weights training starts from; None starts from new heads.

@@ -126,7 +126,7 @@ class CompiledNetwork(CompiledLayers):
     compile_reason: str | None = None
     cycle = None
 
-    def __init__(self, network: nn.Module, host: CompiledHost, count: int, owned: bool) -> None:
+    def __init__(self, network: Any, host: CompiledHost, count: int, owned: bool) -> None:
         self.config: Any = network.config
         library, self.bits = host.choose_library(network, self.config.head_dim)
         super().__init__(library, count, EVERYWHERE)

@@ -263,8 +263,7 @@ class Llama3:
 
 
 class Qwen3Coder:
-    """`<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`, of Qwen3-Coder and
-    Qwen 3.5.
+    """`<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`, of Qwen3-Coder and 3.5.
 
     Values are bare text. The schema of the tool determines their types.
     """

@@ -74,12 +74,13 @@ def tool_schemas(tools: Sequence[dict[str, Any]]) -> Tools:
 
 def _check_schema(tool: str, schema: Any) -> dict[str, Any]:
     """Check the schema of a tool's arguments and return it without keys that are null, which count as absent."""
-    if not isinstance(schema, dict) or schema.get("type") not in (None, "object"):
+    kind = schema.get("type") or "object" if isinstance(schema, dict) else None
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
         raise UsageError(
             f'tools holds parameters of {tool} that are not the JSON schema of an object; give one of type "object".'
         )
-    schema = dict[str, Any]({key: value for key, value in schema.items() if value is not None})
-    properties, required = schema.get("properties", {}), schema.get("required", [])
+    checked: dict[str, Any] = {key: value for key, value in schema.items() if value is not None}
+    properties, required = checked.get("properties", {}), checked.get("required", [])
     if not isinstance(properties, dict):
         raise UsageError(
             f'tools holds parameters of {tool} whose "properties" are not an object; map names to schemas.'
@@ -88,5 +89,5 @@ def _check_schema(tool: str, schema: Any) -> dict[str, Any]:
         raise UsageError(f'tools holds parameters of {tool} whose "required" is not a list of names; list the names.')
     if properties or required:  # a null schema, and a required name without a schema, allow any value
         schemas = {name: True if value is None else value for name, value in properties.items()}
-        schema["properties"] = schemas | {name: True for name in required if name not in schemas}
-    return schema
+        checked["properties"] = schemas | {name: True for name in required if name not in schemas}
+    return checked

@@ -1,5 +1,7 @@
-"""The page at `/`, a chat with the model and a race against plain decoding, and the page at `/radar`, which shows what
-fits a device. Each is one file that loads no others."""
+"""The pages at `/`, a chat and a race against plain decoding, and at `/radar`, which shows what fits a device.
+
+Each page is one file that loads no others.
+"""
 
 from __future__ import annotations
 

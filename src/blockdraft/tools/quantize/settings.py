@@ -14,14 +14,14 @@ Tables: TypeAlias = Literal["8", "keep"]
 
 @settings
 class QuantizeSettings:
-    """Rounding of weights.
+    """Settings of quantization.
 
     Attributes:
-        bits: Bits of a weight: 4 or 8.
+        bits: Bits per weight: 4 or 8.
         group: Inputs that share a scale; a multiple of 8 that divides the inputs of all layers. None is the largest of
             128, 64, 32, 16 and 8 that does. Smaller groups are more exact and take more memory.
-        tables: Rounding of embedding and head: "8" bits, or "keep" for none.
-        zero_points: Fit the range of each group to its least and largest number, instead of centring it at 0.
+        tables: Quantization of embedding and head: "8" bits, or "keep" for none.
+        zero_points: Fit the range of each group to its minimum and maximum, instead of centring it at 0.
     """
 
     bits: Bits = 4
@@ -32,13 +32,13 @@ class QuantizeSettings:
 
 @settings
 class CalibrationSettings:
-    """Text for calibration.
+    """Settings of the calibration text.
 
     Attributes:
-        tokens: Tokens of the text by which errors are weighted.
-        length: Tokens that are read together.
-        held_out: Further tokens, on which perplexity is measured.
-        seed: Seed of the order in which the records of a text are taken.
+        tokens: Tokens of the text that weights the errors.
+        length: Tokens per sequence.
+        held_out: Additional tokens, on which perplexity is measured.
+        seed: Seed of the order in which records are taken.
     """
 
     tokens: Count = 32768
