@@ -201,7 +201,7 @@ def parse(command: Command) -> None:
     arguments = command.arguments
     group = command_line()
     if arguments[0].startswith("-"):
-        assert arguments[0] in [option for parameter in group.params for option in parameter.opts]
+        assert arguments[0] in ["--help", *(option for parameter in group.params for option in parameter.opts)]
         return
     arguments = [argument for argument in arguments if not re.fullmatch(r"\[[A-Z]+\]|[A-Z]+\.\.\.", argument)]
     context = typer.Context(group, info_name="blockdraft")
