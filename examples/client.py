@@ -1,4 +1,4 @@
-"""Call `blockdraft serve` from a program: a stream by plain httpx, then a request by OpenAI's client if it is installed.
+"""Call `blockdraft serve` from a program: a stream by httpx, then a request by OpenAI's client if it is installed.
 
     blockdraft serve --target smollm2     # in another terminal
     python examples/client.py [URL]

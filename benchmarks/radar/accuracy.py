@@ -163,10 +163,14 @@ def claims() -> Iterator[Sequence[str]]:
     for claim in CLAIMS:
         shape, machine = read_shape(claim["model"]), machine_of(find(claim["device"]))
         alone = project(shape, machine, claim["weights"], context=1024)
-        texts = batch_for(claim["speed"], shape, machine, weights=claim["weights"], context=1024)
+        count = batch_for(claim["speed"], shape, machine, weights=claim["weights"], context=1024)
         assert alone.drafted is not None
         takes = (
-            "do not fit its memory" if not alone.fits else "no batch that fits" if texts is None else f"{texts} sequences"
+            "do not fit its memory"
+            if not alone.fits
+            else "no batch that fits"
+            if texts is None
+            else f"{texts} sequences"
         )
         yield (
             f"{claim['speed']:,} tokens/s",
