@@ -169,8 +169,8 @@ def claims() -> Iterator[Sequence[str]]:
             "do not fit its memory"
             if not alone.fits
             else "no batch that fits"
-            if texts is None
-            else f"{texts} sequences"
+            if count is None
+            else f"{count} sequences"
         )
         yield (
             f"{claim['speed']:,} tokens/s",
