@@ -22,14 +22,14 @@ from transformers import AutoModelForCausalLM
 
 import blockdraft
 from blockdraft import cli
-from blockdraft.cli.options import extent
 from blockdraft.diffusion.settings import DiffusionRecipe
 from blockdraft.evaluation.methods import parse_methods
 from blockdraft.evaluation.settings import Settings
 from blockdraft.serving.metrics import PREFIX, Metrics
 from blockdraft.serving.openai.chat import ChatRequest
-from blockdraft.settings import read_settings
+from blockdraft.settings import from_text, read_settings
 from blockdraft.training.variant import find_variant
+from blockdraft.types import Drafting
 
 ROOT = Path(__file__).parents[1]
 PAIR = Path(blockdraft.__file__).parent / "pair/tiny"
@@ -223,8 +223,9 @@ def parse(command: Command) -> None:
         for parameter in required:
             parameter.required = True
     given = context.params
-    for option in ("block_size", "tree_budget", "threads"):
-        extent(option, given.get(option))
+    for option in ("block_size", "tree_budget"):
+        if given.get(option) is not None and hasattr(Drafting, option):
+            from_text(Drafting, option, given[option])
     if isinstance(given.get("methods"), str):
         parse_methods(given["methods"], None, None, Settings.tree_budget)
     if context.obj:  # the fields of a recipe

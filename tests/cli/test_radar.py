@@ -25,7 +25,7 @@ def test_one_row_as_json(blockdraft: Run) -> None:
     assert row["plain"]["low"] < row["plain"]["mid"] < row["plain"]["high"]
     assert row["drafted"]["mid"] > row["plain"]["mid"]
     assert row["why"]["commands"][0] == "blockdraft pull qwen3-8b"
-    assert any(command.startswith("blockdraft inspect ") for command in row["why"]["commands"])
+    assert any(command.startswith("blockdraft inspect") for command in row["why"]["commands"])
 
 
 def test_the_list(blockdraft: Run) -> None:

@@ -119,7 +119,7 @@ def test_padding_may_be_the_end_token(source: Path, tmp_path: Path) -> None:
         ({"mask_token_id": 2}, "mask_token_id is 2, which ends texts"),
         ({"mask_token_id": 265}, "mask_token_id is 265, and the model has 265 tokens, 0 to 264"),
         ({"block_size": 300}, "block_size is 300, and .* has a context of 256 tokens"),
-        ({"block_size": 0}, "block_size is 0; it must be at least 1"),
+        ({"block_size": 0}, "block_size must be at least 1, got 0"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], told: str, tiny_target_dir: Path, tmp_path: Path) -> None:
@@ -367,9 +367,9 @@ def test_the_papers_layout(tiny_target_dir: Path, tmp_path: Path) -> None:
     [
         ({"hidden_size": 30, "heads": 4}, "hidden_size is 30 and heads 4; .*a multiple of 8, such as 24"),
         ({"block_size": 64}, "block_size is 64 and context 32"),
-        ({"kind": "rnn"}, "kind is 'rnn'; it must be 'dit' or 'causal'"),
+        ({"kind": "rnn"}, "kind must be 'dit' or 'causal', got 'rnn'"),
         ({"mask_token_id": 2}, "mask_token_id is 2, which ends texts"),
-        ({"layers": 0}, "layers is 0; it must be at least 1"),
+        ({"layers": 0}, "layers must be at least 1, got 0"),
     ],
 )
 def test_bad_shapes(changes: dict[str, Any], told: str, tiny_target_dir: Path, tmp_path: Path) -> None:

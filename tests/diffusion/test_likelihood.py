@@ -112,7 +112,7 @@ def test_bad_input(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         likelihood(model, [text(1)])
     with pytest.raises(UsageError, match="length is 300, and the model has a context of 256 tokens; give at most 256"):
         likelihood(model, [text(9)], LikelihoodSettings(length=300))
-    with pytest.raises(UsageError, match="draws is 3; it must be at least 4"):
+    with pytest.raises(UsageError, match="draws must be at least 4, got 3"):
         LikelihoodSettings(draws=3)
     monkeypatch.setattr(model.network, "logits", lambda states: states.new_full((len(states), 265), torch.nan))
     with pytest.raises(NumbersError, match="not finite"):  # at once, and not when all has been computed

@@ -166,7 +166,7 @@ def test_each_row_once_in_an_epoch(model_of: Any, tmp_path: Path, monkeypatch: p
         ({"low": 0.9, "high": 0.5}, "low is 0.9 and high 0.5"),
         ({"low": 0.0}, "low is 0.0 and high 1.0"),
         ({"schedule": "cosine", "complementary": True}, "complementary masks take the schedule linear"),
-        ({"schedule": "quick"}, "schedule is 'quick'; it must be 'linear', "),
+        ({"schedule": "quick"}, "schedule must be 'linear', 'square', "),
     ],
 )
 def test_bad_settings(model_of: Any, tmp_path: Path, changes: dict[str, Any], told: str) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import ChainPlan, Plan
 from blockdraft.drafters.prompt_lookup import (
     DRAFT_PER_MATCHED,
     LONGEST,
@@ -28,7 +28,7 @@ def observed(texts: Sequence[list[int]], state: Texts | None = None) -> Texts:
 
 
 def plan(block_size: int = 16, rows: int = 1, tree_budget: int = 0) -> Plan:
-    return Plan(block_size, [SamplingParams()] * rows, tree_budget)
+    return ChainPlan(block_size, [SamplingParams()] * rows).as_tree(tree_budget)
 
 
 def draft_tokens(state: Texts, anchor: int, block_size: int = 16) -> list[int]:
@@ -173,7 +173,7 @@ def test_a_chain_ends_where_a_further_guess_would_not_save_time() -> None:
         text.rates = [0.1, 0.4, 0.5, 0.8]
 
     def counts(*seconds: float, calibration: float = 1.0) -> int:
-        asked = Plan(16, [SamplingParams()] * 2, cycle_seconds=seconds, calibration=calibration)
+        asked = ChainPlan(16, [SamplingParams()] * 2, cycle_seconds=seconds, calibration=calibration)
         found = DRAFTER.propose(state, anchors, asked)
         count = found.tokens.size(1) - 1
         assert found.tokens.tolist() == [[3, 4, 1, 2, 3][: 1 + count], [5, 0, 0, 0, 0][: 1 + count]]

@@ -10,7 +10,7 @@ pytest.importorskip("jax.numpy", reason="JAX is not installed: pip install 'bloc
 
 import jax
 
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, SampledPlan, TreePlan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
@@ -73,12 +73,12 @@ def proposals(drafter: Any) -> list[Any]:
         anchors = torch.randint(4, 60, (3,), generator=generator)
         draws = torch.rand(3, 4, dtype=torch.float64, generator=generator)
         for plan in (
-            Plan(4, greedy),
-            Plan(5, even, draft_window=3),
-            Plan(6, even, cycle_seconds=SECONDS),
-            Plan(5, greedy, draws=draws),
-            Plan(5, greedy, tree_budget=9),
-            Plan(5, even, tree_budget=40, cycle_seconds=SECONDS),
+            ChainPlan(4, greedy),
+            ChainPlan(5, even, draft_window=3),
+            ChainPlan(6, even, cycle_seconds=SECONDS),
+            SampledPlan(5, greedy, draws),
+            TreePlan(5, greedy, 9),
+            TreePlan(5, even, 40, cycle_seconds=SECONDS),
         ):
             found.append(drafter.propose(state, anchors, plan))
             run = drafter._run

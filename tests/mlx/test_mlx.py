@@ -11,7 +11,7 @@ from tiny_families import ATTENTION, write_model
 
 pytest.importorskip("mlx_lm")
 
-from blockdraft.decode.proposal import Plan, chain_parents
+from blockdraft.decode.proposal import ChainPlan, chain_parents
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.mlx import tensor
@@ -84,7 +84,7 @@ def test_a_greedy_cycle_waits_once(
 def test_guesses_are_not_computed_before_they_are_scored(target: Target, tiny_drafter_dir: Path) -> None:
     drafter = load_drafter(tiny_drafter_dir, target=target)
     state = drafter.new_state(1, 32)
-    proposal = drafter.propose(state, torch.tensor([5]), Plan(6, [SamplingParams()]))
+    proposal = drafter.propose(state, torch.tensor([5]), ChainPlan(6, [SamplingParams()]))
     assert isinstance(proposal.tokens, MLXTensor)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from blockdraft.cli.options import drafter_or_lookup
+import blockdraft
+from blockdraft.cli.target import drafter_or_lookup
 from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.models import (

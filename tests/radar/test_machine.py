@@ -41,6 +41,7 @@ def test_tool_that_fails_tells_no_gpu(tools: Path) -> None:
     assert machine.gpus() == []
 
 
+@pytest.mark.slow
 def test_several_gpus_of_a_kind_are_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpus", lambda: ["NVIDIA GeForce RTX 4090"] * 2 + ["Voodoo 2"])
     monkeypatch.setattr(machine, "_fastest", lambda call: 1e-3)

@@ -16,7 +16,7 @@ from threading import Event
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import Plan, Proposal, SampledPlan
 from blockdraft.decode.sampling import best_tokens
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.draft_lm import DraftLMDrafter, DraftState, acceptance_probs_of
@@ -123,7 +123,7 @@ class AheadDrafter(Drafter):
     def propose(self, state: AheadState, anchor: Tensor, plan: Plan) -> Proposal:
         state.work.stop()
         prepared = [state.work.found.pop(row, None) for row in state.inner.rows]
-        if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
+        if isinstance(plan, SampledPlan):
             return self._drafter.propose(state.inner, anchor, plan)
         known = [
             [] if entry is None else entry[1].get((*text[entry[0] :], token), [])

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan, Proposal, chain, cut
+from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, chain, cut
 from blockdraft.diffusion.folder import FAMILY_OF, load_model
 from blockdraft.diffusion.model import DiffusionModel, hide_mask_token
 from blockdraft.drafters.base import (
@@ -129,8 +129,10 @@ class BlockDiffusionDrafter(Drafter):
         if count == 0:
             return chain(anchor[:, None])
         logits = self._logits(state, texts, free, plan.draft_passes or DIFFUSION_STEPS)[:, :count]
-        draws = None if plan.draws is None else plan.draws[:, :count]
-        proposal = independent_draft_tokens(anchor, logits, replace(plan, block_size=1 + count, draws=draws))
+        plan = replace(plan, block_size=1 + count)
+        if isinstance(plan, SampledPlan):
+            plan = replace(plan, uniforms=plan.uniforms[:, :count])
+        proposal = independent_draft_tokens(anchor, logits, plan)
         return cut(proposal, [RequestDrafting(block_size=1 + missing) for missing in free])
 
     def _free(self, known: int) -> int:

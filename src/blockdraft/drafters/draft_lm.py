@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
+from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import next_pays
 from blockdraft.drafters.base import Drafter, DrafterSpec, check_same_tokens
@@ -106,7 +106,7 @@ class DraftState:
 class DraftLMDrafter(Drafter):
     """Drafts chains with a causal language model.
 
-    A draft token is the model's most probable token or, with `plan.draws`, sampled from its distribution under the
+    A draft token is the model's most probable token or, with a `SampledPlan`, sampled from its distribution under the
     sequence's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. A sequence near the end of the
     model's context gets fewer draft tokens, at its end none.
 
@@ -185,7 +185,7 @@ class DraftLMDrafter(Drafter):
         """
         wanted_on, anchor = anchor.device, send(anchor, self.model.device)
         room = [max(0, min(plan.block_size - 1, self.model.max_context - len(text))) for text in state.texts]
-        draws = plan.draws if any(params.temperature > 0 for params in plan.params) else None
+        draws = plan.uniforms if isinstance(plan, SampledPlan) else None
         seconds = plan.cycle_seconds if draws is None else None
         known = [[*t, a] if free else [] for t, a, free in zip(state.texts, anchor.tolist(), room, strict=True)]
         draft_tokens, dists = [anchor], list[SparseDistribution]()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.merging import beside, filled, merged
-from blockdraft.decode.proposal import Plan, Proposal, chain
+from blockdraft.decode.proposal import HybridPlan, Plan, Proposal, SampledPlan, chain
 from blockdraft.drafters.base import Drafter, DrafterSpec, State
 from blockdraft.errors import UsageError, describe
 from blockdraft.timing import DRAFT_TOKENS, mark
@@ -153,8 +153,8 @@ class HybridDrafter(Drafter):
 
     A tree merges the members' trees: draft tokens with the same path are one node. The probability of a node, given its
     parent, is the highest that any member states, and the most probable nodes are taken. A chain comes, for each
-    sequence, from the member with the most expected accepted tokens. With `plan.turns` all sequences get chains of one
-    member, the first that expects enough.
+    sequence, from the member with the most expected accepted tokens. With a `HybridPlan` all sequences get chains of
+    one member, the first that expects enough.
 
     If draft tokens are sampled, the first member that can sample does so. A tree then holds its whole chain, and nodes
     of the others. In a choice between chains, the expected tokens of a sampled chain are the mean of what was accepted
@@ -225,14 +225,14 @@ class HybridDrafter(Drafter):
     def propose(self, state: HybridState, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        if plan.turns:
+        if isinstance(plan, HybridPlan):
             return self._in_turn(state, anchor, plan)
         proposals, sampled = list[Proposal](), None
         for index, part in enumerate(self.parts):
-            asked = _asked(part, plan if sampled is None else replace(plan, draws=None))
             state.catch_up(index)
-            proposals.append(part.propose(state.inner[index], anchor, asked))
-            sampled = proposals[-1] if proposals[-1].q is not None else sampled
+            proposals.append(part.propose(state.inner[index], anchor, _asked(part, plan)))
+            if isinstance(plan, SampledPlan) and proposals[-1].q is not None:
+                sampled, plan = proposals[-1], plan.as_chosen()
         mark(DRAFT_TOKENS)
         if not plan.tree_budget:
             return self._best_chains(state, anchor, proposals)
@@ -242,13 +242,13 @@ class HybridDrafter(Drafter):
             anchor, sampled, [proposal for proposal in proposals if proposal is not sampled], plan.tree_budget
         )
 
-    def _in_turn(self, state: HybridState, anchor: Tensor, plan: Plan) -> Proposal:
-        rates = [asked.rate for _, asked in plan.turns]
-        for place, (index, asked) in enumerate(plan.turns):
+    def _in_turn(self, state: HybridState, anchor: Tensor, plan: HybridPlan) -> Proposal:
+        rates = [turn.tokens_per_second for turn in plan.turns]
+        for place, (index, asked, rate) in enumerate(plan.turns):
             state.catch_up(index)
             proposal = self.parts[index].propose(state.inner[index], anchor, asked)
             mark(DRAFT_TOKENS)
-            if _expected_rate(proposal, asked) >= max(rates[place + 1 :], default=0.0):
+            if _expected_rate(proposal, asked, rate) >= max(rates[place + 1 :], default=0.0):
                 break
         return replace(proposal, part=index)
 
@@ -272,20 +272,20 @@ def _asked(part: Drafter, plan: Plan) -> Plan:
     """Return the plan for one member. Without step times it gets equal ones, with which every draft token pays: a
     drafter states acceptance probabilities only if it gets times."""
     block_size = min(plan.block_size, part.block_size)
-    draws = None if plan.draws is None else plan.draws[:, : block_size - 1]
     seconds, calibration = (plan.cycle_seconds, plan.calibration) if plan.tree_budget else (None, 1.0)
-    if seconds is None and (draws is None or plan.tree_budget):
+    if seconds is None and (plan.tree_budget or not isinstance(plan, SampledPlan)):
         seconds = [1.0] * (1 + (plan.tree_budget or block_size - 1))
-    return replace(plan, block_size=block_size, draws=draws, cycle_seconds=seconds, calibration=calibration)
+    asked = replace(plan, block_size=block_size, cycle_seconds=seconds, calibration=calibration)
+    return replace(asked, uniforms=asked.uniforms[:, : block_size - 1]) if isinstance(asked, SampledPlan) else asked
 
 
-def _expected_rate(proposal: Proposal, plan: Plan) -> float:
+def _expected_rate(proposal: Proposal, plan: Plan, rate: float) -> float:
     """Return the expected tokens per second of a step with this proposal; 0 without draft tokens, so that others are
     asked."""
     if proposal.tokens.size(1) == 1:
         return 0.0
     if proposal.expected is None or plan.cycle_seconds is None:
-        return plan.rate
+        return rate
     tokens = len(proposal.expected) + plan.calibration * sum(proposal.expected)
     return tokens / plan.cycle_seconds[proposal.tokens.size(1) - 1]
 

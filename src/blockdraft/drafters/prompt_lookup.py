@@ -107,8 +107,8 @@ class PromptLookupDrafter(Drafter):
 
     A chain is the continuation of the most recent among the longest matches. A tree merges the continuations of several
     matches. A sequence without a match gets no draft tokens. Acceptance probabilities are learned from the sequence;
-    with `plan.cycle_seconds` a chain ends where a further token would not save time. `plan.params` and `plan.draws` are
-    ignored.
+    with `plan.cycle_seconds` a chain ends where a further token would not save time. `plan.params` and the numbers of a
+    `SampledPlan` are ignored.
     """
 
     path: Path | None = None

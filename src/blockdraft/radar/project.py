@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from blockdraft.drafters import DraftCost
-from blockdraft.engine.adaptive.stored_costs import CONTEXT, Costs
+from blockdraft.engine.adaptive.costs import CONTEXT, Costs
 from blockdraft.errors import UsageError
 from blockdraft.models import Drafter
 from blockdraft.radar.acceptance import Tau, tau_of

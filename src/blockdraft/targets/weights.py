@@ -180,8 +180,8 @@ def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel,
             model, or of a kind that cannot be merged.
     """
     with loading(path):
-        few = getattr(load_config(path, options.revision), "quantization_config", None)
-    if few and options.adapter is not None:
+        quantization = getattr(load_config(path, options.revision), "quantization_config", None)
+    if quantization and options.adapter is not None:
         raise UsageError(
             f"{path} is quantised ({quantization.get('quant_method')}), and no adapter can be merged with quantized "
             "weights; give the model that it was made of, and quantize it then."

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.decode.proposal import Plan, chain
+from blockdraft.decode.proposal import ChainPlan, chain
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash.train_pass import draft_hidden
 from blockdraft.drafters.dflash2.drafter import DFlash2Drafter
@@ -109,7 +109,7 @@ def test_training_chooses_as_decoding_does(kind: str, network: DFlash2Network, t
     for anchor in anchors[0].tolist():
         state = drafter.new_state(1, 60)
         drafter.observe(state, tokens[:, :anchor], hidden_states[:, :anchor], [anchor])
-        draft_tokens.append(drafter.propose(state, tokens[:, anchor], Plan(8, [SamplingParams()])).tokens[0])
+        draft_tokens.append(drafter.propose(state, tokens[:, anchor], ChainPlan(8, [SamplingParams()])).tokens[0])
     logits = network.adjust_logits(target.head(hidden))
     slots = Slots(hidden, logits, torch.stack(draft_tokens), torch.ones(3, 7, dtype=torch.bool))
     assert torch.equal(DFlash2Variant(RECIPE).draft_tokens(network, slots), slots.labels_CK)
@@ -129,7 +129,7 @@ def test_training_starts_from_a_v1_drafter(tmp_path: Path, target: Target, tiny_
     for drafter in (v1, v2):
         state = drafter.new_state(2, 40)
         drafter.observe(state, torch.zeros(2, 9, dtype=torch.long), hidden_states, [9, 7])
-        found.append(drafter.propose(state, torch.tensor([7, 8]), Plan(8, [SamplingParams()] * 2)))
+        found.append(drafter.propose(state, torch.tensor([7, 8]), ChainPlan(8, [SamplingParams()] * 2)))
     assert torch.equal(found[0].tokens, found[1].tokens)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import Plan, Proposal, TreePlan
 from blockdraft.drafters import drafter_of, load_drafter
 from blockdraft.drafters.base import read_network
 from blockdraft.drafters.medusa.drafter import MedusaDrafter
@@ -132,7 +132,7 @@ def test_a_tree_holds_the_likeliest_paths(distributions: Distributions, drafter:
     state = drafter.new_state(1, 40)
     hidden = distributions._model.model(torch.tensor([PROMPT])).last_hidden_state.detach()
     drafter.observe(state, torch.tensor([PROMPT]), hidden, [len(PROMPT)])
-    proposal = drafter.propose(state, torch.tensor([5]), Plan(4, [SamplingParams()], tree_budget=9))
+    proposal = drafter.propose(state, torch.tensor([5]), TreePlan(4, [SamplingParams()], 9))
     probs, best = distributions(PROMPT).topk(9, dim=-1)
     ranks = [path for depth in (1, 2, 3) for path in product(range(9), repeat=depth)]
     likeliest = sorted(ranks, key=lambda path: -prod(float(probs[depth, rank]) for depth, rank in enumerate(path)))[:9]

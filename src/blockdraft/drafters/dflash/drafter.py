@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, chain, chain_q, sparsify
+from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, TreePlan, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
-from blockdraft.decode.tree import best_count, best_first, paying_tree
+from blockdraft.decode.tree import best_count, best_first, best_tree
 from blockdraft.drafters.base import (
     DIFFUSION_STEPS,
     NOISE_SCHEDULE,
@@ -22,7 +22,6 @@ from blockdraft.drafters.base import (
     DrafterSpec,
     check_refinement,
     filled_network,
-    whole_cycle,
 )
 from blockdraft.drafters.dflash.network import DFlashNetwork, DraftRunner
 from blockdraft.errors import UsageError
@@ -32,7 +31,7 @@ from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target, with_draft_vocab
 from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
-from blockdraft.types import CycleTokens, SamplingParams
+from blockdraft.types import SamplingParams
 
 
 class DFlashDrafter(Drafter):
@@ -160,9 +159,6 @@ class DFlashDrafter(Drafter):
             return chain(anchor[:, None])
         return self._draft_token(anchor, *self._refined_pass(state, anchor, plan), plan)
 
-    def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
-        return None if (plan.draft_passes or self.diffusion_steps) > 1 else whole_cycle(self._run.cycle, plan)
-
     def _draft_token(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         """Return a proposal from the hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions behind the
         anchors."""
@@ -213,33 +209,30 @@ def independent_draft_tokens(anchor: Tensor, logits: Tensor, plan: Plan) -> Prop
         anchor: `[B]` int64.
         logits: `[B, D, V]` of the D positions behind the anchors.
     """
-    if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
+    if isinstance(plan, SampledPlan):
         return sampled_chain(anchor, logits, plan)
-    if plan.tree_budget == 0 and plan.cycle_seconds is None:
+    if isinstance(plan, TreePlan):
+        log_probs = log_probabilities(logits, plan.params)
+        return best_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds, plan.calibration)
+    if plan.cycle_seconds is None:
         return chain(torch.cat([anchor[:, None], best_tokens(logits)], dim=1))
-    log_probs = log_probabilities(logits, plan.params)
-    if plan.tree_budget > 0 and plan.cycle_seconds is not None:
-        return paying_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds, plan.calibration)
-    ranks = min(plan.tree_budget, logits.size(-1)) or 1
-    best = log_probs.topk(ranks, dim=-1)
-    budget = plan.tree_budget or plan.block_size - 1
-    return best_first(anchor, best.values, best.indices, budget, plan.cycle_seconds, plan.calibration)
+    best = log_probabilities(logits, plan.params).max(dim=-1, keepdim=True)
+    return best_first(anchor, best.values, best.indices, plan.block_size - 1, plan.cycle_seconds, plan.calibration)
 
 
-def sampled_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-    """Return chains sampled with `plan.draws`, each token from the distribution of its position.
+def sampled_chain(anchor: Tensor, logits: Tensor, plan: SampledPlan) -> Proposal:
+    """Sample draft tokens with `plan.uniforms`, each from the distribution of its position.
 
-    A sequence at temperature 0 gets the most probable tokens, and no distributions. With `plan.cycle_seconds`, the
-    length is that of the chain of the most probable tokens: if it depended on the sample, the output's distribution
-    would change.
+    A sequence at temperature 0 gets the argmax, and no distributions. With `plan.cycle_seconds`, the length is
+    that of the chain of the most probable guesses: if it depended on what was sampled, the output's distribution would
+    change.
 
     Args:
         anchor: `[B]` int64.
         logits: `[B, D, V]`.
     """
-    assert plan.draws is not None
     dists = sparsify(probabilities(logits, plan.params))
-    draft_tokens = dists.ids.gather(2, draw(dists.probs, plan.draws).to(logits.device).unsqueeze(2)).squeeze(2)
+    draft_tokens = dists.ids.gather(2, draw(dists.probs, plan.uniforms).to(logits.device).unsqueeze(2)).squeeze(2)
     count = draft_tokens.size(1)
     if plan.cycle_seconds is not None:
         best = log_probabilities(logits, plan.params).amax(dim=-1)

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -51,43 +52,56 @@ INIT_STD = 0.02  # standard deviation of new matrices, except `fc`, which preser
 
 @settings
 class DFlashRecipe(Recipe):
-    """Recipe of DFlash, with the layers and taps of arXiv 2602.06036.
+    """Recipe of DFlash, with the layers and taps of arXiv 2602.06036."""
 
-    Attributes:
-        layers: Number of draft layers; None is 5, or that of the drafter in `init`.
-        target_layers: Target layers that the drafter reads: their number, spread over the target (`5`), or a list of
-            0-based layers (`1,9,17`; a single one is `9,`). None is 5, or fewer if the target has fewer layers, or
-            those of `init`.
-        causal: Whether a position of a block sees only positions up to its own; otherwise it sees the whole block.
-        window: Sliding window of every draft layer in tokens; 0 is full attention.
-        intermediate_size: Inner size of the draft layers' MLP; None is the target's, or three times its hidden size.
-        heads: Query heads of the draft layers; None is the target's.
-        kv_heads: Key/value heads of the draft layers; None is the target's.
-        head_dim: Size of a head; None is the target's.
-        draft_vocab: Number of tokens that the drafter can guess, the most frequent supervised ones of the data. Such a
-            drafter, of the kind dflash only, is written in the speculators format. None is all tokens of the target.
-        mask_token_id: Token that stands for an unknown one. None is the first of these that exists: the mask token of
-            `init`, the tokenizer's mask token, an id of the embedding without a token, a reserved token, a token that
-            the data lack.
-        init: Folder of a drafter with as many layers or fewer, whose weights training starts from; None starts from
-            random weights.
-        checkpoint_activations: Recompute the draft layers' activations in the backward pass, to save memory.
-        attention: "flex" (FlexAttention), "dense" (a boolean mask), or "auto" (flex on a GPU, else dense).
-    """
-
-    layers: Count | None = None
-    target_layers: Count | Layers | None = None
-    causal: bool = False
-    window: Natural = 0
-    intermediate_size: Count | None = None
-    heads: Count | None = None
-    kv_heads: Count | None = None
-    head_dim: Count | None = None
-    draft_vocab: Count | None = None
-    mask_token_id: Natural | None = None
-    init: str | None = None
-    checkpoint_activations: bool = False
-    attention: Literal["auto", "flex", "dense"] = "auto"
+    layers: Count | None = Field(
+        None,
+        description="Number of draft layers; by default 5, or that of the drafter in `init`.",
+    )
+    target_layers: Count | Layers | None = Field(
+        None,
+        description="Target layers that the drafter reads: their number, spread over the target (`5`), or a list of "
+        "0-based layers (`1,9,17`; a single one is `9,`). By default 5, or fewer if the target has fewer "
+        "layers, or those of `init`.",
+    )
+    causal: bool = Field(
+        False,
+        description="Whether a position of a block sees only positions up to its own; otherwise it sees the whole "
+        "block.",
+    )
+    window: Natural = Field(0, description="Sliding window of every draft layer in tokens; 0 is full attention.")
+    intermediate_size: Count | None = Field(
+        None,
+        description="Inner size of the draft layers' MLP; by default the target's, or three times its hidden size.",
+    )
+    heads: Count | None = Field(None, description="Query heads of the draft layers; by default the target's.")
+    kv_heads: Count | None = Field(None, description="Key/value heads of the draft layers; by default the target's.")
+    head_dim: Count | None = Field(None, description="Size of a head; by default the target's.")
+    draft_vocab: Count | None = Field(
+        None,
+        description="Number of tokens that the drafter can propose, the most frequent supervised ones of the data. "
+        "Such a drafter, of the kind dflash only, is written in the speculators format. By default all "
+        "tokens of the target.",
+    )
+    mask_token_id: Natural | None = Field(
+        None,
+        description="Token that stands for an unknown one. By default the first of these that exists: the mask token "
+        "of `init`, the tokenizer's mask token, an id of the embedding without a token, a reserved "
+        "token, a token that the data lack.",
+    )
+    init: str | None = Field(
+        None,
+        description="Folder of a drafter with as many layers or fewer, whose weights training starts from; None "
+        "starts from random weights.",
+    )
+    checkpoint_activations: bool = Field(
+        False,
+        description="Recompute the draft layers' activations in the backward pass, to save memory.",
+    )
+    attention: Literal["auto", "flex", "dense"] = Field(
+        "auto",
+        description='"flex" (FlexAttention), "dense" (a boolean mask), or "auto" (flex on a GPU, else dense).',
+    )
 
 
 R = TypeVar("R", bound=DFlashRecipe)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q
+from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, SparseDistribution, TreePlan, chain, chain_q
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, lattice_tree
 from blockdraft.drafters.base import DrafterSpec
@@ -36,8 +36,7 @@ class DFlash2Drafter(DFlashDrafter):
 
     def _draft_token(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         ids_BDK, scores_BDKK = self.network.lattice(hidden, logits, anchor)
-        sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
-        if plan.tree_budget > 0 and not sampled:
+        if isinstance(plan, TreePlan):
             log_probs_BDKK = lattice_log_probs(scores_BDKK, ids_BDK, logits, plan)
             return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.calibration)
         ranks_BD, count, q, expected = walk(best_tokens(scores_BDKK)), ids_BDK.size(1), None, None
@@ -47,7 +46,7 @@ class DFlash2Drafter(DFlashDrafter):
             path_probs = path_BD.cumsum(dim=-1).exp().tolist()
             count = best_count(path_probs, plan.cycle_seconds, plan.calibration)
             expected = tuple(sum(probs[:count]) for probs in path_probs)
-        if sampled:  # the length must not depend on the sample, or the output's distribution would change
+        if isinstance(plan, SampledPlan):  # the length must not depend on what is sampled
             ranks_BD, dists = _draw(ids_BDK, scores_BDKK, plan)
             q, expected = chain_q(dists, count, plan.params), None
         draft_tokens = ids_BDK.gather(2, ranks_BD.unsqueeze(2)).squeeze(2)
@@ -74,16 +73,15 @@ def walk(next_BDK: Tensor) -> Tensor:
     return next_BDK[:, :, 0]
 
 
-def _draw(ids_BDK: Tensor, scores_BDKK: Tensor, plan: Plan) -> tuple[Tensor, SparseDistribution]:
-    """Return candidates sampled with `plan.draws`, `[B, D]`, and their distributions `[B, D, K]`.
+def _draw(ids_BDK: Tensor, scores_BDKK: Tensor, plan: SampledPlan) -> tuple[Tensor, SparseDistribution]:
+    """Candidates sampled with `plan.uniforms`, `[B, D]`, and the distributions `[B, D, K]` that they were sampled from.
 
     The sequence's sampling parameters turn scores into a distribution. With one random number, each position samples a
     candidate after every candidate of the position before, and the walk follows these.
     """
-    assert plan.draws is not None
     count = ids_BDK.size(2)
     probs = probabilities(scores_BDKK.flatten(1, 2), plan.params)
-    next_BDK = draw(probs, plan.draws.repeat_interleave(count, dim=1)).to(ids_BDK.device).unflatten(1, (-1, count))
+    next_BDK = draw(probs, plan.uniforms.repeat_interleave(count, dim=1)).to(ids_BDK.device).unflatten(1, (-1, count))
     ranks_BD = walk(next_BDK)
     return ranks_BD, SparseDistribution(ids_BDK, _after(probs.view_as(scores_BDKK), ranks_BD))
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
@@ -28,22 +29,20 @@ CONV_GROUP = 16
 
 @settings
 class DFlash2Recipe(DFlashRecipe):
-    """Recipe of DFlash2, with the sizes of z-lab's drafters: that of DFlash and these fields.
+    """Recipe of DFlash2, with the sizes of z-lab's drafters: that of DFlash and these fields."""
 
-    Attributes:
-        conv_kernel_size: Positions of a block that a convolution reads, its own and those before.
-        conv_group_size: Channels that share a correction of the kernel; a divisor of the hidden size. None is the
-            largest power of two up to 16 that is one.
-        selector_rank: Width of the selector's codebooks.
-        selector_top_k: Candidates of a position.
-        selector_weight: Weight of the selector's cross-entropy in the loss.
-    """
-
-    conv_kernel_size: Count = 2
-    conv_group_size: Count | None = None
-    selector_rank: Count = 256
-    selector_top_k: Count = 16
-    selector_weight: Amount = 1.0
+    conv_kernel_size: Count = Field(
+        2,
+        description="Positions of a block that a convolution reads, its own and those before.",
+    )
+    conv_group_size: Count | None = Field(
+        None,
+        description="Channels that share a correction of the kernel; a divisor of the hidden size. By default the "
+        "largest power of two up to 16 that is one.",
+    )
+    selector_rank: Count = Field(256, description="Width of the selector's codebooks.")
+    selector_top_k: Count = Field(16, description="Candidates of a position.")
+    selector_weight: Amount = Field(1.0, description="Weight of the selector's cross-entropy in the loss.")
 
 
 class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):

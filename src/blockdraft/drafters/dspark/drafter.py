@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
+from blockdraft.decode.proposal import (
+    Plan,
+    Proposal,
+    SampledPlan,
+    SparseDistribution,
+    TreePlan,
+    chain,
+    chain_q,
+    sparsify,
+)
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, lattice_tree
 from blockdraft.drafters.base import DrafterSpec
@@ -58,11 +67,10 @@ class DSparkDrafter(DFlashDrafter):
         return self._draft_pass(state, torch.cat([anchor[:, None], masks], dim=1), window=plan.draft_window)
 
     def _draft_token(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-        sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
         count, q, expected = logits.size(1), None, None
-        if not sampled or plan.cycle_seconds is not None:
+        if not isinstance(plan, SampledPlan) or plan.cycle_seconds is not None:
             draft_tokens, corrected, previous = self._walk(anchor, logits, lambda index, scores: best_tokens(scores))
-        if plan.tree_budget > 0 and not sampled:
+        if isinstance(plan, TreePlan):
             ids_BDK, log_probs_BDKK = self._lattice(anchor, hidden, logits, corrected, plan)
             return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.calibration)
         if plan.cycle_seconds is not None:
@@ -73,7 +81,7 @@ class DSparkDrafter(DFlashDrafter):
             path_probs = acceptance_probs.cumprod(dim=-1).tolist()
             count = best_count(path_probs, plan.cycle_seconds, plan.calibration)
             expected = tuple(sum(probs[:count]) for probs in path_probs)
-        if sampled:
+        if isinstance(plan, SampledPlan):
             draft_tokens, dists = self._draw(anchor, logits[:, : max(count, 1)], plan)
             q, expected = chain_q(dists, count, plan.params), None
         tokens = torch.cat([anchor[:, None], draft_tokens[:, :count]], dim=1)
@@ -98,14 +106,13 @@ class DSparkDrafter(DFlashDrafter):
             draft_tokens.append(token)
         return torch.stack(draft_tokens, dim=1), torch.stack(corrected, dim=1), torch.stack(before, dim=1)
 
-    def _draw(self, anchor: Tensor, logits_BDV: Tensor, plan: Plan) -> tuple[Tensor, SparseDistribution]:
-        """Return draft tokens `[B, D]` sampled with `plan.draws`, and their distributions `[B, D, K]`."""
+    def _draw(self, anchor: Tensor, logits_BDV: Tensor, plan: SampledPlan) -> tuple[Tensor, SparseDistribution]:
+        """Sample draft tokens `[B, D]` with `plan.uniforms`. Return them and their distributions `[B, D, K]`."""
         dists: list[SparseDistribution] = []
 
         def pick(index: int, scores: Tensor) -> Tensor:
-            assert plan.draws is not None
             dists.append(sparsify(probabilities(scores[:, None], plan.params)))  # [B, 1, K]
-            sampled = draw(dists[-1].probs, plan.draws[:, index : index + 1])
+            sampled = draw(dists[-1].probs, plan.uniforms[:, index : index + 1])
             return dists[-1].ids[:, 0].gather(1, sampled.to(scores.device))[:, 0]
 
         draft_tokens, _, _ = self._walk(anchor, logits_BDV, pick)

@@ -6,17 +6,17 @@ or a tree that grows at probable tokens (arXiv 2406.16858).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
+from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_of, next_pays
-from blockdraft.drafters.base import DraftCost, Drafter, DrafterSpec, filled_network, whole_cycle
+from blockdraft.drafters.base import DraftCost, Drafter, DrafterSpec, filled_network
 from blockdraft.drafters.dflash.drafter import check_borrowed, log_probabilities
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Network
 from blockdraft.formats import check_fits, find_layout, read_drafter
@@ -24,7 +24,6 @@ from blockdraft.nn.autoregressive import WIDTH, AutoregressiveNetwork, Autoregre
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, DRAFT_TOKENS, OBSERVE, mark
-from blockdraft.types import CycleTokens
 
 
 class Eagle3Drafter(Drafter):
@@ -34,11 +33,11 @@ class Eagle3Drafter(Drafter):
     network's own hidden states. They are dropped at the end of a step, and accepted tokens are observed with the
     target's hidden states like any other token.
 
-    In a chain, each draft token is the most probable one or, with `plan.draws`, sampled from the network's distribution
-    under the sequence's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. With `plan.cycle_seconds`
-    the chain ends as soon as a further token, even one as probable as the last, would not save time. A sampled chain
-    does not, because its length must not depend on the sample. A tree continues the `WIDTH` most probable nodes of each
-    level with `WIDTH` children each, and proposes the most probable of all nodes.
+    In a chain, each draft token is the most probable one or, with a `SampledPlan`, sampled from the network's
+    distribution under the sequence's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. With
+    `plan.cycle_seconds` the chain ends as soon as a further token, even one as probable as the last, would not save
+    time. A sampled chain does not, because its length must not depend on the sample. A tree continues the `WIDTH` most
+    probable nodes of each level with `WIDTH` children each, and proposes the most probable of all nodes.
 
     Args:
         network: Draft network, which is moved to the target's device and dtype.
@@ -100,18 +99,14 @@ class Eagle3Drafter(Drafter):
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
-        width = 0 if sampled else min(WIDTH, plan.tree_budget, len(self._kept))
+        width = 0 if isinstance(plan, SampledPlan) else min(WIDTH, plan.tree_budget, len(self._kept))
         if not width:
             return self._chain(state, anchor, plan)
         nodes = self._run.nodes(state, plan.block_size, width, plan.draft_window)
         return self._tree(nodes, anchor, plan, width)
 
-    def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
-        return whole_cycle(self._run.cycle, plan)
-
     def _chain(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
-        draws = plan.draws if any(params.temperature > 0 for params in plan.params) else None
+        draws = plan.uniforms if isinstance(plan, SampledPlan) else None
         seconds = plan.cycle_seconds if draws is None else None
         most = plan.block_size - 1 if seconds is None else min(plan.block_size, len(seconds)) - 1
         plain = draws is None and (seconds is None or all(params.temperature in (0, 1) for params in plan.params))

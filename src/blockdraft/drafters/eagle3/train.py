@@ -51,38 +51,47 @@ MLP = ("gate", "up", "down")
 class Eagle3Recipe(Recipe):
     """Recipe of EAGLE-3. Steps, their weights and the size of the draft vocabulary are those of SafeAILab's training
     code, learning rate and clipping those of SpecForge.
-
-    Attributes:
-        block_size: Tokens of a chain, anchor included; training is unrolled for block_size - 1 steps.
-        alone: Share of the steps, at the beginning, that teach the first guess alone, behind as many more tokens.
-        target_layers: Target layers that the drafter reads: their number, spread over the target (`3`), or a list of
-            0-based layers. None is the inputs of the layers 2, T // 2 and T - 3 of a target with T layers, or, for the
-            `init` "last_layer", the layers (T + 2) // 4, 3 * T // 5 and T - 2, or the taps of the `init`.
-        draft_vocab: Number of tokens that the drafter can guess, the most frequent supervised ones of the data. None is
-            32000, or the whole vocabulary if smaller, or that of `init`.
-        intermediate_size: Inner size of the layer's MLP; None is the target's, or three times its hidden size.
-        heads: Query heads of the layer; None is the target's.
-        kv_heads: Key/value heads of the layer; None is the target's.
-        head_dim: Size of a head; None is the target's.
-        init: Folder or GGUF file of an EAGLE-3 drafter of any layout, whose weights training starts from; or
-            "last_layer", which starts from the target's last layer, norm and head. None starts from random weights and
-            the target's head.
     """
 
     beginnings: ClassVar[tuple[str, ...]] = (LAST_LAYER,)
-    block_size: Annotated[int, Field(ge=2)] = BLOCK_SIZE
+    block_size: Annotated[int, Field(ge=2)] = Field(
+        BLOCK_SIZE,
+        description="Tokens of a chain, anchor included; training is unrolled for block_size - 1 steps.",
+    )
     objective: Mapping[str, Amount] = field(default_factory=lambda: {"forward_kl": 1.0})
     gamma: Amount | None = round(-1 / math.log(STEP_WEIGHT), 4)
     learning_rate: Amount = 1e-4
     clip: Amount = 0.5
-    alone: Share = 0.0
-    target_layers: Count | Layers | None = None
-    draft_vocab: Count | None = None
-    intermediate_size: Count | None = None
-    heads: Count | None = None
-    kv_heads: Count | None = None
-    head_dim: Count | None = None
-    init: str | None = None
+    alone: Share = Field(
+        0.0,
+        description="Share of the steps, at the beginning, that teach the first draft token alone, behind as many more "
+        "tokens.",
+    )
+    target_layers: Count | Layers | None = Field(
+        None,
+        description="Target layers that the drafter reads: their number, spread over the target (`3`), or a list of "
+        "0-based layers. By default the inputs of the layers 2, T // 2 and T - 3 of a target with T "
+        'layers, or, for the `init` "last_layer", the layers (T + 2) // 4, 3 * T // 5 and T - 2, or the '
+        "taps of the `init`.",
+    )
+    draft_vocab: Count | None = Field(
+        None,
+        description="Number of tokens that the drafter can propose, the most frequent supervised ones of the data. "
+        "None is 32000, or the whole vocabulary if smaller, or that of `init`.",
+    )
+    intermediate_size: Count | None = Field(
+        None,
+        description="Inner size of the layer's MLP; by default the target's, or three times its hidden size.",
+    )
+    heads: Count | None = Field(None, description="Query heads of the layer; by default the target's.")
+    kv_heads: Count | None = Field(None, description="Key/value heads of the layer; by default the target's.")
+    head_dim: Count | None = Field(None, description="Size of a head; by default the target's.")
+    init: str | None = Field(
+        None,
+        description="Folder or GGUF file of an EAGLE-3 drafter of any layout, whose weights training starts from; "
+        'or "last_layer", which starts from the target\'s last layer, norm and head. By default training starts from '
+        "random weights and the target's head.",
+    )
 
 
 # Recipe fields that decide the network's shape, by the configuration's names for them.

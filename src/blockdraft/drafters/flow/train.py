@@ -36,16 +36,16 @@ JUMP = "jump"
 
 @settings
 class FlowRecipe(DFlashRecipe):
-    """Recipe of a flow map: that of DFlash and these fields.
+    """Recipe of a flow map: that of DFlash and these fields."""
 
-    Attributes:
-        diffusion_steps: Draft passes of a block, unless decoding asks for another number. Training does not depend on
-            it.
-        jumps: Share of the blocks that learn to jump; the others learn from the data.
-    """
-
-    diffusion_steps: Count = 1
-    jumps: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    diffusion_steps: Count = Field(
+        1,
+        description="Draft passes of a block, unless decoding asks for another number. Training does not depend on it.",
+    )
+    jumps: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.5,
+        description="Share of the blocks that learn to jump; the others learn from the data.",
+    )
 
 
 class Moments(NamedTuple):
