@@ -284,8 +284,10 @@ def drafter_of(network: nn.Module, target: Target) -> NetworkDrafter:
     """Return a drafter that runs this network, which is moved to the target's device and dtype.
 
     Raises:
-        UsageError: No drafter runs networks of this class.
+        UsageError: No drafter runs networks of this class, or a compiled runner has freed the network's weights.
     """
+    if any(isinstance(module, nn.Linear) and module.weight is None for module in network.modules()):
+        raise UsageError("The weights of this network were packed and freed; load the drafter again, or its network.")
     kinds = {entry.network: entry.drafter for entry in entries().values() if entry.network and entry.drafter}
     for network_class in type(network).__mro__:  # its own class, or the closest base class
         if network_class in kinds:
