@@ -55,6 +55,8 @@ NOT_RUN = {
     "blockdraft pull smollm2": PULLS,
     "blockdraft pull qwen2.5-coder-1.5b": PULLS,
     "blockdraft demo": PULLS,
+    'blockdraft generate --backend jax "Tom has 3 boxes."': "needs JAX; tests/jax decodes with it",
+    'blockdraft generate --backend mlx "Tom has 3 boxes."': "needs mlx-lm; tests/mlx decodes with it",
     "blockdraft chat --target smollm2": PULLED,
     "blockdraft chat --target qwen2.5-coder-1.5b": PULLED,
     "blockdraft chat --target model.gguf": "needs a GGUF file; tests/targets/test_gguf.py has such",
