@@ -44,7 +44,7 @@ RUNNERS: dict[str, dict[str, str]] = {
     },
     "jax": {
         "dflash": "drafters.dflash.jax.JaxDraftPass",
-        "dspark": "drafters.dspark.jax.JaxDSparkPass",
+        "dspark": "drafters.dflash.jax.JaxDraftPass",
         "eagle3": "drafters.eagle3.jax.JaxEagle3",
         "mtp": "drafters.mtp.jax.JaxMTP",
     },

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
 
 from blockdraft.errors import UsageError
 from blockdraft.settings import Flag, described
@@ -221,22 +221,6 @@ class Drafting:
         for name in ("block_size", "tree_budget"):
             if self.sampled and self.tree_budget != 0 and getattr(self, name) == "auto":
                 raise UsageError(f"{name} must be a number with sampled and a tree budget, got 'auto'.")
-
-
-class CycleTokens(NamedTuple):
-    """What a cycle of trees of N nodes came to; see `Drafter.cycle`.
-
-    Attributes:
-        tokens, parents: Of each row's nodes, as in `Proposal`.
-        following: The target's token after each node; -1 where its logits are not finite.
-        paths: Nodes of each row that were committed and observed, anchor included; empty where the token after them is
-            -1.
-    """
-
-    tokens: list[list[int]]
-    parents: list[list[int]]
-    following: list[list[int]]
-    paths: list[list[int]]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import blockdraft
 from blockdraft.cli.target import drafter_or_lookup
 from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError

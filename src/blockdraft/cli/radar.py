@@ -367,7 +367,7 @@ def show_training(console: Console, shapes: list[Shape], machines: list[Machine]
         for name, value in {
             "samples": f"{plan.samples:,} of {plan.tokens:,} tokens, {plan.epochs} epochs",
             "responses": f"{hours(cost.answer_hours)} of the target",
-            "states": f"{hours(cost.hidden_state_hours)}, {gigabytes(cost.hidden_state_bytes)} on disk, or none next to training",
+            "hidden states": f"{hours(cost.hidden_state_hours)}, {gigabytes(cost.hidden_state_bytes)} if stored",
             "training": f"{hours(cost.training_hours)}, {cost.samples_per_second:.3g} samples/s",
             "all": hours(cost.hours),
             "trained": f"{cost.trained / 1e6:,.0f} M weights, {cost.flops:.2e} operations",

@@ -158,6 +158,8 @@ class Distributions:
             scores_MV = self._logits[rows[0], nodes[0]].unsqueeze(0).to(torch.float32, copy=self._adjusted[rows[0]])
         else:
             scores_MV = self._logits[list(rows), list(nodes)].float()
+        if type(scores_MV) is not Tensor and any(self._adjusted[row] for row in rows):
+            scores_MV = scores_MV.clone()  # in torch; arrays of another framework cannot be written to
         biases, repeated, said = [], [], []  # entries (m, token, amount)
         for m, (row, node) in enumerate(zip(rows, nodes, strict=True)):
             if not self._adjusted[row]:
@@ -253,7 +255,7 @@ def _probabilities(logits_BNV: Tensor, temperature: float, top_k: int, top_p: fl
         probs_BNV = _best_probabilities(scores_BNV.flatten(0, 1), top_k, top_p, head).view_as(scores_BNV)
     if min_p > 0:
         probs_BNV = probs_BNV.masked_fill(probs_BNV < min_p * probs_BNV.amax(dim=-1, keepdim=True), 0.0)
-        probs_BNV /= probs_BNV.sum(dim=-1, keepdim=True)
+        probs_BNV = probs_BNV / probs_BNV.sum(dim=-1, keepdim=True)
     return probs_BNV
 
 

@@ -21,7 +21,6 @@ from blockdraft.nn.attention import attend
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.timing import HEAD, PASS, mark
-from blockdraft.types import CycleTokens
 
 # Takes queries [B, heads, N, D], and keys and values of the same entries [B, kv_heads, N, D]; returns [B, heads, N, D].
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -140,10 +139,6 @@ class AutoregressiveRunner(Protocol):
     def bits(self) -> int | None:
         """As `Drafter.bits`."""
 
-    @property
-    def cycle(self) -> Callable[..., CycleTokens] | None:
-        """Program of a whole step, as of `Drafter.cycle`, with the keywords of `DraftRunner.cycle`."""
-
     def new_state(self, batch: int, capacity: int) -> KVCache:
         """As `Drafter.new_state`."""
 
@@ -206,7 +201,7 @@ class AutoregressivePass:
         network: Network on the host's device and in its dtype.
     """
 
-    bits = cycle = None
+    bits = None
 
     def __init__(self, network: AutoregressiveNetwork, host: DraftHost) -> None:
         self.network, self.embed, self.head, self.compile_reason = network, host.embed, host.head, host.compile_reason

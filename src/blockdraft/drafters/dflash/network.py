@@ -8,7 +8,7 @@ place, and keeps the keys and values of all layers in one tensor of the cache. A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, Protocol, cast
 
@@ -25,7 +25,6 @@ from blockdraft.nn.layers import GatedMLP, RMSNorm, rms_factor, rotate, rotate_s
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.rotary import Rotary
 from blockdraft.timing import PASS, mark
-from blockdraft.types import CycleTokens
 
 ANGLES = 1024  # minimum number of positions for which angles are computed at once
 
@@ -132,11 +131,6 @@ class DraftRunner(Protocol):
     def bits(self) -> int | None:
         """As `Drafter.bits`."""
 
-    @property
-    def cycle(self) -> Callable[..., CycleTokens] | None:
-        """Program of a whole step, as of `Drafter.cycle`, or None. It takes the keywords `block_size`, `tree_budget`,
-        `temperatures` of the sequences, and `window` of the draft."""
-
     def new_state(self, batch: int, capacity: int) -> Any:
         """As `Drafter.new_state`."""
 
@@ -211,7 +205,7 @@ class DraftPass:
             the fused ones, to save memory; do not replace its weights afterwards.
     """
 
-    bits = cycle = None
+    bits = None
 
     @torch.no_grad()
     def __init__(self, network: DFlashNetwork, host: DraftHost) -> None:

@@ -124,7 +124,6 @@ class CompiledNetwork(CompiledLayers):
     """
 
     compile_reason: str | None = None
-    cycle = None
 
     def __init__(self, network: Any, host: CompiledHost, count: int, owned: bool) -> None:
         self.config: Any = network.config
