@@ -60,7 +60,7 @@ def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
 
 def test_it_is_registered() -> None:
     assert "toy" in variant_names() and "toy" in layouts()
-    with pytest.raises(ValueError, match="'causal' is unknown"):  # a field of the DFlash family
+    with pytest.raises(ValueError, match="causal is unknown"):  # a field of the DFlash family
         read_settings(find_variant("toy").recipe_class, flags={"causal": "true"})
 
 
