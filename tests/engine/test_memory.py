@@ -139,7 +139,7 @@ def test_weights_that_are_laid_out_count_once(
     plain: Any = load_drafter(request.getfixturevalue(folder), target=load_target(tiny_target_dir, compile="off"))
     drafted = sum(weight.numel() for weight in plain.network.state_dict().values())
     rounds = folder != "tiny_medusa_dir"  # whose weights are not rounded
-    padding = 1.3  # up to whole blocks of channels, and scales of few bits
+    padding = 1.3  # up to whole blocks of channels, and scales quantized
     for count, size, few in ((numbers, target.weight_bytes(), True), (drafted, drafter.weight_bytes(), rounds)):
         least, most = (4, 4) if quantize is None or not few else (0.5, 1.5)
         assert least * count <= size <= padding * most * count
