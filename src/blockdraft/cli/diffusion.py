@@ -281,7 +281,7 @@ def generate(
     texts = [] if infill is not None else read_prompts(prompts) if prompts else [read_prompt(prompt)]
 
     from blockdraft.diffusion.sampler import Sampler
-    from blockdraft.diffusion.text import gapped, spelled, unseen
+    from blockdraft.diffusion.text import count_unseen, encode_gaps, token_text
 
     if steps_file is not None:
         from blockdraft.diffusion.pictures import check_picture, draw_steps
@@ -291,8 +291,8 @@ def generate(
     sampler = Sampler(loaded, settings, stop=stop or ())
     run: Callable[[Watch | None], Iterable[Chunk]] = lambda watch: sampler.stream(texts, watch)  # noqa: E731
     if infill is not None:
-        tokens = gapped(checked_text(infill), settings.max_new_tokens, loaded)
-        behind, not_seen = unseen(tokens, loaded.config.block_size)
+        tokens = encode_gaps(checked_text(infill), settings.max_new_tokens, loaded)
+        behind, not_seen = count_unseen(tokens, loaded.config.block_size)
         if not_seen:
             print(
                 f"{not_seen} of the {behind} tokens after the gap are in other blocks, so it does not see them; "
@@ -307,26 +307,26 @@ def generate(
             for chunk in run(watch):
                 write(chunk)
     if steps_file is not None:
-        draw_steps(steps_file, sampler.given[0], sampler.history[0], lambda token: spelled(token, loaded))
+        draw_steps(steps_file, sampler.inputs[0], sampler.history[0], lambda token: token_text(token, loaded))
 
 
 def _print_json(sampler: Sampler, run: Callable[[Watch | None], Iterable[Chunk]], count: int, keep_steps: bool) -> None:
     """Print a line for each answer, in the order in which they end."""
     answers = [{"index": i, "text": "", "token_ids": list[int]()} for i in range(count)]
     for chunk in run(None):
-        answer: dict[str, Any] = answers[chunk.row]
+        answer: dict[str, Any] = answers[chunk.index]
         answer["text"] += chunk.text
         answer["token_ids"] += chunk.token_ids
         if chunk.finish_reason is None:
             continue
-        given, new = sampler.given[chunk.row], list(answer["token_ids"])
+        given, new = sampler.inputs[chunk.index], list(answer["token_ids"])
         if None in given:
             new = [token for token, before in zip(new, given, strict=True) if before is None]
             answer["gap_token_ids"] = new
         answer |= {"finish_reason": chunk.finish_reason, "forwards": chunk.forwards}
         answer["tokens_per_forward"] = len(new) / max(chunk.forwards, 1)
         if keep_steps:
-            answer["steps"] = [step.block for step in sampler.history[chunk.row]]
+            answer["steps"] = [step.block for step in sampler.history[chunk.index]]
         print(json.dumps(answer), flush=True)
 
 
@@ -364,9 +364,9 @@ def _shown_steps(model: DiffusionModel) -> Iterator[tuple[Watch, Callable[[Chunk
 
 def _spelled(model: DiffusionModel, block: Sequence[int | None]) -> str:
     from blockdraft.diffusion.pictures import UNKNOWN
-    from blockdraft.diffusion.text import spelled
+    from blockdraft.diffusion.text import token_text
 
-    return "".join(UNKNOWN if token is None else spelled(token, model) for token in block)
+    return "".join(UNKNOWN if token is None else token_text(token, model) for token in block)
 
 
 add(diffusion, convert, short="out block_size")
