@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from blockdraft.models import Drafter
     from blockdraft.radar.devices import Machine
-    from blockdraft.radar.project import Interval, Row
+    from blockdraft.radar.project import Interval, Projection
     from blockdraft.radar.shape import Shape
 
 WIDTH = 140  # characters of a table that goes into a file or pipe
@@ -84,7 +84,7 @@ def radar(
     Speeds are intervals, from the device's bandwidth and arithmetic and from published tau; where drafting loses, it
     says so. The same is a page at /radar of `blockdraft serve`.
     """
-    from blockdraft.radar.acceptance import checked_task
+    from blockdraft.radar.drafting import checked_task
     from blockdraft.radar.shape import known_shapes, read_shape
 
     console = consoles.standard(WIDTH)
@@ -109,7 +109,7 @@ def radar(
             raise UsageError("--train takes one --model or more; name the target that the drafter is for.")
         show_training(console, shapes, machines, samples, epochs, weights, as_json)
         return
-    rows: list[Row] = []
+    rows: list[Projection] = []
     for machine in machines:
         for shape in shapes:
             rows += _rows(shape, machine, weights, context, batch, task, chosen, strict=bool(model))
@@ -171,7 +171,7 @@ def _rows(
     task: str,
     drafter: Drafter | None,
     strict: bool,
-) -> Iterator[Row]:
+) -> Iterator[Projection]:
     """Projections with each kind of weights. Unless `strict`, a model is left out whose context is too short."""
     from blockdraft.radar.calibrated import calibrated
     from blockdraft.radar.project import project
@@ -186,14 +186,14 @@ def _rows(
         yield project(shape, machine, kind, context, batch, task, drafter=of, costs=costs)
 
 
-def fastest(row: Row) -> float:
+def fastest(row: Projection) -> float:
     """Likely tokens per second, drafted or plain; 0 if it does not fit."""
     if not row.fits:
         return 0.0
     return max(row.plain.mid, row.drafted.mid if row.drafted else 0.0)
 
 
-def needed(row: Row, speed: float, shapes: list[Shape], machines: list[Machine], task: str) -> str:
+def needed(row: Projection, speed: float, shapes: list[Shape], machines: list[Machine], task: str) -> str:
     """What a speed would take that a row does not reach."""
     from blockdraft.radar.project import batch_for
 
@@ -208,14 +208,14 @@ def needed(row: Row, speed: float, shapes: list[Shape], machines: list[Machine],
     return f"{reached}; {speed:,.0f} tokens/s are a batch of {found}, about {speed / found:,.0f} for each text."
 
 
-def with_commands(row: Row) -> dict[str, Any]:
+def with_commands(row: Projection) -> dict[str, Any]:
     """A row as `--json` prints it, with the commands that run what it shows."""
     held = row.as_dict()
     held["why"]["commands"] = commands(row)
     return held
 
 
-def commands(row: Row) -> list[str]:
+def commands(row: Projection) -> list[str]:
     """Commands that run what a row shows, here and in other engines."""
     from blockdraft.models import known
     from blockdraft.models.catalogue import BUNDLED
@@ -241,20 +241,20 @@ def commands(row: Row) -> list[str]:
     return found
 
 
-def show_rows(console: Console, rows: list[Row], every: bool, limit: int) -> None:
+def show_rows(console: Console, rows: list[Projection], every: bool, limit: int) -> None:
     """Print the list: models that fit first, the largest of them first."""
     from rich import box
     from rich.table import Table
 
     from blockdraft.models import known
 
-    def parameters(row: Row) -> int:
+    def parameters(row: Projection) -> int:
         with suppress(UsageError):
             return known(row.model).parameters or 0
         return 0
 
     if not every:  # of each model and device the finest weights that fit
-        best: dict[tuple[str, str], Row] = {}
+        best: dict[tuple[str, str], Projection] = {}
         for row in rows:
             held = best.get((row.model, row.device))
             if held is None or (not held.fits and row.fits):
@@ -293,7 +293,7 @@ def show_rows(console: Console, rows: list[Row], every: bool, limit: int) -> Non
         console.print(f"{len(fitting) - len(shown)} more fit; --limit 0 shows all.", soft_wrap=True)
 
 
-def show_row(console: Console, row: Row) -> None:
+def show_row(console: Console, row: Projection) -> None:
     """Print a projection with what it comes from."""
     why = row.why
 
@@ -331,7 +331,7 @@ def show_row(console: Console, row: Row) -> None:
         line("" if number else "run", command)
 
 
-def told(row: Row) -> str:
+def told(row: Projection) -> str:
     """What drafting brings."""
     if not row.drafted:
         return ""
@@ -403,7 +403,7 @@ def show_training(
         console.print(f"A DFlash drafter for {cost.model}, on {cost.device}", soft_wrap=True)
         for name, value in (
             ("samples", f"{plan.samples:,} of {plan.tokens:,} tokens, {plan.epochs} epochs"),
-            ("answers", f"{hours(cost.answer_hours)} of the target"),
+            ("responses", f"{hours(cost.response_hours)} of the target"),
             (
                 "hidden_states",
                 f"{hours(cost.hidden_state_hours)}, {gigabytes(cost.hidden_state_bytes)} on disk, or none beside it",
