@@ -104,8 +104,8 @@ def _converted(raw: Mapping[str, Any], family: str, folder: Path) -> tuple[Denoi
         raise UsageError(f"{folder / 'config.json'} is invalid: {reason}; use the one of these weights.") from error
     try:
         decoder = decoder_config(config)
-        if reason := why_not_denoiser(decoder):
-            raise NotCovered(reason)
+        if unsupported := why_not_denoiser(decoder):
+            raise NotCovered(unsupported)
     except NotCovered as error:
         raise UsageError(f"{folder} cannot be loaded: {error}.") from error
     with torch.device("meta"):
