@@ -24,8 +24,7 @@ from benchmarks.harness.models import why_uncompiled
 from benchmarks.harness.report import number, table, write_files
 from benchmarks.sizes.widen import DRAFTER, TARGET, widen
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
-from blockdraft.engine.adaptive.calibrate import Probe
-from blockdraft.engine.adaptive.stored_costs import Costs, Points, measure
+from blockdraft.engine.adaptive.costs import Costs, Points, Probe, measure
 from blockdraft.evaluation.prompts import read_prompt_sets
 
 SIZES = (1, 2, 3, 4, 5, 6, 8)

@@ -20,6 +20,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -27,7 +28,7 @@ import torch
 
 from benchmarks.harness.command import Parser, in_words, listed
 from benchmarks.harness.interleaving import time_interleaved
-from benchmarks.harness.models import forward_calls, milliseconds
+from benchmarks.harness.models import forward_calls
 from benchmarks.sizes.widen import TARGET, widen
 from blockdraft.kernels.cpu import build
 from blockdraft.kernels.cpu.build import begun
@@ -131,7 +132,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, in_words():
         calls = {"products": products, "contexts": contexts, "mapped": mapped}[options.what](options, Path(folder))
         for (way, what), seconds in time_interleaved(calls, options.rounds).items():
-            print(f"{way:24} {what:20} {milliseconds(seconds, '{:8.2f} / {:.2f}')}")
+            print(f"{way:24} {what:20} {1e3 * min(seconds):8.2f} / {1e3 * median(seconds):.2f}")
 
 
 if __name__ == "__main__":

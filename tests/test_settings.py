@@ -2,28 +2,42 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+from pydantic import Field
 
 from blockdraft.data.settings import RecordSettings
 from blockdraft.drafters.dflash.train import DFlashRecipe
 from blockdraft.errors import UsageError
-from blockdraft.settings import SettingsError, as_toml, explain, read_settings, settings
+from blockdraft.settings import (
+    Count,
+    Flag,
+    Layers,
+    SettingsError,
+    as_text,
+    as_toml,
+    describe,
+    from_text,
+    read_settings,
+    settings,
+)
 
 
 @settings
 class OwnRecipe(DFlashRecipe):
-    """Attributes:
-    rank: Width of something,
-        in channels.
-    """
-
-    rank: int = 8
+    rank: int = Field(8, description="Width of something, in channels.")
+    layers: Count | None = 2
 
 
 @settings
 class Needy:
     rank: int
+
+
+@settings
+class Flagged:
+    layers: Annotated[Count | Layers | None, Flag("--of-layers")] = None
 
 
 def test_file_then_flags(tmp_path: Path) -> None:
@@ -67,16 +81,16 @@ def test_flags(name: str, text: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ({"learnin_rate": "1"}, "'learnin_rate' is unknown; did you mean learning_rate"),
-        ({"zzz": "1"}, "'zzz' is unknown; leave it out"),
-        ({"layers": "two"}, "layers is 'two'; it must be a whole number"),
-        ({"layers": "0"}, "layers is '0'; it must be at least 1"),
-        ({"schedule": "step"}, "schedule is 'step'; it must be 'cosine', 'linear' or 'wsd'"),
-        ({"warmup": "2"}, "warmup is '2'; it must be at most 1"),
-        ({"objective": "decay=-1,dpace=1"}, "objective is 'decay=-1,dpace=1'; it must be at least 0"),
-        ({"learning_rate": "nan"}, "learning_rate is 'nan'"),
-        ({"qat_bits": "5"}, "qat_bits is '5'; it must be 4 or 8"),
-        ({"compile": "perhaps"}, "compile is 'perhaps'; it must be true or false"),
+        ({"learnin_rate": "1"}, "^--learnin-rate is unknown; did you mean learning_rate"),
+        ({"zzz": "1"}, "--zzz is unknown; leave it out"),
+        ({"layers": "two"}, "--layers must be a whole number, got 'two'"),
+        ({"layers": "0"}, "--layers must be at least 1, got '0'"),
+        ({"schedule": "step"}, "--schedule must be 'cosine', 'linear' or 'wsd', got 'step'"),
+        ({"warmup": "2"}, "--warmup must be at most 1, got '2'"),
+        ({"objective": "decay=-1,dpace=1"}, "--objective must be at least 0, got 'decay=-1,dpace=1'"),
+        ({"learning_rate": "nan"}, "--learning-rate must be at least 0, got 'nan'"),
+        ({"qat_bits": "5"}, "--qat-bits must be 4 or 8, got '5'"),
+        ({"compile": "perhaps"}, "--compile must be true or false, got 'perhaps'"),
     ],
 )
 def test_bad_flags(flags: dict[str, str], told: str) -> None:
@@ -87,16 +101,16 @@ def test_bad_flags(flags: dict[str, str], told: str) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("layers = 2.5", r"r\.toml: layers is 2\.5; it must be a whole number"),
-        ("compile = 1", "compile is 1; it must be true or false"),
-        ("objective = {decay = 'x'}", r"objective\[decay\] is 'x'; it must be a number\."),
-        ("target_layers = true", "target_layers is True; it must be a whole number or a list"),
-        ("learning_rate = inf", "learning_rate is inf; it must be a finite number"),
-        ("layers = true", "layers is True"),
-        ("layer = 2", r"r\.toml: 'layer' is unknown; did you mean layers"),
-        ("target_layers = []", r"it must be a whole number or a list that is not empty"),
+        ("layers = 2.5", r"r\.toml: layers must be a whole number, got 2\.5"),
+        ("compile = 1", "compile must be true or false, got 1"),
+        ("objective = {decay = 'x'}", r"objective\[decay\] must be a number, got 'x'\."),
+        ("target_layers = true", "target_layers must be a whole number or a list, got True"),
+        ("learning_rate = inf", "learning_rate must be a finite number, got inf"),
+        ("layers = true", "layers must be a whole number, got True"),
+        ("layer = 2", r"r\.toml: layer is unknown; did you mean layers"),
+        ("target_layers = []", r"target_layers must be a whole number or a list that is not empty"),
         ("layers = ", "cannot be read"),
-        ("target_layers = [1, 'a']", r"r\.toml: target_layers\[1\] is 'a'; it must be a whole number\."),
+        ("target_layers = [1, 'a']", r"r\.toml: target_layers\[1\] must be a whole number, got 'a'\."),
     ],
 )
 def test_bad_files(text: str, told: str, tmp_path: Path) -> None:
@@ -110,8 +124,8 @@ def test_all_that_is_wrong_is_told_together(tmp_path: Path) -> None:
     flags = {"gamma": "x", "epochs": "y", "block-size": "1", "nonsense": "3"}
     with pytest.raises(SettingsError) as caught:
         read_settings(DFlashRecipe, tmp_path / "r.toml", flags)
-    assert set(caught.value.complaints) == {"final", "gamma", "epochs", "block_size", "nonsense"}
-    assert "r.toml: final is 2.0" in str(caught.value) and "epochs is 'y'" in str(caught.value)
+    assert set(caught.value.problems) == {"final", "gamma", "epochs", "block_size", "nonsense"}
+    assert "r.toml: final must be at most 1, got 2.0" in str(caught.value) and "--epochs must be" in str(caught.value)
 
 
 def test_a_flag_mends_what_the_file_says_and_is_not_blamed_on_it(tmp_path: Path) -> None:
@@ -124,32 +138,39 @@ def test_a_flag_mends_what_the_file_says_and_is_not_blamed_on_it(tmp_path: Path)
 def test_what_is_made_in_python_is_checked_too() -> None:
     assert DFlashRecipe(target_layers=[0, 1]).target_layers == (0, 1)  # type: ignore[arg-type]
     assert RecordSettings("test", None, 3).limit == 3
-    with pytest.raises(UsageError, match="limit is 0; it must be at least 1"):
+    with pytest.raises(UsageError, match="limit must be at least 1, got 0"):
         RecordSettings("test", None, 0)
     with pytest.raises(UsageError, match="9 is one argument too many"):
         RecordSettings("test", None, 3, None, None, None, 9)  # type: ignore[call-arg]
     for told, wrong in (
-        ("layers is 0; it must be at least 1", {"layers": 0}),
-        ("'layer' is unknown; did you mean layers", {"layer": 1}),
-        ("final is 2; it must be at most 1. layers is 'x'; it must be a whole number", {"layers": "x", "final": 2}),
+        ("layers must be at least 1, got 0", {"layers": 0}),
+        ("layer is unknown; did you mean layers", {"layer": 1}),
+        ("final must be at most 1, got 2. layers must be a whole number, got 'x'", {"layers": "x", "final": 2}),
     ):
         with pytest.raises(UsageError, match=told):
             DFlashRecipe(**wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="rank is missing"):
         Needy()  # type: ignore[call-arg]
-    with pytest.raises(UsageError, match="layers is 0"):
+    with pytest.raises(UsageError, match="layers must be"):
         replace(DFlashRecipe(), layers=0)
 
 
-@pytest.mark.parametrize("explained", [True, False])
-def test_what_is_written_is_read_again(explained: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("described", [True, False])
+def test_what_is_written_is_read_again(described: bool, tmp_path: Path) -> None:
     recipe = OwnRecipe(
         target_layers=(1, 2), init='a "b" \\c', objective={"dpace": 0.5}, gamma=None, rank=3, weight_decay=1e-5
     )
-    (tmp_path / "r.toml").write_text(as_toml(recipe, explained))
+    (tmp_path / "r.toml").write_text(as_toml(recipe, described))
     assert read_settings(OwnRecipe, tmp_path / "r.toml") == recipe
 
 
-def test_own_fields_have_their_explanation() -> None:
-    assert explain(OwnRecipe, "rank") == "Width of something, in channels."
-    assert explain(OwnRecipe, "block_size") == "Tokens of a block, anchor included."
+def test_fields_have_a_description_which_a_new_default_keeps() -> None:
+    assert describe(OwnRecipe, "rank") == "Width of something, in channels."
+    assert describe(OwnRecipe, "layers") == describe(DFlashRecipe, "layers") != ""
+
+
+def test_a_number_alone_is_a_count_and_with_a_comma_a_list() -> None:
+    assert from_text(Flagged, "layers", "5") == 5 and from_text(Flagged, "layers", "5,") == (5,)
+    with pytest.raises(UsageError, match="layers must be at least 1 or a list, got '0'"):
+        from_text(Flagged, "layers", "0")
+    assert [as_text(value) for value in (5, (5,), (5, 6), {"decay": 0.5})] == ["5", "5,", "5,6", "decay=0.5"]

@@ -79,5 +79,5 @@ def test_listening_ends_with_its_block() -> None:
     with pytest.raises(KeyError), listening():
         raise KeyError
     assert timing._listener is None
-    with listening(), pytest.raises(AssertionError, match="one listens"), listening():
+    with listening(), pytest.raises(AssertionError, match="one listener"), listening():
         pass

@@ -12,7 +12,7 @@ from torch import Tensor
 from blockdraft.data.documents import Document, tokenizer_fingerprint
 from blockdraft.data.target_layers import target_hidden_states
 from blockdraft.data.writer import DataWriter
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import Target, load_target
@@ -68,7 +68,7 @@ def drafted(drafter: Drafter, target: Target, tokens: Tensor, anchor: int) -> Dr
     )
     state = drafter.new_state(1, 64)
     drafter.observe(state, tokens[None, :anchor], hidden_states, [anchor])
-    plan = Plan(block_size=drafter.block_size, params=(SamplingParams(),))
+    plan = ChainPlan(drafter.block_size, (SamplingParams(),))
     proposal = drafter.propose(state, tokens[anchor : anchor + 1], plan)
     return Drafted(int(tokens[anchor]), proposal.tokens[0, 1:].tolist(), state)
 

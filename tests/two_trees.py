@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, SampledPlan
 from blockdraft.types import SamplingParams
 
 Tree = list[tuple[int, int, float]]  # token, parent and probability of each draft token
@@ -19,7 +19,10 @@ def proposal(*rows: Tree) -> Proposal:
 
 
 def plan(budget: int, rows: int = 1, **others: Any) -> Plan:
-    return Plan(9, [SamplingParams()] * rows, budget, **others)
+    params = [SamplingParams()] * rows
+    if "uniforms" in others:
+        return SampledPlan(9, params, others.pop("uniforms"), budget, **others)
+    return ChainPlan(9, params, **others).as_tree(budget)
 
 
 LOOKUP: Tree = [(5, 0, 0.5), (6, 1, 0.4), (7, 2, 0.36)]

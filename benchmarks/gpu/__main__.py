@@ -20,10 +20,10 @@ from benchmarks.gpu.measure import PARAMS, copy_bandwidth, cycle, forced_rate, i
 from benchmarks.gpu.shapes import SHAPES, Shape, build, bytes_per_token
 from benchmarks.harness.command import ROOT, Parser, command_line, listed, tell
 from benchmarks.harness.report import table, write_files
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
-from blockdraft.engine.adaptive.calibrate import Probe
+from blockdraft.engine.adaptive.costs import Probe
 from blockdraft.evaluation.results import hardware
 from blockdraft.targets import Target
 
@@ -58,9 +58,9 @@ def at_context(
 ) -> dict[str, Any]:
     """Measure one context."""
     alone, drafted = Probe(target, NoDrafter()), Probe(target, drafter)
-    whole, one = Plan(drafter.block_size, [PARAMS]), Plan(1, [PARAMS])
-    plans = {f"block {n}": Plan(n, [PARAMS]) for n in args.blocks if n <= drafter.block_size}
-    plans |= {f"tree {n}": Plan(drafter.block_size, [PARAMS], n) for n in args.trees}
+    whole, one = ChainPlan(drafter.block_size, [PARAMS]), ChainPlan(1, [PARAMS])
+    plans = {f"block {n}": ChainPlan(n, [PARAMS]) for n in args.blocks if n <= drafter.block_size}
+    plans |= {f"tree {n}": ChainPlan(drafter.block_size, [PARAMS]).as_tree(n) for n in args.trees}
     plain = cycle(alone, context, one, args.repeats)
     cycles = {"plain": plain} | {name: cycle(drafted, context, plan, args.repeats) for name, plan in plans.items()}
     forced = []

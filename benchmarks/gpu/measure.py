@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.interleaving import time_interleaved
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
-from blockdraft.engine.adaptive.calibrate import Probe
+from blockdraft.engine.adaptive.costs import Probe
 from blockdraft.targets import Target
 from blockdraft.timing import FORWARD, NETWORKS, listening
 from blockdraft.types import SamplingParams
@@ -131,12 +131,12 @@ def forced_rate(target: Target, drafter: DFlashDrafter, context: int, tau: float
     runner, rows = Probe(target, NoDrafter()).rows(1, context, length)
     answer = rows[0].request.token_ids
     while len(answer) < length:
-        runner.step(rows, Plan(1, [PARAMS]))
+        runner.step(rows, ChainPlan(1, [PARAMS]))
     reached = [int(cycle * (tau - 1) + 1e-9) for cycle in range(cycles + 1)]
     right = [after - before for before, after in pairwise(reached)]  # differing by at most one
     forced: Any = Forced(drafter, context, answer, right, target.vocab_size)  # it has the rest from the inner drafter
     runner, rows = Probe(target, forced).rows(1, context, length)
-    now, plan = clock(target.device), Plan(drafter.block_size, [PARAMS])
+    now, plan = clock(target.device), ChainPlan(drafter.block_size, [PARAMS])
     runner.step(rows, plan)
     before, began = len(rows[0].request.token_ids), now()
     for _ in range(cycles - 1):

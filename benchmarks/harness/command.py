@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.harness.process import PeerError
 from blockdraft.errors import BlockdraftError
-from blockdraft.settings import explain, read_settings
+from blockdraft.settings import describe, read_settings
 
 S = TypeVar("S")
 
@@ -84,7 +84,7 @@ def listed(kind: Callable[[str], Any] = str, known: Collection[Any] = ()) -> Cal
 
 
 def add_settings(parser: argparse.ArgumentParser, kind: type, title: str | None = None) -> None:
-    """Add an option for each field of a class of settings, explained by its docstring.
+    """Add an option for each field of a class of settings, with its description.
 
     Args:
         title: Of the group of these options.
@@ -93,7 +93,7 @@ def add_settings(parser: argparse.ArgumentParser, kind: type, title: str | None 
     for field in fields(kind):
         default = getattr(kind(), field.name)
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        told = explain(kind, field.name).replace("%", "%%")
+        told = describe(kind, field.name).replace("%", "%%")
         group.add_argument(f"--{field.name.replace('_', '-')}", metavar="VALUE", help=f"{told} ({shown})")
 
 

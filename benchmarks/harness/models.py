@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -35,8 +34,3 @@ def forward_calls(target: Any, context: int, nodes: Iterable[int]) -> dict[int, 
         cache.commit([range(count)])
     chains = {count: chain(torch.arange(count)[None] % target.vocab_size) for count in nodes}
     return {count: partial(target.forward, each.tokens, each.parents, cache) for count, each in chains.items()}
-
-
-def milliseconds(seconds: Sequence[float], form: str = "{:.2f}/{:.2f}") -> str:
-    """Format the minimum and the median of some times."""
-    return form.format(1e3 * min(seconds), 1e3 * statistics.median(seconds))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,12 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]], left: int | Non
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, marks, *lines))
 
 
-def spread(values: Iterable[float], digits: int = 2, middle: Callable[[list[float]], float] = statistics.median) -> str:
-    """Format the middle of some values with their range, such as "1.05 (1.01 to 1.10)"; a single mean has no range."""
+def spread(values: Iterable[float], digits: int = 2) -> str:
+    """Format the median of some values with their range, such as "1.05 (1.01 to 1.10)"."""
     known = list(values)
     if not known:
         return ""
-    shown = f"{middle(known):.{digits}f}"
-    if len(known) == 1 and middle is not statistics.median:
-        return shown
-    return f"{shown} ({min(known):.{digits}f} to {max(known):.{digits}f})"
+    return f"{statistics.median(known):.{digits}f} ({min(known):.{digits}f} to {max(known):.{digits}f})"
 
 
 def number(value: float | None, form: str = ".2f", unknown: str = "") -> str:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from benchmarks.harness.command import digest, tell
 from benchmarks.harness.interleaving import interleaved
 from benchmarks.harness.process import PeerError, PeerProcess, peak_bytes
@@ -35,31 +37,18 @@ RAMP = 0.25  # share of a load before anything counts
 
 @settings
 class LoadSettings:
-    """Settings of the load.
+    """Settings of the load."""
 
-    Attributes:
-        widths: How many times as wide as the bundled pair; 4 has 75 M parameters.
-        streams: Requests at a time.
-        ways: Servers, and the engine without one.
-        repeats: How often each way is measured at each number of streams.
-        seconds: Time in which streams send requests; a quarter of it warms up.
-        requests: Different ones that are asked interleaved.
-        batch: Requests that a server decodes together at most.
-        prefix_tokens: Tokens of ended requests that our server and engine remember.
-        dtype: Of weights and arithmetic.
-        threads: Of each server.
-    """
-
-    widths: Layers = (1, 4)
-    streams: Layers = (1, 4, 16, 64)
-    ways: Texts = WAYS
-    repeats: Count = 3
-    seconds: float = 24.0
-    requests: Count = 96
-    batch: Count = 64
-    prefix_tokens: Natural = 4096
-    dtype: str = "bfloat16"
-    threads: Count = 2
+    widths: Layers = Field((1, 4), description="How many times as wide as the bundled pair; 4 has 75 M parameters.")
+    streams: Layers = Field((1, 4, 16, 64), description="Requests at a time.")
+    ways: Texts = Field(WAYS, description="Servers, and the engine without one.")
+    repeats: Count = Field(3, description="How often each way is measured at each number of streams.")
+    seconds: float = Field(24.0, description="Time in which streams send requests; a quarter of it warms up.")
+    requests: Count = Field(96, description="Different ones that are asked interleaved.")
+    batch: Count = Field(64, description="Requests that a server decodes together at most.")
+    prefix_tokens: Natural = Field(4096, description="Tokens of ended requests that our server and engine remember.")
+    dtype: str = Field("bfloat16", description="Of weights and arithmetic.")
+    threads: Count = Field(2, description="Of each server.")
 
 
 @dataclass(frozen=True)

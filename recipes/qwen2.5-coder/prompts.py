@@ -390,8 +390,7 @@ def task_id(task: Task) -> str:
 
 
 def tasks(data: Path, seed: int, count: int, measured: Grams) -> Iterator[Task]:
-    """Yield tasks: `count` turns of the pattern, less those that are too long, occurred before or share words with a
-    measured prompt."""
+    """Yield `count` turns of the pattern, without tasks that are too long, duplicated or close to a measured prompt."""
     of_kind, ids = makers(data, seed), set[str]()
     pattern = PATTERN.split()
     for number in range(count):

@@ -1,24 +1,23 @@
-"""Settings: frozen dataclasses that check their values and are read from TOML files and flags.
+"""Settings classes: frozen dataclasses, checked by pydantic, that Python, TOML files and command-line flags fill.
 
-The decorator `settings` makes them with pydantic. Types and ranges stand in the annotations and are checked strictly,
-so that `true` is no number. Errors are `UsageError`s that name field, value and limit.
+Each field is described once, by `Field(description=...)`. That text is shown in `--help` and in recipe files.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
-import inspect
-import re
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.fields import FieldInfo
 from typing_extensions import dataclass_transform
 
 from blockdraft.errors import UsageError
@@ -35,7 +34,7 @@ Natural = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch's range
 Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-# Lists are accepted for tuples, which TOML lacks; their elements are still checked strictly.
+# TOML has no tuples, so lists are accepted for them. Their elements are still checked strictly.
 Layers = Annotated[tuple[Natural, ...], Strict(False), Field(min_length=1)]
 Texts = Annotated[tuple[str, ...], Strict(False)]
 
@@ -58,23 +57,74 @@ LIMITS = {
 }
 
 
-class SettingsError(UsageError):
-    """Wrong settings.
+@dataclass(frozen=True)
+class Flag:
+    """Command-line form of a field, as metadata of its annotation. What is left out follows from name and type.
 
     Attributes:
-        complaints: A sentence for each wrong field, by its name; "" is the name for errors of several fields together.
+        name: Flag, such as `--json`, or a pair such as `--pictures/--no-pictures`.
+        metavar: Placeholder of the value in `--help`.
+        repeat: Whether the flag may be repeated, once for each element of a tuple.
+        panel: Panel of `--help` that lists the flag.
+        environment: Environment variable that sets the value where the flag is absent.
     """
 
-    def __init__(self, complaints: Mapping[str, str]) -> None:
-        super().__init__(" ".join(complaints.values()))
-        self.complaints = complaints
+    name: str | None = None
+    metavar: str | None = None
+    repeat: bool = False
+    panel: str | None = None
+    environment: str | None = None
+
+
+def described(default: Any, description: str) -> Any:
+    """Return a field of a plain dataclass, as `Field(default, description=...)` is one of a settings class."""
+    return dataclasses.field(default=default, metadata={"description": description})
+
+
+class SettingsError(UsageError):
+    """Invalid settings.
+
+    Attributes:
+        problems: One sentence per invalid field, by field name. The sentence begins with that name. The name "" holds
+            what is wrong with several fields together.
+    """
+
+    def __init__(self, problems: Mapping[str, str]) -> None:
+        super().__init__(" ".join(problems.values()))
+        self.problems = problems
+
+    @classmethod
+    def of(cls, name: str, limit: str, value: object) -> SettingsError:
+        """Return the error of one field.
+
+        Args:
+            limit: What the value must be.
+        """
+        return cls({name: f"{name} must be {limit}, got {value!r}."})
+
+    def __reduce__(self) -> Any:
+        return SettingsError, (self.problems,)
+
+    def with_flags(self, flags: Mapping[str, str]) -> SettingsError:
+        """Return the same error with flags in the place of field names.
+
+        Args:
+            flags: Flags by field name.
+        """
+        return SettingsError({name: with_flag(problem, flags) for name, problem in self.problems.items()})
+
+
+def with_flag(problem: str, flags: Mapping[str, str]) -> str:
+    """Return a sentence with a flag in the place of the field name that begins it."""
+    name, space, rest = problem.partition(" ")
+    return flags.get(name, name) + space + rest
 
 
 @dataclass_transform(frozen_default=True)
 def settings(kind: type[T]) -> type[T]:
-    """Make a class a frozen dataclass that checks its values. Its `__post_init__` may check how they fit together.
+    """Make a class a frozen dataclass whose values are checked strictly: `true` is not a number.
 
-    The class raises `SettingsError`, a ValueError, for unknown names and for values of a wrong type or out of range.
+    The class raises `SettingsError` for unknown names and invalid values. Its `__post_init__` may raise a `UsageError`.
     """
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     made: Any = checked_dataclass(frozen=True, config=config)(kind)
@@ -85,83 +135,107 @@ def settings(kind: type[T]) -> type[T]:
         try:
             construct(self, *arguments, **named)
         except ValidationError as error:
-            names, groups = [field.name for field in fields(made)], dict[str, list[Any]]()
-            for one in error.errors(include_url=False):
-                place = one["loc"][0] if one["loc"] else ""  # the index of a positional argument
+            names, groups = [field.name for field in dataclasses.fields(made)], dict[str, list[Any]]()
+            for fault in error.errors(include_url=False):
+                place = fault["loc"][0] if fault["loc"] else ""  # the index of a positional argument
                 name = place if isinstance(place, str) else names[place] if place < len(names) else "an argument"
-                groups.setdefault(name, []).append(one)
+                groups.setdefault(name, []).append(fault)
             raise SettingsError({name: _sentence(made, name, group) for name, group in groups.items()}) from None
 
     made.__init__ = init
     return made  # type: ignore[no-any-return]
 
 
-def _sentence(kind: Any, name: str, errors: Sequence[Any]) -> str:
-    """One sentence that says what is wrong with a field."""
-    if errors[0]["type"] == "unexpected_keyword_argument":
-        near = difflib.get_close_matches(name, [field.name for field in fields(kind)], n=3, cutoff=0.5)
-        return f"{name!r} is unknown; " + (f"did you mean {' or '.join(near)}?" if near else "leave it out.")
-    if errors[0]["type"] == "unexpected_positional_argument":
-        return f"{errors[0]['input']!r} is one argument too many."
-    if errors[0]["type"].startswith("missing"):
+def _sentence(kind: Any, name: str, faults: Sequence[Any]) -> str:
+    """Return one sentence that says what is wrong with a field."""
+    first = faults[0]
+    if first["type"] == "unexpected_keyword_argument":
+        near = difflib.get_close_matches(name, [field.name for field in dataclasses.fields(kind)], n=3, cutoff=0.5)
+        return f"{name} is unknown; " + (f"did you mean {' or '.join(near)}?" if near else "leave it out.")
+    if first["type"] == "unexpected_positional_argument":
+        return f"{first['input']!r} is one argument too many."
+    if first["type"].startswith("missing"):
         return f"{name} is missing."
-    if "error" in errors[0].get("ctx", {}):
-        return str(errors[0]["ctx"]["error"])
+    if "error" in first.get("ctx", {}):
+        return str(first["ctx"]["error"])
     hint = get_type_hints(kind).get(name)
-    united = get_origin(hint) in (Union, types.UnionType) and len({*get_args(hint)} - {type(None)}) > 1
-    # For a union of types, the second part of a location names the type that was tried.
-    places = ["".join(f"[{part}]" for part in one["loc"][1 + united :]) for one in errors]
+    is_union = get_origin(hint) in (Union, types.UnionType) and len({*get_args(hint)} - {type(None)}) > 1
+    # In a union, the second part of a location is the type that was tried.
+    places = ["".join(f"[{part}]" for part in fault["loc"][1 + is_union :]) for fault in faults]
     # The error deepest inside the value is the most specific.
     place = max(places, key=len)
-    furthest = [one for one, other in zip(errors, places, strict=True) if other == place]
-    limits = " or ".join(dict.fromkeys(map(limit_of, furthest)))
-    return f"{name}{place} is {furthest[0]['input']!r}; it must be {limits}."
+    deepest = [fault for fault, other in zip(faults, places, strict=True) if other == place]
+    return f"{name}{place} must be {_limits(deepest)}, got {deepest[0]['input']!r}."
 
 
-def limit_of(error: Any) -> str:
-    """Limit that a refused value must meet, from pydantic's error."""
-    kind = error["type"]
-    known = LIMITS.get(kind) or LIMITS.get(kind.split("_")[0])
-    told: str = error["msg"].removeprefix("Input should be ")
-    return known.format(**error.get("ctx", {})) if known else told
+def _limits(faults: Sequence[Any]) -> str:
+    return " or ".join(dict.fromkeys(map(limit_of, faults)))
 
 
-def from_text(kind: type, name: str, text: str) -> Any:
-    """A field's value from the text of a flag: "5", "true", "none"; a list is "1,9,17", a table "decay=1,dpace=2".
+def limit_of(fault: Any) -> str:
+    """Return the limit that a value breaks, in words, from one of pydantic's errors."""
+    limit = LIMITS.get(fault["type"]) or LIMITS.get(fault["type"].split("_")[0])
+    message: str = fault["msg"].removeprefix("Input should be ")
+    return limit.format(**fault.get("ctx", {})) if limit else message
+
+
+def from_text(kind: type, name: str, text: str | Sequence[str], none: bool = True) -> Any:
+    """Read a field's value from the text of a flag.
+
+    Args:
+        text: "5", "true"; a list as "1,9,17", a table as "decay=1,dpace=2". Or the texts of a repeated flag.
+        none: Whether "none" stands for None.
 
     Raises:
-        ValueError: The text stands for no value of the field's type.
+        SettingsError: The text is no value of the field.
     """
     hint = get_type_hints(kind, include_extras=True)[name]
     adapter: TypeAdapter[Any] = TypeAdapter(hint)
-    parts = [part.strip() for part in text.strip("[]{} ").split(",") if part.strip()]
-    table = {key.strip(): value.strip() for key, _, value in (part.partition("=") for part in parts)}
-    wrong: list[Any] = []
-    readings: list[Any] = [None if text.lower() == "none" else text, parts, table]
-    if text.strip().isdecimal() and any(get_args(one)[:1] == (int,) for one in get_args(hint)):
-        del readings[1:]  # if the field takes numbers too, a list of one needs a comma or brackets
-    if text.strip().isdecimal():
-        readings.append(int(text))  # one of a few numbers is not read from text
+    readings: list[Any] = [text]
+    if isinstance(text, str):
+        parts = [part.strip() for part in text.strip("[]{} ").split(",") if part.strip()]
+        table = {key.strip(): value.strip() for key, _, value in (part.partition("=") for part in parts)}
+        readings = [None if none and text.lower() == "none" else text, parts, table]
+        is_number = text.strip().isdecimal()
+        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        options = get_args(plain) if get_origin(plain) in (Union, types.UnionType) else ()
+        if is_number and any(get_args(option)[:1] == (int,) for option in options):
+            del readings[1:]  # where the field takes a number too, a list of one needs a comma or brackets
+        if is_number:
+            readings.append(int(text))  # pydantic does not read a literal number from text
+    failures: list[Any] = []
     for value in readings:
         try:
             return adapter.validate_python(value)
         except ValidationError as error:
-            wrong.append(error.errors(include_url=False))
-    # Report the reading whose error is deepest inside the value; of equals, the plain text.
-    meant = max(wrong, key=lambda errors: max(len(one["loc"]) for one in errors))
-    raise UsageError(f"{name} is {text!r}; it must be {' or '.join(dict.fromkeys(map(limit_of, meant)))}.")
+            failures.append(error.errors(include_url=False))
+    # Report the error deepest inside the value, which is the most specific, or else that of the plain text.
+    depths = [max(len(fault["loc"]) for fault in faults) for faults in failures]
+    deepest = max(depths)
+    faults = [fault for fault in failures[depths.index(deepest)] if len(fault["loc"]) == deepest]
+    raise SettingsError({name: f"{name} must be {_limits(faults)}, got {text!r}."})
+
+
+def as_text(value: object) -> str:
+    """Return the text that `from_text` reads as this value."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={amount}" for name, amount in value.items())
+    if isinstance(value, list | tuple):  # a number alone may be a count, so a list of one ends in a comma
+        return ",".join(map(str, value)) + ("," if len(value) == 1 else "")
+    return str(value)
 
 
 def read_settings(kind: type[T], file: Path | None = None, flags: Mapping[str, str] | None = None) -> T:
-    """Settings from a TOML file and flags; flags override the file.
+    """Read settings from a TOML file and from flags, which override the file.
 
     Args:
         kind: A class made by `settings`.
         file: None takes the defaults.
-        flags: Values as texts, see `from_text`.
+        flags: Texts, as `from_text` reads them, by field name. Dashes may stand for underscores.
 
     Raises:
-        ValueError: The file cannot be read, a key is unknown, or a value is of the wrong type or out of range.
+        SettingsError: Names or values are invalid; the error lists all of them.
+        UsageError: The file cannot be read.
     """
     values: dict[str, Any] = {}
     if file is not None:
@@ -169,48 +243,59 @@ def read_settings(kind: type[T], file: Path | None = None, flags: Mapping[str, s
             values = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise UsageError(f"{file} cannot be read ({error}).") from error
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     texts = {name.replace("-", "_"): text for name, text in (flags or {}).items()}
-    wrong: dict[str, str] = {}
+    problems: dict[str, str] = {}
     for name, text in texts.items():
         try:
             values[name] = from_text(kind, name, text) if name in known else text
-        except UsageError as error:
-            wrong[name] = str(error)
+        except SettingsError as error:
+            problems |= error.problems
             values.pop(name, None)  # the flag overrides the file's value
+    spelled = {name: f"--{name.replace('_', '-')}" for name in texts}
     try:
         made = kind(**values)
     except SettingsError as error:
-        of_file = {
-            name: f"{file}: {told}" for name, told in error.complaints.items() if name in values and name not in texts
+        from_file = {
+            name: f"{file}: {problem}"
+            for name, problem in error.problems.items()
+            if name in values and name not in texts
         }
-        raise SettingsError({**error.complaints, **of_file, **wrong}) from None
-    if wrong:
-        raise SettingsError(wrong)
+        raise SettingsError({**error.problems, **from_file, **problems}).with_flags(spelled) from None
+    if problems:
+        raise SettingsError(problems).with_flags(spelled)
     return made
 
 
-def explain(kind: type, name: str) -> str:
-    """Description of a field, from the docstring of the class that defines it."""
+def field_info(kind: type, name: str) -> FieldInfo:
+    """Return type, default, description and metadata of a field. A subclass may change a default alone."""
+    found: FieldInfo | None = None
     for owner in kind.__mro__:
-        found = re.search(rf"^( *){name}: (.+?)(?=\n\1\S|\Z)", inspect.getdoc(owner) or "", re.S | re.M)
-        if found:
-            return " ".join(found[2].split())
-    raise AssertionError(f"{kind.__name__} does not explain {name}")
+        if name not in owner.__dict__.get("__annotations__", {}):
+            continue
+        hint = get_type_hints(owner, include_extras=True)[name]
+        field = next(field for field in dataclasses.fields(owner) if field.name == name)
+        default: Any = field.default if isinstance(field.default, FieldInfo) else field
+        info = FieldInfo.from_annotated_attribute(hint, default)
+        found = found or info
+        if info.description is not None:
+            found.description = info.description
+            break
+    assert found is not None
+    return found
 
 
-def explain_option(kind: type, name: str) -> str:
-    """Description of a field for `--help`, in which None reads as the default."""
-    text = re.sub(r"(^|\. )None\b", r"\1The default", explain(kind, name))
-    return re.sub(r"\bNone\b", "the default", text)
+def describe(kind: type, name: str) -> str:
+    """Return the description of a field."""
+    return field_info(kind, name).description or ""
 
 
-def as_toml(values: Any, explained: bool = False) -> str:
-    """All settings as a TOML file. Fields that are None become comments."""
+def as_toml(values: Any, described: bool = False) -> str:
+    """Write all settings as a TOML file. Fields that are None become comments."""
     lines = []
     for name, value in asdict(values).items():
-        if explained:
-            lines += ["", f"# {explain_option(type(values), name)}"]
+        if described:
+            lines += ["", f"# {describe(type(values), name)}"]
         lines.append(f"# {name} is not set" if value is None else f"{name} = {_toml(value)}")
     return "\n".join(lines).strip() + "\n"
 
@@ -224,5 +309,5 @@ def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + " }"
     return repr(value)

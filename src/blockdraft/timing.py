@@ -1,7 +1,7 @@
-"""Notes on what takes long, and the time of cycles by their parts: one timer a cycle, read at the marks between them.
+"""Times the parts of a step, and reports what takes long.
 
-The code of a cycle calls `mark` with the name of a part where that part ends, in the engine and in drafters alike. A
-mark outside of any cycle is ignored.
+Each step has one timer. The engine and drafters call `mark` with the name of a part where that part ends. A mark
+outside of any step is ignored.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-# Parts in the order of a cycle. Time that a drafter does not mark itself counts as its choice of guesses.
+# Parts in the order of a step. Time that a drafter does not mark counts as its choice of draft tokens.
 PASS, HEAD, DRAFT_TOKENS = "draft pass", "draft head", "draft_tokens"
 FORWARD, VERIFICATION, COMMIT = "target forward", "verification", "commit"
 CONTEXT, OBSERVE, BOOKKEEPING = "draft context", "observe", "bookkeeping"
 PARTS = (PASS, HEAD, DRAFT_TOKENS, FORWARD, VERIFICATION, COMMIT, CONTEXT, OBSERVE, BOOKKEEPING)
 DRAFTING = (PASS, HEAD, DRAFT_TOKENS, CONTEXT, OBSERVE)
-NETWORKS = {PASS, HEAD, FORWARD, CONTEXT}  # the rest is the host's
-TELL_SECONDS = 10.0  # between notes on what takes long
+NETWORKS = {PASS, HEAD, FORWARD, CONTEXT}  # the rest is host time
+TELL_SECONDS = 10.0  # between reports on what takes long
 
 
 @contextmanager
 def telling(note: Callable[[str], None], what: str, at_once: bool = True) -> Iterator[None]:
-    """Note what goes on in this context again every `TELL_SECONDS`, and, if `at_once`, at its beginning."""
+    """Report what goes on in this context every `TELL_SECONDS`, and, if `at_once`, at its beginning."""
     ended, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
@@ -42,7 +42,7 @@ def telling(note: Callable[[str], None], what: str, at_once: bool = True) -> Ite
 
 
 class Cycle:
-    """Timer and context manager of one cycle.
+    """Timer and context manager of one step.
 
     Attributes:
         seconds: Seconds of the marked parts.
@@ -65,7 +65,7 @@ class Cycle:
                 self._listener.seconds[part] += seconds
 
     def mark(self, part: str) -> None:
-        """Same as the function `mark`, for code that has the timer."""
+        """Count the time since the last mark to this part."""
         if self._wait is not None:
             self._wait()
         now = time.perf_counter()
@@ -74,7 +74,7 @@ class Cycle:
 
     @property
     def total(self) -> float:
-        """Seconds from the beginning of the cycle to the last mark."""
+        """Seconds from the beginning of the step to the last mark."""
         return self._last - self._began
 
     def of(self, parts: Iterable[str]) -> float:
@@ -88,7 +88,7 @@ class _Listener:
 
 
 class _Thread(threading.local):
-    cycle: Cycle | None = None  # present cycle of this thread
+    cycle: Cycle | None = None  # present step of this thread
 
 
 _thread = _Thread()
@@ -96,7 +96,7 @@ _listener: _Listener | None = None
 
 
 def mark(part: str) -> None:
-    """Count the time of this thread since the last mark to this part of its cycle."""
+    """Count the time of this thread since the last mark to this part of its step."""
     cycle = _thread.cycle
     if cycle is not None:
         cycle.mark(part)
@@ -104,16 +104,16 @@ def mark(part: str) -> None:
 
 @contextmanager
 def listening(wait: Callable[[], object] = lambda: None) -> Iterator[dict[str, float]]:
-    """Context that adds up all cycles that begin and end inside it, in any thread.
+    """Add up all steps that begin and end inside this context, in any thread.
 
     Args:
-        wait: Function called before the clock is read; for a GPU it must wait until the GPU's work is done.
+        wait: Called before the clock is read. For a GPU it must wait until the GPU's work is done.
 
     Yields:
         Seconds by part, in the order of `PARTS`, complete at the end of the context.
     """
     global _listener
-    assert _listener is None, "one listens at a time"
+    assert _listener is None, "only one listener at a time"
     _listener = _Listener(wait)
     try:
         yield _listener.seconds

@@ -1,49 +1,46 @@
 """Values that pass between users and the engine, and the letters of tensor shapes.
 
-Letters in names and docstrings: B rows of the batch, N nodes of a proposal, V vocabulary size, H hidden size, T cached
-tokens, D head size, m number of taps. A tensor named `logits_BNV` has the shape `[B, N, V]`.
+Letters in names and docstrings: B sequences of the batch, N nodes of a proposal, V vocabulary size, H hidden size, T
+cached tokens, D head size, m number of target layers. A tensor named `logits_BNV` has the shape `[B, N, V]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from numbers import Integral, Real
-from operator import attrgetter
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
 
 from blockdraft.errors import UsageError
-
-T = TypeVar("T")
+from blockdraft.settings import Flag, described
 
 Message: TypeAlias = dict[str, str]
 # A text, a chat (a list of {"role", "content"}), or token ids.
 Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
-# Name of the file of `targets` that runs a target: "native" is our own decoder, "hf" is transformers. "auto" tries them
-# in turn.
+# Name of the file of `targets` that runs a target: "native" is our own decoder, "hf" is transformers, "auto" the first
+# that can.
 Backend: TypeAlias = str
 DEFAULT_BACKEND: Backend = "auto"
-JOINT = "+"  # joins the names of drafters that draft together
+JOINT = "+"  # joins the names of the members of a hybrid drafter
 # Whether a target's forward is compiled: where possible, always (else an error), or never.
 Compile: TypeAlias = Literal["auto", "on", "off"]
 DEFAULT_COMPILE: Compile = "auto"
 # Largest block that costs a CPU little more than one token, where the target is compiled.
 CPU_BLOCK_SIZE = 4
-Quantize: TypeAlias = Literal["int8", "int4", "fp8"]  # what a target's weights are rounded to
-KVDtype: TypeAlias = Literal["int8"]  # what its keys and values are rounded to
-# What matrices of GGUF files are rounded to. The default changes no number of a model in bfloat16.
+Quantize: TypeAlias = Literal["int8", "int4", "fp8"]  # quantization of a target's weights
+KVDtype: TypeAlias = Literal["int8"]  # quantization of its keys and values
+# Type of the matrices in GGUF files. The default is exact for a model in bfloat16.
 GGUFWeights: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 DEFAULT_GGUF_WEIGHTS: GGUFWeights = "bf16"
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark"]
 LEAST, MOST = 1e-30, 1e30  # of temperature, top-p and penalty; far beyond, float32 rounds them to 0 or infinity
-MOST_LOGPROBS = 20  # likeliest tokens that may be reported beside each token of the answer
+MOST_LOGPROBS = 20  # likeliest tokens that may be reported with each token of the answer
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """A grammar that the text of an answer follows. It needs the package llguidance; `Engine.submit` checks the text.
+    """A grammar that the text of an answer follows. It needs llguidance. `Engine.submit` checks the text.
 
     Attributes:
         kind: "json_schema", "json_object" (any JSON object; takes no text), "regex" (matches the whole answer), or
@@ -57,10 +54,10 @@ class Grammar:
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
             raise UsageError(
-                f"The grammar is of kind {self.kind!r}; it must be one of {', '.join(get_args(GrammarKind))}."
+                f"The grammar's kind must be one of {', '.join(get_args(GrammarKind))}, got {self.kind!r}."
             )
         if not isinstance(self.text, str):
-            raise UsageError(f"The grammar's text is a {type(self.text).__name__}; it must be a string.")
+            raise UsageError(f"The grammar's text must be a string, got a {type(self.text).__name__}.")
         if bool(self.text) == (self.kind == "json_object"):
             needs = "takes no text; leave it out, or use json_schema" if self.text else "needs a text"
             raise UsageError(f"A grammar of kind {self.kind} {needs}.")
@@ -68,50 +65,51 @@ class Grammar:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded. Values out of range or of a wrong type raise a `UsageError`.
+    """How one request is decoded. Values out of range or of a wrong type raise a `UsageError`."""
 
-    Attributes:
-        max_new_tokens: Most tokens of the answer.
-        temperature: Divisor of the logits, 1e-30 to 1e30; 0 decodes greedily.
-        top_k: Keep the k most probable tokens; 0 keeps all.
-        top_p: Keep the most probable tokens that together reach this probability; 1 keeps all.
-        min_p: Keep tokens of at least this share of the best token's probability; 0 keeps all. The order is that of
-            transformers: temperature, top-k, top-p, min-p.
-        logit_bias: Added to the logits of these token ids before anything else, -100 to 100, as in OpenAI's API. Stored
-            as pairs.
-        repetition_penalty: Divides the positive and multiplies the negative logits of tokens that occur in prompt or
-            output (arXiv 1909.05858); 1 is none. This and the next two change greedy answers too.
-        presence_penalty: Subtracted from the logits of tokens that occur in the output, -2 to 2, as in OpenAI's API.
-        frequency_penalty: Subtracted for each time that a token occurs in the output, -2 to 2, as in OpenAI's API.
-        seed: The same seed gives the same tokens, with any drafter and block size; None takes a random one.
-        stop_token_ids: Tokens that end the answer, besides the target's own end tokens.
-        stop: Texts that end the answer, which is cut before them. One may be given without a list.
-        ignore_eos: Go on past the target's end tokens, to `max_new_tokens`.
-        logprobs: Report the log probability of each token of the answer and of this many of the likeliest, 0 to 20;
-            None reports nothing. It is the log-softmax of the target's logits, before biases, penalties, temperature
-            and cuts.
-        prompt_logprobs: The same for the prompt's tokens. The prompt is then read whole, even if its beginning is in
-            memory.
-        grammar: A grammar that the text of the answer follows. Once the text is complete, only the target's end tokens
-            are allowed.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    stop: Sequence[str] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    grammar: Grammar | None = None
+    max_new_tokens: int = described(256, "Maximum length of the answer in tokens.")
+    temperature: float = described(0.0, "Divisor of the logits, 1e-30 to 1e30; 0 decodes greedily.")
+    top_k: int = described(0, "Keep the k most probable tokens; 0 keeps all.")
+    top_p: float = described(1.0, "Keep the most probable tokens that together reach this probability; 1 keeps all.")
+    min_p: float = described(
+        0.0,
+        "Keep tokens of at least this share of the best token's probability; 0 keeps all. The order is that of "
+        "transformers: temperature, top-k, top-p, min-p.",
+    )
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = described(
+        (), "Added to the logits of these token ids before anything else, -100 to 100, as in OpenAI's API."
+    )
+    repetition_penalty: float = described(
+        1.0,
+        "Divides the positive and multiplies the negative logits of tokens that occur in prompt or output (arXiv "
+        "1909.05858); 1 is none. Penalties change greedy answers too.",
+    )
+    presence_penalty: float = described(
+        0.0, "Subtracted from the logits of tokens that occur in the output, -2 to 2, as in OpenAI's API."
+    )
+    frequency_penalty: float = described(
+        0.0, "Subtracted for each time that a token occurs in the output, -2 to 2, as in OpenAI's API."
+    )
+    seed: int | None = described(
+        None, "The same seed gives the same tokens, with any drafter and block size. If unset, it is random."
+    )
+    stop_token_ids: tuple[int, ...] = described((), "Tokens that end the answer, besides the target's end tokens.")
+    stop: Annotated[Sequence[str], Flag(repeat=True)] = described(
+        (), "Text that ends the answer, which is cut before it. Several may be given."
+    )
+    ignore_eos: bool = described(False, "Go on past the target's end tokens, up to `max_new_tokens`.")
+    logprobs: int | None = described(
+        None,
+        "Report the log probability of each token of the answer, and of this many of the likeliest tokens, 0 to 20. It "
+        "is the log-softmax of the target's logits, before biases, penalties, temperature and cuts. None reports "
+        "nothing.",
+    )
+    prompt_logprobs: int | None = described(
+        None, "The same for the prompt's tokens. The prompt's cached prefix is then not used."
+    )
+    grammar: Grammar | None = described(
+        None, "A grammar that the answer follows. Once the text is complete, only the target's end tokens are allowed."
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_new_tokens", _whole("max_new_tokens", self.max_new_tokens))
@@ -172,58 +170,36 @@ class SamplingParams:
             raise UsageError("ignore_eos goes on past the end, where a grammar allows no token; leave out one of them.")
 
 
-def _renamed(old: str, new: str) -> Callable[[type[T]], type[T]]:
-    """Lets a dataclass be made with the old name of a field, and the field be read by it."""
-
-    def decorate(kind: type[T]) -> type[T]:
-        made: Any = kind
-        construct = made.__init__
-
-        @wraps(construct)
-        def init(self: T, *values: Any, **named: Any) -> None:
-            if old in named:
-                if new in named:
-                    raise UsageError(f"{old} is the old name of {new}, and both are given; leave out {old}.")
-                named[new] = named.pop(old)
-            construct(self, *values, **named)
-
-        made.__init__ = init
-        setattr(made, old, property(attrgetter(new)))
-        return kind
-
-    return decorate
-
-
 class _ByDefault(str):
-    """A default, which equals the same text where that is given, and can be told from it."""
+    """A default that equals the same text given explicitly, but can be distinguished from it."""
 
 
-@_renamed("drawn", "sampled")
 @dataclass(frozen=True)
 class Drafting:
-    """How far an engine drafts. It changes the speed and never the distribution of the output.
+    """How far an engine drafts. It changes the speed and never the distribution of the output."""
 
-    Attributes:
-        block_size: Most tokens of a block, anchor included; None is the drafter's trained size. "auto" uses as many in
-            each cycle as pay, or none. Where it is not given it is "auto", but None beside a tree budget or with
-            `sampled`.
-        tree_budget: Most guesses of a draft tree; 0 drafts chains. "auto" uses as many in each cycle as pay, or none.
-        sampled: Sample the guesses of requests with a temperature from the drafter's distribution, in chains, instead
-            of taking the likeliest. The distribution of the output stays the same, but which tokens a seed gives then
-            depends on the drafter. With a tree budget, likeliest guesses of the other drafters of a combination stand
-            beside the chain. Its name before was `drawn`, which still works.
-        draft_window: Number of latest tokens that a draft pass attends to, so that it costs no more in long contexts;
-            None is all. Drafters without such a pass ignore it.
-        draft_passes: Passes over a block; each settles the surest guesses, so that the next one sees them. For a flow
-            map, the number of jumps from noise to tokens. None is what the drafter was made with, usually 1. Drafters
-            that guess one token after the other, or take one pass only, ignore it.
-    """
-
-    block_size: int | Literal["auto"] | None = cast(Any, _ByDefault("auto"))
-    tree_budget: int | Literal["auto"] = 0
-    sampled: bool = False
-    draft_window: int | None = None
-    draft_passes: int | None = None
+    block_size: int | Literal["auto"] | None = described(
+        cast(Any, _ByDefault("auto")),
+        'Maximum number of tokens per block: the last token of the text and the draft tokens after it. "auto" drafts '
+        "as many as pay off in each step, or none, and is the default; with a tree budget or sampled draft tokens the "
+        "default is the drafter's trained size.",
+    )
+    tree_budget: int | Literal["auto"] = described(
+        0, 'Maximum number of draft tokens per tree; 0 drafts chains. "auto" drafts as many as pay off, or none.'
+    )
+    sampled: bool = described(
+        False,
+        "At a temperature, sample draft tokens from the drafter's distribution instead of taking the likeliest. The "
+        "distribution of the output is the target's either way, but the tokens of a seed then depend on the drafter.",
+    )
+    draft_window: int | None = described(
+        None, "Number of latest tokens that a draft pass attends to, which bounds its cost in long contexts."
+    )
+    draft_passes: int | None = described(
+        None,
+        "Draft passes per block: each one fixes the surest draft tokens for the next. For a flow map, the number of "
+        "jumps from noise to tokens. By default what the drafter was made with, usually 1.",
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.block_size, _ByDefault) and (self.sampled or self.tree_budget not in (0, None)):
@@ -232,7 +208,7 @@ class Drafting:
             ("block_size", self.block_size, 1, "no drafting"),
             ("tree_budget", self.tree_budget, 0, "chains"),
             ("draft_window", self.draft_window, 1, "the newest token alone"),
-            ("draft_passes", self.draft_passes, 1, "all guesses from one pass"),
+            ("draft_passes", self.draft_passes, 1, "all draft tokens from one pass"),
         ):
             may_be_auto = not name.startswith("draft_")
             if (value is None and name != "tree_budget") or (value == "auto" and may_be_auto):
@@ -244,57 +220,42 @@ class Drafting:
         _check_flag("sampled", self.sampled)
         for name in ("block_size", "tree_budget"):
             if self.sampled and self.tree_budget != 0 and getattr(self, name) == "auto":
-                raise UsageError(f"{name} is 'auto'; trees around sampled guesses have a fixed size, so give a number.")
-
-
-class CycleTokens(NamedTuple):
-    """What a cycle of trees of N nodes came to; see `Drafter.cycle`.
-
-    Attributes:
-        tokens, parents: Of each row's nodes, as in `Proposal`.
-        following: The target's token after each node; -1 where its logits are not finite.
-        paths: Nodes of each row that were committed and observed, anchor included; empty where the token after them is
-            -1.
-    """
-
-    tokens: list[list[int]]
-    parents: list[list[int]]
-    following: list[list[int]]
-    paths: list[list[int]]
+                raise UsageError(f"{name} must be a number with sampled and a tree budget, got 'auto'.")
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """How drafters run; see `load_drafter`.
+    """How drafters run; see `load_drafter`."""
 
-    Attributes:
-        drafter_device: Device of a language model that drafts, such as cuda:1, or cpu beside a GPU; None is the
-            target's.
-        draft_ahead: Number of outcomes of a verification that it drafts for while the target verifies, on a device of
-            its own; 0 drafts none ahead.
-        draft_vocab: Tokens that a drafter with the target's output projection may guess, which makes its drafts
-            cheaper: a number of tokens, the first of the vocabulary, or a file with a list of token ids (JSON or .pt).
-            None is all tokens.
-    """
-
-    drafter_device: str | None = None
-    draft_ahead: int = 0
-    draft_vocab: str | None = None
+    drafter_device: str | None = described(
+        None, "Device of a draft language model, such as cuda:1, or cpu next to a GPU; by default the target's."
+    )
+    draft_ahead: int = described(
+        0,
+        "Number of verification outcomes that a draft language model drafts for while the target verifies. It needs a "
+        "device of its own.",
+    )
+    draft_vocab: Annotated[str | None, Flag(metavar="N|FILE")] = described(
+        None,
+        "Restrict drafting to some tokens, which makes it cheaper for drafters that use the target's output head: the "
+        "first N of the vocabulary, or a file with a list of token ids (JSON or .pt).",
+    )
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `load_drafter`."""
+        """Return keyword arguments of `load_drafter`."""
         return {"device": self.drafter_device, "ahead": self.draft_ahead, "draft_vocab": self.draft_vocab}
 
 
 @dataclass(frozen=True)
 class RequestDrafting:
-    """Bounds on drafting for one request, within those of its engine. Like `Drafting`, it changes the speed and never
-    the distribution of the output.
+    """Draft limits of one request, within those of its engine.
+
+    Like `Drafting`, it changes the speed and never the distribution of the output.
 
     Attributes:
         enabled: False decodes this request plainly.
         block_size: Most tokens of a block, anchor included; None is the engine's.
-        tree_budget: Most guesses of a draft tree, 0 for a chain; None is the engine's. It has no effect on an engine
+        tree_budget: Most draft tokens of a tree, 0 for a chain; None is the engine's. It has no effect on an engine
             that drafts chains.
     """
 
@@ -317,7 +278,7 @@ class TokenLogprob:
 
     Attributes:
         logprob: Log-softmax of the target's logits, before biases, penalties, temperature and cuts.
-        top: The likeliest tokens at its place with their log probabilities, the likeliest first.
+        top: The likeliest tokens at its position with their log probabilities, the likeliest first.
     """
 
     token_id: int
@@ -327,14 +288,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class CycleTrace:
-    """What one cycle did for one request.
+    """What one step did for one request.
 
     Attributes:
-        tokens: The anchor, which is the last token before the cycle, and the guesses.
+        tokens: The anchor, which is the last token before the step, and the draft tokens.
         parents: For each token the index in `tokens` of the one that it follows; -1 for the anchor.
-        path: Indices of the accepted tokens, beginning with the anchor, 0. The bonus, which follows them, is the last
-            of the cycle's new tokens.
-        seconds: Time of the cycle, in which other requests may have taken part.
+        path: Indices of the accepted tokens, from the anchor, 0, on. The bonus, which follows them, is the last of the
+            step's new tokens.
+        seconds: Time of the step, in which other requests may have taken part.
     """
 
     tokens: tuple[int, ...]

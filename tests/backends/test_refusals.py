@@ -1,4 +1,4 @@
-"""What the backends of other frameworks lack is refused with its remedy, or said; nothing falls back without a word."""
+"""MLX and JAX refuse what they do not support with a remedy, or log a warning; nothing falls back silently."""
 
 import importlib.util
 import json
@@ -33,7 +33,7 @@ def backend(request: pytest.FixtureRequest) -> str:
         ("jax", r"JAX is not installed; pip install 'blockdraft\[jax\]', and on a TPU 'jax\[tpu\]' beside it"),
     ],
 )
-def test_what_is_not_installed_is_named(
+def test_a_missing_package_is_named(
     backend: str, remedy: str, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, package = importlib.util.find_spec, PACKAGES[backend].partition(".")[0]
@@ -55,7 +55,7 @@ def test_options_of_other_backends(backend: str, option: dict[str, Any], tiny_ta
     [
         pytest.param(name, option, message, marks=getattr(pytest.mark, name))
         for name, option, message in [
-            ("mlx", {"quantize": "int4"}, "; mlx_lm.convert --quantize writes a model in few bits"),
+            ("mlx", {"quantize": "int4"}, "; mlx_lm.convert --quantize writes a quantized model"),
             ("mlx", {"adapter": "adapter"}, "it has no adapter"),
             ("mlx", {"device": torch.device("cuda")}, "and the device is cuda"),
             ("jax", {"dtype": torch.float16}, "TPUs have no float16; choose the dtype bfloat16 or float32"),
@@ -64,7 +64,9 @@ def test_options_of_other_backends(backend: str, option: dict[str, Any], tiny_ta
     ],
     indirect=["backend"],
 )
-def test_what_only_one_lacks(backend: str, option: dict[str, Any], message: str, tiny_target_dir: Path) -> None:
+def test_options_that_one_backend_lacks(
+    backend: str, option: dict[str, Any], message: str, tiny_target_dir: Path
+) -> None:
     options = LoadOptions(**{"dtype": torch.float32, "device": torch.device("cpu"), **option})
     with pytest.raises(NotCovered, match=message):
         backends()[backend].load(tiny_target_dir, options)
@@ -98,18 +100,18 @@ def test_states_that_mlx_cannot_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", EACH, indirect=True)
-def test_a_drafter_that_torch_runs_is_told_of_and_drafts(
+def test_a_drafter_that_torch_runs_drafts_with_a_warning(
     backend: str, tiny_target_dir: Path, tiny_medusa_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = load_target(tiny_target_dir, "float32", "cpu", backend=backend)
-    [found] = Engine(target, load_drafter(tiny_medusa_dir, target=target)).generate([[5, 6]], SamplingParams(8))
-    assert any(found.stats.drafted)
+    [completion] = Engine(target, load_drafter(tiny_medusa_dir, target=target)).generate([[5, 6]], SamplingParams(8))
+    assert any(completion.stats.drafted)
     title = backend.upper()
     assert f"The drafter is not run by {title}: {title} knows no networks of the kind MedusaNetwork" in caplog.text
 
 
 @pytest.mark.parametrize("backend", EACH, indirect=True)
-def test_a_drafter_that_it_runs_is_not_warned_of(
+def test_a_drafter_that_the_backend_runs_has_no_warning(
     backend: str, tiny_target_dir: Path, tiny_dspark_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -121,7 +123,7 @@ def test_a_drafter_that_it_runs_is_not_warned_of(
 def test_on_apple_silicon_mlx_is_the_first_choice(
     tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it cannot run a model or lacks an option, the next backend does, and says why."""
+    """The next backend takes over models and options that MLX does not support, and gives the reason."""
     pytest.importorskip("mlx_lm")
     module = backends()["mlx"]
     monkeypatch.setattr(module, "RANK", -1)

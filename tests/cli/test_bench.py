@@ -6,11 +6,10 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from blockdraft import cli
 from blockdraft.cli import display
 from blockdraft.evaluation import report, speed
 
@@ -18,13 +17,7 @@ METHOD_KEYS = {"tokens_per_second", "speedup", "tau", "acceptance_by_position", 
 METHODS = ["none", "chain", "chain:3"]
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
+Run = Callable[..., Any]
 
 
 @pytest.fixture
@@ -37,26 +30,12 @@ def prompts(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def bench(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tiny_target_dir: Path,
-    tiny_drafter_dir: Path,
-    prompts: tuple[Path, Path],
-) -> Run:
+def bench(blockdraft: Run, tiny_target_dir: Path, tiny_drafter_dir: Path, prompts: tuple[Path, Path]) -> Run:
     """Runs `blockdraft bench` on the tiny pair, 8 tokens and 2 repeats unless told otherwise; later options win."""
-
-    def blockdraft_bench(*args: object) -> Result:
-        defaults = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--device", "cpu")
-        size = ("--max-new-tokens", 8, "--repeats", 2, "--methods", "chain,chain:3")
-        sets = [part for path in prompts for part in ("--prompts", path)]
-        words = ["blockdraft", "bench", *map(str, (*defaults, *size, *sets, *args))]
-        monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        return Result(int(exit_info.value.code or 0), *capsys.readouterr())
-
-    return blockdraft_bench
+    pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--device", "cpu")
+    size = ("--max-new-tokens", 8, "--repeats", 2, "--methods", "chain,chain:3")
+    sets = [part for path in prompts for part in ("--prompts", path)]
+    return lambda *args: blockdraft("bench", *pair, *size, *sets, *args)
 
 
 def test_written_and_printed(bench: Run, tmp_path: Path) -> None:
@@ -148,7 +127,7 @@ def test_ctrl_c(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(speed.Engine, "generate", interrupted)
     result = bench("--out", tmp_path / "out", "--no-pictures")
     assert (result.code, result.out) == (130, "")
-    assert result.err.endswith("Interrupted; what was measured is discarded, and nothing was written.\n")
+    assert result.err.endswith("Interrupted; the measurements are discarded, and nothing was written.\n")
     assert not (tmp_path / "out").exists()
 
 
@@ -156,15 +135,15 @@ def test_ctrl_c(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("args", "message"),
     [
         (["--methods", "abacus"], "Method 'abacus': abacus is no drafter"),
-        (["--methods", "chain:9"], "blocks hold at most 8"),
+        (["--methods", "chain:9"], "must be at most 8"),
         (["--methods", "chain,chain"], "names 'chain' twice"),
-        (["--block-size", "many"], "--block-size is 'many'; it must be a whole number or auto"),
-        (["--tree-budget", "1.5"], "--tree-budget is '1.5'"),
-        (["--tree-budget", "-1", "--methods", "tree"], "--tree-budget is -1"),
-        (["--batch-size", "0"], "--batch-size is 0"),
-        (["--repeats", "0"], "repeats is 0"),
-        (["--limit", "0"], "limit is 0"),
-        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--block-size", "many"], "--block-size must be a whole number or 'auto', got 'many'"),
+        (["--tree-budget", "1.5"], "--tree-budget must be a whole number or 'auto', got '1.5'"),
+        (["--tree-budget", "-1", "--methods", "tree"], "--tree-budget must be at least 0 or 'auto', got '-1'"),
+        (["--batch-size", "0"], "--batch-size must be at least 1"),
+        (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--limit", "0"], "--limit must be at least 1"),
+        (["--temperature", "-1"], "--temperature is -1.0"),
         (["--prompts", "/no/such/file"], "/no/such/file cannot be read"),
         (["--max-new-tokens", "250"], "Prompt 1 of first: The prompt's"),
         (["--out", "/dev/null", "--no-pictures"], "/dev/null is no folder"),
@@ -174,17 +153,8 @@ def test_bad_input(bench: Run, args: list[str], message: str) -> None:
     refused(bench(*args), message)
 
 
-def test_a_target_needs_its_drafter(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    prompts: tuple[Path, Path],
-    tiny_target_dir: Path,
-) -> None:
-    words = ["blockdraft", "bench", "--target", str(tiny_target_dir), "--prompts", str(prompts[0])]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main()
-    refused(Result(int(exit_info.value.code or 0), *capsys.readouterr()), "add --drafter DIR")
+def test_a_target_needs_its_drafter(blockdraft: Run, prompts: tuple[Path, Path], tiny_target_dir: Path) -> None:
+    refused(blockdraft("bench", "--target", tiny_target_dir, "--prompts", prompts[0]), "add --drafter DIR")
 
 
 def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +167,7 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert shown.out == "" and "round 1 of 2" in shown.err and "3/7" in shown.err
 
 
-def refused(result: Result, message: str) -> None:
+def refused(result: Any, message: str) -> None:
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: ") and message in result.err
     assert "Traceback" not in result.err
@@ -238,7 +208,7 @@ def test_a_draft_vocabulary_is_for_drafters_with_a_network(bench: Run, tmp_path:
     few = ("--repeats", 1, "--drafter", tiny_drafter_dir, "--draft-vocab", 40)
     found = bench("--out", tmp_path, "--methods", "none,prompt_lookup:auto,chain:4", *few)
     assert found.code == 0 and re.search(r"^chain:4 .* 100 ", found.out, re.M)
-    assert "\nDrafter dflash, which guesses among 40 of 265 tokens: chain:4\n" in found.out
+    assert "\nDrafter dflash, which proposes 40 of 265 tokens: chain:4\n" in found.out
     arguments = json.loads((tmp_path / "results.json").read_text())["arguments"]
     assert (arguments["draft_vocab"], arguments["vocab_size"]) == ("40", 265)
     assert arguments["draft_vocabs"] == {"none": None, "prompt_lookup:auto": None, "chain:4": 40}

@@ -86,15 +86,9 @@ def test_a_server_that_hangs_leaves_the_levels_before(bench: Run, tmp_path: Path
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (
-            ["http://x", "--methods", "none"],
-            "--methods is an option of `blockdraft bench` and",
-        ),
-        (["http://x", "--drafter", "d"], "--drafter is an option of"),
-        (["http://x", "--profile"], "--profile is an option of `blockdraft bench`, not of `blockdraft bench server`"),
-        (["http://x", "--concurrency", "0"], "concurrency is '0'; it must be at least 1"),
+        (["http://x", "--concurrency", "0"], "--concurrency must be at least 1, got '0'"),
         (["http://x", "--concurrency", "65"], "at most 64"),
-        (["http://x", "--temperature", "hot"], "temperature is 'hot'"),
+        (["http://x", "--temperature", "hot"], "--temperature must be a number, got 'hot'"),
         (["http://127.0.0.1:9"], "cannot be reached"),
         (["nonsense"], "nonsense cannot be reached"),
     ],
@@ -103,20 +97,6 @@ def test_bad_input(bench: Run, args: list[str], message: str) -> None:
     result = bench(*args)
     assert (result.code, result.out) == (2, "") and result.err.startswith("error: ")
     assert message in result.err and "Traceback" not in result.err
-
-
-def test_the_spelling_of_before(bench: Run, blockdraft: Run, fake: str, tmp_path: Path) -> None:
-    now = bench("nonsense", "--concurrency", 2)
-    for words in (("--url", "nonsense"), ("--url=nonsense",)):
-        assert blockdraft("bench", "--prompts", tmp_path / "first.jsonl", *words, "--concurrency", 2) == now
-    assert now.code == 2 and "nonsense cannot be reached" in now.err
-
-
-def test_options_of_a_server_are_not_of_methods(blockdraft: Run) -> None:
-    for words in (("--against", "http://x"), ("--concurrency", 4)):
-        told = blockdraft("bench", *words).err
-        assert f"{words[0]} is an option of `blockdraft bench server`, not of `blockdraft bench`; leave it out." in told
-    assert "There are no prompts; give at least one file (--prompts FILE)." in blockdraft("bench").err
 
 
 @pytest.mark.slow

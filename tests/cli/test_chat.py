@@ -92,7 +92,7 @@ def answers(tiny_target_dir: Path) -> Callable[..., list[str]]:
 def test_drafters_run_as_the_other_commands_have_them(chat: Chat) -> None:
     plain, few = chat(stdin="Tom has 3 pens.\n"), chat("--draft-vocab", 40, stdin="Tom has 3 pens.\n")
     assert plain[0] == few[0] == 0 and plain[1] == few[1]
-    assert "target, the drafter guesses among 40 of 265 tokens. /help lists" in chat("--draft-vocab", 40, typed=[])[1]
+    assert "target, the drafter proposes 40 of 265 tokens. /help lists" in chat("--draft-vocab", 40, typed=[])[1]
     code, _, err = chat("--draft-vocab", 266, stdin="Tom has 3 pens.\n")
     assert code == 2 and "--draft-vocab is 266; it must be from 1 to 265" in err
     code, _, err = chat("--drafter-device", "cpu", stdin="Tom has 3 pens.\n")
@@ -158,8 +158,8 @@ def test_in_a_pipe_what_goes_wrong_ends_the_chat(chat: Chat, stdin: Any, message
     ("args", "message"),
     [
         (("--max-new-tokens", 0), "--max-new-tokens is 0"),
-        (("--block-size", "many"), "--block-size is 'many'"),
-        (("--temperature", -1), "temperature is -1"),
+        (("--block-size", "many"), "--block-size must be a whole number or 'auto'"),
+        (("--temperature", -1), "--temperature is -1"),
         (("--drafter", "nonesuch"), "nonesuch is no drafter"),
     ],
 )
@@ -204,13 +204,13 @@ def test_in_a_terminal_what_goes_wrong_is_told_and_the_message_stays(
     code, out, _ = chat(typed=["hello" * 60, again, "/save", "/undo", again, KeyboardInterrupt(), "/exit"])
     shown = ESCAPES.sub("", out)
     assert code == 0 and drafts == ["hello" * 60, "hello"]
-    assert "there is room for 256" in shown and "/drop forgets" in shown and "error: /save needs" in shown
+    assert "there is room for 256" in shown and "/drop drops" in shown and "error: /save needs" in shown
     assert shown.count(answers("hello")[0]) == 2 and "Ctrl-D or /exit" in shown
 
 
 def test_a_full_context_is_told(chat: Chat) -> None:
     _, out, _ = chat("--max-new-tokens", 500, "--repetition-penalty", 1.2, typed=["hello" * 30])
-    assert "The context is full, so the answer is cut. /drop forgets" in ESCAPES.sub("", out)
+    assert "The context is full, so the answer is cut. /drop drops" in ESCAPES.sub("", out)
     _, out, _ = chat(typed=["hello"])
     assert "The answer is cut at 20 tokens; --max-new-tokens allows more." in ESCAPES.sub("", out)
 
@@ -234,7 +234,7 @@ def test_an_answer_that_fails_leaves_the_chat_as_it_was(chat: Chat, monkeypatch:
 
 
 def test_without_chat_template_text_goes_on(chat: Chat, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = cli.loading.load
+    load = cli.target.load
 
     def bare(*args: Any, **how: Any) -> Target:
         target = load(*args, **how)
@@ -242,7 +242,7 @@ def test_without_chat_template_text_goes_on(chat: Chat, tiny_target_dir: Path, m
         target.tokenizer.chat_template = None
         return target
 
-    monkeypatch.setattr(cli.loading, "load", bare)
+    monkeypatch.setattr(cli.target, "load", bare)
     code, out, err = chat(stdin="once upon\n a time\n")
     target = load_target(tiny_target_dir, device="cpu", compile="off")
     assert target.tokenizer is not None

@@ -3,47 +3,29 @@
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 
-from blockdraft import cli, targets
-from blockdraft.cli import loading
+from blockdraft import targets
+from blockdraft.cli import target as cli_target
 from blockdraft.data import hidden_states, prepare, regenerate
 from blockdraft.data.documents import read_data
 from blockdraft.data.hidden_states import read_hidden_states
 from blockdraft.targets import load_target
 
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
+Run = Callable[..., Any]
 DOCS = Path(__file__).parents[2] / "docs/data.md"
 
 
 @pytest.fixture
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_target_dir: Path, tmp_path: Path
-) -> Run:
+def run(blockdraft: Run, monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tmp_path: Path) -> Run:
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "say {i}", "response": "yes"}}\n' for i in range(6)))
     (tmp_path / "foreign.jsonl").write_text('{"question": "why?"}\n')
-
-    def blockdraft(command: str, *args: object) -> Result:
-        words = ["blockdraft", command, "--target", tiny_target_dir, *args, "--device", "cpu"]
-        monkeypatch.setattr(sys, "argv", list(map(str, words)))
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        return Result(int(exit_info.value.code or 0), *capsys.readouterr())
-
-    return blockdraft
+    monkeypatch.chdir(tmp_path)
+    return lambda command, *args: blockdraft(command, "--target", tiny_target_dir, *args, "--device", "cpu")
 
 
 def test_from_rows_to_features(run: Run, tiny_target_dir: Path, tmp_path: Path) -> None:
@@ -58,7 +40,11 @@ def test_from_rows_to_features(run: Run, tiny_target_dir: Path, tmp_path: Path) 
         out == f"data: 6 documents of 6 records, {sum(data.lengths)} tokens, {supervised} of them supervised {share}\n"
     )
     code, out, err = run("hidden-states", "--data", "data", "--out", "hidden_states", "--target-layers", "0,2")
-    assert code == 0 and "layers 0, 2: 0.0 MiB to write, " in err and out.startswith("hidden_states: features of 6 doc")
+    assert (
+        code == 0
+        and "layers 0, 2: 0.0 MiB to write, " in err
+        and out.startswith("hidden_states: hidden states of 6 doc")
+    )
     found = read_hidden_states(tmp_path / "hidden_states")
     found.check(load_target(tiny_target_dir, device="cpu"), data, (0, 2))
     assert len(found) == 6
@@ -126,9 +112,9 @@ def test_bad_input_of_features(run: Run, tmp_path: Path) -> None:
     run("data", "rows.jsonl", "--out", "data")
     for target_layers, message in (
         ("9,", "the target has 3 layers"),
-        ("x", "-layers is 'x'"),
+        ("x", "--target-layers must be a whole number, got 'x'"),
         ("5", "is 5, a number of layers"),
-        ("0", "-layers is '0'; it must be at least 1"),
+        ("0", "--target-layers must be at least 1 or a list, got '0'"),
     ):
         code, out, err = run(
             "hidden-states", "--data", "data", "--out", "hidden_states", "--target-layers", target_layers
@@ -179,7 +165,7 @@ def test_what_is_wrong_is_said_before_the_weights_are_loaded(
     def never(*args: object) -> None:
         raise AssertionError("the target is loaded")
 
-    monkeypatch.setattr(loading, "load", never)
+    monkeypatch.setattr(cli_target, "load", never)
     (tmp_path / "file").touch()
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "q"}]}\n')
     for args, message in (
@@ -217,5 +203,5 @@ def test_many_loops_in_the_summary_and_few_rows(run: Run, monkeypatch: pytest.Mo
     looping = iter([True, False, False] * 2)
     monkeypatch.setattr(regenerate, "before_loop", lambda ids: ([], True) if next(looping) else (ids, False))
     found = run("data", "rows.jsonl", "--out", "data", "--regenerate", "--max-new-tokens", 8, "--limit", 50)
-    assert "There are fewer than the 50 records that --limit allows; add sources to have more." in found.err
+    assert "There are fewer than the 50 records of --limit; add sources to have more." in found.err
     assert "\nleft out, answer loops: 2 records\n" in found.out

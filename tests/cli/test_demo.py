@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from blockdraft.cli import display
-from blockdraft.cli.demo import forward_cost, worth
+from blockdraft.cli import answers
 from blockdraft.errors import UsageError
 from blockdraft.models import TINY, models_folder, places
 from blockdraft.models import pull as pulling
-from blockdraft.targets import load_target
 
 Run = Callable[..., Any]
 
@@ -21,7 +19,7 @@ Run = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     """One run each, and an empty cache of models."""
-    monkeypatch.setattr(display, "RUNS", 1)
+    monkeypatch.setattr(answers, "RUNS", 1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -36,7 +34,7 @@ def test_the_bundled_model(blockdraft: Run) -> None:
     done = blockdraft("demo", "--tiny", "--max-new-tokens", 64)
     assert done.code == 0 and "boxes" in done.out and "Drafter: its own." in done.out
     assert [row[-1] for row in rows(done.out)] == ["identical"] * 3
-    assert done.out.splitlines()[-1].startswith("On this processor a forward over 8 tokens takes ")
+    assert done.out.splitlines()[-1].startswith("On this processor a forward pass over 8 tokens takes ")
 
 
 @pytest.mark.slow
@@ -68,12 +66,7 @@ def test_a_model_that_is_pulled(blockdraft: Run, monkeypatch: pytest.MonkeyPatch
 
 
 def test_tokens_that_differ_fail(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare = display.compare_with_plain
-    monkeypatch.setattr(display, "compare_with_plain", lambda *given: replace(compare(*given), first_difference=2))
+    compare = answers.compare_with_plain
+    monkeypatch.setattr(answers, "compare_with_plain", lambda *given: replace(compare(*given), first_difference=2))
     done = blockdraft("demo", "--tiny", "--max-new-tokens", 8)
     assert done.code == 1 and [row[-1] for row in rows(done.out)] == ["DIFFER"] * 3
-
-
-def test_the_cost_of_a_forward() -> None:
-    assert forward_cost(load_target("bundled"), 8) > 0
-    assert "takes 2.00 times" in worth(2.0) and "decoding 1.50 times as fast" in worth(2.0)

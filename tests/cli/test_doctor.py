@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from blockdraft.cli.options import TargetOptions
+from blockdraft.cli.target import DecodingSettings
 from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.errors import UsageError
 
 
 def test_the_drafter_is_not_rounded(blockdraft: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(run: TargetOptions, *_: object) -> None:
+    def load(run: DecodingSettings, *_: object) -> None:
         raise UsageError(f"{run.target}, rounded: {run.round_drafters}")
 
-    monkeypatch.setattr(TargetOptions, "load", load)
+    monkeypatch.setattr(DecodingSettings, "load_for", load)
     for words in ((), ("--round-drafter",)):
         assert blockdraft("doctor", *words).err == "error: bundled, rounded: False\n"
 

@@ -2,52 +2,41 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 
-from blockdraft import cli, targets
+from blockdraft import targets
 from blockdraft.tools.fit import run as fit_run
 
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
+Run = Callable[..., Any]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Result]:
-    def blockdraft(*words: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["blockdraft", *map(str, words)])
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        return Result(int(exit_info.value.code or 0), *capsys.readouterr())
-
+def run(blockdraft: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    monkeypatch.chdir(tmp_path)
     return blockdraft
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--hours", "0"], "hours is 0"),
-        (["--variant", "dspark"], "variant is 'dspark'"),
-        (["--answers", "0"], "answers is 0"),
-        (["--temperature", "-1"], "temperature is -1"),
+        (["--hours", "0"], "--hours must be greater than 0"),
+        (["--variant", "dspark"], "--variant must be one of"),
+        (["--answers", "0"], "--answers must be at least 1"),
+        (["--temperature", "-1"], "--temperature must be at least 0"),
         (["--target", "./nowhere"], "nowhere"),
     ],
 )
-def test_bad_options(options: list[str], told: str, run: Callable[..., Result], tmp_path: Path) -> None:
+def test_bad_options(options: list[str], told: str, run: Run, tmp_path: Path) -> None:
     code, _, err = run("fit", "--out", "drafter", *options)
     assert code == 2 and told in err
     assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_says_how_to_go_on(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
@@ -57,7 +46,7 @@ def test_ctrl_c_says_how_to_go_on(run: Callable[..., Result], monkeypatch: pytes
     assert err == "Interrupted; the same command resumes the fit from drafter.fit.\n"
 
 
-def test_prompts_of_a_file(run: Callable[..., Result], tmp_path: Path, tiny_target_dir: Path) -> None:
+def test_prompts_of_a_file(run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(9)))
     options = ["--target", tiny_target_dir, "--count", 4, "--held-out", 2, "--out", "prompts"]
     code, _, err = run("prompts", "rows.jsonl", *options)
@@ -70,7 +59,7 @@ def test_prompts_of_a_file(run: Callable[..., Result], tmp_path: Path, tiny_targ
 
 
 def test_bad_files_of_prompts_are_told_before_the_target_is_read(
-    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(targets, "load_target_text", lambda *_: pytest.fail("the target is read"))
     (tmp_path / "file").touch()
@@ -78,7 +67,7 @@ def test_bad_files_of_prompts_are_told_before_the_target_is_read(
     assert code == 2 and re.search("(?s)2 things .*file is no folder.*no absent.jsonl", err)
 
 
-def test_prompts_that_the_target_writes(run: Callable[..., Result], tmp_path: Path, tiny_target_dir: Path) -> None:
+def test_prompts_that_the_target_writes(run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
     for path in tiny_target_dir.iterdir():
@@ -90,7 +79,7 @@ def test_prompts_that_the_target_writes(run: Callable[..., Result], tmp_path: Pa
     assert len((tmp_path / "prompts" / "prompts.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_dry_run_needs_no_folder(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Result]) -> None:
+def test_a_dry_run_needs_no_folder(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     asked: list[bool] = []
 
     def plan(fit: object, dry_run: bool, note: object) -> list[str]:

@@ -16,11 +16,11 @@ from standard_stream import ESCAPES, Stream
 from transformers import AutoTokenizer
 
 from blockdraft import cli
-from blockdraft.cli import consoles, display
-from blockdraft.cli.display import Comparison, compare_with_plain, slower_note
+from blockdraft.cli import answers, display
+from blockdraft.cli.answers import Comparison, compare_with_plain, slower_note
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Chunk, Completion, Engine, Request, Stats
-from blockdraft.engine.adaptive import stored_costs
+from blockdraft.engine.adaptive import costs as stored_costs
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError
 from blockdraft.targets import load_target
 from blockdraft.types import Drafting, SamplingParams
@@ -158,7 +158,7 @@ def test_json(generate: Run, expected: dict[str, Any]) -> None:
         (("--block-size", 4), Drafting(4)),
         (("--block-size", 4, "--sampled"), Drafting(4, sampled=True)),
         (("--sampled",), Drafting("auto", sampled=True)),
-        (("--tree-budget", 0), Drafting(None)),
+        (("--tree-budget", 0), Drafting("auto")),
         (("--tree-budget", "auto"), Drafting(tree_budget="auto")),
         (("--block-size", 3, "--tree-budget", 7), Drafting(3, 7)),
     ],
@@ -235,7 +235,7 @@ def test_compare_in_a_pipe(generate: Run, expected: dict[str, Any]) -> None:
     assert re.search(r"^drafted +20 +\d\.\d\d +\d+\.\d( +\d+\.\d\d){3}$", table, re.M)
     assert re.search(r"^plain +20 +1\.00 +\d+\.\d( +\d+\.\d\d){3}$", table, re.M)
     assert re.search(r"^accepted by position, %:( \d+){3}$", table, re.M)
-    assert re.search(r"^speed-up: \d+\.\d\d \((\d+) of \1 cycles drafted\); tokens: identical$", table, re.M)
+    assert re.search(r"^speed-up: \d+\.\d\d \((\d+) of \1 steps drafted\); tokens: identical$", table, re.M)
 
 
 def test_compare_reports_the_first_difference(
@@ -254,22 +254,22 @@ def test_compare_reports_the_first_difference(
     monkeypatch.setattr(Engine, "generate", faulty)
     comparison = compare_with_plain(engine, "hello", SamplingParams(max_new_tokens=10))
     assert comparison.first_difference == 4
-    display.show_comparison(consoles.plain(), comparison)
+    answers.show_comparison(display.plain(), comparison)
     assert "tokens: differ, first at token 5\n" in capsys.readouterr().out
-    assert display.as_dict(comparison.drafted, comparison, engine)["identical"] is False
+    assert answers.as_dict(comparison.drafted, comparison, engine)["identical"] is False
 
 
 def test_a_comparison_says_how_many_cycles_drafted(capsys: pytest.CaptureFixture[str]) -> None:
     run = Completion("", [0] * 6, "stop", [], Stats([1, 2, 1, 1], [0, 3, 0, 1], total_seconds=1.0))
-    display.show_comparison(consoles.plain(), Comparison(run, run, None))
-    assert "speed-up: 1.00 (2 of 4 cycles drafted); tokens: identical\n" in capsys.readouterr().out
+    answers.show_comparison(display.plain(), Comparison(run, run, None))
+    assert "speed-up: 1.00 (2 of 4 steps drafted); tokens: identical\n" in capsys.readouterr().out
 
 
 def test_a_draft_vocabulary_is_told(generate: Run) -> None:
     few = ("hello", "--draft-vocab", 40)
-    assert "guesses among" not in generate("hello", terminal=True).out
-    assert ", the drafter guesses among 40 of 265 tokens" in generate(*few, terminal=True).out.replace("\n", "")
-    assert "\nThe drafter guesses among 40 of 265 tokens.\nspeed-up: " in generate(*few, "--compare").out
+    assert "proposes" not in generate("hello", terminal=True).out
+    assert ", the drafter proposes 40 of 265 tokens" in generate(*few, terminal=True).out.replace("\n", "")
+    assert "\nThe drafter proposes 40 of 265 tokens.\nspeed-up: " in generate(*few, "--compare").out
     assert [json.loads(generate(*words, "--json").out)["draft_vocab"] for words in (few, few[:1])] == [40, None]
 
 
@@ -278,7 +278,7 @@ def test_bits_of_the_drafter_are_told(generate: Run) -> None:
     assert "weights of" not in generate("hello", terminal=True).out
     assert ", the drafter has weights of 8 bits" in generate(*rounded, terminal=True).out.replace("\n", "")
     both = generate(*rounded, "--draft-vocab", 40, "--compare").out
-    assert "\nThe drafter guesses among 40 of 265 tokens and has weights of 8 bits.\nspeed-up: " in both
+    assert "\nThe drafter proposes 40 of 265 tokens and has weights of 8 bits.\nspeed-up: " in both
     kept = (*rounded, "--keep-drafter")
     assert [json.loads(generate(*words, "--json").out)["drafter_bits"] for words in (rounded, kept)] == [8, None]
 
@@ -339,7 +339,7 @@ def test_guessed_tokens_are_coloured_and_characters_stay_whole(
     )
     out = Stream(terminal=True)
     monkeypatch.setattr(sys, "stdout", out)
-    display.stream_answer(consoles.terminal(), engine, "", SamplingParams())
+    answers.stream_answer(display.terminal(), engine, "", SamplingParams())
     answer, summary = out.text().split("\n\n")
     green, end = "\x1b[32m", "\x1b[0m"
     assert answer == f"a{green}\t{end}{green}ö{end}{green}[{end}b{green}]{end}\N{REPLACEMENT CHARACTER}"
@@ -369,27 +369,27 @@ def test_same_seed_same_answer(generate: Run) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["hello", "--temperature", "-1"], "temperature is -1.0"),
-        (["hello", "--temperature", "nan"], "temperature is nan"),
+        (["hello", "--temperature", "-1"], "--temperature is -1.0"),
+        (["hello", "--temperature", "nan"], "--temperature is nan"),
         (["hello", "--top-p", "0"], "--top-p is 0.0"),
         (["hello", "--top-k", "-1"], "--top-k is -1"),
         (["hello", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["hello", "--max-new-tokens", "250"], "the target's context of 256"),
-        (["hello", "--block-size", "9"], "--block-size is 9; this drafter's blocks hold at most 8"),
+        (["hello", "--block-size", "9"], "block-size must be at most 8 for this drafter, got 9"),
         (["hello", "--block-size", "0"], "--block-size is 0"),
         (["hello", "--draft-window", "0"], "--draft-window is 0; it must be at least 1"),
-        (["hello", "--compare", "--sampled", "--temperature", "1"], "--compare and --sampled do not go together"),
-        (["hello", "--block-size", "many"], "--block-size is 'many'; it must be a whole number or auto"),
+        (["hello", "--compare", "--sampled", "--temperature", "1"], "--compare and --sampled exclude each other"),
+        (["hello", "--block-size", "many"], "--block-size must be a whole number or 'auto', got 'many'"),
         (["hello", "--tree-budget", "-1"], "--tree-budget is -1"),
-        (["hello", "--tree-budget", "1.5"], "--tree-budget is '1.5'"),
-        (["hello", "--dtype", "int8"], "dtype is 'int8'"),
+        (["hello", "--tree-budget", "1.5"], "--tree-budget must be a whole number or 'auto', got '1.5'"),
+        (["hello", "--dtype", "int8"], "--dtype is 'int8'"),
         (["hello", "--device", "abacus"], "abacus"),
         (["hello", "--seed", str(2**64)], ""),
         (["hello", "--target", "/no/such/folder"], "/no/such/folder"),
         (["hello", "--drafter", "/no/such/folder"], "/no/such/folder is no drafter"),
         (["hello", "--drafter", "nonesuch"], "nonesuch is no drafter"),
         ([""], "The prompt is empty"),
-        (["hello", "--batch-size", "0"], "--batch-size is 0; it must be at least 1"),
+        (["hello", "--batch-size", "0"], "--batch-size must be at least 1, got '0'"),
         ([" \n"], "The prompt is empty"),
         ([], "The prompt is empty"),
         (["a" * 300], "shorten the prompt"),
@@ -405,7 +405,7 @@ def test_bad_input(generate: Run, args: list[str], message: str) -> None:
     ("args", "message"),
     [
         (["hello", "--top-p", "0"], "--top-p is 0.0"),
-        (["hello", "--block-size", "9"], "--block-size is 9; this drafter's blocks hold at most 8"),
+        (["hello", "--block-size", "9"], "block-size must be at most 8 for this drafter, got 9"),
         (["a" * 300], "shorten the prompt"),
     ],
 )
@@ -536,7 +536,7 @@ def test_a_file_of_prompts(generate: Run, expected: dict[str, Any], tmp_path: Pa
 def test_what_does_not_go_with_a_file_of_prompts(generate: Run, tmp_path: Path) -> None:
     for other in ("hello", "--compare"):
         result = generate("--prompts", tmp_path / "prompts.jsonl", other)
-        assert result.code == 2 and "do not go together" in result.err
+        assert result.code == 2 and "exclude each other" in result.err
     assert "cannot be read" in generate("--prompts", tmp_path / "absent.jsonl").err
 
 
@@ -579,4 +579,4 @@ def test_a_language_model_drafts_ahead(generate: Run, expected: dict[str, Any], 
     assert (ahead.code, ahead.out) == (0, expected["text"] + "\n")
     assert re.search(r"Drafted ahead: \d+ of \d+ outcomes were foreseen \(\d+%\)\.", ahead.err)
     refused = generate("hello", *model, "--draft-ahead", 2)
-    assert refused.code == 2 and refused.err.startswith("error: --draft-ahead is 2, and the draft model would share")
+    assert refused.code == 2 and refused.err.startswith("error: ahead is 2, and the draft model would share")

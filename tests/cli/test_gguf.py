@@ -165,7 +165,7 @@ def test_made_into_a_folder(
     assert few.source_fingerprint == own.source_fingerprint
     capsys.readouterr()
     assert run(monkeypatch, "quantize", file, "--out", tmp_path / "twice") == 2
-    assert "m.gguf is rounded already (Q4_0)" in capsys.readouterr().err and not (tmp_path / "twice").exists()
+    assert "m.gguf is quantized already (Q4_0)" in capsys.readouterr().err and not (tmp_path / "twice").exists()
     assert run(monkeypatch, "diffusion", "convert", file, "--out", tmp_path / "diffusion", "--block-size", 4) == 0
     assert run(monkeypatch, "diffusion", "generate", "--model", tmp_path / "diffusion", "Hello") == 0
 

@@ -34,7 +34,7 @@ def test_json(run: Run, tiny_drafter_dir: Path, tiny_target_dir: Path, capsys: p
         found = json.loads(capsys.readouterr().out)
         assert found["what"] == "drafter" and found["conventions"]["block_size"] == 8
         assert found["starts"]["vLLM"]["line"].startswith("vllm serve")
-        assert {"name": "layers", "holds": True, "said": "3 here, 3 in the target"} in found["fits"]
+        assert {"name": "layers", "holds": True, "detail": "3 here, 3 in the target"} in found["fits"]
 
 
 def test_tables(
@@ -77,6 +77,6 @@ def test_what_does_not_fit(
     zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=4), tensors)
     assert run(tmp_path / "deep", "--target", tiny_target_dir) == 1
     wrong = [check for check in json.loads(capsys.readouterr().out)["fits"] if check["holds"] is False]
-    assert [check["said"] for check in wrong] == ["4 here, 3 in the target"]
+    assert [check["detail"] for check in wrong] == ["4 here, 3 in the target"]
     assert run(tmp_path) == 2
     assert "did you mean" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from blockdraft import cli
 from blockdraft.cli.machine import facts
 from blockdraft.drafters import load_drafter
-from blockdraft.engine.adaptive import stored_costs
+from blockdraft.engine.adaptive import costs as stored_costs
 from blockdraft.kernels.cpu import weight_cache
 from blockdraft.kernels.cpu.build import Build
 from blockdraft.machine import CACHED
@@ -64,14 +64,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def blockdraft_cache(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["blockdraft", "cache", *args])
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        return (int(exit_info.value.code or 0), *capsys.readouterr())
-
-    return blockdraft_cache
+def run(blockdraft: Run) -> Run:
+    return lambda *args: blockdraft("cache", *args)
 
 
 def test_list(cache: Path, run: Run) -> None:
@@ -97,7 +91,7 @@ def test_clear_takes_what_is_named_or_all_and_nothing_else(cache: Path, run: Run
     assert (code, out) == (
         2,
         "",
-    ) and err == "error: kind is 'cost'; it must be one of libraries, weights, costs, threads, models.\n"
+    ) and err == "error: KIND must be one of libraries, weights, costs, threads, models, got 'cost'.\n"
 
 
 def test_models_are_cleared_only_by_name(cache: Path, run: Run) -> None:
@@ -178,7 +172,7 @@ def test_costs_are_measured_once_and_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
-    monkeypatch.setattr("blockdraft.engine.adaptive.stored_costs.REPEATS", 1)
+    monkeypatch.setattr("blockdraft.engine.adaptive.costs.REPEATS", 1)
     pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--batch-size", 2)
     code, out, err = calibrate(capsys, monkeypatch, *pair)
     assert code == 0

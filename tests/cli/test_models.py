@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from blockdraft.cli.options import drafter_or_lookup, need_drafter
+from blockdraft.cli.target import drafter_or_lookup, need_drafter
 from blockdraft.errors import UsageError
 from blockdraft.models import catalogue, known, models_folder, places
 from blockdraft.models import pull as pulling

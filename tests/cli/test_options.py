@@ -1,74 +1,87 @@
+"""Options that are generated from settings classes, and how commands read them."""
+
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 import typer
+from pydantic import Field
 from typer.testing import CliRunner
 
-from blockdraft.cli import app, loading
-from blockdraft.cli.options import FieldOptions, RecordOptions, TargetOptions, extent, option, with_options
-from blockdraft.data.settings import RecordSettings
+from blockdraft.cli import app
+from blockdraft.cli.options import Only, add
 from blockdraft.errors import UsageError
-from blockdraft.settings import Count, settings
-
-
-@dataclass
-class Explained:
-    """Something.
-
-    Attributes:
-        size: Of a thing,
-            over two lines; None is none of these.
-        other: Another.
-    """
-
-    size: int | None = None
-    other: int = 0
-
-
-def test_options_are_explained_as_in_the_docstring() -> None:
-    assert option(Explained, "size").help == "Of a thing, over two lines; the default is none of these."
-    assert option(Explained, "other", metavar="N").help == "Another."
+from blockdraft.settings import Count, Flag, Texts, described, settings
 
 
 @settings
-class Checked:
-    """Something.
-
-    Attributes:
-        size: Of a thing.
-        kind: Of it; None is any.
-    """
-
-    size: Count = 3
-    kind: Literal["round", "flat"] | None = None
+class Shape:
+    size: Count = Field(3, description="Size of a thing.")
+    kind: Literal["round", "flat"] | None = Field(None, description="Kind of a thing; by default any.")
+    names: Annotated[Texts, Flag("--name", repeat=True)] = Field((), description="Name of a thing.")
+    shiny: bool = Field(False, description="Whether it shines.")
+    hollow: bool = Field(True, description="Whether it is hollow.")
+    extent: int | Literal["auto"] = Field("auto", description="Extent of a thing.")
 
 
-def test_a_command_takes_all_fields_of_settings_as_options() -> None:
-    taken, program = [], typer.Typer(pretty_exceptions_enable=False)
+@dataclass(frozen=True)
+class Colour:
+    red: float = described(0.5, "Share of red.")
+    size: int = described(1, "Size of a spot.")
 
-    @program.command()
-    @with_options
-    def command(*, checked: Checked, records: RecordOptions) -> None:
-        taken.append((checked, records))
+    def __post_init__(self) -> None:
+        if self.red > 1:
+            raise UsageError(f"red is {self.red}; it must be at most 1.")
 
-    def run(*arguments: str) -> str:
-        result = CliRunner().invoke(program, arguments)
-        return str(result.exception) if isinstance(result.exception, ValueError) else result.output
 
-    assert run() == "" and taken.pop() == (Checked(), RecordOptions())
-    assert run("--size", "5", "--kind", "flat", "--split", "test") == ""
-    assert taken.pop() == (Checked(5, "flat"), RecordOptions("test"))
-    told = run("--help")
-    assert "round|flat" in told and "Of it; the default is any." in told and "default: 3" in told
-    assert run("--size", "0") == "size is 0; it must be at least 1."
-    assert run("--kind", "odd") == "kind is 'odd'; it must be 'round' or 'flat'."
-    assert not taken
+TAKEN: list[object] = []
+PINK = Colour(0.75, size=9)
+
+
+def command(
+    *, shape: Shape, colour: Annotated[Colour, Only("red", red="--crimson")] = PINK, loud: bool = False
+) -> None:
+    """Do something."""
+    TAKEN.append((shape, colour, loud))
+    if loud:
+        raise UsageError("size is too loud.")
+
+
+def run(*arguments: str) -> str:
+    program = typer.Typer(pretty_exceptions_enable=False)
+    add(program, command)
+    TAKEN.clear()
+    result = CliRunner().invoke(program, arguments, env={"COLUMNS": "160"})
+    return str(result.exception) if isinstance(result.exception, ValueError) else result.output
+
+
+def test_fields_of_settings_are_flags() -> None:
+    assert run() == "" and [(Shape(), PINK, False)] == TAKEN
+    assert run("--size", "5", "--kind", "flat", "--name", "a", "--name", "b,c", "--shiny", "--no-hollow") == ""
+    assert [(Shape(5, "flat", ("a", "b,c"), True, False), PINK, False)] == TAKEN
+    assert run("--extent", "4", "--crimson", "1") == "" and [(Shape(extent=4), Colour(1.0, 9), False)] == TAKEN
+
+
+def test_help_shows_descriptions_values_and_defaults() -> None:
+    shown = run("--help")
+    for text in ("round|flat", "Kind of a thing; by default any.", "[default: 3]", "N|auto", "[default: 0.75]"):
+        assert text in shown
+    assert "Size of a spot" not in shown and "--no-hollow" in shown and "None" not in shown
+
+
+def test_all_errors_are_reported_together_by_flag() -> None:
+    assert run("--size", "0") == "--size must be at least 1, got '0'."
+    assert run("--size", "x", "--kind", "odd", "--crimson", "2") == (
+        "--size must be a whole number, got 'x'. --kind must be 'round' or 'flat', got 'odd'. "
+        "--crimson is 2.0; it must be at most 1."
+    )
+    assert not TAKEN
+    assert run("--loud") == "--size is too loud."
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ("0", "--draft-vocab is 0; it must be at least 1."),
         ("abc", "--draft-vocab is 'abc', which is no file"),
@@ -76,15 +89,15 @@ def test_a_command_takes_all_fields_of_settings_as_options() -> None:
     ],
 )
 def test_draft_vocabularies_are_read_before_targets_load(
-    given: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ids.json").write_text('["a"]')
-    monkeypatch.setattr(TargetOptions, "load", lambda *_: pytest.fail("the target is loaded"))
+    monkeypatch.setattr("blockdraft.targets.load_target", lambda *_, **__: pytest.fail("the target is loaded"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}')
-    for words in (["generate", "hello"], ["chat"], ["serve"], ["bench", "--prompts", "prompts.jsonl"]):
-        found = CliRunner().invoke(app, [*words, "--target", "bundled", "--draft-vocab", given]).exception
-        assert isinstance(found, UsageError) and told in str(found)
+    for words in (["generate", "hello"], ["chat"], ["serve", "--port", "0"], ["bench", "--prompts", "prompts.jsonl"]):
+        error = CliRunner().invoke(app, [*words, "--target", "bundled", "--draft-vocab", given]).exception
+        assert isinstance(error, UsageError) and message in str(error)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +105,7 @@ def test_draft_vocabularies_are_read_before_targets_load(
     [
         ("generate", "hello"),
         ("chat",),
-        ("serve",),
+        ("serve", "--port", "0"),
         ("calibrate",),
         ("bench", "--prompts", "prompts.jsonl", "--methods", "chain"),
         ("bench", "--prompts", "prompts.jsonl", "--methods", "nowhere:4"),
@@ -102,44 +115,33 @@ def test_drafters_are_looked_for_before_targets_load(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("the target is loaded"))
+    monkeypatch.setattr("blockdraft.targets.load_target", lambda *_, **__: pytest.fail("the target is loaded"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}')
     named = ("--drafter", "nowhere") if "nowhere:4" not in words else ()
-    found = CliRunner().invoke(app, [*words, "--target", "bundled", *named]).exception
-    assert isinstance(found, UsageError) and "nowhere is no drafter; give a folder" in str(found)
+    error = CliRunner().invoke(app, [*words, "--target", "bundled", *named]).exception
+    assert isinstance(error, UsageError) and "nowhere is no drafter; give a folder" in str(error)
 
 
-def test_more_threads_than_processors_are_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(loading, "load", lambda *_, **how: how["threads"])
+def test_more_threads_than_processors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loaded(Exception):
+        pass
+
+    def load_target(*_: object, threads: object, **__: object) -> None:
+        raise Loaded(threads)
+
+    monkeypatch.setattr("blockdraft.targets.load_target", load_target)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    for threads, told in (("2", ""), ("3", "--threads is 3, more than this machine's 2 processors"), ("auto", "")):
-        assert str(TargetOptions("bundled", threads=threads).load()) == threads
-        err = capsys.readouterr().err
-        assert told in err and bool(told) == bool(err)
+    for threads, warning in (("2", False), ("3", True), ("auto", False)):
+        result = CliRunner().invoke(app, ["generate", "hi", "--target", "bundled", "--threads", threads])
+        assert isinstance(result.exception, Loaded) and str(result.exception) == threads
+        assert ("--threads is 3, more than this machine's 2 processors" in result.stderr) == warning
 
 
-def test_records() -> None:
-    assert RecordOptions().settings() == FieldOptions().settings() == RecordSettings()
-    assert RecordOptions("test", "main").settings(5) == RecordSettings("test", "main", 5)
-    assert FieldOptions(prompt_field="q", response_field="a").settings() == RecordSettings(
-        prompt_field="q", response_field="a"
-    )
-
-
-def test_extents() -> None:
-    assert [extent("size", text) for text in (None, "auto", "7", "-1")] == [None, "auto", 7, -1]
-    with pytest.raises(ValueError, match="size is 'Auto'; it must be a whole number or auto"):
-        extent("size", "Auto")
-
-
-def test_whoever_loads_a_target_can_choose_the_backend() -> None:
+def test_commands_that_load_a_target_can_choose_the_backend() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     names = {name: {parameter.name for parameter in command.params} for name, command in commands.items()}
-    assert sum("target" in found for found in names.values()) >= 7
-    odd = [name for name, found in names.items() if ("target" in found) != ("backend" in found)]
+    odd = {name for name, options in names.items() if ("target" in options) != ("backend" in options)}
     # quantize decodes on the native backend alone, and the others read files without loading a target.
-    assert set(odd) == {"quantize", "inspect", "push"}
-    exact = [name for name, found in names.items() if "exact" in found]
+    assert odd == {"quantize", "inspect", "push"}
+    exact = [name for name, options in names.items() if "exact" in options]
     assert exact == ["generate", "chat", "serve", "bench", "bench suite", "calibrate", "doctor"]

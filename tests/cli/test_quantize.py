@@ -1,40 +1,29 @@
 """`blockdraft quantize` on tiny random models."""
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from blockdraft import cli
 from blockdraft.targets import load_target
 
-
-def quantize(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: object
-) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["blockdraft", "quantize", *map(str, args)])
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main()
-    return int(exit_info.value.code or 0), *capsys.readouterr()
+Run = Callable[..., Any]
 
 
-def test_a_target_is_rounded_and_loaded(
-    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, out, err = quantize(capsys, monkeypatch, tiny_target_dir, "--bits", 8, "--out", tmp_path / "eight")
+def test_a_target_is_rounded_and_loaded(tiny_target_dir: Path, tmp_path: Path, blockdraft: Run) -> None:
+    code, out, err = blockdraft("quantize", tiny_target_dir, "--bits", 8, "--out", tmp_path / "eight")
     assert (code, out) == (0, "")
     assert "eight: 8 bits in groups of 32, rounded to the nearest, 0.0 MB instead of 0.2" in err
     assert "int8 weights" in load_target(tmp_path / "eight", device="cpu", compile="off").running
-    code, out, err = quantize(capsys, monkeypatch, tiny_target_dir, "--group", 8, "--out", tmp_path / "four")
+    code, out, err = blockdraft("quantize", tiny_target_dir, "--group", 8, "--out", tmp_path / "four")
     assert code == 0 and "4 bits in groups of 8" in err and "--calibrate own" in err
     target = load_target(tmp_path / "four", device="cpu", compile="off")
     assert "int4 weights" in target.running and target.tokenizer is not None
 
 
-def test_text_is_measured_on(
-    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_measured_on(tiny_target_dir: Path, tmp_path: Path, blockdraft: Run) -> None:
     rows = [
         {"prompt": "say a word", "response": "the word"},
         {"turns": ["a question without an answer"]},
@@ -45,31 +34,29 @@ def test_text_is_measured_on(
     (tmp_path / "text.txt").write_text("the thing in the inn " * 40)
     sources = [part for name in ("chats.jsonl", "turns.jsonl", "text.txt") for part in ("--calibrate", tmp_path / name)]
     sizes = ("--length", 32, "--tokens", 1024, "--held-out", 256)
-    code, out, err = quantize(capsys, monkeypatch, tiny_target_dir, "--out", tmp_path / "few", *sources, *sizes)
+    code, out, err = blockdraft("quantize", tiny_target_dir, "--out", tmp_path / "few", *sources, *sizes)
     assert code == 0, err
-    assert "as they were" in out and "rounded to the nearest" in out and "calibrated" in out
+    assert "original" in out and "rounded to the nearest" in out and "calibrated" in out
     assert "layers: 3 of 3 parts" in err and "--calibrate FILE" not in err
 
 
 @pytest.mark.slow
-def test_the_target_may_write_the_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_target_may_write_the_text(tmp_path: Path, blockdraft: Run) -> None:
     sizes = ("--length", 64, "--tokens", 512, "--held-out", 128)
-    code, out, err = quantize(capsys, monkeypatch, "--out", tmp_path / "few", "--calibrate", "own", *sizes)
+    code, out, err = blockdraft("quantize", "--out", tmp_path / "few", "--calibrate", "own", *sizes)
     assert code == 0, err
     assert "prompts: 1" in err and "answers: 640 of 640" in err and "calibrated" in out
     found = {line.split()[0]: float(line.split()[-2]) for line in out.splitlines()[1:] if line.strip()}
-    assert 1 < found["as"] < 40  # it knows what it says, of 4,096 tokens
+    assert 1 < found["original"] < 40  # it knows what it says, of 4,096 tokens
 
 
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["--bits", 3], "bits is 3; it must be 4 or 8"),
-        (["--tables", "4"], "tables is '4'; it must be '8' or 'keep'"),
+        (["--bits", 3], "--bits must be 4 or 8, got '3'"),
+        (["--tables", "4"], "--tables must be '8' or 'keep', got '4'"),
         (["--group", 24], "Groups of 24 do not divide 32 inputs"),
-        (["--length", 1], "length is 1; it must be at least 2"),
+        (["--length", 1], "--length must be at least 2, got '1'"),
         (["--calibrate", "absent.jsonl"], "absent.jsonl"),
     ],
 )
@@ -78,38 +65,33 @@ def test_bad_input_is_told(
     told: str,
     tiny_target_dir: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    blockdraft: Run,
 ) -> None:
-    code, out, err = quantize(capsys, monkeypatch, tiny_target_dir, "--out", tmp_path / "few", *args)
+    code, out, err = blockdraft("quantize", tiny_target_dir, "--out", tmp_path / "few", *args)
     assert (code, out) == (2, "") and told in err and not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_taken_is_told_before_the_target_writes(
-    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_target_dir: Path, tmp_path: Path, blockdraft: Run
 ) -> None:
     (tmp_path / "few").mkdir()
     (tmp_path / "few/held").touch()
-    code, _, err = quantize(capsys, monkeypatch, tiny_target_dir, "--out", tmp_path / "few", "--calibrate", "own")
+    code, _, err = blockdraft("quantize", tiny_target_dir, "--out", tmp_path / "few", "--calibrate", "own")
     assert code == 2 and "few exists already" in err and "prompts" not in err
 
 
-def test_fields_of_the_text_can_be_named(
-    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fields_of_the_text_can_be_named(tiny_target_dir: Path, tmp_path: Path, blockdraft: Run) -> None:
     (tmp_path / "text.jsonl").write_text('{"question": "the thing", "answer": "a thing"}\n' * 40)
     options = ("--out", tmp_path / "few", "--calibrate", tmp_path / "text.jsonl", "--length", 8)
-    code, _, err = quantize(capsys, monkeypatch, tiny_target_dir, *options)
+    code, _, err = blockdraft("quantize", tiny_target_dir, *options)
     assert code == 2 and "--prompt-field" in err
     fields = ("--prompt-field", "question", "--response-field", "answer", "--tokens", 64, "--held-out", 16)
-    code, _, err = quantize(capsys, monkeypatch, tiny_target_dir, *options, *fields)
+    code, _, err = blockdraft("quantize", tiny_target_dir, *options, *fields)
     assert code == 0 and "Calibrated on 64 tokens, measured on 16 others." in err
 
 
-def test_too_little_text(
-    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_text(tiny_target_dir: Path, tmp_path: Path, blockdraft: Run) -> None:
     (tmp_path / "text.txt").write_text("the thing")
     options = ("--out", tmp_path / "few", "--calibrate", tmp_path / "text.txt")
-    code, _, err = quantize(capsys, monkeypatch, tiny_target_dir, *options)
+    code, _, err = blockdraft("quantize", tiny_target_dir, *options)
     assert code == 2 and "text.txt holds 5 tokens; give at least 512, better 40960" in err

@@ -7,22 +7,13 @@ import gguf
 import pytest
 from typer.testing import CliRunner
 
-from blockdraft.cli import app, display, loading
-from blockdraft.cli.train import split_flags
+from blockdraft.cli import app, display
+from blockdraft.cli import target as cli_target
 from blockdraft.drafters.dflash.train import DFlashRecipe
 from blockdraft.formats.speculators import recognises
 from blockdraft.settings import read_settings
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
-
-
-def test_recipe_fields_are_told_from_options() -> None:
-    arguments = ["dflash", "r.toml", "--out", "x", "--layers", "3", "--learning-rate=1e-3", "--show-recipe"]
-    own, fields = split_flags(arguments, {"--out", "--show-recipe"})
-    assert own == ["dflash", "r.toml", "--out", "x", "--show-recipe"]
-    assert fields == {"layers": "3", "learning-rate": "1e-3"}
-    with pytest.raises(ValueError, match="--layers has no value"):
-        split_flags(["dflash", "--layers"], {"--out"})
 
 
 def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +50,7 @@ def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeyp
 def test_show_recipe_is_a_recipe(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["train", "dflash", "--layers", "3", "--target-layers", "1,2", "--show-recipe"])
     assert result.exit_code == 0
-    line = "# Number of draft layers; the default is 5, or that of the drafter in `init`."
+    line = "# Number of draft layers; by default 5, or that of the drafter in `init`."
     assert f"{line}\nlayers = 3\n" in result.output
     (tmp_path / "r.toml").write_text(result.output)
     assert read_settings(DFlashRecipe, tmp_path / "r.toml") == DFlashRecipe(layers=3, target_layers=(1, 2))
@@ -68,7 +59,8 @@ def test_show_recipe_is_a_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["dflash", "--layer", "3"], "'layer' is unknown; did you mean layers"),
+        (["dflash", "--layer", "3"], "--layer is unknown; did you mean layers"),
+        (["dflash", "--layers"], "--layers has no value"),
         (["dlfash"], "'dlfash' is unknown; there are dflash"),
         (["dflash", "--out", "x"], "--data is missing"),
         (["dflash", "--out", "x", "--data", "nowhere"], "give a folder made by `blockdraft data`"),
@@ -85,7 +77,7 @@ def test_bad_input(arguments: list[str], told: str, tmp_path: Path, monkeypatch:
 
 def test_all_that_is_wrong_is_told_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("the target is loaded"))
+    monkeypatch.setattr(cli_target, "load", lambda *_, **__: pytest.fail("the target is loaded"))
     options = ["--data", "a", "--prompts", "b", "--hidden-states", "c", "--init", "d", "--objective", "decay=1,e=1,f=1"]
     told = str(CliRunner().invoke(app, ["train", "dflash", "--out", "x", *options]).exception)
     assert told.startswith("6 things do not fit") and told.count("\n") == 6
@@ -97,7 +89,7 @@ def test_all_that_is_wrong_is_told_before_the_target_is_loaded(tmp_path: Path, m
 def test_files_to_begin_with_are_refused_before_the_target_is_loaded(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_data_dir: Path
 ) -> None:
-    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("the target is loaded"))
+    monkeypatch.setattr(cli_target, "load", lambda *_, **__: pytest.fail("the target is loaded"))
     (tmp_path / name).write_text("# Models")
     if name.endswith("gguf"):
         writer = gguf.GGUFWriter(tmp_path / name, "llama")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import blockdraft
 from blockdraft.compat import DFlashConfig, DFlashGenerationMixin
 from blockdraft.compat import mixin as compat_mixin
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import load_drafter
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import load_target
@@ -157,7 +157,7 @@ def test_each_pass_settles_its_share(model, config, monkeypatch, steps, schedule
     state = drafter.new_state(2, 32)
     prompts = torch.tensor([[5, 17, 3], [7, 8, 9]])
     drafter.observe(state, prompts, torch.randn(2, 3, 64), [3, 2])
-    proposal = drafter.propose(state, torch.tensor([4, 6]), Plan(8, [SamplingParams()] * 2))
+    proposal = drafter.propose(state, torch.tensor([4, 6]), ChainPlan(8, [SamplingParams()] * 2))
     mask = drafter.config.mask_token_id
     assert [(tokens == mask).sum(dim=1).tolist() for tokens in seen] == [[n, n] for n in MASKED[steps, schedule]]
     for earlier, later in zip(seen, [*seen[1:], proposal.tokens], strict=True):
@@ -268,7 +268,7 @@ def test_a_drafter_keeps_its_reduced_head(model, config, monkeypatch):
     assert torch.equal(mixin.drafter.reduced_head.weight, loaded[0].reduced_head.weight)
     state = mixin.drafter.new_state(1, 32)
     mixin.drafter.observe(state, torch.tensor([[5, 17, 3]]), torch.randn(1, 3, 64), [3])
-    proposal = mixin.drafter.propose(state, torch.tensor([4]), Plan(8, [SamplingParams()]))
+    proposal = mixin.drafter.propose(state, torch.tensor([4]), ChainPlan(8, [SamplingParams()]))
     assert all(token % 3 == 0 for token in proposal.tokens[0, 1:].tolist())
 
 

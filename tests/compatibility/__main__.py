@@ -1,5 +1,6 @@
-"""Runs the tests of all cells that this environment has the packages for, and writes docs/compatibility.md from those
-that have passed here and, as `OUTCOMES` holds them, in other environments."""
+"""Test every combination whose packages are installed, and write docs/compatibility.md from all outcomes so far.
+
+Outcomes of other environments are read from, and added to, `OUTCOMES`."""
 
 import json
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 
 class Outcomes:
-    """What the tests of cells have found."""
+    """Collects the outcomes that the tests record."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -23,7 +24,7 @@ class Outcomes:
 OUTCOMES = Path(__file__).parents[2] / "build" / "compatibility.json"
 outcomes = Outcomes()
 code = pytest.main([str(Path(__file__).parent), "-k", "not page", *sys.argv[1:]], plugins=[outcomes])
-# Now, since pytest wants to see modules before anyone else imports them.
+# Imported after the tests, because pytest must be the first to import these modules.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "targets")]
 from compatibility_cells import DOCUMENT, Cell, document  # noqa: E402
 

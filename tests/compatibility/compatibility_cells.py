@@ -1,4 +1,4 @@
-"""What runs with what: cells that tests fill, and the document that is made of them."""
+"""Combinations of family, drafter and backend, their test outcomes, and the page that lists them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockdraft.targets.hf import REFUSED_FAMILIES
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 TESTED, REFUSED, UNTESTED = "tested", "refused", "untested"
 
-# Arguments of `load_target`.
+# Arguments of `load_target` by backend.
 BACKENDS: dict[str, dict[str, Any]] = {
     "transformers": {"backend": "hf"},
     "native": {"backend": "native", "compile": "off"},
@@ -22,10 +22,10 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "mlx": {"backend": "mlx"},
     "jax": {"backend": "jax"},
 }
-# Modules that backends need (tests/jax is a `jax`, too). Their tests have their names as markers.
+# Modules that backends need, which are also the markers of their tests. (tests/jax is a package `jax`, too.)
 PACKAGES = {"mlx": "mlx_lm", "jax": "jax.numpy"}
 TITLES = {"mlx": "MLX", "jax": "JAX"}
-# The fixture with a small checkpoint of each drafter; None for one that goes by its name, or that is the target's own.
+# Fixture with a small checkpoint of each drafter; None for drafters that are loaded by name or from a target.
 DRAFTERS: dict[str, str | None] = {
     "dflash": "tiny_drafter_dir",
     "dflash2": "tiny_dflash2_dir",
@@ -69,7 +69,7 @@ FAMILY_NAMES = {
     "nemotron_h": "Nemotron-H, Mamba-2",
     "falcon_h1": "Falcon-H1, Mamba-2",
 }
-NOT_COMPILED = {"qwen3_moe", "qwen3_5_text"}  # native, and neither compiled nor in JAX
+NOT_COMPILED = {"qwen3_moe", "qwen3_5_text"}  # native only
 
 
 class Cell(NamedTuple):
@@ -90,17 +90,19 @@ def is_refused(family: str, backend: str) -> bool:
 
 
 def document(outcomes: Mapping[Cell, str]) -> str:
-    """`docs/compatibility.md`, given what the tests found: a line a family, which names drafters where they differ."""
+    """Return the text of `docs/compatibility.md`: one line per family, naming drafters whose outcome differs."""
 
-    def told(family: str, backend: str) -> str:
+    def outcome_of(family: str, backend: str) -> str:
         by_drafter = {name: outcomes.get(Cell(family, key, backend), UNTESTED) for key, name in DRAFTER_NAMES.items()}
-        first, *others = sorted(dict.fromkeys(by_drafter.values()), key=[*by_drafter.values()].count, reverse=True)
-        apart = {each: [name for name, outcome in by_drafter.items() if outcome == each] for each in others}
-        told = [f"{each} with {', '.join(names)}" for each, names in apart.items()]
-        return "; ".join([*told, f"{first} with others" if told else first])
+        usual, *others = sorted(dict.fromkeys(by_drafter.values()), key=[*by_drafter.values()].count, reverse=True)
+        exceptions = [
+            f"{other} with {', '.join(name for name, outcome in by_drafter.items() if outcome == other)}"
+            for other in others
+        ]
+        return "; ".join([*exceptions, f"{usual} with others" if exceptions else usual])
 
     families = [
-        [f"{name} (`{family}`)", *(told(family, backend) for backend in BACKENDS)]
+        [f"{name} (`{family}`)", *(outcome_of(family, backend) for backend in BACKENDS)]
         for family, name in FAMILY_NAMES.items()
     ]
     table = _table([["Family", *(TITLES.get(name, f"{name[0].upper()}{name[1:]}") for name in BACKENDS)], *families])
@@ -109,7 +111,7 @@ def document(outcomes: Mapping[Cell, str]) -> str:
 
 
 def expected() -> dict[Cell, str]:
-    """What the tests find where all of them pass."""
+    """Return the outcomes when all tests pass."""
     return {cell: REFUSED if is_refused(cell.family, cell.backend) else TESTED for cell in CELLS}
 
 
@@ -118,41 +120,41 @@ def _table(rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n"
 
 
-INTRODUCTION = f"""# What runs with what
+INTRODUCTION = f"""# Compatibility
 
-Which families of targets run on which backend, tried with each of these drafters:
+This page lists which families of targets run on which backend. Each was tested with these drafters:
 {", ".join(DRAFTER_NAMES.values())}.
 
-- *tested*: a tiny random model of the family, in float32, gives the tokens of plain decoding of each request alone, in
-  a batch whose rows draft trees and chains, greedy and at a temperature.
-- *refused*: loading fails, and the message names the family and the reason. With the backend "auto", the default,
-  transformers then runs the model, or the native decoder uncompiled.
-- *untested* says nothing.
+- *tested*: a tiny random model of the family, in float32, generates the same tokens as plain decoding of each request
+  alone. The batch drafts trees and chains, greedy and sampled.
+- *refused*: loading fails with a message that names the family and the reason. The default backend, "auto", then runs
+  the model with transformers or with the uncompiled native decoder.
+- *untested*: not known.
 
-Beside MLX and JAX, torch runs the drafters that [these](mlx.md) [pages](jax.md) do not name, and a warning says so.
+Drafters that [MLX](mlx.md) and [JAX](jax.md) do not run themselves run in torch, with a warning.
 
-| Backend | Asked for by |
+| Backend | How to select it |
 |---|---|
-| Transformers | `load_target(path, backend="hf")`: any decoder-only model that attends, and the recurrent ones below |
+| Transformers | `load_target(path, backend="hf")`: any decoder-only attention model, and the recurrent ones below |
 | Native | `load_target(path, backend="native", compile="off")`: our own decoder |
-| Compiled for a CPU | `load_target(path, backend="native", compile="on")`: the same decoder, in C |
+| Compiled for a CPU | `load_target(path, backend="native", compile="on")`: the same decoder in C |
 | MLX | `load_target(path, backend="mlx")`: [mlx-lm's model](mlx.md); tested on `mlx[cpu]` |
 | JAX | `load_target(path, backend="jax")`: [families of our own decoder in JAX](jax.md); tested on a CPU |
 """
-LAST = """Quantised checkpoints of other layouts than [quantize.md](quantize.md) names run through transformers, as far
-as it can on the device. With torchao's int8 weights on a CPU, drafted answers are tested to be those of the same
-target's plain decoding.
+LAST = """Quantized checkpoints of other layouts than those of [quantize.md](quantize.md) run through transformers, if
+it supports them on the device. With torchao's int8 weights on a CPU, drafted output is tested to equal plain decoding
+of the same target.
 
 ## Recurrent layers
 
-Families with gated delta nets or Mamba-2 layers keep a state, which cannot be cut. So prompts that begin alike are not
-shared between requests, and such a model cannot draft for another. Through transformers `exact`
-([exactness.md](exactness.md)) refuses them, as it does latent attention and attention sinks.
-[architecture.md](architecture.md) says how a state is kept for each path of a tree.
+Families with gated delta nets or Mamba-2 layers keep a state that cannot be cut. So their requests do not share
+prefixes, and such a model cannot draft for another. Through transformers, `exact` ([exactness.md](exactness.md))
+refuses them, as well as latent attention and attention sinks. [architecture.md](architecture.md) explains how a tree
+keeps one state per path.
 
 ## Refused everywhere
 
-Encoder-decoders, and recurrent layers of other families than those above, since no test says that their states can be
-brought back to what was accepted. And by name:"""
+Encoder-decoders are refused, and recurrent layers of other families than those above, because no test shows that their
+states can be rolled back. These are refused by name:"""
 
 assert {*FAMILY_NAMES} == {*FAMILIES} and {*ATTENTION} <= {*FAMILIES}

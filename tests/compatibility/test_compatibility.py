@@ -1,4 +1,4 @@
-"""Each family of targets, with each drafter and each backend, says what it says without a drafter."""
+"""Every family of targets generates the same tokens with each drafter on each backend as without a drafter."""
 
 from collections.abc import Callable
 from functools import cache
@@ -56,7 +56,7 @@ def targets(folders: Callable[[str, bool], Path]) -> Callable[[str, str], Target
 
 @cache
 def plain(target: Target) -> list[list[int]]:
-    """The answers without a drafter, each request alone."""
+    """Return the outputs without a drafter, each request alone."""
     engine = Engine(target, load_drafter("none", target=target))
     return [engine.generate([prompt], params)[0].token_ids for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
 
@@ -69,7 +69,7 @@ def plain(target: Target) -> list[list[int]]:
         if not is_refused(cell.family, cell.backend)
     ],
 )
-def test_drafting_changes_no_answer(
+def test_drafting_changes_no_output(
     cell: Cell,
     targets: Callable[[str, str], Target],
     folders: Callable[[str, bool], Path],
@@ -120,5 +120,5 @@ def test_a_family_that_a_backend_lacks_is_refused_by_name(
     record_property("cells", [[[family, drafter, backend], REFUSED] for drafter in DRAFTERS])
 
 
-def test_the_page_says_what_the_tests_find() -> None:
+def test_the_page_lists_what_the_tests_check() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == document(expected()), "run: python tests/compatibility"

@@ -149,7 +149,7 @@ def test_lengths_must_fit(tmp_path: Path, base: Target) -> None:
     where = [source(tmp_path, [{"text": "the end"}])]
     with pytest.raises(ValueError, match="20 tokens of each text are to be continued and a document has at most 20"):
         Preparation(tmp_path / "a", base, where, RecordSettings(), settings(continued=20, length=20))
-    with pytest.raises(ValueError, match="continued is 0"):
+    with pytest.raises(ValueError, match="continued must be at least 1, got 0"):
         settings(continued=0)
     with pytest.raises(ValueError, match='writer is "text", which writes nothing'):
         DataSettings(continued=3)

@@ -170,7 +170,7 @@ def test_batches_have_similar_lengths() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="dtype is 'int8'"):
+    with pytest.raises(ValueError, match="dtype must be 'bfloat16', 'float16' or 'float32', got 'int8'"):
         HiddenStateSettings(dtype="int8")
-    with pytest.raises(ValueError, match="batch_tokens is 0"):
+    with pytest.raises(ValueError, match="batch_tokens must be at least 1, got 0"):
         HiddenStateSettings(batch_tokens=0)

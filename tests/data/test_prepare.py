@@ -130,9 +130,9 @@ def test_chat_that_the_template_refuses(tmp_path: Path, target: TargetText) -> N
 
 
 def test_bad_settings_are_refused(tmp_path: Path, target: TargetText) -> None:
-    with pytest.raises(ValueError, match="length is 1; it must be at least 2"):
+    with pytest.raises(ValueError, match="length must be at least 2, got 1"):
         DataSettings(length=1)
-    with pytest.raises(ValueError, match="batch_size is 0"):
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         DataSettings(batch_size=0)
     with pytest.raises(ValueError, match="length is 257 and the target's context 256"):
         prepared(tmp_path / "a", target, [{"text": "x"}], length=257)

@@ -116,7 +116,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     datasets.DatasetDict(train=datasets.Dataset.from_list([{"text": "a"}])).save_to_disk(tmp_path / "splits")
     with pytest.raises(ValueError, match="cannot be read as a dataset"):
         read("splits", RecordSettings(split="holdout"))
-    with pytest.raises(ValueError, match="limit is 0"):
+    with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
         RecordSettings(limit=0)
 
 

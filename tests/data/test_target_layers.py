@@ -83,7 +83,7 @@ def test_chosen_target_layers(target: Target, data: TokenData) -> None:
     for text, layers in (("2", (1, 5)), ("1,3,5", (1, 3, 5)), ("3,", (3,)), ("[3]", (3,)), ("0,", (0,))):
         assert chosen_target_layers(from_text(HiddenStateSettings, "target_layers", text), 8) == layers
     for text in ("", "x", "1,x", ","):
-        with pytest.raises(ValueError, match="it must be a whole number"):
+        with pytest.raises(ValueError, match="must be a whole number"):
             chosen_target_layers(from_text(HiddenStateSettings, "target_layers", text), 8)
     for wrong in ((4,), (-1,), ()):
         with pytest.raises(ValueError, match="the target has 3 layers; name one or more of 0 to 2, or 3 for"):

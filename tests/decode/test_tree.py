@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Proposal, depths
-from blockdraft.decode.tree import best_count, best_first, best_of, lattice_tree, next_pays, paying_tree
+from blockdraft.decode.tree import best_count, best_first, best_of, best_tree, lattice_tree, next_pays
 
 ANCHOR = torch.tensor([7])
 
@@ -137,20 +137,20 @@ def test_a_tree_that_pays_is_the_one_cut_from_the_whole_budget(cost: float, spre
     log_probs = dists(depth=9, vocabulary=60, seed=3, spread=spread, batch=2)
     seconds = [1 + cost * draft_tokens for draft_tokens in range(301)]
     expected = build(log_probs, 300, seconds)
-    found = paying_tree(ANCHOR.expand(2), log_probs, 300, seconds)
+    found = best_tree(ANCHOR.expand(2), log_probs, 300, seconds)
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.parents, expected.parents)
 
 
-def test_a_paying_tree_keeps_to_its_budget_where_more_would_pay() -> None:
-    found = paying_tree(ANCHOR, dists(6, 20, seed=7, spread=0.5), 50, [1.0] * 500)
+def test_a_best_tree_keeps_to_its_budget_where_more_would_pay() -> None:
+    found = best_tree(ANCHOR, dists(6, 20, seed=7, spread=0.5), 50, [1.0] * 500)
     assert found.tokens.shape == (1, 51)
 
 
 def test_a_larger_tree_is_not_grown_where_a_quarter_of_a_small_one_does_not_pay() -> None:
     seconds = [1.0] * 17 + [9.0] * 20 + [0.1] * 463  # 16 guesses pay, and from 37 on far more would
     log_probs = dists(6, 20, seed=7, spread=0.5)
-    assert paying_tree(ANCHOR, log_probs, 200, seconds).tokens.shape == (1, 17)
+    assert best_tree(ANCHOR, log_probs, 200, seconds).tokens.shape == (1, 17)
     assert best_first(ANCHOR, *log_probs.topk(20), 200, seconds).tokens.shape == (1, 201)
 
 

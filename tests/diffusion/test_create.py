@@ -115,9 +115,9 @@ def test_padding_token_may_be_the_end_token(source: Path, tmp_path: Path) -> Non
     [
         ({"mask_token_id": 0}, "mask_token_id is 0, the padding token; give a token that no text contains"),
         ({"mask_token_id": 2}, "mask_token_id is 2, an end token"),
-        ({"mask_token_id": 265}, "mask_token_id is 265; it must be between 0 and 264"),
-        ({"block_size": 300}, "block_size is 300; it must be at most 256, the context of "),
-        ({"block_size": 0}, "block_size is 0; it must be at least 1"),
+        ({"mask_token_id": 265}, "mask_token_id must be between 0 and 264, got 265"),
+        ({"block_size": 300}, "block_size must be at most 256, the context of .*, got 300"),
+        ({"block_size": 0}, "block_size must be at least 1, got 0"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str, tiny_target_dir: Path, tmp_path: Path) -> None:
@@ -354,9 +354,9 @@ def test_new_model_in_the_paper_layout(tiny_target_dir: Path, tmp_path: Path) ->
     [
         ({"hidden_size": 30, "heads": 4}, "hidden_size is 30 and heads 4; .*a multiple of 8, such as 24"),
         ({"block_size": 64}, "block_size is 64 and context 32"),
-        ({"kind": "rnn"}, "kind is 'rnn'; it must be 'dit' or 'causal'"),
+        ({"kind": "rnn"}, "kind must be 'dit' or 'causal', got 'rnn'"),
         ({"mask_token_id": 2}, "mask_token_id is 2, an end token"),
-        ({"layers": 0}, "layers is 0; it must be at least 1"),
+        ({"layers": 0}, "layers must be at least 1, got 0"),
     ],
 )
 def test_bad_new_settings(changes: dict[str, Any], message: str, tiny_target_dir: Path, tmp_path: Path) -> None:

@@ -109,9 +109,9 @@ def test_bad_input(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(4)
     with pytest.raises(UsageError, match="no token to predict"):
         likelihood(model, [text(1)])
-    with pytest.raises(UsageError, match="length is 300; it must be at most 256, the model's context"):
+    with pytest.raises(UsageError, match="length must be at most 256, the model's context, got 300"):
         likelihood(model, [text(9)], LikelihoodSettings(length=300))
-    with pytest.raises(UsageError, match="draws is 3; it must be at least 4"):
+    with pytest.raises(UsageError, match="draws must be at least 4, got 3"):
         LikelihoodSettings(draws=3)
     monkeypatch.setattr(model.network, "logits", lambda states: states.new_full((len(states), 265), torch.nan))
     with pytest.raises(NumbersError, match="not finite"):  # after the first batch

@@ -62,10 +62,10 @@ def test_ancestral_steps_are_equal() -> None:
         ("treshold", "strategy is 'treshold'; did you mean threshold?"),
         ("xyz", "use one of first_hitting, ancestral, static, threshold, entropy, left_to_right"),
         ("left_to_right=2", "left_to_right takes no value"),
-        ("threshold=2", "threshold is '2'; it must be at most 1"),
-        ("threshold=much", "threshold is 'much'; it must be a number"),
-        ("static=0", "tokens is '0'; it must be at least 1"),
-        ("static=", "tokens is ''; it must be a whole number"),
+        ("threshold=2", "threshold must be at most 1, got '2'"),
+        ("threshold=much", "threshold must be a number, got 'much'"),
+        ("static=0", "tokens must be at least 1, got '0'"),
+        ("static=", "tokens must be a whole number, got ''"),
     ],
 )
 def test_bad_names(text: str, message: str) -> None:

@@ -50,7 +50,7 @@ def test_invalid_records(record: Any, message: str, model_of: Any, tmp_path: Pat
 
 def test_sequence_length(model_of: Any) -> None:
     assert sequence_length(model_of(), None) == 256 and sequence_length(model_of(), 10) == 10
-    with pytest.raises(UsageError, match="length is 257"):
+    with pytest.raises(UsageError, match="length must be at most 256"):
         sequence_length(model_of(), 257)
 
 

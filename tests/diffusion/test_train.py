@@ -164,12 +164,12 @@ def test_each_epoch_trains_on_all_sequences(model_of: Any, tmp_path: Path, monke
     [
         ({"length": 250}, "which make 0 sequences of 250 with something to learn, 0 of them held out; give more"),
         ({"held_out": 1.0}, "16 of them held out"),
-        ({"block_size": 13}, "block_size is 13; it must be at most 12, the length of sequences"),
-        ({"length": 300}, "length is 300; it must be at most 256, the model's context"),
+        ({"block_size": 13}, "block_size must be at most 12, the length of sequences, got 13"),
+        ({"length": 300}, "length must be at most 256, the model's context, got 300"),
         ({"low": 0.9, "high": 0.5}, "low is 0.9 and high 0.5"),
         ({"low": 0.0}, "low is 0.0 and high 1.0"),
         ({"schedule": "cosine", "complementary": True}, "complementary masks take the schedule linear"),
-        ({"schedule": "quick"}, "schedule is 'quick'; it must be 'linear', "),
+        ({"schedule": "quick"}, "schedule must be 'linear', 'square', "),
     ],
 )
 def test_bad_settings(model_of: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -189,7 +189,7 @@ def test_another_run_is_kept(model_of: Any, tmp_path: Path) -> None:
     run(model_of, out, 2)
     with pytest.raises(UsageError, match=r"holds a run with learning_rate = 0.0003 \(now 0.1\)"):
         run(model_of, out, 3, learning_rate=0.1)
-    with pytest.raises(UsageError, match="steps is 1; it must be at least 2"):
+    with pytest.raises(UsageError, match="steps must be at least 2"):
         run(model_of, out, 1)
     run(model_of, out, 2, save_every=1)  # does not affect the weights
     other = tmp_path / "other"

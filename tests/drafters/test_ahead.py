@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import ChainPlan, SampledPlan
 from blockdraft.drafters import hits, load_drafter
 from blockdraft.drafters.ahead import AheadDrafter, AheadState, on_its_own
 from blockdraft.drafters.draft_lm import DraftLMDrafter
@@ -133,14 +133,14 @@ def begun(drafter: AheadDrafter, block_size: int = 5) -> tuple[AheadState, Tenso
     """State that was drafted ahead for, and the tokens of its proposal."""
     state = drafter.new_state(2, 60).of([60])
     observe(drafter, state, [[9, 8, 7]])
-    return state, drafter.propose(state, torch.tensor([5]), Plan(block_size, [GREEDY])).tokens[0]
+    return state, drafter.propose(state, torch.tensor([5]), ChainPlan(block_size, [GREEDY])).tokens[0]
 
 
 def expected_after(usual: DraftLMDrafter, text: list[int], block_size: int = 5) -> list[int]:
     """Anchor and guesses behind a text whose last token is the anchor, without drafting ahead."""
     state = usual.new_state(1, 60)
     observe(usual, state, [text[:-1]])
-    made: list[int] = usual.propose(state, torch.tensor(text[-1:]), Plan(block_size, [GREEDY])).tokens[0].tolist()
+    made: list[int] = usual.propose(state, torch.tensor(text[-1:]), ChainPlan(block_size, [GREEDY])).tokens[0].tolist()
     return made
 
 
@@ -171,7 +171,7 @@ def test_guesses_are_those_of_usual_drafting(
         if cycle == 8:  # another order, of fewer rows
             rows, texts, params, anchor = [180, 0], [texts[2], texts[0]], params[:2], anchor[[2, 0]]
         of_ours, of_theirs = ours.of(rows), theirs.of(rows)
-        plan = Plan(5 if cycle % 4 else 4, params[: len(rows)], cycle_seconds=seconds)
+        plan = ChainPlan(5 if cycle % 4 else 4, params[: len(rows)], cycle_seconds=seconds)
         hits_before = drafter.foreseen
         made = drafter.propose(of_ours, anchor, plan)
         expected = usual.propose(of_theirs, anchor, plan)
@@ -203,14 +203,14 @@ def test_sampled_guesses_are_not_drafted_ahead(drafter: AheadDrafter, usual: Dra
     params = [SamplingParams(temperature=0.8), GREEDY]
     states: list[tuple[Any, Any]] = [(drafter, drafter.new_state(2, 60)), (usual, usual.new_state(2, 60))]
     for cycle in range(3):
-        plan = Plan(5, params, draws=torch.rand(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(7)))
+        plan = SampledPlan(5, params, torch.rand(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(7)))
         made = [each.propose(state, torch.tensor([5, 6]), plan) for each, state in states]
         assert made[0].tokens.tolist() == made[1].tokens.tolist() and made[0].q is not None
         assert torch.equal(made[0].q[0].ids, made[1].q[0].ids) and made[0].q[1] is None
         for each, state in states:
             observe(each, state, made[0].tokens[:, : 1 + cycle].tolist())
     assert pace.ahead == drafter.tried == 0
-    drafter.propose(states[0][1], torch.tensor([5, 6]), Plan(5, [GREEDY] * 2, draws=torch.zeros(2, 4)))
+    drafter.propose(states[0][1], torch.tensor([5, 6]), ChainPlan(5, [GREEDY] * 2))
     finish(states[0][1])
     assert pace.ahead == 5
 
@@ -240,7 +240,7 @@ def test_a_request_with_shorter_blocks_finds_its_outcomes_on_the_chain(drafter: 
     finish(state)
     observe(drafter, state, [chain[:2].tolist()])
     pace.usual = 0
-    assert drafter.propose(state, chain[2:3], Plan(3, [GREEDY])).tokens[0].tolist() == chain[2:].tolist()
+    assert drafter.propose(state, chain[2:3], ChainPlan(3, [GREEDY])).tokens[0].tolist() == chain[2:].tolist()
     assert (drafter.foreseen, pace.usual) == (1, 0)
 
 
@@ -265,7 +265,7 @@ def test_what_is_not_ready_is_drafted_as_usual(
     ready = min(passes, 4)
     assert pace.ahead == 1 + ready
     pace.usual, pace.held = 0, False
-    made = drafter.propose(state, torch.tensor([token]), Plan(5, [GREEDY])).tokens[0].tolist()
+    made = drafter.propose(state, torch.tensor([token]), ChainPlan(5, [GREEDY])).tokens[0].tolist()
     assert made == expected_after(usual, [9, 8, 7, *committed, token])
     assert (pace.usual, drafter.foreseen, drafter.tried) == (4 - ready, 1, 1)
     finish(state)
@@ -277,7 +277,7 @@ def test_an_outcome_that_was_not_drafted_for(drafter: AheadDrafter, usual: Draft
     observe(drafter, state, [chain[:2].tolist()])
     token = next(id for id in range(60) if (1, id) not in foreseen_of(state, 60) and id != chain[2])
     pace.usual = 0
-    made = drafter.propose(state, torch.tensor([token]), Plan(5, [GREEDY])).tokens[0].tolist()
+    made = drafter.propose(state, torch.tensor([token]), ChainPlan(5, [GREEDY])).tokens[0].tolist()
     assert made == expected_after(usual, [9, 8, 7, *chain[:2].tolist(), token])
     assert (pace.usual, drafter.foreseen, drafter.tried) == (4, 0, 1)
 
@@ -291,7 +291,7 @@ def test_a_longer_block_goes_on_where_what_was_drafted_ends(
     committed = chain[: 1 + place].tolist()
     observe(drafter, state, [committed])
     pace.usual = 0
-    made = drafter.propose(state, torch.tensor([token]), Plan(6, [GREEDY])).tokens[0].tolist()
+    made = drafter.propose(state, torch.tensor([token]), ChainPlan(6, [GREEDY])).tokens[0].tolist()
     assert made == expected_after(usual, [9, 8, 7, *committed, token], 6)
     assert pace.usual == 3  # two of five were there
 
@@ -316,7 +316,7 @@ def test_after_an_error_ahead_missing_guesses_are_drafted_as_usual(
         committed = chain[: 1 + place].tolist()
         observe(drafter, state, [committed])
         text += committed
-        chain = drafter.propose(state, torch.tensor([token]), Plan(5, [GREEDY])).tokens[0]
+        chain = drafter.propose(state, torch.tensor([token]), ChainPlan(5, [GREEDY])).tokens[0]
         assert chain.tolist() == expected_after(usual, [*text, token])
         finish(state)
     assert (drafter.foreseen, drafter.tried) == (3 if fails_at == 3 else 2, 3) and not caplog.text
@@ -332,7 +332,7 @@ def test_without_a_thread_drafts_are_the_usual_ones(
     for reason, told in (("can't start new thread", True), ("can't create new thread at interpreter shutdown", False)):
         state, chain = begun(drafter)
         observe(drafter, state, [chain[:1].tolist()])
-        made = drafter.propose(state, torch.tensor([44]), Plan(5, [GREEDY])).tokens[0].tolist()
+        made = drafter.propose(state, torch.tensor([44]), ChainPlan(5, [GREEDY])).tokens[0].tolist()
         assert made == expected_after(usual, [9, 8, 7, 5, 44])
         assert (reason in caplog.text) == told
 
@@ -361,7 +361,7 @@ def test_changes_to_a_state_wait_for_the_draft_on_it(
     assert not thread.is_alive() and pace.ahead == 3
     pace.held = False
     other = state.of([0])
-    made = drafter.propose(other, torch.tensor([17]), Plan(5, [GREEDY])).tokens[0].tolist()
+    made = drafter.propose(other, torch.tensor([17]), ChainPlan(5, [GREEDY])).tokens[0].tolist()
     copied = other.inner.texts[0]
     assert made == expected_after(usual, [*copied, 17]) and len(copied) in (0, 3)
     finish(state)
@@ -375,7 +375,7 @@ def test_a_row_that_takes_the_place_of_another_finds_nothing(drafter: AheadDraft
     state.open(60, 60)
     assert 60 not in state.work.found and outcomes
     observe(drafter, state, [[9, 8, 7]])
-    assert drafter.propose(state, torch.tensor([6]), Plan(5, [GREEDY])).tokens[0].tolist() == expected_after(
+    assert drafter.propose(state, torch.tensor([6]), ChainPlan(5, [GREEDY])).tokens[0].tolist() == expected_after(
         usual, [9, 8, 7, 6]
     )
     finish(state)
@@ -394,7 +394,7 @@ def test_near_the_end_of_its_slots_fewer_guesses_are_drafted_ahead(
         state.close(0)
         state.open(0, slots)
         observe(drafter, state, [[9, 8, 7]])
-        drafter.propose(state, torch.tensor([5]), Plan(5, [GREEDY]))
+        drafter.propose(state, torch.tensor([5]), ChainPlan(5, [GREEDY]))
         finish(state)
         outcomes = list(state.work.found[0][1].values())[-COUNT:]
         if draft_tokens is None:
@@ -416,7 +416,7 @@ def test_near_the_end_of_its_context_nothing_is_drafted_ahead(
         state, plain = drafter.new_state(1, 60), usual.new_state(1, 60)
         for each, one in ((drafter, state), (usual, plain)):
             observe(each, one, [[7 + i for i in range(length)]])
-        plan, anchor = Plan(5, [GREEDY]), torch.tensor([6])
+        plan, anchor = ChainPlan(5, [GREEDY]), torch.tensor([6])
         made, expected = drafter.propose(state, anchor, plan), usual.propose(plain, anchor, plan)
         assert made.tokens.tolist() == expected.tokens.tolist() and torch.equal(made.parents, expected.parents)
         assert (0 in state.work.found) == begins

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import SPARSE_SIZE, Plan
+from blockdraft.decode.proposal import SPARSE_SIZE, ChainPlan, SampledPlan
 from blockdraft.decode.sampling import draw
 from blockdraft.diffusion.create import convert
 from blockdraft.diffusion.settings import ConvertSettings
@@ -106,10 +106,10 @@ def test_guesses_equal_those_of_a_model_without_a_cache(
         rows = [*texts]
         part = state.of(rows)
         if cycle == 6:  # drafted in vain: no token was committed
-            drafter.propose(part, torch.tensor([11, 12]), Plan(5, [GREEDY] * 2))
+            drafter.propose(part, torch.tensor([11, 12]), ChainPlan(5, [GREEDY] * 2))
             observe(drafter, part, [[], []])
         anchors = torch.randint(4, 60, (len(rows),), generator=generator).tolist()
-        plan = Plan(5, [GREEDY] * len(rows), draft_passes=passes)
+        plan = ChainPlan(5, [GREEDY] * len(rows), draft_passes=passes)
         proposal = drafter.propose(part, torch.tensor(anchors), plan)
         new = []
         for row, anchor, ids, parents in zip(
@@ -129,7 +129,7 @@ def test_half_a_block_is_not_kept(drafter: BlockDiffusionDrafter) -> None:
     """Its keys and values have seen the other half."""
     state = drafter.new_state(1, 40)
     observe(drafter, state, [list(range(10, 31))])
-    drafter.propose(state, torch.tensor([31]), Plan(5, [GREEDY]))
+    drafter.propose(state, torch.tensor([31]), ChainPlan(5, [GREEDY]))
     assert state.cache.lengths == [20]
     state.shrink(0, 14)
     assert state.cache.lengths == [12]
@@ -141,7 +141,7 @@ def test_sampled_guesses_follow_their_distributions(drafter: BlockDiffusionDraft
     observe(drafter, state, texts)
     params = [SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=5)]
     draws = torch.rand(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    proposal = drafter.propose(state, torch.tensor([20, 21]), Plan(5, params, draws=draws))
+    proposal = drafter.propose(state, torch.tensor([20, 21]), SampledPlan(5, params, draws))
     assert proposal.q is not None and proposal.tokens.shape == (2, 3)
     for row, (text, anchor) in enumerate(zip(texts, (20, 21), strict=True)):
         probs = probabilities(dists(drafter, [*text, anchor])[None], [params[row]])[0]
@@ -185,7 +185,7 @@ def test_past_its_context_it_stops_guessing(tiny_target_dir: Path, target: Targe
     drafter = load_drafter(tmp_path / "short", target=target)
     state = drafter.new_state(3, 60)
     observe(drafter, state, [[7] * 13, [7] * 15, [7] * 40])  # type: ignore[arg-type]
-    proposal = drafter.propose(state, torch.tensor([6] * 3), Plan(5, [GREEDY] * 3))
+    proposal = drafter.propose(state, torch.tensor([6] * 3), ChainPlan(5, [GREEDY] * 3))
     assert [sum(parent >= 0 for parent in parents) for parents in proposal.parents.tolist()] == [2, 0, 0]
     [found] = Engine(target, drafter, drafting=Drafting(None)).generate([[7] * 9], GREEDY)
     [plain] = Engine(target, load_drafter("none", target=target)).generate([[7] * 9], GREEDY)

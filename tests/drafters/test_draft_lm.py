@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import SPARSE_SIZE, Plan
+from blockdraft.decode.proposal import SPARSE_SIZE, ChainPlan, Plan, SampledPlan
 from blockdraft.decode.sampling import draw
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.draft_lm import BLOCK_SIZE, DraftLMDrafter, DraftState
@@ -118,11 +118,11 @@ def test_guesses_equal_those_of_a_model_without_a_cache(
             observe(drafter, state, new)
             texts = [text + more for text, more in zip(texts, new, strict=True)]
         if cycle == 6:  # drafted in vain: no token was committed
-            drafter.propose(state, torch.tensor([11, 12, 13]), Plan(4, params))
+            drafter.propose(state, torch.tensor([11, 12, 13]), ChainPlan(4, params))
             observe(drafter, state, [[], [], []])
         anchor = torch.randint(4, 60, (3,), generator=generator)
         draws = torch.rand(3, 4, dtype=torch.float64, generator=generator) if sampled else None
-        proposal = drafter.propose(state, anchor, Plan(5, params, draws=draws))
+        proposal = drafter.propose(state, anchor, SampledPlan(5, params, draws))
         assert proposal.tokens.shape == (3, 5)
         new = []
         for row, (text, ids) in enumerate(zip(texts, proposal.tokens.tolist(), strict=True)):
@@ -160,7 +160,7 @@ def test_no_token_is_read_twice_for_nothing(drafter: DraftLMDrafter, monkeypatch
 
     def nodes(anchor: list[int]) -> list[tuple[int, int]]:
         calls.clear()
-        drafter.propose(state, torch.tensor(anchor), Plan(4, [SamplingParams()] * len(anchor)))
+        drafter.propose(state, torch.tensor(anchor), ChainPlan(4, [SamplingParams()] * len(anchor)))
         return calls
 
     monkeypatch.setattr(drafter.model, "forward", spy)
@@ -182,7 +182,7 @@ def test_a_copy_is_the_state_of_a_shorter_text(drafter: DraftLMDrafter, scatter:
     """Also if the source row has given up the slots behind its text."""
     state = scatter(drafter.new_state(1, 160), (100, 60), (3, 60))
     observe(drafter, state, [[9, 8, 7, 6], list(range(20, 40))])
-    drafter.propose(state, torch.tensor([5, 6]), Plan(5, [SamplingParams()] * 2))
+    drafter.propose(state, torch.tensor([5, 6]), ChainPlan(5, [SamplingParams()] * 2))
     observe(drafter, state, [[5], [6, 44]])
     texts = dict(zip(state.rows, state.texts, strict=True))
     for size in (60, 22, 5):
@@ -192,7 +192,7 @@ def test_a_copy_is_the_state_of_a_shorter_text(drafter: DraftLMDrafter, scatter:
             state.copy(row, 70, length)
             copy = state.of([70])
             assert copy.texts == [texts[row][:length]]
-            ids = drafter.propose(copy, torch.tensor([17]), Plan(4, [SamplingParams()])).tokens[0].tolist()
+            ids = drafter.propose(copy, torch.tensor([17]), ChainPlan(4, [SamplingParams()])).tokens[0].tolist()
             for depth in range(1, 4):
                 assert ids[depth] == int(logits_after(drafter, texts[row][:length] + ids[:depth]).argmax())
             state.close(70)
@@ -205,11 +205,11 @@ def test_a_long_text_is_not_read_beside_a_row_that_has_no_slots_for_it(
     state = scatter(drafter.new_state(1, 60), (30, 30), (10, 8), (18, 12))  # the last one follows the shortest
     texts = [list(range(20, 42)), [9, 8], [30, 31, 32]]
     observe(drafter, state.of([18]), texts[2:])
-    drafter.propose(state.of([18]), torch.tensor([6]), Plan(2, [SamplingParams()]))  # read what was observed
+    drafter.propose(state.of([18]), torch.tensor([6]), ChainPlan(2, [SamplingParams()]))  # read what was observed
     observe(drafter, state.of([18]), [[6]])
     observe(drafter, state.of([30, 10]), texts[:2])
     texts[2].append(6)
-    proposal = drafter.propose(state, torch.tensor([5, 6, 7]), Plan(4, [SamplingParams()] * 3))
+    proposal = drafter.propose(state, torch.tensor([5, 6, 7]), ChainPlan(4, [SamplingParams()] * 3))
     for text, ids in zip(texts, proposal.tokens.tolist(), strict=True):
         for depth in range(1, 4):
             assert ids[depth] == int(logits_after(drafter, text + ids[:depth]).argmax())
@@ -232,7 +232,7 @@ def test_past_its_context_it_stops_guessing(target: Target, tiny_target_dir: Pat
     state = drafter.new_state(4, 60)
     observe(drafter, state, [[7] * length for length in (3, 17, 20, 30)])
     assert state.cache.lengths == [3, 17, 20, 0]
-    proposal = drafter.propose(state, torch.tensor([6] * 4), Plan(6, [GREEDY] * 4))
+    proposal = drafter.propose(state, torch.tensor([6] * 4), ChainPlan(6, [GREEDY] * 4))
     assert [sum(parent >= 0 for parent in parents) for parents in proposal.parents.tolist()] == [5, 3, 0, 0]
     assert state.cache.lengths == [len(held) for held in state.held] == [8, 20, 0, 0]
     completions = Engine(target, drafter, drafting=Drafting(None)).generate([PROMPTS[1], PROMPTS[3], [7] * 30], GREEDY)
@@ -258,16 +258,17 @@ def test_a_prompt_alone_that_is_longer_than_its_context_is_not_read(
 
 
 def test_no_more_is_drafted_than_pays(drafter: DraftLMDrafter) -> None:
-    def count(seconds: list[float], **fields: Any) -> int:
+    def count(seconds: list[float], uniforms: Tensor | None = None) -> int:
         state = drafter.new_state(2, 60)
         observe(drafter, state, PROMPTS[1:3])
-        plan = Plan(6, [SamplingParams(), SamplingParams(temperature=1.0)], cycle_seconds=seconds, **fields)
+        plan: Plan = ChainPlan(6, [SamplingParams(), SamplingParams(temperature=1.0)], cycle_seconds=seconds)
+        plan = plan if uniforms is None else plan.as_sampled(uniforms)
         return drafter.propose(state, torch.tensor([5, 6]), plan).tokens.size(1) - 1
 
     assert count([1.0] * 6) == count([1.0] * 9) == 5
     assert count([1.0] * 3) == 2  # no more than there are times for
     assert count([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == 0
-    assert count([1.0, 9.0], draws=torch.rand(2, 5, dtype=torch.float64)) == 5  # not what was sampled decides
+    assert count([1.0, 9.0], torch.rand(2, 5, dtype=torch.float64)) == 5  # not what was sampled decides
     following, expected = 0.0, 2.0
     for text in ([*PROMPTS[1], 5], [*PROMPTS[2], 6]):
         survival = 1.0

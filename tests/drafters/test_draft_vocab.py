@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, SampledPlan, TreePlan
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.draft_vocab import check_draft_vocab, read_draft_vocab
 from blockdraft.drafters.medusa.drafter import MedusaDrafter
 from blockdraft.drafters.medusa.network import MedusaNetwork
-from blockdraft.engine.adaptive.stored_costs import path
+from blockdraft.engine.adaptive.costs import path
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter
 from blockdraft.targets import Target, load_target, with_draft_vocab
@@ -27,10 +27,10 @@ KINDS = ["drafter", "dflash2", "dspark", "flow", "mtp", "medusa"]
 KEPT = sorted({(7 * i * i + 3) % 265 for i in range(60)})
 SAMPLED = torch.tensor([[0.1, 0.5, 0.8]], dtype=torch.float64)
 PLANS = {
-    "chain": Plan(4, [SamplingParams()]),
-    "tree": Plan(4, [SamplingParams()], tree_budget=12),
-    "as far as pays": Plan(4, [SamplingParams()], cycle_seconds=[1.0, 1.01, 1.02, 1.03]),
-    "sampled": Plan(4, [SamplingParams(temperature=1.0)], draws=SAMPLED),
+    "chain": ChainPlan(4, [SamplingParams()]),
+    "tree": TreePlan(4, [SamplingParams()], 12),
+    "as far as pays": ChainPlan(4, [SamplingParams()], cycle_seconds=[1.0, 1.01, 1.02, 1.03]),
+    "sampled": SampledPlan(4, [SamplingParams(temperature=1.0)], SAMPLED),
 }
 
 
@@ -82,7 +82,7 @@ def test_it_guesses_what_the_whole_head_would_among_these_tokens(
     found, expected = proposal(drafter, target, plan), proposal(load(kind, masked(plain)), plain, plan)
     assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
     assert set(found.tokens[0, 1:].tolist()) <= set(KEPT) and found.tokens.size(1) > 1
-    if plan.draws is not None and found.q is not None:
+    if isinstance(plan, SampledPlan) and found.q is not None:
         assert expected.q is not None and (ours := found.q[0]) is not None and (theirs := expected.q[0]) is not None
         dense = [torch.zeros(len(q.ids), 265).double().scatter_add_(1, q.ids, q.probs.double()) for q in (ours, theirs)]
         torch.testing.assert_close(*dense, atol=1e-5, rtol=1e-4)
@@ -118,7 +118,7 @@ def test_an_adapted_drafter_keeps_it(kind: str, tiny_target_dir: Path, request: 
     assert same.network is drafter.network and same.draft_vocab == len(KEPT)
     other = drafter.adapted(load_target(tiny_target_dir, "bfloat16", "cpu"))
     assert other.draft_vocab == len(KEPT) and other._target.draft_head.kept.tolist() == KEPT
-    assert other._target.draft_head.weight.dtype == torch.bfloat16
+    assert other._target.dtype == torch.bfloat16
 
 
 def test_the_target_keeps_its_head(tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:

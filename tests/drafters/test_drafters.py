@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from blockdraft import drafters
-from blockdraft.cli.options import drafter_or_lookup
-from blockdraft.decode.proposal import Plan
+from blockdraft.cli.target import drafter_or_lookup
+from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import (
     NetworkDrafter,
     as_given,
@@ -27,7 +27,7 @@ from blockdraft.drafters.base import read_network
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.none import NoDrafter
-from blockdraft.engine.adaptive import stored_costs
+from blockdraft.engine.adaptive import costs as stored_costs
 from blockdraft.errors import UsageError
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.models import bundled_drafter
@@ -57,7 +57,7 @@ def test_none_proposes_the_anchor_alone(target: Target) -> None:
     drafter = load_drafter("none", target=target)
     assert isinstance(drafter, NoDrafter)
     assert drafter.propose(
-        drafter.new_state(2, 9), torch.tensor([4, 5]), Plan(1, [SamplingParams()] * 2)
+        drafter.new_state(2, 9), torch.tensor([4, 5]), ChainPlan(1, [SamplingParams()] * 2)
     ).tokens.tolist() == [[4], [5]]
 
 
@@ -105,7 +105,7 @@ def test_drafting_leaves_no_trace_and_depends_on_what_is_visible(
     drafter.observe(state, torch.zeros(1, 12, dtype=torch.long), hidden_states, [12])
     block = torch.tensor([[7, 11, 12, 13]])
     first = drafter._draft_logits(state, block)
-    drafter.propose(state, torch.tensor([99]), Plan(8, [SamplingParams()]))
+    drafter.propose(state, torch.tensor([99]), ChainPlan(8, [SamplingParams()]))
     torch.testing.assert_close(drafter._draft_logits(state, block), first)
     changed = drafter._draft_logits(state, torch.tensor([[7, 11, 12, 50]]))
     earlier_slots_see_later_ones = not torch.allclose(changed[:, 1], first[:, 1])

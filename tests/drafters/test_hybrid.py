@@ -12,7 +12,7 @@ from torch import Tensor
 from two_trees import LOOKUP, MODEL, Tree, plan, proposal
 
 from blockdraft.decode import merging
-from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution
+from blockdraft.decode.proposal import ChainPlan, HybridPlan, Plan, Proposal, SparseDistribution, Turn
 from blockdraft.drafters import Drafter, hybrid, load_drafter
 from blockdraft.drafters.hybrid import HybridDrafter
 from blockdraft.drafters.prompt_lookup import PromptLookupDrafter
@@ -69,14 +69,14 @@ def test_each_drafter_gets_its_own_block_size_and_features() -> None:
     drafter.observe(state, torch.tensor([[1]]), hidden_states, [1])
     drafter.propose(state, torch.tensor([3]), plan(7, cycle_seconds=[2.0] * 8, calibration=0.5))
     assert [each.told[0].tolist() for each in (first, second)] == [[[[4, 5, 0, 1]]], [[[2, 3]]]]  # type: ignore[union-attr]
-    drafter.propose(state, torch.tensor([3]), plan(0, draws=torch.rand(1, 8)))
+    drafter.propose(state, torch.tensor([3]), plan(0, uniforms=torch.rand(1, 8)))
     asked = [each.asked[0] for each in (first, second)]
     assert [(each.block_size, each.cycle_seconds, each.calibration) for each in asked] == [
         (4, [2.0] * 8, 0.5),
         (9, [2.0] * 8, 0.5),
     ]
-    assert [each.asked[1].draws.shape for each in (first, second)] == [(1, 3), (1, 8)]  # type: ignore[union-attr]
-    drafter.propose(state, torch.tensor([3]), Plan(1, [SamplingParams()]))
+    assert [each.asked[1].uniforms.shape for each in (first, second)] == [(1, 3), (1, 8)]  # type: ignore[union-attr]
+    drafter.propose(state, torch.tensor([3]), ChainPlan(1, [SamplingParams()]))
     assert len(first.asked) == 2
 
 
@@ -89,10 +89,14 @@ def test_a_chain_is_that_of_the_drafter_that_expects_most() -> None:
     assert found.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -1, -1]]
 
 
-def turns(first: float, second: float, seconds: Sequence[float] = (1.0, 1.1, 1.2, 1.3)) -> Plan:
+def turns(first: float, second: float, seconds: Sequence[float] = (1.0, 1.1, 1.2, 1.3)) -> HybridPlan:
     """A plan by which two drafters are asked in turn, whose cycles have yielded so many tokens a second."""
-    each = [plan(0, 2, cycle_seconds=seconds, rate=rate) for rate in (first, second)]
-    return plan(0, 2, turns=list(enumerate(each)))
+    return in_turn((first, second), seconds)
+
+
+def in_turn(rates: Sequence[float], seconds: Sequence[float] = (1.0, 1.1, 1.2, 1.3)) -> HybridPlan:
+    turns = [Turn(index, plan(0, 2, cycle_seconds=seconds), rate) for index, rate in enumerate(rates)]
+    return HybridPlan(9, turns[0].plan.params, turns)
 
 
 def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_have_yielded() -> None:
@@ -106,7 +110,10 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     assert not dear.asked
     found = drafter.propose(state, anchors, turns(1.0, 2.3))
     assert (found.part, found.tokens.tolist()) == (1, many.tokens.tolist()) and len(dear.asked) == 1
-    doubted = replace(turns(1.0, 2.2), turns=[(i, replace(each, calibration=0.1)) for i, each in turns(1.0, 2.2).turns])
+    doubted = replace(
+        turns(1.0, 2.2),
+        turns=[turn._replace(plan=replace(turn.plan, calibration=0.1)) for turn in turns(1.0, 2.2).turns],
+    )
     assert drafter.propose(state, anchors, doubted).part == 1
     alone = replace(turns(1.0, 0.0), turns=turns(1.0, 9.0).turns[1:])
     assert drafter.propose(state, anchors, alone).part == 1
@@ -115,8 +122,7 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     cheap.said = replace(few, expected=None)  # it does not say what it expects
     assert [drafter.propose(state, anchors, turns(rate, 2.0)).part for rate in (1.9, 2.1)] == [1, 0]
     three = HybridDrafter([Scripted(few), Scripted(few), Scripted(many)])  # the last of those behind may be the best
-    each = [plan(0, 2, cycle_seconds=(1.0, 1.1, 1.2, 1.3), rate=rate) for rate in (1.0, 0.5, 2.3)]
-    assert three.propose(three.new_state(2, 20), anchors, plan(0, 2, turns=list(enumerate(each)))).part == 2
+    assert three.propose(three.new_state(2, 20), anchors, in_turn((1.0, 0.5, 2.3))).part == 2
 
 
 def test_a_drafter_that_is_not_asked_is_told_later() -> None:
@@ -168,7 +174,7 @@ def test_what_is_kept_for_a_drafter_is_bounded_and_outlives_its_failure(caplog: 
     def observe(count: int) -> None:
         drafter.observe(state, torch.arange(count)[None], None, [count])
 
-    observe(hybrid.MOST_UNREAD)
+    observe(hybrid.MOST_PENDING)
     assert not dear.texts
     dear.fails = True
     with pytest.raises(RuntimeError, match="cannot observe"):
@@ -176,11 +182,11 @@ def test_what_is_kept_for_a_drafter_is_bounded_and_outlives_its_failure(caplog: 
     assert len(free.texts) == 1  # it has not observed what will be observed again
     dear.fails = False
     observe(1)
-    assert dear.texts == [([0], [[*range(hybrid.MOST_UNREAD)]])] and len(free.texts) == 2
+    assert dear.texts == [([0], [[*range(hybrid.MOST_PENDING)]])] and len(free.texts) == 2
     observe(5)
     dear.fails = True
     state.shrink(0, 3)  # other requests need not end
-    assert "may guess worse: RuntimeError: cannot observe" in caplog.text
+    assert "may draft worse: RuntimeError: cannot observe" in caplog.text
     dear.fails = False
     state.shrink(0, 2)
     assert len(dear.texts) == 1
@@ -192,7 +198,7 @@ def test_a_sampled_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
     sampled = Proposal(torch.tensor([[0, 8], [0, 9]]), torch.tensor([[-1, 0], [-1, 0]]), (dist, dist))
     chains: list[Tree] = [[(5, 0, 0.9), (6, 1, 0.6), (7, 2, 0.5)], [(5, 0, 0.5)]]
     drafter = HybridDrafter([Scripted(proposal(*chains)), Scripted(sampled)])
-    state, asked = drafter.new_state(2, 20), plan(0, 2, draws=torch.rand(2, 8))
+    state, asked = drafter.new_state(2, 20), plan(0, 2, uniforms=torch.rand(2, 8))
     found = drafter.propose(state, torch.tensor([3, 4]), asked)
     assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]]
     assert found.q is not None and found.q[0] is None and found.q[1] is not None
@@ -212,7 +218,7 @@ def test_chosen_guesses_stand_beside_a_sampled_chain() -> None:
         torch.tensor([[0, 5, 9], [0, 4, 9]]), torch.tensor([[-1, 0, 1], [-1, 0, -1]]), (dist, None)
     )  # the second row is greedy and short
     drafter = HybridDrafter([Scripted(proposal(LOOKUP, [(4, 0, 0.2), (6, 0, 0.1)])), Scripted(sampled)])
-    asked = plan(4, 2, draws=torch.rand(2, 8))
+    asked = plan(4, 2, uniforms=torch.rand(2, 8))
     found = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), asked)
     assert found.tokens.tolist() == [[3, 5, 9, 6, 7], [4, 4, 6, 0, 0]]
     assert found.parents.tolist() == [[-1, 0, 1, 1, 3], [-1, 0, 0, -1, -1]]
@@ -266,7 +272,7 @@ def test_a_combination_that_is_broken_changes_no_token(
     if broken == "tree":
         monkeypatch.setattr(merging, "_likeliest", backwards)
     elif broken == "choice":
-        monkeypatch.setattr(hybrid, "_upper_bound", lambda proposal, row, known: -proposal.tokens.size(1))
+        monkeypatch.setattr(hybrid, "_expected_accepted", lambda proposal, row, known: -proposal.tokens.size(1))
     elif broken == "deaf":  # the lookup hears nothing of the text
         monkeypatch.setattr(drafter.parts[0], "observe", lambda *told: None)
     else:

@@ -11,7 +11,7 @@ from pretended_gpu import pretended_gpu
 from torch import Tensor
 
 from blockdraft import drafters
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Costs, Engine
 from blockdraft.engine.adaptive.policy import Controller
@@ -163,7 +163,7 @@ def test_answers_are_those_of_plain_decoding(
     count = {1: 3, 3: 7, 16: 16}[rows]
     recorder = Recorder(drafter)
     engine = Engine(target, recorder, max_batch_size=rows, drafting=drafting)
-    engine.controller = Controller(recorder, drafting, lambda: COSTS)
+    engine.controller = Controller(recorder, drafting, lambda drafter: COSTS)
     completions = engine.generate(PROMPTS[:count], PARAMS[:count])
     heard = [text for text in recorder.texts if text]
     for prompt, params, expected, completion, text in zip(PROMPTS, PARAMS, plain, completions, heard, strict=False):
@@ -222,7 +222,7 @@ def learn(target: Target, drafter: Drafter, state: Any, texts: Sequence[list[int
 
 def draft_tokens(drafter: Drafter, state: Any, anchors: Sequence[int], budget: int) -> list[list[int]]:
     """Paths to the nodes of each row's tree, padding excluded."""
-    plan = Plan(drafter.block_size, [SamplingParams()] * len(anchors), budget)
+    plan = ChainPlan(drafter.block_size, [SamplingParams()] * len(anchors)).as_tree(budget)
     proposal, found = drafter.propose(state, torch.tensor(anchors), plan), []
     for tokens, parents in zip(proposal.tokens.tolist(), proposal.parents.tolist(), strict=True):
         kept = [node for node in range(len(tokens)) if node == 0 or parents[node] >= 0]

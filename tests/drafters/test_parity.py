@@ -9,7 +9,7 @@ import pytest
 import torch
 from thinned import thinned
 
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import entries, load_drafter
 from blockdraft.drafters.dflash.train import DFlashFamily
 from blockdraft.nn.draft_config import LayerAttention
@@ -67,6 +67,6 @@ def test_training_pass_equals_draft_pass(
     drafter: Any = load_drafter(tmp_path / "drafter", target=target)
     logits, expected = parity(variant, network.eval(), drafter, target)
     for ours, one in zip(logits, expected, strict=True):
-        plan = Plan(drafter.block_size, [SamplingParams()])
+        plan = ChainPlan(drafter.block_size, [SamplingParams()])
         theirs = drafter._refined_pass(one.state, torch.tensor([one.anchor]), plan)[1][0]
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 import torch
 
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import ChainPlan, Plan
 from blockdraft.drafters.prompt_lookup import (
-    DRAFT_TOKENS_A_TOKEN,
+    DRAFT_PER_MATCHED,
     LONGEST,
     RECENT,
     START,
@@ -28,7 +28,7 @@ def observed(texts: Sequence[list[int]], state: Texts | None = None) -> Texts:
 
 
 def plan(block_size: int = 16, rows: int = 1, tree_budget: int = 0) -> Plan:
-    return Plan(block_size, [SamplingParams()] * rows, tree_budget)
+    return ChainPlan(block_size, [SamplingParams()] * rows).as_tree(tree_budget)
 
 
 def draft_tokens(state: Texts, anchor: int, block_size: int = 16) -> list[int]:
@@ -46,7 +46,7 @@ def matches(text: list[int]) -> list[tuple[int, int]]:
 
 def copied(text: list[int], length: int, end: int, most: int) -> list[int]:
     longer = list(text)
-    for i in range(min(most, DRAFT_TOKENS_A_TOKEN * length)):
+    for i in range(min(most, DRAFT_PER_MATCHED * length)):
         longer.append(longer[end + i])
     return longer[len(text) :]
 
@@ -173,7 +173,7 @@ def test_a_chain_ends_where_a_further_guess_would_not_save_time() -> None:
         text.rates = [0.1, 0.4, 0.5, 0.8]
 
     def counts(*seconds: float, calibration: float = 1.0) -> int:
-        asked = Plan(16, [SamplingParams()] * 2, cycle_seconds=seconds, calibration=calibration)
+        asked = ChainPlan(16, [SamplingParams()] * 2, cycle_seconds=seconds, calibration=calibration)
         found = DRAFTER.propose(state, anchors, asked)
         count = found.tokens.size(1) - 1
         assert found.tokens.tolist() == [[3, 4, 1, 2, 3][: 1 + count], [5, 0, 0, 0, 0][: 1 + count]]

@@ -18,9 +18,10 @@ from operator import mul
 
 from blockdraft.decode.tree import best_count
 from blockdraft.drafters import Drafter
+from blockdraft.engine.adaptive.costs import Costs
 from blockdraft.engine.adaptive.policy import Controller
-from blockdraft.engine.adaptive.stored_costs import Costs
 from blockdraft.engine.request import Request
+from blockdraft.engine.runner import Outcome
 from blockdraft.types import Drafting, SamplingParams
 
 BLOCK_SIZE = 16
@@ -234,7 +235,7 @@ class Decoding:
         self.controller = Controller(
             self.drafter,  # type: ignore[arg-type]
             self.drafting,
-            lambda: costs,
+            lambda drafter: costs,
             now=lambda: NOW,
         )
         self.rng = random.Random(seed)
@@ -274,7 +275,7 @@ class Decoding:
         if self.drafter.knows_probabilities and draft_tokens is not None:
             expected = [sum(survival) for survival in survivals]
         measured = self.machine.measured(seconds, self.rng)
-        self.controller.learn(requests, plan, draft_tokens or 0, deepest, lengths, expected, measured)
+        self.controller.learn(Outcome(requests, plan, draft_tokens or 0, deepest, lengths, expected, seconds=measured))
         account.tokens += rows + sum(map(sum, survivals))
         account.seconds += seconds
         offered = [

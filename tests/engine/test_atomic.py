@@ -418,15 +418,15 @@ def test_an_interrupted_forward_leaves_nothing_behind(
     with pytest.raises(KeyboardInterrupt):
         scheduler.step()
     assert all(torch.isfinite(store).all() for store in scheduler._runner.cache._stores())
-    assert scheduler._cache_manager._slots.take(engine.cache_tokens) == 0  # all of them are free
+    assert scheduler.idle
 
 
 def test_what_a_broken_request_held_is_not_remembered(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter, prefix_tokens=500, drafting=Drafting(None))
     assert engine.submit(list(range(40)), GREEDY, lambda chunk: 1 / 0).result().failure is not None
-    assert engine.scheduler._cache_manager._kept == {}
-    assert engine.submit(list(range(40)), GREEDY).result().failure is None
-    assert len(engine.scheduler._cache_manager._kept) == 1
+    for remembered in (0, 39):
+        completion = engine.submit(list(range(40)), GREEDY).result().checked()
+        assert completion.stats.remembered == remembered
 
 
 def test_what_a_drafter_could_not_be_told_of_is_not_remembered(
@@ -445,10 +445,10 @@ def test_what_a_drafter_could_not_be_told_of_is_not_remembered(
     monkeypatch.setattr(type(drafter), "observe", fail_late)
     [first] = engine.generate([prompt], GREEDY)
     assert calls[0] == 30 and len(calls) == 2 and "no memory" in str(first.error)
-    assert engine.scheduler._cache_manager._kept == {}
     [second], [plain] = engine.generate([prompt], GREEDY), Engine(target).generate([prompt], GREEDY)
-    assert second.error is None and second.token_ids == plain.token_ids
-    assert len(engine.scheduler._cache_manager._kept) == 1
+    assert second.error is None and second.token_ids == plain.token_ids and second.stats.remembered == 0
+    [third] = engine.generate([prompt], GREEDY)
+    assert third.stats.remembered == len(prompt) - 1
 
 
 def test_a_bug_of_ours_in_a_step_ends_the_requests_and_no_one_waits_for_ever(

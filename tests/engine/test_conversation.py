@@ -44,13 +44,13 @@ def engine(target: Target, tiny_drafter_dir: Path) -> Iterator[Engine]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of prompt tokens that each call of the target has read."""
     counts: list[int] = []
-    read = Runner.read
+    prefill = Runner.prefill
 
     def counting(self: Runner, rows: object, given: list[int]) -> list[int]:
         counts.extend(given)
-        return read(self, rows, given)  # type: ignore[arg-type]
+        return prefill(self, rows, given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Runner, "read", counting)
+    monkeypatch.setattr(Runner, "prefill", counting)
     return counts
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.decode.proposal import Plan, Proposal, chain
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, chain
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine, Request
-from blockdraft.engine.request import Row
+from blockdraft.engine.request import RunningSequence
 from blockdraft.engine.runner import Runner
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
@@ -68,13 +68,13 @@ def plain(target: Target, prompt: list[int], **fields: object) -> list[int]:
     return Engine(target, NoDrafter()).generate([prompt], SamplingParams(**fields))[0].token_ids  # type: ignore[arg-type]
 
 
-def read(target: Target, drafter: Drafter, *requests: Request) -> tuple[Runner, list[Row]]:
+def read(target: Target, drafter: Drafter, *requests: Request) -> tuple[Runner, list[RunningSequence]]:
     """A runner with rows of these requests, whose prompts it has read together."""
     runner = Runner(target, drafter, 512 * len(requests))
-    rows = [Row(request, 512 * place, 512) for place, request in enumerate(requests)]
+    rows = [RunningSequence(request, 512 * place, 512) for place, request in enumerate(requests)]
     for row in rows:
         runner.open(row.start, row.capacity)
-    runner.read(rows, [len(request.prompt) for request in requests])
+    runner.prefill(rows, [len(request.prompt) for request in requests])
     return runner, rows
 
 
@@ -198,12 +198,12 @@ def test_forward_after_commit_leaves_the_caches_as_from_scratch(target: Target, 
     request = engine.request(PROMPTS[0], SamplingParams(40, ignore_eos=True))
     old = read(target, random_drafter, request)
     for _ in range(6):
-        old[0].step(old[1], Plan(8, [request.params]))
+        old[0].step(old[1], ChainPlan(8, [request.params]))
     fresh_request = engine.request(PROMPTS[0] + request.token_ids[:-1], SamplingParams(2))
     new = read(target, random_drafter, fresh_request)
     assert fresh_request.token_ids == request.token_ids[-1:]
     states = [runner.state.of([row.start]) for runner, [row] in (old, new)]
-    assert [runner.held(row.start) for runner, [row] in (old, new)] == [s.lengths[0] for s in states]
+    assert [runner.committed_length(row.start) for runner, [row] in (old, new)] == [s.lengths[0] for s in states]
     assert states[0].lengths == states[1].lengths
     block = torch.tensor([[request.token_ids[-1], *[random_drafter.config.mask_token_id] * 7]])
     drafts = [random_drafter._draft_logits(state, block) for state in states]
@@ -231,7 +231,7 @@ def test_bad_requests_are_refused(
 def test_what_earlier_cycles_left_to_do_does_not_count_as_this_ones_time(
     target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch, most_kept: int
 ) -> None:
-    monkeypatch.setattr("blockdraft.engine.draft_context.MOST_KEPT", most_kept)
+    monkeypatch.setattr("blockdraft.engine.runner.MAX_PENDING_STEPS", most_kept)
     request = Engine(target, random_drafter, drafting=Drafting(None)).request(
         PROMPTS[0], SamplingParams(30, ignore_eos=True)
     )
@@ -248,10 +248,10 @@ def test_what_earlier_cycles_left_to_do_does_not_count_as_this_ones_time(
 
     monkeypatch.setattr(random_drafter, "observe", slow)
     runner, rows = read(target, random_drafter, request)
-    plans = [Plan(size, [request.params]) for size in (1, 1, 1, 8)]  # a pause, and a draft after it
+    plans = [ChainPlan(size, [request.params]) for size in (1, 1, 1, 8)]  # a pause, and a draft after it
     outcomes = [runner.step(rows, plan) for plan in plans]
     assert len(late) == 1 and [outcome.seconds for outcome in outcomes] == [0.0] * 4
-    assert sorted(outcome.late for outcome in outcomes) == [0.0, 0.0, 0.0, 1000.0]
+    assert sorted(outcome.catch_up_seconds for outcome in outcomes) == [0.0, 0.0, 0.0, 1000.0]
     assert request.stats.total_seconds == 1000.0  # includes the pause
 
 
@@ -295,13 +295,13 @@ def test_without_a_drafter_it_decodes_plainly(target: Target) -> None:
 
 
 def test_a_drafters_name_is_no_drafter(target: Target) -> None:
-    with pytest.raises(UsageError, match="drafter is 'none'; give what load_drafter returns"):
+    with pytest.raises(UsageError, match="drafter must come from load_drafter, .*; got 'none'"):
         Engine(target, "none")  # type: ignore[arg-type]
 
 
 def test_stored_costs_are_read_before_the_first_cycle(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = list[Path]()
-    monkeypatch.setattr("blockdraft.engine.engine.load", read.append)  # None: nothing is stored
+    read = list[Any]()
+    monkeypatch.setattr("blockdraft.engine.engine.load_for", lambda *pair: read.append(pair))  # nothing is stored
     drafter = load_drafter("prompt_lookup", target=target)
     assert Engine(target, drafter, drafting=Drafting("auto")).scheduler is not None
     assert len(read) == 1

@@ -110,16 +110,15 @@ def test_a_request_that_is_done_again_alone_has_each_logprob_once(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(target)
-    runner = engine.scheduler._runner
-    read, failed = runner.read, []
+    forward, failed = target.forward, []
 
-    def failing(rows: object, counts: object) -> object:
+    def failing(*args: object, **kwargs: object) -> object:
         if len(failed) < 2:
             failed.append(1)
             raise ValueError("once")
-        return read(rows, counts)  # type: ignore[arg-type]
+        return forward(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runner, "read", failing)
+    monkeypatch.setattr(target, "forward", failing)
     params = SamplingParams(3, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     first, second = (engine.submit(PROMPTS[0], params).result() for _ in range(2))
     assert first.finish_reason == "error" and second.prompt_logprobs is not None

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.hybrid import HybridDrafter
-from blockdraft.engine import Engine
-from blockdraft.engine import memory as memory_module
-from blockdraft.engine.draft_context import AT_ONCE
+from blockdraft.engine import Engine, kv_slots
+from blockdraft.engine.runner import OBSERVE_TOKENS
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -67,7 +66,7 @@ def test_fewer_slots_where_the_memory_does_not_suffice(
     part = Engine(target, drafter, memory_limit=limit, drafting=Drafting(None))
     assert 0 < part.cache_tokens < whole.cache_tokens
     assert part.memory_bytes() <= limit < part.memory.bytes(part.cache_tokens + 1)
-    monkeypatch.setattr(memory_module, "free_bytes", lambda device: int(limit / memory_module.SHARE) + 1)
+    monkeypatch.setattr(kv_slots, "free_bytes", lambda device: int(limit / kv_slots.SHARE) + 1)
     assert Engine(target, drafter, drafting=Drafting(None)).cache_tokens == part.cache_tokens
 
 
@@ -79,11 +78,11 @@ def test_a_drafter_elsewhere_takes_the_memory_of_its_own_device(
     monkeypatch.setattr(type(drafter), "device", elsewhere)
     own = HybridDrafter([load_drafter("prompt_lookup", target=target), drafter]) if joined else drafter
     engine = Engine(target, own, drafting=Drafting(None))
-    free[elsewhere] = drafter.state_bytes(1, 1000) / memory_module.SHARE + 1
-    monkeypatch.setattr(memory_module, "free_bytes", free.__getitem__)
+    free[elsewhere] = drafter.state_bytes(1, 1000) / kv_slots.SHARE + 1
+    monkeypatch.setattr(kv_slots, "free_bytes", free.__getitem__)
     assert Engine(target, own, drafting=Drafting(None)).cache_tokens == 1000
     free[elsewhere], whole = 10**12, engine.memory.bytes(1000) - drafter.state_bytes(1, 1000)
-    free[target.device] = whole / memory_module.SHARE + 1
+    free[target.device] = whole / kv_slots.SHARE + 1
     assert Engine(target, own, drafting=Drafting(None)).cache_tokens == 1000
 
 
@@ -103,7 +102,7 @@ def test_memory_of_a_cpu_is_taken_as_it_is_used(target: Target, drafter: Drafter
     ("field", "value"), [("max_batch_size", 0), ("prefix_tokens", -1), ("cache_tokens", 0), ("prefill_tokens", 0)]
 )
 def test_numbers_out_of_range_are_refused(target: Target, drafter: Drafter, field: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {value}; it must be at least"):
+    with pytest.raises(ValueError, match=f"{field} must be at least .*, got {value}"):
         Engine(target, drafter, **{field: value})  # type: ignore[arg-type]
 
 
@@ -154,9 +153,11 @@ def test_what_a_compiled_drafter_keeps_for_its_calls_counts(
     silent = copy.copy(drafter)
     silent.workspace_bytes = lambda *_: 0
     planned = engine.memory_bytes() - replace(engine.memory, drafter=silent).bytes(1000)
-    assert planned == drafter.workspace_bytes(1, AT_ONCE, target.max_context + engine.slots_behind)
+    assert planned == drafter.workspace_bytes(1, OBSERVE_TOKENS, target.max_context + engine.slots_behind)
     state = drafter.new_state(2, 500)
-    hidden_states = torch.randn(2, AT_ONCE // 2, len(drafter.target_layers) * target.hidden_size)
-    drafter.observe(state, torch.ones(hidden_states.shape[:2], dtype=torch.int64), hidden_states, [AT_ONCE // 2] * 2)
-    drafter.propose(state, torch.tensor([3, 4]), Plan(drafter.block_size, [SamplingParams()] * 2))
+    hidden_states = torch.randn(2, OBSERVE_TOKENS // 2, len(drafter.target_layers) * target.hidden_size)
+    drafter.observe(
+        state, torch.ones(hidden_states.shape[:2], dtype=torch.int64), hidden_states, [OBSERVE_TOKENS // 2] * 2
+    )
+    drafter.propose(state, torch.tensor([3, 4]), ChainPlan(drafter.block_size, [SamplingParams()] * 2))
     assert planned // 4 < drafter._run._workspace.nbytes <= planned

@@ -13,6 +13,7 @@ from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Chunk, Engine
 from blockdraft.engine.adaptive.policy import Controller
+from blockdraft.engine.runner import Outcome
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, RequestDrafting, SamplingParams
@@ -108,7 +109,7 @@ def test_the_controller_learns_nothing_of_what_was_cut(drafting: Drafting) -> No
     """Rows without drafting do not change the plan for a row beside them."""
 
     def planned(others: list[RequestDrafting]) -> tuple[float, ...]:
-        controller = Controller(Knowing(), drafting, lambda: None)  # type: ignore[arg-type]
+        controller = Controller(Knowing(), drafting, lambda drafter: None)  # type: ignore[arg-type]
         free = request()
         rows = [free]
         for bounds in others:
@@ -118,21 +119,22 @@ def test_the_controller_learns_nothing_of_what_was_cut(drafting: Drafting) -> No
             plan = controller.plan(rows)
             if plan.block_size > 1:
                 accepted = [min(3, plan.block_size - 1)] + [0] * len(others)
-                controller.learn(rows, plan, 5, [5] + [0] * len(others), accepted, [3.0] * len(rows), None)
+                depths = [5] + [0] * len(others)
+                controller.learn(Outcome(rows, plan, 5, depths, accepted, [3.0] * len(rows), seconds=1.0))
         known = controller._acceptance
-        return known.calibration, known.tokens, known.draft_tokens, known.share(free)
+        return known.calibration, known.tokens, known.num_draft_tokens, known.share(free)
 
     assert planned([]) == pytest.approx(planned([OFF, RequestDrafting(block_size=2)]), rel=0.02)
 
 
 @pytest.mark.parametrize("drafting", [Drafting(None), Drafting("auto"), Drafting(tree_budget=40)])
 def test_plans_reach_no_further_than_any_request_may(drafting: Drafting) -> None:
-    controller = Controller(Knowing(), drafting, lambda: None)  # type: ignore[arg-type]
+    controller = Controller(Knowing(), drafting, lambda drafter: None)  # type: ignore[arg-type]
 
     def plan(*bounds: RequestDrafting | None) -> Plan:
         rows = [request() for _ in bounds]
         for row, bound in zip(rows, bounds, strict=True):
-            row.drafting = controller.bounds(bound)
+            row.drafting = controller.tighter_limits(bound)
         return controller.plan(rows)
 
     assert plan(OFF, RequestDrafting(block_size=1)).block_size == 1

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine, Request
-from blockdraft.engine.scheduler import Scheduler
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, Prompt, SamplingParams
 
@@ -34,25 +34,28 @@ def alone(target: Target, drafter: Drafter, prompt: list[int], params: SamplingP
     return Engine(target, drafter, drafting=Drafting(None)).generate([prompt], params)[0].token_ids
 
 
+class Spy:
+    """A target that records the nodes per sequence of each forward."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.seen: list[list[int]] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.target, name)
+
+    def forward(self, tokens, *args, **kwargs):  # type: ignore[no-untyped-def]
+        self.seen.append([tokens.size(1)] * tokens.size(0))
+        return self.target.forward(tokens, *args, **kwargs)
+
+
 class ByHand:
-    """An engine whose steps a test makes, in its own thread."""
+    """A new engine whose steps a test runs in its own thread."""
 
     def __init__(self, engine: Engine) -> None:
-        engine._worker.join()  # has nothing to do any more
-        self.engine, self.scheduler = engine, engine.scheduler
-        self.seen: list[list[int]] = []  # nodes a row of the target's forwards, by forward: for each row of the batch
-        forward = engine.target.forward
-        runner = self.scheduler._runner
-
-        class Spy:
-            def __getattr__(spy, name: str) -> object:
-                return getattr(engine.target, name)
-
-            def forward(spy, tokens, parents, cache, *args, **kwargs):  # type: ignore[no-untyped-def]
-                self.seen.append([tokens.size(1)] * tokens.size(0))
-                return forward(tokens, parents, cache, *args, **kwargs)
-
-        runner.target = Spy()  # type: ignore[assignment]
+        spy = Spy(engine.target)
+        engine.target = spy  # type: ignore[assignment]
+        self.engine, self.scheduler, self.seen = engine, engine.scheduler, spy.seen
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> Request:
         request = self.engine.request(prompt, params)
@@ -86,37 +89,23 @@ def test_requests_join_and_leave_between_cycles(target: Target, drafter: Drafter
         assert request.token_ids == alone(target, drafter, prompt, param)
 
 
-def test_who_cancels_all_sees_a_request_that_is_just_let_in(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hand = ByHand(Engine(target, drafter, drafting=Drafting(None)))
-    scheduler, runner, seen = hand.scheduler, hand.scheduler._runner, list[list[Request]]()
-    opened = runner.open
-    monkeypatch.setattr(runner, "open", lambda *args: [seen.append(scheduler.cancel()), opened(*args)])
-    first = hand.submit(PROMPTS[0], greedy(9))
-    scheduler.step()  # is admitted while all are cancelled
-    assert seen == [[first]] and first.cancelled
-    scheduler.step()
-    second = hand.submit(PROMPTS[1], greedy(9))
+def test_cancel_includes_a_request_that_is_being_admitted(target: Target) -> None:
+    cancelled = list[list[Request]]()
 
-    def then_let_in(name: str) -> property:
-        """The scheduler's property; after the first look at one of them the request is admitted."""
-        read = getattr(Scheduler, name).fget
+    class State(type(NoDrafter().new_state(1, 1))):  # type: ignore[misc]
+        def open(self, row: int, capacity: int) -> None:
+            cancelled.append(hand.scheduler.cancel())
 
-        def look(self: Scheduler) -> list[Request]:
-            found = read(self)
-            monkeypatch.undo()
-            scheduler._admit()
-            return found
+    class Drafter(NoDrafter):
+        def new_state(self, batch: int, capacity: int) -> State:
+            return State()
 
-        return property(look)
-
-    monkeypatch.setattr(runner, "open", opened)
-    for name in ("waiting", "running"):
-        monkeypatch.setattr(Scheduler, name, then_let_in(name))
-    assert second in scheduler.cancel() and second.cancelled
+    hand = ByHand(Engine(target, Drafter()))
+    request = hand.submit(PROMPTS[0], greedy(9))
+    hand.scheduler.step()
+    assert cancelled == [[request]] and request.cancelled
     hand.run()
-    assert first.finish_reason == second.finish_reason == "cancelled"
+    assert request.finish_reason == "cancelled"
 
 
 def test_the_first_to_come_is_the_first_to_run(target: Target, drafter: Drafter) -> None:
@@ -237,16 +226,32 @@ def test_prompts_that_begin_at_different_lengths_are_read_together(tiny_target_d
 # Prefixes.
 
 
+def remembered(engine: Engine, prompt: list[int]) -> int:
+    """Tokens of this prompt that the engine copies instead of reading."""
+    return engine.generate([prompt], greedy(1))[0].stats.remembered
+
+
+def assert_all_slots_are_free(engine: Engine, count: int) -> None:
+    """As many large requests as the cache holds run at once."""
+    share, new = engine.cache_tokens // count, 1
+    while engine.request(PROMPTS[1], greedy(new + 1)).slots <= share:
+        new += 1
+    requests = [engine.request(PROMPTS[1], greedy(new)) for _ in range(count)]
+    engine.scheduler.add(requests)
+    engine.scheduler.step()
+    assert engine.scheduler.running == requests
+    engine.scheduler.cancel()
+    engine.scheduler.step()
+
+
 @pytest.mark.parametrize("shared", [16, 17, 40])
 def test_a_known_beginning_is_not_read_again(target: Target, drafter: Drafter, shared: int) -> None:
     """The next turn of a chat: the same tokens and the same acceptance as without the memory."""
     engine = Engine(target, drafter, prefix_tokens=500, drafting=Drafting(None))
     [first] = engine.generate([PROMPTS[0]], greedy(40))
     turn = (PROMPTS[0] + first.token_ids)[:shared] + [31, 17, 55]
-    hand = ByHand(engine)
-    again = hand.submit(turn, greedy(40))
-    hand.run()
-    assert hand.seen[0] == [len(turn) - shared]
+    [again] = engine.generate([turn], greedy(40))
+    assert again.stats.remembered == shared
     [fresh] = Engine(target, drafter, drafting=Drafting(None)).generate([turn], greedy(40))
     assert again.token_ids == fresh.token_ids
     assert again.stats.committed == fresh.stats.committed
@@ -255,10 +260,7 @@ def test_a_known_beginning_is_not_read_again(target: Target, drafter: Drafter, s
 def test_a_beginning_below_a_block_is_read_again(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter, prefix_tokens=500, drafting=Drafting(None))
     engine.generate([PROMPTS[5]], greedy(2))
-    hand = ByHand(engine)
-    hand.submit(PROMPTS[5] + [3], greedy(2))
-    hand.scheduler.step()
-    assert hand.seen[0] == [13]
+    assert remembered(engine, PROMPTS[5] + [3]) == 0
 
 
 def test_what_running_requests_have_in_common_is_read_once(target: Target, drafter: Drafter) -> None:
@@ -306,9 +308,11 @@ def test_the_memory_of_prefixes_is_bounded(target: Target, drafter: Drafter) -> 
     engine = Engine(target, drafter, prefix_tokens=60, drafting=Drafting(None))
     for prompt in PROMPTS:
         engine.generate([prompt], greedy(20))
-    kept = list(engine.scheduler._cache_manager._remembered.texts.values())
-    assert 0 < sum(map(len, kept)) <= 60
-    assert kept[-1][: len(PROMPTS[-1])] == PROMPTS[-1]  # the latest one stays
+    latest, first = (
+        [*prompt, *alone(target, drafter, prompt, greedy(20))[:15], 3] for prompt in (PROMPTS[-1], PROMPTS[0])
+    )
+    assert remembered(engine, latest) == len(latest) - 1
+    assert remembered(engine, first) == 0
 
 
 def test_the_beginning_that_was_used_last_is_kept(target: Target, drafter: Drafter) -> None:
@@ -317,8 +321,8 @@ def test_the_beginning_that_was_used_last_is_kept(target: Target, drafter: Draft
     older, newer = LONG[:40], LONG[:40:-1][:40]
     for prompt in (older, newer, [*older[:32], *newer[:8]]):
         engine.generate([prompt], greedy(8))
-    kept = list(engine.scheduler._cache_manager._remembered.texts.values())
-    assert [text[:40] for text in kept] == [older, [*older[:32], *newer[:8]]]
+    assert remembered(engine, [*older, 3]) == 40
+    assert remembered(engine, [*newer, 3]) == 0
 
 
 def test_what_is_remembered_makes_room_for_who_runs(target: Target, drafter: Drafter) -> None:
@@ -330,19 +334,22 @@ def test_what_is_remembered_makes_room_for_who_runs(target: Target, drafter: Dra
         prompt = [i + 9, *LONG[1:]]
         [completion] = engine.generate([prompt], greedy(20))
         assert completion.token_ids == alone(target, drafter, prompt, greedy(20))
-    slots = engine.scheduler._cache_manager._slots
-    assert sum(count for _, count in slots._free) + sum(engine.scheduler._cache_manager._kept.values()) == slots.total
 
 
 def test_what_is_remembered_stays_where_its_slots_would_not_suffice(target: Target, drafter: Drafter) -> None:
     size = Engine(target, drafter, drafting=Drafting(None)).request(LONG, greedy(20)).slots
     engine = Engine(target, drafter, prefix_tokens=400, cache_tokens=size + 60, drafting=Drafting(None))
-    engine.generate([LONG[:40]], greedy(8))
     hand = ByHand(engine)
+    hand.submit(LONG[:40], greedy(8))
+    hand.run()
     requests = [hand.submit([9, *LONG[1:]], greedy(20)) for _ in range(2)]
     hand.scheduler.step()
     assert (hand.scheduler.running, hand.scheduler.waiting) == (requests[:1], requests[1:])
-    assert [text[:40] for text in hand.scheduler._cache_manager._remembered.texts.values()] == [LONG[:40]]
+    hand.scheduler.cancel()
+    hand.run()
+    again = hand.submit([*LONG[:40], 3], greedy(1))
+    hand.run()
+    assert again.stats.remembered == 40
 
 
 @pytest.mark.parametrize("drafting", [Drafting(None), Drafting(tree_budget=6), Drafting("auto")])
@@ -353,4 +360,10 @@ def test_rows_come_and_go_and_nothing_is_left(target: Target, drafter: Drafter, 
     params = [greedy(5 + 11 * (i % 5)) for i in range(24)]
     for prompt, param, completion in zip(prompts, params, engine.generate(prompts, params), strict=True):
         assert completion.token_ids == alone(target, drafter, prompt, param)
-    assert engine.scheduler._cache_manager._slots._free == [(0, 900)]
+    engine.close()
+    with Engine(target, drafter, 4, drafting, cache_tokens=900, prefix_tokens=0) as engine:
+        hand = ByHand(engine)
+        for prompt, param in zip(prompts, params, strict=True):
+            hand.submit(prompt, param)
+        hand.run()
+        assert_all_slots_are_free(engine, 4)

@@ -74,7 +74,7 @@ def test_bad_methods(names: str, message: str) -> None:
 
 
 def test_bad_settings() -> None:
-    with pytest.raises(ValueError, match="batch_size is 0"):
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
         Settings(batch_size=0)
-    with pytest.raises(ValueError, match="repeats is 0"):
+    with pytest.raises(ValueError, match="repeats must be at least 1"):
         Settings(repeats=0)

@@ -51,7 +51,7 @@ def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"set\.jsonl holds no prompts"):
         read_prompt_sets([path])
     path.write_bytes(b'{"prompt": "caf\xe9"}\n')
-    with pytest.raises(ValueError, match=r"set\.jsonl is no UTF-8 text"):
+    with pytest.raises(ValueError, match=r"set\.jsonl is not UTF-8 text"):
         read_prompt_sets([path])
     path.write_text('{"prompt": "a"}')
     with pytest.raises(ValueError, match="Two prompt files are called 'set'"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from some_results import ARGUMENTS, PLAIN_TRIAL, trial
 
-from blockdraft.cli.consoles import plain as plain_console
+from blockdraft.cli.display import plain as plain_console
 from blockdraft.evaluation import pictures, report
 from blockdraft.evaluation.pictures import require_pictures
 from blockdraft.evaluation.report import write
@@ -36,7 +36,7 @@ def test_guesses_sampled_at_random_promise_no_tokens(capsys: pytest.CaptureFixtu
         assert [found.methods[name].identical for name in ("none", "chosen", "sampled")] == [1, 1, expected]
         report.show(plain_console(), found)
         told = " ".join(capsys.readouterr().out.split())
-        assert ("same is ? where guesses are sampled at random" in told) == (expected is None)
+        assert ("same is ? for sampled draft tokens" in told) == (expected is None)
 
 
 def test_tables_never_round_up_to_all() -> None:

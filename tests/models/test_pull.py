@@ -264,7 +264,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, model: Model, monkeypat
 def test_terms_have_to_be_accepted(index: Path, model: Model) -> None:
     terms = {"accept": True, "licence": "Terms", "licence_source": "https://example.org/terms"}
     bound = model.model_copy(update=terms)
-    with pytest.raises(UsageError, match="comes under the Terms: https://example.org/terms.*--accept-licence"):
+    with pytest.raises(UsageError, match="is under the Terms: https://example.org/terms.*--accept-licence"):
         pull(bound)
     assert pull(bound, accepted=True).read_bytes() == CONTENT
 
@@ -337,10 +337,10 @@ def test_what_the_hub_sends_is_checked(hub: dict[str, bytes], model: Model) -> N
 def test_errors_of_the_hub(hub: dict[str, bytes], model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     response = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
     for error, said in (
-        (errors.GatedRepoError("gated", response=response), r"asks its users to agree.*hf auth login"),
+        (errors.GatedRepoError("gated", response=response), r"agree to its terms: do so.*hf auth login"),
         (errors.RepositoryNotFoundError("none", response=response), "The hub has no someone/tiny"),
-        (httpx.ConnectError("no route"), r"did not answer for someone/tiny \(ConnectError: no route\); pull again"),
-        (ConnectionResetError(104, "reset"), "did not answer"),
+        (httpx.ConnectError("no route"), r"did not respond for someone/tiny \(ConnectError: no route\); pull again"),
+        (ConnectionResetError(104, "reset"), "did not respond"),
     ):
 
         def raising(*a: Any, error: Exception = error, **k: Any) -> None:

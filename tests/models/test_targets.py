@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 
-import blockdraft
-from blockdraft.cli.options import drafter_or_lookup
+from blockdraft.cli.target import drafter_or_lookup
 from blockdraft.drafters import load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.models import (
-    TINY,
     bundled_drafter,
     default_target,
     known,
-    located,
     model_of,
     models_folder,
     named_for_others,
@@ -114,16 +111,6 @@ def test_the_default_pair(pulled: Path, its_drafter: Path, tiny_drafter_dir: Pat
     assert default_target() == place
     shutil.rmtree(its_drafter)
     assert default_target() == BUNDLED
-
-
-def test_paths_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bundled pair lay in the folder that holds all pairs now."""
-    folder = Path(blockdraft.__file__).parent / "pair"
-    assert located(folder / "target") == TINY / "target" == located("bundled")
-    target = load_target(folder / "target")
-    assert target.path == BUNDLED
-    assert load_drafter(folder / "drafter", target=target).path == TINY / "drafter"
-    assert inspect(folder / "drafter", folder / "target").what == "drafter"
 
 
 def test_drafters_for_other_engines_name_the_model_on_the_hub(pulled: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from blockdraft.formats import Borrowed, read_drafter, speculators, zlab
@@ -151,7 +151,7 @@ def test_eagle3(tmp_path: Path, target: Target, tiny_target_dir: Path, flags: di
         tokens = torch.randint(4, target.vocab_size, (1, CONTEXT + 1))
         state = drafter.new_state(1, CONTEXT)
         drafter.observe(state, tokens[:, :anchor], hidden_states[:, :anchor], [anchor])
-        proposal = drafter.propose(state, tokens[:, anchor], Plan(8, [SamplingParams()]))
+        proposal = drafter.propose(state, tokens[:, anchor], ChainPlan(8, [SamplingParams()]))
         tokens[:, anchor : anchor + 8] = proposal.tokens  # their steps get the tokens of the text
         with torch.no_grad():
             found = model(hidden_states, tokens[:, 1:], torch.zeros(1, CONTEXT, dtype=torch.long), ttt_steps=7)

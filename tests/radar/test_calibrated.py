@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.engine.adaptive.stored_costs import CONTEXT, Costs, Pair, store
+from blockdraft.engine.adaptive.costs import CONTEXT, Costs, Pair, store
 from blockdraft.models import bundled_drafter, catalogue, known, models_folder
 from blockdraft.models.places import file_place
 from blockdraft.radar.calibrated import calibrated

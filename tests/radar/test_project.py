@@ -155,10 +155,10 @@ def test_context_of_one_token_drafts_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context": 0}, "context is 0"),
-        ({"batch": 0}, "batch is 0"),
+        ({"context": 0}, "context must be at least 1"),
+        ({"batch": 0}, "batch must be at least 1"),
         ({"context": 10**6}, "at most 40960"),
-        ({"weights": "int3"}, "weights is 'int3'"),
+        ({"weights": "int3"}, "weights must be one of .*, got 'int3'"),
     ],
 )
 def test_bad_input(options: dict[str, int], message: str) -> None:

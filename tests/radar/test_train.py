@@ -52,5 +52,5 @@ def test_target_of_a_trillion_parameters() -> None:
 
 
 def test_invalid_plan() -> None:
-    with pytest.raises(UsageError, match="epochs is 0"):
+    with pytest.raises(UsageError, match="epochs must be at least 1"):
         TrainPlan(epochs=0)

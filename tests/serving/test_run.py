@@ -234,7 +234,7 @@ def test_startup_reports_a_draft_vocabulary(
     few = Engine(target, load_drafter(tiny_drafter_dir, target=target, draft_vocab=40))
     with closing(run.bind(settings)) as bound, closing(few):
         announce(Service(Backends(few), settings), bound, None)
-    assert re.search("^Drafter .* 40 of 265 tokens$", capsys.readouterr().out, re.M)
+    assert re.search("^Drafter .*, proposes 40 of 265 tokens$", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.slow

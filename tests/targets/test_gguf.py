@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], str]] = {
         "it has a sliding window, which llama.cpp ignores in the architecture qwen3",
     ),
     "layers": ({"feed_forward_length": [40, 40, 20]}, {}, "qwen3.feed_forward_length differs from layer to layer"),
-    "absent": ({"context_length": None}, {}, "it does not say qwen3.context_length"),
+    "absent": ({"context_length": None}, {}, "it lacks qwen3.context_length"),
     "strange": (
         {},
         {"blk.0.attn_sinks.weight": np.ones(4, np.float32)},
@@ -219,7 +219,7 @@ def test_refused(case: str, tmp_path: Path) -> None:
     metadata, extra, said = REFUSED[case]
     path = tmp_path / "m.gguf"
     write_gguf(path, model_of("qwen3"), metadata=metadata, extra=extra)
-    with pytest.raises(UsageError, match=f"m.gguf cannot be run: .*{said}.*use the folder of the model"):
+    with pytest.raises(UsageError, match=f"m.gguf cannot be run: .*{said}.*use the folder of the original"):
         load_target(path, device="cpu")
 
 
@@ -272,7 +272,7 @@ def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     write_gguf(path, model_of("llama", **WIDE), "IQ2_XS")
     monkeypatch.setattr(checkpoint, "MUCH_MORE", 100_000)
     target = load_target(path, device="cpu", compile="off")
-    assert "The weights of" in caplog.text and "are held in 8 bits" in caplog.text
+    assert "The weights of" in caplog.text and "take 8 bits" in caplog.text
     asked: list[int] = []
     monkeypatch.setattr(checkpoint, "check_memory", lambda file, needed, *others: asked.append(needed))
     load_target(path, device="cpu", compile="off")
@@ -287,7 +287,7 @@ def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({"block_count": 2**32 - 1}, "says that it has 4294967295 layers, and holds 30 tensors"),
+        ({"block_count": 2**32 - 1}, "it has 4294967295 layers, but only 30 tensors"),
         ({"block_count": "3"}, "metadata that make no model .TypeError"),
         ({"attention.head_count": 0}, "metadata that make no model .ZeroDivisionError"),
         ({"attention.head_count": 5}, "metadata that make no model"),
@@ -304,7 +304,7 @@ def test_refused_options(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, model_of("llama"))
     for options, said in (
-        ({"quantize": "int8"}, "quantize is 'int8', and the weights of a GGUF file stay as they are"),
+        ({"quantize": "int8"}, "quantize is 'int8', and the weights of a GGUF file are not changed"),
         ({"revision": "main"}, "revision is 'main', which goes with a model folder or hub name"),
         ({"adapter": "x"}, "adapter is 'x', which goes with a model folder or hub name"),
         ({"backend": "hf"}, "The hf backend cannot run .*m.gguf: it reads no GGUF files. Use another backend, or auto"),
@@ -319,7 +319,7 @@ def test_refused_options(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="m.gguf cannot be rounded without its tokenizer"), open_checkpoint(path):
         pass
     write_gguf(path, model_of("llama", **WORDY), "Q8_0", tokenizer=tiny_tokenizer())
-    with pytest.raises(UsageError, match=r"m.gguf is rounded already \(Q8_0\).* F16, BF16"), open_checkpoint(path):
+    with pytest.raises(UsageError, match=r"m.gguf is quantized already \(Q8_0\).* F16, BF16"), open_checkpoint(path):
         pass
     with pytest.raises(UsageError, match="There is no file"):
         load_target(tmp_path / "absent.gguf", device="cpu")

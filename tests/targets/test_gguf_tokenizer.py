@@ -237,8 +237,8 @@ def test_unknown_ways_to_cut_text(pre: str | None, tmp_path: Path) -> None:
     path = written(tmp_path / "m.gguf", bundled_like("qwen2"), pre or "")
     target = load_target(path, device="cpu", compile="off")
     assert target.tokenizer is None and target.eos_token_ids == {0, 2}
-    way = "cuts text in the way 'command-r'" if pre else "does not say how it cuts text"
-    said = rf"The target has no tokenizer \(m.gguf: it {way}, and known are deepseek-r1-qwen"
+    way = "uses the pre-tokenization 'command-r'" if pre else "does not name its pre-tokenization"
+    said = rf"The target has no tokenizer \(m.gguf: it {way}; supported are deepseek-r1-qwen"
     assert load_target_text(path).tokenizer_reason == target.tokenizer_reason
     with Engine(target, load_drafter("none", target=target), 1) as engine:
         params = SamplingParams(temperature=0, max_new_tokens=4)
@@ -251,7 +251,7 @@ def test_unknown_ways_to_cut_text(pre: str | None, tmp_path: Path) -> None:
     ("changed", "said"),
     [
         ({"tokenizer.ggml.tokens": []}, "the file holds none"),
-        ({"tokenizer.ggml.model": "bert"}, "it is of the kind 'bert', and known are gpt2 and llama"),
+        ({"tokenizer.ggml.model": "bert"}, "it is of the kind 'bert'; supported are gpt2 and llama"),
         ({"tokenizer.ggml.model": "llama"}, "its tokens have no scores"),
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-1000.0] * 400}, "its tokens have no scores"),
     ],
@@ -320,9 +320,9 @@ def test_tokenizers_that_have_no_name() -> None:
     other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("o", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    with pytest.raises(UsageError, match="cannot be written as GGUF. It splits text like no tokenizer"):
+    with pytest.raises(UsageError, match="cannot be written as GGUF. It splits text unlike all known tokenizers"):
         tokenizer_metadata(as_text(other, 2), len(other), "qwen3")
-    with pytest.raises(UsageError, match=r"The tokens \[7, 8\] end answers, too, and GGUF has keys for 3"):
+    with pytest.raises(UsageError, match=r"The tokens \[7, 8\] end responses too, and GGUF has keys for only 3"):
         tokenizer_metadata(as_text(bundled_like("qwen2"), 2, 4, 5, 7, 8), 5000, "qwen3")
     with pytest.raises(UsageError, match="has the id 40.., and its embedding 300 entries"):
         tokenizer_metadata(as_text(bundled_like("qwen2"), 2), 300, "qwen3")

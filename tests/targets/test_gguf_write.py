@@ -54,7 +54,7 @@ def test_what_is_written_computes_what_transformers_does(name: str, tmp_path: Pa
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}},
-            "scaled by dynamic with factor, for which GGUF has no words here; those scaled by linear, yarn, llama3",
+            "scaled by dynamic with factor, which cannot be written to GGUF; those scaled by linear, yarn, llama3",
         ),
         (
             "llama",

@@ -319,7 +319,7 @@ def test_experts_and_recurrent_layers_are_neither_compiled_nor_rounded(
     assert target.running == "native" and target.compile_reason == unknown  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=f"no compiled forward: {unknown}. Use compile auto or off"):
         load_target(folder, device="cpu", compile="on")
-    with pytest.raises(ValueError, match=f"it has {part}, whose weights it neither rounds nor reads"):
+    with pytest.raises(ValueError, match=f"it has {part}, whose weights it neither quantizes nor reads"):
         load_target(folder, device="cpu", quantize="int8")
     with pytest.raises(ValueError, match=f"cannot be rounded: it has {part}"), open_checkpoint(folder):
         pass

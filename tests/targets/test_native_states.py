@@ -105,7 +105,7 @@ def test_what_takes_states_that_can_be_cut_is_refused(folder: Path) -> None:
     assert not target.can_truncate
     with pytest.raises(ValueError, match=r"draft model .* recurrent"):
         DraftLMDrafter(target, target)
-    with pytest.raises(ValueError, match="it has recurrent layers, whose weights it neither rounds"):
+    with pytest.raises(ValueError, match="it has recurrent layers, whose weights it neither quantizes"):
         load_target(folder, device="cpu", quantize="int8")
 
 

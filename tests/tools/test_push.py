@@ -74,7 +74,9 @@ def test_a_folder_and_its_card(tmp_path: Path, tiny_target_dir: Path, tiny_draft
     assert (
         "A Processor" in card and "up to 7 tokens at a time and reads the outputs of the target's layers 0, 1" in card
     )
-    assert "1,200 documents" in card and "the target's own answers, from chats.jsonl" in card and "/home/me" not in card
+    assert (
+        "1,200 documents" in card and "the target's own responses, from chats.jsonl" in card and "/home/me" not in card
+    )
     for line in (
         "hf download me/tiny-dflash --local-dir DRAFTER",
         "blockdraft serve --target TARGET --drafter DRAFTER",
@@ -93,8 +95,8 @@ def test_other_kinds(
     """The weights are copied whatever the file is called, and the folder still holds a drafter."""
     for drafter, weights, told in (
         (tiny_eagle3_dir, "model.safetensors", "5 tokens at a time and reads the outputs of the target's layers 0, 1"),
-        (tiny_medusa_dir, "medusa_lm_head.pt", "up to 3 tokens at a time and reads what the target's head reads"),
-        (tiny_mtp_dir, "model.safetensors", "up to 3 tokens at a time and reads what the target's head reads"),
+        (tiny_medusa_dir, "medusa_lm_head.pt", "up to 3 tokens at a time and reads the input of the target's head"),
+        (tiny_mtp_dir, "model.safetensors", "up to 3 tokens at a time and reads the input of the target's head"),
     ):
         out = tmp_path / drafter.name
         prepare(drafter, str(tiny_target_dir), out, None, NOTHING)
@@ -120,7 +122,7 @@ def test_what_is_not_known_is_said_so(tmp_path: Path, tiny_target_dir: Path, tin
     assert "Not measured yet" in card and "Not recorded." in card and "OWNER/NAME" in card
     log = ({"step": 1, "tau": 1.2}, {"step": 2, "tau": 2.5}, {"step": 3, "tau": None})
     prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "two", None, Known(None, log, None))
-    assert "tau 2.50 on held-out prompts" in (tmp_path / "two/README.md").read_text()
+    assert "tau 2.50 (tokens per target forward pass) on held-out prompts" in (tmp_path / "two/README.md").read_text()
 
 
 def test_cards_of_all_kinds(
@@ -143,7 +145,7 @@ def test_cards_of_all_kinds(
             tiny_medusa_dir,
             {"medusa_lm_head.pt"},
             "medusa",
-            ("Not with SGLang: it runs no Medusa heads", "guesses up to 3"),
+            ("Not with SGLang: it runs no Medusa heads", "drafts up to 3"),
         ),
         (
             tiny_mtp_dir,
@@ -151,7 +153,7 @@ def test_cards_of_all_kinds(
             "mtp",
             (
                 "Not with vLLM: it runs MTP heads that lie in the target's own checkpoint",
-                "what the target's head reads",
+                "the input of the target's head",
             ),
         ),
     ):
@@ -252,7 +254,7 @@ def test_commands(
     assert run(monkeypatch, *pair, "--out", tmp_path / "out") == 0 and not hub.calls
     err = capsys.readouterr().err
     assert "README.md, config.json, custom_generate, model.safetensors" in err
-    assert "does not say how well it guesses; add --bench DIR" in err and "add --data DIR" in err
+    assert "does not say how many tokens are accepted; add --bench DIR" in err and "add --data DIR" in err
     assert run(monkeypatch, *pair, "--repo", "me/mine") == 0
     assert capsys.readouterr().out == "https://hub/me/mine\n"
     assert [call[0] for call in hub.calls] == ["create", "upload"]

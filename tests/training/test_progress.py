@@ -22,6 +22,7 @@ def test_what_came_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:
     assert second.last("tau") == 2.0 and second.last("loss") == 0.5 and second.last("absent") is None
 
 
+@pytest.mark.slow  # imports matplotlib
 def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RunLog(tmp_path, 0)
     log.add({"step": 1, "loss": 2.0, "accepted_length": None})

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from blockdraft.settings import explain
+from blockdraft.settings import describe
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.variant import find_variant, variant_names
 
@@ -21,4 +21,4 @@ def test_fields_that_do_not_fit_together() -> None:
 @pytest.mark.parametrize("name", variant_names())
 def test_every_field_of_every_variant_is_explained(name: str) -> None:
     kind = find_variant(name).recipe_class
-    assert all(explain(kind, field.name) for field in fields(kind))
+    assert all(describe(kind, field.name) for field in fields(kind))

@@ -55,6 +55,7 @@ def test_an_error_leaves_the_weights_as_they_were() -> None:
     assert all(torch.equal(a, b) for a, b in zip(network.parameters(), before, strict=True))
 
 
+@pytest.mark.slow
 def test_learning_with_rounded_weights_makes_them_bear_it() -> None:
     torch.manual_seed(0)
     x = torch.randn(256, 6) @ torch.randn(6, 48)  # related inputs, among which errors of rounding can cancel out

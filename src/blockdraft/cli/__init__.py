@@ -1,4 +1,4 @@
-"""The command line. Modules that take long to import are imported when a command runs."""
+"""The command line. Modules that are slow to import are imported when a command runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from blockdraft.cli.doctor import doctor
 from blockdraft.cli.export import export, push
 from blockdraft.cli.fit import fit
 from blockdraft.cli.generate import generate
-from blockdraft.cli.help import Commands, add
-from blockdraft.cli.inspect import inspect as inspect_checkpoint
+from blockdraft.cli.inspect import inspect
 from blockdraft.cli.machine import cache, calibrate, env
 from blockdraft.cli.models import models, pull
+from blockdraft.cli.options import Commands, RecipeCommand, add
 from blockdraft.cli.quantize import quantize
 from blockdraft.cli.radar import radar
 from blockdraft.cli.serve import serve
-from blockdraft.cli.train import RecipeCommand, train
+from blockdraft.cli.train import train
 from blockdraft.errors import BlockdraftError
 from blockdraft.folders import FULL
 
@@ -39,34 +39,34 @@ app = typer.Typer(
 )
 
 run = partial(add, app, panel="Run models")
-run(generate, short="target drafter quantize max_new_tokens temperature prompts compare as_json")
-run(chat, short="target drafter quantize system max_new_tokens temperature")
-run(serve, short="target drafter quantize host port api_key served_model_name max_batch_size")
+run(generate, common="target drafter quantize max_new_tokens temperature prompts compare as_json")
+run(chat, common="target drafter quantize system max_new_tokens temperature")
+run(serve, common="target drafter quantize host port api_key served_model_name max_batch_size")
 run(demo)
 run(models)
 run(pull)
-run(quantize, short="bits calibrate")
+run(quantize, common="out bits calibrate")
 app.add_typer(diffusion, name="diffusion", rich_help_panel="Run models")
 
 make = partial(add, app, panel="Make a drafter of your own")
-make(fit, short="target data hours dry_run")
-make(prompts, short="target count held_out")
-make(data, short="target regenerate server model drafter limit max_new_tokens temperature")
-make(hidden_states, short="target target_layers dtype")
-make(train, short="target data out prompts_file show_recipe", kind=RecipeCommand)
-make(export, short="target to_format weights")
+make(fit, common="out target data hours dry_run")
+make(prompts, common="out target count held_out")
+make(data, common="out target regenerate server model drafter limit max_new_tokens temperature")
+make(hidden_states, "hidden-states", common="data out target target_layers dtype")
+make(train, common="target data out prompts show_recipe", kind=RecipeCommand)
+make(export, common="out target format type")
 make(push)
 
 measure = partial(add, app, panel="Measure")
-measure(bench, short="target drafter prompts limit methods max_new_tokens temperature repeats out profile")
-measure(bench_server, "bench server", short="against prompts limit concurrency max_new_tokens temperature out")
-measure(bench_suite, "bench suite", short="target drafter methods suite_data tasks limit temperature out")
-measure(calibrate, short="target drafter batch_size anew as_json")
-measure(doctor, short="target drafter prompts as_json")
+measure(bench, common="target drafter prompts limit methods max_new_tokens temperature repeats out profile")
+measure(bench_server, "bench server", common="against prompts limit concurrency max_new_tokens temperature out")
+measure(bench_suite, "bench suite", common="target drafter methods suite_data tasks limit temperature out")
+measure(calibrate, common="target drafter batch_size anew as_json")
+measure(doctor, common="target drafter prompts as_json")
 
 look = partial(add, app, panel="This machine")
-look(radar, short="device model weights context batch task ram as_json")
-look(inspect_checkpoint, "inspect")
+look(radar, common="device model weights context batch task ram as_json")
+look(inspect)
 look(env)
 app.add_typer(cache, name="cache", rich_help_panel="This machine")
 
@@ -89,8 +89,8 @@ def options(
 def main() -> None:
     """Run the command that the arguments of the process name, and exit.
 
-    The exit code is 0, 2 for bad input of any kind, 1 for a request that fails, as where a model computes no finite
-    numbers, or a full disk, all with the reason on standard error, or 130 after Ctrl-C.
+    The exit code is 0; 2 for bad input; 1 for a request that fails, for instance where a model computes numbers that
+    are not finite, or for a full disk; or 130 after Ctrl-C. Standard error gives the reason.
     """
     try:
         app()

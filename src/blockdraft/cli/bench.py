@@ -1,4 +1,4 @@
-"""`blockdraft bench`, `bench server` and `bench suite`: how fast methods and servers are, and on a paper's prompts."""
+"""`blockdraft bench`, `bench server` and `bench suite`: speed of methods, of servers, and on a paper's prompt sets."""
 
 from __future__ import annotations
 
@@ -7,208 +7,166 @@ import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import Field, Strict
 
-from blockdraft.cli import consoles, loading
-from blockdraft.cli.options import (
-    BlockSize,
-    DrafterOptions,
-    DraftPasses,
-    DraftWindow,
-    TargetOptions,
-    extent,
-    need_drafter,
-    option,
-    tell_unused,
-)
+from blockdraft.cli import display
+from blockdraft.cli.display import exit_on_interrupt, standard, tell
+from blockdraft.cli.options import DRAFTING, OUTPUT, SAMPLING, Only
+from blockdraft.cli.target import AsJson, Decoded, DraftNetwork, Files, Overwrite, need_drafter, tell_unused
 from blockdraft.data.settings import SERVER_KEY
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.evaluation.settings import LoadSettings, Settings, SuiteSettings
 from blockdraft.evaluation.suite.paper import SUITES
-from blockdraft.settings import from_text
-from blockdraft.types import SamplingParams
+from blockdraft.settings import Flag, settings
+from blockdraft.types import Drafting, SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.evaluation.prompts import PromptSet
     from blockdraft.evaluation.servers.measure import Server
 
-DISCARDED = "Interrupted; what was measured is discarded, and nothing was written."
+DISCARDED = "Interrupted; the measurements are discarded, and nothing was written."
+PROMPTS = (
+    'Prompt set, named after the file: one {"turns": ["text", ...]}, of which the first turn counts, or {"prompt": '
+    '"text"} per line. Repeat the option for several sets.'
+)
+METHODS = (
+    f"Methods to compare: {PLAIN}, plain decoding, which is always included; {CHAIN}, the drafter's chains, or "
+    f"{CHAIN}:8, in blocks of 8; {SAMPLED}, chains of sampled draft tokens; {TREE}, its trees, or {TREE}:64, of at "
+    "most 64 draft tokens; any other drafter by folder or name, with or without a block size; "
+    f"prompt_lookup+{CHAIN} or prompt_lookup+{TREE}:64, both drafters together."
+)
+DRAFTER = f"Drafter of {CHAIN}, {SAMPLED} and {TREE}; by default the bundled one."
+JSON = "Print JSON instead of tables."
+OVERWRITE = "Replace the results in the folder."
+Sampled = Annotated[SamplingParams, Only("max_new_tokens temperature top_k top_p seed", SAMPLING)]
+Cuts = Annotated[SamplingParams, Only("top_k top_p", SAMPLING)]
+FixedDrafting = Annotated[Drafting, Only("block_size draft_window draft_passes", DRAFTING)]
+FIXED = Drafting(None)  # `bench` measures blocks of the trained size unless "auto" is asked for
+Temperatures = Annotated[tuple[float, ...], Strict(False), Field(min_length=1), Flag(metavar="T,...", panel=SAMPLING)]
+TEMPERATURES = "Temperatures, measured one after the other; 0 is greedy."
+MethodsDrafter = Annotated[str | None, Flag(metavar="DIR|NAME", panel=DRAFTING)]
+MethodNames = Annotated[str, Flag(metavar="NAME,...")]
+Results = Annotated[Path | None, Flag(metavar="DIR", panel=OUTPUT)]
 
-Prompts = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="FILE",
-        help='Prompt set, named after the file: lines of {"turns": ["text", ...]}, of which the first turn is used, or '
-        'of {"prompt": "text"}. Repeat the option for several sets.',
-    ),
-]
-Methods = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME,...",
-        help=f"What to compare: {PLAIN}, plain decoding, which is always included; {CHAIN}, the drafter's chains, or "
-        f"{CHAIN}:8, in blocks of 8; {SAMPLED}, chains of sampled guesses; {TREE}, its trees, or {TREE}:64, of at most "
-        "64 guesses; any other drafter by folder or name, with or without a block size; "
-        f"prompt_lookup+{CHAIN} or prompt_lookup+{TREE}:64, both drafters together.",
-    ),
-]
-MethodsDrafter = Annotated[
-    str | None,
-    typer.Option(metavar="DIR|NAME", help=f"Drafter of {CHAIN}, {SAMPLED} and {TREE}; by default the bundled one."),
-]
-Temperatures = Annotated[
-    str,
-    typer.Option("--temperature", metavar="T,...", help="Temperatures, measured one after the other; 0 is greedy."),
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the results that the folder holds.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-ServerResults = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for server.json and server.csv.")]
-FirstSeed = Annotated[
-    int | None,
-    typer.Option(help="Seed of a set's first prompt; each prompt behind has the next one. By default a random one."),
-]
+
+@settings
+class BenchSettings:
+    """What `blockdraft bench` measures and writes."""
+
+    prompts: Files = Field((), description=PROMPTS)
+    methods: MethodNames = Field(f"{PLAIN},{CHAIN},{TREE}", description=METHODS)
+    drafter: MethodsDrafter = Field(None, description=DRAFTER)
+    out: Results = Field(None, description="Folder for results.json, and pictures of acceptance, tau and speed-up.")
+    profile: Annotated[bool, Flag(panel=OUTPUT)] = Field(
+        False, description="Decode once more and show where the time of a step goes; with --out also in profile.png."
+    )
+    pictures: Annotated[bool, Flag(panel=OUTPUT)] = Field(
+        True, description="Draw pictures, which needs matplotlib (the extra `bench` of this package)."
+    )
+    overwrite: Overwrite = Field(False, description=OVERWRITE)
+    as_json: AsJson = Field(False, description=JSON)
 
 
 def bench(
     *,
-    run: TargetOptions,
-    prompts: Prompts = None,
-    methods: Methods = f"{PLAIN},{CHAIN},{TREE}",
-    drafter: MethodsDrafter = None,
-    model: DrafterOptions,
-    limit: Annotated[int | None, option(Settings, "limit")] = Settings.limit,
-    max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
-    temperature: Annotated[float, option(SamplingParams, "temperature", metavar="T")] = SamplingParams.temperature,
-    top_k: Annotated[int, option(SamplingParams, "top_k")] = SamplingParams.top_k,
-    top_p: Annotated[float, option(SamplingParams, "top_p")] = SamplingParams.top_p,
-    seed: FirstSeed = None,
-    batch_size: Annotated[int, option(Settings, "batch_size")] = Settings.batch_size,
-    repeats: Annotated[int, option(Settings, "repeats")] = Settings.repeats,
-    block_size: BlockSize = None,
-    tree_budget: Annotated[str, option(Settings, "tree_budget", metavar="N|auto")] = str(Settings.tree_budget),
-    draft_window: DraftWindow = None,
-    draft_passes: DraftPasses = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for results.json, and pictures of acceptance, tau and speed-up."),
-    ] = None,
-    profile: Annotated[
-        bool,
-        typer.Option(
-            "--profile", help="Decode once more and show where a cycle's time goes; with --out also in profile.png."
-        ),
-    ] = False,
-    pictures: Annotated[
-        bool, typer.Option(help="Draw pictures, which needs matplotlib (the extra `bench` of this package).")
-    ] = True,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    run: Decoded,
+    what: BenchSettings,
+    network: DraftNetwork,
+    how: Settings,
+    sampling: Sampled,
+    drafting: FixedDrafting = FIXED,
 ) -> None:
-    """Measure methods of decoding on the same prompts: speed, acceptance, and whether answers stay the same.
+    """Compare decoding methods on the same prompts: speed, acceptance, and whether answers stay the same.
 
-    Methods take turns on each prompt, so that a slow moment of the machine slows all. Progress goes to standard error.
+    The methods are interleaved on each prompt, so that a slow moment of the machine affects all of them. Progress goes
+    to standard error. Without --seed, the first prompt of a set has a random one, and each later prompt the next.
 
     `blockdraft bench server URL` measures a running server of any engine, and `blockdraft bench suite` the prompt sets
     of the DFlash paper.
     """
-    prompts = prompts or []
-    seed = secrets.randbits(32) if seed is None else seed
-    params = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
-    settings = Settings(limit, batch_size, repeats, extent("tree_budget", tree_budget))
-    size = extent("block_size", block_size)
-    chosen = parse_methods(methods, drafter, size, settings.tree_budget, draft_window, draft_passes)
-    tell_unused([temperature], _sampled(chosen), top_k=top_k, top_p=top_p)
-    if any(method.drafter is None for method in chosen):
-        need_drafter(run.target, drafter, "name other methods")
-    sets = read_prompt_sets(prompts, limit)
+    params = replace(sampling, seed=secrets.randbits(32)) if sampling.seed is None else sampling
+    methods = _methods(run, what, drafting, how)
+    tell_unused(params, [params.temperature], _sampled(methods))
+    sets = read_prompt_sets(list(what.prompts), how.limit)
 
-    from blockdraft.cli import display
+    from blockdraft.cli import answers
     from blockdraft.data.folder import check_overwrite
     from blockdraft.evaluation import report, speed
     from blockdraft.evaluation.pictures import require_pictures
     from blockdraft.evaluation.results import results
 
-    if out is not None:
-        check_overwrite(out, [report.RESULTS], overwrite)
-        if pictures:
+    if what.out is not None:
+        check_overwrite(what.out, [report.RESULTS], what.overwrite)
+        if what.pictures:
             require_pictures()
-    speed.check_methods(chosen)
-    loaded = run.load()
-    engines = speed.load_methods(chosen, loaded, batch_size, model)
-    try:
-        with display.progress("answers") as progress:
-            trials = speed.measure(engines, sets, params, settings, progress)
-            profiles = speed.profiles(engines, sets, params, settings, trials, progress) if profile else None
-    except KeyboardInterrupt:
-        loading.tell(DISCARDED)
-        raise typer.Exit(130) from None
+    speed.check_methods(methods)
+    target = run.load_for(None, network)
+    engines = speed.load_methods(methods, target, how.batch_size, network)
+    with exit_on_interrupt(DISCARDED), display.progress("answers") as progress:
+        trials = speed.measure(engines, sets, params, how, progress)
+        profiles = speed.profiles(engines, sets, params, how, trials, progress) if what.profile else None
 
     arguments = {
-        "methods": [method.name for method in chosen],
-        "prompts": [str(path) for path in prompts],
+        "methods": [method.name for method in methods],
+        "prompts": [str(path) for path in what.prompts],
         "target": run.target,
         "adapter": run.adapter,
         "revision": run.revision,
-        "drafter": drafter,
-        "limit": limit,
-        "max_new_tokens": max_new_tokens,
-        "temperature": params.temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": params.seed,
-        "batch_size": batch_size,
-        "repeats": repeats,
-        "block_size": size,
-        "tree_budget": settings.tree_budget,
-        "draft_window": draft_window,
-        "draft_passes": draft_passes,
-        **asdict(model),
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "device": str(loaded.device),
-        "backend": loaded.backend,
-        "running": loaded.running,
+        "drafter": what.drafter,
+        **{name: getattr(params, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")},
+        **asdict(how),
+        **{name: getattr(drafting, name) for name in ("block_size", "draft_window", "draft_passes")},
+        **asdict(network),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "backend": target.backend,
+        "running": target.running,
         "kinds": {name: engine.drafter.kind for name, engine in engines.items()},
-        "vocab_size": loaded.vocab_size,
-        "draft_vocabs": {name: display.draft_vocab(engine) for name, engine in engines.items()},
-        "drafter_notes": {name: display.drafter_note(engine) for name, engine in engines.items()},
-        "drafter_bits": {name: display.drafter_bits(engine.drafter) for name, engine in engines.items()},
+        "vocab_size": target.vocab_size,
+        "draft_vocabs": {name: answers.draft_vocab(engine) for name, engine in engines.items()},
+        "drafter_notes": {name: answers.drafter_note(engine) for name, engine in engines.items()},
+        "drafter_bits": {name: answers.drafter_bits(engine.drafter) for name, engine in engines.items()},
     }
-    found = results(trials, arguments, loaded.device, profiles, _sampled(chosen))
+    measured = results(trials, arguments, target.device, profiles, _sampled(methods))
     try:
-        if out is not None:
-            report.write(out, found, pictures)
+        if what.out is not None:
+            report.write(what.out, measured, what.pictures)
     finally:  # also if the disk is full
-        if as_json:
-            print(found.as_json(), end="")
+        if what.as_json:
+            print(measured.as_json(), end="")
         else:
-            report.show(consoles.standard(), found)
-        for note in {display.ahead_note(engine.drafter) for engine in engines.values()} - {None}:
-            loading.tell(str(note))
-        sys.stdout.flush()  # here a closed pipe still ends the command quietly
+            report.show(standard(), measured)
+        for note in {answers.ahead_note(engine.drafter) for engine in engines.values()}:
+            tell(note)
+        sys.stdout.flush()  # a closed pipe still ends the command quietly here
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """Load that a server is put under."""
+@settings
+class ServerBenchSettings:
+    """Servers that `blockdraft bench server` measures, and what it sends and writes."""
 
-    concurrency: Annotated[str, option(LoadSettings, "concurrency", metavar="N,...")] = ",".join(
-        map(str, LoadSettings.concurrency)
+    against: Annotated[str | None, Flag(metavar="URL")] = Field(
+        None,
+        description="Server of the same model with drafting off. Both are measured, interleaved, and their greedy "
+        "answers compared.",
     )
-    requests: Annotated[int | None, option(LoadSettings, "requests")] = LoadSettings.requests
-    silence: Annotated[float, option(LoadSettings, "silence")] = LoadSettings.silence
-
-    def settings(self, allow_prefix_cache: bool) -> LoadSettings:
-        levels = from_text(LoadSettings, "concurrency", self.concurrency)
-        return LoadSettings(
-            concurrency=levels, requests=self.requests, silence=self.silence, allow_prefix_cache=allow_prefix_cache
-        )
+    model: Annotated[str | None, Flag(metavar="NAME")] = Field(
+        None, description="Name of the model on the server; by default the first that it lists."
+    )
+    raw: bool = Field(False, description="Send prompts as they are, to /v1/completions, instead of as chats.")
+    prompts: Files = Field((), description=PROMPTS)
+    temperature: Temperatures = Field((SamplingParams.temperature,), description=TEMPERATURES)
+    out: Results = Field(None, description="Folder for server.json and server.csv.")
+    overwrite: Overwrite = Field(False, description=OVERWRITE)
+    as_json: AsJson = Field(False, description=JSON)
 
 
 def bench_server(
@@ -217,126 +175,95 @@ def bench_server(
         str,
         typer.Argument(
             metavar="URL",
-            help="Server with OpenAI's API, such as http://localhost:8000. If it asks for a key, that is read from "
+            help="Server with OpenAI's API, such as http://localhost:8000. If it needs a key, that is read from "
             f"{SERVER_KEY}.",
         ),
     ],
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Server of the same model with drafting off. Both are measured in turns, and their greedy answers "
-            "compared.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model's name there; by default the first that it lists.")
-    ] = None,
-    prompts: Prompts = None,
-    limit: Annotated[int | None, option(Settings, "limit")] = Settings.limit,
-    load: LoadOptions,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Send prompts as they are, to /v1/completions, not as chats.")
-    ] = False,
-    allow_prefix_cache: Annotated[bool, option(LoadSettings, "allow_prefix_cache")] = LoadSettings.allow_prefix_cache,
-    max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
-    temperature: Temperatures = str(SamplingParams.temperature),
-    top_k: Annotated[int, option(SamplingParams, "top_k")] = SamplingParams.top_k,
-    top_p: Annotated[float, option(SamplingParams, "top_p")] = SamplingParams.top_p,
-    seed: FirstSeed = None,
-    out: ServerResults = None,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    what: ServerBenchSettings,
+    how: Annotated[Settings, Only("limit")],
+    load: LoadSettings,
+    sampling: Annotated[SamplingParams, Only("max_new_tokens top_k top_p seed", SAMPLING)],
 ) -> None:
     """Measure a running server of any engine under load: throughput, latency and acceptance.
 
     The exit code is 1 if requests fail.
     """
-    prompts = prompts or []
-    seed = secrets.randbits(32) if seed is None else seed
-    sampling = [SamplingParams(max_new_tokens, each, top_k, top_p, seed=seed) for each in temperatures(temperature)]
-    tell_unused(temperatures(temperature), top_k=top_k, top_p=top_p)
-    sets = read_prompt_sets(prompts, limit)
-    settings = load.settings(allow_prefix_cache)
+    sampling = replace(sampling, seed=secrets.randbits(32)) if sampling.seed is None else sampling
+    params = [replace(sampling, temperature=temperature) for temperature in what.temperature]
+    tell_unused(sampling, what.temperature)
+    sets = read_prompt_sets(list(what.prompts), how.limit)
     arguments = {
         "url": url,
-        "against": against,
-        "model": model,
-        "raw": raw,
-        "prompts": [str(path) for path in prompts],
-        "limit": limit,
-        "max_new_tokens": max_new_tokens,
-        "temperatures": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
+        "against": what.against,
+        "model": what.model,
+        "raw": what.raw,
+        "prompts": [str(path) for path in what.prompts],
+        "limit": how.limit,
+        "temperatures": ",".join(f"{temperature:g}" for temperature in what.temperature),
+        **{name: getattr(sampling, name) for name in ("max_new_tokens", "top_k", "top_p", "seed")},
+        **asdict(load),
     }
 
     from blockdraft.evaluation.servers.measure import Server
 
     key = os.environ.get(SERVER_KEY)
-    servers = [Server(each, model, key, raw) for each in (url, against) if each is not None]
-    if measure_servers(
-        servers, sets, sampling, settings, arguments=arguments, out=out, overwrite=overwrite, as_json=as_json
-    ):
+    servers = [Server(place, what.model, key, what.raw) for place in (url, what.against) if place is not None]
+    if _measure_servers(servers, sets, params, load, arguments, what):
         raise typer.Exit(1)
 
 
-def temperatures(text: str) -> list[float]:
-    """The temperatures that an option's text names."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"temperature is {text!r}; it must be a number, or several as in 0,1.") from None
-
-
-def measure_servers(
+def _measure_servers(
     servers: Sequence[Server],
     sets: Sequence[PromptSet],
     params: Sequence[SamplingParams],
-    settings: LoadSettings,
-    *,
+    load: LoadSettings,
     arguments: dict[str, Any],
-    out: Path | None,
-    overwrite: bool,
-    as_json: bool,
+    what: ServerBenchSettings,
 ) -> int:
     """Measure, write and print.
 
     Returns:
-        The number of requests that failed.
+        The number of failed requests.
 
     Raises:
-        UsageError: As `measure` raises it; or a server died or hung after the first level, and what was measured before
-            is written and printed.
+        UsageError: A server died or hung after the first level. What was measured before is written and printed.
     """
-    from blockdraft.cli import display
     from blockdraft.data.folder import check_overwrite
     from blockdraft.evaluation.servers import report
     from blockdraft.evaluation.servers.measure import measure
 
-    if out is not None:
-        check_overwrite(out, (report.JSON, report.CSV), overwrite)
+    if what.out is not None:
+        check_overwrite(what.out, (report.JSON, report.CSV), what.overwrite)
+    with exit_on_interrupt(DISCARDED), display.progress("requests") as progress:
+        measured = measure(servers, sets, params, load, progress)
     try:
-        with display.progress("requests") as progress:
-            found = measure(servers, sets, params, settings, progress)
-    except KeyboardInterrupt:
-        loading.tell(DISCARDED)
-        raise typer.Exit(130) from None
-    arguments = {**arguments, **asdict(settings)}
-    try:
-        if out is not None:
-            report.write(out, found, arguments)
+        if what.out is not None:
+            report.write(what.out, measured, arguments)
     finally:  # also if the disk is full
-        if as_json:
-            print(report.as_json(found, arguments), end="")
+        if what.as_json:
+            print(report.as_json(measured, arguments), end="")
         else:
-            report.show(consoles.standard(), found)
+            report.show(standard(), measured)
         sys.stdout.flush()
-    if found.stopped:
-        kept = "printed" if out is None else f"printed and in {out}"
-        raise UsageError(f"{found.stopped} What was measured before is {kept}.")
-    return sum(level.failed for level in found.levels)
+    if measured.stopped:
+        place = "printed" if what.out is None else f"printed and in {what.out}"
+        raise UsageError(f"{measured.stopped} What was measured before is {place}.")
+    return sum(level.failed for level in measured.levels)
+
+
+@settings
+class SuiteBenchSettings:
+    """Methods that `blockdraft bench suite` measures, and what it writes."""
+
+    methods: MethodNames = Field(f"{PLAIN},{CHAIN}", description=METHODS)
+    drafter: MethodsDrafter = Field(None, description=DRAFTER)
+    temperature: Temperatures = Field((SamplingParams.temperature,), description=TEMPERATURES)
+    out: Results = Field(
+        None,
+        description="Folder for suite.json and suite.csv, written set by set. The same command resumes from there.",
+    )
+    overwrite: Overwrite = Field(False, description=OVERWRITE)
+    as_json: AsJson = Field(False, description=JSON)
 
 
 def bench_suite(
@@ -344,41 +271,22 @@ def bench_suite(
     suite: Annotated[
         str, typer.Argument(metavar=f"[{'|'.join(SUITES)}]", help="The suite; there is one, the DFlash paper's.")
     ] = "paper",
-    run: TargetOptions,
-    methods: Methods = f"{PLAIN},{CHAIN}",
-    drafter: MethodsDrafter = None,
-    model: DrafterOptions,
+    run: Decoded,
+    what: SuiteBenchSettings,
+    network: DraftNetwork,
     settings: SuiteSettings,
-    temperature: Temperatures = str(SamplingParams.temperature),
-    top_k: Annotated[int, option(SamplingParams, "top_k")] = SamplingParams.top_k,
-    top_p: Annotated[float, option(SamplingParams, "top_p")] = SamplingParams.top_p,
-    block_size: BlockSize = None,
-    tree_budget: Annotated[str, option(Settings, "tree_budget", metavar="N|auto")] = str(Settings.tree_budget),
-    draft_window: DraftWindow = None,
-    draft_passes: DraftPasses = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder for suite.json and suite.csv, written set by set. The same command goes on with what they "
-            "lack.",
-        ),
-    ] = None,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    how: Annotated[Settings, Only("tree_budget")],
+    cuts: Cuts,
+    drafting: FixedDrafting = FIXED,
 ) -> None:
-    """Measure the prompt sets of the DFlash paper (arXiv 2602.06036), and print its figures beside yours."""
-    sizes = extent("block_size", block_size), extent("tree_budget", tree_budget)
-    chosen = parse_methods(methods, drafter, *sizes, draft_window, draft_passes)
-    tell_unused(temperatures(temperature), _sampled(chosen), top_k=top_k, top_p=top_p)
-    if any(method.drafter is None for method in chosen):
-        need_drafter(run.target, drafter, "name other methods")
-    sampling = [
-        SamplingParams(settings.max_new_tokens, each, top_k, top_p, seed=settings.seed)
-        for each in temperatures(temperature)
+    """Measure the prompt sets of the DFlash paper (arXiv 2602.06036), and print its figures next to yours."""
+    methods = _methods(run, what, drafting, how)
+    tell_unused(cuts, what.temperature, _sampled(methods))
+    params = [
+        replace(cuts, max_new_tokens=settings.max_new_tokens, temperature=temperature, seed=settings.seed)
+        for temperature in what.temperature
     ]
 
-    from blockdraft.cli import display
     from blockdraft.evaluation.results import hardware
     from blockdraft.evaluation.speed import check_methods, load_methods
     from blockdraft.evaluation.suite import measure, results
@@ -388,52 +296,62 @@ def bench_suite(
 
     tasks = chosen_tasks(suite, settings.tasks)
     prompts = read_tasks(tasks, settings.suite_data, settings.limit)
-    check_methods(chosen)
-    target = run.load()
+    check_methods(methods)
+    target = run.load_for(None, network)
     machine = hardware(target.device)
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "suite": suite,
-        "drafter": drafter,
-        **{name: value for name, value in asdict(model).items() if value},
-        "methods": {method.name: asdict(method.drafting) for method in chosen},
+        "drafter": what.drafter,
+        **{name: value for name, value in asdict(network).items() if value},
+        "methods": {method.name: asdict(method.drafting) for method in methods},
         **{name: getattr(settings, name) for name in ("limit", "max_new_tokens", "seed")},
-        "top_k": top_k,
-        "top_p": top_p,
+        "top_k": cuts.top_k,
+        "top_p": cuts.top_p,
         **asdict(run),
         "dtype": str(target.dtype).removeprefix("torch."),
         "running": target.running,
         "machine": machine["gpu"] or machine["cpu"],
     }
-    about = {name: asked[name] for name in ("dtype", "running", "machine")}
+    about = {name: arguments[name] for name in ("dtype", "running", "machine")}
     about |= {"hardware": machine, "blockdraft": version("blockdraft")}
-    new = results.Results(asked, about, settings.paper_model or model_of(target.architecture))
+    measured = results.Results(arguments, about, settings.paper_model or model_of(target.architecture))
+    out = what.out
+    resumable = "nothing was written" if out is None else f"the same command resumes from {out}"
     with held(out, "blockdraft bench suite") if out is not None else nullcontext():
-        found = new if out is None else results.resumed(new, out, overwrite)
-        left = [
-            (task, params) for params in sampling for task in tasks if not found.settled(task.name, params.temperature)
+        if out is not None:
+            measured = results.resumed(measured, out, what.overwrite)
+        missing = [
+            (task, sampling)
+            for sampling in params
+            for task in tasks
+            if not measured.settled(task.name, sampling.temperature)
         ]
-        if left:
-            measure.check_prompts(target, prompts, sampling[0])
-        engines = load_methods(chosen, target, 1, model) if left else {}
-        try:
-            with display.progress("prompts") as progress:
-                for task, params in left:
-                    trials = measure.decode_task(engines, task, prompts[task.name], params, progress)
-                    found = found.plus(measure.rows_of(task.name, params.temperature, trials, _sampled(chosen)))
-                    if out is not None:
-                        results.write(out, found)
-        except KeyboardInterrupt:
-            kept = "nothing was written" if out is None else f"the same command goes on with what {out} lacks"
-            loading.tell(f"Interrupted; {kept}.")
-            raise typer.Exit(130) from None
-    found = found.only([task.name for task in tasks], [params.temperature for params in sampling])
-    if as_json:
-        print(found.as_json(), end="")
+        if missing:
+            measure.check_prompts(target, prompts, params[0])
+        engines = load_methods(methods, target, 1, network) if missing else {}
+        with exit_on_interrupt(f"Interrupted; {resumable}."), display.progress("prompts") as progress:
+            for task, sampling in missing:
+                trials = measure.decode_task(engines, task, prompts[task.name], sampling, progress)
+                measured = measured.plus(measure.rows_of(task.name, sampling.temperature, trials, _sampled(methods)))
+                if out is not None:
+                    results.write(out, measured)
+    measured = measured.only([task.name for task in tasks], [sampling.temperature for sampling in params])
+    if what.as_json:
+        print(measured.as_json(), end="")
     else:
-        results.show(consoles.standard(), found, tasks)
+        results.show(standard(), measured, tasks)
     sys.stdout.flush()
 
 
+def _methods(run: Decoded, what: BenchSettings | SuiteBenchSettings, drafting: Drafting, how: Settings) -> list[Method]:
+    """Return the methods to compare. Raise a UsageError if one needs a drafter and none is known."""
+    extent = drafting.block_size, how.tree_budget, drafting.draft_window, drafting.draft_passes
+    methods = parse_methods(what.methods, what.drafter, *extent)
+    if any(method.drafter is None for method in methods):
+        need_drafter(run.target, what.drafter, "name other methods")
+    return methods
+
+
 def _sampled(methods: Sequence[Method]) -> set[str]:
-    """Names of the methods whose guesses are sampled at random."""
+    """Return the names of the methods that sample draft tokens."""
     return {method.name for method in methods if method.drafting.sampled}

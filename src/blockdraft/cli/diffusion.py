@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import Field
 
-from blockdraft.cli import consoles, loading
-from blockdraft.cli.generate import checked_text, read_prompt, read_prompts
-from blockdraft.cli.help import add
-from blockdraft.cli.options import Adapter, FieldOptions, Revision
-from blockdraft.cli.train import RecipeCommand
+from blockdraft.cli import display
+from blockdraft.cli.display import exit_on_interrupt, tell, terminal
+from blockdraft.cli.generate import PromptArgument, checked_text, read_prompt, read_prompts
+from blockdraft.cli.options import DATA, MODEL, Only, RecipeCommand, add
+from blockdraft.cli.target import AsJson, Folder, RecordFields, TargetSettings, quiet
+from blockdraft.cli.train import SHOW_RECIPE, RecipeFile, ShowRecipe, check_given, missing_package
 from blockdraft.diffusion.settings import (
     ConvertSettings,
     DiffusionRecipe,
@@ -25,49 +27,52 @@ from blockdraft.diffusion.settings import (
     SampleSettings,
 )
 from blockdraft.errors import UsageError
-from blockdraft.settings import as_toml, read_settings
+from blockdraft.settings import Count, Flag, as_toml, read_settings, settings
 
 if TYPE_CHECKING:
     from blockdraft.diffusion.create import Created
     from blockdraft.diffusion.model import DiffusionModel
     from blockdraft.diffusion.sampler import Chunk, Sampler, Watch
 
-Model = Annotated[
-    Path,
-    typer.Option(
-        metavar="DIR",
-        help="Block-diffusion model, made by `blockdraft diffusion convert` or `train`.",
-        rich_help_panel="Model",
-    ),
-]
-Device = Annotated[
-    str | None, typer.Option(help="Where the model runs, such as cpu or cuda:1; by default the first GPU, else cpu.")
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="float32|bfloat16|float16",
-        help="Numbers of the weights; by default float32 on a CPU and bfloat16 elsewhere.",
-    ),
-]
-BlockSize = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Tokens of a block; by default that of the model.", rich_help_panel="Model"),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object instead of text.")]
-
-
-def load(path: Path, device: str | None, dtype: str | None, block_size: int | None) -> DiffusionModel:
-    from blockdraft.diffusion.folder import load_model
-
-    loading.quiet()
-    return load_model(path, device, dtype, block_size)
-
-
 diffusion = typer.Typer(
     help="Make and use block-diffusion language models, which write whole blocks of text without a target.",
     no_args_is_help=True,
 )
+
+
+@settings
+class ModelSettings:
+    """A block-diffusion model, and how it runs."""
+
+    model: Annotated[Path, Flag(metavar="DIR")] = Field(
+        description="Block-diffusion model, made by `blockdraft diffusion convert` or `train`."
+    )
+    block_size: Count | None = Field(None, description="Number of tokens per block; by default the model's.")
+    device: str | None = Field(
+        None, description="Device of the model, such as cpu or cuda:1; by default the first GPU, else the CPU."
+    )
+    dtype: Annotated[str | None, Flag(metavar="float32|bfloat16|float16")] = Field(
+        None, description="Number format of the weights; by default float32 on a CPU and bfloat16 elsewhere."
+    )
+
+    def load(self) -> DiffusionModel:
+        from blockdraft.diffusion.folder import load_model
+
+        quiet()
+        return load_model(self.model, self.device, self.dtype, self.block_size)
+
+
+Model = Annotated[ModelSettings, Only(panel=MODEL)]
+
+
+@settings
+class NewModel:
+    """Where a new model goes."""
+
+    out: Folder = Field(description="Folder of the new model, new or empty.")
+    like: Annotated[str | None, Flag(metavar="DIR")] = Field(
+        None, description="Folder or hub name whose tokenizer is used; by default the bundled tiny model."
+    )
 
 
 def convert(
@@ -80,86 +85,73 @@ def convert(
             "the bundled tiny model.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new model, new or empty.")],
+    where: Annotated[NewModel, Only("out")],
     settings: ConvertSettings,
-    adapter: Adapter = None,
-    revision: Revision = None,
+    run: Annotated[TargetSettings, Only("adapter revision", MODEL)],
 ) -> None:
     """Make a block-diffusion model of a causal language model. It must be trained before it writes well."""
-    from blockdraft.cli import display
     from blockdraft.diffusion.create import convert as convert_model
 
-    loading.quiet()
+    quiet()
     with display.progress("tensors") as progress:
-        found = convert_model(target, out, settings, revision, adapter, progress)
-    _tell_made(out, found)
+        created = convert_model(target, where.out, settings, run.revision, run.adapter, progress)
+    _tell_created(where.out, created)
 
 
-def new(
-    *,
-    like: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Folder or hub name whose tokenizer is used; by default the bundled tiny model."
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new model, new or empty.")],
-    settings: NewSettings,
-) -> None:
+def new(*, where: NewModel, settings: NewSettings) -> None:
     """Make a block-diffusion model with random weights and the tokenizer of another model."""
     from blockdraft.diffusion.create import new_model
 
-    loading.quiet()
-    _tell_made(out, new_model(like, out, settings))
+    quiet()
+    _tell_created(where.out, new_model(where.like, where.out, settings))
 
 
-def train(
-    *,
-    context: typer.Context,
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(metavar="[RECIPE.toml]", help="Values of recipe fields; others keep their defaults."),
-    ] = None,
-    model: Annotated[Path | None, typer.Option(metavar="DIR", help="Block-diffusion model to begin with.")] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SOURCE", help="Texts or chats, as for `blockdraft data`. Repeat the option for several."),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps; more of them continue a run that has ended.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder of the trained model. Recipe, log and checkpoints go to DIR.run beside it. The same command "
-            "resumes an interrupted run.",
-        ),
-    ] = None,
-    records: FieldOptions,
-    device: Device = None,
-    show_recipe: Annotated[
-        bool,
-        typer.Option("--show-recipe", help="Print all fields of the recipe with their meaning, as TOML, and exit."),
-    ] = False,
-) -> None:
+def _tell_created(out: Path, created: Created) -> None:
+    config = created.config
+    new = ", new to the tokenizer" if created.is_new else ""
+    shift = "with" if config.token_shift else "without"
+    tell(
+        f"{out}: blocks of {config.block_size}, {shift} token shift, mask token {created.mask_token} "
+        f"(id {config.mask_token_id}{new})"
+    )
+
+
+@settings
+class TrainSettings:
+    """What `blockdraft diffusion train` reads and writes, besides the recipe."""
+
+    model: Annotated[Path | None, Flag(metavar="DIR")] = Field(None, description="Block-diffusion model to start from.")
+    data: Annotated[tuple[str, ...], Flag(metavar="SOURCE", repeat=True)] = Field(
+        (), description="Texts or chats, as for `blockdraft data`. Repeat the option for several."
+    )
+    steps: Count | None = Field(None, description="Optimizer steps; more of them continue a finished run.")
+    out: Annotated[Path | None, Flag(metavar="DIR")] = Field(
+        None,
+        description="Folder of the trained model. Recipe, log and checkpoints go to DIR.run next to it. The same "
+        "command resumes an interrupted run.",
+    )
+    device: str | None = Field(
+        None, description="Device of the model, such as cpu or cuda:1; by default the first GPU, else the CPU."
+    )
+    show_recipe: ShowRecipe = Field(False, description=SHOW_RECIPE)
+
+
+def train(*, context: typer.Context, recipe: RecipeFile = None, what: TrainSettings, records: RecordFields) -> None:
     """Train a block-diffusion model. It learns all tokens of texts, and those of the assistant in chats.
 
     Every recipe field is an option too: --batch 8, --block-size 4, --complementary true; --show-recipe lists them.
 
     `accelerate launch -m blockdraft diffusion train ...` trains on several devices. `touch DIR.run/finish`, or the
-    signal USR1, ends the run early with a whole model.
+    signal USR1, ends the run early with a complete model.
     """
     settings = read_settings(DiffusionRecipe, recipe, context.obj)
-    if show_recipe:
-        print(as_toml(settings, explained=True), end="")
+    if what.show_recipe:
+        print(as_toml(settings, described=True), end="")
         return
-    if model is None or not data or steps is None or out is None:
-        needed = {"--model": model, "--data": data, "--steps": steps, "--out": out}
-        missing = [name for name, value in needed.items() if not value]
-        raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing.")
+    out, steps = what.out, what.steps
+    check_given({"--model": what.model, "--data": what.data, "--steps": steps, "--out": out})
+    assert what.model is not None and steps is not None and out is not None
 
-    from blockdraft.cli import display
     from blockdraft.diffusion.text import read_texts
 
     try:
@@ -169,24 +161,27 @@ def train(
         from blockdraft.training.graceful_shutdown import finish_on_signal
         from blockdraft.training.progress import Progress, run_folder
     except ModuleNotFoundError as error:
-        raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
+        raise missing_package("Training", error) from error
 
-    accelerator = make_accelerator(settings, run_folder(out), device)
-    loaded = load(model, str(accelerator.device), "float32", settings.block_size)
-    texts = read_texts(data, records.settings(), loaded)
+    accelerator = make_accelerator(settings, run_folder(out), what.device)
+    model = ModelSettings(what.model, settings.block_size, str(accelerator.device), "float32").load()
+    texts = read_texts(what.data, records, model)
     finish_on_signal(out)
-    try:
-        with display.progress("done") as progress:
-            callbacks = Progress(progress, loading.tell)
-            lines = train_model(loaded, texts, steps, out, settings, callbacks, accelerator)
-    except KeyboardInterrupt:
-        if accelerator.is_main_process:
-            loading.tell(after_interruption(run_folder(out) / "checkpoints"))
-        raise typer.Exit(130) from None
+    checkpoints = run_folder(out) / "checkpoints"
+    message = lambda: after_interruption(checkpoints) if accelerator.is_main_process else None  # noqa: E731
+    with exit_on_interrupt(message), display.progress("done") as progress:
+        log = train_model(model, texts, steps, out, settings, Progress(progress, tell), accelerator)
     if accelerator.is_main_process:
-        bits = next((line["held_out_bits"] for line in reversed(lines) if "held_out_bits" in line), None)
-        told = "" if bits is None else f", {bits:.3f} bits per held-out token"
-        loading.tell(f"The model is in {out}{told}; log and checkpoints are in {run_folder(out)}.")
+        bits = next((line["held_out_bits"] for line in reversed(log) if "held_out_bits" in line), None)
+        measured = "" if bits is None else f", {bits:.3f} bits per held-out token"
+        tell(f"The model is in {out}{measured}; log and checkpoints are in {run_folder(out)}.")
+
+
+@settings
+class PerplexitySettings:
+    """How `blockdraft diffusion perplexity` prints."""
+
+    as_json: AsJson = Field(False, description="Print a JSON object instead of text.")
 
 
 def perplexity(
@@ -194,124 +189,101 @@ def perplexity(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Texts or chats, as for `blockdraft data`.")],
     model: Model,
     settings: LikelihoodSettings,
-    records: FieldOptions,
-    block_size: BlockSize = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    as_json: AsJson = False,
+    records: RecordFields,
+    how: PerplexitySettings,
 ) -> None:
     """Measure the perplexity of a text for a block-diffusion model.
 
     It is an upper bound, with the interval that the random noise leaves. With blocks of one token it is exact.
     """
-    from blockdraft.cli import display
     from blockdraft.diffusion.likelihood import likelihood
     from blockdraft.diffusion.text import read_texts
 
-    loaded = load(model, device, dtype, block_size)
-    texts = read_texts([file], records.settings(), loaded)
+    loaded = model.load()
+    texts = read_texts([file], records, loaded)
     with display.progress("batches") as progress:
-        found = likelihood(loaded, texts, settings, progress)
-    if as_json:
-        print(json.dumps(asdict(found)))
+        result = likelihood(loaded, texts, settings, progress)
+    if how.as_json:
+        print(json.dumps(asdict(result)))
         return
-    told = f"perplexity {found.perplexity:.4g}" if found.exact else f"perplexity at most {found.perplexity:.4g}"
-    around = "" if found.exact else f" ({found.low:.4g} to {found.high:.4g}, {found.draws} draws)"
-    print(f"{told}{around}, {found.bits_per_token:.4f} bits a token, {found.tokens} tokens")
+    bound = "" if result.exact else "at most "
+    interval = "" if result.exact else f" ({result.low:.4g} to {result.high:.4g}, {result.draws} draws)"
+    figures = f"{result.bits_per_token:.4f} bits per token, {result.tokens} tokens"
+    print(f"perplexity {bound}{result.perplexity:.4g}{interval}, {figures}")
 
 
-def _tell_made(out: Path, found: Created) -> None:
-    new = ", new to the tokenizer" if found.is_new else ""
-    shift = "with" if found.config.token_shift else "without"
-    loading.tell(
-        f"{out}: blocks of {found.config.block_size}, {shift} token shift, mask token {found.mask_token} "
-        f"(id {found.config.mask_token_id}{new})"
+@settings
+class GenerateSettings:
+    """What `blockdraft diffusion generate` writes, and how it shows it."""
+
+    stop: Annotated[tuple[str, ...], Flag(repeat=True)] = Field(
+        (), description="Text that ends an answer, which is cut before it. Repeat the option for several."
     )
+    infill: str | None = Field(
+        None,
+        description='Text with gaps to fill, such as "text [GAP] text", instead of a text to continue. Each gap gets '
+        "--max-new-tokens tokens. It sees all text before it, and after it the rest of its block.",
+    )
+    prompts: Annotated[Path | None, Flag(metavar="FILE", panel=DATA)] = Field(
+        None,
+        description='File of prompts, one {"prompt": "text"} or {"turns": ["text", ...]} per line, which are answered '
+        "together. Each answer is printed as one line of JSON as soon as it is done.",
+    )
+    show_steps: bool = Field(False, description="Show each pass; unknown tokens are grey boxes.")
+    steps_file: Annotated[Path | None, Flag(metavar="FILE")] = Field(
+        None, description="Picture of the passes: a .gif is a film, a .png shows them one below the other."
+    )
+    as_json: AsJson = Field(False, description="Print a JSON object instead of text.")
 
 
-def generate(
-    *,
-    prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue; without one, or with -, it is read from standard input.")
-    ] = None,
-    model: Model,
-    settings: SampleSettings,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="Text that ends an answer, which is cut before it. Repeat the option for several."),
-    ] = None,
-    infill: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help='Text with gaps to fill, such as "text [GAP] text", instead of a text to continue. Each gap gets '
-            "--max-new-tokens tokens. It sees all text before it, and after it the rest of its block.",
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='File of prompts, lines of {"prompt": "text"} or {"turns": ["text", ...]}, that are answered at '
-            "once. Each answer is printed as a JSON object on a line, as soon as it is done.",
-        ),
-    ] = None,
-    show_steps: Annotated[
-        bool,
-        typer.Option("--show-steps", help="Show each pass; unknown tokens are grey boxes."),
-    ] = False,
-    steps_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Picture of the passes: a .gif is a film, a .png has one below the other."),
-    ] = None,
-    block_size: BlockSize = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    as_json: AsJson = False,
-) -> None:
+def generate(*, prompt: PromptArgument = None, model: Model, settings: SampleSettings, how: GenerateSettings) -> None:
     """Write text, a block at a time."""
-    single = {"a prompt": prompt is not None, "--infill": infill is not None, "--show-steps": show_steps}
-    single |= {"--steps-file": steps_file is not None}
-    if prompts is not None and any(single.values()):
-        other = next(name for name, given in single.items() if given)
-        raise UsageError(f"--prompts {prompts} and {other} do not go together; leave one of them away.")
-    if infill is not None and (prompt is not None or stop):
+    single = {
+        "a prompt": prompt,
+        "--infill": how.infill,
+        "--show-steps": how.show_steps,
+        "--steps-file": how.steps_file,
+    }
+    other = next((name for name, value in single.items() if value not in (None, False)), None)
+    if how.prompts is not None and other is not None:
+        raise UsageError(f"--prompts {how.prompts} and {other} exclude each other; leave one of them out.")
+    if how.infill is not None and (prompt is not None or how.stop):
         other = "a prompt" if prompt is not None else "--stop"
-        raise UsageError(f"--infill and {other} do not go together; leave one of them away.")
-    texts = [] if infill is not None else read_prompts(prompts) if prompts else [read_prompt(prompt)]
+        raise UsageError(f"--infill and {other} exclude each other; leave one of them out.")
+    infill = None if how.infill is None else checked_text(how.infill)
+    texts = [] if infill is not None else read_prompts(how.prompts) if how.prompts else [read_prompt(prompt)]
 
     from blockdraft.diffusion.sampler import Sampler
     from blockdraft.diffusion.text import count_unseen, encode_gaps, token_text
 
-    if steps_file is not None:
+    if how.steps_file is not None:
         from blockdraft.diffusion.pictures import check_picture, draw_steps
 
-        check_picture(steps_file)
-    loaded = load(model, device, dtype, block_size)
-    sampler = Sampler(loaded, settings, stop=stop or ())
+        check_picture(how.steps_file)
+    loaded = model.load()
+    sampler = Sampler(loaded, settings, stop=how.stop)
     run: Callable[[Watch | None], Iterable[Chunk]] = lambda watch: sampler.stream(texts, watch)  # noqa: E731
     if infill is not None:
-        tokens = encode_gaps(checked_text(infill), settings.max_new_tokens, loaded)
-        behind, not_seen = count_unseen(tokens, loaded.config.block_size)
-        if not_seen:
-            print(
-                f"{not_seen} of the {behind} tokens after the gap are in other blocks, so it does not see them; "
-                f"--block-size {len(tokens)} makes one block of the whole text.",
-                file=sys.stderr,
+        tokens = encode_gaps(infill, settings.max_new_tokens, loaded)
+        num_after, num_unseen = count_unseen(tokens, loaded.config.block_size)
+        if num_unseen:
+            tell(
+                f"{num_unseen} of the {num_after} tokens after the gap are in other blocks, so it does not see them; "
+                f"--block-size {len(tokens)} makes one block of the whole text."
             )
         run = lambda watch: sampler.fill([tokens], watch)  # noqa: E731
-    if prompts is not None or as_json:
-        _print_json(sampler, run, max(len(texts), 1), keep_steps=show_steps)
+    if how.prompts is not None or how.as_json:
+        _print_json(sampler, run, max(len(texts), 1), keep_steps=how.show_steps)
     else:
-        with _shown_steps(loaded) if show_steps else _plainly() as (watch, write):
+        with _shown_steps(loaded) if how.show_steps else _plain() as (watch, write):
             for chunk in run(watch):
                 write(chunk)
-    if steps_file is not None:
-        draw_steps(steps_file, sampler.inputs[0], sampler.history[0], lambda token: token_text(token, loaded))
+    if how.steps_file is not None:
+        draw_steps(how.steps_file, sampler.inputs[0], sampler.history[0], lambda token: token_text(token, loaded))
 
 
 def _print_json(sampler: Sampler, run: Callable[[Watch | None], Iterable[Chunk]], count: int, keep_steps: bool) -> None:
-    """Print a line for each answer, in the order in which they end."""
+    """Print a line per answer, in the order in which they end."""
     answers = [{"index": i, "text": "", "token_ids": list[int]()} for i in range(count)]
     for chunk in run(None):
         answer: dict[str, Any] = answers[chunk.index]
@@ -331,7 +303,7 @@ def _print_json(sampler: Sampler, run: Callable[[Watch | None], Iterable[Chunk]]
 
 
 @contextmanager
-def _plainly() -> Iterator[tuple[None, Callable[[Chunk], None]]]:
+def _plain() -> Iterator[tuple[None, Callable[[Chunk], None]]]:
     """Print blocks as they come."""
     yield None, lambda chunk: print(chunk.text, end="", flush=True)
     print()
@@ -339,21 +311,26 @@ def _plainly() -> Iterator[tuple[None, Callable[[Chunk], None]]]:
 
 @contextmanager
 def _shown_steps(model: DiffusionModel) -> Iterator[tuple[Watch, Callable[[Chunk], None]]]:
-    """Show each pass: a terminal shows the block change in place; otherwise standard error gets a line a pass."""
+    """Show each pass: a terminal shows the block change in place; otherwise standard error gets a line per pass."""
     from rich.live import Live
     from rich.text import Text
 
-    from blockdraft.cli import display
+    from blockdraft.cli.answers import DRAFTED
+    from blockdraft.diffusion.pictures import UNKNOWN
+    from blockdraft.diffusion.text import token_text
 
-    written = Text()
+    def spell(block: Sequence[int | None]) -> str:
+        return "".join(UNKNOWN if token is None else token_text(token, model) for token in block)
+
     if not sys.stdout.isatty():
-        with _plainly() as (_, write):
-            yield lambda row, block: print(repr(_spelled(model, block)), file=sys.stderr, flush=True), write
+        with _plain() as (_, write_plain):
+            yield lambda row, block: tell(repr(spell(block))), write_plain
         return
-    with Live(written, console=consoles.terminal(), auto_refresh=False, vertical_overflow="visible") as live:
+    written = Text()
+    with Live(written, console=terminal(), auto_refresh=False, vertical_overflow="visible") as live:
 
         def watch(row: int, block: Sequence[int | None]) -> None:
-            live.update(written + Text(_spelled(model, block), style=display.DRAFTED), refresh=True)
+            live.update(written + Text(spell(block), style=DRAFTED), refresh=True)
 
         def write(chunk: Chunk) -> None:
             written.append(chunk.text)
@@ -362,15 +339,8 @@ def _shown_steps(model: DiffusionModel) -> Iterator[tuple[Watch, Callable[[Chunk
         yield watch, write
 
 
-def _spelled(model: DiffusionModel, block: Sequence[int | None]) -> str:
-    from blockdraft.diffusion.pictures import UNKNOWN
-    from blockdraft.diffusion.text import token_text
-
-    return "".join(UNKNOWN if token is None else token_text(token, model) for token in block)
-
-
-add(diffusion, convert, short="out block_size")
-add(diffusion, new, short="out like block_size")
-add(diffusion, train, short="model data steps out show_recipe", kind=RecipeCommand)
-add(diffusion, perplexity, short="model draws block_size as_json")
-add(diffusion, generate, short="model max_new_tokens block_size infill prompts show_steps")
+add(diffusion, convert, common="out block_size")
+add(diffusion, new, common="out like block_size")
+add(diffusion, train, common="model data steps out show_recipe", kind=RecipeCommand)
+add(diffusion, perplexity, common="model draws block_size as_json")
+add(diffusion, generate, common="model max_new_tokens block_size infill prompts show_steps")

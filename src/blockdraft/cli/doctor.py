@@ -1,18 +1,21 @@
-"""`blockdraft doctor`: why a drafter's guesses are rejected."""
+"""`blockdraft doctor`: finds out why draft tokens are rejected."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field
 
-from blockdraft.cli import consoles, loading
-from blockdraft.cli.options import TargetOptions, need_drafter, option
+from blockdraft.cli import display
+from blockdraft.cli.display import new_table, standard, tell
+from blockdraft.cli.options import DRAFTING, Only
+from blockdraft.cli.target import AsJson, Decoded, Files, need_drafter
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
 from blockdraft.evaluation.settings import Settings
+from blockdraft.settings import Flag, settings
 from blockdraft.tools.doctor.settings import DoctorSettings
 
 if TYPE_CHECKING:
@@ -23,78 +26,72 @@ if TYPE_CHECKING:
 SHOWN_POSITIONS = 4  # of S_i; the JSON has all
 
 
-def doctor(
-    *,
-    run: TargetOptions,
-    drafter: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Folder of a drafter; by default the one that comes along for the target."),
-    ] = None,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Prompts, as for `blockdraft bench`, preferably of the kind that the drafter was trained on. By "
-            "default a few questions, which are too short to show a wrong window.",
-        ),
-    ] = None,
-    limit: Annotated[int | None, option(Settings, "limit")] = Settings.limit,
-    settings: DoctorSettings,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-) -> None:
-    """Find out why a drafter's guesses are refused.
+@settings
+class Patient:
+    """The drafter that `blockdraft doctor` examines."""
 
-    It decodes some prompts, asks the drafter again on the finished texts, and checks whether it would guess better if
-    its checkpoint meant something else: taps, slots and features off by one, windows, causality, halves in another
-    order, norms, draft vocabulary, rotary base, precision. The drafter is not rounded. Without --target it examines
-    the bundled tiny pair, whatever has been pulled. The exit code is 1 if it finds a fault.
+    drafter: Annotated[str | None, Flag(metavar="DIR", panel=DRAFTING)] = Field(
+        None, description="Folder of a drafter; by default the target's bundled one."
+    )
+    prompts: Files = Field(
+        (),
+        description="Prompts, as for `blockdraft bench`, preferably of the kind that the drafter was trained on. By "
+        "default a few questions, which are too short to show a wrong window.",
+    )
+    as_json: AsJson = Field(False, description="Print JSON instead of tables.")
+
+
+def doctor(*, run: Decoded, what: Patient, how: Annotated[Settings, Only("limit")], settings: DoctorSettings) -> None:
+    """Find out why a drafter's draft tokens are rejected.
+
+    It decodes some prompts, runs the drafter again on the finished texts, and checks whether it would do better if its
+    checkpoint meant something else: target layers, positions and hidden states off by one, windows, causality, halves
+    in another order, norms, draft vocabulary, rotary base, precision. The drafter is not quantized. Without --target it
+    examines the bundled tiny pair, whatever has been pulled. The exit code is 1 if it finds a fault.
     """
-    # A rounded drafter guesses other tokens than the network that the checks run, as if decoding were at fault.
+    # A quantized drafter proposes other tokens than the network that the checks run, as if decoding were at fault.
     run = replace(run, target=run.target or "bundled", round_drafters=False)
-    drafter = None if drafter == "bundled" else drafter
+    drafter = None if what.drafter == "bundled" else what.drafter
     need_drafter(run.target, drafter, "leave --target out for the bundled pair", lookup=False)
-    texts = [prompt for one in read_prompt_sets(prompts, limit) for prompt in one.prompts] if prompts else None
+    sets = read_prompt_sets(list(what.prompts), how.limit) if what.prompts else []
+    texts = [prompt for prompt_set in sets for prompt in prompt_set.prompts] or SAMPLES.prompts
 
-    from blockdraft.cli import display
     from blockdraft.drafters import for_others
     from blockdraft.tools.doctor.examine import examine
 
-    target = run.load()
-    examined = for_others(drafter or "bundled", run.target, loading.tell)
-    loading.tell(f"Target {target.path}, drafter {examined}.")
+    target = run.load_for()
+    examined = for_others(drafter or "bundled", run.target, tell)
+    tell(f"Target {target.path}, drafter {examined}.")
     with display.progress("checks") as progress:
-        found = examine(target, examined, texts or SAMPLES.prompts, settings, progress)
-    if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        diagnosis = examine(target, examined, texts, settings, progress)
+    if what.as_json:
+        print(json.dumps(asdict(diagnosis), indent=2))
     else:
-        show(consoles.standard(), found)
-    if found.fault is not None:
+        show(standard(), diagnosis)
+    if diagnosis.fault is not None:
         raise typer.Exit(1)
 
 
-def show(console: Console, found: Diagnosis) -> None:
-    """Print a diagnosis."""
-    from rich import box
-    from rich.table import Table
-
-    lines = box.SIMPLE if console.is_terminal else None
-    console.print(f"{found.cycles} cycles, of which {100 * found.alike:.0f} % accept as many guesses as the drafter")
-    console.print("alone guesses right at the same positions.\n")
-    table = Table(box=lines, pad_edge=False)
-    table.add_column("")
-    table.add_column(f"S_1..S_{SHOWN_POSITIONS} %", justify="right")
-    table.add_row("decoding", _percents(found.decoded))
-    table.add_row("the drafter alone", _percents(found.own))
+def show(console: Console, diagnosis: Diagnosis) -> None:
+    console.print(
+        f"{diagnosis.cycles} steps, of which {100 * diagnosis.alike:.0f} % accept as many draft tokens as the drafter\n"
+        "alone gets right at the same positions.\n"
+    )
+    shares = f">S_1..S_{SHOWN_POSITIONS} %"
+    table = new_table(console, "", shares)
+    table.add_row("decoding", _percents(diagnosis.decoded))
+    table.add_row("the drafter alone", _percents(diagnosis.own))
     console.print(table)
     console.print()
-    table = Table(box=lines, pad_edge=False)
-    table.add_column("check of the checkpoint", overflow="fold")
-    for header in ("right guesses", f"S_1..S_{SHOWN_POSITIONS} %"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for each in found.tried:
-        table.add_row(each.told, f"{each.accepted:.2f}", _percents(each.by_position))
+    table = new_table(console, "check of the checkpoint", ">correct draft tokens", shares)
+    table.columns[0].overflow = "fold"
+    for column in table.columns[1:]:
+        column.no_wrap = True
+    for check in diagnosis.tried:
+        table.add_row(check.told, f"{check.accepted:.2f}", _percents(check.by_position))
     console.print(table)
-    console.print(f"\n{f'Fault: {found.fault}. ' if found.fault else ''}{found.finding} {found.remedy}")
+    fault = f"Fault: {diagnosis.fault}. " if diagnosis.fault else ""
+    console.print(f"\n{fault}{diagnosis.finding} {diagnosis.remedy}")
 
 
 def _percents(shares: tuple[float, ...]) -> str:

@@ -2,56 +2,39 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from pydantic import Field
 
-from blockdraft.cli.options import (
-    Adapter,
-    Device,
-    Dtype,
-    RecordOptions,
-    Revision,
-    TargetBackend,
-    TrainingTarget,
-)
+from blockdraft.cli.display import exit_on_interrupt, tell
+from blockdraft.cli.options import DATA
+from blockdraft.cli.target import Records, Trained
+from blockdraft.cli.train import missing_package
 from blockdraft.errors import UsageError
+from blockdraft.settings import Flag, settings
 from blockdraft.tools.fit.settings import FitSettings
 from blockdraft.types import DEFAULT_BACKEND
 
 
-def fit(
-    *,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder of the drafter. Plan, data and logs go to DIR.fit and DIR.run beside it. The same command "
-            "resumes an interrupted fit.",
-        ),
-    ] = None,
-    target: TrainingTarget = None,
-    adapter: Adapter = None,
-    revision: Revision = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Prompts of the kind that the target will get: files or datasets as for `blockdraft data`, whose "
-            "answers are not used. Repeat the option for several. Without any, the target writes its own prompts.",
-        ),
-    ] = None,
-    settings: FitSettings,
-    records: RecordOptions,
-    dtype: Dtype = None,
-    device: Device = None,
-    backend: TargetBackend = DEFAULT_BACKEND,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Measure, print the plan with reasons and estimates, and stop.")
-    ] = False,
-) -> None:
+@settings
+class FitOut:
+    """What `blockdraft fit` reads and writes."""
+
+    out: Annotated[Path | None, Flag(metavar="DIR")] = Field(
+        None,
+        description="Folder of the drafter. Plan, data and logs go to DIR.fit and DIR.run next to it. The same command "
+        "resumes an interrupted fit.",
+    )
+    data: Annotated[tuple[str, ...], Flag(metavar="SOURCE", repeat=True, panel=DATA)] = Field(
+        (),
+        description="Prompts of the kind that the target will get: files or datasets as for `blockdraft data`, whose "
+        "responses are not used. Repeat the option for several. By default the target writes its own prompts.",
+    )
+    dry_run: bool = Field(False, description="Measure, print the plan with reasons and estimates, and stop.")
+
+
+def fit(*, where: FitOut, run: Trained, settings: FitSettings, records: Records) -> None:
     """Make a drafter for a target: choose a recipe, let the target answer prompts, train, measure.
 
     The first run measures target and machine and writes a plan, which later runs follow. Each step is one of the other
@@ -62,21 +45,13 @@ def fit(
     try:
         from blockdraft.tools.fit.run import Fit, run_fit
     except ModuleNotFoundError as error:
-        raise UsageError(f"Fitting takes {error.name}; run pip install 'blockdraft[train]'.") from error
+        raise missing_package("Fitting", error) from error
 
-    if out is None and not dry_run:
+    if where.out is None and not where.dry_run:
         raise UsageError("--out is missing; give the folder of the drafter, or --dry-run to see the plan alone.")
-    known = None if backend == DEFAULT_BACKEND else backend
-    place = out or Path("blockdraft-plan")  # where files of the measurements lie for a moment
-    where = Where(place, target, dtype, device, known, adapter, revision)
-    asked = Fit(where, settings, tuple(data or ()), records.settings())
-
-    def note(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    try:
-        lines = run_fit(asked, dry_run, note)
-    except KeyboardInterrupt:
-        note(f"Interrupted; the same command resumes the fit from {where.folder}.")
-        raise typer.Exit(130) from None
+    out = where.out or Path("blockdraft-plan")  # holds files of the measurements for a while
+    backend = None if run.backend == DEFAULT_BACKEND else run.backend
+    place = Where(out, run.target, run.dtype, run.device, backend, run.adapter, run.revision)
+    with exit_on_interrupt(f"Interrupted; the same command resumes the fit from {place.folder}."):
+        lines = run_fit(Fit(place, settings, where.data, records), where.dry_run, tell)
     print("\n".join(lines))

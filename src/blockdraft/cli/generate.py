@@ -1,4 +1,4 @@
-"""`blockdraft generate`: answers a prompt, or a file of them."""
+"""`blockdraft generate`: answers a prompt, or a file of prompts."""
 
 from __future__ import annotations
 
@@ -12,135 +12,146 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field
 
-from blockdraft.cli import consoles
-from blockdraft.cli.options import (
-    DrafterOptions,
-    DrafterPlace,
-    SamplingOptions,
-    TargetOptions,
+from blockdraft.cli.display import plain, tell, terminal
+from blockdraft.cli.options import DATA, OUTPUT
+from blockdraft.cli.target import (
+    AsJson,
+    Decoded,
+    DrafterSettings,
+    DraftNetwork,
+    HowFar,
+    Sampling,
+    auto_by_default,
     drafter_or_lookup,
-    option,
+    tell_unused,
 )
 from blockdraft.errors import UsageError
-from blockdraft.evaluation.settings import Settings
 from blockdraft.machine import PeakMemory, uncollected
+from blockdraft.settings import Count, Flag, settings
 from blockdraft.timing import telling
-from blockdraft.types import SamplingParams
+from blockdraft.types import Drafting, DraftModel, SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.engine import Chunk, Engine
 
+PromptArgument = Annotated[
+    str | None, typer.Argument(help="Prompt; without one, or with -, it is read from standard input.")
+]
+
+
+@settings
+class GenerateSettings:
+    """What `blockdraft generate` answers and prints."""
+
+    prompts: Annotated[Path | None, Flag(metavar="FILE", panel=DATA)] = Field(
+        None,
+        description='File of prompts, one {"prompt": "text"} or {"turns": ["text", ...]} per line. Each answer is '
+        "printed as one line of JSON as soon as it is done. Prompt i, from 0 on, has the seed + i.",
+    )
+    batch_size: Count | None = Field(
+        None, description="Number of prompts decoded together; by default as many as the engine has room for."
+    )
+    compare: Annotated[bool, Flag(panel=OUTPUT)] = Field(
+        False, description="Decode without the drafter as well, and compare speed and tokens."
+    )
+    as_json: AsJson = Field(False, description="Print a JSON object instead of text.")
+
 
 def generate(
     *,
-    run: TargetOptions,
-    prompt: Annotated[
-        str | None, typer.Argument(help="Prompt to answer; without one, or with -, it is read from standard input.")
-    ] = None,
-    drafter: DrafterPlace = None,
-    model: DrafterOptions,
-    max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
-    sampling: SamplingOptions,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='File of prompts, lines of {"prompt": "text"} or {"turns": ["text", ...]}. Each answer is printed as '
-            "a JSON object on a line, as soon as it is done. Prompt i, from 0 on, has the seed + i.",
-        ),
-    ] = None,
-    batch_size: Annotated[int | None, option(Settings, "batch_size")] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Decode without the drafter as well, and compare speed and tokens.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of text.")] = False,
+    run: Decoded,
+    prompt: PromptArgument = None,
+    drafter: DrafterSettings,
+    network: DraftNetwork,
+    sampling: Sampling,
+    drafting: HowFar,
+    how: GenerateSettings,
 ) -> None:
     """Answer a prompt.
 
-    A terminal shows the answer as it comes, with guessed tokens in green. A pipe gets the answer alone.
+    A terminal shows the answer as it comes, with accepted draft tokens in green. A pipe gets the answer alone.
     """
-    drafter = drafter_or_lookup(run.target, drafter)
-    params = sampling.params(max_new_tokens)
-    if params.seed is None:  # all runs of a comparison share one
-        params = replace(params, seed=secrets.randbits(32))
-    drafting = sampling.drafting
-    if prompts is not None and (prompt is not None or compare):
-        other = "--compare" if compare else "a prompt"
-        raise UsageError(f"--prompts {prompts} and {other} do not go together; leave one of them away.")
-    if compare and drafting.sampled and params.temperature:
+    place = drafter_or_lookup(run.target, drafter.drafter)
+    # All runs of a comparison share one seed.
+    params = replace(sampling, seed=secrets.randbits(32)) if sampling.seed is None else sampling
+    tell_unused(params, [params.temperature], drafting.sampled)
+    if how.prompts is not None and (prompt is not None or how.compare):
+        other = "--compare" if how.compare else "a prompt"
+        raise UsageError(f"--prompts {how.prompts} and {other} exclude each other; leave one of them out.")
+    if how.compare and drafting.sampled and params.temperature:
         raise UsageError(
-            "--compare and --sampled do not go together at a temperature: their tokens differ. To compare speeds, use "
-            "blockdraft bench --methods none,chain,chain-sampled --temperature T."
+            "--compare and --sampled exclude each other at a temperature, since their tokens differ. To compare "
+            "speeds, use blockdraft bench --methods none,chain,chain-sampled --temperature T."
         )
-    if batch_size is not None:
-        Settings(batch_size=batch_size)
-    texts = read_prompts(prompts) if prompts else [read_prompt(prompt)]
+    texts = read_prompts(how.prompts) if how.prompts else [read_prompt(prompt)]
 
     with uncollected():
-        from blockdraft.cli import display
-        from blockdraft.cli.display import compare_with_plain, slower_note
-        from blockdraft.drafters import load_drafter
-        from blockdraft.engine import Engine
+        from blockdraft.cli import answers
 
-        peak = PeakMemory() if as_json else None  # on top of what the imports take
-        loaded = run.load(drafter)
-        if batch_size is None and not prompts:
-            batch_size = 1  # one prompt needs room for one
-        rows = {} if batch_size is None else {"max_batch_size": batch_size}
-        loaded_drafter = load_drafter(drafter, target=loaded, **model.options())
-        engine = Engine(loaded, loaded_drafter, drafting=drafting, **rows)
+        peak = PeakMemory() if how.as_json else None  # on top of what the imports take
+        batch_size = how.batch_size or (None if how.prompts else 1)
+        engine = load_engine(run, place, network, auto_by_default(drafting), batch_size)
 
-    if prompts:
+    if how.prompts:
         _answer_all(engine, texts, params)
-        _tell(display.ahead_note(loaded_drafter))
+        tell(answers.ahead_note(engine.drafter))
         return
     [text] = texts
-    if sys.stdout.isatty() and not as_json:
-        console, measured = consoles.terminal(), None
-        stats = display.stream_answer(console, engine, text, params)
-        if compare:
-            with display.notice(console, "measuring ..."):
-                measured = compare_with_plain(engine, text, params)
-            display.show_comparison(console, measured)
-        _tell(slower_note(engine, stats, measured))
-        _tell(display.ahead_note(loaded_drafter))
-        return
-    with telling(_tell, "Answering with and without the drafter" if compare else "Answering", at_once=False):
-        measured = compare_with_plain(engine, text, params) if compare else None
-        completion = measured.drafted if measured else engine.generate([text], params)[0].checked()
-    if peak is not None:
-        planned = engine.memory.of_one(engine.request(text, params).slots)
-        memory = {**planned, "planned": sum(planned.values()), "measured": peak.bytes()}
-        print(json.dumps({**display.as_dict(completion, measured, engine), "memory": memory}))
+    comparison = None
+    if sys.stdout.isatty() and not how.as_json:
+        console = terminal()
+        stats = answers.stream_answer(console, engine, text, params)
+        if how.compare:
+            with answers.notice(console, "measuring ..."):
+                comparison = answers.compare_with_plain(engine, text, params)
+            answers.show_comparison(console, comparison)
     else:
-        print(completion.text)
-        if measured:
-            display.show_comparison(consoles.plain(), measured)
-    sys.stdout.flush()  # here a closed pipe still ends the command quietly
-    _tell(slower_note(engine, completion.stats, measured))
-    _tell(display.ahead_note(loaded_drafter))
+        what = "Answering with and without the drafter" if how.compare else "Answering"
+        with telling(tell, what, at_once=False):
+            comparison = answers.compare_with_plain(engine, text, params) if how.compare else None
+            completion = comparison.drafted if comparison else engine.generate([text], params)[0].checked()
+        stats = completion.stats
+        if peak is not None:
+            planned = engine.memory.of_one(engine.request(text, params).slots)
+            memory = {**planned, "planned": sum(planned.values()), "measured": peak.bytes()}
+            print(json.dumps({**answers.as_dict(completion, comparison, engine), "memory": memory}))
+        else:
+            print(completion.text)
+            if comparison:
+                answers.show_comparison(plain(), comparison)
+        sys.stdout.flush()  # a closed pipe still ends the command quietly here
+    tell(answers.slower_note(engine, stats, comparison))
+    tell(answers.ahead_note(engine.drafter))
 
 
-def _tell(text: str | None) -> None:
-    if text is not None:
-        print(text, file=sys.stderr, flush=True)
+def load_engine(
+    run: Decoded, drafter: str | None, network: DraftModel, drafting: Drafting, batch_size: int | None
+) -> Engine:
+    """Load target and drafter, and return their engine."""
+    from blockdraft.drafters import load_drafter
+    from blockdraft.engine import Engine
+
+    target = run.load_for(drafter, network)
+    size = {} if batch_size is None else {"max_batch_size": batch_size}
+    return Engine(target, load_drafter(drafter, target=target, **network.options()), drafting=drafting, **size)
 
 
 def _answer_all(engine: Engine, prompts: list[str], params: SamplingParams) -> None:
     """Print answers as JSON lines, in the order in which they end."""
-    from blockdraft.cli.display import as_dict
+    from blockdraft.cli.answers import as_dict
 
     assert params.seed is not None
     ended: SimpleQueue[int] = SimpleQueue()
 
-    def tell(number: int, chunk: Chunk) -> None:
+    def receive(number: int, chunk: Chunk) -> None:
         if chunk.finish_reason is not None:
             ended.put(number)
 
     with engine:
         requests = [
-            engine.submit(prompt, replace(params, seed=params.seed + number), partial(tell, number))
+            engine.submit(prompt, replace(params, seed=params.seed + number), partial(receive, number))
             for number, prompt in enumerate(prompts)
         ]
         for _ in requests:
@@ -153,11 +164,12 @@ def _answer_all(engine: Engine, prompts: list[str], params: SamplingParams) -> N
 def read_prompts(path: Path) -> list[str]:
     from blockdraft.evaluation.prompts import read_prompt_sets
 
-    [found] = read_prompt_sets([path])
-    return list(found.prompts)
+    [prompts] = read_prompt_sets([path])
+    return list(prompts.prompts)
 
 
 def read_prompt(prompt: str | None) -> str:
+    """Return the prompt of the command line, or that of standard input if it is None or "-"."""
     if prompt not in (None, "-"):
         text = str(prompt)
     elif prompt is None and sys.stdin.isatty():
@@ -173,7 +185,7 @@ def read_prompt(prompt: str | None) -> str:
 
 
 def checked_text(text: str) -> str:
-    """The text itself. Raises a UsageError for invalid bytes of the command line, which arrive as lone surrogates."""
+    """Return the text, or raise a UsageError for invalid bytes of the command line, which come as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -9,18 +9,36 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import Field
 
-from blockdraft.cli import consoles, loading
-from blockdraft.cli.options import Revision
+from blockdraft.cli.display import new_table, tell, terminal
+from blockdraft.cli.target import AsJson, quiet
+from blockdraft.settings import Flag, settings
 from blockdraft.timing import telling
 
 if TYPE_CHECKING:
     from blockdraft.tools.inspect import Report
 
-TARGET_LAYERS = (
-    "taps: blockdraft and z-lab count the layers whose outputs are read, from 0; others the layers that read them"
+LAYERS = (
+    "target layers: blockdraft and z-lab count the layers whose outputs are read, from 0; others the layers that read "
+    "them"
 )
 MARKS = {True: ("yes", "green"), False: ("no", "bold red"), None: ("not known", "")}
+
+
+@settings
+class InspectSettings:
+    """What a checkpoint is checked against."""
+
+    target: Annotated[str | None, Flag(metavar="DIR")] = Field(
+        None,
+        description="Target to check the drafter against: folder, hub name, GGUF file, name of the catalogue, or "
+        "bundled.",
+    )
+    revision: Annotated[str | None, Flag(metavar="NAME")] = Field(
+        None, description="Branch, tag or commit of the target's repository on the hub."
+    )
+    as_json: AsJson = Field(False, description="Print a JSON object instead of text.")
 
 
 def inspect(
@@ -28,30 +46,23 @@ def inspect(
         str,
         typer.Argument(
             metavar="DIR|FILE",
-            help="Drafter, target, adapter or block-diffusion model, as a folder or GGUF file; bundled is the drafter "
-            "that comes along for the target, bundled-dflash the tiny one that other engines read.",
+            help="Drafter, target, adapter or block-diffusion model, as a folder or GGUF file; bundled is the target's "
+            "bundled drafter, bundled-dflash the tiny one that other engines read.",
         ),
     ],
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Target to check the drafter against: folder, hub name, GGUF file, name of the catalogue, or bundled.",
-        ),
-    ] = None,
-    revision: Revision = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    *,
+    how: InspectSettings,
 ) -> None:
     """Show a checkpoint's kind, conventions and size, and how each engine starts with it.
 
     No weights are loaded. The exit code is 1 if the drafter does not fit the given target. A pipe gets JSON.
     """
-    from blockdraft.tools.inspect import inspect as look
+    from blockdraft.tools.inspect import inspect as inspect_checkpoint
 
-    loading.quiet()
-    with telling(loading.tell, "Reading", at_once=False):
-        report = look(path, target, revision)
-    if as_json or not sys.stdout.isatty():
+    quiet()
+    with telling(tell, "Reading", at_once=False):
+        report = inspect_checkpoint(path, how.target, how.revision)
+    if how.as_json or not sys.stdout.isatty():
         print(json.dumps(report.as_dict(), indent=2))
     else:
         show(report)
@@ -60,25 +71,24 @@ def inspect(
 
 
 def show(report: Report) -> None:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    console = consoles.terminal()
+    console = terminal()
     console.print(Text.assemble((report.what, "bold"), f", {report.layout}: {report.path}"), soft_wrap=True)
     for title, facts in (("", report.about), ("wants", report.wants), ("conventions", report.conventions)):
         if facts:
-            table = Table(title=title or None, title_justify="left", box=box.SIMPLE, show_header=False, pad_edge=False)
-            if "target_layers" in facts:
-                table.caption, table.caption_justify = TARGET_LAYERS, "left"
+            caption = LAYERS if "target_layers" in facts else None
+            table = new_table(
+                console, "", "", title=title or None, title_justify="left", show_header=False, caption=caption
+            )
             for name, value in rows(facts):
                 table.add_row(name, value)
             console.print(table)
     if report.fits:
-        table = Table(title="fits", title_justify="left", box=box.SIMPLE, show_header=False, pad_edge=False)
+        table = new_table(console, "", "", "", title="fits", title_justify="left", show_header=False)
         for check in report.fits:
             mark, style = MARKS[check.holds]
-            table.add_row(check.name, mark, check.said, style=style)
+            table.add_row(check.name, mark, check.detail, style=style)
         console.print(table)
     for engine, start in report.starts.items():
         console.print(Text.assemble((engine, "bold"), "" if start.reason is None else f": {start.reason}"))
@@ -88,17 +98,14 @@ def show(report: Report) -> None:
 
 
 def rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values as text; absent values are left out."""
-    for name, value in facts.items():
-        name = f"{prefix}{name.replace('_', ' ')}"
+    """Yield names and values as text. Absent values are left out."""
+    for key, value in facts.items():
+        name = f"{prefix}{key.replace('_', ' ')}"
         if isinstance(value, Mapping):
             yield from rows(value, f"{name}: ")
         elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            for number, each in enumerate(value):
-                yield (
-                    f"{name}: {number}",
-                    ", ".join(f"{key.replace('_', ' ')} {_word(one)}" for key, one in each.items()),
-                )
+            for number, entry in enumerate(value):
+                yield f"{name}: {number}", ", ".join(f"{k.replace('_', ' ')} {_word(v)}" for k, v in entry.items())
         elif value is not None:
             yield name, _word(value)
 

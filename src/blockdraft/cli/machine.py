@@ -1,26 +1,30 @@
-"""`blockdraft env`, `cache` and `calibrate`: the machine, the files kept on it, and its cycle times."""
+"""`blockdraft env`, `cache` and `calibrate`: this machine, the files kept on it, and its step times."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import Field
 
-from blockdraft.cli import consoles
-from blockdraft.cli.help import add
-from blockdraft.cli.options import DrafterPlace, TargetOptions, need_drafter, option
+from blockdraft.cli.display import new_table, standard, tell
+from blockdraft.cli.options import Only, add
+from blockdraft.cli.target import AsJson, Decoded, DrafterSettings, need_drafter
 from blockdraft.errors import UsageError, counted
 from blockdraft.evaluation.settings import Settings
+from blockdraft.settings import settings
+
+if TYPE_CHECKING:
+    from blockdraft.engine import Costs
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "accelerate", "torchao")
 VARIABLES = (
@@ -31,8 +35,10 @@ VARIABLES = (
     "HF_HUB_OFFLINE",
     "OMP_NUM_THREADS",
 )
+JSON = "Print a JSON object instead of text."
+CALIBRATED = Settings(batch_size=16)
 
-PARTIAL_SECONDS = 3600.0  # age at which a partial file counts as left behind by a process that is gone
+PARTIAL_SECONDS = 3600.0  # age after which a partial file counts as abandoned
 cache = typer.Typer(help="List or delete the files that blockdraft keeps on this machine.", no_args_is_help=True)
 
 
@@ -43,7 +49,7 @@ def env() -> None:
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Names and values, first those that need no torch. The decoder is compiled if it has not been yet."""
+    """Yield names and values, first those that need no torch. This compiles the decoder if necessary."""
     import psutil
 
     from blockdraft.machine import cache_folder, processor_name
@@ -51,7 +57,10 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "blockdraft", version("blockdraft")
     yield "python", f"{platform.python_version()}, {platform.platform()}"
     for name in PACKAGES:
-        yield name, _version(name)
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            yield name, "not installed"
     yield "processor", processor_name()
     yield "cores", str(psutil.cpu_count(logical=False))
     yield "cache", str(cache_folder())
@@ -72,39 +81,35 @@ def facts() -> Iterator[tuple[str, str]]:
         yield f"GPU {number}", f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
         yield "GPU", "none that torch sees"
-    made = build(torch.float32, torch.float32)
-    works = made.library() is not None
-    origin = f"came with the package, for {made.level}" if made.level else "compiled here"
-    yield "compiled decoder", f"works, {origin}" if works else f"none, since {made.reason}"
+    built = build(torch.float32, torch.float32)
+    works = built.library() is not None
+    origin = f"came with the package, for {built.level}" if built.level else "compiled here"
+    yield "compiled decoder", f"works, {origin}" if works else f"none, since {built.reason}"
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+@settings
+class ListSettings:
+    """How `blockdraft cache list` prints."""
+
+    as_json: AsJson = Field(False, description=JSON)
 
 
-def list_(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False) -> None:
+def list_(*, how: ListSettings) -> None:
     """List the files that blockdraft keeps: their kind, size and date.
 
     Their folder is ~/.cache/blockdraft, or what BLOCKDRAFT_CACHE names.
     """
-    from rich.table import Table
-
     from blockdraft.machine import CACHED, cache_folder
 
-    found = {kind: _summary(_files(kind)) for kind in CACHED}
-    if as_json:
-        print(json.dumps({"folder": str(cache_folder()), "kinds": found}))
+    kinds = {kind: _summary(_files(kind)) for kind in CACHED}
+    if how.as_json:
+        print(json.dumps({"folder": str(cache_folder()), "kinds": kinds}))
         return
-    table = Table(box=None, pad_edge=False)
-    for header in ("kind", "files", "size", "newest", "what"):
-        table.add_column(header, justify="right" if header in ("files", "size") else "left")
-    for kind, one in found.items():
-        newest = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["newest"])) if one["newest"] else "-"
-        table.add_row(kind, str(one["files"]), _size(one["bytes"]), newest, CACHED[kind])
-    console = consoles.standard()
+    console = standard()
+    table = new_table(console, "kind", ">files", ">size", "newest", "what")
+    for kind, summary in kinds.items():
+        newest = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary["newest"])) if summary["newest"] else "-"
+        table.add_row(kind, str(summary["files"]), _size(summary["bytes"]), newest, CACHED[kind])
     console.print(str(cache_folder()), soft_wrap=True)
     console.print(table)
 
@@ -118,13 +123,15 @@ def clear(
         ),
     ] = None,
 ) -> None:
-    """Delete the files that blockdraft keeps. They are made again when they are needed; models have to be pulled
-    again."""
+    """Delete the files that blockdraft keeps.
+
+    They are made again when they are needed; models have to be pulled again.
+    """
     from blockdraft.machine import CACHED, MODELS, cache_folder
 
     unknown = [kind for kind in kinds or () if kind not in CACHED]
     if unknown:
-        raise UsageError(f"kind is {unknown[0]!r}; it must be one of {', '.join(CACHED)}.")
+        raise UsageError(f"KIND must be one of {', '.join(CACHED)}, got {unknown[0]!r}.")
     for kind in kinds or [kind for kind in CACHED if kind != MODELS]:
         files = _files(kind)
         size = _summary(files)["bytes"]
@@ -140,19 +147,19 @@ def clear(
 
 
 def _files(kind: str) -> list[Path]:
+    """Return the files of a kind, without locks and files that another process may still be writing."""
     from blockdraft.machine import cache_folder
 
     folder = cache_folder() / kind
-    found = sorted(file for file in folder.rglob("*") if file.is_file())
-    return [file for file in found if file.suffix != ".lock" and not (_is_partial(file, folder) and _is_young(file))]
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".lock")
+    return [file for file in files if not (_is_partial(file.relative_to(folder)) and _is_recent(file))]
 
 
-def _is_partial(file: Path, folder: Path) -> bool:
-    return any(part.endswith(".partial") for part in file.relative_to(folder).parts)
+def _is_partial(path: Path) -> bool:
+    return any(part.endswith(".partial") for part in path.parts)
 
 
-def _is_young(file: Path) -> bool:
-    """Whether another process may still be writing it."""
+def _is_recent(file: Path) -> bool:
     with suppress(FileNotFoundError):
         return time.time() - file.stat().st_mtime < PARTIAL_SECONDS
     return True
@@ -161,56 +168,74 @@ def _is_young(file: Path) -> bool:
 def _summary(files: list[Path]) -> dict[str, Any]:
     stats = []
     for file in files:
-        with suppress(FileNotFoundError):  # another process has cleared it
+        with suppress(FileNotFoundError):  # another process has deleted it
             stats.append(file.stat())
-    newest = max((one.st_mtime for one in stats), default=None)
-    return {"files": len(files), "bytes": sum(one.st_size for one in stats), "newest": newest}
+    newest = max((stat.st_mtime for stat in stats), default=None)
+    return {"files": len(files), "bytes": sum(stat.st_size for stat in stats), "newest": newest}
 
 
 def _size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
-def calibrate(
-    run: TargetOptions,
-    drafter: DrafterPlace = None,
-    batch_size: Annotated[int, option(Settings, "batch_size")] = 16,
-    anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if stored times exist.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
-) -> None:
-    """Measure the times of decoding cycles on this machine, or show the stored ones.
+@settings
+class CalibrateSettings:
+    """How `blockdraft calibrate` measures and prints."""
 
-    The block size and tree budget "auto" begin with these times, and learn from the cycles that run. Measure while
+    anew: bool = Field(False, description="Measure again, even if stored times exist.")
+    as_json: AsJson = Field(False, description=JSON)
+
+
+def calibrate(
+    *,
+    run: Decoded,
+    drafter: DrafterSettings,
+    what: Annotated[Settings, Only("batch_size")] = CALIBRATED,
+    how: CalibrateSettings,
+) -> None:
+    """Measure the times of decoding steps on this machine, or show the stored ones.
+
+    The block size and tree budget "auto" begin with these times, and learn from the steps that run. Measure while
     nothing else runs.
     """
-    Settings(batch_size=batch_size)
-    need_drafter(run.target, drafter, "--drafter prompt_lookup")
+    need_drafter(run.target, drafter.drafter, "--drafter prompt_lookup")
 
-    from blockdraft.cli import display
     from blockdraft.drafters import load_drafter
-    from blockdraft.engine.adaptive import stored_costs
-    from blockdraft.engine.adaptive.calibrate import Probe
+    from blockdraft.engine.adaptive import costs as stored_costs
+    from blockdraft.engine.adaptive.costs import Probe
 
-    loaded = run.load(drafter)
-    loaded_drafter = load_drafter(drafter, target=loaded)
-    file = stored_costs.path(loaded, loaded_drafter)
-    known = None if anew else stored_costs.load(file)
-
-    def report(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    if known is None:
-        known = stored_costs.measure(
-            Probe(loaded, loaded_drafter), loaded_drafter.block_size, batch_size, loaded.max_context, report
-        )
-        stored_costs.store(file, known, stored_costs.pair_of(loaded, loaded_drafter))
+    target = run.load_for(drafter.drafter)
+    loaded = load_drafter(drafter.drafter, target=target)
+    file = stored_costs.path(target, loaded)
+    costs = None if how.anew else stored_costs.load(file)
+    if costs is None:
+        probe = Probe(target, loaded)
+        costs = stored_costs.measure(probe, loaded.block_size, what.batch_size, target.max_context, tell)
+        stored_costs.store(file, costs, stored_costs.pair_of(target, loaded))
     else:
-        report(f"From {file}; --anew measures again.")
-    if as_json:
-        print(json.dumps({**asdict(known), "backend": loaded.backend, "running": loaded.running}))
+        tell(f"From {file}; --anew measures again.")
+    if how.as_json:
+        print(json.dumps({**asdict(costs), "backend": target.backend, "running": target.running}))
     else:
-        console = consoles.standard()
-        display.show_costs(console, known, loaded_drafter.block_size, loaded.running)
+        show_costs(costs, loaded.block_size, target.running)
+
+
+def show_costs(costs: Costs, block_size: int, running: str) -> None:
+    """Print a table of step times. R is the time of a drafted step over that of a plain one."""
+    console = standard()
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(costs.date))
+    chains = [n for n in (3, 7, 15) if n < block_size] if costs.knows(tree=False) else []
+    trees = [16, 32, 64] if costs.knows(tree=True) else []
+    headers = *(f">R, chain of {n}" for n in chains), *(f">R, tree of {n}" for n in trees)
+    table = new_table(console, ">batch size", ">plain ms", *headers)
+    for rows, plain in zip(costs.rows, costs.plain, strict=True):
+        times = [costs.cycle(rows, n, tree)[n] for tree, sizes in ((False, chains), (True, trees)) for n in sizes]
+        table.add_row(str(rows), f"{1000 * plain:.2f}", *(f"{seconds / plain:.2f}" for seconds in times))
+    # A title or caption of the table would break at its width, which may be small.
+    console.print(f"Steps, {running}, {when}")
+    console.print(table)
+    if chains or trees:
+        console.print("R: a drafted step over a plain one; drafting pays off where tau > R")
 
 
 add(cache, list_, "list")

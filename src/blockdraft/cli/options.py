@@ -1,392 +1,260 @@
-"""Options that several commands share."""
+"""Commands and their options, generated from settings classes.
+
+A command is a function whose parameters are settings classes. `with_options` gives it one flag per field, reads the
+flags with `settings.from_text`, and names the flag in errors.
+"""
 
 from __future__ import annotations
 
 import inspect
-import os
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
-from typer.models import OptionInfo
+from pydantic_core import PydanticUndefined
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from blockdraft.cli import loading
-from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import UsageError
-from blockdraft.settings import explain_option
-from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Drafting, DraftModel, SamplingParams
-
-if TYPE_CHECKING:
-    from blockdraft.targets import Target
+from blockdraft.settings import Flag, SettingsError, field_info, from_text, with_flag
 
 Function = TypeVar("Function", bound=Callable[..., None])
 
+HELP, HELP_ALL = "--help", "--help-all"
+MODEL, DRAFTING, SAMPLING, DATA, OUTPUT = PANELS = ("Model", "Drafting", "Sampling", "Data", "Output")
 
-def option(owner: type, name: str, **settings: Any) -> Any:
-    """Option for a field of a dataclass, with the field's text in the docstring as its help."""
-    return typer.Option(help=explain_option(owner, name), **settings)
+
+class Only:
+    """Restricts a settings parameter of a command to some fields: `Annotated[SamplingParams, Only("seed top_k")]`.
+
+    The default of the parameter, if any, holds the defaults of the flags and the values of the other fields.
+
+    Args:
+        names: Names of the fields, separated by spaces; "" are all.
+        panel: Panel of `--help`, for fields that name none.
+        flags: Flags by field name, where they differ from the field's own.
+    """
+
+    def __init__(self, names: str = "", panel: str | None = None, **flags: str) -> None:
+        self.names, self.panel, self.flags = names, panel, flags
+
+
+class _Option:
+    """Flag of one field. A text is read only where the flag is given, so `--help` alone knows the default."""
+
+    def __init__(self, owner: type, name: str, default: Any, only: Only) -> None:
+        info = field_info(owner, name)
+        self.name, self.help = name, info.description or ""
+        self.how = next((item for item in info.metadata if isinstance(item, Flag)), Flag())
+        self.panel = self.how.panel or only.panel
+        self.default = info.get_default(call_default_factory=True) if default is None else getattr(default, name)
+        kinds = get_args(info.annotation) if get_origin(info.annotation) in (Union, types.UnionType) else ()
+        self.kinds = [kind for kind in kinds or (info.annotation,) if kind is not NoneType]
+        self.is_switch = self.kinds == [bool]
+        self.spelled = only.flags.get(name) or self.how.name or f"--{name.replace('_', '-')}"
+        if self.is_switch and self.default and "/" not in self.spelled:
+            self.spelled += f"/--no-{name.replace('_', '-')}"
+        self.flag = self.spelled.partition("/")[0]
+        # Two groups of a command may have a field of the same name, if one of them is renamed.
+        self.parameter_name = self.flag.strip("-").replace("-", "_") if name in only.flags else name
+
+    def parameter(self) -> inspect.Parameter:
+        """Return the option as typer reads it from a signature."""
+        kind: Any = bool | None if self.is_switch else list[str] | None if self.how.repeat else str | None
+        metavar = self.how.metavar or "|".join(dict.fromkeys(map(_placeholder, self.kinds)))
+        text = self.help
+        if self.default not in (None, (), "", PydanticUndefined) and not self.is_switch:
+            values = self.default if isinstance(self.default, tuple) else (self.default,)
+            shown = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+            text += f" [dim]\\[default: {shown}][/dim]"
+        option = typer.Option(
+            self.spelled,
+            help=text,
+            metavar="" if self.is_switch else metavar,
+            rich_help_panel=self.panel,
+            envvar=self.how.environment,
+            show_default=False,
+        )
+        required = self.default is PydanticUndefined
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        annotation = Annotated[kind, option]
+        return inspect.Parameter(self.parameter_name, keyword, default=... if required else None, annotation=annotation)
+
+
+class _Group:
+    """The fields of one settings parameter that are flags of a command."""
+
+    def __init__(self, parameter: inspect.Parameter, owner: type, only: Only) -> None:
+        self.name, self.owner = parameter.name, owner
+        self.default = None if parameter.default is inspect.Parameter.empty else parameter.default
+        names = only.names.split() or [field.name for field in fields(owner)]
+        self.options = [_Option(owner, name, self.default, only) for name in names]
+
+    def take(self, given: dict[str, Any], problems: dict[str, str]) -> Any:
+        """Remove this group's texts from `given` and return the settings. Add what is wrong to `problems`."""
+        values: dict[str, Any] = {}
+        wrong: dict[str, str] = {}
+        for option in self.options:
+            text = given.pop(option.parameter_name)
+            if text is None or text == []:
+                continue
+            try:
+                read = isinstance(text, bool)
+                values[option.name] = text if read else from_text(self.owner, option.name, text, none=False)
+            except SettingsError as error:
+                wrong |= error.problems
+        settings: Any = None
+        try:
+            if not wrong:
+                settings = self.owner(**values) if self.default is None else replace(self.default, **values)
+        except SettingsError as error:
+            wrong |= error.problems
+        except UsageError as error:
+            wrong[self.name] = str(error)
+        flags = {option.name: option.flag for option in self.options}
+        problems |= {f"{self.name}.{name}": with_flag(problem, flags) for name, problem in wrong.items()}
+        return settings
+
+
+def _placeholder(kind: Any) -> str:
+    if get_origin(kind) is Annotated:
+        return _placeholder(get_args(kind)[0])
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
 
 
 def with_options(command: Function) -> Function:
-    """Give a command one option for each field of its parameters that are dataclasses, in the place of those."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    groups: dict[str, tuple[type, list[str]]] = {}
-    shown = list[inspect.Parameter]()
+    """Give a command one flag for each field of its parameters that are settings classes, in the place of those."""
+    groups: list[_Group] = []
+    shown: list[inspect.Parameter] = []
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        owner = parameter.annotation
+        owner, *metadata = get_args(parameter.annotation) or (parameter.annotation,)
         if not is_dataclass(owner):
-            shown.append(parameter.replace(kind=kind))
+            shown.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
-        assert isinstance(owner, type)
-        groups[parameter.name] = owner, [field.name for field in fields(owner)]
-        shown += [
-            inspect.Parameter(each.name, kind, default=each.default, annotation=_annotation(owner, each.name))
-            for each in fields(owner)
-        ]
+        only = next((item for item in metadata if isinstance(item, Only)), Only())
+        groups.append(_Group(parameter, owner, only))  # type: ignore[arg-type]
+        shown += [option.parameter() for option in groups[-1].options]
+
+    flags = {option.name: option.flag for group in groups for option in group.options}
 
     @wraps(command)
     def whole(**given: Any) -> None:
-        made = {name: owner(**{each: given.pop(each) for each in names}) for name, (owner, names) in groups.items()}
-        command(**made, **given)
+        problems: dict[str, str] = {}
+        made = {group.name: group.take(given, problems) for group in groups}
+        if problems:
+            raise SettingsError(problems)
+        try:
+            command(**made, **given)
+        except UsageError as error:  # the library names a field where it has a flag here
+            raise UsageError(with_flag(str(error), flags)) from error
 
     whole.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     whole.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     return whole  # type: ignore[return-value]
 
 
-def _annotation(owner: type, name: str) -> Any:
-    """Annotation of a field for typer: its own if that is an option, else an option of its plain type. The class itself
-    checks the values."""
-    hint = get_type_hints(owner, include_extras=True)[name]
-    if any(isinstance(each, OptionInfo) for each in getattr(hint, "__metadata__", ())):
-        return hint
-    plain = get_type_hints(owner)[name]
-    kinds = get_args(plain) if NoneType in get_args(plain) else (plain,)
-    kind = next(each for each in kinds if each is not NoneType)
-    choices = get_args(kind) if get_origin(kind) is Literal else ()
-    kind = type(choices[0]) if choices else kind
-    shown = option(owner, name, metavar="|".join(map(str, choices)) or None)
-    return Annotated[kind | None if NoneType in kinds else kind, shown]
+class Command(TyperCommand):
+    """A command whose `--help` shows the common options, and whose `--help-all` shows all of them.
+
+    Attributes:
+        common: Names of the common options; if empty, all are.
+    """
+
+    common: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.context_settings.setdefault("help_option_names", [HELP, HELP_ALL])
+        self.params.sort(key=_position)
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option: Any = super().get_help_option(ctx)
+        if option is not None:
+            option.opts.sort()  # they come in the random order of a set
+            option.help = "Show the common options, or all of them, and exit." if self.common else option.help
+        return option
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[HELP_ALL] = HELP_ALL in args
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        options = [param for param in self.params if isinstance(param, TyperOption) and not param.required]
+        shows_all = ctx.meta.get(HELP_ALL) or not self.common
+        rare = [] if shows_all else [option for option in options if option.name not in self.common]
+        for option in rare:
+            option.hidden = True
+        self.epilog = f"{HELP_ALL} shows {len(rare)} more options." if rare else None
+        super().format_help(ctx, formatter)
+        for option in rare:
+            option.hidden = False
 
 
-def extent(name: str, text: str | None) -> Any:
-    """The number that an option's text means; "auto" and None stay as they are."""
-    if text is None or text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{name} is {text!r}; it must be a whole number or auto.") from None
+def _position(parameter: Any) -> int:
+    """Return where a parameter is shown: those without a panel first, then the shared panels, then a command's own."""
+    panel = getattr(parameter, "rich_help_panel", None)
+    return -1 if panel is None else PANELS.index(panel) if panel in PANELS else len(PANELS)
 
 
-def tell_unused(temperatures: Sequence[float], others: Iterable[str] = (), **options: Any) -> None:
-    """Say on standard error what changes nothing because every temperature is 0.
+class RecipeCommand(Command):
+    """A command that keeps its unknown options, which are fields of a recipe, in `context.obj`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
+        own, ctx.obj = _split(args, known)
+        return super().parse_args(ctx, own)
+
+
+def _split(arguments: Sequence[str], known: set[str]) -> tuple[list[str], dict[str, str]]:
+    """Split a command line into the command's own words and recipe fields: `--name value` or `--name=value`."""
+    own: list[str] = []
+    recipe: dict[str, str] = {}
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name in known:
+            own.append(word)
+            continue
+        following = value if equals else next(words, None)
+        if following is None:
+            raise UsageError(f"{name} has no value; recipe fields are given as --name value.")
+        recipe[name.removeprefix("--")] = following
+    return own, recipe
+
+
+class Commands(TyperGroup):
+    """Commands whose names may have two words, such as `bench server`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        words = " ".join(args[:2])
+        return super().resolve_command(ctx, [words, *args[2:]] if words in self.commands else args)
+
+
+def add(
+    app: typer.Typer,
+    command: Callable[..., None],
+    name: str | None = None,
+    *,
+    panel: str | None = None,
+    common: str = "",
+    kind: type[Command] = Command,
+) -> None:
+    """Add a command to `app`, with `with_options`. Its docstring is the help.
 
     Args:
-        others: Names of methods that sample.
-        options: Values of options that only sampling heeds; one that has its default is not mentioned.
+        name: By default the function's.
+        panel: Panel in the list of commands.
+        common: Names of the options that `--help` shows, separated by spaces; "" shows all.
+        kind: How the command reads its command line.
     """
-    defaults = {"sampled": Drafting.sampled, **vars(SamplingParams)}
-    idle = [f"--{name.replace('_', '-')}" for name, value in options.items() if value != defaults[name]]
-    idle += others
-    if idle and not any(temperatures):
-        verb = "changes" if len(idle) == 1 else "change"
-        loading.tell(
-            f"{' and '.join(idle)} {verb} nothing at temperature 0, which decodes greedily; add --temperature T."
-        )
-
-
-def drafter_or_lookup(target: str | None, drafter: str | None) -> str | None:
-    """The drafter to answer with: the named one, or None for the target's bundled one, or prompt_lookup where none is
-    known, which standard error says."""
-    if drafter is not None or _has_drafter(target):
-        return drafter
-    loading.tell(
-        f"No drafter is known for {target}: prompt_lookup drafts, which guesses what repeats. To make one: blockdraft "
-        f"fit --target {target} --out DIR."
-    )
-    return "prompt_lookup"
-
-
-def need_drafter(target: str | None, drafter: str | None, otherwise: str, lookup: bool = True) -> None:
-    """Raise a UsageError if no drafter is named, and there is none for the target.
-
-    Args:
-        otherwise: Another remedy, for the message.
-        lookup: Whether prompt_lookup does for a model of the catalogue without a bundled drafter; standard error says
-            so.
-    """
-    if drafter is None and not _has_drafter(target, lookup):
-        raise UsageError(
-            f"No drafter is known for {target}; add --drafter DIR, {otherwise}, or make one: "
-            f"blockdraft fit --target {target} --out DIR."
-        )
-
-
-def _has_drafter(target: str | None, lookup: bool = True) -> bool:
-    """Whether a drafter is known for a target, as in `need_drafter`. Raises a UsageError if there is no such target."""
-    if target is None or target == "bundled":
-        return True
-    from blockdraft.drafters import bundled_for
-    from blockdraft.models import bundled_drafter, find, located, model_of
-
-    path = Path(target).expanduser()
-    model = model_of(path) if path.exists() else find(target)
-    if model is not None:
-        located(target)
-        bundled = bundled_drafter(model) is not None
-        if lookup and not bundled:
-            loading.tell(f"No drafter is bundled for {model.id}: prompt_lookup drafts, which guesses what repeats.")
-        if lookup or bundled:
-            return True
-    if path.exists() and bundled_for(path) is not None:
-        return True
-    is_path = target.startswith(("/", "./", "../", "~")) or ("/" not in target and model is None)
-    if is_path and not path.exists():
-        raise UsageError(
-            f"There is no {target}; --target takes the folder or hub name of a model, a GGUF file, or a name that "
-            "`blockdraft models` lists."
-        )
-    if target.endswith(".gguf"):
-        from blockdraft.formats.gguf import open_gguf
-
-        open_gguf(path)  # says so where the file is broken
-    return False
-
-
-_TARGET = (
-    "Model whose output counts: a Hugging Face folder or hub name, a GGUF file, or a name that `blockdraft models` "
-    "lists, once it is pulled. By default "
-)
-TargetFolder = Annotated[
-    str | None,
-    typer.Option(metavar="DIR|NAME", help=f"{_TARGET}SmolLM2, if it has been pulled, else the bundled tiny model."),
-]
-# Data and drafters go with one target, so this default does not depend on what has been pulled.
-TrainingTarget = Annotated[
-    str | None, typer.Option("--target", metavar="DIR|NAME", help=f"{_TARGET}the bundled tiny model.")
-]
-Adapter = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR", help="PEFT adapter, such as a LoRA, that is merged into the target: a folder or hub name."
-    ),
-]
-Revision = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of the target's repository on the hub.")
-]
-DrafterPlace = Annotated[
-    str | None,
-    typer.Option(
-        "--drafter",
-        metavar="DIR|NAME",
-        help="Drafter: the folder or GGUF file of one, or the folder of a smaller language model or block-diffusion "
-        "model with the target's tokens. Or a name: mtp (the head in the target's own folder), prompt_lookup (repeats "
-        "the text), none (plain decoding), bundled (the default, for targets that have one), bundled-dflash "
-        "(the tiny model's DFlash drafter, which other engines read too). A + joins several, as in prompt_lookup+DIR.",
-    ),
-]
-AutoBlockSize = Annotated[
-    str | None,
-    typer.Option(
-        "--block-size",
-        metavar="N|auto",
-        help='Tokens of a block: the last token of the text and the guesses after it. "auto" guesses as many as pay '
-        "in each cycle, or none, and is the default without a tree budget.",
-    ),
-]
-TreeBudget = Annotated[str | None, option(Drafting, "tree_budget", metavar="N|auto")]
-BlockSize = Annotated[str | None, option(Drafting, "block_size", metavar="N|auto")]
-DraftWindow = Annotated[int | None, option(Drafting, "draft_window", metavar="N")]
-Sampled = Annotated[
-    bool,
-    typer.Option(
-        "--sampled",
-        help="At a temperature, sample guesses from the drafter's distribution instead of taking the likeliest. "
-        "Answers have the target's distribution either way; here the tokens of a seed depend on the drafter.",
-    ),
-]
-DraftPasses = Annotated[int | None, option(Drafting, "draft_passes", metavar="N")]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="float32|bfloat16|float16",
-        help="Numbers of weights and arithmetic; by default the checkpoint's own, and float32 where a CPU lacks it.",
-    ),
-]
-TargetBackend = Annotated[
-    Backend,
-    typer.Option(
-        "--backend",
-        metavar="auto|hf|jax|mlx|native",
-        help="What runs the target: native, our own decoder; hf, transformers; mlx, mlx-lm (Apple silicon); jax, JAX "
-        "(TPUs); auto, native if it knows the model.",
-    ),
-]
-Threads = Annotated[
-    str,
-    typer.Option(
-        metavar="N|auto",
-        help="Threads on a CPU; auto measures once which number is fastest, unless OMP_NUM_THREADS is set.",
-    ),
-]
-CompileForward = Annotated[
-    Compile,
-    typer.Option(
-        "--compile",
-        metavar="auto|on|off",
-        help="Compiled forward of the native decoder. On a CPU a library of the package runs it, or the machine's C "
-        "compiler makes one, once; on fails if there is none. On an NVIDIA GPU on captures CUDA graphs, and auto does "
-        "not.",
-    ),
-]
-Quantize = Annotated[
-    str | None,
-    typer.Option(
-        metavar="int8|int4|fp8",
-        help="Bits to which the target's weights are rounded; the rounded model is then the target. int4 is for CPUs, "
-        "fp8 for NVIDIA GPUs.",
-    ),
-]
-RoundDrafter = Annotated[
-    bool,
-    typer.Option(
-        "--round-drafter/--keep-drafter",
-        help="Whether the drafter is rounded as the target is, or to 8 bits beside a target in bfloat16; to fewer if "
-        "it was trained with qat_bits.",
-    ),
-]
-KeysValues = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-dtype",
-        metavar="int8",
-        help="Bits of keys and values; int8 takes half the memory of bfloat16, and is for CPUs.",
-    ),
-]
-Exact = Annotated[
-    bool,
-    typer.Option(
-        "--exact",
-        help="Greedy answers equal those of plain decoding, near ties included, whatever is drafted and in any batch. "
-        "A target that is compiled for a CPU is so already; others become slower.",
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(help="Where the target runs, such as cpu or cuda:1; by default the first GPU, else the CPU."),
-]
-
-
-@dataclass(frozen=True)
-class TargetOptions:
-    """Which target a command decodes with, and how it runs."""
-
-    target: TargetFolder = None
-    adapter: Adapter = None
-    revision: Revision = None
-    dtype: Dtype = None
-    device: Device = None
-    backend: TargetBackend = DEFAULT_BACKEND
-    threads: Threads = "auto"
-    compile: CompileForward = DEFAULT_COMPILE
-    quantize: Quantize = None
-    kv_dtype: KeysValues = None
-    round_drafters: RoundDrafter = True
-    exact: Exact = False
-
-    def load(self, drafter: str | None = None) -> Target:
-        """Load the target, once what can be known without it is checked: of `drafter`, whether it is there."""
-        from blockdraft.drafters import check_place
-        from blockdraft.models import TINY, default_target
-
-        how = {field.name: getattr(self, field.name) for field in fields(self)}
-        if self.target is None and default_target().is_relative_to(TINY) and sys.stderr.isatty():
-            loading.tell("This is the bundled tiny model; `blockdraft pull smollm2` gets a real one (93 MB).")
-        how["threads"] = threads = extent("threads", self.threads)
-        if drafter is not None:
-            check_place(drafter)
-        if isinstance(threads, int) and threads > (processors := os.cpu_count() or threads):
-            loading.tell(
-                f"--threads is {threads}, more than this machine's {processors} processors; it may be very slow."
-            )
-        return loading.load(how.pop("target"), **how)
-
-
-@dataclass(frozen=True)
-class DrafterOptions(DraftModel):
-    """How drafters run. The draft vocabulary is read at once, before targets load."""
-
-    draft_vocab: Annotated[str | None, option(DraftModel, "draft_vocab", metavar="N|FILE")] = DraftModel.draft_vocab
-
-    def __post_init__(self) -> None:
-        if self.draft_vocab is not None:
-            from blockdraft.drafters import check_draft_vocab
-
-            check_draft_vocab(self.draft_vocab)
-
-
-@dataclass(frozen=True)
-class RecordOptions:
-    """Part of a dataset that is read."""
-
-    split: Annotated[str, option(RecordSettings, "split")] = RecordSettings.split
-    subset: Annotated[str | None, option(RecordSettings, "subset")] = RecordSettings.subset
-
-    def settings(self, limit: int | None = RecordSettings.limit) -> RecordSettings:
-        return RecordSettings(limit=limit, **asdict(self))
-
-
-@dataclass(frozen=True)
-class FieldOptions(RecordOptions):
-    """Part of a dataset that is read, and the fields that hold its texts."""
-
-    text_field: Annotated[str | None, option(RecordSettings, "text_field")] = RecordSettings.text_field
-    prompt_field: Annotated[str | None, option(RecordSettings, "prompt_field")] = RecordSettings.prompt_field
-    response_field: Annotated[str | None, option(RecordSettings, "response_field")] = RecordSettings.response_field
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """Sampling of an answer, its end, and how far it is drafted."""
-
-    temperature: Annotated[float, option(SamplingParams, "temperature")] = SamplingParams.temperature
-    top_k: Annotated[int, option(SamplingParams, "top_k")] = SamplingParams.top_k
-    top_p: Annotated[float, option(SamplingParams, "top_p")] = SamplingParams.top_p
-    min_p: Annotated[float, option(SamplingParams, "min_p")] = SamplingParams.min_p
-    repetition_penalty: Annotated[float, option(SamplingParams, "repetition_penalty")] = (
-        SamplingParams.repetition_penalty
-    )
-    presence_penalty: Annotated[float, option(SamplingParams, "presence_penalty")] = SamplingParams.presence_penalty
-    frequency_penalty: Annotated[float, option(SamplingParams, "frequency_penalty")] = SamplingParams.frequency_penalty
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="Text that ends the answer, which is cut before it. Repeat the option for several."),
-    ] = None
-    seed: Annotated[int | None, option(SamplingParams, "seed")] = SamplingParams.seed
-    block_size: AutoBlockSize = None
-    tree_budget: TreeBudget = None
-    draft_window: DraftWindow = None
-    draft_passes: DraftPasses = None
-    sampled: Sampled = Drafting.sampled
-
-    def params(self, max_new_tokens: int) -> SamplingParams:
-        names = {each.name for each in fields(SamplingParams)} & {each.name for each in fields(self)}
-        given = {name: getattr(self, name) for name in names}
-        params = SamplingParams(max_new_tokens, **given | {"stop": self.stop or ()})
-        tell_unused([self.temperature], top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, sampled=self.sampled)
-        return params
-
-    @property
-    def drafting(self) -> Drafting:
-        """How far to draft: "auto" if neither size is given."""
-        size, budget = self.block_size, self.tree_budget
-        if size is None and budget is None:
-            size = "auto"
-        draft_tokens = Drafting.tree_budget if budget is None else extent("tree_budget", budget)
-        return Drafting(extent("block_size", size), draft_tokens, self.sampled, self.draft_window, self.draft_passes)
+    # Typer keeps the line breaks of the source from the second paragraph on.
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    own = type(kind.__name__, (kind,), {"common": frozenset(common.split())})
+    app.command(name, cls=own, rich_help_panel=panel, help=text)(with_options(command))

@@ -1,24 +1,40 @@
-"""`blockdraft quantize`: writes a target of few bits as a checkpoint of its own."""
+"""`blockdraft quantize`: writes a quantized target as a checkpoint of its own."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field
 
-from blockdraft.cli import consoles, loading
-from blockdraft.cli.options import Adapter, FieldOptions, Revision
+from blockdraft.cli import display
+from blockdraft.cli.display import new_table, standard, tell
+from blockdraft.cli.options import DATA, MODEL, Only
+from blockdraft.cli.target import Folder, RecordFields, TargetSettings, load, quiet
+from blockdraft.settings import Flag, settings
 from blockdraft.tools.quantize.settings import CalibrationSettings, QuantizeSettings
 
-OWN = "own"  # the target writes the text
+if TYPE_CHECKING:
+    from blockdraft.tools.quantize.run import Perplexity
+
+OWN = "own"  # the target writes the calibration text
 OWN_BATCH = 16
+
+
+@settings
+class QuantizeOut:
+    """What `blockdraft quantize` reads and writes."""
+
+    out: Folder = Field(description="Folder of the new checkpoint, new or empty.")
+    calibrate: Annotated[tuple[str, ...], Flag(metavar="SOURCE", repeat=True, panel=DATA)] = Field(
+        (),
+        description="Text of the kind that the target will get: files or datasets as for `blockdraft data`; repeat the "
+        'option for several. "own" lets the target write it. Without text, weights are rounded to the nearest value.',
+    )
 
 
 def quantize(
     *,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new checkpoint, new or empty.")],
     target: Annotated[
         str | None,
         typer.Argument(
@@ -27,57 +43,61 @@ def quantize(
             "tiny model.",
         ),
     ] = None,
+    where: QuantizeOut,
     settings: QuantizeSettings,
-    calibrate: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Text of the kind that the target will get: files or datasets as for `blockdraft data`; repeat the "
-            "option for several. own lets the target write it. Without text, each number is rounded to the nearest.",
-        ),
-    ] = None,
-    measured: CalibrationSettings,
-    records: FieldOptions,
-    adapter: Adapter = None,
-    revision: Revision = None,
+    calibration: CalibrationSettings,
+    records: RecordFields,
+    run: Annotated[TargetSettings, Only("adapter revision", MODEL)],
 ) -> None:
-    """Round a target's weights to 4 or 8 bits, and write them as a checkpoint of their own.
+    """Quantize a target's weights to 4 or 8 bits, and write a checkpoint.
 
     The folder has the layout of compressed-tensors, and can be used like any target. With text, rounding errors are
-    made to cancel out on it (calibration); perplexity is measured on a part that is held out, and the better of the
-    calibrated and the plain rounding is written. The folder appears whole or not at all.
+    made to cancel out on it (calibration). Perplexity is measured on a held-out part, and the better of the calibrated
+    and the plain rounding is written. The folder appears whole or not at all.
     """
-    from blockdraft.cli import display
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.formats.model_folder import check_free
     from blockdraft.targets import BUNDLED, load_target_text
-    from blockdraft.tools.quantize.run import quantize as round_checkpoint
+    from blockdraft.tools.quantize.run import quantize as quantize_checkpoint
     from blockdraft.tools.quantize.text import own_text, read_text
 
-    loading.quiet()
-    check_free(out)
+    quiet()
+    check_free(where.out)
+    name = target or "bundled"
     text = None
-    if calibrate == [OWN]:
-        loaded = loading.load(target or "bundled", device="cpu", adapter=adapter, revision=revision)
+    if where.calibrate == (OWN,):
+        loaded = load(name, device="cpu", adapter=run.adapter, revision=run.revision)
         with (
             display.progress("prompts, then tokens") as progress,
             Engine(loaded, load_drafter("none", target=loaded), OWN_BATCH) as engine,
         ):
-            text = own_text(engine, measured, progress)
+            text = own_text(engine, calibration, progress)
         del loaded, engine
-    elif calibrate:
-        text = read_text(calibrate, records.settings(), load_target_text(target or "bundled", revision), measured)
+    elif where.calibrate:
+        text = read_text(where.calibrate, records, load_target_text(name, run.revision), calibration)
     with display.progress("parts") as progress:
-        done = round_checkpoint(BUNDLED if target is None else target, out, settings, text, revision, adapter, progress)
+        place = BUNDLED if target is None else target
+        done = quantize_checkpoint(place, where.out, settings, text, run.revision, run.adapter, progress)
     if done.perplexity is not None:
-        console = consoles.standard()
-        display.show_perplexity(console, done.perplexity)
+        show_perplexity(done.perplexity)
     if text is not None:
-        looked_at = f"Calibrated on {text.calibration.numel():,} tokens, measured on {text.held_out.numel():,} others."
-        print(looked_at, file=sys.stderr)
+        tell(f"Calibrated on {text.calibration.numel():,} tokens, measured on {text.held_out.numel():,} others.")
     how = "calibrated" if done.is_calibrated else "rounded to the nearest"
-    shares = f"{done.bytes / 1e6:,.1f} MB instead of {done.bytes_before / 1e6:,.1f}"
-    print(f"{out}: {settings.bits} bits in groups of {done.group}, {how}, {shares}", file=sys.stderr)
+    sizes = f"{done.bytes / 1e6:,.1f} MB instead of {done.bytes_before / 1e6:,.1f}"
+    tell(f"{where.out}: {settings.bits} bits in groups of {done.group}, {how}, {sizes}")
     if text is None and settings.bits == 4:
-        print("4 bits lose less quality with --calibrate FILE or --calibrate own.", file=sys.stderr)
+        tell("4 bits lose less quality with --calibrate FILE or --calibrate own.")
+
+
+def show_perplexity(perplexity: Perplexity) -> None:
+    """Print a table of perplexities before and after quantization."""
+    console = standard()
+    table = new_table(console, "weights", ">perplexity", ">over the model's own")
+    for name, value in (
+        ("original", perplexity.source),
+        ("rounded to the nearest", perplexity.nearest),
+        ("calibrated", perplexity.calibrated),
+    ):
+        table.add_row(name, f"{value:.3f}", f"{value / perplexity.source:.4f}")
+    console.print(table)

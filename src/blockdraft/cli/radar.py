@@ -1,20 +1,21 @@
-"""`blockdraft radar`: what fits a device, and the speeds that it brings there, before anything is downloaded."""
+"""`blockdraft radar`: what fits a device, and how fast it would be, before anything is downloaded."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from pydantic import Field
 
-from blockdraft.cli import consoles
+from blockdraft.cli.display import new_table, standard, tell
+from blockdraft.cli.target import AsJson
 from blockdraft.errors import UsageError
+from blockdraft.settings import Flag, settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,111 +25,100 @@ if TYPE_CHECKING:
     from blockdraft.radar.project import Interval, Projection
     from blockdraft.radar.shape import Shape
 
-WIDTH = 140  # characters of a table that goes into a file or pipe
-USUAL = ("bf16", "Q8_0", "Q4_K_M")  # weights that are tried unless some are named
+WIDTH = 140  # characters of a table in a file or pipe
+USUAL = ("bf16", "Q8_0", "Q4_K_M")  # weights to try unless some are named
+DETAILED = 6  # rows up to which named models are shown in detail
+Names = tuple[str, ...]
 
 
-def radar(
-    *,
-    device: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help='Device, such as "RTX 4090" or "8x H100 SXM", or here for this machine; repeat the option for more. '
-            "By default this machine.",
-        ),
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME|DIR|FILE",
-            help="Model: a name of `blockdraft models` or of the hub, a folder, a config.json, or a GGUF file; repeat "
-            "the option for more. By default all of the catalogue.",
-        ),
-    ] = None,
-    weights: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND",
-            help="Weights, such as bf16, fp8, int8, int4 or Q4_K_M; repeat the option for more. By default those of a "
-            "GGUF file, or bf16, Q8_0 and Q4_K_M, of which the list shows the finest that fit.",
-        ),
-    ] = None,
-    context: Annotated[int, typer.Option(help="Tokens of each text.")] = 4096,
-    batch: Annotated[int, typer.Option(help="Texts that are decoded together.")] = 1,
-    task: Annotated[str, typer.Option(metavar="NAME", help="What is asked for: math, code, chat, mean, or a set.")] = (
-        "mean"
-    ),
-    drafter: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Published drafter; by default the fastest of each model.")
-    ] = None,
-    ram: Annotated[float | None, typer.Option(metavar="GB", help="Memory of a CPU or a chip that shares it.")] = None,
-    licence: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Only models whose licence has this in its name.")
-    ] = None,
-    least_speed: Annotated[float, typer.Option(help="Only models that decode as many tokens per second.")] = 0.0,
-    limit: Annotated[int, typer.Option(help="Most rows of the list; 0 shows all.")] = 25,
-    devices: Annotated[bool, typer.Option("--devices", help="List the devices that have names.")] = False,
-    train: Annotated[
-        bool, typer.Option("--train", help="Tell instead what a drafter of one's own costs to make.")
-    ] = False,
-    samples: Annotated[int | None, typer.Option(help="Prompts of --train.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Epochs of --train.")] = None,
-    export: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the page, which any web server can offer, to a folder.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-) -> None:
-    """Tell which models fit a device, and how fast they are there, plain and drafted, without downloading anything.
+@settings
+class RadarSettings:
+    """What `blockdraft radar` projects, and for which devices."""
 
-    Speeds are intervals, from the device's bandwidth and arithmetic and from published tau; where drafting loses, it
-    says so. The same is a page at /radar of `blockdraft serve`.
+    device: Annotated[Names, Flag(metavar="NAME", repeat=True)] = Field(
+        (),
+        description='Device, such as "RTX 4090" or "8x H100 SXM"; repeat the option for more. By default this machine, '
+        "which is also called here.",
+    )
+    model: Annotated[Names, Flag(metavar="NAME|DIR|FILE", repeat=True)] = Field(
+        (),
+        description="Model: a name of `blockdraft models` or of the hub, a folder, a config.json, or a GGUF file; "
+        "repeat the option for more. By default the whole catalogue.",
+    )
+    weights: Annotated[Names, Flag(metavar="KIND", repeat=True)] = Field(
+        (),
+        description="Weights, such as bf16, fp8, int8, int4 or Q4_K_M; repeat the option for more. By default those of "
+        "a GGUF file, or bf16, Q8_0 and Q4_K_M, of which the list shows the finest that fit.",
+    )
+    context: int = Field(4096, description="Sequence length in tokens.")
+    batch: int = Field(1, description="Number of sequences decoded together.")
+    task: Annotated[str, Flag(metavar="NAME")] = Field("mean", description="Task: math, code, chat, mean, or a set.")
+    drafter: Annotated[str | None, Flag(metavar="NAME")] = Field(
+        None, description="Published drafter; by default the fastest of each model."
+    )
+    ram: Annotated[float | None, Flag(metavar="GB")] = Field(
+        None, description="Memory of a CPU, or of a chip that shares it."
+    )
+    licence: str | None = Field(None, description="Show only models whose licence has this text in its name.")
+    least_speed: float = Field(0.0, description="Show only models that decode at least X tokens per second.")
+    limit: int = Field(25, description="Maximum number of rows; 0 shows all.")
+    devices: bool = Field(False, description="List the devices that have names.")
+    train: bool = Field(False, description="Show what training a drafter would cost instead.")
+    samples: int | None = Field(None, description="Number of prompts, for --train.")
+    epochs: int | None = Field(None, description="Number of epochs, for --train.")
+    export: Annotated[Path | None, Flag(metavar="DIR")] = Field(
+        None, description="Write the page, which any web server can offer, to a folder."
+    )
+    as_json: AsJson = Field(False, description="Print JSON instead of text.")
+
+
+def radar(*, what: RadarSettings) -> None:
+    """Show which models fit a device, and how fast they are there, plain and drafted, without a download.
+
+    Speeds are intervals, from the device's bandwidth and arithmetic and from published tau. Where drafting is slower,
+    that is shown. `blockdraft serve` offers the same as a page at /radar.
     """
     from blockdraft.radar.drafting import checked_task
     from blockdraft.radar.shape import known_shapes, read_shape
 
-    console = consoles.standard(WIDTH)
-    if devices:
-        show_devices(console, as_json)
+    console = standard(WIDTH)
+    if what.devices:
+        show_devices(console, what.as_json)
         return
-    if export is not None:
+    if what.export is not None:
         from blockdraft.radar.page import export_page
 
-        print(export_page(export))
+        print(export_page(what.export))
         return
-    checked_task(task)
-    shapes = [read_shape(name) for name in model] if model else list(known_shapes())
-    chosen = None if drafter is None else find_drafter(drafter, shapes)
-    if licence is not None:
-        shapes = [shape for shape in shapes if licence.lower() in (shape.licence or "").lower()]
+    checked_task(what.task)
+    shapes = [read_shape(name) for name in what.model] if what.model else list(known_shapes())
+    drafter = None if what.drafter is None else find_drafter(what.drafter, shapes)
+    if what.licence is not None:
+        shapes = [shape for shape in shapes if what.licence.lower() in (shape.licence or "").lower()]
         if not shapes:
-            raise UsageError(f"No model's licence has {licence!r} in its name; `blockdraft models` tells licences.")
-    machines = list(_machines(device or ["here"], ram))
-    if train:
-        if not model:
+            raise UsageError(f"No licence has {what.licence!r} in its name; `blockdraft models` lists licences.")
+    machines = list(_machines(what.device or ("here",), what.ram))
+    if what.train:
+        if not what.model:
             raise UsageError("--train takes one --model or more; name the target that the drafter is for.")
-        show_training(console, shapes, machines, samples, epochs, weights, as_json)
+        show_training(console, shapes, machines, what)
         return
-    rows: list[Projection] = []
-    for machine in machines:
-        for shape in shapes:
-            rows += _rows(shape, machine, weights, context, batch, task, chosen, strict=bool(model))
-    slow = [row for row in rows if fastest(row) < least_speed]
-    rows = [row for row in rows if fastest(row) >= least_speed]
-    if as_json:
+    rows = [row for machine in machines for shape in shapes for row in _rows(shape, machine, what, drafter)]
+    slow = [row for row in rows if fastest(row) < what.least_speed]
+    rows = [row for row in rows if fastest(row) >= what.least_speed]
+    if what.as_json:
         print(json.dumps({"rows": [with_commands(row) for row in rows]}))
-        return
-    if model and len(rows) + len(slow) <= 6:
+    elif what.model and len(rows) + len(slow) <= DETAILED:
         for row in [*rows, *slow]:
             show_row(console, row)
             if row in slow:
-                console.print(f"  {needed(row, least_speed, shapes, machines, task)}", soft_wrap=True)
-        return
-    show_rows(console, rows, bool(weights), limit)
+                console.print(f"  {needed(row, what, shapes, machines)}", soft_wrap=True)
+    else:
+        show_rows(console, rows, what)
 
 
 def find_drafter(name: str, shapes: list[Shape]) -> Drafter:
-    """A published drafter of one of the models.
+    """Return a published drafter of one of the models.
 
     Raises:
         UsageError: There is none of that name, or it is made for another target.
@@ -137,86 +127,78 @@ def find_drafter(name: str, shapes: list[Shape]) -> Drafter:
 
     wanted = name.lower()
     for shape in shapes:
-        for each in shape.drafters:
-            if wanted in (each.hub.lower(), each.kind):
-                return each
+        for drafter in shape.drafters:
+            if wanted in (drafter.hub.lower(), drafter.kind):
+                return drafter
     for model in catalogue():
-        if any(each.hub.lower() == wanted for each in model.drafters):
-            asked = ", ".join(shape.name for shape in shapes[:3])
-            raise UsageError(f"{name} is a drafter of {model.id}, not of {asked}; leave --drafter out, or name it.")
-    offered = [each.hub for shape in shapes[:3] for each in shape.drafters][:4]
-    told = f"of these models there are {', '.join(offered)}" if offered else "there is none of these models"
-    raise UsageError(f"{name!r} is no published drafter; {told}.")
+        if any(drafter.hub.lower() == wanted for drafter in model.drafters):
+            models = ", ".join(shape.name for shape in shapes[:3])
+            raise UsageError(f"{name} is a drafter of {model.id}, not of {models}; leave --drafter out, or name it.")
+    known = [drafter.hub for shape in shapes[:3] for drafter in shape.drafters][:4]
+    offer = f"of these models there are {', '.join(known)}" if known else "there is none of these models"
+    raise UsageError(f"{name!r} is no published drafter; {offer}.")
 
 
-def _machines(names: list[str], ram: float | None) -> Iterator[Machine]:
+def _machines(names: Sequence[str], ram: float | None) -> Iterator[Machine]:
     from blockdraft.radar.devices import find, machine_of
     from blockdraft.radar.machine import HERE, here
 
     for name in names:
         if name.lower() == HERE:
-            yield from here(lambda line: print(line, file=sys.stderr), ram)
+            yield from here(tell, ram)
             continue
         several = re.fullmatch(r"(\d+)\s*[x×]\s+(.+)", name.strip())
-        count, one = (int(several[1]), several[2]) if several else (1, name)
-        yield machine_of(find(one), count, ram)
+        count, device = (int(several[1]), several[2]) if several else (1, name)
+        yield machine_of(find(device), count, ram)
 
 
-def _rows(
-    shape: Shape,
-    machine: Machine,
-    weights: list[str] | None,
-    context: int,
-    batch: int,
-    task: str,
-    drafter: Drafter | None,
-    strict: bool,
-) -> Iterator[Projection]:
-    """Projections with each kind of weights. Unless `strict`, a model is left out whose context is too short."""
+def _rows(shape: Shape, machine: Machine, what: RadarSettings, drafter: Drafter | None) -> Iterator[Projection]:
+    """Yield projections with each kind of weights. Unnamed models are left out if their context is too short."""
     from blockdraft.radar.calibrated import calibrated
     from blockdraft.radar.project import project
 
     if drafter is not None and drafter not in shape.drafters:
         return
-    if not strict and shape.context and context > shape.context:
+    if not what.model and shape.context and what.context > shape.context:
         return
-    for kind in weights or (["file"] if shape.stored_bytes else USUAL):
+    for kind in what.weights or (["file"] if shape.stored_bytes else USUAL):
         known = calibrated(shape, kind) if machine.measured and drafter is None else None
-        costs, of = known or (None, drafter)
-        yield project(shape, machine, kind, context, batch, task, drafter=of, costs=costs)
+        costs, chosen = known or (None, drafter)
+        yield project(shape, machine, kind, what.context, what.batch, what.task, drafter=chosen, costs=costs)
 
 
 def fastest(row: Projection) -> float:
-    """Likely tokens per second, drafted or plain; 0 if it does not fit."""
+    """Return the likely tokens per second, drafted or plain; 0 if the model does not fit."""
     if not row.fits:
         return 0.0
     return max(row.plain.mid, row.drafted.mid if row.drafted else 0.0)
 
 
-def needed(row: Projection, speed: float, shapes: list[Shape], machines: list[Machine], task: str) -> str:
-    """What a speed would take that a row does not reach."""
+def needed(row: Projection, what: RadarSettings, shapes: list[Shape], machines: list[Machine]) -> str:
+    """Say what a speed would take that a row does not reach."""
     from blockdraft.radar.project import batch_for
 
+    speed = what.least_speed
     shape = next(shape for shape in shapes if shape.name == row.model)
     machine = next(machine for machine in machines if machine.name == row.device)
     if not row.fits:
         return f"It does not fit, so {speed:,.0f} tokens/s are out of reach here."
-    found = batch_for(speed, shape, machine, weights=row.weights, context=row.context, task=task)
+    batch = batch_for(speed, shape, machine, weights=row.weights, context=row.context, task=what.task)
     reached = f"{row.batch} at once reach about {fastest(row):,.0f} tokens/s"
-    if found is None:
+    if batch is None:
         return f"{reached}; {speed:,.0f} tokens/s need more memory or devices than this."
-    return f"{reached}; {speed:,.0f} tokens/s are a batch of {found}, about {speed / found:,.0f} for each text."
+    return f"{reached}; {speed:,.0f} tokens/s are a batch of {batch}, about {speed / batch:,.0f} per sequence."
 
 
 def with_commands(row: Projection) -> dict[str, Any]:
-    """A row as `--json` prints it, with the commands that run what it shows."""
-    held = row.as_dict()
-    held["why"]["commands"] = commands(row)
-    return held
+    """Return a row as `--json` prints it, with the commands that run what it shows."""
+    entry = row.as_dict()
+    entry["why"]["commands"] = commands(row)
+    return entry
 
 
 def commands(row: Projection) -> list[str]:
-    """Commands that run what a row shows, here and in other engines."""
+    """Return the commands that run what a row shows, here and in other engines."""
     from blockdraft.models import known
     from blockdraft.models.catalogue import BUNDLED
 
@@ -224,28 +206,20 @@ def commands(row: Projection) -> list[str]:
     with suppress(UsageError):
         model = known(row.model)
     name, hub = (model.id, model.hub) if model else (row.model, row.model)
-    found = [shlex.join(["blockdraft", "pull", name])] if model else []
-    if row.why["drafting"] == "loses" or not row.why["drafter"]:
-        drafting = ["--drafter", "none"]
-    else:
-        drafting = ["--drafter", row.why["drafter"], "--block-size", str(row.block_size)]
-    found.append(shlex.join(["blockdraft", "serve", "--target", name, *drafting]))
-    if (
-        drafting[1] not in ("none", BUNDLED)
-        and not row.device.startswith("Apple")
-        and row.weights in ("bf16", "fp8", "int8", "int4")
-    ):
-        found.append(shlex.join(["blockdraft", "inspect", drafting[1], "--target", hub]))
+    lines = [["blockdraft", "pull", name]] if model else []
+    drafter = "none" if row.why["drafting"] == "loses" else row.why["drafter"] or "none"
+    size = [] if drafter == "none" else ["--block-size", str(row.block_size)]
+    lines.append(["blockdraft", "serve", "--target", name, "--drafter", drafter, *size])
+    served = row.weights in ("bf16", "fp8", "int8", "int4") and not row.device.startswith("Apple")
+    if served and drafter not in ("none", BUNDLED):
+        lines.append(["blockdraft", "inspect", drafter, "--target", hub])  # prints the command for each engine
     if row.model.endswith(".gguf"):
-        found.append(shlex.join(["llama-server", "-m", row.model, "-c", str(row.context)]))
-    return found
+        lines.append(["llama-server", "-m", row.model, "-c", str(row.context)])
+    return [shlex.join(line) for line in lines]
 
 
-def show_rows(console: Console, rows: list[Projection], every: bool, limit: int) -> None:
-    """Print the list: models that fit first, the largest of them first."""
-    from rich import box
-    from rich.table import Table
-
+def show_rows(console: Console, rows: list[Projection], what: RadarSettings) -> None:
+    """Print the list: models that fit, the largest first."""
     from blockdraft.models import known
 
     def parameters(row: Projection) -> int:
@@ -253,36 +227,38 @@ def show_rows(console: Console, rows: list[Projection], every: bool, limit: int)
             return known(row.model).parameters or 0
         return 0
 
-    if not every:  # of each model and device the finest weights that fit
+    if not what.weights:  # show the finest weights that fit, by model and device
         best: dict[tuple[str, str], Projection] = {}
         for row in rows:
-            held = best.get((row.model, row.device))
-            if held is None or (not held.fits and row.fits):
+            current = best.get((row.model, row.device))
+            if current is None or (not current.fits and row.fits):
                 best[row.model, row.device] = row
         rows = list(best.values())
     fitting = sorted((row for row in rows if row.fits), key=lambda row: (-parameters(row), -fastest(row)))
-    shown = fitting[:limit] if limit else fitting
+    shown = fitting[: what.limit] if what.limit else fitting
     several = len({row.device for row in rows}) != 1
-    table = Table(box=box.SIMPLE if console.is_terminal else None, pad_edge=False)
-    right = ("memory", "first token", "plain", "drafted", "block")
-    for header in [*(["device"] if several else []), "model", "weights", *right, "drafting", "confidence"]:
-        table.add_column(header, justify="right" if header in right else "left", no_wrap=header != "device")
+    columns: dict[str, Callable[[Projection], str]] = {
+        "device": lambda row: row.device,
+        "model": lambda row: row.model,
+        "weights": lambda row: row.weights,
+        ">memory": lambda row: gigabytes(row.memory_bytes),
+        ">first token": lambda row: seconds(row.first_token_seconds),
+        ">plain": lambda row: interval(row.plain),
+        ">drafted": lambda row: interval(row.drafted),
+        ">block": lambda row: str(row.block_size) if row.drafted else "",
+        "drafting": gain,
+        "confidence": lambda row: row.confidence,
+    }
+    if not several:
+        del columns["device"]
+    table = new_table(console, *columns)
+    for column in table.columns:
+        column.no_wrap = column.header != "device"
     for row in shown:
-        table.add_row(
-            *([row.device] if several else []),
-            row.model,
-            row.weights,
-            gigabytes(row.memory_bytes),
-            seconds(row.first_token_seconds),
-            interval(row.plain),
-            interval(row.drafted),
-            str(row.block_size) if row.drafted else "",
-            told(row),
-            row.confidence,
-        )
+        table.add_row(*(cell(row) for cell in columns.values()))
     console.print(table)
-    first = rows[0] if rows else None
-    if first is not None:
+    if rows:
+        first = rows[0]
         name = "" if several else f"{first.device}, "
         note = f" ({first.why['note']})" if first.why["note"] and not several else ""
         console.print(f"{name}context {first.context}, batch {first.batch}, task {first.task}{note}.", soft_wrap=True)
@@ -294,7 +270,7 @@ def show_rows(console: Console, rows: list[Projection], every: bool, limit: int)
 
 
 def show_row(console: Console, row: Projection) -> None:
-    """Print a projection with what it comes from."""
+    """Print a projection with its reasons."""
     why = row.why
 
     def line(name: str, value: str) -> None:
@@ -303,9 +279,9 @@ def show_row(console: Console, row: Projection) -> None:
     fits = "fits" if row.fits else "does not fit"
     console.print(f"{row.model}, {row.weights}, on {row.device}: {fits}", soft_wrap=True)
     line("asked", f"context {row.context}, batch {row.batch}, task {row.task}")
-    parts = [("weights", "weight"), ("drafter", "drafter"), ("caches", "cache"), ("workspace", "workspace")]
-    held = ", ".join(f"{name} {gigabytes(why[f'{key}_bytes'])}" for name, key in parts)
-    line("memory", f"{gigabytes(row.memory_bytes)}: {held}")
+    parts = {"weights": "weight", "drafter": "drafter", "caches": "cache", "workspace": "workspace"}
+    sizes = ", ".join(f"{name} {gigabytes(why[f'{key}_bytes'])}" for name, key in parts.items())
+    line("memory", f"{gigabytes(row.memory_bytes)}: {sizes}")
     line("first token", seconds(row.first_token_seconds))
     line(
         "plain",
@@ -316,14 +292,14 @@ def show_row(console: Console, row: Projection) -> None:
         tau = why["tau"]
         line(
             "drafted",
-            f"{interval(row.drafted)} tokens/s with blocks of {row.block_size}; a cycle of "
-            f"{1e3 * why['cycle_seconds']:.3g} ms is bound by {why['block_bound']}: {told(row)}",
+            f"{interval(row.drafted)} tokens/s with blocks of {row.block_size}; a step of "
+            f"{1e3 * why['cycle_seconds']:.3g} ms is bound by {why['block_bound']}: {gain(row)}",
         )
         line("tau", f"{tau['mid']:.2f} ({tau['low']:.2f} to {tau['high']:.2f}), {why['tau_source']}")
         line("drafter", why["drafter"] or "none is published; `blockdraft fit` makes one")
     if why["experts_read"]:
-        one, many = why["experts_read"]
-        line("experts", f"{one:g} of a layer are read for a token, {many:g} for a block")
+        token, block = why["experts_read"]
+        line("experts", f"{token:g} of a layer are read for a token, {block:g} for a block")
     line("confidence", row.confidence)
     if why["note"]:
         line("machine", why["note"])
@@ -331,16 +307,16 @@ def show_row(console: Console, row: Projection) -> None:
         line("" if number else "run", command)
 
 
-def told(row: Projection) -> str:
-    """What drafting brings."""
+def gain(row: Projection) -> str:
+    """Return what drafting gains, in words; "" if the row has no drafted speed."""
     if not row.drafted:
         return ""
-    gain = row.why["speedup"]
-    return {"loses": f"loses here ({gain:.2f}x)", "neither": "as fast"}.get(row.why["drafting"], f"{gain:.1f}x")
+    speedup = row.why["speedup"]
+    return {"loses": f"loses here ({speedup:.2f}x)", "neither": "as fast"}.get(row.why["drafting"], f"{speedup:.1f}x")
 
 
 def interval(speed: Interval | None) -> str:
-    """An interval as `mid (low to high)`."""
+    """Return an interval as `mid (low to high)`."""
     if speed is None:
         return ""
     return f"{_number(speed.mid)} ({_number(speed.low)} to {_number(speed.high)})"
@@ -351,28 +327,22 @@ def _number(value: float) -> str:
 
 
 def gigabytes(count: float) -> str:
-    """Bytes in GB, or MB below one."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"
 
 
 def seconds(value: float) -> str:
-    """Seconds, or milliseconds below one."""
     return f"{value:,.1f} s" if value >= 1 else f"{1e3 * value:.0f} ms"
 
 
 def show_devices(console: Console, as_json: bool) -> None:
-    """Print the table of devices."""
-    from rich import box
-    from rich.table import Table
-
     from blockdraft.radar.devices import devices
 
     if as_json:
         print(json.dumps([device.model_dump(by_alias=True, exclude_none=True) for device in devices()]))
         return
-    table = Table(box=box.SIMPLE if console.is_terminal else None, pad_edge=False)
-    for header in ("device", "class", "year", "memory", "GB/s", "TFLOPS bf16"):
-        table.add_column(header, justify="left" if header in ("device", "class") else "right", no_wrap=True)
+    table = new_table(console, "device", "class", ">year", ">memory", ">GB/s", ">TFLOPS bf16")
+    for column in table.columns:
+        column.no_wrap = True
     for device in devices():
         memory = f"{device.memory_gb:g} GB" if device.memory_gb else ""
         rate = device.bf16 or device.fp32 or 0.0
@@ -380,45 +350,35 @@ def show_devices(console: Console, as_json: bool) -> None:
     console.print(table)
 
 
-def show_training(
-    console: Console,
-    shapes: list[Shape],
-    machines: list[Machine],
-    samples: int | None,
-    epochs: int | None,
-    weights: list[str] | None,
-    as_json: bool,
-) -> None:
-    """Print what drafters of one's own cost."""
+def show_training(console: Console, shapes: list[Shape], machines: list[Machine], what: RadarSettings) -> None:
+    """Print what it costs to train a drafter for each model."""
     from blockdraft.radar.train import TrainPlan, train_cost
 
-    given = {"samples": samples, "epochs": epochs}
+    given = {"samples": what.samples, "epochs": what.epochs}
     plan = TrainPlan(**{name: value for name, value in given.items() if value is not None})
-    [kind] = weights or ["bf16"]
+    [kind] = what.weights or ("bf16",)
     costs = [train_cost(shape, machine, plan, kind) for machine in machines for shape in shapes]
-    if as_json:
+    if what.as_json:
         print(json.dumps({"rows": [cost.as_dict() for cost in costs]}))
         return
     for cost in costs:
         console.print(f"A DFlash drafter for {cost.model}, on {cost.device}", soft_wrap=True)
-        for name, value in (
-            ("samples", f"{plan.samples:,} of {plan.tokens:,} tokens, {plan.epochs} epochs"),
-            ("responses", f"{hours(cost.response_hours)} of the target"),
-            (
-                "hidden_states",
-                f"{hours(cost.hidden_state_hours)}, {gigabytes(cost.hidden_state_bytes)} on disk, or none beside it",
-            ),
-            ("training", f"{hours(cost.training_hours)}, {cost.samples_per_second:.3g} samples/s"),
-            ("all", hours(cost.hours)),
-            ("trained", f"{cost.trained / 1e6:,.0f} M weights, {cost.flops:.2e} operations"),
-            ("memory", f"target {gigabytes(cost.target_bytes)}, trainer {gigabytes(cost.training_bytes)} a device"),
-            ("fits", "yes" if cost.fits else f"no; the target takes {cost.devices_needed} of these devices"),
-        ):
+        target, trainer = gigabytes(cost.target_bytes), gigabytes(cost.training_bytes)
+        for name, value in {
+            "samples": f"{plan.samples:,} of {plan.tokens:,} tokens, {plan.epochs} epochs",
+            "responses": f"{hours(cost.response_hours)} of the target",
+            "hidden states": f"{hours(cost.hidden_state_hours)}, {gigabytes(cost.hidden_state_bytes)} if stored",
+            "training": f"{hours(cost.training_hours)}, {cost.samples_per_second:.3g} samples/s",
+            "all": hours(cost.hours),
+            "trained": f"{cost.trained / 1e6:,.0f} M weights, {cost.flops:.2e} operations",
+            "memory": f"target {target}, trainer {trainer} per device",
+            "fits": "yes" if cost.fits else f"no; the target takes {cost.devices_needed} of these devices",
+        }.items():
             console.print(f"  {name:10}{value}", soft_wrap=True)
 
 
 def hours(value: float) -> str:
-    """Hours, minutes below one, days above two."""
+    """Return hours, or minutes below one, or days from two on."""
     if value >= 48:
         return f"{value / 24:,.1f} days"
     return f"{value:.1f} hours" if value >= 1 else f"{60 * value:.0f} minutes"

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-from blockdraft.cli.options import (
-    AutoBlockSize,
-    DrafterOptions,
-    DrafterPlace,
-    DraftPasses,
-    DraftWindow,
-    Sampled,
-    SamplingOptions,
-    TargetOptions,
-    TreeBudget,
+from blockdraft.cli.target import (
+    Decoded,
+    DecodingSettings,
+    DrafterSettings,
+    DraftNetwork,
+    HowFar,
+    auto_by_default,
     drafter_or_lookup,
-    option,
 )
 from blockdraft.errors import UsageError
 from blockdraft.serving.settings import LOOPBACK, ServeSettings
@@ -36,85 +32,23 @@ NEEDED = ("fastapi", "uvicorn", "llguidance")  # the extra `server`
 NETWORK = "other machines reach it at port {} of this machine's address; --allow-host NAME allows a name"
 
 
-def _option(name: str, **more: Any) -> Any:
-    """Return the option of a setting. Limits and access have panels of their own in the help."""
-    panel = None
-    if name.startswith("max_") or name.endswith("_seconds"):
-        panel = "Limits"
-    elif name.startswith("allow_") or name == "api_key":
-        panel = "Who may call"
-    return option(ServeSettings, name, rich_help_panel=panel, **more)
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """Settings of a server, as options."""
-
-    host: Annotated[str, _option("host", metavar="ADDRESS")] = ServeSettings.host
-    port: Annotated[int, _option("port", metavar="PORT")] = ServeSettings.port
-    api_key: Annotated[str | None, _option("api_key", envvar="BLOCKDRAFT_API_KEY", metavar="KEY")] = None
-    served_model_name: Annotated[list[str] | None, _option("served_model_name", metavar="NAME")] = None
-    any_model: Annotated[bool, _option("any_model")] = ServeSettings.any_model
-    backends: Annotated[str | None, _option("backends", metavar="NAME,NAME")] = None
-    self_check: Annotated[int, _option("self_check", metavar="N")] = ServeSettings.self_check
-    max_batch_size: Annotated[int, _option("max_batch_size", metavar="N")] = ServeSettings.max_batch_size
-    max_queue: Annotated[int, _option("max_queue", metavar="N")] = ServeSettings.max_queue
-    max_prompt_tokens: Annotated[int | None, _option("max_prompt_tokens", metavar="TOKENS")] = (
-        ServeSettings.max_prompt_tokens
-    )
-    max_answer_tokens: Annotated[int | None, _option("max_answer_tokens", metavar="TOKENS")] = (
-        ServeSettings.max_answer_tokens
-    )
-    max_body: Annotated[int, _option("max_body", metavar="BYTES")] = ServeSettings.max_body
-    max_unread: Annotated[int, _option("max_unread", metavar="TOKENS")] = ServeSettings.max_unread
-    max_stored: Annotated[int, _option("max_stored", metavar="BYTES")] = ServeSettings.max_stored
-    prefix_tokens: Annotated[int | None, _option("prefix_tokens", metavar="TOKENS")] = ServeSettings.prefix_tokens
-    temperature: Annotated[float, _option("temperature", metavar="T")] = ServeSettings.temperature
-    stall_seconds: Annotated[float, _option("stall_seconds", metavar="SECONDS")] = ServeSettings.stall_seconds
-    grace_seconds: Annotated[float, _option("grace_seconds", metavar="SECONDS")] = ServeSettings.grace_seconds
-    allow_open: Annotated[bool, _option("allow_open")] = ServeSettings.allow_open
-    allow_host: Annotated[list[str] | None, _option("allow_host", metavar="NAME")] = None
-    allow_origin: Annotated[list[str] | None, _option("allow_origin", metavar="ORIGIN")] = None
-    log_requests: Annotated[bool, _option("log_requests")] = ServeSettings.log_requests
-
-    @property
-    def settings(self) -> ServeSettings:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("served_model_name", "allow_host", "allow_origin"):
-            values[name] = tuple(values[name] or ())
-        values["backends"] = tuple(name.strip() for name in (self.backends or "").split(",") if name.strip())
-        return ServeSettings(**values)
-
-
 def serve(
     *,
-    run: TargetOptions,
-    drafter: DrafterPlace = None,
-    model: DrafterOptions,
-    block_size: AutoBlockSize = None,
-    tree_budget: TreeBudget = None,
-    draft_window: DraftWindow = None,
-    draft_passes: DraftPasses = None,
-    sampled: Sampled = SamplingOptions.sampled,
-    options: ServeOptions,
+    run: Decoded,
+    drafter: DrafterSettings,
+    network: DraftNetwork,
+    drafting: HowFar,
+    settings: ServeSettings,
 ) -> None:
     """Serve a model to programs that speak OpenAI's or Anthropic's API.
 
     It serves the model at http://127.0.0.1:8000/v1, and a page to try it at http://127.0.0.1:8000.
     Ctrl-C or SIGTERM lets running responses end; a second one ends the server at once.
     """
-    drafter = drafter_or_lookup(run.target, drafter)
-    settings = options.settings
+    place = drafter_or_lookup(run.target, drafter.drafter)
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(f"The server needs {', '.join(missing)}; run pip install 'blockdraft[server]'.")
-    drafting = SamplingOptions(
-        block_size=block_size,
-        tree_budget=tree_budget,
-        draft_window=draft_window,
-        draft_passes=draft_passes,
-        sampled=sampled,
-    ).drafting
 
     from blockdraft.serving import run as server
     from blockdraft.serving.backends import Backends
@@ -123,7 +57,7 @@ def serve(
     usual, *others = settings.backends or _default_backends(run)
     with server.bind(settings) as bound:
         print("Loading the model ...", file=sys.stderr, flush=True)
-        load = partial(_engine, run, drafter, model, drafting, settings)
+        load = partial(_engine, run, place, network, auto_by_default(drafting), settings)
         backends = Backends(load(usual), {name: partial(load, name) for name in others})
         try:
             service = Service(backends, settings)
@@ -133,7 +67,7 @@ def serve(
             backends.close()
 
 
-def _default_backends(run: TargetOptions) -> tuple[str, ...]:
+def _default_backends(run: DecodingSettings) -> tuple[str, ...]:
     """Return the backends if none are named: two for the bundled pair, so that its page can compare them."""
     from blockdraft.models import TINY, default_target
 
@@ -148,9 +82,9 @@ def _default_backends(run: TargetOptions) -> tuple[str, ...]:
 
 
 def _engine(
-    run: TargetOptions,
+    run: DecodingSettings,
     drafter: str | None,
-    model: DraftModel,
+    network: DraftModel,
     drafting: Drafting,
     settings: ServeSettings,
     backend: str,
@@ -158,11 +92,11 @@ def _engine(
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
 
-    target = replace(run, backend=backend).load(drafter)
+    target = replace(run, backend=backend).load_for(drafter, network)
     prefix_tokens = settings.prefix_tokens
     return Engine(
         target,
-        load_drafter(drafter, target=target, **model.options()),
+        load_drafter(drafter, target=target, **network.options()),
         settings.max_batch_size,
         drafting,
         prefix_tokens=4 * target.max_context if prefix_tokens is None else prefix_tokens,
@@ -181,7 +115,7 @@ def _self_check(engine: Engine, count: int) -> str | None:
 
 def announce(service: Service, bound: socket.socket, check_result: str | None) -> None:
     """Print what was started. The last line, "Ready", tells programs that the server takes requests."""
-    from blockdraft.cli.display import drafter_note
+    from blockdraft.cli.answers import drafter_note
     from blockdraft.serving.run import url_of
 
     engine, url = service.backends.usual, url_of(bound)

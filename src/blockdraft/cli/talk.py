@@ -12,27 +12,28 @@ from queue import SimpleQueue
 from rich.console import Console
 from rich.text import Text
 
-from blockdraft.cli.display import drafter_note, show_chunks
+from blockdraft.cli.answers import drafter_note, show_chunks
+from blockdraft.cli.display import tell
 from blockdraft.engine import Chunk, Completion, ContextFull, Conversation, Turn
 from blockdraft.engine.text import AnswerText
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.types import SamplingParams
 
 COMMANDS = {
-    "/undo": "Take back the last message and its answer; the message comes back to be changed.",
-    "/drop": "Forget the oldest message and its answer, which makes room.",
-    "/reset": "Begin anew, with the same system message.",
+    "/undo": "Take back the last message and its answer, and edit the message.",
+    "/drop": "Drop the oldest message and its answer, which makes room.",
+    "/reset": "Start again, with the same system message.",
     "/system TEXT": "Use this system message from now on; without TEXT, none.",
     "/save FILE": "Write the conversation to a new file, as a JSON line that `blockdraft data` reads.",
     "/help": "List the commands.",
     "/exit": "End the chat.",
 }
 KEYS = "Enter sends. Alt-Enter, or Enter after a \\, begins a new line. Ctrl-C stops an answer, Ctrl-D ends the chat."
-ROOM = "/drop forgets the oldest turn, /undo the last one, /reset all; /save FILE keeps a copy first."
+ROOM = "/drop drops the oldest turn, /undo the last one, /reset all; /save FILE keeps a copy first."
 RAW = "The target has no chat template: it continues your text, and your next text is added to that."
 COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?\s*", re.DOTALL)
 
-Read = Callable[[str, str], str]  # reads a line, given the prompt sign and a text to begin with
+Read = Callable[[str, str], str]  # reads a line, given the prompt sign and the text to edit
 
 
 class Talk:
@@ -46,10 +47,10 @@ class Talk:
     def __init__(self, conversation: Conversation, params: SamplingParams, console: Console | None = None) -> None:
         self._conversation, self._params, self._console = conversation, params, console
         self._read = _read_line if console is None else _terminal_reader()
-        self._draft = ""  # of the next message
+        self._draft = ""  # text to begin the next message with
 
     def run(self) -> None:
-        """Talk until the input ends.
+        """Chat until the input ends.
 
         Raises:
             BlockdraftError: An answer or command failed, and there is no terminal.
@@ -88,27 +89,27 @@ class Talk:
                 self._draft = text
 
     def _obey(self, name: str, argument: str) -> None:
-        talk = self._conversation
+        conversation = self._conversation
         if name == "help":
             for usage, meaning in COMMANDS.items():
                 self._tell(f"{usage:14}{meaning}")
             self._tell(KEYS)
         elif name in ("undo", "drop"):
-            text = talk.undo() if name == "undo" else talk.forget_oldest()
+            text = conversation.undo() if name == "undo" else conversation.forget_oldest()
             if text is None:
                 raise UsageError(f"There is nothing to {name}.")
             self._tell(f"Forgotten: {text[:60]}{'...' if len(text) > 60 else ''}")
             self._draft = text if name == "undo" else ""
         elif name == "reset":
-            talk.reset()
-            self._tell("The conversation begins anew.")
+            conversation.reset()
+            self._tell("The conversation starts again.")
         elif name == "system":
-            talk.set_system(argument)
+            conversation.set_system(argument)
             self._tell("The system message is set." if argument else "There is no system message now.")
         elif name == "save":
             if not argument:
                 raise UsageError("/save needs the name of a file.")
-            talk.save(argument)
+            conversation.save(argument)
             self._tell(f"Saved to {argument}.")
         else:
             raise UsageError(f"There is no command /{name}; see /help. Begin with a space to send it as a message.")
@@ -118,19 +119,20 @@ class Talk:
             text.encode()
         except UnicodeEncodeError as error:  # invalid bytes of a terminal arrive as lone surrogates
             raise UsageError("The message is not valid UTF-8 text.") from error
+        conversation = self._conversation
         if self._console is None:
-            print(self._conversation.keep(self._conversation.ask(text, self._params)).text, flush=True)
+            print(conversation.keep(conversation.ask(text, self._params)).text, flush=True)
             return
         chunks: SimpleQueue[Chunk] = SimpleQueue()
-        turn = self._conversation.ask(text, self._params, chunks.put)
-        answer = AnswerText(self._conversation.engine.target.tokenizer, self._params.stop)
-        with _ctrl_c(turn.request.cancel):
+        turn = conversation.ask(text, self._params, chunks.put)
+        answer = AnswerText(conversation.engine.target.tokenizer, self._params.stop)
+        with _on_ctrl_c(turn.request.cancel):
             _, summary = show_chunks(self._console, _until_end(chunks), answer)
-        completion = self._conversation.keep(turn)
+        completion = conversation.keep(turn)
         remembered = completion.stats.remembered
         summary.append(
             f"\nread {completion.prompt_tokens - remembered} tokens, remembered {remembered}, "
-            f"context {completion.prompt_tokens + len(completion.token_ids)} of {self._conversation.limit}"
+            f"context {completion.prompt_tokens + len(completion.token_ids)} of {conversation.limit}"
         )
         summary.stylize("dim")
         self._console.print(summary)
@@ -142,7 +144,7 @@ class Talk:
             self._tell("There was no answer, so the message is not kept.")
             self._draft = turn.text
         elif completion.finish_reason == "cancelled":
-            self._tell("Stopped; the chat goes on from what was said.")
+            self._tell("Stopped; the chat goes on from here.")
         elif completion.finish_reason == "length":
             if completion.prompt_tokens + len(completion.token_ids) >= self._conversation.limit:
                 self._tell(f"The context is full, so the answer is cut. {ROOM}")
@@ -151,13 +153,13 @@ class Talk:
 
     def _tell(self, text: str, colour: str = "yellow") -> None:
         if self._console is None:
-            print(text, file=sys.stderr, flush=True)
+            tell(text)
         else:
             self._console.print(Text(text, style=colour))
 
 
 def _message(read: Read, draft: str) -> str:
-    """The next message. A backslash at the end of a line continues it on the next."""
+    """Read a message. A backslash at the end of a line continues it on the next."""
     lines = [read("> ", draft)]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1].removesuffix("\\")
@@ -179,7 +181,7 @@ def _read_line(prompt: str, draft: str) -> str:
 
 
 def _terminal_reader() -> Read:
-    """Reader of lines with history and editing. Pasted text is one message, however many lines it has."""
+    """Return a reader with history and editing. Pasted text is one message, however many lines it has."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -210,14 +212,14 @@ def _until_end(chunks: SimpleQueue[Chunk]) -> Iterator[Chunk]:
 
 
 @contextmanager
-def _ctrl_c(stop: Callable[[], object]) -> Iterator[None]:
+def _on_ctrl_c(stop: Callable[[], object]) -> Iterator[None]:
     """Let the first Ctrl-C call `stop`; a second one interrupts as usual."""
 
-    def once(*_: object) -> None:
+    def handle_once(*_: object) -> None:
         signal.signal(signal.SIGINT, before)
         stop()
 
-    before = signal.signal(signal.SIGINT, once)
+    before = signal.signal(signal.SIGINT, handle_once)
     try:
         yield
     finally:

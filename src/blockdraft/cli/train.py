@@ -2,88 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field
 
-from blockdraft.cli import consoles, loading
-from blockdraft.cli.help import Command
-from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TrainingTarget
+from blockdraft.cli import display
+from blockdraft.cli.display import standard, tell
+from blockdraft.cli.options import DATA, MODEL, Only
+from blockdraft.cli.target import TargetSettings
 from blockdraft.errors import Complaints, UsageError
-from blockdraft.types import DEFAULT_BACKEND
+from blockdraft.settings import Flag, Natural, settings
+
+SHOWN_EVALUATIONS = 12
+ShowRecipe = Annotated[bool, Flag()]
+SHOW_RECIPE = "Print all fields of the recipe with their meaning, as TOML, and exit."
+RecipeFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="[RECIPE.toml]", help="File with values of recipe fields; others keep their defaults."),
+]
 
 
-class RecipeCommand(Command):
-    """A command whose unknown options are recipe fields, which depend on the variant."""
+@settings
+class TrainSettings:
+    """What `blockdraft train` reads and writes, besides the recipe."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
-        own, ctx.obj = split_flags(args, known)
-        return super().parse_args(ctx, own)
-
-    def typed(self, ctx: Any) -> dict[str, tuple[str, Any]]:
-        fields = {name.replace("-", "_"): (f"--{name}", text) for name, text in (ctx.obj or {}).items()}
-        return super().typed(ctx) | fields
+    data: Annotated[Path | None, Flag(metavar="DIR", panel=DATA)] = Field(
+        None, description="Folder made by `blockdraft data`."
+    )
+    out: Annotated[Path | None, Flag(metavar="DIR")] = Field(
+        None,
+        description="Folder of the drafter. Recipe, log, curves and checkpoints go to DIR.run next to it. The same "
+        "command resumes an interrupted run.",
+    )
+    prompts: Annotated[Path | None, Flag(metavar="FILE", panel=DATA)] = Field(
+        None,
+        description='Prompts to measure tau on, one {"prompt": "text"} or {"turns": ["text"]} per line; by default the '
+        "beginnings of held-out documents.",
+    )
+    format: Annotated[str | None, Flag(metavar="NAME")] = Field(
+        None, description="Format of the drafter, as in `blockdraft export`; by default its own."
+    )
+    extend: Annotated[Natural, Flag(metavar="STEPS")] = Field(
+        0, description="Steps to add to a finished run. A larger --steps or --epochs does so too."
+    )
+    other_responses: bool = Field(False, description="Allow responses that another model than the target wrote.")
+    unfinished_data: bool = Field(
+        False, description="Allow data that are still being written, and train on what there is."
+    )
+    show_recipe: ShowRecipe = Field(False, description=SHOW_RECIPE)
 
 
 def train(
     context: typer.Context,
     variant: Annotated[str, typer.Argument(metavar="VARIANT", help="Kind of drafter, such as dflash.")],
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(metavar="[RECIPE.toml]", help="File with values of recipe fields; others keep their defaults."),
-    ] = None,
-    target: TrainingTarget = None,
-    adapter: Adapter = None,
-    revision: Revision = None,
-    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder made by `blockdraft data`.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder of the drafter. Recipe, log, curves and checkpoints go to DIR.run beside it. The same command "
-            "resumes an interrupted run.",
-        ),
-    ] = None,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            metavar="FILE",
-            help='Prompts to measure tau on, lines of {"prompt": "text"} or {"turns": ["text"]}. By default the '
-            "beginnings of held-out documents.",
-        ),
-    ] = None,
-    to_format: Annotated[
-        str | None,
-        typer.Option(
-            "--format", metavar="NAME", help="Format of the drafter, as in `blockdraft export`; by default its own."
-        ),
-    ] = None,
-    extend: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="STEPS",
-            help="Steps to add to a run that has ended; a larger --steps or --epochs does so too.",
-        ),
-    ] = 0,
-    other_answers: Annotated[
-        bool, typer.Option("--other-responses", help="Allow answers that another model than the target wrote.")
-    ] = False,
-    unfinished_data: Annotated[
-        bool,
-        typer.Option("--unfinished-data", help="Allow data that are still being made, and train on what there is."),
-    ] = False,
-    target_dtype: Dtype = None,
-    device: Device = None,
-    backend: TargetBackend = DEFAULT_BACKEND,
-    show_recipe: Annotated[
-        bool,
-        typer.Option("--show-recipe", help="Print all fields of the recipe with their meaning, as TOML, and exit."),
-    ] = False,
+    recipe: RecipeFile = None,
+    *,
+    what: TrainSettings,
+    run: Annotated[TargetSettings, Only(panel=MODEL, dtype="--target-dtype")],
 ) -> None:
     """Train a drafter for a target.
 
@@ -91,21 +68,19 @@ def train(
     `blockdraft train dflash --show-recipe` lists the fields.
 
     `accelerate launch -m blockdraft train ...` trains on several devices. `touch DIR.run/finish`, or the signal USR1,
-    ends the run early with a whole drafter. Ctrl-C and the signal TERM save the run, which the same command resumes.
+    ends the run early with a complete drafter. Ctrl-C and SIGTERM save the run, which the same command resumes.
     """
     from blockdraft.settings import as_toml, read_settings
     from blockdraft.training.variant import find_variant
 
     settings: Any = read_settings(find_variant(variant).recipe_class, recipe, context.obj)
-    if show_recipe:
-        print(as_toml(settings, explained=True), end="")
+    if what.show_recipe:
+        print(as_toml(settings, described=True), end="")
         return
-    missing = [name for name, value in (("--data", data), ("--out", out)) if value is None]
-    if missing:
-        raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; name a folder.")
-    assert data is not None and out is not None
+    check_given({"--data": what.data, "--out": what.out})
+    assert what.data is not None and what.out is not None
+    out = what.out
 
-    from blockdraft.cli import display
     from blockdraft.data.documents import read_data
     from blockdraft.data.hidden_states import read_hidden_states
     from blockdraft.drafters import as_given
@@ -124,20 +99,20 @@ def train(
         from blockdraft.training.recipe import begun_with
         from blockdraft.training.trainer import train as train_drafter
     except ModuleNotFoundError as error:
-        raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
+        raise missing_package("Training", error) from error
 
     complaints, prompts = Complaints(), None
     with complaints.noting():
-        if to_format is not None:
-            find_layout(to_format)
+        if what.format is not None:
+            find_layout(what.format)
     for name in settings.objective:
         with complaints.noting():
             find_objective(name)
     with complaints.noting():
-        documents = read_data(data, unfinished_data)
+        documents = read_data(what.data, what.unfinished_data)
     with complaints.noting():
-        if prompts_file is not None:
-            prompts = read_prompt_sets([prompts_file])[0].prompts
+        if what.prompts is not None:
+            prompts = read_prompt_sets([what.prompts])[0].prompts
     with complaints.noting():
         if settings.hidden_states not in (None, "memory"):
             read_hidden_states(settings.hidden_states)
@@ -145,66 +120,66 @@ def train(
         if (init := begun_with(settings)) is not None:
             kind_in(open_gguf(init)) if is_gguf(init) else read_config(init)
     with complaints.noting():
-        accelerator = make_accelerator(settings, run_folder(out), device)
+        accelerator = make_accelerator(settings, run_folder(out), run.device)
     complaints.check()
     if not documents.finished and accelerator.is_main_process:
-        loading.tell(f"{data} is still being made; training takes the {len(documents)} documents that exist now.")
-    loaded = loading.load(
-        target or "bundled", target_dtype, accelerator.device, backend, adapter=adapter, revision=revision
-    )
+        tell(f"{what.data} is still being written; training takes the {len(documents)} documents that exist now.")
+    target = run.load(accelerator.device)
 
     finish_on_signal(out)
     try:
         with display.progress("done") as progress:
-            callbacks = Progress(progress, loading.tell)
-            layout = to_format
-            if loaded.path is None or not is_gguf(loaded.path):  # which the format could not name
+            layout = what.format
+            if target.path is None or not is_gguf(target.path):  # the format could not name a GGUF file
                 layout = layout or find_variant(variant).layout(settings)
-            written = None if layout is None else format_for(layout, loaded, target, revision=revision)
-            lines = train_drafter(
+            written = None if layout is None else format_for(layout, target, run.target, revision=run.revision)
+            log = train_drafter(
                 variant,
-                loaded,
+                target,
                 documents,
                 out,
                 settings,
                 accelerator,
                 prompts=prompts,
-                progress=callbacks,
+                progress=Progress(progress, tell),
                 written=written,
-                more=extend,
-                other_answers=other_answers,
+                more=what.extend,
+                other_answers=what.other_responses,
             )
     except KeyboardInterrupt as interruption:
         if accelerator.is_main_process:
-            loading.tell(after_interruption(run_folder(out) / "checkpoints"))
+            tell(after_interruption(run_folder(out) / "checkpoints"))
         raise typer.Exit(interruption.exit_status if isinstance(interruption, Stopped) else 130) from None
     if accelerator.is_main_process:
-        console = consoles.standard()
-        display.show_training(console, lines)
+        show(log)
+        console = standard()
         console.print(f"\nThe drafter is in {out}, recipe, log and curves are in {run_folder(out)}. Use it:")
-        named = target or "bundled"  # without a name, other commands may take SmolLM2
-        console.print(f"blockdraft generate --target {named} --drafter {as_given(out)} PROMPT", soft_wrap=True)
+        name = run.target or "bundled"  # without a name, other commands may take SmolLM2
+        console.print(f"blockdraft generate --target {name} --drafter {as_given(out)} PROMPT", soft_wrap=True)
 
 
-def split_flags(arguments: Sequence[str], known: Collection[str]) -> tuple[list[str], dict[str, str]]:
-    """Split a command line into the command's own words and recipe fields: `--name value` or `--name=value`.
+def show(log: list[dict[str, Any]]) -> None:
+    """Print a table of the last evaluations of a training run."""
+    console = standard()
+    headers = "step", ">loss", ">held-out loss", ">accepted length", ">tau", ">accuracy"
+    table = display.new_table(console, *headers)
+    table.caption = (
+        "accepted length: leading correct draft tokens at fixed anchors, plus the bonus; tau: tokens per target "
+        "forward pass of the engine; accuracy: correct draft tokens by position, %."
+    )
+    for line in [line for line in log if "tau" in line or "held_out_loss" in line][-SHOWN_EVALUATIONS:]:
+        numbers = (line.get(name) for name in ("loss", "held_out_loss", "held_out_accepted_length", "tau"))
+        accuracy = " ".join("?" if a is None else f"{100 * a:.0f}" for a in line.get("held_out_accuracy") or [])
+        table.add_row(str(line["step"]), *("?" if n is None else f"{n:.3f}" for n in numbers), accuracy)
+    console.print(table)
 
-    Args:
-        known: Options of the command.
 
-    Raises:
-        ValueError: A field has no value.
-    """
-    own, fields, left = list[str](), dict[str, str](), list(arguments)
-    while left:
-        one = left.pop(0)
-        name, equals, value = one.partition("=")
-        if not name.startswith("--") or name in known:
-            own.append(one)
-            continue
-        if not equals:
-            if not left:
-                raise UsageError(f"{name} has no value; recipe fields are given as --name value.")
-            value = left.pop(0)
-        fields[name.removeprefix("--")] = value
-    return own, fields
+def check_given(options: dict[str, object]) -> None:
+    """Raise a UsageError for options without a value, by flag."""
+    missing = [flag for flag, value in options.items() if not value]
+    if missing:
+        raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing.")
+
+
+def missing_package(what: str, error: ModuleNotFoundError) -> UsageError:
+    return UsageError(f"{what} takes {error.name}; run pip install 'blockdraft[train]'.")

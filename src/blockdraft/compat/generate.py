@@ -30,33 +30,10 @@ def generate(model, drafter=DRAFTER, **arguments):
     return decode(model, drafter=drafter, **arguments)
 '''
 # Fields of a GenerationConfig that are followed or do not change the output. All others are refused.
-SUPPORTED = set(
-    [
-        "max_length",
-        "max_new_tokens",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "eos_token_id",
-        "pad_token_id",
-        "bos_token_id",
-        "num_return_sequences",
-        "use_cache",
-        "cache_implementation",
-        "max_cache_len",
-        "compile_config",
-        "disable_compile",
-        "early_stopping",
-        "length_penalty",
-        "transformers_version",
-        "prefill_chunk_size",
-        "low_memory",
-        "_from_model_config",
-    ]
-)
+NAMES = """max_length max_new_tokens do_sample temperature top_k top_p min_p repetition_penalty eos_token_id
+pad_token_id bos_token_id num_return_sequences use_cache cache_implementation max_cache_len compile_config
+disable_compile early_stopping length_penalty transformers_version prefill_chunk_size low_memory _from_model_config"""
+SUPPORTED = {*NAMES.split()}
 SUPPORTED |= {name for name in GenerationConfig().to_dict() if "assistant" in name or "lookbehind" in name}
 
 LOADED = "_blockdraft"  # attribute of a model that holds its `Loaded`

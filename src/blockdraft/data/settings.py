@@ -7,71 +7,75 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from blockdraft.errors import UsageError
-from blockdraft.settings import Count, Layers, settings
+from blockdraft.settings import Count, Flag, Layers, settings
 from blockdraft.types import SamplingParams
 
 HiddenStateDtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
 
-CONTINUED = 64  # default number of tokens of each text that a target without a chat template continues
+CONTINUED = 64  # prompt tokens of a text that a target without a chat template continues, by default
 LONGEST = 3072  # default length of a document, as in arXiv 2602.06036, unless the target's context is shorter
-SERVER_KEY = "BLOCKDRAFT_SERVER_KEY"  # environment variable with the API key of the server that writes answers
+SERVER_KEY = "BLOCKDRAFT_SERVER_KEY"  # environment variable with the API key of the server that writes responses
 
 
 @settings
 class RecordSettings:
-    """Records that are read from a dataset.
+    """Records to read from a dataset."""
 
-    Attributes:
-        split: Split of a dataset that has several.
-        subset: Subset (configuration) of a dataset that has several.
-        limit: Maximum number of records, counted from the beginning over all sources; None reads all.
-        text_field: Field with a plain text. Each record is then a text.
-        prompt_field: Field with a prompt. Each record is then a prompt.
-        response_field: Field with the response to the prompt.
-    """
-
-    split: str = "train"
-    subset: str | None = None
-    limit: Count | None = None
-    text_field: str | None = None
-    prompt_field: str | None = None
-    response_field: str | None = None
+    split: str = Field("train", description="Split of a dataset that has several.")
+    subset: str | None = Field(None, description="Subset (configuration) of a dataset that has several.")
+    limit: Count | None = Field(None, description="Number of records to read, over all sources; by default all.")
+    text_field: Annotated[str | None, Flag(metavar="NAME")] = Field(
+        None, description="Field that holds plain text. Each record is then a text."
+    )
+    prompt_field: Annotated[str | None, Flag(metavar="NAME")] = Field(
+        None, description="Field that holds the prompt. Each record is then a prompt."
+    )
+    response_field: Annotated[str | None, Flag(metavar="NAME")] = Field(
+        None, description="Field that holds the response to the prompt."
+    )
 
     def __post_init__(self) -> None:
         if self.text_field and (self.prompt_field or self.response_field):
             raise UsageError(
-                "A text field and a prompt field are named, but a record is either a text or a conversation; name only "
-                "one of them."
+                "text_field and prompt_field exclude each other: a record is either a text or a conversation. Name "
+                "only one of them."
             )
 
 
 @settings
 class DataSettings:
-    """Way in which records become documents.
+    """How records become documents."""
 
-    Attributes:
-        length: Maximum number of tokens of a document. Longer chats are cut, longer texts make several documents. None
-            is the target's context, but at most 3072.
-        template_args: Further arguments of the chat template, as a JSON object.
-        split_turns: Make one document of each answer and the messages before it, instead of one of each chat. Needed
-            for chat templates that render earlier turns differently once the chat goes on.
-        writer: Writer of the answers: "text" keeps those of the records, "target" is our own engine, "server" a server.
-        continued: Number of tokens at the beginning of each text that the target continues without a chat template,
-            instead of answering chats. None does so only for a target without a template, with 64 tokens of a text (at
-            most a quarter of length) and with whole prompts.
-        author: Model that writes the answers: the target's fingerprint, or the model's name on the server.
-        sampling: Sampling parameters of the answers; each answer gets a seed of its own, derived from the seed here.
-        batch_size: Number of answers that are written at a time.
-    """
-
-    length: Annotated[int, Field(ge=2)] | None = None
-    template_args: str = "{}"
-    split_turns: bool = False
-    writer: Literal["text", "target", "server"] = "text"
-    continued: Count | None = None
-    author: str | None = None
-    sampling: SamplingParams = SamplingParams(max_new_tokens=1024, seed=0)
-    batch_size: Count = 32
+    length: Annotated[int, Field(ge=2)] | None = Field(
+        None,
+        description="Maximum length of a document in tokens. Longer chats are cut; longer texts make several "
+        f"documents. By default the target's context, but at most {LONGEST}.",
+    )
+    template_args: Annotated[str, Flag(metavar="JSON")] = Field(
+        "{}", description="Extra arguments of the chat template, as a JSON object."
+    )
+    split_turns: bool = Field(
+        False,
+        description="Make one document per answer, with the messages before it, instead of one per chat. Use it for "
+        "chat templates that render earlier turns differently later on.",
+    )
+    writer: Literal["text", "target", "server"] = Field(
+        "text", description='Writer of the responses: the records themselves ("text"), our engine, or a server.'
+    )
+    continued: Annotated[Count | None, Flag("--continue")] = Field(
+        None,
+        description="Let the target continue plain texts from their first N tokens, without a chat template. By "
+        f"default only a target without a template does so, from {CONTINUED} tokens (at most a quarter of --length) "
+        "and from whole prompts.",
+    )
+    author: str | None = Field(
+        None, description="Model that writes the responses: the target's fingerprint, or the name on the server."
+    )
+    sampling: SamplingParams = Field(
+        SamplingParams(max_new_tokens=1024, seed=0),
+        description="Sampling parameters of the responses. Each response gets its own seed, derived from this one.",
+    )
+    batch_size: Count = Field(32, description="Number of responses written at the same time.")
 
     def __post_init__(self) -> None:
         if self.continued is not None and self.writer == "text":
@@ -81,7 +85,7 @@ class DataSettings:
 
     @property
     def written_by(self) -> dict[str, Any]:
-        """Entry of the manifest on the writer of the answers."""
+        """Manifest entry about the writer of the responses."""
         if self.writer == "text":
             return {"writer": "text"}
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
@@ -92,16 +96,16 @@ class DataSettings:
 
 @settings
 class HiddenStateSettings:
-    """Way in which features are computed and stored.
+    """How hidden states are computed and stored."""
 
-    Attributes:
-        target_layers: Number of layers to tap (`5`), spread from layer 1 to the third from the end, or a list of
-            0-based layers (`1,9,17`; a single one is `9,`). None is 5, or fewer in a target that has fewer layers.
-        dtype: Type of the stored numbers.
-        batch_tokens: Maximum number of tokens of one target forward, padding included; a CPU takes at most 1024, which
-            suit its caches. A longer document is computed alone.
-    """
-
-    target_layers: Count | Layers | None = None
-    dtype: HiddenStateDtype = "bfloat16"
-    batch_tokens: Count = 8192
+    target_layers: Annotated[Count | Layers | None, Flag("--target-layers", metavar="N|LAYER,...")] = Field(
+        None,
+        description="Number of target layers, spread evenly (5), or a list of layers counted from 0 (1,9,17; a single "
+        "one is 9,). By default 5, or fewer for a target with fewer layers.",
+    )
+    dtype: HiddenStateDtype = Field("bfloat16", description="Number format of the stored hidden states.")
+    batch_tokens: Count = Field(
+        8192,
+        description="Maximum number of tokens per target forward pass, padding included; a CPU uses at most 1024. A "
+        "longer document runs alone.",
+    )

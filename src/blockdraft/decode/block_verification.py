@@ -1,11 +1,11 @@
-"""Block verification: how far sampled guesses are accepted, and which distribution the next token then has.
+"""Block verification: how far a sampled chain is accepted, and which distribution the next token then has.
 
-A guess sampled from q is offered too often where q is above p. The rule rejects just enough of these and then draws
-from a residual `max(p - c q, 0)`, normalised; c = 1 is plain rejection sampling (arXiv 2211.17192). The rule needs p
+A draft token sampled from q is offered too often where q is above p. The rule rejects just enough of these and then
+draws from a residual `max(p - c q, 0)`, normalized; c = 1 is plain rejection sampling (arXiv 2211.17192). It needs p
 and q only of the K tokens that q can offer. It runs on the CPU in float64; whole distributions stay on the target's
-device. Letters here: R rows, N nodes of a chain, C guesses after a node, K tokens that q can offer.
+device. Letters here: R sequences, N nodes of a chain, C draft tokens after a node, K tokens that q can offer.
 
-Rounding does no harm. A guess of p = 0 is never accepted, since its number in [0, 1) is never below 0. A residual is
+Rounding does no harm. A draft token of p = 0 is never accepted: its number in [0, 1) is never below 0. A residual is
 reached with a probability equal to its mass, so one that rounding creates or empties is as rare as rounding errors are
 small. An empty one is replaced by p, so that even then no token of p = 0 is sampled.
 """
@@ -25,7 +25,7 @@ from blockdraft.decode.sampling import draw, exact
 
 
 def residual_mass(p: Tensor, q: Tensor, c: Tensor) -> Tensor:
-    """Sum of `max(p - c q, 0)` over the vocabulary.
+    """Return the sum of `max(p - c q, 0)` over the vocabulary.
 
     Args:
         p, q: `[..., K]`; p is 0 where q is.
@@ -38,7 +38,7 @@ def residual_mass(p: Tensor, q: Tensor, c: Tensor) -> Tensor:
 def block_acceptance_probs(
     p_RNK: Tensor, q_RNK: Tensor, draft_token_p_RN: Tensor, draft_token_q_RN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Block verification of chains (arXiv 2403.10444, algorithm 2): all guesses of a chain are judged together.
+    """Compute the acceptance probabilities of whole chains (block verification, arXiv 2403.10444, algorithm 2).
 
     With the paper's ratio `r_i = min(1, r_{i-1} p(x_i) / q(x_i))` this computes c = 1 / r. Its chance
     `h_i = S_i / (S_i + 1 - r_i)`, `S_i = sum max(r_i p - q, 0)`, is then `m / (m + c - 1)` with m the mass of the
@@ -66,9 +66,9 @@ def block_acceptance_probs(
 def accept_block(
     p_RNK: Tensor, q_RNK: Tensor, draft_token_p_RN: Tensor, draft_token_q_RN: Tensor, tests_RN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Accept the beginning of each chain, given numbers in [0, 1) for its nodes.
+    """Accept a prefix of each chain, given numbers in [0, 1) for its nodes.
 
-    Args are those of `block_acceptance_probs`.
+    Other arguments are as for `block_acceptance_probs`.
 
     Returns:
         last: `[R]` int64, the last accepted node.
@@ -89,10 +89,10 @@ def judge_chains(
     uniforms_BN: Tensor,
     tests_BN: Tensor,
 ) -> tuple[list[list[int]], list[int]]:
-    """Paths and bonus tokens of rows with sampled guesses; there must be a distribution after their anchors.
+    """Return paths and bonus tokens of sequences with sampled chains; there must be a distribution after their anchors.
 
-    A chain ends with its first node without a distribution, as if no more had been guessed. If that node is accepted,
-    its token becomes the bonus, and the next cycle deals with what follows. Chosen guesses beside the chain are
+    A chain ends with its first node without a distribution, as if no more had been drafted. If that node is accepted,
+    its token becomes the bonus, and the next step handles what follows. Chosen draft tokens beside the chain are
     ignored.
     """
     chains = []
@@ -100,7 +100,7 @@ def judge_chains(
         chain, count = [0], len(_q_of(proposal, row).ids)
         while distributions.exists(row, chain[-1]):
             following = [child for child in children[row].get(chain[-1], ()) if child < count]
-            assert len(following) <= 1, "sampled guesses form a chain"
+            assert len(following) <= 1, "sampled draft tokens form a chain"
             if not following:
                 break
             chain += following
@@ -117,7 +117,7 @@ def judge_chains(
     has_child_RN1 = pad(is_node_RN, (0, 1))[:, 1:, None]
     p_RNK, q_RNK = p_RNK * has_child_RN1, q_RNK * has_child_RN1
     draft_tokens_RN = _at(proposal.tokens, rows, nodes_RN)
-    # A guess is sampled from the distribution of the node before.
+    # A draft token is sampled from the distribution of the node before.
     p_and_q = _of_draft_tokens(
         ids_RNK[:, :-1], p_RNK[:, :-1], q_RNK[:, :-1], draft_tokens_RN[:, 1:, None], is_node_RN[:, 1:, None]
     )
@@ -133,7 +133,7 @@ def judge_chains(
 
 
 def _padded(nodes: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Lists of nodes as one tensor, padded with node 0, and a mask of the entries that are no padding."""
+    """Return lists of nodes as one tensor, padded with node 0, and a mask of the entries that are not padding."""
     longest = max(map(len, nodes))
     filled = [[*row, *[-1] * (longest - len(row))] for row in nodes]
     table = torch.tensor(filled, dtype=torch.int64).view(len(nodes), longest)
@@ -141,19 +141,21 @@ def _padded(nodes: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def _at(values_BN: Tensor, rows: list[int], nodes: Tensor) -> Tensor:
-    """Entries `[R, ...]` of nodes `[R, ...]`, on the CPU."""
+    """Return the entries `[R, ...]` of nodes `[R, ...]`, on the CPU."""
     return values_BN.cpu()[torch.tensor(rows)[:, None], nodes]
 
 
 def _q_of(proposal: Proposal, row: int) -> SparseDistribution:
     q = proposal.q and proposal.q[row]
-    assert q, "the row has sampled guesses"
+    assert q, "the sequence has sampled draft tokens"
     return q
 
 
 def _dense_q(rows: list[int], proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """The tokens `[R, N, K]` that q can offer after each node of these rows, and their probabilities; 0 after nodes
-    that are not of the chain."""
+    """Return the tokens that q can offer after each node, `[R, N, K]`, and their probabilities.
+
+    The probabilities are 0 after nodes outside the chain.
+    """
     count = proposal.tokens.size(1)
     q = [_q_of(proposal, row) for row in rows]
     ids_RKN, q_RKN = (
@@ -167,7 +169,7 @@ def _dense_q(rows: list[int], proposal: Proposal) -> tuple[Tensor, Tensor]:
 
 
 def _p_of(rows: list[int], nodes_RN: Tensor, ids_RNK: Tensor, q_RNK: Tensor, distributions: Distributions) -> Tensor:
-    """p `[R, N, K]` of the tokens that q can offer; 0 where q is 0, since there the id is padding."""
+    """Return p `[R, N, K]` of the tokens that q can offer; 0 where q is 0, since there the id is padding."""
     every_row = [row for row in rows for _ in range(nodes_RN.size(1))]
     p_MK = distributions.probs_of(every_row, nodes_RN.flatten().tolist(), ids_RNK.flatten(0, 1))
     return exact(p_MK).cpu().view_as(q_RNK) * (q_RNK > 0)
@@ -176,12 +178,10 @@ def _p_of(rows: list[int], nodes_RN: Tensor, ids_RNK: Tensor, q_RNK: Tensor, dis
 def _of_draft_tokens(
     ids: Tensor, p: Tensor, q: Tensor, draft_tokens: Tensor, is_draft_token: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """p and q `[..., C]` of guesses `[..., C]` from distributions `[..., K]`; 0 where there is no guess."""
+    """Return p and q `[..., C]` of draft tokens `[..., C]` from distributions `[..., K]`; 0 where there is none."""
     same = (ids.unsqueeze(-2) == draft_tokens.unsqueeze(-1)) & is_draft_token.unsqueeze(-1)
     draft_token_p, draft_token_q = (same * p.unsqueeze(-2)).sum(dim=-1), (same * q.unsqueeze(-2)).sum(dim=-1)
-    assert bool(((draft_token_q > 0) | ~is_draft_token).all()), (
-        "a guess was not sampled from the distribution q of its parent"
-    )
+    assert bool(((draft_token_q > 0) | ~is_draft_token).all()), "a draft token was not sampled from its parent's q"
     return draft_token_p, draft_token_q
 
 

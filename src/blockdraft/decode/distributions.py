@@ -1,4 +1,4 @@
-"""Target distributions: from logits to the probabilities of the next token after each node of a proposal."""
+"""Target distributions: the probabilities of the next token after each node of a proposal, from logits."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ class Rules(Protocol):
     """Restriction of the tokens of one answer, such as a grammar."""
 
     def after(self, tokens: Sequence[int]) -> Tensor | None:
-        """Tokens that may follow the output so far and these, `[V]` bool on the CPU; None if none may."""
+        """Return the tokens that may follow the output so far and `tokens`, `[V]` bool on the CPU, or None."""
 
 
 class Distributions:
-    """The target's distributions p after the nodes of a proposal, each computed when it is asked for.
+    """Holds the target's distributions p after the nodes of a proposal, each computed when needed.
 
-    Penalties depend on the tokens before a node: the prompt, the output, and the path from the anchor to the node. Each
-    row's logits are adjusted in the order of vLLM (bias, repetition penalty, presence and frequency penalty), then
-    tokens that the row's rules forbid are masked, and the rest is cut as in `probabilities`.
+    Penalties depend on the tokens before a node: the prompt, the output, and the path from the anchor to the node.
+    Logits are adjusted in the order of vLLM (bias, repetition penalty, presence and frequency penalty). Tokens that the
+    rules forbid are then masked, and the rest is cut as in `probabilities`.
 
     Args:
         logits_BNV: Logits `[B, N, V]` after each node, any float dtype.
-        params: Sampling parameters of each row.
+        params: Sampling parameters of each sequence.
         tokens_BN, parents_BN: The nodes, as in `Proposal`.
-        prompts: Token ids of each row's prompt.
-        outputs: Token ids of each row's output so far, of which node 0 is the last.
+        prompts: Token ids of each prompt.
+        outputs: Token ids of each output so far, of which node 0 is the last.
         best_BN: Argmax of the logits as in `TargetOutput`, if known.
-        rules: Rules of each row, None for a row without; None if no row has rules.
+        rules: Rules of each sequence, or None; None if there are no rules at all.
 
     Attributes:
-        tokens: Tokens of the nodes, a list a row.
-        argmax: The token after each node, if no row is sampled or adjusted; else None.
-        invalid_rows: Rows with a node whose logits are not finite, see `exists`.
-        draws_ahead: Whether the first draw samples after all nodes. It does on a GPU, so that the host waits once and
-            not once a level of the tree.
+        tokens: Tokens of the nodes, one list per sequence.
+        argmax: The token after each node, if no sequence is sampled or adjusted; else None.
+        invalid_rows: Indices of sequences with a node whose logits are not finite, see `exists`.
+        draws_ahead: Whether the first draw samples after all nodes. It does on a GPU, so that the host waits once
+            instead of once per tree level.
     """
 
     _best: list[list[int]]
@@ -79,12 +79,15 @@ class Distributions:
         self.argmax = self._best if is_plain else None
 
     def exists(self, row: int, node: int) -> bool:
-        """Whether there is a distribution after a node. There is none if a logit is NaN or +inf or all are -inf (a
-        single -inf is legal), if the row's rules leave no token with a finite logit, or if they forbid the node."""
+        """Return whether there is a distribution after a node.
+
+        There is none if a logit is NaN or +inf or all are -inf (a single -inf is legal), if the rules leave no token
+        with a finite logit, or if they forbid the node.
+        """
         return self._best[row][node] != -1 and (row not in self._rules or self._allowed_at(row, node) is not None)
 
     def _allowed_at(self, row: int, node: int) -> Tensor | None:
-        """The tokens `[V]` that a row's rules allow after a node; None if none of them has a finite logit."""
+        """Return the tokens `[V]` that the rules allow after a node, or None if none of them has a finite logit."""
         if (row, node) not in self._allowed:
             allowed = self._rules[row].after(self._path(row, node)[::-1])
             if allowed is not None:
@@ -97,11 +100,11 @@ class Distributions:
     def draw(self, rows: Sequence[int], nodes: Sequence[int], uniforms_BN: Tensor | None) -> list[int]:
         """Choose or sample one token after each of these nodes, with the node's own number.
 
-        A greedy row takes the argmax. A sampled row computes the distributions after these nodes only.
+        A greedy sequence takes the argmax. A sampled one computes the distributions after these nodes only.
 
         Args:
-            rows, nodes: Node `nodes[m]` of row `rows[m]`, for M nodes for which `exists` holds.
-            uniforms_BN: A number in [0, 1) for each node of the proposal, float64; None if all rows are greedy.
+            rows, nodes: Node `nodes[m]` of sequence `rows[m]`, for M nodes for which `exists` holds.
+            uniforms_BN: A number in [0, 1) for each node of the proposal, float64; None if all sequences are greedy.
         """
         if not self.draws_ahead:
             return self._draw(rows, nodes, uniforms_BN)
@@ -122,7 +125,7 @@ class Distributions:
             for m, token in zip(adjusted, scores.argmax(dim=-1).tolist(), strict=True):
                 tokens[m] = token
         if sampled:
-            assert uniforms_BN is not None, "sampled rows need random numbers"
+            assert uniforms_BN is not None, "sampling needs random numbers"
             taken = []
             for part in self._parts(sampled):
                 at = [rows[m] for m in part], [nodes[m] for m in part]
@@ -132,12 +135,12 @@ class Distributions:
         return tokens
 
     def probs(self, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
-        """p `[M, V]` float32 after each of these nodes."""
+        """Return p `[M, V]` float32 after each of these nodes."""
         scores_MV = self._scores(rows, nodes)
         return probabilities(scores_MV.unsqueeze(1), [self._params[row] for row in rows]).squeeze(1)
 
     def probs_of(self, rows: Sequence[int], nodes: Sequence[int], ids_MK: Tensor) -> Tensor:
-        """p `[M, K]` float32 of a few tokens after each of these nodes, computed some distributions at a time."""
+        """Return p `[M, K]` float32 of a few tokens after each of these nodes, some distributions at a time."""
         ids_MK = ids_MK.to(self._logits.device)
         return torch.cat(
             [
@@ -152,12 +155,14 @@ class Distributions:
         return [entries[m : m + step] for m in range(0, len(entries), step)]
 
     def _scores(self, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
-        """Adjusted logits `[M, V]` float32 after each of these nodes."""
+        """Return adjusted logits `[M, V]` float32 after each of these nodes."""
         # Slicing out a single node takes a fraction of the time of indexing.
         if len(rows) == 1:
             scores_MV = self._logits[rows[0], nodes[0]].unsqueeze(0).to(torch.float32, copy=self._adjusted[rows[0]])
         else:
             scores_MV = self._logits[list(rows), list(nodes)].float()
+        if type(scores_MV) is not Tensor and any(self._adjusted[row] for row in rows):
+            scores_MV = scores_MV.clone()  # in torch; arrays of another framework cannot be written to
         biases, repeated, said = [], [], []  # entries (m, token, amount)
         for m, (row, node) in enumerate(zip(rows, nodes, strict=True)):
             if not self._adjusted[row]:
@@ -189,7 +194,7 @@ class Distributions:
         return scores_MV
 
     def _path(self, row: int, node: int) -> list[int]:
-        """The tokens from this node up to the anchor, which is left out."""
+        """Return the tokens from this node up to the anchor, which is left out."""
         path = []
         while node > 0:
             path.append(self.tokens[row][node])
@@ -205,14 +210,9 @@ def _entries(entries: list[tuple[int, int, float]], device: torch.device) -> tup
 
 
 def _adjusts(params: SamplingParams) -> bool:
-    """Whether biases or penalties change the logits of a row."""
+    """Return whether biases or penalties change the logits."""
     penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
     return penalties or bool(params.logit_bias)
-
-
-def by_temperature(params: SamplingParams) -> bool:
-    """Whether a row's distributions are those of its logits and its temperature alone."""
-    return not _adjusts(params) and params.top_k == 0 and params.top_p == 1 and params.min_p == 0
 
 
 # Sorting a whole vocabulary is slow, so top-k and top-p look at the best HEAD tokens first, then at MORE times as many.
@@ -220,16 +220,16 @@ HEAD, MORE = 128, 8
 
 
 def probabilities(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Distributions under each row's temperature, top-k, top-p and min-p, in the order of transformers.
+    """Return the distributions under temperature, top-k, top-p and min-p, in the order of transformers.
 
     Args:
         logits_BNV: Logits `[B, N, V]`, any float dtype.
-        params: Parameters of each row. Biases and penalties, which depend on the tokens before a node, are ignored;
-            `Distributions` applies them.
+        params: Parameters of each sequence. Biases and penalties, which depend on the tokens before a node, are left to
+            `Distributions`.
 
     Returns:
-        `[B, N, V]` float32, summing to 1 over V; one-hot where the temperature is 0. Of equal logits argmax takes the
-        lowest token id, and top-k and top-p keep the lowest.
+        `[B, N, V]` float32, summing to 1 over V; one-hot where the temperature is 0. For equal logits,
+        argmax takes the lowest token id, and top-k and top-p keep the lowest.
     """
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for row, p in enumerate(params):
@@ -258,12 +258,12 @@ def _probabilities(logits_BNV: Tensor, temperature: float, top_k: int, top_p: fl
         probs_BNV = _best_probabilities(scores_BNV.flatten(0, 1), top_k, top_p, head).view_as(scores_BNV)
     if min_p > 0:
         probs_BNV = probs_BNV.masked_fill(probs_BNV < min_p * probs_BNV.amax(dim=-1, keepdim=True), 0.0)
-        probs_BNV /= probs_BNV.sum(dim=-1, keepdim=True)
+        probs_BNV = probs_BNV / probs_BNV.sum(dim=-1, keepdim=True)
     return probs_BNV
 
 
 def _best_probabilities(scores_MV: Tensor, top_k: int, top_p: float, head: int) -> Tensor:
-    """Softmax `[M, V]` cut to top-k and top-p, found among the `head` best tokens if these suffice."""
+    """Return the softmax `[M, V]` cut to top-k and top-p, from the `head` best tokens if these suffice."""
     vocabulary = scores_MV.size(-1)
     scores, ids = scores_MV.topk(min(head, vocabulary), dim=-1)
     # The order of equals is undefined for topk; the lower id is to come first.

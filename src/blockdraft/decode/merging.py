@@ -1,4 +1,4 @@
-"""One tree of the proposals of several drafters, which do not know of each other."""
+"""Merges the proposals of several drafters, which do not know of each other, into one tree."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution
 from blockdraft.decode.tree import best_count
 
-ASSUMED = 0.5  # chance of a guess whose drafter states none, where those before it are accepted
+ASSUMED = 0.5  # acceptance probability, given its parent's, of a draft token whose drafter states none
 
 
 def merged(anchor: Tensor, proposals: Sequence[Proposal], plan: Plan) -> Proposal:
-    """Tree of the guesses that are likeliest to be accepted, from any of the proposals.
+    """Return the tree of the draft tokens that are most likely to be accepted, from any of the proposals.
 
     Args:
         anchor: `[B]` int64.
-        proposals: Trees behind these anchors, of guesses that were not sampled, each with its probability.
-        plan: Gives the most nodes of a row, and the cycle times that decide how many of them pay.
+        proposals: Trees of chosen draft tokens behind these anchors.
+        plan: Gives the tree budget, and the step times that decide how many draft tokens pay.
     """
     texts = [proposal.tokens.tolist() for proposal in proposals]
     rows = [
@@ -44,15 +44,15 @@ def merged(anchor: Tensor, proposals: Sequence[Proposal], plan: Plan) -> Proposa
 
 
 def beside(anchor: Tensor, sampled: Proposal, others: Sequence[Proposal], budget: int) -> Proposal:
-    """Tree of a whole sampled chain, and of as many of the others' likeliest guesses as the budget leaves.
+    """Return the tree of a whole sampled chain, and of as many likely draft tokens of the others as the budget leaves.
 
     Nodes beside the chain may depend on what was sampled. The chain's length must not.
 
     Args:
         anchor: `[B]` int64.
-        sampled: Chain whose guesses were sampled.
+        sampled: The sampled chain.
         others: As `proposals` of `merged`.
-        budget: Most guesses of a row.
+        budget: Most draft tokens per sequence.
     """
     chains, texts = sampled.tokens.tolist(), [proposal.tokens.tolist() for proposal in others]
     rows, above, dists = list[list[int]](), list[list[int]](), list[SparseDistribution | None]()
@@ -93,10 +93,11 @@ def _acceptance_probs(proposal: Proposal, row: int) -> Sequence[float]:
 def _likeliest(
     trees: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]], budget: int
 ) -> list[tuple[float, int, int]]:
-    """Return nodes `(acceptance_prob, parent, token)` behind the anchor, the likeliest first, parents before children.
+    """Return nodes `(acceptance_prob, parent, token)` behind the anchor, best first and parents before children.
 
     Args:
-        trees: Tokens, parents and chances of several trees of one row; chances begin with the first guess.
+        trees: Tokens, parents and acceptance probabilities of several trees of one sequence; the probabilities begin
+            with the first draft token.
         budget: Most nodes.
     """
     # children[node][token] is the index of a child, and the chance that it is accepted if its parent is.
@@ -125,7 +126,7 @@ def _likeliest(
 
 
 def filled(anchor: Tensor, tokens: list[list[int]], parents: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Tokens, on the anchor's device, and parents of all rows, padded to one length."""
+    """Return the tokens, on the anchor's device, and parents of all sequences, padded to one length."""
     count = max(map(len, tokens))
     filled = torch.tensor([[*row, *[0] * (count - len(row))] for row in tokens]).to(anchor.device)
     filled[:, 0] = anchor

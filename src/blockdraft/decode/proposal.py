@@ -1,4 +1,4 @@
-"""The plan of a cycle, which a drafter gets, and its proposal: a tree of guessed tokens rooted at the anchor.
+"""The plan of a step, which a drafter gets, and its proposal: a tree of draft tokens rooted at the anchor.
 
 A chain is a tree of width one.
 """
@@ -6,8 +6,9 @@ A chain is a tree of width one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +19,97 @@ from blockdraft.types import RequestDrafting, SamplingParams
 
 
 @dataclass(frozen=True)
+class Plan:
+    """How far to draft in one step: a `ChainPlan`, `TreePlan`, `SampledPlan` or `HybridPlan`.
+
+    Attributes:
+        block_size: Most tokens on a path, anchor included. A drafter may return fewer.
+        params: Sampling parameters of each sequence. A draft token is best chosen or sampled from the distribution that
+            these make of its logits.
+        tree_budget: Most draft tokens of a tree; 0 for a chain. Drafters without trees return chains.
+        cycle_seconds: Seconds of a whole step with 0, 1, 2, ... draft tokens per sequence. The drafter then returns as
+            many as maximize the expected tokens per second; None asks for as many as the other limits allow.
+        calibration: Accepted draft tokens over those that the drafter expected, so far. With `cycle_seconds` it scales
+            the expected acceptance.
+        draft_window, draft_passes: As in `Drafting`.
+    """
+
+    block_size: int
+    params: Sequence[SamplingParams]
+    _: KW_ONLY
+    cycle_seconds: Sequence[float] | None = None
+    calibration: float = 1.0
+    draft_window: int | None = None
+    draft_passes: int | None = None
+    tree_budget = 0  # a class attribute, overridden by a field where there may be a tree
+
+    def as_tree(self, budget: int) -> Plan:
+        """Return this plan for a tree, or for a chain if the budget is 0."""
+        if budget == 0:
+            return ChainPlan(self.block_size, self.params, **self._options())
+        return TreePlan(self.block_size, self.params, budget, **self._options())
+
+    def as_sampled(self, uniforms: Tensor) -> SampledPlan:
+        """Return this plan for a sampled chain."""
+        return SampledPlan(self.block_size, self.params, uniforms, self.tree_budget, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        names = ("cycle_seconds", "calibration", "draft_window", "draft_passes")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class ChainPlan(Plan):
+    """Asks for a chain of chosen draft tokens."""
+
+
+@dataclass(frozen=True)
+class TreePlan(Plan):
+    """Asks for a tree of chosen draft tokens."""
+
+    tree_budget: int
+
+
+@dataclass(frozen=True)
+class SampledPlan(Plan):
+    """Asks for a chain of sampled draft tokens. A drafter that cannot sample returns chosen ones, without q.
+
+    Attributes:
+        uniforms: `[B, block_size - 1]` float64 in [0, 1), one per depth, to sample with.
+        tree_budget: Most draft tokens of a hybrid drafter's tree around the chain; 0 for the chain alone.
+    """
+
+    uniforms: Tensor
+    tree_budget: int = 0
+
+    def as_chosen(self) -> Plan:
+        """Return this plan with chosen draft tokens."""
+        return self.as_tree(self.tree_budget)
+
+
+class Turn(NamedTuple):
+    """A member of a hybrid drafter that may draft in a step, by index, and the tokens per second of its steps."""
+
+    drafter: int
+    plan: Plan
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class HybridPlan(Plan):
+    """Asks the members of a hybrid drafter in turn, until one promises more tokens per second than those behind it."""
+
+    turns: Sequence[Turn]
+
+
+@dataclass(frozen=True)
 class SparseDistribution:
-    """Distributions over a few tokens each: the child of node j of a row was sampled from `probs[j]` over `ids[j]`.
+    """Distributions over a few tokens each: a sequence's child of node j was sampled from `probs[j]` over `ids[j]`.
 
     Attributes:
         ids: `[M, K]` int64, distinct tokens after the first M nodes, the last of which has no sampled child. Before
-            there is a proposal `[..., K]`, for several rows or depths.
-        probs: Probabilities of the same shape, float32, summing to 1 over K; all other tokens have probability 0.
+            there is a proposal `[..., K]`, for several sequences or depths.
+        probs: Float32 probabilities of the same shape, summing to 1 over K; all other tokens have probability 0.
     """
 
     ids: Tensor
@@ -33,21 +118,22 @@ class SparseDistribution:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Guesses of one cycle.
+    """Draft tokens of one step.
 
     Attributes:
         tokens: `[B, N]` int64; node 0 is the anchor, the last committed token, not yet in the target's cache.
-        parents: `[B, N]` int64 on the CPU, whatever the device of the tokens: the host makes the tree, and reading its
-            shape must not wait for a GPU. `parents[b, i] < i` for i > 0, and -1 for node 0. Rows with fewer guesses are
-            padded at the end with nodes whose parent is -1 too; these are never accepted.
-        q: For each row the distributions that its guesses were sampled from; None for a row whose guesses were chosen
+        parents: `[B, N]` int64, always on the CPU, so that reading the tree's shape never waits for a GPU.
+            `parents[b, i] < i` for i > 0, and -1 for node 0. Shorter sequences are padded at the end with nodes whose
+            parent is -1 too; these are never accepted.
+        q: For each sequence the distributions that its draft tokens were sampled from; None where they were chosen
             (argmax, top-k, n-gram, ...), and None instead of a tuple if all were. The nodes with distributions, from
-            node 0 on, form a chain, whose length must not depend on what was sampled. Nodes after them were chosen;
+            node 0 on, form a chain, whose length must not depend on what was sampled. Nodes behind them were chosen;
             they may follow any node and depend on all.
-        expected: For each row the expected number of accepted guesses by the drafter's probabilities; None if unknown.
-        acceptance_probs: For each row and guess the probability that it is accepted together with all before it on its
-            path, in the order of the nodes, without padding; None if unknown.
-        part: Index of the drafter that drafted, of a combination whose plan has `turns`.
+        expected: For each sequence the expected number of accepted draft tokens by the drafter's probabilities; None if
+            unknown.
+        acceptance_probs: For each sequence and draft token the probability that it is accepted together with all before
+            it on its path, in the order of the nodes, without padding; None if unknown.
+        part: Index of the member that drafted, for a `HybridPlan`.
     """
 
     tokens: Tensor
@@ -59,12 +145,12 @@ class Proposal:
 
     @cached_property
     def parent_lists(self) -> list[list[int]]:
-        """`parents` as lists of numbers."""
+        """`parents` as lists."""
         return self.parents.tolist()
 
     @cached_property
     def depth_lists(self) -> list[list[int]]:
-        """For each row the distance of each node from the anchor; 0 for padding."""
+        """For each sequence the distance of each node from the anchor; 0 for padding."""
         return _depth_lists(self.parent_lists)
 
     def __post_init__(self) -> None:
@@ -74,13 +160,13 @@ class Proposal:
 
 
 def chain(tokens_BN: Tensor) -> Proposal:
-    """The proposal of one chain a row; `tokens_BN[:, 0]` is the anchor."""
+    """Return a proposal of one chain per sequence; `tokens_BN[:, 0]` is the anchor."""
     return Proposal(tokens_BN, chain_parents(*tokens_BN.shape))
 
 
 @lru_cache(maxsize=256)
 def chain_parents(batch: int, count: int) -> Tensor:
-    """Parents `[B, N]` of chains. The tensor is shared: do not write to it."""
+    """Return the parents `[B, N]` of chains. The tensor is shared: do not write to it."""
     return torch.arange(-1, count - 1).expand(batch, count)
 
 
@@ -89,7 +175,7 @@ def is_chain(parents_BN: Tensor) -> bool:
 
 
 def depths(parents_BN: Tensor) -> Tensor:
-    """Distance of each node from the anchor, `[B, N]` int64 on the CPU; 0 for padding."""
+    """Return the distance of each node from the anchor, `[B, N]` int64 on the CPU; 0 for padding."""
     if is_chain(parents_BN):
         return chain_parents(parents_BN.size(0), parents_BN.size(1) + 1)[:, 1:]  # 0, 1, 2, ...
     return torch.from_numpy(np.array(_depth_lists(parents_BN.tolist())))
@@ -105,15 +191,14 @@ def _depth_lists(parents: list[list[int]]) -> list[list[int]]:
 
 
 def tree_mask(parents_BN: Tensor) -> Tensor:
-    """Attention mask inside a proposal, `[B, N, N]` bool on the CPU.
+    """Return the attention mask inside a proposal, `[B, N, N]` bool on the CPU.
 
     `[b, i, j]` is True where node i attends to node j, that is, where j is i or one of its ancestors.
     """
     batch, count = parents_BN.shape
     if is_chain(parents_BN):
         return torch.ones(count, count, dtype=torch.bool).tril().expand(batch, count, count)
-    # Each line of the mask is one integer with a bit for each node: some operations on integers take less time than one
-    # on tensors.
+    # Each line of the mask is one integer with a bit per node: a few integer operations are faster than tensors.
     size = (count + 7) // 8
     data = bytearray()
     for parents in parents_BN.tolist():
@@ -125,75 +210,43 @@ def tree_mask(parents_BN: Tensor) -> Tensor:
     return torch.from_numpy(bits.reshape(batch, count, -1)[:, :, :count].view(bool))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Extent and shape of the proposals of one cycle.
-
-    Attributes:
-        block_size: Most tokens on a path, anchor included. A drafter may return fewer.
-        params: Sampling parameters of each row. A guess is best chosen or sampled from the distribution that these
-            make of its logits.
-        tree_budget: Most guesses of each row's tree; 0 asks for chains. Drafters without trees return chains.
-        cycle_seconds: Time of a whole cycle with 0, 1, 2, ... guesses a row. The drafter then returns as many guesses
-            as maximise the expected tokens over this time; None asks for as many as the other limits allow.
-        calibration: Ratio of accepted guesses to those that the drafter expected, so far. With `cycle_seconds` it
-            scales the expected acceptance.
-        draws: `[B, block_size - 1]` float64 in [0, 1): asks for a chain of guesses sampled with these numbers, one a
-            depth, whatever the tree budget. None asks for chosen guesses. A drafter that cannot sample ignores it and
-            returns a proposal without q.
-        draft_window, draft_passes: As in `Drafting`.
-        turns: For a combination: the drafters to ask in turn, by index, each with a plan of its own, until one promises
-            more tokens a second than the `rate` of those that would be next. Empty to ask all at once.
-        rate: Tokens a second that cycles of this plan are expected to yield.
-    """
-
-    block_size: int
-    params: Sequence[SamplingParams]
-    tree_budget: int = 0
-    cycle_seconds: Sequence[float] | None = None
-    calibration: float = 1.0
-    draws: Tensor | None = None
-    draft_window: int | None = None
-    draft_passes: int | None = None
-    turns: Sequence[tuple[int, Plan]] = ()
-    rate: float = 0.0
-
-
-SPARSE_SIZE = 64  # tokens that a guess is sampled from, the most probable ones
+SPARSE_SIZE = 64  # a draft token is sampled from so many of the most probable tokens
 
 
 def sparsify(probs: Tensor) -> SparseDistribution:
-    """Distributions `[..., V]` cut to their `SPARSE_SIZE` most probable tokens and normalised, `[..., K]`."""
+    """Cut distributions `[..., V]` to their `SPARSE_SIZE` most probable tokens and normalize them, `[..., K]`."""
     top = probs.topk(min(SPARSE_SIZE, probs.size(-1)), dim=-1)
     return SparseDistribution(top.indices, top.values / top.values.sum(dim=-1, keepdim=True))
 
 
 def chain_q(
     q_BDK: SparseDistribution, count: int, params: Sequence[SamplingParams]
-) -> tuple[SparseDistribution | None, ...]:
-    """The q of a proposal of chains whose `count` guesses were sampled from one distribution a depth.
+) -> tuple[SparseDistribution | None, ...] | None:
+    """Return the q of chains whose `count` draft tokens were sampled from one distribution per depth.
 
     Args:
         q_BDK: `[B, D, K]`, D at least `count`.
-        params: Sampling parameters of each row. Rows at temperature 0 have no q, since their guesses are chosen.
+        params: Sampling parameters of each sequence. At temperature 0 there is no q: the draft tokens are chosen.
     """
+    if all(p.temperature == 0 for p in params):
+        return None
     # Node j + 1 is sampled from the distribution of node j. For the last node, which has no child, any will do.
     nodes = [min(node, q_BDK.ids.size(1) - 1) for node in range(1 + count)]
     return tuple(
-        SparseDistribution(q_BDK.ids[row, nodes], q_BDK.probs[row, nodes]) if p.temperature > 0 else None
-        for row, p in enumerate(params)
+        SparseDistribution(q_BDK.ids[i, nodes], q_BDK.probs[i, nodes]) if p.temperature > 0 else None
+        for i, p in enumerate(params)
     )
 
 
-def cut(proposal: Proposal, bounds: Sequence[RequestDrafting | None]) -> Proposal:
-    """The proposal without guesses beyond the bounds of each row; None bounds nothing.
+def cut(proposal: Proposal, limits: Sequence[RequestDrafting | None]) -> Proposal:
+    """Remove the draft tokens beyond the limits of each sequence; None limits nothing.
 
-    Which guesses are cut depends on the shape of the tree alone, not on its tokens, so sampled guesses keep their
+    What is cut depends on the shape of the tree alone, not on its tokens, so sampled draft tokens keep their
     distributions.
     """
     rows = [
-        _kept(parents, depths, bound)
-        for parents, depths, bound in zip(proposal.parent_lists, proposal.depth_lists, bounds, strict=True)
+        _kept(parents, depths, limit)
+        for parents, depths, limit in zip(proposal.parent_lists, proposal.depth_lists, limits, strict=True)
     ]
     count = max(map(len, rows))
     parents = []
@@ -202,7 +255,7 @@ def cut(proposal: Proposal, bounds: Sequence[RequestDrafting | None]) -> Proposa
         parents.append([*(places[before[node]] for node in kept), *[-1] * (count - len(kept))])
     index = torch.tensor([[*kept, *[0] * (count - len(kept))] for kept in rows])
     q = None
-    if proposal.q is not None:  # sampled nodes come first; a row of which none is left has no q
+    if proposal.q is not None:  # sampled nodes come first; where none is left, there is no q
         q = tuple(dist and _cut_q(dist, kept) for dist, kept in zip(proposal.q, rows, strict=True))
     tokens = proposal.tokens.gather(1, send(index, proposal.tokens.device))
     return Proposal(tokens, torch.tensor(parents), q if q and any(q) else None, proposal.expected, part=proposal.part)
@@ -213,19 +266,19 @@ def _cut_q(dist: SparseDistribution, kept: Sequence[int]) -> SparseDistribution 
     return SparseDistribution(dist.ids[:count], dist.probs[:count]) if count > 1 else None
 
 
-def _kept(parents: Sequence[int], depths: Sequence[int], bound: RequestDrafting | None) -> list[int]:
-    """The nodes of a row that stay, in order, each with its ancestors."""
+def _kept(parents: Sequence[int], depths: Sequence[int], limit: RequestDrafting | None) -> list[int]:
+    """Return the nodes of a sequence that stay, in order, each with its ancestors."""
     nodes = [0, *(node for node, parent in enumerate(parents) if parent >= 0)]
-    if bound is None:
+    if limit is None:
         return nodes
-    if not bound.enabled:
+    if not limit.enabled:
         return nodes[:1]
-    if bound.block_size is not None:
-        nodes = [node for node in nodes if depths[node] < bound.block_size]
-    if bound.tree_budget == 0:  # first children are the likeliest
+    if limit.block_size is not None:
+        nodes = [node for node in nodes if depths[node] < limit.block_size]
+    if limit.tree_budget == 0:  # first children are the likeliest
         path = [0]
         for node in nodes[1:]:
             if parents[node] == path[-1]:
                 path.append(node)
         return path
-    return nodes if bound.tree_budget is None else nodes[: 1 + bound.tree_budget]
+    return nodes if limit.tree_budget is None else nodes[: 1 + limit.tree_budget]

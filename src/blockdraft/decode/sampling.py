@@ -1,4 +1,4 @@
-"""The only place where tokens are chosen or sampled, and the random numbers that decide between them."""
+"""The only place where tokens are chosen or sampled, and the random numbers that decide."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def best_tokens(logits: Tensor) -> Tensor:
-    """The argmax of the last dimension, int64; of equal logits the lowest token id, of NaNs the first one."""
+    """Return the argmax of the last dimension, int64: the lowest of equal logits, and the first NaN."""
     if logits.device.type != "cpu" or type(logits) is not Tensor:  # a subclass may not be computed yet
         return logits.max(dim=-1).indices
     # numpy's argmax takes a tenth of the time of torch's.
@@ -20,11 +20,13 @@ def best_tokens(logits: Tensor) -> Tensor:
 
 
 def best_and_own(logits_BNV: Tensor, tokens_BN: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """The best token after each node, and the node's own. The former is -1 where the largest logit is not finite: it is
-    NaN if any logit is, and -inf if no token is possible."""
+    """Return the best token after each node, and the node's own.
+
+    The best is -1 where the largest logit is not finite: NaN if any logit is, and -inf if no token is possible.
+    """
     if logits_BNV.device.type != "cpu":
         highest, best = logits_BNV.max(dim=-1)
-        # In a greedy cycle the host waits for a GPU only here.
+        # In a greedy step the host waits for a GPU only here.
         best_BN, own_BN = torch.stack([best.masked_fill(~highest.isfinite(), -1), tokens_BN]).tolist()
         return best_BN, own_BN
     scores_MV = _as_numpy(logits_BNV.flatten(0, 1))
@@ -42,7 +44,7 @@ def draw(probs_BNV: Tensor, uniforms_BN: Tensor) -> Tensor:
 
     Args:
         probs_BNV: Distributions `[B, N, V]`, which need not be normalised.
-        uniforms_BN: Numbers in [0, 1), float64, one a distribution. The same number always gives the same token, so
+        uniforms_BN: Numbers in [0, 1), float64, one per distribution. The same number always gives the same token, so
             the caller decides which draws are coupled.
 
     Returns:
@@ -55,17 +57,17 @@ def draw(probs_BNV: Tensor, uniforms_BN: Tensor) -> Tensor:
 
 
 def exact(values: Tensor) -> Tensor:
-    """The values in float64, on the CPU if their device has no float64."""
+    """Return the values in float64, on the CPU if their device has no float64."""
     return (values.cpu() if values.device.type == "mps" else values).double()
 
 
 class RandomNumbers:
-    """The uniform numbers of one request: number i decides output token i, however often it is asked for.
+    """Generates the uniform numbers of one request: number i decides output token i, however often it is requested.
 
-    Since a number belongs to a position of the output and not to a moment, the same seed gives the same tokens with any
-    drafter that chooses its guesses, any block size and any neighbours in the batch. Sampled guesses, and the tests
-    whether to accept them, need numbers of their own (`fresh`). With these the tokens of a seed depend on the drafter,
-    and only their distribution does not.
+    A number belongs to a position of the output and not to a moment. So the same seed gives the same tokens with any
+    drafter that chooses its draft tokens, any block size and any neighbors in the batch. Sampled draft tokens, and the
+    tests whether to accept them, need numbers of their own (`fresh`). With these the tokens of a seed depend on the
+    drafter, and only their distribution does not.
     """
 
     CHUNK = 256  # numbers generated at once; another size would change what a seed gives
@@ -77,19 +79,19 @@ class RandomNumbers:
         self._numbers = np.empty(0)
 
     def at(self, positions: Sequence[int]) -> Tensor:
-        """Numbers in [0, 1) for these output positions, float64."""
+        """Return numbers in [0, 1) for these output positions, float64."""
         while len(self._numbers) <= max(positions):
             new = torch.rand(self.CHUNK, generator=self._generator, dtype=torch.float64)
             self._numbers = np.concatenate([self._numbers, new.numpy()])
         return torch.from_numpy(self._numbers[list(positions)])
 
     def fresh(self, start: int, count: int) -> Tensor:
-        """Numbers in [0, 1) for what one cycle samples besides the output tokens, `[count]` float64.
+        """Return numbers in [0, 1) for what one step samples besides the output tokens, `[count]` float64.
 
-        They are independent of those of `at` and of every other start. More numbers begin with the same ones as fewer.
+        They are independent of those of `at` and of every other start. A smaller count gives the first of them.
 
         Args:
-            start: Output tokens committed before the cycle. Each cycle commits at least one, so no start recurs.
+            start: Output tokens committed before the step. Each step commits at least one, so no start recurs.
         """
         bits = np.random.PCG64(np.random.SeedSequence(self._seed, spawn_key=(start,)))
         return torch.from_numpy(np.random.Generator(bits).random(count))

@@ -1,4 +1,4 @@
-"""Draft trees of the guesses that are most likely to be accepted, and how many of them pay."""
+"""Draft trees of the tokens that are most likely to be accepted, and how many of them pay."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 from blockdraft.decode.proposal import Proposal
 from blockdraft.machine import send
 
-FIRST_SIZE = 32  # guesses of the first tree that is grown where the number that pays is unknown
-GROWTH = 4  # ratio of the next tree's size, where nearly all guesses of one pay
-NEARLY_ALL = 0.75  # share of the guesses
+FIRST_SIZE = 32  # draft tokens of the first tree that is grown if the number that pays is unknown
+GROWTH = 4  # ratio of the next tree's size, if nearly all draft tokens of one pay
+NEARLY_ALL = 0.75  # of the draft tokens
 
 
 def best_first(
@@ -28,26 +28,26 @@ def best_first(
     cycle_seconds: Sequence[float] | None = None,
     calibration: float = 1.0,
 ) -> Proposal:
-    """The tree with the largest expected accepted length (DDTree, arXiv 2604.12989).
+    """Return the tree with the largest expected accepted length (DDTree, arXiv 2604.12989).
 
-    The distribution of a guess does not depend on the guesses before it. So a node is accepted with the product of the
+    The distribution of a draft token does not depend on those before it. So a node is accepted with the product of the
     probabilities on its path, and the expected length of a tree is the sum of these over its nodes. Nodes are added
-    best first. No path is likelier than its beginnings, hence the first n nodes added are the best tree of n nodes.
-    With K = 1 the tree is a chain.
+    best first. No path is likelier than its prefixes, so the first n nodes are the best tree of n nodes. With K = 1 the
+    tree is a chain.
 
     Args:
         anchor_B: `[B]` int64.
         log_probs_BDK: The K best log probabilities at each of D depths, descending, float; -inf is no candidate. A
-            node is added after its better siblings, so more than K = `budget` are of no use.
+            node is added after its better siblings, so more than K = `budget` are useless.
         ids_BDK: Their tokens, int64, distinct at each depth.
-        budget: Most guesses of a row.
-        cycle_seconds, calibration: As in `Plan`; where given, all rows are cut to the number of guesses that pays best.
+        budget: Most draft tokens per sequence.
+        cycle_seconds, calibration: As in `Plan`. If given, all trees are cut to the number of draft tokens that pays
+            best.
 
     Returns:
-        A proposal of at most 1 + budget nodes a row, in the order in which they were added; rows with fewer candidates
-        are padded.
+        A proposal of at most 1 + budget nodes per sequence, in the order in which they were added, padded.
     """
-    # One more rank and one more depth, both of probability 0, spare the loop its bounds checks.
+    # One more rank and one more depth, both of probability 0, save the loop its bounds checks.
     ranks = log_probs_BDK.size(2) + 1
     flat = pad(log_probs_BDK, (0, 1, 0, 1), value=-inf).flatten(1).tolist()
     rows = [_grow(log_probs, ranks, budget) for log_probs in flat]
@@ -62,8 +62,9 @@ def lattice_tree(
     cycle_seconds: Sequence[float] | None = None,
     calibration: float = 1.0,
 ) -> Proposal:
-    """`best_first` for guesses whose distribution depends on the guess before: a node's children are scored given the
-    node's own token.
+    """Return the `best_first` tree for draft tokens whose distribution depends on the one before.
+
+    The children of a node are scored given the node's own token.
 
     Args:
         anchor_B: `[B]` int64.
@@ -98,12 +99,12 @@ def best_of(
     cycle_seconds: Sequence[float] | None = None,
     calibration: float = 1.0,
 ) -> Proposal:
-    """The best guesses of a tree that was grown level by level (EAGLE-2, arXiv 2406.16858).
+    """Return the best draft tokens of a tree that was grown level by level (EAGLE-2, arXiv 2406.16858).
 
     Args:
         anchor_B: `[B]` int64.
-        log_probs_BG: Float, of each guess's whole path, so that none is likelier than its parent; -inf is no guess.
-        parents_BG: Int64, index of the guess before, always a smaller one; -1 for guesses that follow the anchor.
+        log_probs_BG: Float, of each draft token's whole path, so that none is likelier than its parent; -inf is none.
+        parents_BG: Int64, index of the draft token before, always smaller; -1 for those that follow the anchor.
         tokens_BG: Int64.
         budget, cycle_seconds, calibration: As for `best_first`.
     """
@@ -129,8 +130,10 @@ def _proposal(
     cycle_seconds: Sequence[float] | None,
     calibration: float,
 ) -> Proposal:
-    """The proposal of nodes as `_grow` returns them, cut to the number that pays best. Guess g of a row has the token
-    `tokens_BG[row, g]`."""
+    """Return the proposal of nodes from `_grow`, cut to the number that pays best.
+
+    Draft token g of a sequence is `tokens_BG[sequence, g]`.
+    """
     count = max(len(nodes) for nodes in rows)
     expected = acceptance_probs = None
     if cycle_seconds is not None:
@@ -148,28 +151,32 @@ def _proposal(
     return Proposal(tokens, parents, expected=expected, acceptance_probs=acceptance_probs)
 
 
-def paying_tree(
-    anchor_B: Tensor, log_probs_BDV: Tensor, budget: int, cycle_seconds: Sequence[float], calibration: float = 1.0
+def best_tree(
+    anchor_B: Tensor,
+    log_probs_BDV: Tensor,
+    budget: int,
+    cycle_seconds: Sequence[float] | None = None,
+    calibration: float = 1.0,
 ) -> Proposal:
-    """The best-first tree of as many guesses as pay, at most `budget`.
+    """Return the `best_first` tree of distributions over the whole vocabulary.
 
     Args:
-        log_probs_BDV: Log probabilities `[B, D, V]` of the guesses at each depth.
-        cycle_seconds, calibration: As in `Plan`.
+        log_probs_BDV: Log probabilities `[B, D, V]` of the draft tokens at each depth.
+        budget, cycle_seconds, calibration: As for `best_first`.
     """
 
     def build(size: int) -> Proposal:
         best = log_probs_BDV.topk(min(size, log_probs_BDV.size(-1)), dim=-1)
         return best_first(anchor_B, best.values, best.indices, size, cycle_seconds, calibration)
 
-    return _paying(build, budget)
+    return build(budget) if cycle_seconds is None else _paying(build, budget)
 
 
 def _paying(build: Callable[[int], Proposal], budget: int) -> Proposal:
-    """Grow a small tree, and a larger one as long as nearly all guesses pay.
+    """Grow a small tree, and a larger one as long as nearly all draft tokens pay.
 
-    Growing takes time too. Guesses are added in the order of their worth, so where a quarter of them does not pay, more
-    would pay only if they cost far less each.
+    Growing takes time too. Draft tokens are added best first, so if a quarter of them does not pay, more would pay only
+    if they cost far less each.
     """
     size = min(FIRST_SIZE, budget)
     while True:
@@ -182,15 +189,16 @@ def _paying(build: Callable[[int], Proposal], budget: int) -> Proposal:
 def _grow(
     log_probs: list[float], ranks: int, budget: int, children: Sequence[int] = ()
 ) -> list[tuple[float, int, int]]:
-    """Return nodes `(cost, parent, draft_token)`, the best first. The cost is minus the log probability of the
-    path, and the parent is an index.
+    """Return nodes `(cost, parent, draft_token)`, best first.
+
+    The cost is minus the log probability of the path; parent and draft token are indices.
 
     Args:
-        log_probs: Log probability of each guess; guess d * ranks + r has rank r at depth d + 1.
-        children: The best guess after each guess; by default that of the next depth.
+        log_probs: Log probability of each draft token; index d * ranks + r has rank r at depth d + 1.
+        children: Index of the best draft token after each one; by default that of the next depth.
     """
     nodes: list[tuple[float, int, int]] = []
-    # Nodes that may be added next: of each set of siblings the best that is not in the tree.
+    # Nodes that may be added next: the best sibling of each set that is not in the tree.
     heap = [(-log_probs[0], 0, 0)]
     while len(nodes) < budget and heap[0][0] < inf:
         cost, parent, draft_token = best = heap[0]
@@ -202,22 +210,20 @@ def _grow(
 
 
 def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[float], calibration: float = 1.0) -> int:
-    """The number of guesses a row with which a cycle yields the most tokens a second (CaDDTree, arXiv 2606.01813).
+    """Return the number of draft tokens per sequence that yields the most tokens per second.
 
-    With n guesses a row is expected to commit 1 + trust * (sum of its first n path probabilities) tokens, the bonus
-    included. All rows share n, since they go through one forward. Every n is tried: measured times need not be convex.
+    This is the rule of CaDDTree (arXiv 2606.01813). Ties go to the smallest number.
+
+    With n draft tokens a sequence is expected to commit 1 + trust * (sum of its first n path probabilities) tokens,
+    bonus included. All sequences share n, since they share a forward. Every n is tried: times need not be convex.
 
     Args:
-        path_probs: For each row and guess the probability that it is accepted together with all before it on its path,
-            in the order in which guesses are added. Rows may have different numbers of guesses.
-        cycle_seconds: Time of a cycle with 0, 1, 2, ... guesses a row. Only numbers that it has times for are
-            considered.
+        path_probs: For each sequence and draft token the probability that it is accepted together with all before it on
+            its path, in the order in which they are added. Sequences may have different numbers.
+        cycle_seconds: Seconds of a step with 0, 1, 2, ... draft tokens per sequence. Other numbers are not considered.
         calibration: As in `Plan`.
-
-    Returns:
-        The number, from 0 on; of equally good ones the smallest.
     """
-    assert len(cycle_seconds) > 0 and min(cycle_seconds) > 0, "every cycle takes time"
+    assert len(cycle_seconds) > 0 and min(cycle_seconds) > 0, "every step takes time"
     if len(path_probs) == 1:  # a few numbers, for which numpy takes longer
         sums = accumulate(path_probs[0], initial=0.0)
         rates = [(1 + calibration * expected) / time for expected, time in zip(sums, cycle_seconds, strict=False)]
@@ -233,13 +239,13 @@ def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[fl
 def next_pays(
     expected_B: Tensor, following_B: Tensor, count: int, cycle_seconds: Sequence[float], calibration: float = 1.0
 ) -> bool:
-    """Whether one more guess a row pays after chains of `count` guesses.
+    """Return whether one more draft token per sequence pays after chains of `count`.
 
     Args:
-        expected_B: Float, the number of guesses of each row that are expected to be accepted.
+        expected_B: Float, the expected accepted draft tokens of each sequence.
         following_B: Float, the probability that one more is accepted with all of them, if the target agrees with it as
-            often as with the last one: the probability that all are, times that of the last one behind the others. 1
-            before the first guess, and 0 for a row that gets no more.
+            often as with the last one: the probability that all are, times that of the last one given the others. 1
+            before the first draft token, and 0 for a sequence that gets no more.
         cycle_seconds, calibration: As in `Plan`.
     """
     now = len(expected_B) + calibration * float(expected_B.sum())

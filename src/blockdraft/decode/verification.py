@@ -1,4 +1,4 @@
-"""Verification: which guesses are accepted, as a pure function of proposal, target distributions and random numbers."""
+"""Verification: which draft tokens are accepted, as a pure function of proposal, distributions and random numbers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Verdict:
     """Outcome of a verification.
 
     Attributes:
-        path: For each row the accepted nodes, beginning with the anchor, node 0; empty where the walk reached a node
+        path: For each sequence the accepted nodes from the anchor, node 0, on; empty where the walk reached a node
             without a distribution.
-        bonus: For each row the target's token after the path, which becomes the next anchor; -1 where the path is
+        bonus: For each sequence the target's token after the path, which becomes the next anchor; -1 where the path is
             empty.
     """
 
@@ -30,26 +30,26 @@ class Verdict:
 def verify(
     proposal: Proposal, distributions: Distributions, uniforms_BN: Tensor | None, tests_BN: Tensor | None = None
 ) -> Verdict:
-    """Accept guesses so that the output has the target's distribution.
+    """Accept draft tokens so that the output has the target's distribution.
 
-    - Chosen guesses (`q` None): after each node a token is sampled from the target's p, and the walk descends while a
-      child holds it. So every output token is sampled from p, and a guess x is accepted with probability p(x). At
-      temperature 0 this accepts the longest path of argmax tokens (DFlash, arXiv 2602.06036; for trees DDTree, arXiv
+    - Chosen draft tokens (`q` None): after each node a token is sampled from the target's p. The walk descends while a
+      child holds it. So every output token is sampled from p, and a draft token x is accepted with probability p(x).
+      At temperature 0 this accepts the longest path of argmax tokens (DFlash, arXiv 2602.06036; for trees DDTree, arXiv
       2604.12989).
-    - Sampled guesses, always a chain: block verification (`accept_block`), which accepts at least as many in
-      expectation as testing token by token. The token after the accepted part is then decided; if a chosen guess beside
-      the chain holds it, the walk goes on from there as above. So chosen guesses beside a chain may depend on it.
+    - Sampled draft tokens, always a chain: block verification (`accept_block`), which accepts at least as many in
+      expectation as testing token by token. The token after the accepted part is then decided. If a chosen draft token
+      beside the chain holds it, the walk goes on from there as above, so these may depend on the chain.
 
-    A row whose walk reaches a node without a distribution gets an empty path and the bonus -1. Such nodes are ignored
-    where no walk reaches them, and never affect other rows. A chain of sampled guesses ends with such a node.
+    A sequence whose walk reaches a node without a distribution gets an empty path and the bonus -1. Such nodes are
+    ignored where no walk reaches them, and never affect other sequences. A sampled chain ends with such a node.
 
     Args:
-        proposal: Trees of B rows and N nodes.
+        proposal: Trees of B sequences and N nodes.
         distributions: p after each of these nodes.
         uniforms_BN: A number in [0, 1) for each node, float64, for the token after it. Nodes of one depth may share a
-            number, since a path holds one of them at most. None if every row is greedy.
+            number, since a path holds one of them at most. None if every sequence is greedy.
         tests_BN: A number in [0, 1) for each node, float64, for its acceptance; independent of all other numbers, those
-            that the guesses were sampled with included. None if no row has sampled guesses.
+            that the draft tokens were sampled with included. None if there are no sampled draft tokens.
     """
     if distributions.argmax is not None and proposal.q is None:
         return _follow(proposal.parent_lists, distributions.tokens, distributions.argmax)
@@ -60,14 +60,16 @@ def verify(
     paths: list[list[int]] = [[0] if q[row] is None else [] for row in range(len(tokens))]
     bonus = [-1] * len(tokens)
     if sampled:
-        assert uniforms_BN is not None and tests_BN is not None, "sampled guesses need numbers"
+        assert uniforms_BN is not None and tests_BN is not None, "sampled draft tokens need numbers"
         judged = judge_chains(sampled, proposal, children, distributions, uniforms_BN, tests_BN)
         for row, path, token in zip(sampled, *judged, strict=True):
             paths[row], bonus[row] = path, token
 
     def goes_on(row: int) -> bool:
-        """Descend to the child that holds the token after the path, if there is one. Rows of sampled guesses stop
-        before a node without a distribution, and the next cycle deals with it."""
+        """Descend to the child that holds the token after the path, and return whether there is one.
+
+        Sampled chains stop before a node without a distribution, which the next step handles.
+        """
         following = children[row].get(paths[row][-1], ())
         matching = [child for child in following if tokens[row][child] == bonus[row]]
         if not matching or (q[row] is not None and not distributions.exists(row, matching[0])):
@@ -75,7 +77,7 @@ def verify(
         paths[row].append(matching[0])
         return True
 
-    # All rows walk together, a level at a time.
+    # All sequences walk together, level by level.
     walking = [row for row in range(len(tokens)) if q[row] is None or (paths[row] and goes_on(row))]
     while walking:
         for row in [row for row in walking if not distributions.exists(row, paths[row][-1])]:
@@ -89,7 +91,7 @@ def verify(
 
 
 def _follow(parents: list[list[int]], tokens: list[list[int]], argmax: list[list[int]]) -> Verdict:
-    """The verdict where the token after each node is known; -1 stands for no distribution."""
+    """Return the verdict if the token after each node is known; -1 means no distribution."""
     paths, bonus = [], []
     for above, own, following in zip(parents, tokens, argmax, strict=True):
         # In reverse order, so that of two children with the same token the first is taken.
@@ -104,7 +106,7 @@ def _follow(parents: list[list[int]], tokens: list[list[int]], argmax: list[list
 
 
 def children_of(parents: Sequence[int]) -> dict[int, list[int]]:
-    """The children of each node that has any. Padding nodes are nobody's children."""
+    """Return the children of each node that has any, padding excluded."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         if parent >= 0:

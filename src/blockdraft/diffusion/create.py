@@ -85,7 +85,7 @@ def convert(
         raise UsageError(f"{path} has no tokenizer, which a block-diffusion model needs; copy it there.")
     if settings.block_size > text.max_context:
         raise UsageError(
-            f"block_size is {settings.block_size}; it must be at most {text.max_context}, the context of {path}."
+            f"block_size must be at most {text.max_context}, the context of {path}, got {settings.block_size}."
         )
     with _only_writer(out, "converting"), open_checkpoint(path, revision, adapter, "converted") as source:
         if reason := why_not_denoiser(source.wanted):
@@ -159,7 +159,7 @@ def _mask_token(text: TargetText, requested: int | None, vocab_size: int) -> tup
     assert tokenizer is not None
     if requested is not None:
         if requested >= vocab_size:
-            raise UsageError(f"mask_token_id is {requested}; it must be between 0 and {vocab_size - 1}.")
+            raise UsageError(f"mask_token_id must be between 0 and {vocab_size - 1}, got {requested}.")
         if use := _other_use(requested, text, tokenizer):
             raise UsageError(
                 f"mask_token_id is {requested}, {use}; give a token that no text contains, or omit it to add one."

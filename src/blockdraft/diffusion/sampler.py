@@ -241,7 +241,7 @@ class Sampler:
     def _check_length(self, tokens: int, description: str, remedy: str) -> None:
         size, context = self.model.config.block_size, self.model.text.max_context
         if size > context:
-            raise UsageError(f"block_size is {size}; it must be at most {context}, the model's context.")
+            raise UsageError(f"block_size must be at most {context}, the model's context, got {size}.")
         if self._whole_blocks(tokens) > context:
             raise UsageError(f"{description}, in blocks of {size}, exceed the model's context of {context}; {remedy}.")
 

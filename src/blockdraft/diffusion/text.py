@@ -94,7 +94,7 @@ def sequence_length(model: DiffusionModel, length: int | None) -> int:
     """Return the tokens of a sequence: `length`, or the default. Raise a UsageError if the context is shorter."""
     context = model.text.max_context
     if length is not None and length > context:
-        raise UsageError(f"length is {length}; it must be at most {context}, the model's context.")
+        raise UsageError(f"length must be at most {context}, the model's context, got {length}.")
     return length or min(DEFAULT_LENGTH, context)
 
 

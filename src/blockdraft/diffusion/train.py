@@ -164,11 +164,11 @@ class _Training:
         self.steps, self.out, self.progress, self.accelerator = steps, out, progress, accelerator
         size, length = recipe.block_size or model.config.block_size, sequence_length(model, recipe.length)
         if size > length:
-            raise UsageError(f"block_size is {size}; it must be at most {length}, the length of sequences.")
+            raise UsageError(f"block_size must be at most {length}, the length of sequences, got {size}.")
         self.batch = recipe.batch or (GPU_BATCH if model.network.device.type == "cuda" else CPU_BATCH)
         if self.batch % accelerator.num_processes:
             raise UsageError(
-                f"batch is {self.batch}; it must be a multiple of the number of processes, {accelerator.num_processes}."
+                f"batch must be a multiple of the number of processes, {accelerator.num_processes}, got {self.batch}."
             )
         self.recipe = recipe = replace(recipe, batch=self.batch)
         self.model = replace(model, config=replace(model.config, block_size=size))
@@ -191,7 +191,7 @@ class _Training:
             check_same(self.folder, state["identity"], self.identity)
         if self.begin > steps:
             raise UsageError(
-                f"steps is {steps}; it must be at least {self.begin}, the steps of the run in {self.folder}."
+                f"steps must be at least {self.begin}, the steps of the run in {self.folder}, got {steps}."
             )
         # With blocks of one token, times below 1 only add variance.
         self.clip = (1.0, 1.0) if recipe.search_every and size == 1 else (recipe.low, recipe.high)

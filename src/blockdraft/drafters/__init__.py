@@ -35,7 +35,7 @@ from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.kernels.cpu.threads import let_team_go
-from blockdraft.models import TINY, as_moved, bundled_drafter, catalogue, located, model_of
+from blockdraft.models import TINY, bundled_drafter, catalogue, located, model_of
 from blockdraft.plugins import drafter_modules
 from blockdraft.targets import Target, describe_target, other_target_warning, with_draft_vocab
 from blockdraft.types import JOINT, DraftModel
@@ -68,7 +68,8 @@ def bundled_for(target: str | Path) -> Path | None:
     if not Path(place).exists():
         return None
     with suppress(UsageError):  # not a target, or not readable
-        return _bundled_by_fingerprint().get(describe_target(place).fingerprint())
+        fingerprint = describe_target(place).fingerprint()
+        return None if fingerprint is None else _bundled_by_fingerprint().get(fingerprint)
     return None
 
 
@@ -155,7 +156,7 @@ def load_drafter(
                 "device out."
             )
         drafters = [drafter for drafter, _ in loaded]
-        whole = drafters[0] if len(drafters) == 1 else entries()["combined"].load(drafters, target)
+        whole = drafters[0] if len(drafters) == 1 else entries()["hybrid"].load(drafters, target)
     except UsageError as error:
         if own_device is not None or (path is not None and str(path) not in bundled()):
             raise
@@ -180,7 +181,7 @@ def load_drafter(
 def check_place(path: str | Path) -> None:
     """Raise the UsageError of `load_drafter` if a drafter is neither a name nor a folder or file. Needs no target."""
     for member in joined(path):
-        folder = Path(as_moved(member))
+        folder = Path(member)
         if member not in names():
             kind_in(open_gguf(folder)) if is_gguf(folder) else _read_folder(folder, member)
 
@@ -218,7 +219,7 @@ def _load(path: str | Path | None, target: Target, device: torch.device | None, 
     folder, kinds = bundled().get("bundled" if path is None else str(path)), entries()
     if folder is None and str(path) in names():
         return kinds[str(path)].load(None, target), False
-    folder = folder or Path(as_moved(str(path)))
+    folder = folder or Path(str(path))
     config, source = _read_gguf(folder, target) if is_gguf(folder) else _read_folder(folder, str(path))
     architectures = config.get("architectures")
     architectures = architectures if isinstance(architectures, list | tuple) else []
@@ -283,8 +284,10 @@ def drafter_of(network: nn.Module, target: Target) -> NetworkDrafter:
     """Return a drafter that runs this network, which is moved to the target's device and dtype.
 
     Raises:
-        UsageError: No drafter runs networks of this class.
+        UsageError: No drafter runs networks of this class, or a compiled runner has freed the network's weights.
     """
+    if any(isinstance(module, nn.Linear) and module.weight is None for module in network.modules()):
+        raise UsageError("The weights of this network were packed and freed; load the drafter again, or its network.")
     kinds = {entry.network: entry.drafter for entry in entries().values() if entry.network and entry.drafter}
     for network_class in type(network).__mro__:  # its own class, or the closest base class
         if network_class in kinds:

@@ -1,9 +1,9 @@
 """Speculative speculative decoding (arXiv 2603.03251): while the target verifies, a draft model on another device
-already drafts for the likeliest outcomes.
+drafts for the most probable outcomes.
 
-An outcome is the number of accepted guesses and the bonus token. All outcomes are drafted for in one tree, to which
-each pass adds a guess of each. If one of them comes true, its guesses are used at once, and missing ones are drafted as
-usual; otherwise all are. So the guesses are the same as without drafting ahead.
+An outcome is the number of accepted draft tokens and the bonus token. All outcomes are drafted in one tree, to which
+each pass adds a token of each. If one of them occurs, its tokens are used at once, and missing ones are drafted as
+usual; otherwise all are. So the draft is the same as without drafting ahead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from threading import Event
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import Plan, Proposal, SampledPlan
 from blockdraft.decode.sampling import best_tokens
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.draft_lm import DraftLMDrafter, DraftState, acceptance_probs_of
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class AheadState:
-    """State of the draft model. Every change first stops what is being drafted ahead on it."""
+    """State of the draft model. Every change first stops drafting ahead."""
 
     def __init__(self, inner: DraftState, work: Work) -> None:
         self.inner, self.work = inner, work
@@ -62,20 +62,20 @@ class AheadState:
 
 
 class AheadDrafter(Drafter):
-    """Drafts with a smaller language model and, while the target verifies, ahead for the likeliest outcomes.
+    """Drafts with a smaller language model and, while the target verifies, ahead for the most probable outcomes.
 
-    A batch saves time only if all its rows were drafted for: a row that was not makes the others wait. Sampled guesses
-    are not drafted ahead, because the random numbers for them are not known yet. Nothing is drafted ahead near the end
-    of the model's context, and fewer guesses are near the end of a row's slots.
+    A batch saves time only if all its sequences were drafted ahead: the others wait for one that was not. Sampled
+    tokens are not drafted ahead, because their random numbers are unknown. Nothing is drafted ahead near the end of the
+    model's context, and less near the end of a sequence's KV slots.
 
     Args:
         drafter: Drafter whose model is not the target.
         target: Target that it drafts for.
-        count: Number of outcomes to draft for in each row, at least 1.
+        count: Number of outcomes to draft for per sequence, at least 1.
 
     Attributes:
         tried: Number of drafts for which some outcomes had been drafted ahead.
-        foreseen: Number of these whose outcome was among them, so that their first guesses were ready.
+        foreseen: Number of these whose outcome was among them, so that their first draft tokens were ready.
 
     Raises:
         UsageError: The draft model is the target, or its backend cannot score trees.
@@ -122,25 +122,25 @@ class AheadDrafter(Drafter):
 
     def propose(self, state: AheadState, anchor: Tensor, plan: Plan) -> Proposal:
         state.work.stop()
-        found = [state.work.found.pop(row, None) for row in state.inner.rows]
-        if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
+        prepared = [state.work.found.pop(row, None) for row in state.inner.rows]
+        if isinstance(plan, SampledPlan):
             return self._drafter.propose(state.inner, anchor, plan)
         known = [
-            [] if each is None else each[1].get((*text[each[0] :], token), [])
-            for each, text, token in zip(found, state.inner.texts, anchor.tolist(), strict=True)
+            [] if entry is None else entry[1].get((*text[entry[0] :], token), [])
+            for entry, text, token in zip(prepared, state.inner.texts, anchor.tolist(), strict=True)
         ]
         count = min(map(len, known))
-        if None not in found:
+        if None not in prepared:
             self.tried += 1
             self.foreseen += count > 0
         columns = [zip(*(row[depth] for row in known), strict=True) for depth in range(count)]
-        foreseen = [tuple(torch.tensor(each, device=self.device) for each in column) for column in columns]
+        foreseen = [tuple(torch.tensor(values, device=self.device) for values in column) for column in columns]
         proposal = self._drafter.propose(state.inner, anchor, plan, foreseen)
         self._begin(state, proposal)
         return proposal
 
     def _begin(self, state: AheadState, proposal: Proposal) -> None:
-        """Start drafting for the outcomes of these chains, as many guesses for each as a chain has."""
+        """Start drafting for the outcomes of these chains, as many tokens for each as a chain has."""
         draft_tokens = proposal.tokens.size(1) - 1
         chains = [
             ids[: 1 + sum(parent >= 0 for parent in parents)]
@@ -151,8 +151,8 @@ class AheadDrafter(Drafter):
         if not draft_tokens or max(ends) > self._drafter.model.max_context:
             return
         outcomes: list[Outcomes] = [{} for _ in texts]
-        for row, text, each in zip(state.inner.rows, texts, outcomes, strict=True):
-            state.work.found[row] = len(text), each
+        for row, text, row_outcomes in zip(state.inner.rows, texts, outcomes, strict=True):
+            state.work.found[row] = len(text), row_outcomes
         state.work.begin(partial(self._draft, state.inner, chains, draft_tokens, outcomes))
 
     @torch.no_grad()
@@ -164,27 +164,27 @@ class AheadDrafter(Drafter):
         outcomes: Sequence[Outcomes],
         stop: Event,
     ) -> None:
-        """Add guesses for the likeliest outcomes of verifying these chains. Runs in a thread."""
+        """Draft for the most probable outcomes of verifying these chains. Runs in a thread."""
         try:
             branches = None if stop.is_set() else self._likeliest(state, chains, outcomes)
             if branches is not None:
                 self._follow(state, chains, *branches, draft_tokens, outcomes, stop)
         except Exception:
-            for row in state.rows:  # removes what an unfinished forward may have left
+            for row in state.rows:  # remove what an unfinished forward pass may have left
                 state.zero_slots(row)
             raise
 
     def _likeliest(
         self, state: DraftState, chains: Sequence[list[int]], outcomes: Sequence[Outcomes]
     ) -> tuple[list[list[int]], Tensor] | None:
-        """Read texts and chains, and note the outcomes whose guesses the chains already hold.
+        """Read sequences and chains, and record the outcomes whose draft tokens the chains already hold.
 
         Returns:
-            The K likeliest outcomes of each row, best first: the index of the last accepted token in the chain, and the
-            bonus tokens `[B, K]` int64. None if a row has too few slots.
+            The K most probable outcomes of each sequence, best first: the index of the last accepted token in the
+            chain, and the bonus tokens `[B, K]` int64. None if a sequence has too few KV slots.
         """
         texts = state.texts
-        state.truncate([len(text) for text in texts])  # the chain is read as a part of the tree
+        state.truncate([len(text) for text in texts])  # the chain is read as part of the tree
         unread = [text[held:] for text, held in zip(texts, state.cache.lengths, strict=True)]
         tokens, parents = _filled([new + chain for new, chain in zip(unread, chains, strict=True)])
         if tokens.size(1) > state.room:
@@ -197,12 +197,12 @@ class AheadDrafter(Drafter):
             rest = torch.tensor(chain[1:], device=log_probs.device)[:, None]
             own = log_probs[:-1].gather(1, rest)
             acceptance_probs = own[:, 0].exp().tolist()
-            for place in range(1, len(rest)):  # the engine may verify fewer guesses than there are
+            for place in range(1, len(rest)):  # the engine may verify fewer draft tokens
                 outcomes[row][tuple(chain[: place + 1])] = list(
                     zip(chain[place + 1 :], acceptance_probs[place:], strict=True)
                 )
             survival = torch.cat([own.new_zeros(1), own[:, 0].cumsum(0)])
-            log_probs[:-1].scatter_(1, rest, float("-inf"))  # a bonus equal to the next guess would be accepted
+            log_probs[:-1].scatter_(1, rest, float("-inf"))  # a bonus equal to the next draft token would be accepted
             size = log_probs.size(1)
             best = (survival[:, None] + log_probs).flatten().topk(min(self._count, size - 1)).indices
             places.append((best // size).tolist())
@@ -219,11 +219,11 @@ class AheadDrafter(Drafter):
         outcomes: Sequence[Outcomes],
         stop: Event,
     ) -> None:
-        """Draft for the outcomes that `_likeliest` returns; each pass adds a guess of each."""
+        """Draft for the outcomes from `_likeliest`. Each pass adds a token to each."""
         tokens, parents = _filled(chains)
         made = [
-            [each.setdefault((*chain[: place + 1], token), []) for place, token in zip(row, ids, strict=True)]
-            for each, chain, row, ids in zip(outcomes, chains, places, latest.tolist(), strict=True)
+            [of_row.setdefault((*chain[: place + 1], token), []) for place, token in zip(row, ids, strict=True)]
+            for of_row, chain, row, ids in zip(outcomes, chains, places, latest.tolist(), strict=True)
         ]
         tokens, above = tokens.to(latest.device), torch.tensor(places)
         for _ in range(draft_tokens):
@@ -243,7 +243,7 @@ class AheadDrafter(Drafter):
 
 
 def _filled(chains: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Tokens and parents of chains, `[B, N]` int64; shorter chains are padded with nodes that no other node sees."""
+    """Return tokens and parents of chains, `[B, N]` int64. Shorter chains are padded with nodes without children."""
     count = max(map(len, chains))
     tokens = torch.tensor([[*chain, *[chain[-1]] * (count - len(chain))] for chain in chains])
     parents = torch.tensor([[*range(-1, len(chain) - 1), *[-1] * (count - len(chain))] for chain in chains])
@@ -251,16 +251,16 @@ def _filled(chains: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def hits(drafter: Drafter) -> tuple[int, int]:
-    """Sums of `AheadDrafter.foreseen` and of `AheadDrafter.tried` over the parts of a drafter."""
-    found = [part for part in drafter.parts if isinstance(part, AheadDrafter)]
-    return sum(part.foreseen for part in found), sum(part.tried for part in found)
+    """Return the sums of `AheadDrafter.foreseen` and `AheadDrafter.tried` over the members of a drafter."""
+    members = [part for part in drafter.parts if isinstance(part, AheadDrafter)]
+    return sum(member.foreseen for member in members), sum(member.tried for member in members)
 
 
 def on_its_own(device: str | torch.device | None, ahead: int, target: Target) -> torch.device | None:
-    """Device that a draft model runs on; None is the target's device.
+    """Return the device of a draft model; None is the target's device.
 
     Raises:
-        UsageError: The device is not usable, or it is the target's although `ahead` is not 0.
+        UsageError: The device cannot be used, or is the target's although `ahead` is not 0.
     """
     if ahead < 0:
         raise UsageError(f"ahead is {ahead}; it must be at least 0 (nothing is drafted ahead).")

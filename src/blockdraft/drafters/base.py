@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -19,7 +18,6 @@ from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.targets import Target
 from blockdraft.targets.base import Rows
-from blockdraft.types import CycleTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,16 +132,6 @@ class Drafter(Protocol):
                 when `plan.cycle_seconds` is set. Without them, a hybrid drafter assumes 0.5 for every draft token.
         """
 
-    def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
-        """Return a program that runs a whole step of this plan: draft, score, verify, commit and observe. Return None
-        where target and drafter have none for this plan.
-
-        It is called with `(cache, state, anchors, uniforms)`: the caches of target and drafter for B sequences, the
-        anchors as integers, and a number in [0, 1) for each depth, `[B, block_size]` float64, or None if all sequences
-        are greedy. Sampling uses the temperature alone.
-        """
-        return None
-
     def observe(self, state: Any, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         """Add the tokens committed since the last call to the state, the newest anchor excluded.
 
@@ -153,25 +141,6 @@ class Drafter(Protocol):
                 layers.
             lengths: Number of valid tokens of each sequence.
         """
-
-
-def whole_cycle(program: Callable[..., CycleTokens] | None, plan: Plan) -> Callable[..., CycleTokens] | None:
-    """Return a runner's program of a whole step, as `Drafter.cycle` does. Return None if the runner has none, or if the
-    plan leaves the number of draft tokens open or samples them.
-
-    Args:
-        program: As `Drafter.cycle` describes it, with the keywords `block_size`, `tree_budget`, `temperatures` of the
-            sequences, and `window` of the draft.
-    """
-    if program is None or plan.block_size == 1 or plan.cycle_seconds is not None or plan.draws is not None:
-        return None
-    return partial(
-        program,
-        block_size=plan.block_size,
-        tree_budget=plan.tree_budget,
-        temperatures=[params.temperature for params in plan.params],
-        window=plan.draft_window,
-    )
 
 
 @dataclass(frozen=True)

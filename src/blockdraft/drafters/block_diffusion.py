@@ -1,5 +1,5 @@
-"""Block-diffusion language model as drafter (BD3-LM, arXiv 2503.09573). It reads the text alone, whereas DFlash reads
-the target's hidden states."""
+"""Block-diffusion language model as drafter (BD3-LM, arXiv 2503.09573). It reads tokens alone, whereas DFlash reads the
+target's hidden states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan, Proposal, chain, cut
+from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, chain, cut
 from blockdraft.diffusion.folder import FAMILY_OF, load_model
 from blockdraft.diffusion.model import DiffusionModel, hide_mask_token
 from blockdraft.drafters.base import (
@@ -27,15 +27,15 @@ from blockdraft.targets import Target
 from blockdraft.timing import DRAFT_TOKENS, HEAD, PASS, mark
 from blockdraft.types import RequestDrafting
 
-PIECE = 512  # most tokens of a prompt that are read at once, unless a block is larger
+PIECE = 512  # maximum tokens of a prompt to read at once, unless a block is larger
 
 
 class BlockState:
-    """Committed tokens of rows, and the model's keys and values of their first blocks.
+    """Committed tokens of sequences, and the model's keys and values of their first blocks.
 
     Attributes:
         cache: Keys and values of whole blocks only: those of an unfinished block depend on its missing tokens.
-        texts: Committed tokens by row.
+        texts: Committed tokens by first slot of the sequence.
     """
 
     def __init__(self, cache: KVCache, texts: dict[int, list[int]], block_size: int) -> None:
@@ -67,12 +67,11 @@ class BlockState:
 
 
 class BlockDiffusionDrafter(Drafter):
-    """Drafts with a block-diffusion model. Blocks are counted from the beginning of the text, as in training. A cycle
-    guesses the missing tokens of the anchor's block, or the whole next block if none are missing. A row whose block
-    would exceed the model's context gets no guesses.
+    """Drafts with a block-diffusion model. Blocks are counted from the start of the sequence, as in training.
 
-    With `plan.draft_passes` above 1, each pass fixes the guesses that it is surest of, and the next one sees them, as
-    in a DFlash drafter. With 1, all guesses come from the same pass.
+    A step drafts the missing tokens of the anchor's block, or the whole next block if none are missing. A sequence
+    whose block would exceed the model's context gets no draft tokens. With `plan.draft_passes` above 1, each pass fixes
+    its most confident tokens, and the next one reads them, as in a DFlash drafter.
 
     Args:
         model: Model, which is moved to the target's device and dtype.
@@ -110,8 +109,8 @@ class BlockDiffusionDrafter(Drafter):
     def observe(self, state: BlockState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         for row, new, length in zip(state.cache.rows, tokens.tolist(), lengths, strict=True):
             state.texts[row] += new[:length]
-        # Few tokens are read together with the next block. A prompt is read here, before its row joins others that
-        # would have to wait for it.
+        # Few tokens are read together with the next block. A prompt is read here, before its sequence joins a batch
+        # that would have to wait for it.
         size = self.model.config.block_size
         while max(lengths) > self.block_size:
             texts = [state.texts[row][: self.model.text.max_context] for row in state.cache.rows]
@@ -130,32 +129,34 @@ class BlockDiffusionDrafter(Drafter):
         if count == 0:
             return chain(anchor[:, None])
         logits = self._logits(state, texts, free, plan.draft_passes or DIFFUSION_STEPS)[:, :count]
-        draws = None if plan.draws is None else plan.draws[:, :count]
-        proposal = independent_draft_tokens(anchor, logits, replace(plan, block_size=1 + count, draws=draws))
-        return cut(proposal, [RequestDrafting(block_size=1 + each) for each in free])
+        plan = replace(plan, block_size=1 + count)
+        if isinstance(plan, SampledPlan):
+            plan = replace(plan, uniforms=plan.uniforms[:, :count])
+        proposal = independent_draft_tokens(anchor, logits, plan)
+        return cut(proposal, [RequestDrafting(block_size=1 + missing) for missing in free])
 
     def _free(self, known: int) -> int:
-        """Missing tokens of the block that follows `known` tokens; 0 if the block exceeds the model's context."""
+        """Return the missing tokens of the block after `known` tokens; 0 if the block exceeds the model's context."""
         free = self.model.config.block_size - known % self.model.config.block_size
         return free if known + free <= self.model.text.max_context else 0
 
     def _logits(self, state: BlockState, texts: Sequence[list[int]], free: Sequence[int], passes: int) -> Tensor:
-        """Logits `[B, max(free), V]` of the tokens behind the texts, after the last pass.
+        """Return logits `[B, max(free), V]` of the tokens behind the texts, after the last pass.
 
-        At a position that an earlier pass has fixed, only one token is possible. Logits past a row's block have no
+        A position that an earlier pass has fixed has one possible token. Logits past a sequence's block have no
         meaning.
         """
         share = NOISE_SCHEDULES[NOISE_SCHEDULE]
         settled: list[dict[int, int]] = [{} for _ in texts]
         logits = self._look(state, texts, free, settled)
         for step in range(1, passes):
-            confidence, best = (each.tolist() for each in logits.softmax(dim=-1).max(dim=-1))
+            confidence, best = (result.tolist() for result in logits.softmax(dim=-1).max(dim=-1))
             before = sum(map(len, settled))
             for row, (fixed, count) in enumerate(zip(settled, free, strict=True)):
                 wanted = max(1, round(share(step / passes) * count)) - len(fixed)
                 others = sorted({*range(count)} - fixed.keys(), key=confidence[row].__getitem__, reverse=True)
                 fixed.update({place: best[row][place] for place in others[: max(wanted, 0)]})
-            if sum(map(len, settled)) > before:  # else the next pass would see nothing new
+            if sum(map(len, settled)) > before:  # else the next pass would read the same input
                 logits = self._look(state, texts, free, settled)
         for row, (fixed, count) in enumerate(zip(settled, free, strict=True)):
             logits[row, count:] = 0.0
@@ -167,18 +168,18 @@ class BlockDiffusionDrafter(Drafter):
     def _look(
         self, state: BlockState, texts: Sequence[list[int]], free: Sequence[int], settled: Sequence[dict[int, int]]
     ) -> Tensor:
-        """Logits `[B, max(free), V]` of the tokens behind the texts, after one pass.
+        """Return logits `[B, max(free), V]` of the tokens behind the texts, after one pass.
 
         Args:
-            free: Number of missing tokens of each row's block.
-            settled: Fixed tokens of each row, by their distance from the first missing token.
+            free: Number of missing tokens of each sequence's block.
+            settled: Fixed tokens of each sequence, by their distance from the first missing token.
         """
         shift, mask = self.model.config.token_shift, self.model.config.mask_token_id
         blocks, begins, places = [], [], []
         for text, count, held, fixed in zip(texts, free, state.cache.lengths, settled, strict=True):
             blocks.append([*text, *(fixed.get(place, mask) for place in range(count))] if count else [])
             begins.append(held if count else 0)
-            # With a token shift, a token's output is that of the one before it, which is the anchor or behind it.
+            # With a token shift, a token's output is at the position before it.
             first = len(text) - shift - held if count else 0
             places.append([first + min(place, max(count - 1, 0)) for place in range(max(free))])
         states = self._pass(state, blocks, begins)
@@ -188,8 +189,8 @@ class BlockDiffusionDrafter(Drafter):
         return logits
 
     def _pass(self, state: BlockState, texts: Sequence[Sequence[int]], begins: Sequence[int]) -> Tensor:
-        """Run one pass over the tokens of these texts from `begins` on, which also sees the cached blocks before them.
-        Blocks that are whole in the committed texts are then added to the cache.
+        """Run one pass over the tokens of these texts from `begins` on, which also reads the cached blocks before them.
+        Add blocks that are complete in the committed tokens to the cache.
 
         Returns:
             Hidden states `[B, N, H]`; those past a text's end have no meaning.
@@ -217,7 +218,7 @@ class BlockDiffusionDrafter(Drafter):
 
 
 class _NewKeysValues:
-    """Keys and values of tokens that are not in the cache. They get slots only when they are kept."""
+    """Keys and values of tokens that are not in the cache. They get KV slots only in `keep`."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -230,7 +231,7 @@ class _NewKeysValues:
         return keys, values
 
     def keep(self, begins: Sequence[int], lengths: Sequence[int]) -> None:
-        """Commit the new tokens of each row, which begin at `begins`, up to these lengths."""
+        """Commit the new tokens of each sequence, which begin at `begins`, up to these lengths."""
         rows, held = self._cache.rows, self._cache.lengths
         for layer, new in self._new.items():
             for store, nodes in zip(self._cache.layer(layer, *new), new, strict=True):

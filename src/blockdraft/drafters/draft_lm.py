@@ -1,4 +1,4 @@
-"""Speculative decoding in its original form: a smaller language model with the target's tokens guesses one token after
+"""Speculative decoding in its original form: a smaller language model with the target's tokens drafts one token after
 the other (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
+from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import next_pays
 from blockdraft.drafters.base import Drafter, DrafterSpec, check_same_tokens
@@ -26,11 +26,11 @@ BLOCK_SIZE = 8
 
 
 class DraftState:
-    """State of the draft model for some rows.
+    """State of the draft model for the sequences of a batch.
 
     Attributes:
         cache: Keys and values of the tokens `held`.
-        rows: Rows of a batch, each given by its first slot.
+        rows: First slots of the sequences.
     """
 
     def __init__(
@@ -42,38 +42,38 @@ class DraftState:
     ) -> None:
         self.cache = cache
         self.rows = list(rows)
-        self._of_rows = of_rows  # `texts` and `held` of each row
+        self._of_rows = of_rows  # `texts` and `held` of each sequence
         self._capacities = capacities
 
     @property
     def capacity(self) -> int:
-        """Slots of the row that has the fewest."""
+        """KV slots of the sequence that has the fewest."""
         return min(self._capacities[row] for row in self.rows)
 
     @property
     def room(self) -> int:
-        """Free slots of the row that has the fewest."""
+        """Free KV slots of the sequence that has the fewest."""
         return min(self._capacities[row] - held for row, held in zip(self.rows, self.cache.lengths, strict=True))
 
     @property
     def texts(self) -> list[list[int]]:
-        """Committed tokens of each row."""
+        """Committed tokens of each sequence."""
         return [self._of_rows[row][0] for row in self.rows]
 
     @property
     def held(self) -> list[list[int]]:
-        """Tokens of each row that the cache holds: the beginning of its text or, between `propose` and `observe`, the
-        whole text, the anchor and the guesses."""
-        # After an exception, the cache may hold fewer or more tokens than noted.
+        """Tokens of each sequence in the cache: a prefix of the committed tokens or, between `propose` and `observe`,
+        all of them, the anchor and the draft tokens."""
+        # After an exception, the cache may hold fewer or more tokens than recorded.
         both = zip(self.rows, self.cache.lengths, strict=True)
         return [self._of_rows[row][1][:length] for row, length in both]
 
     def note(self, texts: Sequence[list[int]], held: Sequence[list[int]]) -> None:
-        """Set the texts of the rows, and the tokens that the cache holds."""
+        """Record the committed tokens of the sequences, and the tokens in the cache."""
         self._of_rows.update(zip(self.rows, zip(texts, held, strict=True), strict=True))
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the given number of each row's tokens in the cache."""
+        """Keep the given number of each sequence's tokens in the cache."""
         self.cache.truncate([min(new, old) for new, old in zip(lengths, self.cache.lengths, strict=True)])
 
     def of(self, rows: Sequence[int]) -> DraftState:
@@ -106,19 +106,19 @@ class DraftState:
 class DraftLMDrafter(Drafter):
     """Drafts chains with a causal language model.
 
-    A guess is the model's most probable token or, if `plan.draws` is set, sampled from its distribution under the row's
-    sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. A row near the end of the model's context gets
-    fewer guesses, at its end none.
+    A draft token is the model's most probable token or, with a `SampledPlan`, sampled from its distribution under the
+    sequence's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. A sequence near the end of the
+    model's context gets fewer draft tokens, at its end none.
 
-    With `plan.cycle_seconds` drafting ends as soon as a further guess, even one as likely as the last, would not save
-    time; the model's probabilities are taken for the target's. If guesses are sampled, `plan.cycle_seconds` is ignored:
-    each distribution depends on the guesses before it, and the length of a sampled chain must not depend on what was
-    sampled.
+    With `plan.cycle_seconds` drafting ends as soon as a further token, even one as probable as the last, would not save
+    time; the model's probabilities serve as acceptance probabilities. If draft tokens are sampled, `plan.cycle_seconds`
+    is ignored: each distribution depends on the tokens before it, and the length of a sampled chain must not depend on
+    the sample.
 
     Args:
         model: Draft model.
         target: Target that it drafts for.
-        block_size: Most tokens of a block, anchor included.
+        block_size: Maximum number of tokens of a block, anchor included.
 
     Raises:
         ValueError: The model has recurrent layers, or other tokens than the target. If both have a tokenizer, tokens
@@ -168,8 +168,8 @@ class DraftLMDrafter(Drafter):
             ]
         )
         state.note([text + committed for text, committed in zip(state.texts, new, strict=True)], state.held)
-        # A few tokens are read later, together with the next anchor. A prompt is read now, before its rows join others,
-        # which would have to wait for it.
+        # A few tokens are read later, together with the next anchor. A prompt is read now, before its sequence joins a
+        # batch that would have to wait for it.
         if max(lengths) > self.block_size:
             self._read(state, [text if len(text) <= self.model.max_context else [] for text in state.texts])
 
@@ -180,18 +180,18 @@ class DraftLMDrafter(Drafter):
         """As in `Drafter`.
 
         Args:
-            foreseen: First guesses and the model's probabilities of them, `[B]` each, if they are known already. They
-                cost no forward pass. Not supported if guesses are sampled.
+            foreseen: First draft tokens and the model's probabilities of them, `[B]` each, if already known. They take
+                no forward pass. Not supported if draft tokens are sampled.
         """
         wanted_on, anchor = anchor.device, send(anchor, self.model.device)
         room = [max(0, min(plan.block_size - 1, self.model.max_context - len(text))) for text in state.texts]
-        draws = plan.draws if any(params.temperature > 0 for params in plan.params) else None
+        draws = plan.uniforms if isinstance(plan, SampledPlan) else None
         seconds = plan.cycle_seconds if draws is None else None
         known = [[*t, a] if free else [] for t, a, free in zip(state.texts, anchor.tolist(), room, strict=True)]
         draft_tokens, dists = [anchor], list[SparseDistribution]()
-        expected = torch.zeros(len(room), device=anchor.device)  # expected accepted guesses of each row
+        expected = torch.zeros(len(room), device=anchor.device)  # expected accepted draft tokens per sequence
         survival = torch.tensor([float(free > 0) for free in room], device=anchor.device)
-        following = survival  # chance of one more guess that is as likely as the last one
+        following = survival  # probability of one more accepted token that is as probable as the last
         survivals = list[list[float]]()
         for depth in range(max(room) if seconds is None else min(max(room), len(seconds) - 1)):
             if seconds and not next_pays(expected, following, depth, seconds, plan.calibration):
@@ -226,7 +226,7 @@ class DraftLMDrafter(Drafter):
             draft_tokens.append(draft_token)
         made = len(draft_tokens) - 1
         tokens = torch.stack(draft_tokens, dim=1)
-        if made:  # the model has not read the last guess
+        if made:  # the model has not read the last draft token
             read = [ids[: min(free, made)] for ids, free in zip(tokens.tolist(), room, strict=True)]
             state.note(state.texts, [text[:-1] + ids for text, ids in zip(known, read, strict=True)])
         tokens = tokens.to(wanted_on)
@@ -235,7 +235,7 @@ class DraftLMDrafter(Drafter):
         if not dists:
             if not seconds:
                 return Proposal(tokens, parents)
-            acceptance_probs = tuple(tuple(each[row] for each in survivals[:free]) for row, free in enumerate(room))
+            acceptance_probs = tuple(tuple(step[row] for step in survivals[:free]) for row, free in enumerate(room))
             return Proposal(tokens, parents, expected=tuple(expected.tolist()), acceptance_probs=acceptance_probs)
         sampled_from = SparseDistribution(
             torch.cat([dist.ids for dist in dists], 1).to(wanted_on),
@@ -245,18 +245,18 @@ class DraftLMDrafter(Drafter):
 
     @torch.no_grad()
     def _read(self, state: DraftState, texts: Sequence[list[int]]) -> Tensor:
-        """Make the cache hold these texts. Each text begins with the tokens that its row holds already, or is empty.
+        """Read texts into the cache. Each text begins with the tokens that are cached already, or is empty.
 
-        A row that lacks fewer tokens than others reads some of its last tokens again instead of padding. This costs the
-        same, and no row needs slots beyond its text.
+        A sequence that lacks fewer tokens than others reads some of its last tokens again instead of padding. This
+        costs the same, and no sequence needs KV slots beyond its text.
 
         Returns:
-            Logits `[B, V]` after each row's last token.
+            Logits `[B, V]` after each sequence's last token.
         """
         state.truncate([min(len(text), len(held)) for text, held in zip(texts, state.held, strict=True)])
-        # At least one, even if no text has to be read because all have outgrown the model's context.
+        # At least one, even if all texts exceed the model's context.
         count = max(1, *(len(text) - len(held) for text, held in zip(texts, state.held, strict=True)))
-        # The longest text does not fit the row with the fewest slots: padding would overwrite what follows that row.
+        # The longest text does not fit the sequence with the fewest slots. Padding would overwrite what follows it.
         if count > state.capacity:
             alone = [
                 self._read(state.of([row]), [text])
@@ -269,7 +269,7 @@ class DraftLMDrafter(Drafter):
         new = [text[len(held) :] for text, held in zip(texts, state.held, strict=True)]
         tokens = torch.tensor([[*ids, *[0] * (count - len(ids))] for ids in new], device=self.model.device)
         last = torch.tensor([max(len(ids) - 1, 0) for ids in new], device=self.model.device)
-        # With `logits_at`, logits of len(new) positions are computed in every row, else of all `count`.
+        # With `logits_at`, logits of one position per sequence are computed, else of all `count`.
         logits = self.forward(tokens, state.cache, logits_at=last if count > len(new) else None)
         state.cache.commit([range(len(ids)) for ids in new])
         state.note(state.texts, [list(text) for text in texts])
@@ -278,9 +278,11 @@ class DraftLMDrafter(Drafter):
     def forward(
         self, tokens: Tensor, cache: Cache, parents: Tensor | None = None, logits_at: Tensor | None = None
     ) -> Tensor:
-        """Logits of a tree, or of a chain if `parents` is None, over the target's vocabulary. If the two models'
-        embeddings are padded to different sizes, a token that the draft model lacks is read as its last one; no text of
-        the tokenizer contains such a token."""
+        """Return logits of a tree, or of a chain if `parents` is None, over the target's vocabulary.
+
+        If the two models' embeddings are padded to different sizes, a token that the draft model lacks is read as its
+        last one. The tokenizer never produces such a token.
+        """
         mark(DRAFT_TOKENS)
         known = tokens.clamp(max=self.model.vocab_size - 1)
         parents = chain(known).parents if parents is None else parents
@@ -290,12 +292,12 @@ class DraftLMDrafter(Drafter):
 
 
 def acceptance_probs_of(logits: Tensor, draft_tokens: Tensor) -> Tensor:
-    """Probabilities `[...]` of guesses `[...]` under logits `[..., V]`."""
+    """Return probabilities `[...]` of tokens `[...]` under logits `[..., V]`."""
     return logits.float().softmax(dim=-1).gather(-1, draft_tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def load(path: Path, target: Target, device: torch.device | None = None) -> DraftLMDrafter:
-    """Load a draft model onto the target's device, or onto another one in that device's default dtype."""
+    """Load a draft model onto the target's device, or onto another one in its default dtype."""
     device = target.device if device is None else device
     dtype = target.dtype if device.type == target.device.type else None
     return DraftLMDrafter(load_target(path, dtype, device, threads=torch.get_num_threads()), target)

@@ -1,4 +1,4 @@
-"""Draft vocabularies given by users: the tokens that a drafter with the target's output projection may guess."""
+"""Draft vocabularies given by users: the tokens that a drafter with the target's output projection may draft."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ DraftVocab: TypeAlias = int | str | Path | Sequence[int]
 
 
 def read_draft_vocab(given: DraftVocab, target: Target) -> Tensor:
-    """The tokens of a draft vocabulary, `[Vd]` int64, ascending. A warning is logged if it leaves nothing out, or
-    nothing but end tokens.
+    """Return the tokens of a draft vocabulary, `[Vd]` int64, ascending. Log a warning if it has all tokens, or end
+    tokens only.
 
     Args:
-        given: Number of tokens, taken in the order of their ids, which tokenizers give to what they merged first, with
-            the target's end tokens among them; a file of token ids, a JSON list or a tensor saved by torch (SGLang's
+        given: Number of tokens, in the order of their ids and including the target's end tokens (tokenizers give the
+            lowest ids to their first merges); a file of token ids, a JSON list or a tensor saved by torch (SGLang's
             `--speculative-token-map`); or the token ids.
 
     Raises:
@@ -43,15 +43,15 @@ def read_draft_vocab(given: DraftVocab, target: Target) -> Tensor:
     if len(kept) == size:
         log.warning("The draft vocabulary leaves out none of the target's %d tokens, so drafts get no cheaper.", size)
     if set(kept) <= set(ends):
-        log.warning("The draft vocabulary has end tokens only, so that nothing else can be guessed.")
+        log.warning("The draft vocabulary has end tokens only, so that nothing else can be drafted.")
     return torch.tensor(kept)
 
 
 def check_draft_vocab(given: DraftVocab, size: int | None = None) -> int | list[int]:
-    """Number of tokens, or the listed ids, of a draft vocabulary as `read_draft_vocab` takes it.
+    """Return the number of tokens, or the listed ids, of a draft vocabulary as in `read_draft_vocab`.
 
     Args:
-        size: Number of the target's tokens; None, before that is known, leaves out what depends on it.
+        size: Number of the target's tokens; None, if unknown, skips the checks that depend on it.
 
     Raises:
         UsageError: As `read_draft_vocab`.
@@ -89,15 +89,16 @@ def _number(given: DraftVocab) -> int | None:
 
 def _read(given: str | Path) -> Any:
     file = Path(given)
-    if not os.path.isfile(file):  # unlike Path's, it takes names that are too long
+    if not os.path.isfile(file):  # unlike Path's, it accepts names that are too long
         raise UsageError(
             f"draft_vocab is {str(given)[:200]!r}, which is no file; give a number of tokens, or a JSON or .pt file "
             "with a list of token ids."
         )
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True) if file.suffix == ".pt" else None
-        return json.loads(file.read_text()) if found is None else found
-    except Exception as error:  # what torch raises for a file that is no tensor is not foreseeable
+        if file.suffix == ".pt":
+            return torch.load(file, map_location="cpu", weights_only=True)
+        return json.loads(file.read_text())
+    except Exception as error:  # torch raises many kinds
         raise UsageError(
             f"draft_vocab is {given}, which cannot be read as a list of token ids ({describe(error)}); give a JSON "
             "file with a list, or a .pt file with a tensor."

@@ -1,8 +1,8 @@
-"""Several drafters that draft together for one target, such as prompt lookup and a draft model.
+"""Hybrid drafters: several drafters that draft together for one target, such as prompt lookup and a draft model.
 
-The drafters do not know of each other. A tree takes the guesses that are likeliest to be accepted, from any drafter.
-For a chain, the drafter with the highest expected number of accepted guesses is chosen, or they are asked in turn until
-one promises enough.
+Members are independent of each other. A tree takes the draft tokens with the highest acceptance probability, from any
+member. A chain comes from the member with the most expected accepted tokens, or members are asked in order until one
+expects enough.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.merging import beside, filled, merged
-from blockdraft.decode.proposal import Plan, Proposal, chain
+from blockdraft.decode.proposal import HybridPlan, Plan, Proposal, SampledPlan, chain
 from blockdraft.drafters.base import Drafter, DrafterSpec, State
 from blockdraft.errors import UsageError, describe
 from blockdraft.timing import DRAFT_TOKENS, mark
@@ -25,36 +25,37 @@ from blockdraft.types import JOINT
 
 log = logging.getLogger(__name__)
 
-FIRST_YIELD = 1.0  # assumed accepted guesses of a chain, until a chain of its drafter has been verified
-NEWEST = 0.1  # weight of the newest chain in the running mean of accepted guesses
-MOST_UNREAD = 512  # tokens of a row that are kept for a drafter until it is asked
+FIRST_YIELD = 1.0  # assumed accepted tokens of a chain, until a chain of its member has been verified
+NEWEST = 0.1  # weight of the newest chain in the running mean of accepted tokens
+MOST_PENDING = 512  # tokens of a sequence to accumulate for a member before it observes them
 
 
 @dataclass
 class Yields:
-    """Accepted guesses of a row so far, used for drafters that do not state how many they expect.
+    """Accepted draft tokens of a sequence so far, for members that do not state how many they expect.
 
     Attributes:
-        accepted: For each drafter, the running mean of the accepted guesses of its chains.
-        last: Index of the drafter whose chain was proposed last; None once its outcome has been counted.
+        accepted: For each member, the running mean of the accepted tokens of its chains.
+        last: Index of the member whose chain was proposed last; None once its outcome has been counted.
     """
 
     accepted: list[float]
     last: int | None = None
 
 
-Unread: TypeAlias = dict[int, list[tuple[Tensor, Tensor | None]]]  # by row, tokens [n] and features [n, m * H]
+# By first slot of a sequence: tokens [n] and hidden states [n, m * H] of each pending observation.
+Pending: TypeAlias = dict[int, list[tuple[Tensor, Tensor | None]]]
 
 
 class HybridState:
-    """States of all drafters of a combination, for the same rows.
+    """Draft state of a hybrid drafter: one state per member.
 
-    A drafter with a network is told of committed tokens when it is asked next, or when there are many: a call in each
-    cycle of another drafter would cost time.
+    A member with a network observes committed tokens lazily, when it drafts next or when many have accumulated, so that
+    steps drafted by another member do not pay for it.
 
     Args:
-        parts: The drafters.
-        unread: For each of them, what it has not been told.
+        parts: The members.
+        pending: Committed tokens that each member has not observed yet.
     """
 
     def __init__(
@@ -63,56 +64,56 @@ class HybridState:
         inner: Sequence[State],
         rows: Sequence[int],
         of_rows: dict[int, Yields],
-        unread: Sequence[Unread],
+        pending: Sequence[Pending],
     ) -> None:
         self.inner = list(inner)
         self.rows = list(rows)
-        self._parts, self._of_rows, self._unread = parts, of_rows, unread
+        self._parts, self._of_rows, self._pending = parts, of_rows, pending
 
     @property
     def yields(self) -> list[Yields]:
         return [self._of_rows[row] for row in self.rows]
 
     def of(self, rows: Sequence[int]) -> HybridState:
-        return HybridState(self._parts, [state.of(rows) for state in self.inner], rows, self._of_rows, self._unread)
+        return HybridState(self._parts, [state.of(rows) for state in self.inner], rows, self._of_rows, self._pending)
 
     def keep(self, index: int, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
-        """Keep tokens for a drafter, which is first told of what is kept if that is much. Keeps none if it fails."""
-        unread = self._unread[index]
-        if any(sum(len(ids) for ids, _ in unread.get(row, ())) >= MOST_UNREAD for row in self.rows):
+        """Add pending tokens of a member, which first observes earlier ones if they are many. Adds none if it fails."""
+        pending = self._pending[index]
+        if any(sum(len(ids) for ids, _ in pending.get(row, ())) >= MOST_PENDING for row in self.rows):
             self.catch_up(index)
         for place, (row, count) in enumerate(zip(self.rows, lengths, strict=True)):
-            kept = tokens[place, :count], None if hidden_states is None else hidden_states[place, :count]
-            unread.setdefault(row, []).append(kept)
+            observation = tokens[place, :count], None if hidden_states is None else hidden_states[place, :count]
+            pending.setdefault(row, []).append(observation)
 
     def catch_up(self, index: int) -> None:
-        """Tell a drafter of what is kept for it."""
-        unread, by_length = self._unread[index], dict[int, list[int]]()
+        """Let a member observe its pending tokens."""
+        pending, by_length = self._pending[index], dict[int, list[int]]()
         for row in self.rows:
-            if count := sum(len(ids) for ids, _ in unread.get(row, ())):
+            if count := sum(len(ids) for ids, _ in pending.get(row, ())):
                 by_length.setdefault(count, []).append(row)
-        for rows in by_length.values():  # no row is filled up, which would take slots that it may not have
-            tokens = torch.stack([torch.cat([ids for ids, _ in unread[row]]) for row in rows])
+        for rows in by_length.values():  # without padding, for which there may be no KV slots
+            tokens = torch.stack([torch.cat([ids for ids, _ in pending[row]]) for row in rows])
             hidden_states = None
             if self._parts[index].target_layers:
-                found = [[each for _, each in unread[row] if each is not None] for row in rows]
-                hidden_states = torch.stack([torch.cat(each) for each in found])
+                states = [[state for _, state in pending[row] if state is not None] for row in rows]
+                hidden_states = torch.stack([torch.cat(of_row) for of_row in states])
             self._parts[index].observe(self.inner[index].of(rows), tokens, hidden_states, [tokens.size(1)] * len(rows))
             for row in rows:
-                del unread[row]
+                del pending[row]
 
     def _catch_up(self, row: int) -> None:
-        """Tell the drafters of a row that is about to change. The guesses of one that fails get worse, no answer."""
+        """Let the members observe a sequence that is about to change. If one fails, only its drafts get worse."""
         for index, part in enumerate(self._parts):
             try:
                 self.of([row]).catch_up(index)
             except Exception as error:
-                self._unread[index].pop(row, None)
-                log.warning("The drafter %s missed tokens, and may guess worse: %s", part.kind, describe(error))
+                self._pending[index].pop(row, None)
+                log.warning("The drafter %s missed tokens, and may draft worse: %s", part.kind, describe(error))
 
     def _forget(self, row: int) -> None:
-        for unread in self._unread:
-            unread.pop(row, None)
+        for pending in self._pending:
+            pending.pop(row, None)
 
     def open(self, row: int, capacity: int) -> None:
         for state in self.inner:
@@ -143,21 +144,21 @@ class HybridState:
             state.zero_slots(row, whole)
 
     def _begin(self, row: int) -> None:
-        """Forget what was learned in this row, since a new request must not depend on the one before."""
+        """Reset what was learned in this sequence. A new request must not depend on the one before."""
         self._of_rows[row] = Yields([FIRST_YIELD] * len(self.inner))
 
 
 class HybridDrafter(Drafter):
     """Drafts with several drafters at once.
 
-    A tree merges the drafters' trees: guesses with the same path and token are one node. The probability of a node,
-    given its parent, is the highest that any drafter states, and the likeliest nodes are taken. A chain comes, in each
-    row, from the drafter with the most expected accepted guesses. With `plan.turns` all rows get chains of one drafter,
-    the first that promises enough.
+    A tree merges the members' trees: draft tokens with the same path are one node. The probability of a node, given its
+    parent, is the highest that any member states, and the most probable nodes are taken. A chain comes, for each
+    sequence, from the member with the most expected accepted tokens. With a `HybridPlan` all sequences get chains of
+    one member, the first that expects enough.
 
-    If guesses are sampled, the first drafter that can sample does so. A tree then holds its whole chain, and guesses of
-    the others beside it. In a choice between chains, the expected guesses of a sampled one are the mean of what was
-    accepted in the row so far, because a choice that depends on the sample would change the output's distribution.
+    If draft tokens are sampled, the first member that can sample does so. A tree then holds its whole chain, and nodes
+    of the others. In a choice between chains, the expected tokens of a sampled chain are the mean of what was accepted
+    in the sequence so far, because a choice that depends on the sample would change the output's distribution.
 
     Args:
         parts: Two or more drafters, each of another kind or folder. Ties go to the first.
@@ -199,12 +200,12 @@ class HybridDrafter(Drafter):
 
     def observe(self, state: HybridState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         for yields, length in zip(state.yields, lengths, strict=True):
-            if yields.last is not None and length:  # length counts the anchor and the accepted guesses
+            if yields.last is not None and length:  # length counts the anchor and the accepted draft tokens
                 yields.accepted[yields.last] += NEWEST * (length - 1 - yields.accepted[yields.last])
                 yields.last = None
-        # Drafters with a network come first, because they may fail. The rows are then observed again, one by one, and
-        # no drafter may observe the same tokens twice.
-        for index, part in sorted(enumerate(self.parts), key=lambda each: not each[1].has_pass):
+        # Members with a network come first, because they may fail. The sequences are then observed again, one by one,
+        # and no member may observe the same tokens twice.
+        for index, part in sorted(enumerate(self.parts), key=lambda item: not item[1].has_pass):
             own = self._hidden_states_of(part, hidden_states)
             if part.has_pass:
                 state.keep(index, tokens, own, lengths)
@@ -224,28 +225,30 @@ class HybridDrafter(Drafter):
     def propose(self, state: HybridState, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        if plan.turns:
+        if isinstance(plan, HybridPlan):
             return self._in_turn(state, anchor, plan)
         proposals, sampled = list[Proposal](), None
         for index, part in enumerate(self.parts):
-            asked = _asked(part, plan if sampled is None else replace(plan, draws=None))
             state.catch_up(index)
-            proposals.append(part.propose(state.inner[index], anchor, asked))
-            sampled = proposals[-1] if proposals[-1].q is not None else sampled
+            proposals.append(part.propose(state.inner[index], anchor, _asked(part, plan)))
+            if isinstance(plan, SampledPlan) and proposals[-1].q is not None:
+                sampled, plan = proposals[-1], plan.as_chosen()
         mark(DRAFT_TOKENS)
         if not plan.tree_budget:
             return self._best_chains(state, anchor, proposals)
         if sampled is None:
             return merged(anchor, proposals, plan)
-        return beside(anchor, sampled, [each for each in proposals if each is not sampled], plan.tree_budget)
+        return beside(
+            anchor, sampled, [proposal for proposal in proposals if proposal is not sampled], plan.tree_budget
+        )
 
-    def _in_turn(self, state: HybridState, anchor: Tensor, plan: Plan) -> Proposal:
-        rates = [asked.rate for _, asked in plan.turns]
-        for place, (index, asked) in enumerate(plan.turns):
+    def _in_turn(self, state: HybridState, anchor: Tensor, plan: HybridPlan) -> Proposal:
+        rates = [turn.tokens_per_second for turn in plan.turns]
+        for place, (index, asked, rate) in enumerate(plan.turns):
             state.catch_up(index)
             proposal = self.parts[index].propose(state.inner[index], anchor, asked)
             mark(DRAFT_TOKENS)
-            if _promise(proposal, asked) >= max(rates[place + 1 :], default=0.0):
+            if _expected_rate(proposal, asked, rate) >= max(rates[place + 1 :], default=0.0):
                 break
         return replace(proposal, part=index)
 
@@ -253,41 +256,42 @@ class HybridDrafter(Drafter):
         tokens, parents, chosen = list[list[int]](), list[list[int]](), list[Proposal]()
         texts = [proposal.tokens.tolist() for proposal in proposals]
         for row, yields in enumerate(state.yields):
-            upper_bounds = [
-                min(_upper_bound(proposal, row, known), sum(parent >= 0 for parent in proposal.parent_lists[row]))
+            expected = [
+                min(_expected_accepted(proposal, row, known), sum(parent >= 0 for parent in proposal.parent_lists[row]))
                 for proposal, known in zip(proposals, yields.accepted, strict=True)
             ]
-            yields.last = best = max(range(len(upper_bounds)), key=upper_bounds.__getitem__)
+            yields.last = best = max(range(len(expected)), key=expected.__getitem__)
             chosen.append(proposals[best])
             tokens.append(texts[best][row])
             parents.append(proposals[best].parent_lists[row])
-        q = tuple(None if each.q is None else each.q[row] for row, each in enumerate(chosen))
+        q = tuple(None if proposal.q is None else proposal.q[row] for row, proposal in enumerate(chosen))
         return Proposal(*filled(anchor, tokens, parents), q if any(dist is not None for dist in q) else None)
 
 
 def _asked(part: Drafter, plan: Plan) -> Plan:
-    """Plan for one drafter of a combination. If the plan has no cycle times, it gets equal ones, with which every guess
-    pays, because a drafter states how likely its guesses are only if it gets times."""
+    """Return the plan for one member. Without step times it gets equal ones, with which every draft token pays: a
+    drafter states acceptance probabilities only if it gets times."""
     block_size = min(plan.block_size, part.block_size)
-    draws = None if plan.draws is None else plan.draws[:, : block_size - 1]
     seconds, calibration = (plan.cycle_seconds, plan.calibration) if plan.tree_budget else (None, 1.0)
-    if seconds is None and (draws is None or plan.tree_budget):
+    if seconds is None and (plan.tree_budget or not isinstance(plan, SampledPlan)):
         seconds = [1.0] * (1 + (plan.tree_budget or block_size - 1))
-    return replace(plan, block_size=block_size, draws=draws, cycle_seconds=seconds, calibration=calibration)
+    asked = replace(plan, block_size=block_size, cycle_seconds=seconds, calibration=calibration)
+    return replace(asked, uniforms=asked.uniforms[:, : block_size - 1]) if isinstance(asked, SampledPlan) else asked
 
 
-def _promise(proposal: Proposal, plan: Plan) -> float:
-    """Tokens a second that a cycle with these guesses is expected to yield; 0 without any, for others may have some."""
+def _expected_rate(proposal: Proposal, plan: Plan, rate: float) -> float:
+    """Return the expected tokens per second of a step with this proposal; 0 without draft tokens, so that others are
+    asked."""
     if proposal.tokens.size(1) == 1:
         return 0.0
     if proposal.expected is None or plan.cycle_seconds is None:
-        return plan.rate
+        return rate
     tokens = len(proposal.expected) + plan.calibration * sum(proposal.expected)
     return tokens / plan.cycle_seconds[proposal.tokens.size(1) - 1]
 
 
-def _upper_bound(proposal: Proposal, row: int, known: float) -> float:
-    """Expected number of accepted guesses of a chain; `known` is the mean of its drafter so far."""
+def _expected_accepted(proposal: Proposal, row: int, known: float) -> float:
+    """Return the expected number of accepted tokens of a chain; `known` is the mean of its member so far."""
     if proposal.q is not None:
         return known
     if proposal.acceptance_probs is not None:

@@ -1,5 +1,5 @@
-"""Prompt lookup (A. Saxena, "Prompt Lookup Decoding", 2023): guesses that what followed the same tokens earlier in the
-text follows again. It needs no model, and saves time where an answer repeats its prompt or itself."""
+"""Prompt lookup (A. Saxena, "Prompt Lookup Decoding", 2023): drafts the tokens that followed the same tokens earlier in
+the sequence. It needs no model, and saves time where a response repeats its prompt or itself."""
 
 from __future__ import annotations
 
@@ -16,63 +16,62 @@ from blockdraft.decode.tree import best_count
 from blockdraft.drafters.base import Drafter, DrafterSpec
 
 BLOCK_SIZE = 16
-LONGEST = 4  # most tokens of a match; longer ones rarely find better places
-DRAFT_TOKENS_A_TOKEN = 4  # most guesses per matched token, since guesses behind a short match soon fail
-START = (0.2, 0.4, 0.6, 0.75)  # first estimate of the share of right guesses after matches of 1, 2, ... tokens
-NEWEST = 0.05  # weight of the newest guess in that share
-RECENT = 8  # most occurrences of one n-gram that a tree uses
-BYTES_PER_TOKEN = 800  # host memory of the text and its index; measured on text without repetitions
+LONGEST = 4  # maximum tokens of a match; longer matches are rarely better
+DRAFT_PER_MATCHED = 4  # maximum draft tokens per matched token, since drafts behind a short match soon fail
+START = (0.2, 0.4, 0.6, 0.75)  # initial acceptance rate after matches of 1, 2, ... tokens
+NEWEST = 0.05  # weight of the newest token in that rate
+RECENT = 8  # maximum occurrences of one n-gram that a tree uses
+BYTES_PER_TOKEN = 800  # host memory of a sequence and its index, measured without repetitions
 
 
 class Text:
-    """Committed tokens of one row, with an index of their n-grams that grows with them.
+    """Committed tokens of one sequence, with an index of their n-grams.
 
     Attributes:
-        rates: Share of the matches of 1, 2, ... tokens that were followed by the same token again, where recent matches
-            count more. It is updated at each token of the text, even where nothing was guessed, so it depends on the
-            text alone.
+        rates: Share of the matches of 1, 2, ... tokens that were followed by the same token again; recent matches count
+            more. It is updated at each committed token, drafted or not, so it depends on the sequence alone.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens = list(tokens)
         self.rates = list(START)
-        # Length of the longest match at the end of the indexed text, and the token that followed it.
-        self._foretold: tuple[int, int] | None = None
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # for each n-gram, the positions right behind it
+        # Length of the longest match at the end of the indexed tokens, and the token that followed it.
+        self._predicted: tuple[int, int] | None = None
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # for each n-gram, the positions directly behind it
         self._indexed = 0
 
     def continuations(self, anchor: int, most: int) -> Iterator[tuple[int, list[int]]]:
-        """Matches of the last tokens with earlier ones: the length of each, and up to `most` tokens that followed it.
+        """Yield matches of the last tokens with earlier ones: their length, and up to `most` tokens that followed.
 
         Longer matches come first, and among equally long ones the most recent. A continuation that reaches the end of
-        the text is repeated from its start, as the text would be if it repeated this passage.
+        the sequence starts over, as if the sequence repeated this passage.
         """
         self._index()
         last = (*self.tokens[-(LONGEST - 1) :], anchor)
         for length in range(len(last), 0, -1):
-            count = min(most, DRAFT_TOKENS_A_TOKEN * length)
+            count = min(most, DRAFT_PER_MATCHED * length)
             for end in reversed(self._ends.get(last[-length:], [])[-RECENT:]):
                 yield length, list(islice(cycle([*self.tokens[end : end + count], anchor]), count))
 
     def _index(self) -> None:
         for end in range(self._indexed + 1, len(self.tokens) + 1):
-            if self._foretold is not None:
-                length, token = self._foretold
+            if self._predicted is not None:
+                length, token = self._predicted
                 self.rates[length - 1] += NEWEST * ((token == self.tokens[end - 1]) - self.rates[length - 1])
-            self._foretold = None
+            self._predicted = None
             for length in range(1, min(LONGEST, end) + 1):
                 ends = self._ends.setdefault(tuple(self.tokens[end - length : end]), [])
                 if ends:
-                    self._foretold = length, self.tokens[ends[-1]]
+                    self._predicted = length, self.tokens[ends[-1]]
                 ends.append(end)
         self._indexed = len(self.tokens)
 
 
 class Texts:
-    """Texts of some rows.
+    """Indexed tokens of the sequences of a batch.
 
     Attributes:
-        rows: Rows of a batch, each given by its first slot.
+        rows: First slots of the sequences.
     """
 
     def __init__(self, rows: Sequence[int], of_rows: dict[int, Text]) -> None:
@@ -104,12 +103,12 @@ class Texts:
 
 
 class PromptLookupDrafter(Drafter):
-    """Guesses by finding the longest match of the last tokens, anchor included, in the prompt and the answer so far.
+    """Drafts the continuation of the longest match of the last tokens, anchor included, in the sequence so far.
 
     A chain is the continuation of the most recent among the longest matches. A tree merges the continuations of several
-    matches. A row without a match gets no guesses. The probability of a guess is learned from the text; with
-    `plan.cycle_seconds` a chain ends where a further guess would not save time. `plan.params` and `plan.draws` are
-    ignored.
+    matches. A sequence without a match gets no draft tokens. Acceptance probabilities are learned from the sequence;
+    with `plan.cycle_seconds` a chain ends where a further token would not save time. `plan.params` and the numbers of a
+    `SampledPlan` are ignored.
     """
 
     path: Path | None = None
@@ -141,8 +140,7 @@ class PromptLookupDrafter(Drafter):
             )
             expected = tuple(sum(acceptance_probs[:count]) for _, _, acceptance_probs in rows)
         if not count:
-            nothing = chain(anchor[:, None])
-            return replace(nothing, expected=(0.0,) * len(rows), acceptance_probs=((),) * len(rows))
+            return replace(chain(anchor[:, None]), expected=(0.0,) * len(rows), acceptance_probs=((),) * len(rows))
         tokens = [[*tokens, *[0] * count][: 1 + count] for tokens, _, _ in rows]
         parents = [[*parents, *[-1] * count][: 1 + count] for _, parents, _ in rows]
         acceptance_probs = tuple(tuple(acceptance_probs[:count]) for _, _, acceptance_probs in rows)
@@ -152,13 +150,14 @@ class PromptLookupDrafter(Drafter):
 
 
 def _tree(text: Text, anchor: int, plan: Plan) -> tuple[list[int], list[int], list[float]]:
-    """Tokens, parents and chances of one row: its first continuation, or as many as the tree's budget holds.
+    """Return the draft tree of one sequence: its best match, or as many matches as fit the tree budget.
 
-    A right guess makes the match one token longer, so the chance of a child is the rate of matches of that length,
-    times the chance that none of its likelier siblings is right.
+    The result is tokens, parents and acceptance probabilities. An accepted token makes the match one token longer, so
+    the probability of a child is the rate of matches of that length, times the probability that none of its likelier
+    siblings is accepted.
     """
     tokens, parents, acceptance_probs = [anchor], [-1], list[float]()
-    left = [1.0]  # for each node, the chance that it is accepted and none of its children so far is
+    remaining = [1.0]  # for each node, the probability that it is accepted and none of its children so far is
     nodes: dict[tuple[int, int], int] = {}  # by parent and token
     budget = plan.tree_budget or plan.block_size - 1
     for length, draft_tokens in text.continuations(anchor, plan.block_size - 1):
@@ -170,9 +169,9 @@ def _tree(text: Text, anchor: int, plan: Plan) -> tuple[list[int], list[int], li
                 nodes[node, token] = len(tokens)
                 tokens.append(token)
                 parents.append(node)
-                acceptance_prob = left[node] * text.rates[min(length + depth, LONGEST) - 1]
-                left[node] -= acceptance_prob
-                left.append(acceptance_prob)
+                acceptance_prob = remaining[node] * text.rates[min(length + depth, LONGEST) - 1]
+                remaining[node] -= acceptance_prob
+                remaining.append(acceptance_prob)
                 acceptance_probs.append(acceptance_prob)
             node = nodes[node, token]
         if plan.tree_budget == 0:

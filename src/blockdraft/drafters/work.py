@@ -1,4 +1,4 @@
-"""Thread that drafts ahead while another one decodes."""
+"""Background thread that drafts ahead while another thread decodes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from blockdraft.errors import describe
 
 NAME = "blockdraft-ahead"
 
-# Guesses and the model's probabilities of them, by the tokens between a row's text and the guesses.
+# Draft tokens and the model's probabilities of them, by the tokens between a sequence and the draft tokens.
 Outcomes: TypeAlias = dict[tuple[int, ...], list[tuple[int, float]]]
 
 log = logging.getLogger(__name__)
 
 
 class Work:
-    """Drafts ahead for the rows of one state.
+    """Background drafting for the sequences of one state.
 
     Attributes:
-        found: Length of each row's text when drafting began, and what was drafted. Read it only after `stop`.
+        found: Length of each sequence when drafting began, and what was drafted. Read it only after `stop`.
     """
 
     def __init__(self) -> None:
@@ -35,20 +35,20 @@ class Work:
         _works.add(self)
 
     def begin(self, draft: Callable[[Event], None]) -> None:
-        """Call a function in a thread. It must return soon after its event is set. Its errors are logged."""
+        """Call a function in a thread. It must return soon after its event is set. Errors are logged."""
         self._stop = Event()
         # A daemon thread does not keep the process from ending.
         thread = Thread(target=_logged, args=(partial(draft, self._stop),), name=NAME, daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # too many threads, or the process is ending, which needs no warning
+        except RuntimeError as error:  # too many threads, or the process is exiting, which needs no warning
             if "shutdown" not in str(error):
-                _tell(error)
+                _log_failure(error)
         else:
             self._thread = thread
 
     def stop(self) -> None:
-        """Make the thread end after its current pass, and wait for it."""
+        """Stop the thread after its current pass, and wait for it."""
         thread = self._thread
         if thread is not None:
             self._stop.set()
@@ -60,10 +60,10 @@ def _logged(draft: Callable[[], None]) -> None:
     try:
         draft()
     except Exception as error:
-        _tell(error)
+        _log_failure(error)
 
 
-def _tell(error: Exception) -> None:
+def _log_failure(error: Exception) -> None:
     log.warning("Drafting ahead failed, and the next draft is made as usual: %s", describe(error))
 
 
@@ -72,8 +72,11 @@ _works: WeakSet[Work] = WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop all threads before the process ends, when a thread inside a forward would crash, and before it is forked: a
-    child would have the model's lock, but not the thread that releases it."""
+    """Stop all threads before the process exits or forks.
+
+    At exit, a thread inside a forward pass would crash. After a fork, the child would have the model's lock, but not
+    the thread that releases it.
+    """
     for work in list(_works):
         work.stop()
 

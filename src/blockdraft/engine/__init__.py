@@ -1,6 +1,6 @@
 """The engine: one lossless decode loop for all drafters and targets."""
 
-from blockdraft.engine.adaptive.stored_costs import Costs
+from blockdraft.engine.adaptive.costs import Costs
 from blockdraft.engine.conversation import ContextFull, Conversation, Turn, chat_engine
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Chunk, Completion, Request

@@ -1,4 +1,4 @@
-"""Conversations: an engine answers one message after another, each with all messages before it."""
+"""Conversations: an engine answers message after message, each with all messages before it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from blockdraft.errors import UsageError, describe
 from blockdraft.targets import Target, without_tokenizer
 from blockdraft.types import Drafting, Message, Prompt, SamplingParams
 
-ROWS = 2  # room in the cache, so that an answer never evicts the remembered turns before it
+SEQUENCES = 2  # room in the cache, so that an answer never evicts the turns before it
 
 
 class ContextFull(UsageError):
-    """The messages leave no room for an answer."""
+    """Raised if the messages leave no room for an answer."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A message that is being answered. It becomes part of the conversation with `Conversation.keep`.
+    """A message that is being answered. `Conversation.keep` adds it to the conversation.
 
     Attributes:
         text: The message.
@@ -36,17 +36,17 @@ class Turn:
 
 
 class Conversation:
-    """The messages so far, and an engine that answers the next one.
+    """Holds the messages so far, and answers the next one with an engine.
 
-    Each answer is that of `Engine.generate` for the same messages: all of them pass through the chat template anew, and
-    the engine finds which beginning of the tokens is still in memory. A template that changes earlier turns, for
-    instance by dropping their reasoning, only makes that beginning shorter.
+    Each answer is that of `Engine.generate` for the same messages: all of them pass through the chat template again,
+    and the engine reuses the longest prefix of the tokens that it has kept. A template that changes earlier turns, for
+    instance by dropping their reasoning, only makes that prefix shorter.
 
     A target without a chat template continues raw text: all messages, joined.
 
     Args:
-        engine: Remembers turns if it has `prefix_tokens`; see `chat_engine`.
-        system: Text of the system message; None for none.
+        engine: Keeps turns if it has `prefix_tokens`; see `chat_engine`.
+        system: Text of the system message, if any.
 
     Raises:
         UsageError: The target has no tokenizer, or its template allows no system message.
@@ -69,12 +69,12 @@ class Conversation:
 
     @property
     def said(self) -> list[Message]:
-        """The messages without the system message."""
+        """The messages except the system message."""
         return [message for message in self.messages if message["role"] != "system"]
 
     @property
     def limit(self) -> int:
-        """Most tokens of prompt and answer together, by the target's context and the engine's cache."""
+        """Most tokens of prompt and answer together, limited by the target's context and the engine's cache."""
         engine = self.engine
         return min(engine.target.max_context, engine.cache_tokens - engine.slots_behind)
 
@@ -83,8 +83,8 @@ class Conversation:
     ) -> Turn:
         """Begin to answer a message, and return at once.
 
-        The answer has at most `params.max_new_tokens` tokens, or as many as there is room for. `listener` is called as
-        in `Engine.submit`.
+        The answer has at most `params.max_new_tokens` tokens, or as many as fit. `listener` is called as in
+        `Engine.submit`.
 
         Raises:
             ContextFull: There is no room for an answer.
@@ -102,8 +102,9 @@ class Conversation:
         return Turn(text, self.engine.submit(ids, params, listener))
 
     def keep(self, turn: Turn) -> Completion:
-        """Wait for the answer, and add message and answer to the conversation. A cancelled answer is added as far as it
-        came; one without text is not.
+        """Wait for the answer, and add message and answer to the conversation.
+
+        A cancelled answer is added as far as it got, unless it has no text.
 
         Raises:
             NumbersError, RequestError: The answer failed; the conversation stays as it was.
@@ -129,14 +130,14 @@ class Conversation:
         self.messages = messages
 
     def undo(self) -> str | None:
-        """Remove the last message and its answer. Returns the message; None if there is none."""
+        """Remove the last message and its answer. Return the message, or None if there is none."""
         if not self.said:
             return None
         *self.messages, question, _ = self.messages
         return question["content"]
 
     def forget_oldest(self) -> str | None:
-        """Remove the oldest message and its answer. Returns the message; None if there is none."""
+        """Remove the oldest message and its answer. Return the message, or None if there is none."""
         said = self.said
         if not said:
             return None
@@ -144,11 +145,11 @@ class Conversation:
         return said[0]["content"]
 
     def reset(self) -> None:
-        """Remove all messages but the system message."""
+        """Remove all messages except the system message."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation as a JSON line that `blockdraft data` reads; raw text as {"text"}.
+        """Write the conversation as a JSON line that `blockdraft data` reads, or raw text as {"text"}.
 
         Raises:
             UsageError: There is nothing to save, the file exists and was not written by this conversation, or it cannot
@@ -175,5 +176,5 @@ class Conversation:
 
 
 def chat_engine(target: Target, drafter: Drafter, drafting: Drafting | None = None) -> Engine:
-    """An engine that remembers a conversation of up to the target's context."""
-    return Engine(target, drafter, max_batch_size=ROWS, drafting=drafting, prefix_tokens=target.max_context)
+    """Return an engine that keeps a conversation of up to the target's context."""
+    return Engine(target, drafter, max_batch_size=SEQUENCES, drafting=drafting, prefix_tokens=target.max_context)

@@ -4,41 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import TypeAlias
 from weakref import WeakSet
 
 from blockdraft.drafters import Drafter, load_drafter, slots_behind
-from blockdraft.engine.adaptive.joint import JointController
-from blockdraft.engine.adaptive.policy import Controller
-from blockdraft.engine.adaptive.stored_costs import Costs, load, pair_of, path, store
+from blockdraft.engine.adaptive.costs import load_for, update
+from blockdraft.engine.adaptive.policy import controller
 from blockdraft.engine.grammar import AnswerGrammar
-from blockdraft.engine.memory import Memory
+from blockdraft.engine.kv_slots import Memory
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.runner import Runner
 from blockdraft.engine.scheduler import Scheduler
 from blockdraft.engine.text import check_request, encode
 from blockdraft.engine.worker import end_all, worker_of
-from blockdraft.errors import ClosedError, UsageError, describe
+from blockdraft.errors import ClosedError, UsageError
 from blockdraft.targets import Target
 from blockdraft.types import Drafting, Prompt, RequestDrafting, SamplingParams
 
-log = logging.getLogger(__name__)
-
-PREFILL_TOKENS = {"cpu": 256}  # by kind of device
-MOST_PREFILL_TOKENS = 2048
+PREFILL_TOKENS, PREFILL_TOKENS_CPU = 2048, 256
 
 Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 
 
 class Engine:
-    """Decodes with a target and a drafter; the output is the target's own.
+    """Decodes with a target and a drafter. The output is the target's own.
 
-    Any thread may call it. A worker thread decodes while there are requests and exits soon after the last one. Engines
+    Any thread may call it. A worker thread decodes while there are requests, and exits soon after the last one. Engines
     that share a target take turns. After `close`, or the end of a `with` block, an engine refuses new requests.
 
     Args:
@@ -47,19 +43,18 @@ class Engine:
         max_batch_size: Most requests that are decoded together.
         drafting: How far to draft.
         memory_limit: Most bytes that the engine may take, see `memory_bytes`; None is the memory that is free now.
-        prefix_tokens: Most tokens of finished requests that stay in memory, so that a request with the same beginning
-            need not read it again; 0 keeps none. Running requests share a common beginning in any case.
-        cache_tokens: Tokens that the caches of target and drafter hold, those of finished requests included; None is
-            room for `max_batch_size` requests of the longest kind, or what the memory allows.
-        prefill_tokens: Most tokens of prompts that are read between two cycles; None is 256 on a CPU and 2048
-            elsewhere.
+        prefix_tokens: Most tokens of finished requests that are kept, so that a request with the same prefix need not
+            read it again; 0 keeps none. Running requests share prefixes in any case.
+        cache_tokens: KV slots of target and drafter, those of finished requests included; None is room for
+            `max_batch_size` requests of the greatest length, or what the memory allows.
+        prefill_tokens: Most prompt tokens that are read between two steps; None is 256 on a CPU and 2048 elsewhere.
 
     Raises:
         UsageError: A number is too small, the block is longer than the drafter's, or the target cannot score trees.
 
     Attributes:
-        memory: What the engine takes, by what it is taken for.
-        slots_behind: Cache slots that each row needs behind its text.
+        memory: Plan of the memory that the engine takes.
+        slots_behind: KV slots that each sequence needs behind its tokens.
     """
 
     def __init__(
@@ -74,7 +69,7 @@ class Engine:
         prefill_tokens: int | None = None,
     ) -> None:
         if prefill_tokens is None:
-            prefill_tokens = PREFILL_TOKENS.get(target.device.type, MOST_PREFILL_TOKENS)
+            prefill_tokens = PREFILL_TOKENS_CPU if target.device.type == "cpu" else PREFILL_TOKENS
         for name, value, least in (
             ("max_batch_size", max_batch_size, 1),
             ("prefix_tokens", prefix_tokens, 0),
@@ -82,24 +77,22 @@ class Engine:
             ("prefill_tokens", prefill_tokens, 1),
         ):
             if value < least:
-                raise UsageError(f"{name} is {value}; it must be at least {least}.")
+                raise UsageError(f"{name} must be at least {least}, got {value}.")
         drafting = drafting or Drafting()
         drafter = load_drafter("none", target=target) if drafter is None else drafter
         if not hasattr(drafter, "propose"):
-            raise UsageError(f"drafter is {drafter!r}; give what load_drafter returns, or None to decode plainly.")
+            raise UsageError(f"drafter must come from load_drafter, or be None to decode plainly; got {drafter!r}.")
         if isinstance(drafting.block_size, int) and drafting.block_size > drafter.block_size:
             raise UsageError(
-                f"block_size is {drafting.block_size}; this drafter's blocks hold at most {drafter.block_size} tokens."
+                f"block_size must be at most {drafter.block_size} for this drafter, got {drafting.block_size}."
             )
         if drafting.tree_budget != 0 and not target.has_trees:
             raise UsageError(
-                f"tree_budget is {drafting.tree_budget}, and the backend {target.backend} scores chains only; use 0."
+                f"tree_budget must be 0 with the backend {target.backend}, which scores chains only; got "
+                f"{drafting.tree_budget}."
             )
         self.target, self.drafter, self.drafting = target, drafter, drafting
-        if JointController.suits(drafter, drafting):
-            self.controller: Controller = JointController(drafter, drafting, self._costs_of)
-        else:
-            self.controller = Controller(drafter, drafting, lambda: load(path(target, drafter)))
+        self.controller = controller(drafter, drafting, partial(load_for, target, drafter))
         self.max_batch_size, self.prefix_tokens, self.prefill_tokens = max_batch_size, prefix_tokens, prefill_tokens
         nodes = 1 + self.controller.max_draft_tokens
         self.slots_behind = slots_behind(drafter, nodes) if drafting.tree_budget else nodes
@@ -120,19 +113,21 @@ class Engine:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the caches of target and drafter hold."""
+        """KV slots of target and drafter."""
         if self._cache_tokens is None:
             self._cache_tokens = self.memory.slots(self.prefix_tokens, self._memory_limit)
         return self._cache_tokens
 
     def memory_bytes(self) -> int:
-        """Most memory that the engine takes: the caches of target and drafter, and what a step needs besides. A CPU
-        hands it out as it is used."""
+        """Return the most memory that the engine takes: the caches of target and drafter, and the workspace of a step.
+
+        A CPU hands it out as it is used.
+        """
         return self.memory.bytes(self.cache_tokens)
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler; made at first use, which allocates the caches."""
+        """The scheduler, made at first use, which allocates the caches."""
         if self._scheduler is None:
             self.controller.prepare()
             self._scheduler = Scheduler(
@@ -145,7 +140,7 @@ class Engine:
             )
         return self._scheduler
 
-    # Asking for answers.
+    # Requests.
 
     def submit(
         self,
@@ -155,20 +150,20 @@ class Engine:
         drafting: RequestDrafting | None = None,
         trace: bool = False,
     ) -> Request:
-        """Begin to answer one prompt, and return at once.
+        """Queue one prompt, and return at once.
 
         Args:
             listener: Called with each chunk of the answer, in the worker thread, so it should be quick. An exception
                 in it ends the request.
-            drafting: How far to draft for this request; None is as far as the engine drafts.
-            trace: Report in each chunk the cycle that it comes from.
+            drafting: Draft limits of this request; None is as far as the engine drafts.
+            trace: Report in each chunk the step that it comes from.
 
         Returns:
             The request: `result()` waits for the answer, `cancel()` ends it early.
 
         Raises:
             UsageError: The prompt is empty or too long for the context, the parameters name tokens outside the
-                vocabulary, the target cannot follow the grammar, or the request needs more cache than there is.
+                vocabulary, the target cannot follow the grammar, or the request needs more KV slots than there are.
             ClosedError: The engine is closed.
         """
         request = self.request(prompt, params or SamplingParams(), drafting, trace)
@@ -181,7 +176,7 @@ class Engine:
 
         Args:
             prompts: Texts, chats or lists of token ids.
-            params: One for all, or one a prompt.
+            params: One for all, or one per prompt.
 
         Raises:
             UsageError, ClosedError: As in `submit`. All prompts are checked before the first is decoded.
@@ -202,8 +197,9 @@ class Engine:
         drafting: RequestDrafting | None = None,
         trace: bool = False,
     ) -> Iterator[Chunk]:
-        """Answer one prompt, a chunk a cycle. Arguments and errors are those of `submit`, and errors come before the
-        first chunk.
+        """Answer one prompt, one chunk per step.
+
+        Arguments and errors are those of `submit`; it raises before the first chunk.
 
         Returns:
             An iterator of chunks. Their texts and tokens, joined, are those of `generate`. Dropping the iterator before
@@ -220,7 +216,7 @@ class Engine:
         drafting: RequestDrafting | None = None,
         trace: bool = False,
     ) -> Request:
-        """`submit` for a coroutine: another thread tokenizes the prompt, and the event loop calls the listener."""
+        """Queue one prompt from a coroutine. Another thread tokenizes it, and the event loop calls the listener."""
         loop = asyncio.get_running_loop()
 
         def in_loop(chunk: Chunk) -> None:
@@ -233,7 +229,7 @@ class Engine:
         return request
 
     async def agenerate(self, prompts: Sequence[Prompt], params: Params = None) -> list[Completion]:
-        """`generate` for a coroutine; cancelling it cancels the requests."""
+        """Answer several prompts from a coroutine, as `generate`. Cancelling it cancels the requests."""
         requests = await asyncio.to_thread(self._requests, prompts, params)
         loop, ended = asyncio.get_running_loop(), asyncio.Queue[None]()
 
@@ -259,7 +255,7 @@ class Engine:
         drafting: RequestDrafting | None = None,
         trace: bool = False,
     ) -> AsyncIterator[Chunk]:
-        """`stream` for a coroutine."""
+        """Answer one prompt from a coroutine, as `stream`."""
         chunks = asyncio.Queue[Chunk]()
         request = await self.asubmit(prompt, params, chunks.put_nowait, drafting, trace)
         try:
@@ -273,11 +269,12 @@ class Engine:
 
     def _requests(self, prompts: Sequence[Prompt], params: Params) -> list[Request]:
         if isinstance(prompts, str):
-            raise UsageError("prompts is one text; give a list of prompts.")
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(prompts):
-            raise UsageError(f"{len(prompts)} prompts came with {len(each)} SamplingParams; give one, or one each.")
-        return [self.request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+            raise UsageError("prompts must be a list of prompts, got one text.")
+        if not isinstance(params, Sequence):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise UsageError(f"{len(prompts)} prompts came with {len(params)} SamplingParams; give one, or one each.")
+        return [self.request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
 
     def request(
         self,
@@ -286,15 +283,15 @@ class Engine:
         drafting: RequestDrafting | None = None,
         trace: bool = False,
     ) -> Request:
-        """A checked request that has not begun; `scheduler.add` takes it. Errors as in `submit`."""
+        """Return a checked request that is not queued; `scheduler.add` takes it. Errors are those of `submit`."""
         ids = encode(prompt, self.target)
         check_request(ids, params, self.target)
         slots = self.target.row_slots(len(ids) + params.max_new_tokens + self.slots_behind)
         if slots > self.cache_tokens:
             raise UsageError(
                 f"A request of {len(ids)} and up to {params.max_new_tokens} new tokens needs {slots} slots with its "
-                f"guesses, and the cache has {self.cache_tokens}; ask for fewer new tokens or a smaller tree, or give "
-                f"the engine more cache_tokens or memory."
+                f"draft tokens, and the cache has {self.cache_tokens}; ask for fewer new tokens or a smaller tree, or "
+                f"give the engine more cache_tokens or memory."
             )
         own_stop_ids = frozenset() if params.ignore_eos else self.target.eos_token_ids
         return Request(
@@ -303,21 +300,21 @@ class Engine:
             tokenizer=self.target.tokenizer,
             stop_ids=own_stop_ids | set(params.stop_token_ids),
             slots=slots,
-            drafting=self.controller.bounds(drafting),
+            drafting=self.controller.tighter_limits(drafting),
             grammar=None if params.grammar is None else AnswerGrammar(params.grammar, self.target),
             trace=trace,
         )
 
     def _begin(self, requests: Sequence[Request]) -> None:
-        """Queue requests, and see to it that the worker decodes them."""
+        """Queue requests, and wake the worker."""
         with self._lock:
             if self._closed:
-                raise ClosedError("The engine is closed; make another one.")
+                raise ClosedError("The engine is closed; make a new one.")
             if requests:
                 _working.add(self)
                 self._worker.begin(self.scheduler, requests)
 
-    # Ending.
+    # End.
 
     def cancel(self) -> None:
         """Cancel all requests. May be called from any thread."""
@@ -326,8 +323,10 @@ class Engine:
             scheduler.cancel()
 
     def close(self) -> None:
-        """Cancel what runs, free the memory, and store the measured cycle times for the next engine of this pair.
-        Closing again does nothing."""
+        """Cancel all requests, free the memory, and store the learned step times for the next engine of this pair.
+
+        Closing again does nothing.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -342,19 +341,7 @@ class Engine:
                 self._scheduler = None
         if self.controller.automatic:
             for drafter, learned in self.controller.learned():
-                self._store_costs(drafter, learned)
-
-    def _costs_of(self, part: Drafter) -> Costs | None:
-        """What is stored of one drafter of a combination; else, of a model, what was measured of all together."""
-        return load(path(self.target, part)) or (load(path(self.target, self.drafter)) if part.has_pass else None)
-
-    def _store_costs(self, drafter: Drafter, learned: Costs) -> None:
-        file = path(self.target, drafter)
-        known = load(file)
-        try:
-            store(file, learned if known is None else known.updated(learned), pair_of(self.target, drafter))
-        except OSError as error:
-            log.warning("The measured cycle times cannot be stored in %s: %s", file, describe(error))
+                update(self.target, drafter, learned)
 
     def __enter__(self) -> Engine:
         return self

@@ -1,4 +1,4 @@
-"""Grammars of answers: which tokens may follow, computed by llguidance."""
+"""Grammars of answers: which tokens may follow. llguidance computes them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from blockdraft.types import Grammar
 if TYPE_CHECKING:  # an optional package, loaded by the first request that has a grammar
     from llguidance import LLMatcher, LLTokenizer
 
-# Between the parts of JSON a space is allowed, or a line break with its indent; with more, some models never stop
-# adding whitespace. "lenient" turns what llguidance does not support into warnings, which `compile_schema` judges.
+# Between the parts of JSON one space is allowed, or a line break with its indent: with more, some models never stop
+# adding whitespace. "lenient" turns unsupported keywords into warnings, which `compile_schema` checks.
 JSON_STYLE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}", "lenient": True}
 ERROR_LENGTH = 300
 
@@ -50,13 +50,16 @@ class AnswerGrammar:
             raise UsageError(f"The grammar of kind {grammar.kind} is refused: {why}.")
 
     def advance(self, token: int) -> bool:
-        """Add a token to the answer. Returns whether the grammar allows it."""
+        """Add a token to the answer, and return whether the grammar allows it."""
         return self._matcher.consume_token(token)
 
     def after(self, tokens: Sequence[int]) -> Tensor | None:
-        """The tokens that may follow the answer and these, `[V]` bool on the CPU; None if these may not follow it, or
-        no token may follow them. Only end tokens follow an end token."""
-        matcher = self._matcher.deep_copy()  # an error at a guess must not end the answer
+        """Return the tokens that may follow the answer and `tokens`, `[V]` bool on the CPU.
+
+        Return None if `tokens` may not follow the answer, or if nothing may follow them. Only end tokens follow an end
+        token.
+        """
+        matcher = self._matcher.deep_copy()  # an error at a draft token must not end the answer
         for token in tokens:
             if self._ends[token]:
                 return self._ends
@@ -65,7 +68,7 @@ class AnswerGrammar:
         return self._mask(matcher)
 
     def dead_end(self) -> str | None:
-        """Why no token can follow the answer; None if one can."""
+        """Return why no token can follow the answer, or None if one can."""
         matcher = self._matcher.deep_copy()
         if self._mask(matcher) is not None:
             return None
@@ -98,23 +101,22 @@ def _compile(grammar: Grammar) -> str:
 
 
 def compile_schema(schema: str) -> str:
-    """A JSON schema in llguidance's own form.
+    """Compile a JSON schema into llguidance's form. Unknown formats are ignored, as in the standard.
 
     Raises:
-        ValueError: The schema is wrong, or has keywords that llguidance cannot enforce. Unknown formats are ignored, as
-            in the standard.
+        ValueError: The schema is wrong, or has keywords that llguidance cannot enforce.
     """
     matcher: type[LLMatcher] = _llguidance().LLMatcher
     compiled = matcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
-    _, told = matcher.validate_grammar_with_warnings(compiled)
-    lacking = [one for one in told if not one.startswith("Unknown format: ")]
-    if lacking:
-        raise ValueError(" ".join(" ".join(lacking).split())[:ERROR_LENGTH])
+    _, warnings = matcher.validate_grammar_with_warnings(compiled)
+    unsupported = [warning for warning in warnings if not warning.startswith("Unknown format: ")]
+    if unsupported:
+        raise ValueError(" ".join(" ".join(unsupported).split())[:ERROR_LENGTH])
     return compiled
 
 
 def _tokenizer(target: Target) -> LLTokenizer:
-    """llguidance's tokenizer of a target; made once, since that takes long."""
+    """Return llguidance's tokenizer of a target, made once because that takes long."""
     from llguidance.hf import from_tokenizer
     from transformers import PreTrainedTokenizerFast
 

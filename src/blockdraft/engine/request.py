@@ -1,4 +1,4 @@
-"""A request from its prompt to its completion, the row that it has while it runs, and what users see of it."""
+"""A request from prompt to completion, its running sequence, and what users see of it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class Request:
 
     Attributes:
         prompt: Token ids.
-        tokenizer: Turns the answer into text; None leaves the text empty.
-        stop_ids: Tokens that end it, the target's own included unless they are ignored.
-        slots: Cache slots that its row needs, those of guesses included.
-        listener: Called with each chunk of the answer, in the worker thread; an exception in it ends the request.
-        drafting: Its own bounds on drafting; None where they are no narrower than the engine's.
+        tokenizer: Decodes the answer; None leaves the text empty.
+        stop_ids: Tokens that end the answer, the target's own included unless they are ignored.
+        slots: KV slots that its sequence needs, those of draft tokens included.
+        listener: Called with each chunk of the answer, in the worker thread. An exception in it ends the request.
+        drafting: Draft limits that are stricter than the engine's, or None.
         grammar: State of its grammar after the tokens so far, if it has one.
-        trace: Whether its chunks report their cycles.
-        cycle: The last cycle, where chunks report it, until one has.
-        token_ids: The answer so far; the last token is the anchor.
-        drafted: For each token, whether the drafter guessed it.
-        logprobs: Log probabilities of each token, if asked for.
-        prompt_logprobs: Those of the prompt's tokens read so far, if asked for; complete before the first token.
+        trace: Whether chunks report the steps they come from.
+        cycle: The last step, until a chunk has reported it.
+        token_ids: The answer so far. The last token is the anchor.
+        drafted: For each token, whether it was a draft token.
+        logprobs: Log probabilities of each token, if requested.
+        prompt_logprobs: Those of the prompt tokens read so far, if requested; complete before the first token.
         finish_reason: None while it waits or runs.
-        failure: The error that ended it, where the finish reason is "error"; `error` is its message.
-        cancelled: Set by `cancel`; the scheduler ends the request before the next cycle.
+        failure: The error that ended it, if the finish reason is "error"; `error` is its message.
+        cancelled: Set by `cancel`. The scheduler ends the request before the next step.
     """
 
     prompt: list[int]
@@ -68,7 +68,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens that the answer may still grow by."""
+        """Number of tokens that may still be added to the answer."""
         return self.params.max_new_tokens - len(self.token_ids)
 
     @property
@@ -76,28 +76,28 @@ class Request:
         return self.finish_reason is not None
 
     def cancel(self) -> None:
-        """End it early; the tokens so far stay. May be called from any thread."""
+        """End the request early and keep the tokens so far. May be called from any thread."""
         self.cancelled = True
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Wait for the end.
+        """Wait for the end, and return the completion.
 
         Args:
-            timeout: Seconds; None waits for ever.
+            timeout: Seconds; None waits forever.
 
         Raises:
-            TimeoutError: It has not ended by then; it goes on.
+            TimeoutError: The request has not ended by then. It goes on.
         """
         if not self.wait(timeout):
             raise TimeoutError(f"The request has not ended after {timeout} s; wait longer, or cancel it.")
         return self.completion()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end for at most `timeout` seconds. Returns whether it has ended."""
+        """Wait for the end for at most `timeout` seconds, and return whether the request has ended."""
         return self._ended.wait(timeout)
 
     def finish(self, reason: FinishReason) -> None:
-        """End it."""
+        """End the request."""
         try:
             self.text.finish()
         except Exception as error:
@@ -106,12 +106,12 @@ class Request:
             self.finish_reason = reason
 
     def fail(self, error: BlockdraftError, cause: BaseException | None = None) -> None:
-        """End it with an error."""
+        """End the request with an error."""
         error.__cause__ = cause
         self.finish_reason, self.failure = "error", error
 
     def dead_end(self) -> BlockdraftError:
-        """The error for an answer that no token can continue."""
+        """Return the error for an answer that no token can continue."""
         place = f"after token {len(self.token_ids)} of the answer"
         why = None if self.grammar is None else self.grammar.dead_end()
         if why is not None:
@@ -120,15 +120,13 @@ class Request:
         return NumbersError(f"The target's logits {place} are not finite numbers{allowed}.")
 
     def extend(self, token_ids: Sequence[int], drafted: Sequence[bool], logprobs: Sequence[TokenLogprob] = ()) -> int:
-        """Add committed tokens up to a stop token, a stop string or the length limit. A tokenizer that fails ends the
-        request.
+        """Add committed tokens up to a stop token, a stop string or the length limit, and return how many were added.
 
-        Returns:
-            Number of tokens added.
+        A tokenizer that fails ends the request.
         """
-        for count, (token, from_draft) in enumerate(zip(token_ids, drafted, strict=True), start=1):
+        for count, (token, is_draft) in enumerate(zip(token_ids, drafted, strict=True), start=1):
             self.token_ids.append(token)
-            self.drafted.append(from_draft)
+            self.drafted.append(is_draft)
             if logprobs:
                 self.logprobs.append(logprobs[count - 1])
             if self.params.stop:  # else the text is not needed yet
@@ -149,16 +147,16 @@ class Request:
         return len(token_ids)
 
     def publish(self) -> None:
-        """Pass what is new to the listener, and wake those who wait for the end."""
+        """Pass new tokens to the listener, and wake whoever waits for the end."""
         if self.listener is not None and (self.finished or len(self.token_ids) > self._sent):
             try:
                 chunk = self._chunk()
-            except Exception as error:  # the listener must hear of it, or it would wait for ever
+            except Exception as error:  # the listener must get it, or it would wait forever
                 self.fail(RequestError(f"The tokenizer failed: {describe(error)}"), error)
                 chunk = self._chunk()
             try:
                 self.listener(chunk)
-            except BaseException as error:  # sys.exit() too: those who wait for the end must not wait for ever
+            except BaseException as error:  # also sys.exit(): whoever waits for the end must not wait forever
                 self.listener = None
                 self.fail(RequestError(f"The listener failed: {describe(error)}"), error)
         if self.finished:
@@ -182,11 +180,11 @@ class Request:
 
     @property
     def error(self) -> str | None:
-        """Message of the error that ended it."""
+        """Message of the error that ended the request."""
         return _message(self.failure)
 
     def completion(self) -> Completion:
-        """The answer of a request that has ended."""
+        """Return the completion of a request that has ended."""
         assert self.finish_reason is not None
         try:
             text = self.text.shown
@@ -206,23 +204,23 @@ class Request:
 
 
 @dataclass(eq=False)
-class Row:
-    """A running request, and its range of slots in the caches of target and drafter.
+class RunningSequence:
+    """A running request, and its range of KV slots in the caches of target and drafter.
 
     Attributes:
-        start: First of its slots, which is its name in both caches.
+        start: First of its slots, which names it in both caches.
         capacity: Number of its slots.
-        read: Tokens of the prompt that have been read.
+        prefilled: Tokens of the prompt that have been read.
     """
 
     request: Request
     start: int
     capacity: int
-    read: int = 0
+    prefilled: int = 0
 
     @property
-    def reading(self) -> bool:
-        return self.read < len(self.request.prompt)
+    def in_prefill(self) -> bool:
+        return self.prefilled < len(self.request.prompt)
 
 
 @dataclass(frozen=True)
@@ -230,17 +228,16 @@ class Completion:
     """An answer.
 
     Attributes:
-        text: Text without special tokens and without the stop string that ended it; empty if the target has no
-            tokenizer.
-        token_ids: Tokens, with the stop token, or the tokens of the stop string.
+        text: Text without special tokens and without the stop string that ended it. Empty without a tokenizer.
+        token_ids: Tokens, including the stop token or those of the stop string.
         finish_reason: "stop" at a stop token or stop string, "length" at `max_new_tokens`, "cancelled", or "error".
-        drafted: For each token, whether the drafter guessed it.
-        stats: Counts and times; `tau` is a short cut to the most common one.
+        drafted: For each token, whether it was a draft token.
+        stats: Counts and times; `tau` is a shortcut to the most common one.
         prompt_tokens: Length of the prompt.
         failure: Error that ended it, if the finish reason is "error"; `error` is its message.
-        logprobs: Log probabilities of each token, if `SamplingParams` asks for them.
-        prompt_logprobs: Those of each token of the prompt, if asked for; None for the first, which follows nothing.
-            Fewer if the request ended before its prompt was read.
+        logprobs: Log probabilities of each token, if requested.
+        prompt_logprobs: Those of each prompt token, if requested; None for the first, which follows nothing. Fewer if
+            the request ended before its prompt was read.
     """
 
     text: str
@@ -262,11 +259,11 @@ class Completion:
         return _message(self.failure)
 
     def checked(self) -> Completion:
-        """This completion, unless it ended in an error.
+        """Return this completion, or raise the error that ended it.
 
         Raises:
             NumbersError: The target computed no finite logits.
-            RequestError: Another error.
+            RequestError: Any other error.
         """
         if self.failure is not None:
             raise self.failure
@@ -275,19 +272,19 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Part of a streamed answer that one cycle adds.
+    """Part of a streamed answer that one step adds.
 
     Attributes:
-        text: New text. It holds whole characters only, and nothing that may still turn out to be a stop string, so it
-            may be empty while `token_ids` is not.
+        text: New text. It holds whole characters only, and nothing that may still become a stop string, so it may be
+            empty while `token_ids` is not.
         token_ids: New tokens.
-        drafted: For each new token, whether the drafter guessed it; False for the bonus token.
+        drafted: For each new token, whether it was a draft token; False for the bonus.
         stats: Counts and times so far; the same object in every chunk of an answer.
         finish_reason: Set on the last chunk.
         failure: Set on the last chunk if its finish reason is "error"; `error` is its message.
-        logprobs: Log probabilities of each new token, if `SamplingParams` asks for them.
-        cycle: Cycle that the tokens come from, if the request was submitted with `trace`; None for the first token,
-            which comes from reading the prompt.
+        logprobs: Log probabilities of each new token, if requested.
+        cycle: Step that the tokens come from, if the request was submitted with `trace`; None for the first token,
+            which comes from prefill.
     """
 
     text: str
@@ -304,7 +301,7 @@ class Chunk:
         return _message(self.failure)
 
     def checked(self) -> Chunk:
-        """This chunk. Raises as `Completion.checked` does."""
+        """Return this chunk, or raise as `Completion.checked` does."""
         if self.failure is not None:
             raise self.failure
         return self

@@ -1,59 +1,69 @@
-"""Executes what the scheduler decides: reads prompts and runs cycles.
+"""Executes what the scheduler decides: prefill, and the one decode loop.
 
-There is one decode loop, `Runner.step`: plain decoding is a proposal that holds the anchor alone.
+`Runner.step` is the whole loop: propose, score, verify, commit, observe. Plain decoding is a proposal that holds the
+anchor alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockdraft.decode.distributions import PART, Distributions, by_temperature
+from blockdraft.decode.distributions import PART, Distributions
 from blockdraft.decode.proposal import Plan, Proposal, chain, cut
 from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import Drafter
-from blockdraft.engine.draft_context import DraftContext
-from blockdraft.engine.request import Request, Row
+from blockdraft.engine.request import Request, RunningSequence
+from blockdraft.errors import RequestError, describe
 from blockdraft.machine import send
 from blockdraft.targets import Target, TargetOutput
-from blockdraft.timing import BOOKKEEPING, COMMIT, DRAFT_TOKENS, DRAFTING, FORWARD, OBSERVE, VERIFICATION, Cycle, mark
-from blockdraft.types import CycleTokens, CycleTrace, TokenLogprob
+from blockdraft.timing import BOOKKEEPING, COMMIT, DRAFT_TOKENS, DRAFTING, FORWARD, OBSERVE, VERIFICATION, Cycle
+from blockdraft.types import CycleTrace, TokenLogprob
+
+MAX_PENDING_STEPS = 512  # plain steps before the drafter observes what they committed
+OBSERVE_TOKENS = 256  # tokens of a batch in one such call of `observe`, whose memory grows with them
 
 
 class Outcome(NamedTuple):
-    """Outcome of a cycle.
+    """Outcome of a step.
 
     Attributes:
-        draft_tokens: Guesses a row, padding of shorter rows included.
-        deepest: For each row the guesses on its longest path.
-        lengths: For each row the guesses that were accepted.
-        expected: For each row the guesses that the drafter expected to be accepted, where it says so.
-        part: Index of the drafter that drafted, where drafters take turns.
-        seconds: Time of the cycle, without `late`.
-        late: Seconds in which the drafter observed what earlier cycles had left to it.
-        invalid: Indices of rows for which no token could be chosen, since logits were not finite or the grammar allows
-            none. Nothing of them was committed.
+        requests: The requests of the batch.
+        plan: The plan that was carried out.
+        num_draft_tokens: Draft tokens per sequence, including padding.
+        max_depth: Length of the longest draft path of each sequence.
+        accepted: Accepted draft tokens of each sequence.
+        expected: Accepted draft tokens that the drafter expected, if it says so.
+        drafter: Index of the member that drafted, for a `HybridPlan`.
+        seconds: Time of the step, without `catch_up_seconds`.
+        catch_up_seconds: Time the drafter spent on hidden states left over from earlier steps.
+        invalid: Indices of sequences without a next token, because logits were not finite or the grammar allows none.
+            Nothing of them was committed.
     """
 
-    draft_tokens: int
-    deepest: list[int]
-    lengths: list[int]
-    expected: Sequence[float] | None
-    part: int
-    seconds: float
-    late: float
-    invalid: list[int]
+    requests: Sequence[Request]
+    plan: Plan
+    num_draft_tokens: int
+    max_depth: Sequence[int]
+    accepted: Sequence[int]
+    expected: Sequence[float] | None = None
+    drafter: int = 0
+    seconds: float = 0.0
+    catch_up_seconds: float = 0.0
+    invalid: Sequence[int] = ()
 
 
 class Runner:
-    """Runs a target and a drafter on rows of their caches. Rows are named by their first slot.
+    """Runs a target and a drafter on sequences, which are named by their first KV slot in both caches.
+
+    The drafter observes the tokens of plain steps later, all at once before its next draft: a call in each step would
+    slow plain decoding down.
 
     Args:
-        slots: Slots of the caches, those of nodes included.
+        slots: KV slots of each cache, those of draft tokens included.
         sampled: As in `Drafting`.
     """
 
@@ -63,72 +73,77 @@ class Runner:
         self.cache, self.state = target.new_cache(1, slots), drafter.new_state(1, slots)
         for store in (self.cache, self.state):
             store.close(0)
-        self.draft_context = DraftContext(drafter, self.state, target.device)
+        self._pending: list[tuple[Tensor, Tensor | None]] = []  # tokens [B, 1] and hidden states [B, 1, m * H] of steps
+        self._pending_of: list[RunningSequence] = []
 
-    def open(self, row: int, capacity: int) -> None:
-        """Begin an empty row."""
+    # Sequences.
+
+    def open(self, start: int, capacity: int) -> None:
+        """Begin an empty sequence."""
         for store in (self.cache, self.state):
-            store.open(row, capacity)
+            store.open(start, capacity)
 
-    def close(self, row: int, zero_slots: bool = False) -> None:
-        """Forget a row.
+    def close(self, start: int, zero_slots: bool = False) -> None:
+        """Forget a sequence.
 
         Args:
-            zero_slots: Clear its slots too, in which there may be numbers that are not finite.
+            zero_slots: Zero its KV slots, in which numbers may not be finite.
         """
-        self.draft_context.forget(row)
-        self.draft_context.catch_up()
+        if [sequence.start for sequence in self._pending_of] == [start]:  # the drafter will not be asked about it
+            self._pending, self._pending_of = [], []
+        self.catch_up()
         for store in (self.cache, self.state):
             if zero_slots:
-                store.zero_slots(row, whole=True)
-            store.close(row)
+                store.zero_slots(start, whole=True)
+            store.close(start)
 
-    def shrink(self, row: int, capacity: int) -> None:
-        """Give up the slots of a row beyond the first `capacity`, with their tokens."""
-        self.draft_context.catch_up()
+    def shrink(self, start: int, capacity: int) -> None:
+        """Free the KV slots of a sequence beyond the first `capacity`, with their tokens."""
+        self.catch_up()
         for store in (self.cache, self.state):
-            store.shrink(row, capacity)
+            store.shrink(start, capacity)
 
-    def copy(self, source: int, row: int, length: int) -> None:
-        """Copy the first `length` tokens of one row to another, which is empty."""
-        self.draft_context.catch_up()
+    def copy(self, source: int, start: int, length: int) -> None:
+        """Copy the first `length` tokens of a sequence to another, which is empty."""
+        self.catch_up()
         for store in (self.cache, self.state):
-            store.copy(source, row, length)
+            store.copy(source, start, length)
 
-    def restore(self, row: Row) -> None:
-        """Make a row as it was before a step that failed, so that its slots hold no more than its request knows."""
-        request, cache = row.request, self.cache.of([row.start])
+    def restore(self, sequence: RunningSequence) -> None:
+        """Undo a failed step: keep only the tokens that the request knows."""
+        request, cache = sequence.request, self.cache.of([sequence.start])
         # The last token of the answer is the anchor, which is not in the cache.
-        known = row.read if row.reading else len(request.prompt) + len(request.token_ids) - 1
+        known = sequence.prefilled if sequence.in_prefill else len(request.prompt) + len(request.token_ids) - 1
         cache.truncate([min(known, *cache.lengths)])
-        self.zero_slots(row.start)
+        self._zero_slots(sequence.start)
 
-    def zero_slots(self, row: int) -> None:
-        """Clear the slots behind a row's committed tokens."""
+    def _zero_slots(self, start: int) -> None:
         for store in (self.cache, self.state):
-            store.zero_slots(row)
+            store.zero_slots(start)
 
-    def held(self, row: int) -> int:
-        """Number of committed tokens of a row."""
-        lengths: list[int] = self.cache.of([row]).lengths
+    def committed_length(self, start: int) -> int:
+        """Return the number of committed tokens of a sequence."""
+        lengths: list[int] = self.cache.of([start]).lengths
         return lengths[0]
 
-    def read(self, rows: Sequence[Row], counts: Sequence[int]) -> list[int]:
-        """Read the next tokens of prompts. The last token of a prompt yields the first one of the answer.
+    # Prefill and decode.
+
+    def prefill(self, sequences: Sequence[RunningSequence], counts: Sequence[int]) -> list[int]:
+        """Read the next tokens of prompts. The last token of a prompt yields the first token of the answer.
 
         Args:
-            counts: Tokens to read of each row. Each row needs free slots for the largest of these numbers.
+            counts: Tokens to read of each prompt. Each sequence needs free KV slots for the largest count.
 
         Returns:
-            Indices of rows whose prompt is read and for which no first token could be chosen, as `Outcome.invalid`.
+            Indices of sequences whose prompt is read and that have no first token, as in `Outcome.invalid`.
         """
-        cache = self.cache.of([row.start for row in rows])
-        parts = [row.request.prompt[row.read : row.read + count] for row, count in zip(rows, counts, strict=True)]
+        cache = self.cache.of([sequence.start for sequence in sequences])
+        parts = [s.request.prompt[s.prefilled : s.prefilled + n] for s, n in zip(sequences, counts, strict=True)]
         longest = max(counts)
-        # Padded with a token of the row itself, so that nothing foreign comes into its slots.
+        # Padding repeats a token of the same prompt: another's values might be NaN, and would stay in the slots.
         tokens = self._tensor([[*part, *part[-1:] * (longest - len(part))] for part in parts])
         last = self._tensor([count - 1 for count in counts])
-        scored = any(row.request.params.prompt_logprobs is not None for row in rows)
+        scored = any(sequence.request.params.prompt_logprobs is not None for sequence in sequences)
         output = self.target.forward(
             tokens,
             chain(tokens).parents,
@@ -138,87 +153,88 @@ class Runner:
         )
         prompt_logits = output.logits
         if scored:
-            at = torch.arange(len(rows)), last.cpu()
+            at = torch.arange(len(sequences)), last.cpu()
             best = None if output.best is None else output.best[at][:, None]
             output = TargetOutput(prompt_logits[at][:, None], output.hidden_states, best)
-        ready = [i for i, row in enumerate(rows) if row.read + counts[i] == len(row.request.prompt)]
-        first, invalid = dict[int, int](), list[int]()  # first token of the answer, by the row's index
+        ready = [i for i, s in enumerate(sequences) if s.prefilled + counts[i] == len(s.request.prompt)]
+        first, invalid = dict[int, int](), list[int]()  # first token of the answer, by index
         if ready:
-            logits = output.logits if len(ready) == len(rows) else output.logits[ready]
+            logits = output.logits if len(ready) == len(sequences) else output.logits[ready]
             best = None if output.best is None else output.best[ready]
             anchors = chain(tokens.gather(1, last[:, None])[ready])
-            _, verdict = self._verdict([rows[i] for i in ready], anchors, TargetOutput(logits, None, best))
+            requests = [sequences[i].request for i in ready]
+            _, verdict = self._verify(requests, anchors, TargetOutput(logits, None, best))
             for i, path, token in zip(ready, verdict.path, verdict.bonus, strict=True):
                 if path:
                     first[i] = token
                 else:
                     invalid.append(i)
-        # Before the commit, since memory may run out here, and tokens not yet committed can be read again.
-        scores = {i: answer_logprobs(rows[i].request, output.logits, i, [0], [token]) for i, token in first.items()}
-        prompt_scores = [prompt_logprobs(row, prompt_logits[i, : counts[i]]) for i, row in enumerate(rows)]
+        # Log probabilities before the commit: memory may run out here, and an uncommitted step can be repeated.
+        logprobs = {
+            i: answer_logprobs(sequences[i].request, output.logits, i, [0], [token]) for i, token in first.items()
+        }
+        prompt_scores = [prompt_logprobs(s, prompt_logits[i, : counts[i]]) for i, s in enumerate(sequences)]
         paths = [range(0 if i in invalid else count) for i, count in enumerate(counts)]
         cache.commit(paths)
-        for i, row in enumerate(rows):
+        for i, sequence in enumerate(sequences):
             if i not in invalid:
-                row.request.prompt_logprobs += prompt_scores[i]
-                row.read += counts[i]
+                sequence.request.prompt_logprobs += prompt_scores[i]
+                sequence.prefilled += counts[i]
         for i, token in first.items():
-            rows[i].request.extend([token], [False], scores[i])
-        self.draft_context.observe(rows, tokens, output.hidden_states, paths)
+            sequences[i].request.extend([token], [False], logprobs[i])
+        self._observe(sequences, tokens, output.hidden_states, paths)
         return invalid
 
-    def step(self, rows: Sequence[Row], plan: Plan) -> Outcome:
-        """One cycle: propose, score, verify, commit, observe.
+    def step(self, sequences: Sequence[RunningSequence], plan: Plan) -> Outcome:
+        """Run one step: propose, score, verify, commit, observe.
 
         Args:
-            rows: Their prompts have been read, and their requests have not ended.
+            sequences: Running sequences whose prompts have been read.
         """
         with Cycle() as timer:
-            requests, starts = [row.request for row in rows], [row.start for row in rows]
+            requests, starts = [sequence.request for sequence in sequences], [sequence.start for sequence in sequences]
             cache = self.cache.of(starts)
             anchor = self._tensor([request.token_ids[-1] for request in requests])
             timer.mark(BOOKKEEPING)
-            late = self._catch_up(timer) if self.draft_context.due(rows, plan) else 0.0
-            program, output = self._program(rows, plan), None
-            if program is not None:
-                proposal, tokens, verdict, broken = self._run(program, rows, cache, plan)
-            else:
-                proposal = self._propose(rows, anchor, plan)
-                timer.mark(DRAFT_TOKENS)
-                output = self.target.forward(
-                    proposal.tokens, proposal.parents, cache, target_layers=self.drafter.target_layers
-                )
-                timer.mark(FORWARD)
-                distributions, verdict = self._verdict(rows, proposal, output)
-                tokens, broken = distributions.tokens, distributions.invalid_rows
-            deepest = [max(depths) for depths in proposal.depth_lists]
-            invalid = [i for i, path in enumerate(verdict.path) if not path]
-            new = [[*(tokens[i][node] for node in path[1:]), verdict.bonus[i]] for i, path in enumerate(verdict.path)]
-            # Before the commit, since memory may run out here, and what is not committed can be repeated.
-            scores: list[Sequence[TokenLogprob]] = [()] * len(rows)
-            if output is not None:
-                scores = [
-                    answer_logprobs(request, output.logits, i, verdict.path[i], new[i])
-                    for i, request in enumerate(requests)
-                ]
-                timer.mark(VERIFICATION)
-                cache.commit(verdict.path)
-                timer.mark(COMMIT)
+            catch_up_seconds = 0.0
+            if self._must_catch_up(sequences, plan):
+                before = timer.total
+                self.catch_up()
+                timer.mark(OBSERVE)
+                catch_up_seconds = timer.total - before
+
+            proposal = self._propose(requests, starts, anchor, plan)
+            timer.mark(DRAFT_TOKENS)
+            output = self.target.forward(
+                proposal.tokens, proposal.parents, cache, target_layers=self.drafter.target_layers
+            )
+            timer.mark(FORWARD)
+            distributions, verdict = self._verify(requests, proposal, output)
+            tokens, paths = distributions.tokens, verdict.path
+            max_depth = [max(depths) for depths in proposal.depth_lists]
+            invalid = [i for i, path in enumerate(paths) if not path]
+            new = [[*(tokens[i][node] for node in path[1:]), verdict.bonus[i]] for i, path in enumerate(paths)]
+            # Before the commit: memory may run out here, and an uncommitted step can be repeated.
+            logprobs = [
+                answer_logprobs(request, output.logits, i, paths[i], new[i]) for i, request in enumerate(requests)
+            ]
+            timer.mark(VERIFICATION)
+            cache.commit(paths)
+            timer.mark(COMMIT)
             for i, request in enumerate(requests):
                 if i not in invalid:
-                    count = request.extend(new[i], [True] * (len(new[i]) - 1) + [False], scores[i])
+                    count = request.extend(new[i], [True] * (len(new[i]) - 1) + [False], logprobs[i])
                     request.stats.committed.append(count)
-                    request.stats.drafted.append(deepest[i])
+                    request.stats.drafted.append(max_depth[i])
             timer.mark(BOOKKEEPING)
-            if output is None:  # the program has observed
-                pass
-            elif plan.block_size == 1 and not invalid:
-                self.draft_context.keep(rows, proposal.tokens, output.hidden_states)
+            if plan.block_size == 1 and not invalid:
+                self._pending.append((proposal.tokens, output.hidden_states))
+                self._pending_of = list(sequences)
             else:
-                self.draft_context.catch_up()
-                self.draft_context.observe(rows, proposal.tokens, output.hidden_states, verdict.path)
-            for i in broken:  # also of nodes that were not reached: their slots must not keep NaN
-                self.zero_slots(starts[i])
+                self.catch_up()
+                self._observe(sequences, proposal.tokens, output.hidden_states, paths)
+            for i in distributions.invalid_rows:  # also of nodes that no path reached: the slots must not keep NaN
+                self._zero_slots(starts[i])
             timer.mark(OBSERVE)
         for i, request in enumerate(requests):
             request.stats.draft_seconds += timer.of(DRAFTING)
@@ -227,71 +243,38 @@ class Runner:
             if request.trace and i not in invalid:
                 request.cycle = _trace(proposal, tokens, verdict, i, timer.total)
         return Outcome(
-            draft_tokens=proposal.tokens.size(1) - 1,
-            deepest=deepest,
-            lengths=[max(len(path) - 1, 0) for path in verdict.path],
+            requests=requests,
+            plan=plan,
+            num_draft_tokens=proposal.tokens.size(1) - 1,
+            max_depth=max_depth,
+            accepted=[max(len(path) - 1, 0) for path in paths],
             expected=proposal.expected,
-            part=proposal.part,
-            seconds=timer.total - late,
-            late=late,
+            drafter=proposal.part,
+            seconds=timer.total - catch_up_seconds,
+            catch_up_seconds=catch_up_seconds,
             invalid=invalid,
         )
 
-    def _program(self, rows: Sequence[Row], plan: Plan) -> Callable[..., CycleTokens] | None:
-        """The drafter's program for the whole cycle, where it has one and no request asks for more than it does."""
-        requests = [row.request for row in rows]
-        if self._sampled or any(each.drafting or each.grammar is not None for each in requests):
-            return None
-        if any(not by_temperature(each) or each.logprobs is not None for each in plan.params):
-            return None
-        return self.drafter.cycle(plan)
-
-    def _run(
-        self, program: Callable[..., CycleTokens], rows: Sequence[Row], cache: Any, plan: Plan
-    ) -> tuple[Proposal, list[list[int]], Verdict, list[int]]:
-        """Run a whole cycle as one program.
-
-        Returns:
-            The proposal, the tokens of its nodes, the verdict, and rows with a node whose logits are not finite.
-        """
-        requests, state = [row.request for row in rows], self.state.of([row.start for row in rows])
-        uniforms = None
-        if any(params.temperature > 0 for params in plan.params):
-            uniforms = torch.stack([r.random.at(range(n := len(r.token_ids), n + plan.block_size)) for r in requests])
-        found = program(cache, state, [request.token_ids[-1] for request in requests], uniforms)
-        mark(FORWARD)
-        bonus = [after[path[-1]] if path else -1 for after, path in zip(found.following, found.paths, strict=True)]
-        broken = [row for row, after in enumerate(found.following) if -1 in after]
-        proposal = Proposal(torch.tensor(found.tokens), torch.tensor(found.parents))
-        return proposal, found.tokens, Verdict(found.paths, bonus), broken
-
-    def _propose(self, rows: Sequence[Row], anchor: Tensor, plan: Plan) -> Proposal:
+    def _propose(self, requests: Sequence[Request], starts: Sequence[int], anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        requests = [row.request for row in rows]
-        if self._sampled:
-            plan = replace(plan, draws=self._fresh(requests)[:, : plan.block_size - 1])
-        proposal = self.drafter.propose(self.state.of([row.start for row in rows]), anchor, plan)
-        bounds = [request.drafting for request in requests]
-        return cut(proposal, bounds) if any(bounds) else proposal
+        if self._sampled and any(params.temperature > 0 for params in plan.params):
+            plan = plan.as_sampled(self._fresh_numbers(requests)[:, : plan.block_size - 1])
+        proposal = self.drafter.propose(self.state.of(starts), anchor, plan)
+        limits = [request.drafting for request in requests]
+        return cut(proposal, limits) if any(limits) else proposal
 
-    def _catch_up(self, timer: Cycle) -> float:
-        """Let the drafter observe what is kept. Returns the seconds, which are no part of this cycle's own time."""
-        before = timer.total
-        self.draft_context.catch_up()
-        timer.mark(OBSERVE)
-        return timer.total - before
-
-    def _verdict(self, rows: Sequence[Row], proposal: Proposal, output: TargetOutput) -> tuple[Distributions, Verdict]:
-        requests = [row.request for row in rows]
+    def _verify(
+        self, requests: Sequence[Request], proposal: Proposal, output: TargetOutput
+    ) -> tuple[Distributions, Verdict]:
         params = [request.params for request in requests]
         uniforms = tests = None
-        if any(each.temperature > 0 for each in params):
-            # Node i's number decides the output token that follows it.
-            each = zip(requests, proposal.depth_lists, strict=True)
-            uniforms = torch.stack([r.random.at([len(r.token_ids) + d for d in depths]) for r, depths in each])
+        if any(p.temperature > 0 for p in params):
+            # The number of a node decides the token that follows it.
+            depths = zip(requests, proposal.depth_lists, strict=True)
+            uniforms = torch.stack([r.random.at([len(r.token_ids) + depth for depth in nodes]) for r, nodes in depths])
         if proposal.q is not None:
-            tests = self._fresh(requests)[:, self.drafter.block_size :][:, : proposal.tokens.size(1)]
+            tests = self._fresh_numbers(requests)[:, self.drafter.block_size :][:, : proposal.tokens.size(1)]
         distributions = Distributions(
             output.logits,
             params,
@@ -304,58 +287,127 @@ class Runner:
         )
         return distributions, verify(proposal, distributions, uniforms, tests)
 
-    def _fresh(self, requests: Sequence[Request]) -> Tensor:
-        """Random numbers `[B, 2 * block_size]` of a cycle, to sample the guesses of a chain and to test its nodes."""
+    def _fresh_numbers(self, requests: Sequence[Request]) -> Tensor:
+        """Return `[B, 2 * block_size]` numbers of a step, to sample a chain's draft tokens and to test its nodes."""
         count = 2 * self.drafter.block_size
         return torch.stack([request.random.fresh(len(request.token_ids), count) for request in requests])
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
-        return send(torch.tensor(values), self.target.device)
+        tensor = torch.tensor(values)
+        return tensor if self.target.device.type == "cpu" else send(tensor, self.target.device)
+
+    # What the drafter observes.
+
+    def _must_catch_up(self, sequences: Sequence[RunningSequence], plan: Plan) -> bool:
+        if not self._pending:
+            return False
+        return plan.block_size > 1 or len(self._pending) == MAX_PENDING_STEPS or list(sequences) != self._pending_of
+
+    def catch_up(self) -> None:
+        """Let the drafter observe what plain steps have committed. Must precede any change of sequences."""
+        if not self._pending:
+            return
+        tokens, hidden_states = zip(*self._pending, strict=True)
+        sequences = self._pending_of
+        self._pending, self._pending_of = [], []
+        size = max(1, OBSERVE_TOKENS // len(sequences))
+        for first in range(0, len(tokens), size):
+            alive = [i for i, sequence in enumerate(sequences) if sequence.request.failure is None]
+            piece = slice(first, first + size)
+            piece_tokens = torch.cat(tokens[piece], dim=1)[alive]
+            self._observe(
+                [sequences[i] for i in alive],
+                tokens=piece_tokens,
+                hidden_states=None if hidden_states[0] is None else torch.cat(hidden_states[piece], dim=1)[alive],
+                paths=[range(piece_tokens.size(1))] * len(alive),
+            )
+
+    def _observe(
+        self,
+        sequences: Sequence[RunningSequence],
+        tokens: Tensor,
+        hidden_states: Tensor | None,
+        paths: Sequence[Sequence[int]],
+    ) -> None:
+        """Let the drafter observe committed nodes. End the sequences for which it fails.
+
+        Args:
+            tokens: `[B, N]` int64, of all nodes.
+            hidden_states: Hidden states `[B, N, m * H]`; None for a drafter without target layers.
+            paths: The committed nodes of each sequence.
+        """
+        lengths = [len(path) for path in paths]
+        longest = max(lengths, default=0)
+        if longest == 0:
+            return
+        if all(not path or path[-1] == len(path) - 1 for path in paths):  # the first nodes, as in every chain
+            tokens, hidden_states = (
+                tokens[:, :longest],
+                hidden_states if hidden_states is None else hidden_states[:, :longest],
+            )
+        else:
+            index = self._tensor([[*path, *[0] * (longest - len(path))] for path in paths])
+            tokens = tokens.gather(1, index)
+            if hidden_states is not None:
+                hidden_states = hidden_states.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden_states.size(-1)))
+        try:
+            self.drafter.observe(self.state.of([s.start for s in sequences]), tokens, hidden_states, lengths)
+        except Exception as error:
+            if len(sequences) == 1:
+                sequences[0].request.fail(RequestError(f"The drafter failed: {describe(error)}"), error)
+                return
+            for i, sequence in enumerate(sequences):
+                self._observe(
+                    [sequence],
+                    tokens=tokens[i : i + 1],
+                    hidden_states=hidden_states if hidden_states is None else hidden_states[i : i + 1],
+                    paths=[range(lengths[i])],
+                )
 
 
-def _trace(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, row: int, seconds: float) -> CycleTrace:
-    parents = proposal.parent_lists[row]
+def _trace(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, index: int, seconds: float) -> CycleTrace:
+    parents = proposal.parent_lists[index]
     count = 1 + max(node for node, parent in enumerate(parents) if node == 0 or parent >= 0)  # padding is last
     return CycleTrace(
-        tokens=tuple(tokens[row][:count]),
+        tokens=tuple(tokens[index][:count]),
         parents=tuple(parents[:count]),
-        path=tuple(verdict.path[row]),
+        path=tuple(verdict.path[index]),
         seconds=seconds,
     )
 
 
 def token_logprobs(logits_MV: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
-    """Log-softmax of each token under its logits, with the `count` likeliest tokens; of equals the lower ids first."""
-    found = []
-    step, count = max(1, PART // logits_MV.size(-1)), min(count, logits_MV.size(-1))
-    for first in range(0, len(tokens), step):
-        own = tokens[first : first + step]
-        log_probs = logits_MV[first : first + step].float().log_softmax(dim=-1)
-        ids = torch.tensor(own, device=log_probs.device)
-        chosen = log_probs.gather(1, ids[:, None])[:, 0].tolist()
+    """Return the log-softmax of each token under its logits, with the `count` likeliest tokens.
+
+    Ties go to lower ids.
+    """
+    logprobs = []
+    size, count = max(1, PART // logits_MV.size(-1)), min(count, logits_MV.size(-1))
+    for first in range(0, len(tokens), size):
+        part = tokens[first : first + size]
+        log_probs = logits_MV[first : first + size].float().log_softmax(dim=-1)
+        own = log_probs.gather(1, torch.tensor(part, device=log_probs.device)[:, None])[:, 0].tolist()
         top = log_probs.topk(count, dim=-1)
-        for token, value, each in zip(
-            own, chosen, zip(top.indices.tolist(), top.values.tolist(), strict=True), strict=True
-        ):
-            best = sorted(zip(*each, strict=True), key=lambda entry: (-entry[1], entry[0]))
-            found.append(TokenLogprob(token, value, tuple(best)))
-    return found
+        for token, value, ids, values in zip(part, own, top.indices.tolist(), top.values.tolist(), strict=True):
+            best = sorted(zip(ids, values, strict=True), key=lambda entry: (-entry[1], entry[0]))
+            logprobs.append(TokenLogprob(token, value, tuple(best)))
+    return logprobs
 
 
 def answer_logprobs(
-    request: Request, logits_BNV: Tensor, row: int, nodes: Sequence[int], tokens: Sequence[int]
+    request: Request, logits_BNV: Tensor, index: int, nodes: Sequence[int], tokens: Sequence[int]
 ) -> Sequence[TokenLogprob]:
-    """Logprobs of the tokens after these nodes, if the request asks for them."""
+    """Return the log probabilities of the tokens that follow these nodes, if the request asks for them."""
     count = request.params.logprobs
-    return () if count is None or not nodes else token_logprobs(logits_BNV[row, nodes], tokens, count)
+    return () if count is None or not nodes else token_logprobs(logits_BNV[index, nodes], tokens, count)
 
 
-def prompt_logprobs(row: Row, logits_NV: Tensor) -> Sequence[TokenLogprob | None]:
-    """Logprobs of the prompt's tokens that follow those just read, if the request asks for them."""
-    request, first = row.request, row.read + 1
+def prompt_logprobs(sequence: RunningSequence, logits_NV: Tensor) -> Sequence[TokenLogprob | None]:
+    """Return the log probabilities of the prompt tokens that follow those just read, if the request asks for them."""
+    request, first = sequence.request, sequence.prefilled + 1
     count = request.params.prompt_logprobs
     if count is None:
         return ()
     following = request.prompt[first : first + len(logits_NV)]
-    known = token_logprobs(logits_NV[: len(following)], following, count)
-    return [None, *known] if row.read == 0 else known
+    logprobs = token_logprobs(logits_NV[: len(following)], following, count)
+    return [None, *logprobs] if sequence.prefilled == 0 else logprobs

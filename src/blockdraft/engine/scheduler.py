@@ -1,4 +1,4 @@
-"""Decides who runs, on which slots, what is read and what is remembered. It touches no tensor."""
+"""Decides which requests run, on which KV slots, and what is prefilled and kept. It touches no tensor."""
 
 from __future__ import annotations
 
@@ -9,50 +9,51 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import ChainPlan
 from blockdraft.engine.adaptive.policy import Controller
-from blockdraft.engine.cache_manager import CacheManager
-from blockdraft.engine.request import Request, Row
+from blockdraft.engine.kv_slots import KVSlots
+from blockdraft.engine.request import Request, RunningSequence
 from blockdraft.engine.runner import Runner
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError, describe
 
 log = logging.getLogger(__name__)
 
-SCORED_TOKENS = 256  # most tokens read at a time of a prompt whose logprobs are wanted: their logits take much memory
-IDLE_READS = 4  # reads of `prefill_tokens` in a step in which nothing is decoded
+SCORED_TOKENS = 256  # tokens per read of a prompt with log probabilities, whose logits take much memory
+IDLE_READS = 4  # reads of `prefill_tokens` in a step without a batch to decode
 _NOT_FINITE = NumbersError("The logits are not finite.")
 
 
 class Source(NamedTuple):
-    """Source of the beginning of a row's prompt.
+    """Where the prefix of a sequence's prompt is copied from.
 
     Attributes:
-        row: The running row that holds it or is about to read it; None for a row of a finished request.
-        start: First slot of that row.
-        length: Tokens that the two have in common.
+        sequence: The running sequence that holds it or is about to read it; None for a finished one.
+        start: First KV slot of that sequence.
+        length: Tokens of the prefix.
     """
 
-    row: Row | None
+    sequence: RunningSequence | None
     start: int
     length: int
 
 
 class Scheduler:
-    """Runs requests in the order in which they came, and lets them join and leave between cycles.
+    """Runs requests in the order in which they came, and lets them join and leave between steps.
 
-    A request is admitted when a row is free and enough slots lie side by side for its prompt and its longest answer;
-    until then it waits, and those behind it wait too. Prompts are read some tokens at a time, between the cycles of
-    running requests. A beginning that another row holds is copied; if that row has yet to read it, the request waits.
+    A request is admitted when the batch has room and enough adjacent KV slots are free for its prompt and its longest
+    answer. Until then it waits, and so do those behind it. Prompts are read some tokens at a time, between the steps of
+    running requests. A prefix that another sequence holds is copied; if that sequence has yet to read it, the request
+    waits.
 
-    A step is atomic for each request: an error in one row ends that row and leaves the others as they were.
+    A step is atomic for each request: an error in one ends that request and leaves the others as they were.
 
     Args:
         runner: Executes.
         controller: Plans how far to draft.
-        slots: Slots of the runner's caches.
-        max_batch_size: Most rows.
-        prefix_tokens: Most tokens of finished requests that stay in the caches.
-        prefill_tokens: Most tokens of prompts that are read between two cycles.
+        slots: KV slots of the runner's caches.
+        max_batch_size: Most running sequences.
+        prefix_tokens: Most tokens of finished sequences that are kept.
+        prefill_tokens: Most prompt tokens that are read between two steps.
     """
 
     def __init__(
@@ -65,13 +66,13 @@ class Scheduler:
         prefill_tokens: int,
     ) -> None:
         self._runner, self._controller = runner, controller
-        self._cache_manager = CacheManager(runner, slots, prefix_tokens)
-        self._max_rows, self._prefill_tokens = max_batch_size, prefill_tokens
+        self._kv_slots = KVSlots(runner, slots, prefix_tokens)
+        self._max_batch_size, self._prefill_tokens = max_batch_size, prefill_tokens
         self._lock = threading.Lock()  # of the queue: requests come from other threads
         self._waiting: deque[Request] = deque()
-        self._rows: list[Row] = []
-        self._sources: dict[Row, Source] = {}  # of rows that have yet to copy from another
-        self._warned = set[str]()  # errors of drafters, each logged once: a broken one fails in every cycle
+        self._sequences: list[RunningSequence] = []
+        self._sources: dict[RunningSequence, Source] = {}  # of sequences that have yet to copy their prefix
+        self._warned = set[str]()  # errors of drafters, each logged once: a broken one fails in every step
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue checked requests. May be called from any thread."""
@@ -80,11 +81,11 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self._rows and not self._waiting
+        return not self._sequences and not self._waiting
 
     @property
     def running(self) -> list[Request]:
-        return [row.request for row in self._rows]
+        return [sequence.request for sequence in self._sequences]
 
     @property
     def waiting(self) -> list[Request]:
@@ -100,28 +101,23 @@ class Scheduler:
         return requests
 
     def step(self) -> list[Request]:
-        """Admit requests, read some of their prompts, run one cycle of the others, and free the rows of those that
-        have ended.
-
-        Returns:
-            The requests that have ended.
-        """
+        """Admit requests, prefill some, decode one step of the others, and return the finished ones."""
         try:
             ended = self._end_cancelled()
             if self._waiting:
                 self._admit()
-            decoding = [row for row in self._rows if not row.reading]
-            if len(decoding) < len(self._rows):
+            decoding = [sequence for sequence in self._sequences if not sequence.in_prefill]
+            if len(decoding) < len(self._sequences):
                 began = time.perf_counter()
-                # Several reads where no cycle waits for them, so that requests that came together begin together.
+                # Several reads if no batch waits for them, so that requests that came together begin together.
                 for _ in range(1 if decoding else IDLE_READS):
-                    if not self._read():
+                    if not self._prefill():
                         break
-                for row in decoding:  # they had to wait
-                    row.request.stats.total_seconds += time.perf_counter() - began
+                for sequence in decoding:  # they had to wait
+                    sequence.request.stats.total_seconds += time.perf_counter() - began
             if decoding:
-                self._cycle(decoding)
-        except BaseException as error:  # an interrupt may come anywhere, and no row may go on with half a step
+                self._decode(decoding)
+        except BaseException as error:  # an interrupt may come anywhere, and no sequence may go on with half a step
             self.abort(error)
             raise
         return ended + self._end_finished()
@@ -130,51 +126,50 @@ class Scheduler:
         """End every request with this error."""
         with self._lock:
             waiting, self._waiting = list(self._waiting), deque()
-        rows, self._rows = self._rows, []
-        requests = [*(row.request for row in rows), *waiting]
+        sequences, self._sequences = self._sequences, []
+        requests = [*(sequence.request for sequence in sequences), *waiting]
         for request in requests:
             if not request.finished:
                 request.fail(RequestError(f"Decoding was ended by an error: {describe(error)}"), error)
         self._sources.clear()
-        for row in rows:
-            self._cache_manager.release(row, zero_slots=True)
+        for sequence in sequences:
+            self._kv_slots.release(sequence, zero_slots=True)
         for request in requests:
             request.publish()
 
     # Coming and going.
 
     def _admit(self) -> None:
-        """Admit waiting requests while there are rows and slots for them."""
-        while self._waiting and len(self._rows) < self._max_rows:
+        """Admit waiting requests while the batch and the caches have room."""
+        while self._waiting and len(self._sequences) < self._max_batch_size:
             request = self._waiting[0]
-            known = self._cache_manager.longest_prefix(request)
-            start = self._cache_manager.allocate(request)
+            prefix = self._kv_slots.longest_prefix(request)
+            start = self._kv_slots.allocate(request)
             if start is None:
                 return
-            row = Row(request, start, request.slots)
-            if known is not None:
-                source = next((other for other in self._rows if other.start == known.start), None)
-                # A remembered row may have been evicted by `allocate`.
-                if source is not None or self._cache_manager.remembers(known.start):
-                    self._sources[row] = Source(source, known.start, known.length)
-            self._rows.append(row)
+            sequence = RunningSequence(request, start, request.slots)
+            if prefix is not None:
+                source = next((other for other in self._sequences if other.start == prefix.start), None)
+                # `allocate` may have evicted a finished sequence.
+                if source is not None or self._kv_slots.is_finished(prefix.start):
+                    self._sources[sequence] = Source(source, *prefix)
+            self._sequences.append(sequence)
             with self._lock:
                 self._waiting.popleft()
-            self._copy_prefix(row)
+            self._copy_prefix(sequence)
 
-    def _copy_prefix(self, row: Row) -> None:
-        """Copy a row's beginning from its source once that has read so far. If the source has gone, the row will read
-        the beginning itself."""
-        if row not in self._sources:
+    def _copy_prefix(self, sequence: RunningSequence) -> None:
+        """Copy a prefix once its source has read it. If the source has gone, the sequence reads the prefix itself."""
+        if sequence not in self._sources:
             return
-        source, start, length = self._sources[row]
-        if source is not None and source not in self._rows:
-            del self._sources[row]
-        elif source is None or source.read >= length:
-            del self._sources[row]
-            self._runner.copy(start, row.start, length)
-            row.request.stats.remembered = length
-            row.read = length
+        source, start, length = self._sources[sequence]
+        if source is not None and source not in self._sequences:
+            del self._sources[sequence]
+        elif source is None or source.prefilled >= length:
+            del self._sources[sequence]
+            self._runner.copy(start, sequence.start, length)
+            sequence.request.stats.remembered = length
+            sequence.prefilled = length
 
     def _end_cancelled(self) -> list[Request]:
         cancelled: list[Request] = []
@@ -185,62 +180,62 @@ class Scheduler:
         for request in cancelled:
             request.finish("cancelled")
             request.publish()
-        rows = [row for row in self._rows if row.request.cancelled]
-        for row in rows:
-            row.request.finish("cancelled")
-        return cancelled + self._free() if rows else cancelled
+        running = [sequence for sequence in self._sequences if sequence.request.cancelled]
+        for sequence in running:
+            sequence.request.finish("cancelled")
+        return cancelled + self._free() if running else cancelled
 
     def _end_finished(self) -> list[Request]:
-        """Publish what is new, and free the rows of requests that have ended."""
+        """Publish what is new, and free the sequences whose requests have ended."""
         ended = False
-        for row in self._rows:
-            if row.request.finished:
+        for sequence in self._sequences:
+            if sequence.request.finished:
                 ended = True
-            elif row.request.listener is not None:
-                row.request.publish()
-                ended = ended or row.request.finished
+            elif sequence.request.listener is not None:
+                sequence.request.publish()
+                ended = ended or sequence.request.finished
         return self._free() if ended else []
 
     def _free(self) -> list[Request]:
-        gone = [row for row in self._rows if row.request.finished]
-        self._rows = [row for row in self._rows if not row.request.finished]
-        for row in gone:
-            self._sources.pop(row, None)
-            self._cache_manager.free(row)
-        for row in gone:
-            row.request.publish()
-        return [row.request for row in gone]
+        finished = [sequence for sequence in self._sequences if sequence.request.finished]
+        self._sequences = [sequence for sequence in self._sequences if not sequence.request.finished]
+        for sequence in finished:
+            self._sources.pop(sequence, None)
+            self._kv_slots.free(sequence)
+        for sequence in finished:
+            sequence.request.publish()
+        return [sequence.request for sequence in finished]
 
-    # Reading and decoding.
+    # Prefill and decode.
 
-    def _read(self) -> bool:
-        """Read prompts in the order in which they came, at most `prefill_tokens`. Returns whether there were any."""
-        group: list[Row] = []
+    def _prefill(self) -> bool:
+        """Read prompts in the order in which they came, at most `prefill_tokens`. Return whether there were any."""
+        group: list[RunningSequence] = []
         counts: list[int] = []
-        for row in self._rows:
-            self._copy_prefix(row)
-            if not row.reading or row.request.finished or row in self._sources:
+        for sequence in self._sequences:
+            self._copy_prefix(sequence)
+            if not sequence.in_prefill or sequence.request.finished or sequence in self._sources:
                 continue
-            count = min(len(row.request.prompt) - row.read, self._prefill_tokens)
-            if row.request.params.prompt_logprobs is not None:  # is read alone
+            count = min(len(sequence.request.prompt) - sequence.prefilled, self._prefill_tokens)
+            if sequence.request.params.prompt_logprobs is not None:  # is read alone
                 if group:
                     continue
-                group, counts = [row], [min(count, SCORED_TOKENS)]
+                group, counts = [sequence], [min(count, SCORED_TOKENS)]
                 break
+            # All sequences of a forward have as many nodes as the longest.
             longest = max(count, *counts) if counts else count
-            if group and (len(group) + 1) * longest > self._prefill_tokens:
+            if group and (
+                (len(group) + 1) * longest > self._prefill_tokens
+                or any(other.prefilled + longest > other.capacity for other in [*group, sequence])
+            ):
                 continue
-            # All rows of a forward have as many nodes as the longest.
-            fits = all(each.read + longest <= each.capacity for each in [*group, row])
-            if group and not fits:
-                continue
-            group.append(row)
+            group.append(sequence)
             counts.append(count)
         if not group:
             return False
         began = time.perf_counter()
         try:
-            invalid = self._runner.read(group, counts)
+            invalid = self._runner.prefill(group, counts)
         except Exception as error:
             self._retry_alone(group, counts, error)
         else:
@@ -250,59 +245,51 @@ class Scheduler:
                 None if len(group) == 1 else _NOT_FINITE,
             )
         seconds = time.perf_counter() - began
-        for row in group:
-            row.request.stats.prefill_seconds += seconds
-            row.request.stats.read_seconds += seconds / len(group)
+        for sequence in group:
+            sequence.request.stats.prefill_seconds += seconds
+            sequence.request.stats.read_seconds += seconds / len(group)
         return True
 
-    def _cycle(self, rows: list[Row]) -> None:
-        """One cycle of rows whose prompts have been read."""
-        requests = [row.request for row in rows]
-        plan = self._controller.plan(requests)
+    def _decode(self, sequences: list[RunningSequence]) -> None:
+        """Decode one step of sequences whose prompts have been read."""
+        plan = self._controller.plan([sequence.request for sequence in sequences])
         try:
-            outcome = self._runner.step(rows, plan)
+            outcome = self._runner.step(sequences, plan)
         except Exception as error:
-            told = describe(error)
-            if plan.block_size > 1 and told not in self._warned:
-                self._warned.add(told)
-                log.warning("A cycle failed and is repeated without drafts, as are all that fail like it: %s", told)
-            self._retry_alone(rows, None, error)
+            message = describe(error)
+            if plan.block_size > 1 and message not in self._warned:
+                self._warned.add(message)
+                log.warning("A step failed and is repeated without drafts, as are all that fail like it: %s", message)
+            self._retry_alone(sequences, None, error)
             return
-        suspects = [rows[i] for i in outcome.invalid]
-        if suspects:
-            self._retry_alone(suspects, None, None if len(rows) == 1 and plan.block_size == 1 else _NOT_FINITE)
+        invalid = [sequences[i] for i in outcome.invalid]
+        if invalid:
+            self._retry_alone(invalid, None, None if len(sequences) == 1 and plan.block_size == 1 else _NOT_FINITE)
         else:
-            self._controller.learn(
-                requests,
-                plan,
-                draft_tokens=outcome.draft_tokens,
-                deepest=outcome.deepest,
-                lengths=outcome.lengths,
-                expected=outcome.expected,
-                seconds=outcome.seconds,
-                late=outcome.late,
-                part=outcome.part,
-            )
+            self._controller.learn(outcome)
 
-    def _retry_alone(self, rows: Sequence[Row], counts: Sequence[int] | None, error: BaseException | None) -> None:
-        """Repeat a failed step for each row alone and without guesses, and end the rows for which it fails again.
+    def _retry_alone(
+        self, sequences: Sequence[RunningSequence], counts: Sequence[int] | None, error: BaseException | None
+    ) -> None:
+        """Repeat a failed step for each sequence alone and without a draft, and end those for which it fails again.
 
         Args:
-            counts: Tokens of the prompts that were to be read; None for a cycle.
-            error: Error of the step; None if each row was alone and without guesses already, so that it is at fault.
+            counts: Prompt tokens that were to be read; None for a decode step.
+            error: Error of the step; None if the sequence was alone and without a draft already.
         """
-        for i, row in enumerate(rows):
+        for i, sequence in enumerate(sequences):
+            request = sequence.request
             try:
-                self._runner.restore(row)
+                self._runner.restore(sequence)
                 if error is None:
                     failed = True
                 elif counts is not None:
-                    failed = bool(self._runner.read([row], [counts[i]]))
+                    failed = bool(self._runner.prefill([sequence], [counts[i]]))
                 else:
-                    failed = bool(self._runner.step([row], Plan(1, [row.request.params])).invalid)
+                    failed = bool(self._runner.step([sequence], ChainPlan(1, [request.params])).invalid)
             except Exception as again:
                 known = again if isinstance(again, BlockdraftError) else RequestError(describe(again))
-                row.request.fail(known, None if known is again else again)
+                request.fail(known, None if known is again else again)
             else:
                 if failed:
-                    row.request.fail(row.request.dead_end())
+                    request.fail(request.dead_end())

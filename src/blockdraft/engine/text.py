@@ -1,5 +1,7 @@
-"""Text to tokens and back: prompts are encoded and checked, and answers decoded token by token, for every tokenizer of
-transformers."""
+"""Conversion between text and tokens, with any tokenizer of transformers.
+
+It encodes and checks prompts, and decodes answers token by token.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,14 @@ if TYPE_CHECKING:
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a plain text, without a chat template, with the special tokens that the tokenizer puts around it."""
+    """Encode a plain text without a chat template, with the special tokens that the tokenizer adds."""
     return list(cast("list[int]", tokenizer(text)["input_ids"]))
 
 
 def encode(prompt: Prompt, target: Target | TargetText) -> list[int]:
-    """Token ids of a text, a chat or token ids (also as an integer array of one dimension).
+    """Return the token ids of a text, a chat or token ids (also as a one-dimensional integer array).
 
-    A text becomes the user's message of a chat if the target has a chat template, and plain text otherwise.
-    `check_request` says whether the ids are the target's.
+    A text becomes the user's message of a chat if the target has a chat template. `check_request` checks the ids.
 
     Raises:
         UsageError: The prompt is empty, of another type, refused by the chat template, or needs a tokenizer that the
@@ -72,7 +73,7 @@ def _short(value: object) -> str:
 
 
 def check_request(ids: Sequence[int], params: SamplingParams, target: Target) -> None:
-    """Refuse what the target cannot decode, before anything runs.
+    """Raise for what the target cannot decode, before anything runs.
 
     Args:
         ids: The prompt.
@@ -109,18 +110,18 @@ def check_request(ids: Sequence[int], params: SamplingParams, target: Target) ->
 
 
 class AnswerText:
-    """The text of one answer as it may be shown: whole characters only, and cut before a stop string.
+    """Decodes one answer into text that may be shown: whole characters only, cut before a stop string.
 
-    An exception of the tokenizer is raised once; afterwards the text is what could be shown before it.
+    An exception of the tokenizer is raised once. Afterwards the text is what could be shown before it.
 
     Args:
         tokenizer: None leaves the text empty.
-        stop: Stop strings. Text that may be the beginning of one is held back until that is decided.
+        stop: Stop strings. Text that may become one is held back until that is decided.
         token_ids: Tokens of the answer, a list that the caller extends; None is a list that `push` extends.
 
     Attributes:
-        stopped: Whether a stop string has appeared. Where several appear with one token, the one that begins first
-            cuts the text.
+        stopped: Whether a stop string has appeared. If several appear with one token, the one that begins first cuts
+            the text.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class AnswerText:
                 self._close(self._whole())
 
     def take(self) -> str:
-        """Text that has become safe to show since the last call."""
+        """Return the text that has become safe to show since the last call."""
         self.read()
         new = self._text[self._taken : self._safe]
         self._taken = self._safe
@@ -162,7 +163,7 @@ class AnswerText:
 
     @property
     def shown(self) -> str:
-        """All text that may be shown."""
+        """The text that may be shown."""
         self.read()
         return self._text[: self._safe]
 
@@ -177,7 +178,7 @@ class AnswerText:
             self._read_ids = len(self._ids)
             seen = max(0, len(self._text) - self._longest + 1)  # no stop string begins before it
             self._text += new
-            # The tail of a run of bytes is a guess; the tokenizer decides whether the answer ends.
+            # The tail of a run of bytes is provisional; the tokenizer decides whether the answer ends.
             if self._stop and self._first_stop(self._text[seen:] + tail) is not None:
                 whole = self._whole()
                 if self._first_stop(whole) is not None:
@@ -215,11 +216,11 @@ class AnswerText:
         return cast(str, self._tokenizer.decode(self._ids, skip_special_tokens=True))
 
     def _first_stop(self, text: str) -> int | None:
-        """Position of the first stop string in a text; None if there is none."""
+        """Return the position of the first stop string in a text, or None."""
         return min((at for at in map(text.find, self._stop) if at >= 0), default=None)
 
     def _beginning(self, stop: str) -> int:
-        """Length of the longest end of the text with which this stop string begins."""
+        """Return the length of the longest end of the text with which this stop string begins."""
         end = self._text[max(0, len(self._text) - len(stop) + 1) :]
         at = end.find(stop[0])
         while at >= 0 and not stop.startswith(end[at:]):
@@ -227,7 +228,7 @@ class AnswerText:
         return len(end) - at if at >= 0 else 0
 
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # written by decoders for invalid or unfinished bytes
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoders write it for invalid or unfinished bytes
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token for one byte of a character that has no token
 # Decoders of `tokenizers` for which no token changes the text of those before it, bytes aside.
 FORWARD_DECODERS = {"BPEDecoder", "ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
@@ -236,18 +237,18 @@ REACH = 3  # characters after the leading space of a pattern of `clean_up_tokeni
 
 
 class TextStream:
-    """Turns the tokens of one answer into text piece by piece, and returns only text that no later token can change.
+    """Decodes the tokens of one answer piece by piece, and returns only text that no later token can change.
 
-    The pieces, joined, are what the tokenizer's `decode` makes of all tokens, special ones skipped, without an end that
-    is still open. What is open depends on the tokenizer:
+    The joined pieces are what the tokenizer's `decode` returns for all tokens, special ones skipped, without an end
+    that is still open. What is open depends on the tokenizer:
 
     - the bytes of an unfinished character;
     - a run of byte tokens such as `<0xE2>`, up to its end: one invalid byte turns all of them into replacements;
     - for tokenizers in Python and unknown decoders, whatever the last token has changed;
     - for those that clean up spaces ("do n't" becomes "don't"), the last characters, which may begin such a pattern.
 
-    Each step decodes a window of the last tokens only. The window begins some tokens before those that matter, since
-    decoders may write the first token of a text differently, for instance without its space.
+    Each call decodes a window of the last tokens only. The window begins some tokens before those that matter: decoders
+    may write the first token of a text differently, for instance without its space.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -266,7 +267,7 @@ class TextStream:
         self._uncleaned = ""  # settled text that may still be part of a pattern to clean up
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """Take the next tokens. If the tokenizer raises, nothing has changed.
+        """Decode the next tokens. If the tokenizer raises, nothing has changed.
 
         Returns:
             The text that has become settled, and the text that would follow it if the answer ended here, without an
@@ -310,7 +311,7 @@ class TextStream:
         return new, tail.rstrip(REPLACEMENT)
 
     def _settled(self, window: list[int], text: str) -> int:
-        """Number of characters of a window's text that no later token can change."""
+        """Return the number of characters of a window's text that no later token can change."""
         known = text if self._forward else commonprefix([text, self._decode(window[:-1])])
         count = len(known.rstrip(REPLACEMENT))
         if not text.endswith(REPLACEMENT):
@@ -321,8 +322,10 @@ class TextStream:
         return count
 
     def _shortened(self, window: list[int], text: str, given: int) -> tuple[list[int], int]:
-        """The window's last tokens and the number of characters of their text that were returned; the whole window
-        where its last tokens alone do not end in the same text."""
+        """Return the window's last tokens, and how many characters of their text were returned already.
+
+        Return the whole window if its last tokens alone do not end in the same text.
+        """
         kept = window[-KEPT:]
         short, held = self._decode(kept), len(text) - given
         if len(short) > held and text.endswith(short[-held - 1 :]):
@@ -330,7 +333,7 @@ class TextStream:
         return window, given
 
     def _name(self, token: int) -> str | None:
-        """The token's entry in the vocabulary; None for a token without text."""
+        """Return the token's entry in the vocabulary, or None for a token without text."""
         if token in self._skipped:
             return None
         if self._backend is not None:
@@ -346,7 +349,7 @@ class TextStream:
 
 
 def _text_of(values: bytes | bytearray) -> str:
-    """The whole characters of a run of bytes; empty if a byte is invalid."""
+    """Decode the whole characters of a run of bytes. Return nothing if a byte is invalid."""
     try:
         return codecs.utf_8_decode(values, "strict", False)[0]
     except UnicodeDecodeError:
@@ -354,7 +357,7 @@ def _text_of(values: bytes | bytearray) -> str:
 
 
 def _last_cut(text: str) -> int:
-    """The last place at which the text can be divided so that its parts can be cleaned up separately.
+    """Return the last position at which the text can be divided so that its parts can be cleaned up separately.
 
     All patterns of `clean_up_tokenization` begin with a space and have up to three characters after it; of these only
     " ' " has a second space. Cleaning removes spaces.
@@ -368,7 +371,7 @@ def _last_cut(text: str) -> int:
 
 
 def _decoders(backend: Any) -> list[dict[str, Any]] | None:
-    """Decoders of a fast tokenizer, in order; None where they are unknown."""
+    """Return the decoders of a fast tokenizer, in order, or None if they are unknown."""
     if backend is None:
         return None
     if backend.decoder is None:
@@ -383,7 +386,7 @@ def _decoders(backend: Any) -> list[dict[str, Any]] | None:
 
 
 def _write_forward(decoders: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether no token changes the text of those before it, bytes aside."""
+    """Return whether no token changes the text of those before it, except for bytes."""
     kinds = [decoder["type"] for decoder in decoders]
     fused = min((kinds.index(kind) for kind in ("Fuse", "ByteLevel") if kind in kinds), default=len(kinds))
     return (
@@ -401,7 +404,7 @@ def _overrides_decode(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _cleans_up(tokenizer: PreTrainedTokenizerBase, backend: Any) -> bool:
-    """Whether `decode` cleans up spaces; for BPE only if that is forced."""
+    """Return whether `decode` cleans up spaces. For BPE it does only if that is forced."""
     if backend is not None and type(backend.model).__name__ == "BPE":
         forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         if not getattr(tokenizer, forced, False):
@@ -410,7 +413,7 @@ def _cleans_up(tokenizer: PreTrainedTokenizerBase, backend: Any) -> bool:
 
 
 def _skipped_ids(tokenizer: PreTrainedTokenizerBase, backend: Any) -> set[int]:
-    """The tokens that `skip_special_tokens` skips."""
+    """Return the tokens that `skip_special_tokens` skips."""
     if backend is None:
         return set(tokenizer.all_special_ids)
     return {token for token, added in backend.get_added_tokens_decoder().items() if added.special}

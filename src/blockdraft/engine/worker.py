@@ -1,4 +1,4 @@
-"""The thread that decodes: one for all engines of a target."""
+"""The thread that decodes, one for all engines of a target."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from blockdraft.kernels.cpu.threads import let_team_go
 from blockdraft.targets import Target
 
 NAME = "blockdraft"
-# Idle seconds before the worker releases its OpenMP threads, which keep cores busy while they wait, and further ones
-# before it exits. Both are above 0, since new threads begin with cold caches.
+# Idle seconds before the worker releases its OpenMP threads, which keep cores busy while they wait, and further seconds
+# before it exits. Both are above 0 because new threads begin with cold caches.
 TEAM_SECONDS, IDLE_SECONDS = 0.02, 1.0
-JOIN_SECONDS = 0.01  # between two looks at whether the thread that is waited for still is to exit
+JOIN_SECONDS = 0.01  # between two checks whether the thread must still exit
 
 log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Steps the schedulers of a target's engines in turns, in a thread that exits after a while without requests.
+    """Steps the schedulers of a target's engines interleaved, in a thread that exits after a while without requests.
 
-    There is one thread for all engines, since every computing thread has OpenMP threads of its own, and two such teams
-    slow each other down.
+    All engines share one thread: every computing thread has OpenMP threads of its own, and two such teams slow each
+    other down.
 
     Args:
         target: Its lock is held during a step.
@@ -41,14 +41,14 @@ class Worker:
         self.thread: threading.Thread | None = None
 
     def begin(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
-        """Queue requests with a scheduler, and see to it that the thread runs."""
+        """Queue requests with a scheduler, and make sure that the thread runs."""
         with self._lock:
             self._leaves = False
             scheduler.add(requests)
             if scheduler not in self._schedulers:
                 self._schedulers.append(scheduler)
             if self.thread is None or not self.thread.is_alive():
-                let_team_go()  # that of the caller, who will wait
+                let_team_go()  # the caller's, who will wait
                 # A daemon, so that a process that exits does not wait for all answers.
                 self.thread = threading.Thread(target=self._work, name=NAME, daemon=True)
                 self.thread.start()
@@ -79,14 +79,16 @@ class Worker:
             thread.join()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Wait for the end of the running step, and let no other begin."""
+    def paused(self) -> Iterator[None]:
+        """Wait for the end of the running step, and block further steps."""
         with self._target_lock, self._lock:
             yield
 
     def leave_to_parent(self) -> None:
-        """Cancel all requests in a forked process, which has no worker thread; they go on in the parent. No listener
-        hears of it."""
+        """Cancel all requests in a forked process, which has no worker thread.
+
+        They go on in the parent. Listeners are not called.
+        """
         self.thread = None
         for scheduler in self._schedulers:
             for request in scheduler.cancel():
@@ -95,12 +97,12 @@ class Worker:
                 request.publish()
 
     def _busy(self) -> bool:
-        """Whether there are requests; forgets schedulers without any."""
+        """Forget schedulers without requests, and return whether any are left."""
         self._schedulers = [scheduler for scheduler in self._schedulers if not scheduler.idle]
         return bool(self._schedulers)
 
     def _due(self) -> list[Scheduler]:
-        """The schedulers with requests, as soon as there are any; none if the thread is to exit."""
+        """Wait for requests, and return the schedulers that have some, or none if the thread must exit."""
         busy = self._schedulers
         if len(busy) == 1 and not busy[0].idle:  # the usual case needs no lock
             return busy
@@ -126,11 +128,11 @@ class Worker:
 
 _workers: WeakKeyDictionary[Target, Worker] = WeakKeyDictionary()
 _lock = threading.Lock()
-_held = ExitStack()  # while the process is forked
+_fork_locks = ExitStack()  # while the process is forked
 
 
 def worker_of(target: Target) -> Worker:
-    """The one worker of a target."""
+    """Return the worker of a target."""
     with _lock:
         if target not in _workers:
             _workers[target] = Worker(target)
@@ -138,23 +140,23 @@ def worker_of(target: Target) -> Worker:
 
 
 def _before_fork() -> None:
-    """Fork between two steps: in the child no thread would end a step or release its locks."""
-    _held.enter_context(_lock)
+    """Let the running step end before a fork, since no thread of the child would end it or release its locks."""
+    _fork_locks.enter_context(_lock)
     for worker in _workers.values():
-        _held.enter_context(worker.held())
+        _fork_locks.enter_context(worker.paused())
 
 
 def _after_fork_in_child() -> None:
-    _held.close()
+    _fork_locks.close()
     for worker in _workers.values():
         worker.leave_to_parent()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(before=_before_fork, after_in_parent=_held.close, after_in_child=_after_fork_in_child)
+    os.register_at_fork(before=_before_fork, after_in_parent=_fork_locks.close, after_in_child=_after_fork_in_child)
 
 
 def end_all() -> None:
-    """End all workers before the process exits, since a thread inside a forward would crash then."""
+    """End all workers before the process exits, since a thread inside a forward would crash."""
     for worker in list(_workers.values()):
         worker.end()

@@ -1,1 +1,1 @@
-"""Comparison of decoding methods: speed, acceptance, and whether the output is the target's own."""
+"""Comparison of decoding methods: speed, acceptance, and equality with the target's own output."""

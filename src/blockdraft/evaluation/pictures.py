@@ -1,4 +1,4 @@
-"""Results of a benchmark as pictures."""
+"""Plots of the results of a benchmark."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def require_pictures() -> None:
         import_module("matplotlib.figure")
     except ImportError as error:
         raise UsageError(
-            f"Pictures take matplotlib, which does not load ({error}); run pip install 'blockdraft[bench]', or leave "
-            "them out with --no-pictures."
+            f"Pictures need matplotlib, which cannot be imported ({error}); run pip install 'blockdraft[bench]', or "
+            "leave them out with --no-pictures."
         ) from error
 
 
 def _acceptance(found: Results) -> bytes:
-    """Plot of S_i of each method over all sets, as PNG."""
+    """Plot S_i of each method over all sets, as PNG."""
     figure, axes = _axes(width=5.5, methods=found.methods)
     longest = 1
     for method, one in found.methods.items():
@@ -37,9 +37,9 @@ def _acceptance(found: Results) -> bytes:
             axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, label=_label(method))
             longest = max(longest, len(shares))
     axes.set(
-        title="Accepted guesses by position",
+        title="Accepted draft tokens by position",
         xlabel="Position i in the block",
-        ylabel="S_i: share of cycles that accept guesses 1 to i",
+        ylabel="S_i: share of steps that accept tokens 1 to i",
         xlim=(0.5, longest + 0.5),
         ylim=(0.0, 1.02),
     )
@@ -48,7 +48,7 @@ def _acceptance(found: Results) -> bytes:
 
 
 def _speedups(found: Results) -> bytes:
-    """Bars of each method's speed-up on each set and on all of them, as PNG."""
+    """Plot each method's speed-up on each set and on all sets, as PNG."""
     figure, axes = _bars(found, lambda one: one.speedup, lambda one: one.speedup_by_repeat)
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="plain decoding")
     axes.set(title="Speed-up over plain decoding", ylabel="Ratio of tokens/s (thin lines: range of the repeats)")
@@ -56,10 +56,10 @@ def _speedups(found: Results) -> bytes:
 
 
 def _taus(found: Results) -> bytes:
-    """Bars of each method's tau on each set and on all of them, as PNG."""
+    """Plot each method's tau on each set and on all sets, as PNG."""
     figure, axes = _bars(found, lambda one: one.tau)
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="plain decoding")
-    axes.set(title="Tokens a forward of the target", ylabel="tau: tokens a cycle")
+    axes.set(title="Tokens per target forward pass", ylabel="tau")
     return _png(figure, axes)
 
 
@@ -68,11 +68,11 @@ def _bars(
     value: Callable[[Figures], float | None],
     spread: Callable[[Figures], Sequence[float]] = lambda one: (),
 ) -> tuple[Any, Any]:
-    """Plot with a bar for each method, plain decoding excepted, on each set and on all of them.
+    """Plot a bar for each method but plain decoding, on each set and on all sets.
 
     Args:
-        value: Height of a bar; None leaves it out.
-        spread: Values whose range a thin line shows.
+        value: Function for the height of a bar; None omits it.
+        spread: Function for the values whose range a thin line shows.
     """
     groups = {
         f"{name}\n({counted(one.methods[PLAIN].timed_prompts, 'prompt')})": one.methods
@@ -114,7 +114,7 @@ def _bars(
 
 
 def _profiles(found: Results) -> bytes | None:
-    """Bar for each method's cycle, divided into its parts, as PNG; None without profiles."""
+    """Plot the parts of each method's step, as PNG, or return None without profiles."""
     if not found.profiles:
         return None
     figure, axes = _axes(width=2 + 0.9 * len(found.profiles), methods=dict.fromkeys(PARTS))
@@ -128,7 +128,7 @@ def _profiles(found: Results) -> bytes | None:
     for name, top, one in zip(names, below, found.profiles.values(), strict=True):
         note = f"host {100 * one.host:.1f}%"
         axes.annotate(note, (name, top), (0, 3), textcoords="offset points", ha="center", fontsize=8)
-    axes.set(title="Where the time of a cycle goes", ylabel="ms a cycle")
+    axes.set(title="Where the time of a step goes", ylabel="ms per step")
     axes.tick_params(axis="x", labelrotation=20)
     axes.margins(y=0.1)
     return _png(figure, axes)
@@ -143,8 +143,8 @@ PICTURES: dict[str, Callable[[Results], bytes | None]] = {
 
 
 def _axes(width: float, methods: Mapping[str, object]) -> tuple[Any, Any]:
-    """Plot of this width in inches, with room for a legend of these methods beside it."""
-    # Without pyplot there are no windows and no global state; saving as PNG takes the Agg backend by itself.
+    """Return figure and axes of this width in inches, with room for a legend of these methods."""
+    # Without pyplot there are no windows and no global state; saving as PNG uses the Agg backend.
     legend = 0.6 + 0.09 * max(len(_label(method)) for method in (*methods, "plain decoding"))
     size = (width + legend, 4.5)
     figure = import_module("matplotlib.figure").Figure(figsize=size, dpi=150, layout="constrained")

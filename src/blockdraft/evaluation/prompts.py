@@ -1,4 +1,4 @@
-"""Prompt sets: JSON lines on disk, one prompt a line."""
+"""Prompt sets: files of JSON lines with one prompt per line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class PromptSet:
 
     Attributes:
         name: Name of the file without its suffix.
-        prompts: Texts, in the order of the file.
+        prompts: Texts in the order of the file.
     """
 
     name: str
     prompts: tuple[str, ...]
 
 
-# Prompts to use if none are given.
+# Default prompts.
 SAMPLES = PromptSet(
     "samples",
     (
@@ -45,11 +45,11 @@ def read_prompt_sets(paths: Sequence[Path], limit: int | None = None) -> list[Pr
     Args:
         paths: Files of lines `{"turns": ["a user's text", ...]}`, of which the first turn is the prompt, or
             `{"prompt": "a text"}`. Other keys are ignored.
-        limit: Most prompts of each file, from its beginning; None takes all. Later lines are checked as well.
+        limit: Maximum number of prompts per file, from its beginning. Later lines are checked too.
 
     Raises:
-        UsageError: There is no file, a file is empty or cannot be read, a line has another form, two files have one
-            name, or the limit is below 1.
+        UsageError: There is no file, a file is empty or cannot be read, a line has another form, two files have the
+            same name, or the limit is below 1.
     """
     if not paths:
         raise UsageError("There are no prompts; give at least one file (--prompts FILE).")
@@ -75,7 +75,7 @@ def _read(path: Path) -> list[str]:
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}).") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}).") from error
+        raise UsageError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
     if not prompts:
         raise UsageError(f"{path} holds no prompts.")
     return prompts

@@ -21,27 +21,28 @@ RESULTS = "results.json"
 SHOWN_POSITIONS = 4  # of S_i; the JSON has all
 
 NOTES = (
-    "tokens/s: tokens after each answer's first, over wall time without prefill; median of {repeats} (slowest "
-    "to fastest). speed-up: over none in the same repeat, median. tau: tokens per cycle. R: time of a cycle over that "
-    "of none, likewise. S_i: share of cycles in which the first i guesses were accepted. same: answers identical to "
-    "those of none, of the same seed when sampling. loops: answers in which a run of 8 tokens occurs 4 times or more. "
-    "Prompts whose plain answer loops count in same and loops only."
+    "tokens/s: tokens after each response's first, over wall time without prefill; median of {repeats} (slowest "
+    "to fastest). speed-up: over none in the same repeat, median. tau: tokens per step. R: time of a step over that "
+    "of none, likewise. S_i: share of steps in which the first i draft tokens were accepted. same: responses identical "
+    "to those of none, with the same seed when sampling. loops: responses in which a run of 8 tokens occurs at least 4 "
+    "times. Prompts whose plain response loops count in same and loops only."
 )
 SAMPLED_NOTES = (
-    "same is ? where guesses are sampled at random and decoding is not greedy: such answers have the target's "
-    "distribution, and which tokens a seed gives depends on the drafter."
+    "same is ? for sampled draft tokens if decoding is not greedy: such responses have the target's distribution, and "
+    "the tokens for a seed depend on the drafter."
 )
 PROFILE_NOTES = (
-    "One more round, means. draft pass, head, context: the drafter's layers, its output projection, and the keys and "
-    "values of what was committed; where pass and head are one call, it counts as the pass. guesses: choosing them and "
-    "building the tree. observe: the drafter's bookkeeping of what was committed. bookkeeping: planning, answers, "
-    "statistics. host: all but target forward, draft pass, head and context."
+    "Means of one more round. draft pass, head, context: the drafter's layers, its output projection, and keys and "
+    "values of committed tokens; a fused pass and head count as the pass. guesses: choosing draft tokens and building "
+    "the tree. observe: the drafter's bookkeeping of committed tokens. bookkeeping: planning, responses, statistics. "
+    "host: all but target forward pass, draft pass, head and context."
 )
 
 
 def write(folder: Path, found: Results, with_pictures: bool) -> None:
-    """Write results.json, and pictures if wanted, to a folder, which is made if need be. Each file appears whole or not
-    at all. Pictures of earlier results are deleted.
+    """Write results.json and pictures, if wanted, to a folder, each file completely or not at all.
+
+    Pictures of earlier results are deleted.
 
     Raises:
         UsageError: A file cannot be written, for instance because the disk is full.
@@ -57,16 +58,16 @@ def write(folder: Path, found: Results, with_pictures: bool) -> None:
 
 
 def show(console: Console, found: Results) -> None:
-    """Print a table for each prompt set, one for all together if there are several, and the meaning of the columns."""
+    """Print a table for each prompt set and for all sets together, and the meaning of the columns."""
     tables = {name: one.methods for name, one in found.sets.items()}
     if len(tables) > 1:
         tables["all sets"] = found.methods
     of = found.arguments
     console.print(f"Target: backend {of['running']}, {of['dtype']}, on {of['device']}")
     notes = {name: f", which {note}" for name, note in of["drafter_notes"].items() if note}
-    said = {name: of["kinds"][name] + notes.get(name, "") for name in found.methods if name != PLAIN}
-    for drafter in dict.fromkeys(said.values()):
-        console.print(f"Drafter {drafter}: {', '.join(name for name in said if said[name] == drafter)}")
+    drafters = {name: of["kinds"][name] + notes.get(name, "") for name in found.methods if name != PLAIN}
+    for drafter in dict.fromkeys(drafters.values()):
+        console.print(f"Drafter {drafter}: {', '.join(name for name in drafters if drafters[name] == drafter)}")
     console.print()
     for name, methods in tables.items():
         console.print(_table(name, methods, box.SIMPLE if console.is_terminal else None))

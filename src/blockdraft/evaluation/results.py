@@ -1,4 +1,4 @@
-"""Results of a benchmark, as results.json holds them."""
+"""Results of a benchmark, the content of results.json."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Results:
         arguments: Options of the benchmark.
         versions: Versions of blockdraft, torch, transformers and python.
         hardware: Machine, as in `hardware`.
-        profiles: Time of each method's cycles by their parts, if that was asked for.
+        profiles: Time of each method's steps by part, if measured.
     """
 
     methods: dict[str, Figures]
@@ -56,7 +56,7 @@ def results(
 
     Args:
         arguments: Options of the benchmark, `temperature` among them.
-        sampled: Methods whose guesses are sampled at random if decoding is not greedy.
+        sampled: Methods whose draft tokens are sampled if decoding is not greedy.
     """
     incomparable = () if arguments["temperature"] == 0 else sampled
     sets = list(dict.fromkeys(t.prompt_set for t in trials))
@@ -76,8 +76,7 @@ def results(
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Machine: processor, its cores and logical cores, threads that torch uses, memory in bytes, and the GPU's name if
-    the device is one."""
+    """Describe the machine: processor, cores, logical cores, torch's threads, memory in bytes, and GPU if used."""
     return {
         "cpu": processor_name(),
         "cores": psutil.cpu_count(logical=False),

@@ -1,82 +1,75 @@
-"""Settings of benchmarks. Imports no torch, so that the command line can read the defaults quickly."""
+"""Settings of benchmarks. Imports no torch, so that the command line starts fast."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from blockdraft.errors import UsageError
 from blockdraft.evaluation.suite.paper import FIGURES
-from blockdraft.settings import Count, settings
+from blockdraft.settings import Count, Flag, Natural, SettingsError, settings
 
-AtOnce = Annotated[int, Field(ge=1, le=64)]
+Concurrency = Annotated[int, Field(ge=1, le=64)]
 
 
-@dataclass(frozen=True)
+@settings
 class Settings:
-    """Measurement of decoding methods.
+    """Measurement of decoding methods."""
 
-    Attributes:
-        limit: Most prompts of each file, from its beginning; None takes all.
-        batch_size: Prompts decoded together.
-        repeats: Number of rounds, in each of which every method decodes every prompt.
-        tree_budget: Most guesses of a draft tree, the anchor not counted, for `tree` without a number.
-    """
-
-    limit: int | None = None
-    batch_size: int = 1
-    repeats: int = 3
-    tree_budget: int = 32
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise UsageError(f"batch_size is {self.batch_size}; it must be at least 1.")
-        if self.repeats < 1:
-            raise UsageError(f"repeats is {self.repeats}; it must be at least 1.")
+    limit: Annotated[Count | None, Flag(panel="Data")] = Field(
+        None, description="Number of prompts to take from the start of each file; by default all."
+    )
+    batch_size: Count = Field(1, description="Number of prompts decoded together.")
+    repeats: Count = Field(3, description="Number of rounds. In each round, every method decodes every prompt.")
+    tree_budget: Annotated[Natural | Literal["auto"], Flag(panel="Drafting")] = Field(
+        32, description="Draft tokens per tree for the method `tree` without a number."
+    )
 
 
 @settings
 class LoadSettings:
-    """Load on a server.
+    """Load on a server."""
 
-    Attributes:
-        concurrency: Requests at a time, from 1 to 64; one level after the other.
-        requests: Requests of a level; None is each prompt once, and at least four times the concurrency.
-        allow_prefix_cache: Measure although a server caches the beginnings of earlier prompts, so that results depend
-            on earlier requests.
-        silence: Seconds without any output after which a server is taken to hang, and the measurement ends.
-    """
-
-    concurrency: Annotated[tuple[AtOnce, ...], Strict(False), Field(min_length=1)] = (1, 4, 16)
-    requests: Count | None = None
-    allow_prefix_cache: bool = False
-    silence: Annotated[float, Field(gt=0)] = 600.0
+    concurrency: Annotated[tuple[Concurrency, ...], Strict(False), Field(min_length=1), Flag(metavar="N,...")] = Field(
+        (1, 4, 16), description="Requests in flight, from 1 to 64. Several levels are measured one after the other."
+    )
+    requests: Count | None = Field(
+        None, description="Requests per level; by default each prompt once, and at least four times the concurrency."
+    )
+    allow_prefix_cache: bool = Field(
+        False, description="Measure even if the server caches prompt prefixes, so that earlier requests matter."
+    )
+    silence: Annotated[float, Field(gt=0), Flag(metavar="SECONDS")] = Field(
+        600.0, description="Time without output after which a server counts as hung and the measurement ends."
+    )
 
 
 @settings
 class SuiteSettings:
-    """Measurement of a suite.
+    """Measurement of a suite of prompt sets."""
 
-    Attributes:
-        suite_data: Folder with copies of the datasets, each in a folder named as on the hub, such as openai/gsm8k; None
-            fetches them from the hub.
-        tasks: Names of some of its sets, with commas between them; None measures all.
-        paper_model: Model whose published figures are shown too; None is the target itself, recognized by its shape.
-        limit: Most prompts of each set; None takes as many as the paper, 30 to 164 by set.
-        max_new_tokens: Number of tokens after which an answer is cut.
-        seed: Prompt i of a set, from 0 on, is decoded with this number + i.
-    """
-
-    suite_data: Path | None = None
-    tasks: str | None = None
-    paper_model: str | None = None
-    limit: Count | None = None
-    max_new_tokens: Count = 2048
-    seed: int = 0
+    suite_data: Annotated[Path | None, Flag(metavar="DIR", panel="Data")] = Field(
+        None,
+        description="Folder with copies of the datasets, each in a folder named as on the hub, such as openai/gsm8k. "
+        "By default they are fetched from the hub.",
+    )
+    tasks: Annotated[str | None, Flag(metavar="NAME,...")] = Field(
+        None, description="Sets of the suite to measure; by default all."
+    )
+    paper_model: Annotated[str | None, Flag(metavar="|".join(FIGURES))] = Field(
+        None, description="Model whose published figures are shown; by default the target, recognized by its shape."
+    )
+    limit: Annotated[Count | None, Flag(panel="Data")] = Field(
+        None, description="Number of prompts per set; by default as many as the paper uses, 30 to 164."
+    )
+    max_new_tokens: Annotated[Count, Flag(panel="Sampling")] = Field(
+        2048, description="Maximum length of an answer in tokens."
+    )
+    seed: Annotated[int, Flag(panel="Sampling")] = Field(
+        0, description="Seed of a set's first prompt. Each later prompt gets the next number."
+    )
 
     def __post_init__(self) -> None:
         if self.paper_model is not None and self.paper_model not in FIGURES:
-            raise ValueError(f"paper_model is {self.paper_model!r}; it must be {' or '.join(FIGURES)}.")
+            raise SettingsError.of("paper_model", " or ".join(FIGURES), self.paper_model)

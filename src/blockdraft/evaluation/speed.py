@@ -1,4 +1,4 @@
-"""Decoding methods measured in turns on the same prompts, and the time of their cycles by parts."""
+"""Interleaved measurement of decoding methods on the same prompts, and the time of their steps by part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from blockdraft.types import DraftModel, SamplingParams
 
 WARM_UP_TOKENS = 8
 
-# Callback of the present stage, answers decoded so far, and answers to decode.
+# Called with the stage, the responses decoded so far, and their total.
 Progress = Callable[[str, int, int], None]
 Key = TypeVar("Key")
 Tokens = Sequence[int]
@@ -39,7 +39,7 @@ class Trial:
     Attributes:
         prompt_set: Name of the set.
         prompts: Indices of the batch's prompts in their set.
-        repeat: Round in which it was timed; None for a batch that was decoded for its tokens alone.
+        repeat: Round in which it was timed; None for a batch decoded only for its tokens.
         seconds: Wall time of `Engine.generate`.
     """
 
@@ -52,45 +52,47 @@ class Trial:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the cycles; each answer's first token comes from the prompt's forward instead."""
+        """Tokens of the steps; each response's first token comes from the prefill instead."""
         return sum(sum(c.stats.committed) for c in self.completions)
 
     @property
     def decode_seconds(self) -> float:
-        """Wall time without the forwards over prompts."""
+        """Wall time without prefill."""
         return self.seconds - sum(c.stats.read_seconds for c in self.completions)
 
     @property
     def cycles(self) -> int:
-        """Cycles of the batch, which are those of its longest row."""
+        """Steps of the batch, which are those of its longest response."""
         return max(len(c.stats.committed) for c in self.completions)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one method. No method is timed on prompts whose plain answer loops, since such answers are easy to
-    guess. These prompts count in `prompts`, `identical` and `looping` alone.
+    """Figures of one method.
+
+    No method is timed on prompts whose plain response loops, since such responses are easy to draft. These prompts
+    count only in `prompts`, `identical` and `looping`.
 
     Attributes:
         prompts: Number of prompts.
-        timed_prompts: Number of prompts whose plain answer does not loop. If there is none, or no answer has more than
-            its first token, the figures of speed and acceptance are None.
-        tokens_per_second: Tokens after each answer's first one, of all rows of a batch, over the wall time of decoding
-            them, without prefill. Median of the repeats.
-        tokens_per_second_range: Values of the slowest and of the fastest repeat.
+        timed_prompts: Number of prompts whose plain response does not loop. If there is none, or no response has more
+            than its first token, the figures of speed and acceptance are None.
+        tokens_per_second: Tokens after each response's first, of all sequences of a batch, over the wall time of
+            decoding without prefill. Median of the repeats.
+        tokens_per_second_range: Values of the slowest and the fastest repeat.
         tokens_per_second_by_repeat: Value of each repeat.
-        speedup: Tokens per second over those of plain decoding in the same repeat, so that a machine that is slower for
-            a while slows both. Median of the repeats.
+        speedup: Tokens per second over those of plain decoding in the same repeat, so that a slow moment of the machine
+            affects both. Median of the repeats.
         speedup_by_repeat: Value of each repeat.
-        tau: Tokens committed per cycle and row, bonus included, over all cycles of timed answers.
-        acceptance_by_position: S_1, S_2, ... over the same cycles.
-        cycle_seconds: Wall time of decoding over the cycles of the batches. Median of the repeats.
-        cycle_cost: R, time of a cycle over that of plain decoding in the same repeat. Median of the repeats. With one
-            prompt a batch, speedup = tau / R.
-        batch_seconds: Mean wall time of a batch, prefill included, which a user waits for. Median of the repeats.
-        identical: Share of the prompts of which every answer equals the plain one, with the same seed when sampling;
-            None for guesses sampled at random then. For plain decoding it tells whether that is repeatable.
-        looping: Share of the prompts of which some answer loops, as `lossless.loops` has it.
+        tau: Tokens committed per step and sequence, bonus included, over all steps of timed responses.
+        acceptance_by_position: S_1, S_2, ... over the same steps.
+        cycle_seconds: Wall time of decoding over the steps of the batches. Median of the repeats.
+        cycle_cost: R, time of a step over that of plain decoding in the same repeat. Median of the repeats. With batch
+            size 1, speedup = tau / R.
+        batch_seconds: Mean wall time of a batch, prefill included. Median of the repeats.
+        identical: Share of prompts for which every response equals the plain one, with the same seed when sampling;
+            None for sampled draft tokens in that case. For plain decoding it measures repeatability.
+        looping: Share of prompts for which some response loops, as defined by `engine.loops`.
     """
 
     prompts: int
@@ -114,11 +116,11 @@ class Profile:
     """Profile of one method.
 
     Attributes:
-        cycles: Number of cycles.
-        seconds: Mean seconds of a cycle by its parts, in order. On a GPU each part is waited for, which makes cycles
-            longer than they are without a profile.
-        host: Share of the time outside of all networks, which are the target's forward, and the drafter's pass, head
-            and keys and values of its context.
+        cycles: Number of steps.
+        seconds: Mean seconds of a step by part, in order. On a GPU each part is synchronized, so steps take longer than
+            without a profile.
+        host: Share of the time outside of all networks: the target's forward pass, and the drafter's pass, head and
+            context.
     """
 
     cycles: int
@@ -132,7 +134,7 @@ class Profile:
 
 @contextmanager
 def _naming(method: Method) -> Iterator[None]:
-    """Let errors name the method."""
+    """Add the method's name to errors."""
     try:
         yield
     except ValueError as error:
@@ -142,7 +144,7 @@ def _naming(method: Method) -> Iterator[None]:
 
 
 def check_methods(methods: Sequence[Method]) -> None:
-    """Raise a UsageError for a method that is unknown, or whose drafter is not there. It needs no target."""
+    """Raise a UsageError for an unknown method or a missing drafter, without loading a target."""
     for method in methods:
         if method.drafter is not None:
             with _naming(method):
@@ -152,7 +154,7 @@ def check_methods(methods: Sequence[Method]) -> None:
 def load_methods(
     methods: Sequence[Method], target: Target, batch_size: int, model: DraftModel | None = None
 ) -> dict[str, Engine]:
-    """Engines of the methods, by name. Methods with the same drafter share it.
+    """Return the engines of the methods by name. Methods with the same drafter share it.
 
     Args:
         model: Where and how drafters run.
@@ -185,18 +187,18 @@ def measure(
 ) -> list[Trial]:
     """Decode all prompts with all methods.
 
-    Plain decoding first answers every prompt once, untimed. These answers are the reference, and show which prompts
-    loop. After a short warm-up come the rounds, in each of which every method in turn decodes each batch of prompts;
-    another method begins each round. Prompts that loop are decoded once by each method, untimed.
+    Plain decoding first decodes every prompt once, untimed. These responses are the reference, and show which prompts
+    loop. After a short warm-up come the rounds, in each of which all methods decode each batch of prompts, interleaved;
+    each round starts with another method. Prompts that loop are decoded once by each method, untimed.
 
     Args:
         engines: Engines by method, `none` among them, with `max_batch_size` of the settings.
-        params: Sampling of all methods and repeats; prompt i of a set has the seed `params.seed` + i, which must be set
-            unless decoding is greedy.
+        params: Sampling parameters of all methods and repeats; prompt i of a set uses `params.seed` + i, which must be
+            set unless decoding is greedy.
 
     Raises:
-        UsageError: The target cannot take a prompt, which is named before anything is decoded; or there is too little
-            memory.
+        UsageError: The target cannot decode a prompt, which is checked before anything is decoded; or there is too
+            little memory.
     """
     assert params.temperature == 0 or params.seed is not None
     run = Run(engines, sets, params, settings)
@@ -227,7 +229,7 @@ def measure(
     for prompt_set, prompts in run.batches(looping):
         for method in names:
             if method != PLAIN:
-                decode("looping answers", method, prompt_set, prompts, None)
+                decode("repetitive outputs", method, prompt_set, prompts, None)
     run.warm_up()
     for repeat in range(settings.repeats):
         first = repeat % len(names)
@@ -238,7 +240,7 @@ def measure(
 
 
 class Run:
-    """Decoding of batches of prompts; arguments as in `measure`."""
+    """Decodes batches of prompts; arguments as in `measure`."""
 
     def __init__(
         self, engines: Mapping[str, Engine], sets: Sequence[PromptSet], params: SamplingParams, settings: Settings
@@ -263,7 +265,7 @@ class Run:
             engine.generate(first, short)
 
     def batches(self, chosen: Mapping[str, list[int]]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Batches as name of the set and indices of prompts; no batch has prompts of two sets."""
+        """Yield batches of one set each, as name of the set and indices of prompts."""
         for name, indices in chosen.items():
             for start in range(0, len(indices), self.batch_size):
                 yield name, tuple(indices[start : start + self.batch_size])
@@ -288,7 +290,7 @@ def profiles(
     trials: Sequence[Trial],
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Profile]:
-    """Decode the timed prompts once more with each method in turn, and add up the time of each part.
+    """Decode the timed prompts once more with each method, interleaved, and sum the time of each part.
 
     Args:
         engines, sets, params, settings: As in `measure`.
@@ -318,15 +320,15 @@ def profiles(
 
 
 def host_share(seconds: Mapping[str, float]) -> float:
-    """Share of the seconds of a cycle's parts that are outside of all networks."""
+    """Return the share of a step's time outside of all networks."""
     return sum(spent for part, spent in seconds.items() if part not in NETWORKS) / sum(seconds.values())
 
 
 def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict[str, Figures]:
-    """Figures of each method, over trials of all sets or of one. `none` must be among the methods.
+    """Compute the figures of each method from trials of all sets or one. `none` must be among the methods.
 
     Args:
-        incomparable: Methods whose tokens need not be those of plain decoding, but only have their distribution.
+        incomparable: Methods whose tokens need not equal those of plain decoding, but only follow their distribution.
     """
     by_method: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
@@ -361,13 +363,13 @@ def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict
 
 
 def identical_share(answers: Mapping[Key, Sequence[Tokens]], reference: Mapping[Key, Tokens]) -> float:
-    """Share of the prompts to which every answer equals the reference, token by token."""
+    """Return the share of prompts for which every response equals the reference, token by token."""
     same = [all(list(tokens) == list(reference[key]) for tokens in each) for key, each in answers.items()]
     return sum(same) / len(same)
 
 
 def looping_share(answers: Mapping[Key, Sequence[Tokens]]) -> float:
-    """Share of the prompts to which an answer loops."""
+    """Return the share of prompts for which a response loops."""
     return sum(any(map(loops, each)) for each in answers.values()) / len(answers)
 
 
@@ -376,7 +378,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _answers(trials: Sequence[Trial]) -> dict[tuple[str, int], list[list[int]]]:
-    """Token ids of all answers to each prompt, by set and index."""
+    """Return the token ids of all responses to each prompt, by set and index."""
     answers = defaultdict(list)
     for trial in trials:
         for i, completion in zip(trial.prompts, trial.completions, strict=True):
@@ -385,7 +387,7 @@ def _answers(trials: Sequence[Trial]) -> dict[tuple[str, int], list[list[int]]]:
 
 
 def _repeats(trials: Sequence[Trial]) -> list[list[Trial]]:
-    """Timed trials of each repeat."""
+    """Return the timed trials of each repeat."""
     repeats: dict[int, list[Trial]] = defaultdict(list)
     for trial in trials:
         if trial.repeat is not None:
@@ -398,6 +400,6 @@ def _tokens_per_second(repeats: list[list[Trial]]) -> tuple[float, ...]:
 
 
 def _cycle_seconds(repeats: list[list[Trial]]) -> tuple[float, ...]:
-    """Seconds of a cycle in each repeat; empty if a method took no cycle, as with wrong answers that end at once."""
+    """Return the seconds per step of each repeat, or nothing if a method took no step, as with wrong outputs."""
     totals = [(sum(t.decode_seconds for t in each), sum(t.cycles for t in each)) for each in repeats]
     return tuple(seconds / cycles for seconds, cycles in totals) if all(cycles for _, cycles in totals) else ()

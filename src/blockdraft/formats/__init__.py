@@ -1,4 +1,4 @@
-"""On-disk formats of drafters, read and written: one file per layout. `base.py` defines what a layout is."""
+"""On-disk formats of drafters, one file per layout. `base.py` defines the protocol of a layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_drafter(path: str | Path, vocabulary: Mapping[str, int] | None, num_tar
     layout = layout_of(raw)
     if layout is None:
         raise UsageError(
-            f"{Path(path, 'config.json')} is not a drafter's; the known layouts are {', '.join(layouts())}."
+            f"{Path(path, 'config.json')} does not describe a drafter; the known layouts are {', '.join(layouts())}."
         )
     return replace(layout.read(Path(path), vocabulary, num_target_layers), trained=Trained.read(raw))
 

@@ -1,5 +1,4 @@
-"""Architectures that z-lab's layout and the speculators format can hold, each `ARCHITECTURE` in a drafter's
-`layout.py`."""
+"""Architectures in z-lab's layout and the speculators format, each `ARCHITECTURE` in a drafter's `layout.py`."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ class Speculator:
     Attributes:
         model_type: Value of `speculators_model_type`.
         name: Name under `architectures`.
-        from_anchor: Whether the anchor's slot guesses too, as in DSpark.
-        rows: Names of its own tensors that have a matrix row for each token of the draft vocabulary.
+        from_anchor: Whether the anchor's position drafts too, as in DSpark.
+        rows: Names of its own tensors with a row for each token of the draft vocabulary.
     """
 
     model_type: str
@@ -35,15 +34,15 @@ class Speculator:
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """An architecture in llama.cpp's files, without what all architectures share.
+    """What is specific to an architecture in llama.cpp's files.
 
     Attributes:
         speculator: Value of `--spec-type`.
-        names: llama.cpp's names of its own tensors, by our names; those of layers without `blk.N.` and `layers.N.`.
-        written: Function from a configuration to the metadata of this architecture alone, by keys without the
+        names: llama.cpp's names of its own tensors, by our names; in layers without `blk.N.` and `layers.N.`.
+        written: Function from a configuration to the metadata specific to this architecture, by keys without the
             architecture. Raises UsageError for what llama.cpp cannot run.
-        read: Function from such metadata and the shapes of all tensors to the fields of a configuration that this
-            architecture alone has; None if the file holds another kind. Raises UsageError for what is unsupported.
+        read: Function from such metadata and the shapes of all tensors to the specific fields of a configuration;
+            returns None if the file holds another kind. Raises UsageError for what is unsupported.
     """
 
     speculator: str
@@ -62,14 +61,13 @@ class Architecture:
         shapes: Function from a configuration to the names and shapes of all tensors of a checkpoint.
         nested: Fields that are written in `dflash_config` only.
         adapted: Function that renames and reshapes the tensors of other writers to ours.
-        marks: Further keys and values that are written in `dflash_config`.
-        inert: Further keys and the values that are accepted for them, as in `zlab.INERT`.
-        training: Keys of `dflash_config` that matter to training only.
+        marks: Additional keys and values that are written in `dflash_config`.
+        inert: Additional keys and their accepted values, as in `zlab.INERT`.
+        training: Keys of `dflash_config` that matter only to training.
         speculator: Its form in the speculators format; None if that format cannot hold it.
         llama_cpp: Its form in GGUF files; None if llama.cpp does not read it.
-        vllm, sglang, tensorrt_llm: Names of it in these engines, in z-lab's layout; None if an engine does not read it
-            in that layout.
-        openvino: Whether OpenVINO GenAI drafts with it, converted from that layout.
+        vllm, sglang, tensorrt_llm: Its names in these engines in z-lab's layout; None if an engine does not read it.
+        openvino: Whether OpenVINO GenAI drafts with it, converted from z-lab's layout.
     """
 
     names: tuple[str, ...]
@@ -88,30 +86,29 @@ class Architecture:
     openvino: bool = False
 
     def draft_tokens(self, config: DraftConfig) -> int:
-        """Most guesses of a block."""
+        """Return the maximum number of draft tokens per block."""
         return config.block_size - (self.speculator is None or not self.speculator.from_anchor)
 
     def own_keys(self) -> set[str]:
-        """Keys of config.json that DFlash v1 lacks."""
+        """Return the keys of config.json that DFlash v1 lacks."""
         return {field.name for field in fields(self.config)} - {field.name for field in fields(DraftConfig)}
 
 
 def by_name() -> dict[str, Architecture]:
-    """All architectures, by each of their names under `architectures`."""
-    found = [module.ARCHITECTURE for module in parts("layout").values() if hasattr(module, "ARCHITECTURE")]
-    return {name: architecture for architecture in found for name in architecture.names}
+    """Return all architectures by each of their names under `architectures`."""
+    known = [module.ARCHITECTURE for module in parts("layout").values() if hasattr(module, "ARCHITECTURE")]
+    return {name: architecture for architecture in known for name in architecture.names}
 
 
 def find_architecture(config: object) -> Architecture | None:
-    """Architecture of a configuration; None if z-lab's layout and the speculators format cannot hold it."""
-    return next((one for one in by_name().values() if one.config is type(config)), None)
+    """Return the architecture of a configuration, or None if neither of these layouts can hold it."""
+    return next((known for known in by_name().values() if known.config is type(config)), None)
 
 
 def architecture_of(config: object) -> Architecture:
-    """Architecture of a configuration. Raises ValueError if z-lab's layout and the speculators format cannot hold
-    it."""
-    if (found := find_architecture(config)) is not None:
-        return found
+    """Return the architecture of a configuration. Raise a UsageError if neither of these layouts can hold it."""
+    if (architecture := find_architecture(config)) is not None:
+        return architecture
     raise UsageError(
         f"{type(config).__name__} is a configuration that z-lab's layout and the speculators format cannot hold; "
         "write the drafter in a layout of its own."
@@ -119,5 +116,5 @@ def architecture_of(config: object) -> Architecture:
 
 
 def tensor_shapes(config: object) -> Shapes:
-    """Names and shapes of all tensors of a checkpoint with this configuration."""
+    """Return names and shapes of all tensors of a checkpoint with this configuration."""
     return architecture_of(config).shapes(config)

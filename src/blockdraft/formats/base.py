@@ -1,4 +1,4 @@
-"""Layouts, the on-disk forms of drafters: their protocol, what they read and write, and the list of them."""
+"""Layouts, the on-disk forms of drafters: their protocol, their content, and the list of them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ class Borrowed:
     """Copies of the target's weights in a drafter's checkpoint.
 
     Attributes:
-        embedding: `[V, H]`; None if the file has none, so that the target's is used.
-        head: `[Vd, H]`, output projection of the kept tokens; None if the file has none, which a reduced vocabulary
-            does not allow.
-        kept: `[Vd]` int64, ascending: the target's ids of the tokens that the drafter can guess. None is all tokens.
+        embedding: `[V, H]`; None uses the target's.
+        head: `[Vd, H]`, output projection of the draft vocabulary. A reduced vocabulary requires it.
+        kept: `[Vd]` int64, ascending: ids of the draft vocabulary in the target. None is all tokens.
     """
 
     embedding: Tensor | None
@@ -54,10 +53,9 @@ class Checkpoint:
 class Layout(Protocol):
     """On-disk form of drafters.
 
-    A file of this package that defines an object `LAYOUT` of this type holds a layout for several kinds of drafters,
-    and its name is the layout's name. In a drafter's folder, `layout.py` defines a layout of that kind alone, named
-    after the kind, and `speculators.py` one in the speculators format, named after the kind with `_speculators` behind
-    it.
+    A file of this package that defines an object `LAYOUT` of this type is a layout for several kinds of drafters, and
+    is named after it. In a drafter's folder, `layout.py` defines a layout of that kind alone, named after the kind, and
+    `speculators.py` one in the speculators format, with the suffix `_speculators`.
 
     Attributes:
         borrows: Whether it holds copies of the target's embedding and head.
@@ -68,7 +66,7 @@ class Layout(Protocol):
     pickle: str
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
-        """Whether a parsed config.json has this layout."""
+        """Return whether a parsed config.json has this layout."""
 
     def config(
         self,
@@ -77,9 +75,9 @@ class Layout(Protocol):
         vocabulary: Mapping[str, int] | None,
         num_target_layers: int | None,
     ) -> tuple[Any, bool]:
-        """Configuration of a parsed config.json, and whether its number of target layers is the true one.
+        """Return the configuration of a parsed config.json, and whether its number of target layers is known.
 
-        If the file does not hold that number and `num_target_layers` is None, it is as many as the taps need.
+        If it is unknown, it is the minimum that the tapped target layers need.
 
         Args:
             raw: Parsed config.json.
@@ -91,11 +89,12 @@ class Layout(Protocol):
         """
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start] | None:
-        """How to start other engines with a drafter of this layout; None if that depends on its architecture.
+        """Return the commands of other engines for a drafter, or None if they depend on its architecture.
+
         llama.cpp is left out if it reads such drafters from GGUF files.
 
         Args:
-            export: Function that returns the command which writes the drafter in another layout.
+            export: Function that returns the command which converts the drafter to another layout.
         """
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
@@ -115,23 +114,22 @@ class Layout(Protocol):
     def write(
         self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
     ) -> None:
-        """Write a folder. It appears complete or not at all, and replaces an earlier drafter's folder as a whole.
+        """Write a folder. It appears completely or not at all, and replaces the folder of an earlier drafter.
 
         Args:
             target_name: Folder or hub name under which readers find the target.
             target_architectures: `architectures` of the target's config.json.
 
         Raises:
-            ValueError: The tensors do not fit the configuration, the layout cannot express it, or the folder holds
-                something else than a drafter.
+            ValueError: The tensors do not fit the configuration, the layout cannot express it, or the folder does not
+                hold a drafter.
         """
 
 
 def check_fits(
     config: Any, *, hidden_size: int, num_layers: int, vocab_size: int, max_context: int | None = None
 ) -> None:
-    """Raise a ValueError unless a drafter fits the target's sizes, and has positions for `max_context` tokens, the
-    longest context to decode. None is not checked."""
+    """Raise a ValueError unless a drafter fits the target's sizes, and supports contexts of `max_context` tokens."""
     for name, theirs in (("hidden_size", hidden_size), ("num_target_layers", num_layers), ("vocab_size", vocab_size)):
         ours = getattr(config, name)
         need(ours == theirs, f"the drafter's {name}", ours, f"the target's, {theirs}; use a drafter made for it")
@@ -141,8 +139,7 @@ def check_fits(
 
 
 def layouts() -> dict[str, Layout]:
-    """All layouts by name. Layouts of a single kind of drafter come first, because they are asked first whether a
-    folder is theirs."""
+    """Return all layouts by name. Those for a single kind of drafter come first, since they take precedence."""
     found = {name: module.LAYOUT for name, module in parts("layout").items() if hasattr(module, "LAYOUT")}
     found |= {f"{name}_speculators": module.LAYOUT for name, module in parts("speculators").items()}
     shared = plugins("blockdraft.formats")
@@ -150,14 +147,14 @@ def layouts() -> dict[str, Layout]:
 
 
 def find_layout(name: str) -> Layout:
-    """Layout of this name. Raises ValueError if there is none."""
+    """Return the layout with this name. Raise a UsageError if there is none."""
     if name not in layouts():
         raise UsageError(f"format is {name!r}; it must be one of {', '.join(sorted(layouts(), reverse=True))}.")
     return layouts()[name]
 
 
 def layout_of(raw: Any) -> Layout | None:
-    """Layout of a parsed config.json; None if it is not a drafter's."""
+    """Return the layout of a parsed config.json, or None if it does not describe a drafter."""
     if not isinstance(raw, Mapping):
         return None
     return next((layout for layout in layouts().values() if layout.recognises(raw)), None)

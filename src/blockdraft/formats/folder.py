@@ -1,4 +1,4 @@
-"""Folders of config.json and safetensors: read with errors that name the file, and written completely or not at all."""
+"""Folders with config.json and safetensors, read with errors that name the file and written atomically."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def blaming(file: Path) -> Iterator[None]:
 
 
 def read_config(path: str | Path) -> Any:
-    """Parsed config.json of a folder. Raises ValueError if there is none or it is not JSON."""
+    """Parse config.json of a folder. Raise a UsageError if there is none or it is not JSON."""
     file = Path(path, "config.json")
     if Path(path).is_file():
-        export = f" To make one of a drafter in a GGUF file: blockdraft export {path} --target MODEL --out DIR."
+        export = f" To convert a drafter from a GGUF file: blockdraft export {path} --target MODEL --out DIR."
         gguf = export if Path(path).suffix == ".gguf" else ""
         raise UsageError(f"{path} is a file; give a folder that holds config.json.{gguf}")
     with blaming(file):
@@ -48,22 +48,22 @@ def read_config(path: str | Path) -> Any:
 
 
 def read_tensors(path: str | Path, pickle: str = PICKLED) -> dict[str, Tensor]:
-    """All tensors of a folder, read onto the CPU. Files and errors as in `open_folder`."""
-    # Copied, so that freeing a tensor frees its memory; a part of a mapped file would stay in memory.
-    return {name: one.tensor().clone() for name, one in open_folder(path, pickle).items()}
+    """Read all tensors of a folder onto the CPU. Files and errors as in `open_folder`."""
+    # Copied, so that freeing a tensor frees its memory; a mapped file would stay in memory.
+    return {name: tensor.tensor().clone() for name, tensor in open_folder(path, pickle).items()}
 
 
 def weight_files(path: str | Path, pickle: str = PICKLED) -> list[Path]:
-    """Safetensors files of a folder, with any names. If there are none, the file `pickle`, if it exists."""
+    """Return the safetensors files of a folder, or else the file `pickle` if it exists."""
     files = sorted(Path(path).glob("*.safetensors"))
     return files or [file for file in [Path(path, pickle)] if file.is_file()]
 
 
 def open_folder(path: str | Path, pickle: str = PICKLED) -> dict[str, Stored]:
-    """All tensors of a folder's `weight_files`; a prefix `model.` is left out.
+    """Open all tensors of a folder's `weight_files`, by their names without a prefix `model.`.
 
     Raises:
-        ValueError: There is no such file, one is broken or holds more than tensors, or two hold the same tensor.
+        UsageError: There is no such file, one is broken or holds more than tensors, or two hold the same tensor.
     """
     tensors: dict[str, Stored] = {}
     files = weight_files(path, pickle)
@@ -80,7 +80,7 @@ def open_folder(path: str | Path, pickle: str = PICKLED) -> dict[str, Stored]:
 
 
 def _unpickled(file: Path) -> dict[str, Stored]:
-    """Tensors of a file pickled by torch. Nothing but tensors is unpickled."""
+    """Read the tensors of a file pickled by torch. Nothing but tensors is unpickled."""
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
@@ -95,8 +95,7 @@ def _unpickled(file: Path) -> dict[str, Stored]:
 
 
 def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError unless the tensors are exactly the expected ones, with the expected shapes, and weights are
-    floating-point numbers."""
+    """Raise a UsageError unless these are the expected tensors and shapes, and weights are floating-point numbers."""
     check_floats({name: stored(tensor) for name, tensor in tensors.items() if name not in MAPS})
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wrong = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
@@ -106,9 +105,9 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str,
 
 
 def with_rope_theta(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of config.json with `rope_theta` and `rope_scaling` beside `rope_parameters`.
+    """Return config.json with `rope_theta` and `rope_scaling` in addition to `rope_parameters`.
 
-    Readers of before transformers 5 (mistral.rs, older vLLM, optimum) know only the first two. What is there stays.
+    Readers older than transformers 5 (mistral.rs, older vLLM, optimum) know only the first two. Existing keys are kept.
     """
     rope = raw.get("rope_parameters")
     if not isinstance(rope, Mapping):
@@ -129,17 +128,17 @@ def write_folder(
     trained: Trained = UNKNOWN,
     pickle: str | None = None,
 ) -> None:
-    """Write config.json and model.safetensors. The folder appears complete or not at all.
+    """Write config.json and model.safetensors. The folder appears completely or not at all.
 
     Args:
-        path: A new or empty folder, or a draft model's, which is replaced as a whole.
+        path: A new or empty folder, or a drafter's folder, which is replaced.
         raw: Content of config.json.
-        trained: As in `Checkpoint`; written to config.json as well.
+        trained: As in `Checkpoint`; added to config.json.
         tensors: Tensors by name, on any device, contiguous or not.
-        pickle: Name of a file pickled by torch that is written in the place of safetensors, for readers without these.
+        pickle: Name of a file pickled by torch to write instead of safetensors, for readers that need it.
 
     Raises:
-        ValueError: The folder holds something else, or cannot be written, such as on a full disk.
+        UsageError: The folder holds something else, or cannot be written, for instance because the disk is full.
     """
     path = Path(path).resolve()
     check_writable(path)
@@ -155,15 +154,17 @@ def write_folder(
         except (OSError, RuntimeError, SafetensorError) as error:  # torch raises a RuntimeError for a full disk
             told = "the disk is full, or a file too large" if isinstance(error, RuntimeError) else error
             raise UsageError(
-                f"{path} cannot be written ({told}); free space, or choose another folder. What was there stays."
+                f"{path} cannot be written ({told}); free space, or choose another folder. Its content is unchanged."
             ) from error
         for file in new.glob("*.safetensors"):
             file.chmod((new / "config.json").stat().st_mode)  # safetensors writes files that only the owner can read
 
 
 def check_writable(path: str | Path) -> None:
-    """Raise what `write_folder` would raise for this folder: a ValueError if it holds something else, an OSError if
-    nothing can be created beside it."""
+    """Raise what `write_folder` would raise.
+
+    This is a UsageError if the folder holds something else, and an OSError if nothing can be created next to it.
+    """
     path = Path(path).resolve()
     free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     need(

@@ -1,4 +1,4 @@
-"""Model folders, written a shard at a time and whole or not at all."""
+"""Model folders, written one shard at a time, completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from blockdraft.formats.folder import with_rope_theta
 from blockdraft.formats.quantized.compressed_tensors import parts_of
 from blockdraft.nn.quantization import QuantizedWeight
 
-SHARD = 2_000_000_000  # bytes of a file, about, which are in memory together
+SHARD = 2_000_000_000  # approximate bytes per file, which are in memory together
 
 
 class ModelWriter:
-    """Writer of a checkpoint's tensors to `folder`, in files of about `SHARD` bytes. Quantized weights are written in
-    the layout of compressed-tensors.
+    """Writes a checkpoint's tensors to `folder` in files of about `SHARD` bytes.
+
+    Quantized weights are written in the layout of compressed-tensors.
 
     Attributes:
         bytes: Bytes of the tensors written so far.
@@ -37,7 +38,7 @@ class ModelWriter:
         self._pending: dict[str, Tensor] = {}
 
     def take(self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]) -> None:
-        """Add tensors, and write them whenever there are enough for a file."""
+        """Add tensors, and write a file whenever there are enough."""
         for name, weight in weights:
             if isinstance(weight, QuantizedWeight):
                 self._pending |= parts_of(name.removesuffix(".weight"), weight)
@@ -53,7 +54,7 @@ class ModelWriter:
         self.bytes, self._shards, self._pending = 0, [], {}
 
     def finish(self, raw: Mapping[str, Any], files: Sequence[Path]) -> None:
-        """Write the tensors that are left, config.json with the content `raw`, and copies of these files."""
+        """Write the remaining tensors, config.json with the content `raw`, and copies of these files."""
         self._write()
         count = len(self._shards)
         places: dict[str, str] = {}
@@ -84,20 +85,20 @@ class ModelWriter:
 
 
 def check_free(out: Path) -> None:
-    """Raise a UsageError if a path is neither free nor an empty folder."""
+    """Raise a UsageError unless a path is free or an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already; choose another folder for --out.")
 
 
 @contextmanager
 def new_folder(out: Path, need: int) -> Iterator[Path]:
-    """Context with a folder that becomes `out` at its end, or is deleted after an error.
+    """Yield a folder that becomes `out` at the end, or is deleted after an error.
 
     Args:
-        need: Bytes that will be written, about.
+        need: Approximate number of bytes that will be written.
 
     Raises:
-        UsageError: `out` holds something, another process writes it, or the disk has too little room.
+        UsageError: `out` is not empty, another process writes it, or the disk has too little space.
     """
     out = out.absolute()
     check_free(out)

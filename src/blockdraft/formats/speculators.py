@@ -3,11 +3,11 @@
 It differs from z-lab's layout in four ways:
 
 - The draft layers have their own configuration inside config.json.
-- A tap has the number of the target layer that it enters, one more than that of the layer that it leaves. The output of
-  the last layer cannot be listed.
+- A target layer is numbered by the layer that reads its output, one more than its own number. The output of the last
+  layer cannot be listed.
 - The file holds copies of the target's embedding and head.
-- The head may be cut to part of the vocabulary. Then `t2d` marks the tokens that are kept, and token i of the draft
-  vocabulary is the target's token i + `d2t[i]`.
+- The vocabulary may be reduced. Then `t2d` marks the tokens of the draft vocabulary, of which token i is the target's
+  token i + `d2t[i]`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from blockdraft.formats.zlab import one_dtype
 from blockdraft.formats.zlab import parse_config as parse_zlab_config
 from blockdraft.nn.draft_config import DraftConfig, need
 
-# Fields of a configuration for which the format has no key, and the only values that can be written.
+# Fields without a key in this format, and the only values that can be written.
 UNSAID = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
 LAYER_KEYS: tuple[str, ...] = (
     "model_type",
@@ -44,23 +44,23 @@ LAYER_KEYS: tuple[str, ...] = (
 LAYER_KEYS += ("num_key_value_heads", "head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "attention_bias")
 LAYER_KEYS += ("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types")
 LAYER_KEYS += ("use_sliding_window", "sliding_window", "max_window_layers", "tie_word_embeddings")
-# Tensors of a checkpoint that serve training only.
+# Tensors that only training uses.
 UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")
 
 
 def model_types() -> dict[str, Architecture]:
-    """Architectures that the format can hold, by their `speculators_model_type`."""
-    return {one.speculator.model_type: one for one in by_name().values() if one.speculator is not None}
+    """Return the architectures in this format by their `speculators_model_type`."""
+    return {known.speculator.model_type: known for known in by_name().values() if known.speculator is not None}
 
 
 def recognises(path: str | Path) -> bool:
-    """Whether a parsed config.json has this format."""
+    """Return whether a folder has this format."""
     raw = read_config(path)
     return isinstance(raw, Mapping) and "speculators_model_type" in raw
 
 
 def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftConfig, int]:
-    """Configuration and size of the draft vocabulary, from the contents of a config.json.
+    """Return configuration and size of the draft vocabulary of a parsed config.json.
 
     Args:
         raw: The parsed file.
@@ -75,9 +75,9 @@ def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftC
     architecture = known[str(found)]
     kind = architecture.speculator
     assert kind is not None
-    told = "; another convention puts every guess one token off"
+    reason = "; another convention shifts every draft token by one"
     from_anchor = raw.get("sample_from_anchor", kind.from_anchor)
-    need(from_anchor is kind.from_anchor, "sample_from_anchor", from_anchor, f"{kind.from_anchor}{told}")
+    need(from_anchor is kind.from_anchor, "sample_from_anchor", from_anchor, f"{kind.from_anchor}{reason}")
     target_layers = target_layers_of(raw, "aux_hidden_state_layer_ids", num_target_layers)
     layers = layer_config(raw.get("transformer_layer_config"))
     own = {name: raw.get(name) for name in architecture.own_keys()}
@@ -106,7 +106,7 @@ def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftC
 def config_dict(
     config: DraftConfig, target_name: str | None, target_architectures: Sequence[str], draft_vocab_size: int
 ) -> dict[str, Any]:
-    """Content of config.json. Raises ValueError if the format cannot express the configuration."""
+    """Return config.json. Raise a UsageError if the format cannot express the configuration."""
     architecture = architecture_of(config)
     kind = architecture.speculator
     others = f"one of {sorted(model_types())} in the speculators format; keep z-lab's layout (--format zlab)"
@@ -141,7 +141,7 @@ def read_checkpoint(path: str | Path, num_target_layers: int) -> tuple[DraftConf
     """Read a folder. The draft network's tensors are on the CPU and named as in z-lab's layout.
 
     Raises:
-        ValueError: The folder is absent, incomplete or broken, or `parse_config` refuses its config.json.
+        UsageError: The folder is missing, incomplete or broken, or `parse_config` refuses its config.json.
     """
     raw = read_config(path)
     with blaming(Path(path, "config.json")):
@@ -171,15 +171,16 @@ def write_checkpoint(
     target_architectures: Sequence[str],
     trained: Trained = UNKNOWN,
 ) -> None:
-    """Write a folder that `speculators` and vLLM load. It appears complete or not at all, and replaces an earlier draft
-    model's folder as a whole.
+    """Write a folder that `speculators` and vLLM load.
+
+    It appears completely or not at all, and replaces the folder of an earlier drafter.
 
     Args:
         path: The folder.
         config: Configuration of the draft network.
         tensors: Tensors of the draft network, of one dtype, named as in z-lab's layout.
-        borrowed: Embedding and head of the target; they are cast to that dtype. With a reduced vocabulary the embedding
-            may be left out: vLLM then refuses the folder, and `load_drafter` takes the target's.
+        borrowed: Embedding and head of the target, which are cast to that dtype. With a reduced vocabulary the
+            embedding is optional: without it vLLM refuses the folder, and `load_drafter` uses the target's.
         target_name: Folder or hub name under which readers find the target.
         target_architectures: `architectures` of the target's config.json.
         trained: As in `Checkpoint`.
@@ -216,7 +217,7 @@ def _shapes(config: DraftConfig, draft_vocab_size: int, maps: bool = True) -> di
 
 
 def _rows(config: DraftConfig) -> tuple[str, ...]:
-    """Names of the drafter's own tensors with a matrix row for each token of the draft vocabulary."""
+    """Return names of the drafter's own tensors with a row for each token of the draft vocabulary."""
     kind = architecture_of(config).speculator
     return () if kind is None else kind.rows
 
@@ -240,7 +241,7 @@ class Speculators:
         return parse_config(raw, num_target_layers or least)[0], num_target_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> None:
-        """How to start the engines that read the drafter's architecture in this format."""
+        """Return None: the commands depend on the architecture."""
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         return Checkpoint(*read_checkpoint(path, num_target_layers))

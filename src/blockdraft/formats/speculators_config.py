@@ -1,4 +1,4 @@
-"""Parts of config.json that all kinds of drafters share in the format of vllm-project/speculators."""
+"""Parts of config.json that all drafters share in the format of vllm-project/speculators."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.draft_config import MOST_LAYERS, need, whole
 
 VERSION = "0.9.0"  # release of speculators whose keys are written
-TOLD = 200  # most characters of an error of transformers, which may list all of its models
+SHOWN = 200  # characters of an error of transformers, which may list all of its models
 
 
 def named(
     model_type: str, draft_tokens: int, target_name: str | None, target_architectures: Sequence[str]
 ) -> dict[str, Any]:
-    """Keys of config.json that name the drafter's kind and its target. Raises ValueError for a target that readers
-    cannot load."""
+    """Return the keys of config.json that name the drafter's kind and its target.
+
+    Raises:
+        UsageError: Readers cannot load the target.
+    """
     if target_name is not None and is_gguf(target_name):
         raise UsageError(
             f"The speculators format names the target, and its readers cannot load {target_name}; export with "
@@ -36,7 +39,7 @@ def named(
 
 
 def draft_tokens_text(raw: Mapping[str, Any]) -> Any:
-    """Number of guesses that a file proposes; None if it has none."""
+    """Return the number of draft tokens in a file, or None."""
     methods = _said(raw).get("proposal_methods") or [{}]
     sound = isinstance(methods, list) and isinstance(methods[0], Mapping)
     need(sound, "proposal_methods", methods, "a list of JSON objects")
@@ -44,12 +47,12 @@ def draft_tokens_text(raw: Mapping[str, Any]) -> Any:
 
 
 def draft_tokens_of(raw: Mapping[str, Any]) -> int:
-    """Number of guesses that a file proposes. Raises ValueError if it has none."""
+    """Return the number of draft tokens in a file. Raise a UsageError if there is none."""
     return whole("speculative_tokens", draft_tokens_text(raw))
 
 
 def target_said(raw: Mapping[str, Any]) -> Any:
-    """Target that a file names; None if it names none."""
+    """Return the name of the target in a file, or None."""
     verifier = _said(raw).get("verifier") or {}
     need(isinstance(verifier, Mapping), "verifier", verifier, "a JSON object")
     return verifier.get("name_or_path")
@@ -62,19 +65,21 @@ def _said(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def target_layers_of(raw: Mapping[str, Any], key: str, num_target_layers: int) -> tuple[int, ...]:
-    """Taps from a key that lists the target layers which they enter. Raises ValueError for a layer that cannot be
-    listed."""
+    """Return the target layers from a key that lists the layers after them.
+
+    Raises:
+        UsageError: A layer cannot be listed.
+    """
     ids = raw.get(key)
     need(isinstance(ids, list), key, ids, "a list of target layers")
     entered = all(type(i) is int and 0 < i < num_target_layers for i in ids or ())
-    limit = f"from 1 to {num_target_layers - 1}: neither the embeddings nor the last layer's output can be tapped here"
+    limit = f"from 1 to {num_target_layers - 1}: neither the embeddings nor the last layer's output can be listed"
     need(entered, key, ids, limit)
     return tuple(i - 1 for i in ids or ())
 
 
 def ids_of(config: Any) -> list[int]:
-    """Target layers that the taps of a configuration enter. Raises ValueError if one is the output of the last
-    layer."""
+    """Return the layers after the target layers of a configuration. Raise a UsageError if one is the last layer."""
     last = config.num_target_layers - 1
     remedy = f"below the last target layer, {last}, which this format cannot list; train with other --taps for it, or "
     remedy += "keep the layout that training writes"
@@ -83,8 +88,7 @@ def ids_of(config: Any) -> list[int]:
 
 
 def layer_config(raw: Any) -> dict[str, Any]:
-    """Complete configuration of the draft layers; the file leaves out values that equal the defaults of
-    transformers."""
+    """Return the complete configuration of the draft layers. The file omits defaults of transformers."""
     need(isinstance(raw, Mapping), "transformer_layer_config", raw, "a JSON object")
     settings = {**raw}
     kind = settings.pop("model_type", "qwen3")
@@ -94,5 +98,5 @@ def layer_config(raw: Any) -> dict[str, Any]:
     try:
         return {**AutoConfig.for_model(kind, **settings).to_dict()}
     except Exception as error:  # transformers raises many types of errors for wrong values
-        told = str(error)[:TOLD]
-        raise UsageError(f"transformer_layer_config of the type {kind!r} cannot be read: {told}") from error
+        detail = str(error)[:SHOWN]
+        raise UsageError(f"transformer_layer_config of the type {kind!r} cannot be read: {detail}") from error

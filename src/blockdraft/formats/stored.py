@@ -1,4 +1,4 @@
-"""Tensors of checkpoints that are read only when they are needed."""
+"""Tensors of checkpoints that are read when they are needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Stored:
 
     Attributes:
         kind: Dtype under its name in safetensors files, or `FEW_BITS` for a `QuantizedWeight`.
-        read: Function that returns the tensor, on the CPU.
+        read: Function that returns the tensor on the CPU.
     """
 
     shape: tuple[int, ...]
@@ -34,24 +34,24 @@ class Stored:
     read: Callable[[], Tensor | QuantizedWeight]
 
     def tensor(self) -> Tensor:
-        """Read it, a `QuantizedWeight` as a dense tensor."""
-        found = self.read()
-        return found.dequantize() if isinstance(found, QuantizedWeight) else found
+        """Read the tensor; dequantize a `QuantizedWeight`."""
+        weight = self.read()
+        return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
 
 def open_tensors(files: Sequence[str]) -> dict[str, Stored]:
-    """Tensors of safetensors files. What is read from a file stays in memory only as long as its tensor."""
-    found = {}
+    """Open the tensors of safetensors files. Reading one keeps memory only as long as the tensor lives."""
+    tensors = {}
     for file in files:
         with safe_open(file, "pt") as shard:
             for name in shard.keys():  # noqa: SIM118 (no dictionary)
                 header = shard.get_slice(name)
-                found[name] = Stored(tuple(header.get_shape()), header.get_dtype(), partial(_read, file, name))
-    return found
+                tensors[name] = Stored(tuple(header.get_shape()), header.get_dtype(), partial(_read, file, name))
+    return tensors
 
 
 def _read(file: str, name: str) -> Tensor:
-    # Opened for each tensor, since everything read from a file stays mapped while the file is open.
+    # Opened for each tensor, since tensors stay mapped while their file is open.
     with safe_open(file, "pt") as shard:
         tensor: Tensor = shard.get_tensor(name)
         return tensor
@@ -63,10 +63,10 @@ def stored(tensor: Tensor) -> Stored:
 
 def check_floats(tensors: Mapping[str, Stored]) -> None:
     """Raise a UsageError unless all tensors are unquantized floating-point numbers of 16 bits or more."""
-    others = [name for name, one in tensors.items() if one.kind not in FLOATS]
+    others = [name for name, tensor in tensors.items() if tensor.kind not in FLOATS]
     if others:
         more = f", and {len(others) - 1} other tensors are of such a type too" if len(others) > 1 else ""
         raise UsageError(
             f"{others[0]} is of type {tensors[others[0]].kind}{more}; weights must be of one of "
-            f"{', '.join(FLOAT_KINDS.values())}. Use the checkpoint that was not rounded, or cast them to one of these."
+            f"{', '.join(FLOAT_KINDS.values())}. Use the unquantized checkpoint, or cast them to one of these."
         )

@@ -1,4 +1,4 @@
-"""What a drafter's file says of its training, under keys that other engines ignore."""
+"""Training information in a drafter's file, under keys that other engines ignore."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Trained:
 
     Attributes:
         target: `Target.source_fingerprint` of the target.
-        qat_bits: 4 or 8, bits to which its weights were rounded in training, as in `Recipe`. It then guesses about as
-            well with weights of so few bits, and on CPUs is rounded to them beside any target whose drafters are.
+        qat_bits: 4 or 8, bits of quantization-aware training, as in `Recipe`. Such a drafter loses little when it is
+            quantized, and on CPUs is quantized to these bits with any target whose drafters are quantized.
     """
 
     target: str | None = None
@@ -24,11 +24,7 @@ class Trained:
 
     @classmethod
     def read(cls, raw: Any, prefix: str = "") -> Trained:
-        """Read a parsed config.json of any layout, or the metadata of a GGUF file. Other values are unknown.
-
-        Args:
-            prefix: What the keys begin with.
-        """
+        """Read a parsed config.json of any layout, or the metadata of a GGUF file, whose keys have a prefix."""
         if not isinstance(raw, Mapping):
             return cls()
         target, bits = (raw.get(prefix + key) for key in KEYS.values())
@@ -36,9 +32,9 @@ class Trained:
         return cls(target if isinstance(target, str) else None, bits if known else None)
 
     def values(self, prefix: str = "") -> dict[str, Any]:
-        """What is known, by its keys."""
-        found = {prefix + key: getattr(self, name) for name, key in KEYS.items()}
-        return {key: value for key, value in found.items() if value is not None}
+        """Return the known values by their keys."""
+        values = {prefix + key: getattr(self, name) for name, key in KEYS.items()}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 UNKNOWN = Trained()

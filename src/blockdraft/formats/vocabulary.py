@@ -1,5 +1,7 @@
-"""Maps of files for the tokens that a drafter can guess: `t2d` marks them among the target's tokens, and token i of the
-draft vocabulary is the target's token i + `d2t[i]`."""
+"""Maps of draft vocabularies in files.
+
+`t2d` marks the tokens among the target's, and token i of the draft vocabulary is the target's token i + `d2t[i]`.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ MAPS = ("t2d", "d2t")
 
 
 def kept_tokens(t2d: Tensor | None, d2t: Tensor | None) -> Tensor | None:
-    """The target's ids of the draft vocabulary; None if both maps are absent. Raises ValueError if one is absent or
-    they contradict each other."""
+    """Return the draft vocabulary as ids of the target, or None if both maps are missing.
+
+    Raises:
+        UsageError: One map is missing, or they contradict each other.
+    """
     if t2d is None or d2t is None:
         need(t2d is None and d2t is None, "one of t2d and d2t", None, "there where the other is")
         return None
@@ -25,7 +30,7 @@ def kept_tokens(t2d: Tensor | None, d2t: Tensor | None) -> Tensor | None:
 
 
 def vocabulary_maps(kept: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """`t2d` and `d2t` for these tokens. Raises ValueError if they are not in ascending order."""
+    """Return `t2d` and `d2t` for these tokens. Raise a UsageError if they are not in ascending order."""
     t2d = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, kept, True)
     maps = {"t2d": t2d, "d2t": kept - torch.arange(len(kept))}
     kept_tokens(**maps)

@@ -1,7 +1,8 @@
 """Draft models in z-lab's layout: a folder with config.json and safetensors.
 
 config.json is that of z-lab's `dflash` package (`dflash/model.py`), with the variants that SpecForge, ModelOpt, vLLM
-and SGLang write or read. `parse_config` resolves all variants; it refuses unsupported values by name."""
+and SGLang write or read. `parse_config` resolves all variants, and refuses unsupported values by name.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ from blockdraft.formats.trained import UNKNOWN, Trained
 from blockdraft.nn.draft_config import MOST_LAYERS, DraftConfig, LayerAttention, default_target_layers, need, whole
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Keys of `dflash_config` that `parse_config` reads. Each may also be at the top level.
+# Keys of `dflash_config` that `parse_config` reads. Each is also allowed at the top level.
 READ = {"block_size", "mask_token_id", "mask_token", "target_layer_ids", "num_target_layers", "is_causal", "causal"}
 READ |= {"use_swa", "swa_window_size", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
-# Keys, at any level, that would change the forward pass, and the values with which they do not. If a key is absent or
-# null, it changes nothing.
+# Keys, at any level, that could change the forward pass, and the values with which they do not. A missing or null key
+# changes nothing.
 INERT: dict[str, tuple[Any, ...]] = {"projector_type": ("dflash",), "attention_mode": ("gqa", "mha")}
 INERT |= {"use_aux_hidden_state": (True,), "attention_value_scale": (1,), "partial_rotary_factor": (1,)}
 INERT |= dict.fromkeys(("shift_label", "sample_from_anchor", "mrope_section", "quantization_config"), (False,))
@@ -34,14 +35,14 @@ INERT |= dict.fromkeys(("attention_sink_bias", "add_swa_attention_sink_bias", "g
 
 
 def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = None) -> DraftConfig:
-    """Resolve the contents of a config.json.
+    """Return the configuration of a parsed config.json.
 
     Args:
         raw: The parsed file.
         vocabulary: The target's tokens and their ids, for files that give the mask token as text.
 
     Raises:
-        ValueError: The file is no draft model, lacks a value, contradicts itself, or asks for something unsupported.
+        UsageError: The file describes no drafter, lacks a value, contradicts itself, or needs something unsupported.
     """
     foreign = _object("config.json", raw).get("speculators_model_type")
     need(foreign is None, "speculators_model_type", foreign, "absent in z-lab's layout; see blockdraft export")
@@ -85,8 +86,11 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
 
 
 def config_dict(config: DraftConfig) -> dict[str, Any]:
-    """Content of config.json, for z-lab's `dflash` under transformers 5 and for readers of older layouts. Raises
-    ValueError if the layers differ in a way that the format cannot express."""
+    """Return config.json for z-lab's `dflash` under transformers 5 and for readers of older layouts.
+
+    Raises:
+        UsageError: The layers differ in a way that the format cannot express.
+    """
     architecture = architecture_of(config)
     layers, slides = config.layers, [layer.window is not None for layer in config.layers]
     windows, causal = {layer.window for layer in layers} - {None}, [layer.causal for layer in layers]
@@ -111,7 +115,7 @@ def config_dict(config: DraftConfig) -> dict[str, Any]:
         "architectures": [architecture.names[0]],
         "model_type": "qwen3",
         **raw,
-        "mask_token_id": config.mask_token_id,  # here too, where vLLM's tpu-inference looks for them
+        "mask_token_id": config.mask_token_id,  # also here, where vLLM's tpu-inference reads them
         "target_layer_ids": [*config.target_layers],
         "rope_parameters": rope,
         "dflash_config": draft,
@@ -129,12 +133,12 @@ def _object(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _agree(places: Mapping[str, Any]) -> Any:
-    """The one value in all places, of which those with None are ignored. Raises ValueError if two differ."""
-    held = {place: value for place, value in places.items() if value is not None}
-    told = " but ".join(f"{place} is {value!r}" for place, value in held.items())
-    if any(value != first for first in held.values() for value in held.values()):
-        raise UsageError(f"{told}; keep the one that the drafter was trained with.")
-    return next(iter(held.values()), None)
+    """Return the common value of all places, ignoring None. Raise a UsageError if two differ."""
+    given = {place: value for place, value in places.items() if value is not None}
+    if any(value != first for first in given.values() for value in given.values()):
+        values = " but ".join(f"{place} is {value!r}" for place, value in given.items())
+        raise UsageError(f"{values}; keep the one that the drafter was trained with.")
+    return next(iter(given.values()), None)
 
 
 def _pick(raw: Mapping[str, Any], name: str) -> Any:
@@ -142,11 +146,11 @@ def _pick(raw: Mapping[str, Any], name: str) -> Any:
 
 
 def rope_of(raw: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """RoPE's theta, and its scaling without theta, from the three places of a config.json that may hold them."""
+    """Return RoPE's theta and its scaling without theta, from the three places that may hold them."""
     thetas, scalings = {"rope_theta": raw.get("rope_theta")}, {}
     for place in ("rope_parameters", "rope_scaling"):
         rope = _object(place, raw.get(place))
-        rope = _object(place, rope.get(SLIDING) or rope.get(FULL) or rope)  # some nest it by layer type
+        rope = _object(place, rope.get(SLIDING) or rope.get(FULL) or rope)  # nested by layer type in some files
         scaling = {"rope_type": rope.get("type") or "default", **{k: v for k, v in rope.items() if v is not None}}
         scaling.pop("type", None)  # the older name of rope_type
         thetas[f"{place}.rope_theta"] = scaling.pop("rope_theta", None)
@@ -155,7 +159,7 @@ def rope_of(raw: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
 
 
 def _layers(raw: Mapping[str, Any], depth: int) -> tuple[LayerAttention, ...]:
-    """Attention of each layer. Layer types, window and causality are combined as in vLLM's `qwen3_dflash.py`."""
+    """Return the attention of each layer, combined as in vLLM's `qwen3_dflash.py`."""
     types, window, swa_window = raw.get("layer_types"), raw.get("sliding_window"), _pick(raw, "swa_window_size")
     if types is None:  # as in Qwen3Config
         first = raw.get("max_window_layers", 28) if raw.get("use_sliding_window") and window else depth
@@ -174,10 +178,10 @@ def _layers(raw: Mapping[str, Any], depth: int) -> tuple[LayerAttention, ...]:
 
 
 def read_config(path: str | Path, vocabulary: Mapping[str, int] | None = None) -> DraftConfig:
-    """Configuration in a folder's config.json. For `vocabulary` see `parse_config`.
+    """Return the configuration of a folder. For `vocabulary` see `parse_config`.
 
     Raises:
-        ValueError: The folder holds no draft model.
+        UsageError: The folder holds no drafter.
     """
     raw = read_raw(path)
     with blaming(Path(path, "config.json")):
@@ -187,11 +191,10 @@ def read_config(path: str | Path, vocabulary: Mapping[str, int] | None = None) -
 def read_checkpoint(
     path: str | Path, vocabulary: Mapping[str, int] | None = None
 ) -> tuple[DraftConfig, dict[str, Tensor]]:
-    """Read a folder with config.json and one or several safetensors files of any name. The tensors are on the CPU and
-    named as in `tensor_shapes`. For `vocabulary` see `parse_config`.
+    """Read configuration and tensors of a folder onto the CPU, named as in `tensor_shapes`.
 
     Raises:
-        ValueError: The folder is absent, incomplete or broken, or holds no draft model.
+        UsageError: The folder is missing, incomplete or broken, or holds no drafter.
     """
     config = read_config(path, vocabulary)
     found = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in read_tensors(path).items()}
@@ -206,18 +209,19 @@ def read_checkpoint(
 def write_checkpoint(
     path: str | Path, config: DraftConfig, tensors: Mapping[str, Tensor], trained: Trained = UNKNOWN
 ) -> None:
-    """Write a folder that z-lab's `from_pretrained` loads. It appears complete or not at all, and replaces an earlier
-    draft model's folder as a whole.
+    """Write a folder that z-lab's `from_pretrained` loads.
+
+    It appears completely or not at all, and replaces the folder of an earlier drafter.
 
     Raises:
-        ValueError: The folder holds something else, or the tensors do not fit the configuration or have several
-            dtypes."""
+        UsageError: The folder holds something else, or the tensors do not fit the configuration or have several dtypes.
+    """
     check_tensors(tensor_shapes(config), tensors)
     write_folder(path, {**config_dict(config), "dtype": one_dtype(tensors)}, tensors, trained)
 
 
 def one_dtype(tensors: Mapping[str, Tensor]) -> str:
-    """The dtype of all tensors, as config.json names it. Raises ValueError if they have several."""
+    """Return the dtype of all tensors as in config.json. Raise a UsageError if they have several."""
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
     need(len(dtypes) == 1, "the tensors' dtype", dtypes, "one; cast them")
     return dtypes[0]
@@ -242,7 +246,7 @@ class ZLab:
         return parse_config(raw, vocabulary), True
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> None:
-        """How to start the engines that read the drafter's architecture in this layout."""
+        """Return None: the commands depend on the architecture."""
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         return Checkpoint(*read_checkpoint(path, vocabulary))
@@ -255,7 +259,9 @@ class ZLab:
     ) -> None:
         if checkpoint.borrowed is not None and checkpoint.borrowed.kept is not None:
             kept = f"{len(checkpoint.borrowed.kept)} of {checkpoint.config.vocab_size} tokens"
-            raise UsageError(f"It guesses among {kept}, which z-lab's layout cannot express; export to speculators.")
+            raise UsageError(
+                f"Its draft vocabulary is {kept}, which z-lab's layout cannot express; export to speculators."
+            )
         write_checkpoint(path, checkpoint.config, checkpoint.tensors, checkpoint.trained)
 
 

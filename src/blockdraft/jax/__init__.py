@@ -1,1 +1,1 @@
-"""What only JAX runs: the decoder as pure functions over a pytree of its checkpoint, and its key/value memory."""
+"""JAX backend: the decoder as pure functions over its checkpoint, its key/value cache, and draft networks."""

@@ -1,25 +1,54 @@
-"""Key/value memory in JAX arrays of one static shape, and torch tensors whose numbers are still on the device."""
+"""Key/value cache in JAX arrays of static shape, and torch tensors whose values are still on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from blockdraft.jax.model import LEAST_SLOTS, Array, Layout, Memory, Rows, bucket, jax, jnp, write
+from blockdraft.jax.model import MIN_SLOTS, Array, CacheView, Layout, Memory, bucket, jax, jit, jnp
 from blockdraft.nn.cache import KVCache
+from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.foreign_tensor import ForeignTensor
 
-NOWHERE = 2**30  # first slot of a row that pads a batch, of which nothing is read or written
+NOWHERE = 2**30  # start of a sequence that pads a batch; nothing is read or written there
+
+
+class Largest(NamedTuple):
+    """Result of `max` and `topk`, with torch's field names."""
+
+    values: Any
+    indices: Any
+
+
+# Functions of each element or over the last dimension that run on the device, so that the host fetches fewer numbers.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "mul": lambda x, factor: x * factor,
+    "div": lambda x, divisor: x / divisor,
+    "tanh": lambda x: jnp.tanh(x),
+    "float": lambda x: x.astype(jnp.float32),
+    "softmax": lambda x: jax.nn.softmax(x, axis=-1),
+    "log_softmax": lambda x: jax.nn.log_softmax(x, axis=-1),
+    "amax": lambda x: jnp.max(x, axis=-1),
+    "max": lambda x: Largest(jnp.max(x, axis=-1), jnp.argmax(x, axis=-1).astype(jnp.int32)),
+    "topk": lambda x, k: Largest(*jax.lax.top_k(x, k)),
+}
+
+
+@partial(jit, static_argnums=(0, 2))
+def _on_device(name: str, x: Array, args: tuple[Any, ...]) -> Any:
+    return FUNCTIONS[name](x, *args)
 
 
 class JaxTensor(ForeignTensor):
-    """A torch tensor whose numbers are a JAX array, which is padded at the end of each dimension. A function of torch
-    waits for the numbers and runs on the host, but for one that cuts off what is behind a number of nodes."""
+    """A torch tensor whose values are a JAX array, which may be padded at the end of each dimension.
+
+    `FUNCTIONS` and slices `x[:, :n]` stay on the device. Other functions of torch fetch the values and run on the host.
+    """
 
     _real: Tensor | None
 
@@ -32,150 +61,131 @@ class JaxTensor(ForeignTensor):
 
     @property
     def real(self) -> Tensor:  # type: ignore[override]
-        """As in `ForeignTensor`. The only place where the host waits for an array's numbers."""
         if self._real is None:
-            numbers = np.asarray(jax.device_get(self.array))[tuple(slice(size) for size in self.shape)]
-            half = numbers.dtype == jnp.bfloat16  # numpy has none
-            found = torch.from_numpy(np.array(numbers.view(np.int16) if half else numbers))
-            self._real = found.view(torch.bfloat16) if half else found.to(self.dtype)
+            values = np.asarray(jax.device_get(self.array))[tuple(slice(size) for size in self.shape)]
+            is_bfloat16 = values.dtype == jnp.bfloat16  # numpy has none
+            fetched = torch.from_numpy(np.array(values.view(np.int16) if is_bfloat16 else values))
+            self._real = fetched.view(torch.bfloat16) if is_bfloat16 else fetched.to(self.dtype)
         return self._real
 
     @classmethod
     def call(cls, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        if name == "__getitem__" and (cut := _beginning(args[0], args[1])) is not None:
-            return JaxTensor(args[0].array, cut)
+        x = args[0]
+        if isinstance(x, JaxTensor):
+            if name == "__getitem__" and (count := _leading_nodes(args[1])) is not None:
+                return JaxTensor(x.array, (x.size(0), min(count, x.size(1)), *x.shape[2:]))
+            numbers = all(type(argument) in (int, float) for argument in args[1:])
+            if name in FUNCTIONS and numbers and kwargs in ({}, {"dim": -1}) and x.size(-1) == x.array.shape[-1]:
+                out = _on_device(name, x.array, tuple(args[1:]))
+                return jax.tree.map(lambda array: JaxTensor(array, (*x.shape[:-1], *array.shape[x.ndim - 1 :])), out)
         return super().call(name, func, args, kwargs)
 
 
-def _beginning(x: Any, index: Any) -> tuple[int, ...] | None:
-    """Shape of `x[:, :n]`, which remains on the device; None for other indices."""
-    if not isinstance(x, JaxTensor) or not isinstance(index, tuple) or len(index) != 2 or index[0] != slice(None):
-        return None
-    cut = index[1]
-    whole = isinstance(cut, slice) and cut.start is None and cut.step is None and type(cut.stop) is int
-    return (x.size(0), min(cut.stop, x.size(1)), *x.shape[2:]) if whole and cut.stop >= 0 else None
+def _leading_nodes(index: Any) -> int | None:
+    """Return n for the index of `x[:, :n]`, else None."""
+    match index:
+        case (slice(start=None, stop=None), slice(start=None, stop=int(count), step=None)) if count >= 0:
+            return int(count)
+    return None
 
 
 class JaxCache(KVCache):
-    """A `KVCache` in JAX arrays, keys and values `[layers, kv_heads, slots, D]` and, where asked for, a feature of each
-    token, `[1, 1, slots, H]`. Every write donates them.
+    """A `KVCache` in JAX arrays.
 
-    A forward writes nothing: it leaves its nodes here, and `commit` writes those of the path. So there is nothing to
-    roll back, and a tree costs a commit no more than a chain.
+    It holds keys and values `[layers, kv_heads, KV slots, D]`, and optionally one hidden state per token, `[1, 1, KV
+    slots, H]`. Every write donates them.
+
+    A forward leaves the keys and values of its nodes in `pending`, and `commit` writes those of the accepted path. So
+    rollback is free, and a tree costs a commit no more than a chain.
 
     Args:
-        layers, kv_heads, head_dim, dtype: Of the model.
-        layout: Where the arrays lie.
-        hidden_states: Size of a feature; 0 is none.
+        config: Shape of the model.
+        dtype, layout: Dtype of the arrays, and their placement.
+        hidden_size: Size H of the hidden states; 0 stores none.
     """
 
     def __init__(
-        self,
-        batch: int,
-        capacity: int,
-        *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: Any,
-        layout: Layout,
-        hidden_states: int = 0,
+        self, batch: int, capacity: int, config: DecoderConfig, dtype: Any, layout: Layout, hidden_size: int = 0
     ) -> None:
         super().__init__(batch, capacity)
-        # Rounded up, so that engines of similar sizes share what is compiled.
-        slots = -(-max(self._slots, 1) // LEAST_SLOTS) * LEAST_SLOTS
-        shapes = [(layers, kv_heads, slots, head_dim)] * 2 + ([(1, 1, slots, hidden_states)] if hidden_states else [])
+        slots = -(-max(self._slots, 1) // MIN_SLOTS) * MIN_SLOTS  # rounded up, so that engines share compiled code
+        shapes = [(len(config.layers), config.num_kv_heads, slots, config.head_dim)] * 2
+        shapes += [(1, 1, slots, hidden_size)] if hidden_size else []
         axes, self._layout = (None, "kv_heads", None, None), layout
-        stores = tuple(jnp.zeros(shape, dtype, device=layout.sharding(axes, shape)) for shape in shapes)
-        self._held: list[Memory] = [stores]  # shared by all views
-        self._nodes: Memory | None = None
+        arrays = tuple(jnp.zeros(shape, dtype, device=layout.sharding(axes, shape)) for shape in shapes)
+        self._shared: list[Memory] = [arrays]  # one list for all views
+        self.pending: Memory | None = None
 
     @property
     def arrays(self) -> Memory:
-        """Keys, values and features. Whoever gives them away assigns what comes back."""
-        return self._held[0]
+        """Keys, values and hidden states. A function that donates them must assign its result."""
+        return self._shared[0]
 
     @arrays.setter
     def arrays(self, memory: Memory) -> None:
-        self._held[0] = memory
+        self._shared[0] = memory
 
     @property
     def nbytes(self) -> int:
-        return sum(int(each.nbytes) for each in self.arrays)
+        return sum(int(array.nbytes) for array in self.arrays)
 
-    def where(self) -> Rows:
-        """Places of the rows, padded to a bucket of rows."""
-        batch, total = bucket(len(self.rows)), self.arrays[0].shape[2]
-        firsts, lengths = np.full(batch, NOWHERE, np.int32), np.zeros(batch, np.int32)
-        firsts[: len(self.rows)], lengths[: len(self.rows)] = self.rows, self.lengths
-        slots = min(total, bucket(max(self.lengths, default=0), LEAST_SLOTS))
-        firsts, lengths = self._layout.put((firsts, lengths))
-        return Rows(firsts, lengths, slots)
-
-    def leave(self, nodes: Memory) -> None:
-        """Keep what the nodes of a forward have for their slots, until the commit."""
-        self._nodes = nodes
+    def view_of_batch(self) -> CacheView:
+        """Return the places of the sequences, padded to a power of two."""
+        batch = bucket(len(self.rows))
+        starts, lengths = np.full(batch, NOWHERE, np.int32), np.zeros(batch, np.int32)
+        starts[: len(self.rows)], lengths[: len(self.rows)] = self.rows, self.lengths
+        slots = min(self.arrays[0].shape[2], bucket(max(self.lengths, default=0), MIN_SLOTS))
+        starts, lengths = self._layout.put((starts, lengths))
+        return CacheView(starts, lengths, slots)
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
         if any(path):
-            assert self._nodes is not None, "commit follows a forward"
-            count, (batch, nodes) = max(map(len, path)), self._nodes[0].shape[1:3]
-            source = np.zeros((batch, min(bucket(count), nodes)), np.int32)
-            slots = np.full(source.shape, self.arrays[0].shape[2], np.int32)
-            for number, (row, kept) in enumerate(zip(self.rows, path, strict=True)):
-                source[number, : len(kept)] = list(kept)
-                slots[number, : len(kept)] = row + self._lengths[row] + np.arange(len(kept))
-            self.arrays = _write(self._layout, self.arrays, self._nodes, *self._layout.put((source, slots)))
-        self.advance([len(kept) for kept in path])
-
-    def advance(self, counts: Sequence[int]) -> None:
-        """Count as many tokens of each row as committed, whose keys and values are written."""
-        self._nodes = None
-        for row, count in zip(self.rows, counts, strict=True):
-            self._lengths[row] += count
+            assert self.pending is not None, "commit follows a forward"
+            batch, nodes = self.pending[0].shape[1:3]
+            source = np.zeros((batch, min(bucket(max(map(len, path))), nodes)), np.int32)
+            slots = np.full(source.shape, self.arrays[0].shape[2], np.int32)  # beyond the memory: not written
+            for number, (start, accepted) in enumerate(zip(self.rows, path, strict=True)):
+                source[number, : len(accepted)] = list(accepted)
+                slots[number, : len(accepted)] = start + self._lengths[start] + np.arange(len(accepted))
+            self.arrays = _write(self._layout, self.arrays, self.pending, *self._layout.put((source, slots)))
+        self.pending = None
+        for start, accepted in zip(self.rows, path, strict=True):
+            self._lengths[start] += len(accepted)
 
     def copy(self, source: int, row: int, length: int) -> None:
         assert length <= self._lengths[source] and length <= self._capacities[row] and self._lengths[row] == 0
-        size = bucket(length, LEAST_SLOTS)
-        self._edit(_copy, self._layout.put(np.array([source, row, length], np.int32)), size)
+        span = self._layout.put(np.array([source, row, length], np.int32))
+        self.arrays = tuple(_copy(store, span, bucket(length, MIN_SLOTS)) for store in self.arrays)
         self._lengths[row] = length
 
     def zero_slots(self, row: int, whole: bool = False) -> None:
         first, end = row + (0 if whole else self._lengths[row]), row + self._capacities[row]
-        self._edit(_zero_slots, self._layout.put(np.array([first, end], np.int32)))
-
-    def _edit(self, change: Any, *how: Any) -> None:
-        self.arrays = tuple(change(store, *how) for store in self.arrays)
+        span = self._layout.put(np.array([first, end], np.int32))
+        self.arrays = tuple(_zero(store, span) for store in self.arrays)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def jitted(**how: Any) -> Callable[[F], F]:
-    """`jax.jit` at the first call, since JAX may not be installed."""
-
-    def decorate(function: F) -> F:
-        compiled = cache(lambda: jax.jit(function, **how))
-        return cast(F, wraps(function)(lambda *args: compiled()(*args)))
-
-    return decorate
-
-
-@jitted(static_argnums=0, donate_argnums=1)
+@partial(jit, static_argnums=0, donate_argnums=1)
 def _write(layout: Layout, memory: Memory, nodes: Memory, path: Array, slots: Array) -> Memory:
-    return write(layout, memory, nodes, path, slots)
+    """Write the nodes `path` `[B, M]` of a forward to the KV slots `slots` `[B, M]`."""
+
+    def put(store: Array, new: Array) -> Array:
+        accepted = jnp.take_along_axis(new, path[None, :, :, None, None], axis=2)  # [layers, B, M, kv_heads, D]
+        store = store.at[:, :, slots].set(jnp.moveaxis(accepted, 3, 1), mode="drop")
+        return layout.place(store, None, "kv_heads")
+
+    return tuple(put(store, new) for store, new in zip(memory, nodes, strict=True))
 
 
-@jitted(static_argnums=2, donate_argnums=0)
-def _copy(store: Array, where: Array, size: int) -> Array:
-    """Copy tokens from one row to another, `where` is source, row and length, through a window of `size` slots."""
-    source, row, length = where
+@partial(jit, static_argnums=2, donate_argnums=0)
+def _copy(store: Array, span: Array, size: int) -> Array:
+    """Copy tokens between sequences; `span` is source, destination and length, and `size` bounds the length."""
+    source, destination, length = span
     at = jnp.arange(size, dtype=jnp.int32)
-    slots = jnp.where(at < length, row + at, store.shape[2])
+    slots = jnp.where(at < length, destination + at, store.shape[2])
     return store.at[:, :, slots].set(store[:, :, jnp.clip(source + at, 0, store.shape[2] - 1)], mode="drop")
 
 
-@jitted(donate_argnums=0)
-def _zero_slots(store: Array, where: Array) -> Array:
+@partial(jit, donate_argnums=0)
+def _zero(store: Array, span: Array) -> Array:
     at = jnp.arange(store.shape[2], dtype=jnp.int32)[None, None, :, None]
-    return jnp.where((at >= where[0]) & (at < where[1]), jnp.zeros((), store.dtype), store)
+    return jnp.where((at >= span[0]) & (at < span[1]), jnp.zeros((), store.dtype), store)

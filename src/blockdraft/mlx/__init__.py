@@ -1,1 +1,1 @@
-"""What only MLX runs: torch tensors whose numbers are MLX arrays, and key/value memory."""
+"""MLX backend: torch tensors whose values are MLX arrays, the key/value cache, and draft networks."""

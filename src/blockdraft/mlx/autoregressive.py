@@ -1,9 +1,8 @@
-"""Draft networks that guess a token at a time, run lazily on MLX's arrays."""
+"""Draft networks that predict one token at a time, run lazily in MLX."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.mlx.cache import MLXCache
@@ -11,11 +10,11 @@ from blockdraft.mlx.tensor import MLXTensor, computing, in_mlx, mx
 from blockdraft.nn.autoregressive import AutoregressivePass, CopiedNodes
 from blockdraft.nn.cache import KVCache
 
-CACHED, HIDDEN_STATES = 0, 1  # layers of the state: keys and values of entries, and features
+KEYS_VALUES, HIDDEN = 0, 1  # layers of the state: keys and values of entries, and fused hidden states
 
 
 class MLXAutoregressive(AutoregressivePass):
-    """An `AutoregressiveRunner` whose state are MLX's arrays."""
+    """An `AutoregressiveRunner` whose state is an `MLXCache`."""
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
         return MLXCache(batch, capacity)
@@ -27,21 +26,18 @@ class MLXAutoregressive(AutoregressivePass):
         assert isinstance(state, MLXCache)
         with computing():
             fused = self.network.fuse(MLXTensor(in_mlx(hidden_states)).to(self.network.fc.weight.dtype))
-            before = torch.cat([last_hidden_state(state, fused), fused[:, :-1]], dim=1)
+            before = torch.cat([last_hidden(state, fused), fused[:, :-1]], dim=1)
             positions = (state.slots(tokens.size(1), tokens.device) - 1).clamp(min=0)
             keys, values = self.network.keys_values(self.embed(tokens), before, positions)
-            state.extend(CACHED, in_mlx(keys), in_mlx(values))
-            state.extend(HIDDEN_STATES, in_mlx(fused.unsqueeze(1)))
-
-    def chain(self, *given: object, **options: object) -> None:
-        return None
+            state.extend(KEYS_VALUES, in_mlx(keys), in_mlx(values))
+            state.extend(HIDDEN, in_mlx(fused.unsqueeze(1)))
 
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> MLXNodes:
         return MLXNodes(self, state, block_size, width, window)
 
 
 class MLXNodes(CopiedNodes):
-    """As `CopiedNodes`, in arrays of MLX."""
+    """`CopiedNodes` in MLX arrays."""
 
     def __init__(self, run: MLXAutoregressive, state: KVCache, block_size: int, width: int, window: int | None) -> None:
         assert isinstance(state, MLXCache)
@@ -49,26 +45,27 @@ class MLXNodes(CopiedNodes):
         window = longest if window is None else window
         skipped, self.room = max(min(state.lengths) - window, 0), 1 + width * (block_size - 2)
         with computing():
-            self._hidden_state = last_hidden_state(state)
-            texts = [MLXTensor(each) for each in state.read(CACHED, 0, skipped)]
-            self._keys, self._values = (F.pad(text, (0, 0, 0, self.room)) for text in texts)
+            self._hidden_state = last_hidden(state)
+            room = [(0, 0), (0, 0), (0, self.room), (0, 0)]
+            copies = [mx.pad(array, room) for array in state.read(KEYS_VALUES, 0, skipped)]
+            self._keys, self._values = map(MLXTensor, copies)
         lengths, slots = torch.tensor(state.lengths)[:, None], torch.arange(skipped, longest)
         self._known = (slots >= (lengths - window).clamp(min=1)) & (slots < lengths)
         self._positions, self._end = lengths - 1, len(slots)
         self._within = torch.ones(len(state.rows), 0, 0, dtype=torch.bool)
 
 
-def last_hidden_state(state: MLXCache, like: Tensor | None = None) -> Tensor:
-    """Feature of the last token of each row, `[B, 1, H]`; 0 for rows without tokens.
+def last_hidden(state: MLXCache, like: Tensor | None = None) -> Tensor:
+    """Return the fused hidden state of each sequence's last token, `[B, 1, H]`; 0 for empty sequences.
 
     Args:
-        like: Features `[B, N, H]` of the rows' next tokens, where the state may hold none yet.
+        like: Hidden states `[B, N, H]` whose dtype and width are taken while the state is empty.
     """
     if not any(state.lengths):
         assert like is not None
         return MLXTensor(mx.zeros_like(in_mlx(like)[:, :1]))
-    [store] = state.layer(HIDDEN_STATES)
+    [store] = state.layer(HIDDEN)
     last = [row + max(length - 1, 0) for row, length in zip(state.rows, state.lengths, strict=True)]
-    found = in_mlx(store)[0, mx.array(last)][:, None]
-    has_text = mx.array([length > 0 for length in state.lengths])[:, None, None]
-    return MLXTensor(mx.where(has_text, found, mx.zeros_like(found)))
+    hidden = in_mlx(store)[0, mx.array(last)][:, None]
+    has_tokens = mx.array([length > 0 for length in state.lengths])[:, None, None]
+    return MLXTensor(mx.where(has_tokens, hidden, mx.zeros_like(hidden)))

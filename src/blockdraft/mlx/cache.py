@@ -1,4 +1,4 @@
-"""Key/value memory in MLX arrays."""
+"""Key/value cache in MLX arrays."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from blockdraft.nn.cache import KVCache
 
 
 class MLXCache(KVCache):
-    """A `KVCache` whose layers are MLX arrays `[heads, slots, D]`.
+    """A `KVCache` whose layers are MLX arrays `[heads, KV slots, D]`, written lazily.
 
-    Nothing is computed before somebody waits for what depends on it. A path that is no prefix of the nodes is gathered;
-    of a chain only the number of its tokens is kept. A single row is read in place, and several are put side by side.
+    Committing a chain changes lengths only; the nodes of any other path are gathered. One sequence is read in place,
+    and several are copied side by side.
     """
 
     def layer(self, layer: int, *nodes: Tensor) -> tuple[Tensor, ...]:
-        """As in `KVCache`."""
         if layer not in self._layers:
             with computing():
-                shapes = [
-                    ((n.size(1), self._slots, n.size(3)), n.array.dtype) for n in nodes if isinstance(n, MLXTensor)
-                ]
-                self._layers[layer] = tuple(MLXTensor(mx.zeros(shape, dtype=kind)) for shape, kind in shapes)
+                self._layers[layer] = tuple(
+                    MLXTensor(mx.zeros((node.size(1), self._slots, node.size(3)), dtype=node.array.dtype))
+                    for node in nodes
+                    if isinstance(node, MLXTensor)
+                )
         return self._layers[layer]
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
@@ -34,13 +34,9 @@ class MLXCache(KVCache):
             super().commit(path)
 
     def extend(self, layer: int, *nodes: Array) -> list[Array]:
-        """Write nodes `[B, heads, N, D]` behind each row's committed tokens.
-
-        Returns:
-            What the rows hold then, `[B, heads, T, D]` for each, as `read`.
-        """
+        """Write nodes `[B, heads, N, D]` behind the committed tokens, and return what `read` returns with them."""
         count = nodes[0].shape[2]
-        stores: Any = self.layer(layer, *[MLXTensor(each) for each in nodes])
+        stores: Any = self.layer(layer, *map(MLXTensor, nodes))
         self.check_room(count)
         for store, new in zip(stores, nodes, strict=True):
             if len(self.rows) == 1:
@@ -53,8 +49,11 @@ class MLXCache(KVCache):
         return self.read(layer, count)
 
     def read(self, layer: int, count: int = 0, first: int = 0) -> list[Array]:
-        """Slots of the rows side by side, from slot `first` on, with `count` nodes behind the committed tokens of the
-        longest row. Of a shorter row further slots are its first one, which masks hide."""
+        """Return keys and values of all sequences, `[B, heads, T, D]` each, from their KV slot `first` on.
+
+        T spans the longest sequence and its `count` nodes. Beyond their own nodes, shorter sequences repeat their first
+        KV slot, which masks must hide.
+        """
         end, stores = max(self.lengths) + count, self._layers[layer]
         if len(self.rows) == 1:
             row = self.rows[0]
@@ -65,4 +64,4 @@ class MLXCache(KVCache):
         return [store.array[:, at].swapaxes(0, 1) for store in stores]  # type: ignore[attr-defined]
 
     def view(self, memory: Tensor, count: int, end: int | None = None) -> tuple[Tensor, bool]:
-        raise NotImplementedError("arrays are read with `read`")
+        raise NotImplementedError("MLX arrays are read with `read`.")

@@ -1,17 +1,15 @@
-"""Torch tensors whose numbers are MLX arrays, on which torch's functions stay lazy.
+"""Torch tensors whose values are MLX arrays, so that draft networks written in torch run lazily in MLX.
 
-The engine and the drafters are written with torch. `MLXTensor` lets them work on arrays of MLX as they are: a function
-of `FUNCTIONS` becomes a node of MLX's lazy graph, and any other one waits for the numbers and runs in torch, on the
-CPU. So a drafter's guesses can be scored before anybody has seen them, and a greedy cycle waits once.
+The functions of torch in `FUNCTIONS` extend MLX's lazy graph. Any other function waits for the values and runs in torch
+on the CPU. So the target can score draft tokens that are not computed yet, and a greedy step of a chain waits once.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,17 +22,18 @@ from blockdraft.nn.foreign_tensor import ForeignTensor, converted
 
 try:
     mx: Any = import_module("mlx.core")
-except ImportError:  # the extra `mlx` is missing, and nothing below is called
+except ImportError:  # the extra `mlx` is not installed, and nothing below is called
     mx = None
 
 Array: TypeAlias = Any  # mx.array
 
-LOCK = threading.RLock()  # MLX's graph belongs to one thread at a time
+LOCK = threading.RLock()  # one thread at a time may extend MLX's graph
+_thread = threading.local()
 
 
 @cache
 def dtypes() -> dict[torch.dtype, Any]:
-    """MLX's dtypes by torch's."""
+    """Map torch dtypes to MLX dtypes."""
     names = ("float32", "bfloat16", "float16", "int64", "int32", "uint8", "int8", "int16")
     return {getattr(torch, name): getattr(mx, name) for name in names} | {torch.bool: mx.bool_}
 
@@ -44,88 +43,95 @@ def _stream() -> Any:
     return mx.new_thread_unsafe_stream(mx.default_device())
 
 
+class _ThreadCleanup:
+    """Frees what MLX caches for a thread when the thread ends.
+
+    Otherwise MLX frees it after the thread was joined, and aborts the process if the interpreter is shutting down.
+    """
+
+    def __del__(self) -> None:
+        with LOCK:
+            mx.clear_streams()
+
+
 @contextmanager
 def computing() -> Iterator[None]:
-    """Context of everything that makes or evaluates arrays: one thread at a time, on a stream that all threads share.
-    MLX's own streams belong to the thread that made them."""
+    """Make or evaluate arrays under the lock, on one stream for all threads. MLX's own streams belong to a thread."""
+    if not hasattr(_thread, "cleanup"):
+        is_main = threading.current_thread() is threading.main_thread()  # MLX cleans up after this thread itself
+        _thread.cleanup = None if is_main else _ThreadCleanup()
     with LOCK, mx.stream(_stream()):
         yield
 
 
 class MLXTensor(ForeignTensor):
-    """A torch tensor whose numbers are an MLX array, perhaps not computed yet.
+    """A torch tensor whose values are an MLX array, which may not be computed yet.
 
-    A result never shares memory with another tensor, so writing to a part of one is an error, not a lost write.
+    Results never share memory, so writing to what would be a view in torch is an error instead of a lost write.
     """
 
-    _is_part: bool
+    is_view: bool
 
     @staticmethod
-    def __new__(cls, array: Array, is_part: bool = False) -> MLXTensor:
-        kinds = {theirs: ours for ours, theirs in dtypes().items()} | {mx.uint32: torch.int64}
-        made: MLXTensor = Tensor._make_wrapper_subclass(
-            cls, array.shape, dtype=kinds[array.dtype], device=torch.device("cpu")
-        )
-        made.array, made._is_part = array.astype(mx.int64) if array.dtype == mx.uint32 else array, is_part
+    def __new__(cls, array: Array, is_view: bool = False) -> MLXTensor:
+        array = array.astype(mx.int64) if array.dtype == mx.uint32 else array  # indices
+        [dtype] = (ours for ours, theirs in dtypes().items() if theirs == array.dtype)
+        made: MLXTensor = Tensor._make_wrapper_subclass(cls, array.shape, dtype=dtype, device=torch.device("cpu"))
+        made.array, made.is_view = array, is_view
         return made
 
     @property
     def real(self) -> Tensor:  # type: ignore[override]
-        return fetched(self.array)
+        with computing():
+            mx.eval(self.array)
+            if self.array.dtype == mx.bfloat16:  # numpy has none
+                return torch.from_numpy(np.array(self.array.view(mx.int16))).view(torch.bfloat16)
+            return torch.from_numpy(np.array(self.array))
 
     @classmethod
     def call(cls, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """As in `ForeignTensor`, lazily where `FUNCTIONS` has the function."""
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if writes and isinstance(args[0], MLXTensor) and (args[0]._is_part or name not in FUNCTIONS):
-            raise NotImplementedError(f"{name} writes to part of an MLX array, or in a way that is not known here.")
-        in_place = writes and not isinstance(args[0], MLXTensor)  # of a tensor of torch's own
-        if name not in FUNCTIONS or in_place or kwargs.get("stable"):  # MLX promises no stable order
+        is_known, is_ours = name in FUNCTIONS, isinstance(args[0], MLXTensor)
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if in_place and is_ours and (args[0].is_view or not is_known):
+            raise NotImplementedError(f"{name} would write to a view of an MLX array, or has no lazy version.")
+        if not is_known or (in_place and not is_ours) or kwargs.get("stable"):  # MLX has no stable sort
             return super().call(name, func, args, kwargs)
         with computing():
-            found = FUNCTIONS[name](*converted(args, in_mlx), **converted(kwargs, in_mlx))
-            if writes:
-                args[0].array = found
+            options = {{"dim": "axis", "keepdim": "keepdims"}.get(key, key): value for key, value in kwargs.items()}
+            out = FUNCTIONS[name](*converted(args, in_mlx), **converted(options, in_mlx))
+            if in_place:
+                args[0].array = out
                 return args[0]
-            is_part = name in PARTS
-            return converted(found, lambda value: MLXTensor(value, is_part) if isinstance(value, mx.array) else value)
-
-
-def fetched(array: Array) -> Tensor:
-    """An array's numbers in a tensor of torch. The only place where the host waits for them."""
-    with computing():
-        mx.eval(array)
-        if array.dtype == mx.bfloat16:  # numpy has none
-            return torch.from_numpy(np.array(array.view(mx.uint16)).view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(np.array(array))
+            is_view = name in VIEWS
+            return converted(out, lambda value: MLXTensor(value, is_view) if isinstance(value, mx.array) else value)
 
 
 def in_mlx(value: Any) -> Any:
-    """An array for a tensor, and MLX's dtype for one of torch; other values as they are."""
+    """Convert tensors to arrays, or weights to quantized ones, and dtypes to MLX's. Other values stay as they are."""
     if isinstance(value, MLXTensor):
         return value.array
     if isinstance(value, nn.Parameter):
-        return weight(value)
+        if value not in _weights:
+            _weights[value] = _copied(value)
+        return _weights[value]
     if isinstance(value, Tensor):
-        return sent(value)
+        return _copied(value)
     return dtypes()[value] if isinstance(value, torch.dtype) else value
 
 
-def sent(values: Tensor) -> Array:
-    """An array of a torch tensor's numbers."""
-    values = values.detach().cpu()
-    if values.dtype == torch.bfloat16:
-        return mx.array(values.contiguous().view(torch.int16).numpy()).view(mx.bfloat16)
-    return mx.array((values.float() if values.dtype == torch.float64 else values).numpy())
+def _copied(tensor: Tensor) -> Array:
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return mx.array(tensor.contiguous().view(torch.int16).numpy()).view(mx.bfloat16)
+    return mx.array((tensor.float() if tensor.dtype == torch.float64 else tensor).numpy())
 
 
-_weights: Any = WeakIdKeyDictionary()  # arrays of weights, by the tensor that they were made of
+class QuantizedWeight(NamedTuple):
+    """A weight `[out, in]` as `mx.quantize` stores it.
 
-
-@dataclass(frozen=True)
-class FewBits:
-    """A weight in few bits, as `mx.quantize` makes it. The scales are float32 whatever the arithmetic: rounded to half
-    precision they move whole groups of weights, and guesses of deep drafters stop being accepted."""
+    Its scales are float32 whatever the arithmetic: rounded to half precision they shift whole groups of weights, and
+    deep drafters lose their acceptance.
+    """
 
     weight: Array
     scales: Array
@@ -133,184 +139,119 @@ class FewBits:
     group_size: int
     bits: int
 
-    def product(self, x: Array) -> Array:
-        parts = (self.weight, self.scales, self.biases)
-        found = mx.quantized_matmul(
-            x.astype(mx.float32), *parts, transpose=True, group_size=self.group_size, bits=self.bits
-        )
-        return found.astype(x.dtype)
+
+_weights: Any = WeakIdKeyDictionary()  # arrays of weights, each made once, by their parameter
 
 
-def weight(tensor: Tensor) -> Array | FewBits:
-    """The array of a weight, which is copied once."""
-    with computing():
-        if tensor not in _weights:
-            _weights[tensor] = sent(tensor)
-        return _weights[tensor]
-
-
-def round_weight(tensor: Tensor, bits: int, group_size: int) -> None:
-    """Keep a weight `[out, in]` in few bits from now on, where `in` is a multiple of the group size."""
-    if tensor.size(1) % group_size == 0:
+def quantize_weight(weight: Tensor, bits: int, group_size: int) -> None:
+    """Run a weight `[out, in]` quantized from now on, if `in` is a multiple of the group size."""
+    if weight.size(1) % group_size == 0:
         with computing():
-            few = mx.quantize(sent(tensor).astype(mx.float32), group_size=group_size, bits=bits)
-            mx.eval(few)
-            _weights[tensor] = FewBits(few[0], few[1], few[2], group_size, bits)
+            quantized, scales, biases = mx.quantize(_copied(weight).astype(mx.float32), group_size, bits)
+            mx.eval(quantized, scales, biases)
+            _weights[weight] = QuantizedWeight(quantized, scales, biases, group_size, bits)
 
 
-# Torch's functions on arrays of MLX. Arguments have torch's names and meaning.
-
-
-class Found(NamedTuple):
-    """As the results of torch's `max`, `sort` and `topk`."""
+class Ranked(NamedTuple):
+    """Result of `max`, `sort` and `topk`, with torch's field names."""
 
     values: Array
     indices: Array
 
 
-def _linear(x: Array, weight: Array | FewBits, bias: Array | None = None) -> Array:
-    out = weight.product(x) if isinstance(weight, FewBits) else x @ weight.T
+def _linear(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None) -> Array:
+    if isinstance(weight, QuantizedWeight):
+        parts, group_size, bits = weight[:3], weight.group_size, weight.bits
+        out = mx.quantized_matmul(x.astype(mx.float32), *parts, transpose=True, group_size=group_size, bits=bits)
+        out = out.astype(x.dtype)
+    else:
+        out = x @ weight.T
     return out if bias is None else out + bias
 
 
-def _topk(x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Found:
-    order = mx.argpartition(-x, k - 1, axis=dim)[..., :k] if k < x.shape[-1] else mx.argsort(-x, axis=dim)
-    values = mx.take_along_axis(x, order, axis=dim)
-    within = mx.argsort(-values, axis=dim)
-    return Found(mx.take_along_axis(values, within, axis=dim), mx.take_along_axis(order, within, axis=dim))
+def _topk(x: Array, k: int, axis: int = -1, sorted: bool = True) -> Ranked:
+    part = mx.argpartition(-x, k - 1, axis=axis)[..., :k] if k < x.shape[-1] else mx.argsort(-x, axis=axis)
+    order = mx.argsort(-mx.take_along_axis(x, part, axis=axis), axis=axis)
+    indices = mx.take_along_axis(part, order, axis=axis)
+    return Ranked(mx.take_along_axis(x, indices, axis=axis), indices)
 
 
-def _sort(x: Array, dim: int = -1, descending: bool = False) -> Found:
-    order = mx.argsort(-x if descending else x, axis=dim)
-    return Found(mx.take_along_axis(x, order, axis=dim), order)
+def _sort(x: Array, axis: int = -1, descending: bool = False) -> Ranked:
+    order = mx.argsort(-x if descending else x, axis=axis)
+    return Ranked(mx.take_along_axis(x, order, axis=axis), order)
 
 
-def _max(x: Array, dim: int, keepdim: bool = False) -> Found:
-    return Found(mx.max(x, axis=dim, keepdims=keepdim), mx.argmax(x, axis=dim, keepdims=keepdim))
+def _gather(x: Array, axis: int, index: Array) -> Array:
+    cut = tuple(slice(None) if dim == axis % x.ndim else slice(size) for dim, size in enumerate(index.shape))
+    return mx.take_along_axis(x[cut], index, axis=axis)
 
 
-def _scatter(x: Array, dim: int, index: Array, src: Any) -> Array:
-    return mx.put_along_axis(x, index, mx.array(src, x.dtype) if not isinstance(src, mx.array) else src, axis=dim)
+def _scatter(x: Array, axis: int, index: Array, src: Any) -> Array:
+    return mx.put_along_axis(x, index, src if isinstance(src, mx.array) else mx.array(src, x.dtype), axis=axis)
 
 
-def _gather(x: Array, dim: int, index: Array) -> Array:
-    cut = tuple(slice(None) if axis == dim % x.ndim else slice(n) for axis, n in enumerate(index.shape))
-    return mx.take_along_axis(x[cut], index, axis=dim)
+def _expand(x: Array, *sizes: int) -> Array:
+    shape = (1,) * (len(sizes) - x.ndim) + x.shape
+    return mx.broadcast_to(x, [own if size == -1 else size for own, size in zip(shape, sizes, strict=True)])
 
 
-def _clamp(x: Array, min: Any = None, max: Any = None) -> Array:
-    return mx.clip(x, min, max)
-
-
-def _expand(x: Array, *sizes: Any) -> Array:
-    wanted = list(sizes[0] if isinstance(sizes[0], tuple | list) else sizes)
-    new = len(wanted) - x.ndim
-    return mx.broadcast_to(x, [x.shape[i - new] if n == -1 else n for i, n in enumerate(wanted)])
-
-
-def _flatten(x: Array, start_dim: int = 0, end_dim: int = -1) -> Array:
-    return mx.flatten(x, start_dim, end_dim)
-
-
-def _index(x: Array, index: Any) -> Array:
-    return x[_indices(index)]
-
-
-def _write(x: Array, index: Any, values: Any) -> Array:
-    x[_indices(index)] = values.astype(x.dtype) if isinstance(values, mx.array) else values
+def _set(x: Array, index: Any, values: Any) -> Array:
+    x[_index(index)] = values.astype(x.dtype) if isinstance(values, mx.array) else values
     return x
 
 
-def _indices(index: Any) -> Any:
+def _index(index: Any) -> Any:
     if isinstance(index, tuple):
-        return tuple(_indices(each) for each in index)
+        return tuple(map(_index, index))
     return mx.array(index) if isinstance(index, list) else index
 
 
-def _to(x: Array, *how: Any, dtype: Any = None, **_: Any) -> Array:
-    wanted = dtype or next((each for each in how if isinstance(each, mx.Dtype)), None)
-    return x if wanted is None else x.astype(wanted)
-
-
-def _index_copy(x: Array, dim: int, index: Array, values: Array) -> Array:
-    return mx.put_along_axis(x, mx.broadcast_to(index, values.shape), values, axis=dim)
-
-
-def _attention(
-    query: Array, key: Array, value: Array, attn_mask: Array | None = None, enable_gqa: bool = False
-) -> Array:
-    scale = query.shape[-1] ** -0.5
-    return mx.fast.scaled_dot_product_attention(query, key, value, scale=scale, mask=attn_mask)
-
-
-def _pad(x: Array, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Array:
-    pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)][::-1]
+def _pad(x: Array, pad: list[int], mode: str = "constant", value: float | None = None) -> Array:
+    pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)][::-1]  # torch begins with the last dimension
     return mx.pad(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs, constant_values=value or 0)
 
 
+def _to(x: Array, *options: Any, **named: Any) -> Array:
+    kinds = [option for option in (*options, *named.values()) if isinstance(option, mx.Dtype)]
+    return x.astype(kinds[0]) if kinds else x
+
+
+def _attention(q: Array, k: Array, v: Array, attn_mask: Array | None = None, enable_gqa: bool = False) -> Array:
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=attn_mask)
+
+
+# Torch's functions by the names of MLX's that take the same arguments, with `axis` for `dim`.
+SAME = {"add": "add", "sub": "subtract", "mul": "multiply", "div": "divide", "neg": "negative", "matmul": "matmul"}
+SAME |= {"amax": "max", "cat": "concatenate", "unsqueeze": "expand_dims", "transpose": "swapaxes", "chunk": "split"}
+SAME |= {name: name for name in ("exp", "tanh", "softmax", "logsumexp", "cumsum", "stack", "squeeze")}
+SAME |= {name: name for name in ("flatten", "unflatten")}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "__getitem__": _index,
-    "__setitem__": _write,
-    "index_copy_": _index_copy,
-    # Arithmetic.
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "__rsub__": lambda x, y: y - x,
-    "mul": lambda x, y: x * y,
-    "div": lambda x, y: x / y,
-    "neg": lambda x: -x,
-    "matmul": lambda x, y: x @ y,
-    "minimum": lambda x, y: mx.minimum(x, y),
-    "clamp": _clamp,
-    "clamp_min": lambda x, min: mx.maximum(x, min),
-    "clamp_max": lambda x, max: mx.minimum(x, max),
-    "exp": lambda x: mx.exp(x),
-    "log": lambda x: mx.log(x),
-    "tanh": lambda x: mx.tanh(x),
-    "sigmoid": lambda x: mx.sigmoid(x),
-    "silu": lambda input, inplace=False: input * mx.sigmoid(input),
-    "where": lambda condition, x, y: mx.where(condition, x, y),
-    "masked_fill": lambda x, mask, value: mx.where(mask, mx.array(value, x.dtype), x),
-    # Shapes.
-    "unsqueeze": lambda x, dim: mx.expand_dims(x, dim),
-    "squeeze": lambda x, dim: mx.squeeze(x, dim),
-    "transpose": lambda x, dim0, dim1: mx.swapaxes(x, dim0, dim1),
-    "mT": lambda x: mx.swapaxes(x, -1, -2),
-    "expand": _expand,
-    "flatten": _flatten,
-    "unflatten": lambda x, dim, sizes: mx.unflatten(x, dim, tuple(sizes)),
-    "chunk": lambda x, chunks, dim=0: mx.split(x, chunks, axis=dim),
-    "unbind": lambda x, dim=0: [mx.squeeze(part, dim) for part in mx.split(x, x.shape[dim], axis=dim)],
-    "repeat_interleave": lambda x, repeats, dim: mx.repeat(x, repeats, axis=dim),
-    "cat": lambda tensors, dim=0: mx.concatenate(list(tensors), axis=dim),
-    "stack": lambda tensors, dim=0: mx.stack(list(tensors), axis=dim),
-    "pad": _pad,
-    # Choosing.
+    **{ours: partial(lambda name, *args, **options: getattr(mx, name)(*args, **options), SAME[ours]) for ours in SAME},
+    "__getitem__": lambda x, index: x[_index(index)],
+    "__setitem__": _set,
+    "index_copy_": lambda x, axis, index, src: mx.put_along_axis(x, mx.broadcast_to(index, src.shape), src, axis=axis),
+    "index_select": lambda x, axis, index: mx.take(x, index, axis=axis),
     "gather": _gather,
     "scatter": _scatter,
-    "index_select": lambda x, dim, index: mx.take(x, index, axis=dim),
-    "topk": _topk,
+    "max": lambda x, axis, keepdims=False: Ranked(mx.max(x, axis, keepdims), mx.argmax(x, axis, keepdims)),
     "sort": _sort,
-    "max": _max,
-    "amax": lambda x, dim, keepdim=False: mx.max(x, axis=dim, keepdims=keepdim),
-    # Sums.
-    "sum": lambda x, dim, keepdim=False: mx.sum(x, axis=dim, keepdims=keepdim),
-    "cumsum": lambda x, dim: mx.cumsum(x, axis=dim),
-    "cumprod": lambda x, dim: mx.cumprod(x, axis=dim),
-    "softmax": lambda x, dim, **_: mx.softmax(x.astype(mx.float32), axis=dim),
-    "logsumexp": lambda x, dim, keepdim=False: mx.logsumexp(x, axis=dim, keepdims=keepdim),
-    "log_softmax": lambda x, dim, **_: x - mx.logsumexp(x, axis=dim, keepdims=True),
-    # Dtypes and devices, of which there is one.
+    "topk": _topk,
+    "clamp": lambda x, min=None, max=None: mx.clip(x, min, max),
+    "masked_fill": lambda x, mask, value: mx.where(mask, mx.array(value, x.dtype), x),
+    "log_softmax": lambda x, axis: x - mx.logsumexp(x, axis=axis, keepdims=True),
+    "mT": lambda x: mx.swapaxes(x, -1, -2),
+    "expand": _expand,
+    "unbind": lambda x, axis=0: [mx.squeeze(part, axis) for part in mx.split(x, x.shape[axis], axis)],
+    "pad": _pad,
+    "new_full": lambda x, size, value: mx.full(size, value, x.dtype),
     "to": _to,
     "float": lambda x: x.astype(mx.float32),
-    "cpu": lambda x: x,
-    "new_full": lambda x, size, fill_value: mx.full(size, fill_value, dtype=x.dtype),
-    # Layers.
     "linear": _linear,
-    "embedding": lambda input, weight, *_, **__: weight[input],
+    "embedding": lambda tokens, weight, **options: weight[tokens],
+    "silu": lambda x, inplace=False: x * mx.sigmoid(x),
+    "rms_norm": lambda x, shape, weight=None, eps=1e-6: mx.fast.rms_norm(x, weight, eps),
     "scaled_dot_product_attention": _attention,
-    "rms_norm": lambda input, normalized_shape, weight=None, eps=1e-6: mx.fast.rms_norm(input, weight, eps),
 }
-# Functions whose results share memory with their input in torch, and not in MLX.
-PARTS = {"__getitem__", "unsqueeze", "squeeze", "transpose", "mT", "expand", "flatten", "unflatten"}
-PARTS |= {"chunk", "unbind", "to", "float", "cpu"}
+# Functions whose results may share memory with their input in torch.
+VIEWS = {"__getitem__", "unsqueeze", "squeeze", "transpose", "mT", "expand", "flatten", "unflatten", "chunk", "unbind"}
+VIEWS |= {"to", "float"}

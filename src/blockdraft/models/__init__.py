@@ -1,5 +1,6 @@
-"""The catalogue of models with names (`catalogue.toml`, schema in `catalogue.py`), paths of those on this machine
-(`places.py`), and their download (`pull.py`).
+"""Models by name: the catalogue, the models on this machine, and their download.
+
+The catalogue is `catalogue.toml`, with its schema in `catalogue.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from blockdraft.models.catalogue import Drafter, Measured, Model, WeightFile, Wh
 from blockdraft.models.places import (
     DEFAULT,
     TINY,
-    as_moved,
     bundled_drafter,
     default_target,
     located,
@@ -18,6 +18,6 @@ from blockdraft.models.places import (
     pulled,
 )
 
-__all__ = ["DEFAULT", "TINY", "Drafter", "Measured", "Model", "WeightFile", "Wheel", "as_moved", "bundled_drafter"]
+__all__ = ["DEFAULT", "TINY", "Drafter", "Measured", "Model", "WeightFile", "Wheel", "bundled_drafter"]
 __all__ += ["catalogue", "default_target", "find", "known", "located", "model_of", "models_folder"]
 __all__ += ["named_for_others", "pulled"]

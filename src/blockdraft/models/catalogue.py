@@ -64,7 +64,7 @@ class Drafter(Record):
         draft_vocab: Size of its draft vocabulary, if not the default of its kind.
         layers: Layers of its network, likewise.
         licence: Licence of the weights.
-        source: Where it is published, or listed by its makers.
+        source: Where it is published, or listed by its authors.
         measured: Published figures.
     """
 
@@ -118,8 +118,8 @@ class Model(Record):
 
     Attributes:
         id: Name for the command line.
-        name: Name of its makers.
-        aliases: Further names for the command line.
+        name: Name used by its authors.
+        aliases: Other names for the command line.
         hub: Name on the Hugging Face hub.
         base: Whether it was trained only to continue texts.
         family: Its `model_type` in transformers.

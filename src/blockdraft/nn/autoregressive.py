@@ -1,9 +1,8 @@
-"""Draft networks that guess a token at a time (EAGLE-3, MTP heads), and their decoding by torch's operations.
+"""Draft networks that predict one token at a time (EAGLE-3, MTP heads), and their decoding by torch's operations.
 
-The network's input for a token x[s] is an entry: the token's embedding, and a feature of the position before it. The
-feature is the fused output of the target's tapped layers at s - 1 or, where the target has not been there yet, the
-network's own output for the entry before. The entry has position s - 1 and guesses x[s + 1]. The first token of a text
-has no entry.
+The network's input for a token x[s] is an entry: the token's embedding, and the hidden state of the position before it.
+This is fused from the target's layers at s - 1 or, where the target has not been yet, the network's own output for the
+entry before. The entry has position s - 1 and predicts x[s + 1]. The first token of a sequence has no entry.
 """
 
 from __future__ import annotations
@@ -22,22 +21,21 @@ from blockdraft.nn.attention import attend
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.timing import HEAD, PASS, mark
-from blockdraft.types import CycleTokens
 
 # Takes queries [B, heads, N, D], and keys and values of the same entries [B, kv_heads, N, D]; returns [B, heads, N, D].
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-WIDTH = 10  # guesses per level that a tree is continued from, and children of each
+WIDTH = 10  # nodes per level that a tree is continued from, and children of each
 
 
 @dataclass(frozen=True)
 class CachedAttention:
-    """An `Attend` in its parts, for layers that compute attention themselves.
+    """An `Attend` in parts, for layers that compute attention themselves.
 
     Attributes:
         write: Stores keys and values of new entries, `[B, kv_heads, N, D]`, and returns those of all entries,
             `[B, kv_heads, T, D]`.
-        visible: `[B, N, T]` bool, which entry sees which.
+        visible: `[B, N, T]` bool, which entry attends to which.
     """
 
     write: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -48,7 +46,7 @@ class CachedAttention:
 
 
 class AutoregressiveNetwork(ABC, DraftNetwork):
-    """Base of networks that guess a token at a time; see the top of this file.
+    """Base of networks that predict one token at a time; see the top of this file.
 
     Attributes:
         config: Configuration with at least `target_layers`, `block_size` and `hidden_size`.
@@ -61,40 +59,40 @@ class AutoregressiveNetwork(ABC, DraftNetwork):
     @property
     @abstractmethod
     def kept(self) -> Tensor:
-        """Ids of the tokens that the network can guess, `[Vd]` int64."""
+        """Ids of the tokens that the network can predict, `[Vd]` int64."""
 
     @property
     def cached(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Number and size of the heads of keys, and of values, that `keys_values` returns."""
+        """Number and size of the heads of keys, and of values, from `keys_values`."""
         heads: tuple[int, int] = self.config.num_key_value_heads, self.config.head_dim
         return heads, heads
 
     @abstractmethod
     def fuse(self, hidden_states: Tensor) -> Tensor:
-        """Features `[..., H]` of the outputs of the tapped layers, `[..., m * H]`."""
+        """Fuse the hidden states of the target layers, `[..., m * H]`, to `[..., H]`."""
 
     @abstractmethod
     def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of entries, `[B, heads, N, D]` each. Arguments as in `forward`."""
+        """Return keys and values of entries, `[B, heads, N, D]` each. Arguments as in `forward`."""
 
     @abstractmethod
     def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states `[B, N, H]` of entries, before the last norm, for `logits` and `fed_on`.
+        """Return outputs `[B, N, H]` for entries, before the last norm, for `logits` and `fed_on`.
 
         Args:
             embedded: `[B, N, H]`, embeddings of the entries' tokens.
-            hidden_state: `[B, N, H]`, features of the positions before.
-            positions: `[B, N]`, positions of the features.
-            attend: Attention of these entries to those that they see, themselves included.
+            hidden_state: `[B, N, H]`, hidden states of the positions before.
+            positions: `[B, N]`, positions of these hidden states.
+            attend: Attention of these entries to the visible ones, themselves included.
         """
 
     @abstractmethod
     def fed_on(self, hidden: Tensor) -> Tensor:
-        """Features `[..., H]` for the next entries, of hidden states `[..., H]`."""
+        """Return the hidden states `[..., H]` of the next entries, from outputs `[..., H]`."""
 
     @abstractmethod
     def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Logits `[..., Vd]` of the tokens that the network can guess, of hidden states `[..., H]`.
+        """Return logits `[..., Vd]` of the tokens that the network can predict, from outputs `[..., H]`.
 
         Args:
             target_head: The target's output projection, for networks without one of their own.
@@ -105,31 +103,31 @@ class AutoregressiveNetwork(ABC, DraftNetwork):
 
 
 class DraftNodes(Protocol):
-    """Nodes of one draft: the entries of its tokens, which are added level by level. The first call adds the anchors.
+    """Nodes of one draft: the entries of its tokens, added level by level. The first call adds the anchors.
 
     Attributes:
-        room: Number of further nodes a row that can be added.
+        room: Number of further nodes per sequence that can be added.
     """
 
     @property
     def room(self) -> int: ...
 
     def __call__(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        """Add a node for each token. Returns the logits `[B, N, Vd]` of the tokens that follow.
+        """Add a node for each token, and return the logits `[B, N, Vd]` of the tokens that follow.
 
         Args:
             tokens: `[B, N]` int64.
-            parents: `[B, N]` int64, indices of the nodes' parents among those of the call before. A node sees its
-                ancestors. None is the only node of that call, or in the first call no parent but the text.
+            parents: `[B, N]` int64, indices of the nodes' parents among those of the previous call. A node attends to
+                its ancestors. None is the only node of that call, or no parent in the first call.
         """
 
 
 class AutoregressiveRunner(Protocol):
-    """Runner of a network that guesses a token at a time.
+    """Runner of a network that predicts one token at a time.
 
-    Its state of a text has a slot for each token. Slot s holds the keys and values of the entry of token s, which has
-    the target's feature at s - 1, and the feature at s, which the entry of the next token will have. Slot 0 has no
-    feature before it, and no node sees it.
+    Its state has a KV slot for each token of a sequence. Slot s holds the keys and values of the entry of token s,
+    which has the target's hidden state at s - 1, and the hidden state at s, which the entry of the next token will
+    have. Slot 0 has no hidden state before it, and no node attends to it.
 
     Attributes:
         compile_reason: Reason why it is not compiled, where it might have been; else None.
@@ -141,10 +139,6 @@ class AutoregressiveRunner(Protocol):
     def bits(self) -> int | None:
         """As `Drafter.bits`."""
 
-    @property
-    def cycle(self) -> Callable[..., CycleTokens] | None:
-        """Program of a whole cycle, as `Drafter.cycle` returns it, with the keywords of `DraftRunner.cycle`."""
-
     def new_state(self, batch: int, capacity: int) -> KVCache:
         """As `Drafter.new_state`."""
 
@@ -152,19 +146,19 @@ class AutoregressiveRunner(Protocol):
         """As `Drafter.state_bytes`."""
 
     def weight_bytes(self) -> int:
-        """Bytes of weights beside the network's own."""
+        """Return the bytes of weights besides the network's own."""
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         """As `Drafter.workspace_bytes`."""
 
     def slots_beside(self, block_size: int, width: int) -> int:
-        """Slots behind a text that the nodes of a draft take, with at most `width` nodes on a level."""
+        """Return the KV slots behind a sequence that a draft of at most `width` nodes per level takes."""
 
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
-        """Write the slots of tokens `[B, N]` behind each row's committed ones, for `state.commit` to keep.
+        """Write the KV slots of tokens `[B, N]` behind each sequence's committed ones, for `state.commit` to keep.
 
         Args:
-            hidden_states: Outputs of the tapped layers at these tokens, `[B, N, m * H]`.
+            hidden_states: Hidden states of the target layers at these tokens, `[B, N, m * H]`.
         """
 
     def chain(
@@ -176,25 +170,26 @@ class AutoregressiveRunner(Protocol):
         seconds: Sequence[float] | None = None,
         calibration: float = 1.0,
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Draft a chain of the most probable tokens, all in one call; None if this runner goes from node to node.
+        """Draft a chain of the most probable tokens in one call. Return None if this runner goes from node to node.
 
         Args:
             anchor: `[B]` int64.
-            draft_tokens: Guesses of each row.
+            draft_tokens: Draft tokens per sequence.
             window: As in `nodes`.
-            seconds, calibration: `cycle_seconds` and `calibration` of a `Plan`: a chain ends where `next_pays` says so.
+            seconds, calibration: `cycle_seconds` and `calibration` of a `Plan`: a chain ends when `next_pays` is false.
 
         Returns:
-            Tokens `[B, n]`, anchors first, and with `seconds` the number of right guesses that each row expects, `[B]`.
+            Tokens `[B, n]`, anchors first, and with `seconds` each sequence's expected number of accepted draft tokens,
+            `[B]`.
         """
 
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> DraftNodes:
         """Begin the nodes of a draft.
 
         Args:
-            block_size: Most tokens of a path, anchor included.
-            width: Most nodes of a level behind the anchor.
-            window: Number of committed tokens that are seen, the last ones; None is all.
+            block_size: Maximum number of tokens on a path, anchor included.
+            width: Maximum number of nodes per level behind the anchor.
+            window: Number of last committed tokens that are visible; None is all.
         """
 
 
@@ -205,7 +200,7 @@ class AutoregressivePass:
         network: Network on the host's device and in its dtype.
     """
 
-    bits = cycle = None
+    bits = None
 
     def __init__(self, network: AutoregressiveNetwork, host: DraftHost) -> None:
         self.network, self.embed, self.head, self.compile_reason = network, host.embed, host.head, host.compile_reason
@@ -224,7 +219,7 @@ class AutoregressivePass:
         return 0
 
     def slots_beside(self, block_size: int, width: int) -> int:
-        return 0  # the nodes of a draft lie in a copy
+        return 0  # the nodes of a draft are in a copy
 
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
         count = tokens.size(1)
@@ -245,14 +240,14 @@ class AutoregressivePass:
         return CopiedNodes(self, state, block_size, width, window)
 
     def stores(self, state: KVCache) -> tuple[Tensor, ...]:
-        """Keys and values `[heads, slots, D]` and features `[slots, H]` of all slots."""
+        """Return keys and values `[heads, slots, D]` and hidden states `[slots, H]` of all KV slots."""
         like = self.network.fc.weight
         cached = (like.new_empty(1, heads, 0, size) for heads, size in self.network.cached)
         return *state.layer(0, *cached), hidden_state_store(state, 1, self.network.config.hidden_size, like)
 
 
 class CopiedNodes:
-    """`DraftNodes` in a copy of the texts' keys and values, which lives as long as the draft."""
+    """`DraftNodes` in a copy of the sequences' keys and values, which lives as long as the draft."""
 
     def __init__(
         self, run: AutoregressivePass, state: KVCache, block_size: int, width: int, window: int | None
@@ -268,7 +263,7 @@ class CopiedNodes:
         slots = torch.arange(skipped, max(state.lengths), device=device)
         self._known = (slots >= (lengths - window).clamp(min=1)) & (slots < lengths)  # [B, T]
         self._positions, self._end = lengths - 1, len(slots)
-        # Nodes of the draft that each node of the last call sees, `[B, N, M]` bool.
+        # Nodes of the draft that each node of the last call attends to, `[B, N, M]` bool.
         self._within = torch.ones(len(state.rows), 0, 0, dtype=torch.bool, device=device)
 
     def __call__(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
@@ -296,20 +291,20 @@ class CopiedNodes:
 
 
 def picked(nodes: Tensor, indices: Tensor) -> Tensor:
-    """Values `[B, K, D]` of the nodes `[B, N, D]` with these indices `[B, K]` int64."""
+    """Return the values `[B, K, D]` of the nodes `[B, N, D]` with these indices `[B, K]` int64."""
     return nodes.gather(1, indices.unsqueeze(2).expand(-1, -1, nodes.size(2)))
 
 
 def hidden_state_store(state: KVCache, layer: int, size: int, like: Tensor) -> Tensor:
-    """Features of all slots, `[slots, H]`, stored as a layer of the state."""
+    """Return the hidden states of all KV slots, `[slots, H]`, stored as a layer of the state."""
     return state.layer(layer, like.new_empty(1, 1, 0, size))[0][0]
 
 
 def last_hidden_states(state: KVCache, store: Tensor) -> Tensor:
-    """Feature of the last token of each row, `[B, 1, H]`; 0 for rows without tokens."""
+    """Return the hidden state of each sequence's last token, `[B, 1, H]`; 0 for sequences without tokens."""
     slots = [row + max(length - 1, 0) for row, length in zip(state.rows, state.lengths, strict=True)]
-    found = store[send(torch.tensor(slots), store.device)]
+    last = store[send(torch.tensor(slots), store.device)]
     if not all(state.lengths):
         empty = send(torch.tensor([length == 0 for length in state.lengths]), store.device)
-        found = found.masked_fill(empty[:, None], 0)
-    return found.unsqueeze(1)
+        last = last.masked_fill(empty[:, None], 0)
+    return last.unsqueeze(1)

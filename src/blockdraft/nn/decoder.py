@@ -1,8 +1,8 @@
 """One decoder for the Llama, Mistral, Qwen and Gemma families, written for decoding speed.
 
-`DecoderConfig` holds the differences between families; tensors have the names that their checkpoints share. The experts
-of a layer are one tensor, which is read, named and stored like any other product. Some layers of hybrids have a gated
-delta net in the place of attention.
+`DecoderConfig` holds the differences between families; tensors have the names of their checkpoints. The experts of a
+layer are one tensor, which is read, named and stored like any other matrix. Some layers of hybrid models have a gated
+delta net instead of attention.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from blockdraft.nn.packed import PackedLinear
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
-    """Frequencies [-f, f] of each of `config.ropes`, `[ropes, R]` for the R rotated channels of a head.
+    """Return the frequencies [-f, f] of each of `config.ropes`, `[ropes, R]` for the R rotated channels of a head.
 
-    The sine of both halves then has the signs that a rotation needs. They are float32 in every dtype, since bfloat16
-    cannot tell neighbouring positions apart.
+    The sines of both halves then have the signs that a rotation needs. They are always float32, because bfloat16 cannot
+    distinguish neighbouring positions.
     """
     halves = torch.tensor([rope.inverse_frequencies for rope in config.ropes], dtype=torch.float32)
     return torch.cat([-halves, halves], dim=1)
@@ -33,27 +33,27 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
 def rope_angles(
     config: DecoderConfig, frequencies: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
-    """Cosines and signed sines `[B, N, 1, R]` of positions `[B, N]`, for each of `config.ropes`."""
-    found = []
+    """Return cosines and signed sines `[B, N, 1, R]` of positions `[B, N]`, for each of `config.ropes`."""
+    tables = []
     for rope, own in zip(config.ropes, frequencies, strict=True):
         angles = (positions.unsqueeze(-1) * own).unsqueeze(-2)
         cos, sin = angles.cos(), angles.sin()
         if rope.scale != 1:
             cos, sin = cos * rope.scale, sin * rope.scale
-        found.append((cos.to(dtype), sin.to(dtype)))
-    return found
+        tables.append((cos.to(dtype), sin.to(dtype)))
+    return tables
 
 
 class Decoder(nn.Module):
     """A decoder whose caller owns the keys and values.
 
-    `forward` is a pure function of its arguments but for the nodes that it writes to `stores`. Without experts no
-    branch depends on the numbers in tensors, so it can be captured: shapes alone decide what it does.
+    `forward` is a pure function of its arguments, except for the nodes that it writes to `stores`. Without experts, no
+    branch depends on the numbers in tensors, so it can be captured as a CUDA graph.
 
     Args:
         config: Shape of the decoder.
-        read: Reads the tensors of `config.tensor_shapes()`, one at a time; fused ones are not kept apart.
-        fused: Reads the matrices of `config.products()` in its place, such as packed ones.
+        read: Reads the tensors of `config.tensor_shapes()`, one at a time; fused ones are not stored separately.
+        fused: Reads the matrices of `config.products()` instead of `read`, such as packed ones.
     """
 
     def __init__(self, config: DecoderConfig, read: Read, fused: ReadFused | None = None) -> None:
@@ -86,18 +86,20 @@ class Decoder(nn.Module):
         norms = (module for module in self.modules() if isinstance(module, Norm))
         products = (module for module in self.modules() if isinstance(module, PackedLinear))
         nets = (module for module in self.modules() if isinstance(module, GatedDeltaNet))
-        others = sum(each.weight.nbytes for each in norms) + sum(each.nbytes for each in nets)
-        return sum(each.nbytes for each in products) + others
+        others = sum(norm.weight.nbytes for norm in norms) + sum(net.nbytes for net in nets)
+        return sum(product.nbytes for product in products) + others
 
     @property
     def bits(self) -> int | None:
-        """Fewest bits of the layers' weights, where these are few; else None."""
-        found = (module.bits for layer in self.layers for module in layer.modules() if isinstance(module, PackedLinear))
-        return min((bits for bits in found if bits is not None), default=None)
+        """Fewest bits of the layers' weights, where quantized; else None."""
+        bit_widths = (
+            module.bits for layer in self.layers for module in layer.modules() if isinstance(module, PackedLinear)
+        )
+        return min((bits for bits in bit_widths if bits is not None), default=None)
 
     @property
     def rounded(self) -> str | None:
-        """Rounding of the layers' weights, as in `PackedLinear`."""
+        """Quantization of the layers' weights on a GPU, as in `PackedLinear`."""
         return cast(DecoderLayer, self.layers[0]).qkv.rounded
 
     def forward(
@@ -110,26 +112,28 @@ class Decoder(nn.Module):
         target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Score N nodes a row, and write their keys and values.
+        """Score N nodes per sequence, and write their keys and values.
 
-        A caller that captures the forward may pad it with nodes on free and distinct slots, whose outputs are to be
-        ignored, and with slots that the masks hide.
+        A caller that captures the forward pass may add padding nodes on free and distinct slots, and ignore their
+        outputs, and slots that the masks hide.
 
         Args:
             tokens: `[B, N]` int64.
-            positions: `[B, N]` int64, or `[1, N]` where the rows share them.
-            slots: Slots to write the nodes to, `[B, N]` int64, or `[N]` where the rows share them.
+            positions: `[B, N]` int64, or `[1, N]` if all sequences have the same.
+            slots: KV slots of the nodes, `[B, N]` int64, or `[N]` if all sequences have the same.
             masks: Mask for each of `config.windows`, `[B or 1, 1, groups * N, T]` as in `attend_grouped`; or the
-                attention of a piece, which has its slots; then B is 1, and stores hold the slots of all rows.
+                `ExactAttention` of a piece. Then B is 1, and stores hold the slots of all sequences.
             stores: Memory of each layer, `[B, 2 * num_kv_heads, T, D]`, keys before values; or its recurrence.
-            target_layers: Layers whose outputs are returned; the number of layers is the input of the head.
-            logits_at: `[B]` int64, the one node of each row whose logits are returned; `[0]` returns none.
+            target_layers: Target layers whose hidden states are returned; the number of layers is the input of the
+                head.
+            logits_at: `[B]` int64, the one node of each sequence whose logits are returned; `[0]` returns none.
 
         Returns:
-            Logits `[B, N, V]`, or `[B, 1, V]` with `logits_at`; and features `[B, N, m * H]`, None without taps.
+            Logits `[B, N, V]`, or `[B, 1, V]` with `logits_at`; and hidden states `[B, N, m * H]`, None without target
+            layers.
         """
         config, (batch, count) = self.config, tokens.shape
-        x = self.embedding.lookup(tokens.reshape(-1))  # [B * N, H], the shape in which products cost least
+        x = self.embedding.lookup(tokens.reshape(-1))  # [B * N, H], the fastest shape for products
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         angles = rope_angles(config, self.frequencies, positions, x.dtype)
@@ -151,7 +155,7 @@ class Decoder(nn.Module):
         return logits if cap is None else torch.tanh(logits / cap) * cap, hidden_states
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors by their names in the checkpoint; parts of fused projections are views."""
+        """Yield the tensors by their names in the checkpoint. Parts of fused projections are views."""
         yield "model.embed_tokens.weight", self.embedding.weight
         for number, module in enumerate(self.layers):
             layer = cast(DecoderLayer, module)

@@ -1,4 +1,4 @@
-"""Shapes of decoders, independent of how a family's configuration names them, and the names of their tensors."""
+"""Shapes of decoders, independent of the names in a family's configuration, and the names of their tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Rope:
     """Rotary position embeddings.
 
     Attributes:
-        inverse_frequencies: Radians a position, one for each pair of channels.
+        inverse_frequencies: Radians per position, one for each pair of channels.
         scale: Factor on cosine and sine.
     """
 
@@ -31,7 +31,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Experts:
-    """MLPs of which a router chooses several for each token."""
+    """Mixture of experts: MLPs of which a router chooses several for each token."""
 
     count: int
     chosen: int
@@ -41,8 +41,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Gated delta nets (arXiv 2412.06464): a short convolution along the text, and for each value head a state
-    `[key_dim, value_dim]` that decays and is corrected with each token."""
+    """Gated delta nets (arXiv 2412.06464).
+
+    A layer has a short convolution along the sequence, and for each value head a state `[key_dim, value_dim]` that
+    decays and is corrected with each token.
+    """
 
     key_heads: int
     value_heads: int  # a multiple of `key_heads`
@@ -52,7 +55,7 @@ class DeltaNet:
 
     @property
     def values(self) -> int:
-        """Numbers that the states put out for a token."""
+        """Number of outputs of the states per token."""
         return self.value_heads * self.value_dim
 
     @property
@@ -62,8 +65,11 @@ class DeltaNet:
 
     @property
     def inputs(self) -> dict[str, int]:
-        """Number of outputs of each projection of a layer's input: the convolution's channels, the gate of the output,
-        and by how much the states are corrected and decay."""
+        """Number of outputs of each projection of a layer's input.
+
+        The projections are channels of the convolution, gate of the output, shares of the corrections, and decays of
+        the states.
+        """
         return {
             "in_proj_qkv": self.channels,
             "in_proj_z": self.values,
@@ -105,12 +111,14 @@ class DecoderConfig:
     final_softcap: float | None = None  # the same for the logits
     experts: Experts | None = None  # MLP of `routed` layers
     delta_net: DeltaNet | None = None  # replaces attention in `recurrent` layers
-    gated: bool = False  # attention's output has a gate for each number, which is projected beside the query
+    gated: bool = False  # attention's output has an elementwise gate, which is projected together with the query
 
     @property
     def torch_only(self) -> str | None:
-        """Part that only torch's single operations can run, in words; None where there is none. A decoder with such a
-        part is neither compiled, captured, rounded nor written."""
+        """Name of a part that only torch's operations can run, or None.
+
+        A decoder with such a part is not compiled, captured, quantized or written.
+        """
         return "routed experts" if self.experts else "recurrent layers" if self.delta_net else None
 
     @cached_property
@@ -120,7 +128,7 @@ class DecoderConfig:
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """Windows of the different attention masks, in the order in which `Decoder.forward` takes them."""
+        """Windows of the different attention masks, in the order of `Decoder.forward`."""
         return tuple(dict.fromkeys(kind.window for kind in self.layers))
 
     @cached_property
@@ -128,7 +136,10 @@ class DecoderConfig:
         return tuple(dict.fromkeys(kind.rope for kind in self.layers))
 
     def projections(self, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
-        """Matrices that are fused to each projection of a layer: names without `.weight` or `.bias`, and outputs."""
+        """Return the matrices that are fused into each projection of a layer.
+
+        Each has a name without `.weight` or `.bias`, and a number of outputs.
+        """
         prefix = f"model.layers.{layer}."
         keys = self.num_kv_heads * self.head_dim
         queries = self.num_heads * self.head_dim * (2 if self.gated else 1)
@@ -136,18 +147,18 @@ class DecoderConfig:
         delta_net = self.delta_net_of(layer)
         if delta_net is not None:
             place, output, inputs = "linear_attn", "out_proj", delta_net.inputs
-        found = {
+        fused = {
             "qkv": tuple((f"{prefix}{place}.{name}", outputs) for name, outputs in inputs.items()),
             "output": ((f"{prefix}{place}.{output}", self.hidden_size),),
         }
         experts = self.experts_of(layer)
         if experts is not None:
-            found["router"] = ((f"{prefix}mlp.gate", experts.count),)
+            fused["router"] = ((f"{prefix}mlp.gate", experts.count),)
         inner = self.inner_size(layer)
         mlps = [f"{prefix}mlp.experts.{i}" for i in range(experts.count)] if experts else [f"{prefix}mlp"]
-        found["gate_up"] = tuple((f"{mlp}.{name}", inner) for mlp in mlps for name in ("gate_proj", "up_proj"))
-        found["down"] = tuple((f"{mlp}.down_proj", self.hidden_size) for mlp in mlps)
-        return found
+        fused["gate_up"] = tuple((f"{mlp}.{name}", inner) for mlp in mlps for name in ("gate_proj", "up_proj"))
+        fused["down"] = tuple((f"{mlp}.down_proj", self.hidden_size) for mlp in mlps)
+        return fused
 
     def experts_of(self, layer: int) -> Experts | None:
         return self.experts if self.layers[layer].routed else None
@@ -156,12 +167,12 @@ class DecoderConfig:
         return self.delta_net if self.layers[layer].recurrent else None
 
     def inner_size(self, layer: int) -> int:
-        """Width of a layer's MLP, or of each of its experts."""
+        """Return the inner size of a layer's MLP, or of each of its experts."""
         experts = self.experts_of(layer)
         return self.intermediate_size if experts is None else experts.intermediate_size
 
     def products(self) -> list[list[str]]:
-        """Names of all matrices, grouped by product, in the order of their outputs there."""
+        """Return the names of all matrices, grouped by product, in the order of their outputs."""
         tables = ["model.embed_tokens.weight"] if self.tied_head else ["model.embed_tokens.weight", "lm_head.weight"]
         fused = (parts for layer in range(len(self.layers)) for parts in self.projections(layer).values())
         return [*([table] for table in tables), *([f"{name}.weight" for name, _ in parts] for parts in fused)]
@@ -172,7 +183,10 @@ class DecoderConfig:
         return known.get(projection, self.mlp_bias)
 
     def norms(self, layer: int) -> dict[str, str]:
-        """Names of a layer's norms: before attention and MLP, after them, and of queries and keys."""
+        """Return the names of a layer's norms by role.
+
+        The roles are before attention and MLP, after them, and of queries and keys.
+        """
         prefix = f"model.layers.{layer}."
         names = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
         if self.post_norms:
@@ -186,13 +200,13 @@ class DecoderConfig:
         return {role: f"{prefix}{name}.weight" for role, name in names.items()}
 
     def delta_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of a delta net's tensors beside its projections; empty for layers without one."""
+        """Return names and shapes of a delta net's tensors without its projections; empty for layers without one."""
         delta_net = self.delta_net_of(layer)
         shapes = {} if delta_net is None else delta_net.tensors
         return {f"model.layers.{layer}.linear_attn.{name}": shape for name, shape in shapes.items()}
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of all tensors of a checkpoint."""
+        """Return names and shapes of all tensors of a checkpoint."""
         table = self.vocab_size, self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
         if not self.tied_head:

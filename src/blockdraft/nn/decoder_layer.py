@@ -1,4 +1,4 @@
-"""A layer of the decoder, its norms and its routed MLPs."""
+"""A layer of the decoder, its norms and its mixture of experts."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 
-# Reads a checkpoint's tensor by its name, on the device and in the dtype of the network, or in few bits.
+# Reads a checkpoint's tensor by its name, on the device and in the dtype of the network, or quantized.
 Read: TypeAlias = Callable[[str], Tensor | QuantizedWeight]
-# Reads the weights of one product by their names, their output channels one behind the other.
+# Reads the weights of one product by their names, concatenated along the output dimension.
 ReadFused: TypeAlias = Callable[[Sequence[str]], Tensor | QuantizedWeight | PackedWeight]
 
 
 class Norm(nn.Module):
-    """RMS norm over the last dimension (arXiv 1910.07467), of one tensor or of several kinds of heads at once.
+    """RMS norm over the last dimension (arXiv 1910.07467), for one tensor or several kinds of heads at once.
 
     Args:
         config: Configuration with epsilon, and whether one is added to the weights.
         given: Weights of the checkpoint, `[size]` each.
-        heads: Number of heads of each weight; empty where there is one weight and no dimension of heads.
+        heads: Number of heads of each weight; empty for one weight without a dimension of heads.
     """
 
     def __init__(self, config: DecoderConfig, given: Sequence[Tensor], heads: Sequence[int] = ()) -> None:
@@ -49,8 +49,10 @@ class Norm(nn.Module):
         self.register_buffer("eps", torch.tensor(config.norm_eps, device=self.weight.device))
 
     def scale(self, x: Tensor) -> Tensor:
-        """Factor that norms x `[..., size]`, `[..., 1]` float32, in half of the operations of `F.rms_norm`. On a CPU
-        each operation costs more than its arithmetic."""
+        """Return the factor `[..., 1]` float32 that norms x `[..., size]`, in half of the operations of `F.rms_norm`.
+
+        On a CPU, an operation costs more than its arithmetic.
+        """
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return torch.addcmul(self.eps, size, size, value=1 / x.size(-1)).rsqrt_()
 
@@ -59,17 +61,19 @@ class Norm(nn.Module):
 
 
 def plain(weight: Tensor | QuantizedWeight) -> Tensor:
-    assert isinstance(weight, Tensor), "few bits are for matrices"
+    assert isinstance(weight, Tensor), "only matrices are quantized"
     return weight
 
 
 def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
-    """Output channels of weights one behind the other; all are of few bits, or none."""
-    few = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    assert not few or len(few) == len(weights), "what is computed at once is either of few bits or not"
+    """Concatenate weights along the output dimension. Either all are quantized, or none."""
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    assert not quantized or len(quantized) == len(weights), (
+        "weights of one product are all quantized or all unquantized"
+    )
     if len(weights) == 1:
         return weights[0]
-    return concatenate_weights(few) if few else torch.cat([plain(weight) for weight in weights])
+    return concatenate_weights(quantized) if quantized else torch.cat([plain(weight) for weight in weights])
 
 
 def joining(read: Read) -> ReadFused:
@@ -80,7 +84,7 @@ class DecoderLayer(nn.Module):
     """A layer of `Decoder`.
 
     Attributes:
-        given: Weights of the norms in the checkpoint, by their roles.
+        given: Weights of the norms in the checkpoint, by role.
     """
 
     qkv: PackedLinear
@@ -129,7 +133,7 @@ class DecoderLayer(nn.Module):
         masks: Sequence[Tensor | ExactAttention | None],
         memory: Tensor | DeltaRecurrence,
     ) -> Tensor:
-        """Output `[B * N, H]` for the input x `[B * N, H]`; other arguments as in `Decoder.forward`."""
+        """Return the output `[B * N, H]` for the input x `[B * N, H]`; other arguments as in `Decoder.forward`."""
         before = self.before_attention(x)
         if isinstance(memory, Tensor):
             added: Tensor = self.attention(before, *angles[self.rope], slots, masks[self.mask], memory)
@@ -159,7 +163,7 @@ class DecoderLayer(nn.Module):
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
         projected, gate = self.qkv(x), None
-        if config.gated:  # gates lie beside the queries, head by head
+        if config.gated:  # each head has its query, then its gate
             parts, others = projected.split([2 * heads * config.head_dim, 2 * kv_heads * config.head_dim], dim=-1)
             own, gate = parts.unflatten(-1, (heads, 2, -1)).unbind(-2)
             projected = torch.cat([own.flatten(1), others], dim=-1)
@@ -192,26 +196,26 @@ def routed_mlps(
     down: Tensor,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Outputs `[R, H]` of the MLPs that a router chooses for each of R nodes, weighted by their shares.
+    """Return the weighted outputs `[R, H]` of the experts that a router chooses for each of R nodes.
 
     Args:
         router: Scores of the experts, `[R, H]` to `[R, E]`.
-        gate_up: Gate and up projections of all experts, one behind the other, `[E * 2 * inner, H]`.
+        gate_up: Gate and up projections of all experts, concatenated, `[E * 2 * inner, H]`.
         down: Down projections of all experts, `[E * H, inner]`.
     """
-    acceptance_probs_RE = router(x_RH).softmax(dim=-1, dtype=torch.float32)
-    shares, chosen = acceptance_probs_RE.topk(experts.chosen, dim=-1)
+    probs_RE = router(x_RH).softmax(dim=-1, dtype=torch.float32)
+    shares, chosen = probs_RE.topk(experts.chosen, dim=-1)
     if experts.normed:
         shares = shares / shares.sum(dim=-1, keepdim=True)
-    shares_RE = torch.zeros_like(acceptance_probs_RE).scatter_(1, chosen, shares).to(x_RH.dtype)
+    shares_RE = torch.zeros_like(probs_RE).scatter_(1, chosen, shares).to(x_RH.dtype)
     gates, downs = gate_up.view(experts.count, -1, x_RH.size(-1)), down.view(experts.count, x_RH.size(-1), -1)
     out = torch.zeros_like(x_RH)
     for expert in chosen.unique().tolist():
         share = shares_RE[:, expert, None]
-        # Reading the weights takes the time, so a few nodes cost no more than one. With all of them, products have one
-        # shape whichever nodes chose the expert, which exact forwards need.
+        # Reading the weights takes most of the time, so a few nodes cost no more than one. With all nodes, products
+        # have one shape whichever nodes chose the expert, as exact forward passes need.
         nodes = slice(None) if len(x_RH) <= EXACT_NODES else share[:, 0].nonzero()[:, 0]
         gate, up = F.linear(x_RH[nodes], gates[expert]).chunk(2, dim=-1)
         mlp = F.linear(activation(gate) * up, downs[expert]) * share[nodes]
-        out[nodes] += mlp.masked_fill(share[nodes] == 0, 0.0)  # outputs of nodes that did not choose it may be infinite
+        out[nodes] += mlp.masked_fill(share[nodes] == 0, 0.0)  # outputs of other nodes may be infinite
     return out

@@ -1,4 +1,4 @@
-"""Gated delta nets (arXiv 2412.06464), run over all nodes of trees at once or node by node."""
+"""Gated delta nets (arXiv 2412.06464), over all nodes of trees at once or node by node."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from blockdraft.nn.attention import EXACT_NODES
 from blockdraft.nn.cache import RecurrentState
 from blockdraft.nn.decoder_config import DeltaNet
 
-CHUNK = 64  # nodes of a chain that are computed at once; the work grows with their square
-LEAST_NORM = 1e-6  # added to the squared lengths of queries and keys, so that none is divided by zero
+CHUNK = 64  # nodes of a chain to compute at once; the work grows with their square
+LEAST_NORM = 1e-6  # added to the squared lengths of queries and keys to avoid division by zero
 
 
 class Entering(NamedTuple):
-    """Inputs of the recurrence at some nodes for each value head, `[..., heads, D]` or `[..., heads]`, in float32 or
-    wider."""
+    """Inputs of the recurrence at some nodes for each value head, in float32 or wider.
+
+    Shapes are `[..., heads, D]` or `[..., heads]`.
+    """
 
     queries: Tensor
     keys: Tensor
     values: Tensor
     decays: Tensor  # logarithms of the factors by which the state decays
-    shares: Tensor  # shares of the corrections that are applied
+    shares: Tensor  # shares of the corrections to apply
 
 
 class DeltaRecurrence(Protocol):
-    """Recurrence of one layer in one forward."""
+    """Recurrence of one layer in one forward pass."""
 
     def run(self, net: GatedDeltaNet, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
-        """Outputs of the states at R nodes, `[R, value heads, value_dim]` in float32 or wider.
+        """Return the outputs of the states at R nodes, `[R, value heads, value_dim]` in float32 or wider.
 
         Args:
             mixed: Inputs of the convolution, `[R, channels]`.
@@ -42,7 +44,7 @@ class DeltaRecurrence(Protocol):
         """
 
     def after(self, row: int, nodes: list[int]) -> RecurrentState:
-        """State of a row after a path; see `nn.states.After`."""
+        """Return the state of a sequence after a path; see `nn.cache.After`."""
 
 
 class GatedDeltaNet(nn.Module):
@@ -54,7 +56,7 @@ class GatedDeltaNet(nn.Module):
         eps: Epsilon of the norm of the output.
 
     Attributes:
-        given: The tensors.
+        given: The tensors, as given.
     """
 
     def __init__(self, config: DeltaNet, tensors: dict[str, Tensor], eps: float) -> None:
@@ -73,10 +75,10 @@ class GatedDeltaNet(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        return sum(each.nbytes for each in (*self.given.values(), *self.buffers()))
+        return sum(tensor.nbytes for tensor in (*self.given.values(), *self.buffers()))
 
     def empty(self, batch: int) -> RecurrentState:
-        """State before any token, for `batch` rows."""
+        """Return the state before any token, for `batch` sequences."""
         config, like = self.config, self.given["conv1d.weight"]
         inputs = like.new_zeros(batch, config.kernel - 1, config.channels)
         return RecurrentState(
@@ -84,14 +86,14 @@ class GatedDeltaNet(nn.Module):
         )
 
     def forward(self, x: Tensor, recurrence: DeltaRecurrence) -> Tensor:
-        """Projected inputs of R nodes, `[R, sum of DeltaNet.inputs]`, to `[R, DeltaNet.values]`."""
+        """Map projected inputs of R nodes, `[R, sum of DeltaNet.inputs]`, to `[R, DeltaNet.values]`."""
         mixed, gate, shares, decays = x.split([*self.config.inputs.values()], dim=-1)
         out = recurrence.run(self, mixed, shares, decays)
         out = F.rms_norm(out, (out.size(-1),), self.weight, self.eps)
         return (out.flatten(-2) * F.silu(gate.to(self.wide))).to(x.dtype)
 
     def entering(self, convolved: Tensor, shares: Tensor, decays: Tensor) -> Entering:
-        """Inputs of the recurrence.
+        """Return the inputs of the recurrence.
 
         Args:
             convolved: Output of the convolution, `[..., channels]`.
@@ -101,10 +103,10 @@ class GatedDeltaNet(nn.Module):
         keys = config.key_heads * config.key_dim
         heads = F.silu(convolved).split([keys, keys, config.values], dim=-1)
         queries, keys_of, values = (
-            each.unflatten(-1, (-1, size)) for each, size in zip(heads, self._sizes, strict=True)
+            part.unflatten(-1, (-1, size)) for part, size in zip(heads, self._sizes, strict=True)
         )
         group = config.value_heads // config.key_heads
-        queries, keys_of = (normed(each).repeat_interleave(group, dim=-2) for each in (queries, keys_of))
+        queries, keys_of = (normed(part).repeat_interleave(group, dim=-2) for part in (queries, keys_of))
         fading = self.fading * F.softplus(decays.to(self.wide) + self.fading_bias)
         return Entering(queries * config.key_dim**-0.5, keys_of, values, fading, shares.to(self.wide).sigmoid())
 
@@ -114,12 +116,12 @@ class GatedDeltaNet(nn.Module):
 
 
 def normed(x: Tensor) -> Tensor:
-    """Vectors of length one, `[..., D]`."""
+    """Normalize vectors `[..., D]` to length one."""
     return x * (x.square().sum(-1, keepdim=True) + LEAST_NORM).rsqrt()
 
 
 def delta_rule(state: Tensor, nodes: Entering, within: Tensor) -> tuple[Tensor, Tensor]:
-    """Output of the state at each node of trees, after the corrections of its ancestors and its own.
+    """Compute the output of the state at each node of trees, after the corrections of its ancestors and its own.
 
     The correction at a node is share * (value - output of the decayed state for the node's key). That state is the one
     before the roots, decayed along the path, plus the corrections of the node's ancestors, decayed since. So all
@@ -147,7 +149,7 @@ def delta_rule(state: Tensor, nodes: Entering, within: Tensor) -> tuple[Tensor, 
 
 
 def corrected(state: Tensor, keys: Tensor, corrections: Tensor, decays: Tensor) -> Tensor:
-    """State after a chain of nodes, `[B, heads, n, ...]`."""
+    """Return the state after a chain of nodes, `[B, heads, n, ...]`."""
     for own in torch.arange(keys.size(2)).split(CHUNK):
         part = slice(int(own[0]), int(own[-1]) + 1)
         faded = decays[:, :, part].cumsum(-1)
@@ -158,13 +160,13 @@ def corrected(state: Tensor, keys: Tensor, corrections: Tensor, decays: Tensor) 
 
 @dataclass(frozen=True)
 class Ancestry:
-    """Ancestors of the nodes of a forward.
+    """Ancestors of the nodes of a forward pass.
 
     Attributes:
-        within: `[B, 1, N, N]` bool, as in `delta_rule`. Where all rows are chains, `[1, 1, n, n]` of the first n nodes,
-            and n nodes are computed at once.
+        within: `[B, 1, N, N]` bool, as in `delta_rule`. If all sequences are chains, `[1, 1, n, n]` of the first n
+            nodes, and n nodes are computed at once.
         history: `[kernel, B, N]` int64, for each node the indices of itself and of the nodes before it on its path,
-            nearest first. They count from the first of the `kernel - 1` tokens before the nodes.
+            nearest first. Index 0 is the first of the `kernel - 1` tokens before the nodes.
     """
 
     within: Tensor
@@ -172,10 +174,10 @@ class Ancestry:
 
 
 class TreeRecurrence:
-    """Recurrence over all nodes of a forward at once.
+    """Recurrence over all nodes of a forward pass at once.
 
     Args:
-        state: State of the rows before the nodes.
+        state: State of the sequences before the nodes.
         ancestry: Ancestors of the nodes.
     """
 
@@ -187,23 +189,23 @@ class TreeRecurrence:
 
     def run(self, net: GatedDeltaNet, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
         batch, within = len(self.state.recurrence), self.ancestry.within
-        self.mixed, shares, decays = (each.view(batch, -1, each.size(-1)) for each in (mixed, shares, decays))
+        self.mixed, shares, decays = (part.view(batch, -1, part.size(-1)) for part in (mixed, shares, decays))
         whole = torch.cat([self.state.convolution, self.mixed], dim=1).to(net.wide)
         rows = torch.arange(batch, device=whole.device)[:, None]
         taps = zip(self.ancestry.history, net.kernel.flip(0), strict=True)
         convolved = sum(whole[rows, indices] * weight for indices, weight in taps)
         assert isinstance(convolved, Tensor)
         entering = net.entering(convolved, shares, decays)
-        self.nodes = nodes = Entering(*(each.transpose(1, 2) for each in entering))
+        self.nodes = nodes = Entering(*(part.transpose(1, 2) for part in entering))
         state, outputs, corrections = self.state.recurrence, list[Tensor](), list[Tensor]()
         count = self.mixed.size(1)
         for first, end in pairwise([*range(0, count, within.size(-1)), count]):
-            some, size = Entering(*(each[:, :, first:end] for each in nodes)), end - first
-            of_some = delta_rule(state, some, within[..., :size, :size])
-            outputs.append(of_some[0])
-            corrections.append(of_some[1])
+            chunk, size = Entering(*(part[:, :, first:end] for part in nodes)), end - first
+            output, correction = delta_rule(state, chunk, within[..., :size, :size])
+            outputs.append(output)
+            corrections.append(correction)
             if end < count:
-                state = corrected(state, some.keys, corrections[-1], some.decays)
+                state = corrected(state, chunk.keys, correction, chunk.decays)
         self.corrections = torch.cat(corrections, dim=2)
         return torch.cat(outputs, dim=2).transpose(1, 2).flatten(0, 1)
 
@@ -211,27 +213,29 @@ class TreeRecurrence:
         own = slice(row, row + 1)
         path = slice(len(nodes)) if nodes == [*range(len(nodes))] else nodes  # a slice needs no copy
         keys, corrections, decays = (
-            each[own, :, path] for each in (self.nodes.keys, self.corrections, self.nodes.decays)
+            part[own, :, path] for part in (self.nodes.keys, self.corrections, self.nodes.decays)
         )
         inputs = torch.cat([self.state.convolution[own], self.mixed[own, path]], dim=1)[:, len(nodes) :]
         return RecurrentState(inputs.clone(), corrected(self.state.recurrence[own], keys, corrections, decays))
 
 
 class ExactRecurrence:
-    """Recurrence node by node, each from the state after its parent. All operations have one shape, so the bits of a
-    node do not depend on what else is computed. The nodes come in pieces, as in `forward_in_pieces`.
+    """Recurrence node by node, each from the state after its parent.
+
+    All operations have one shape, so the bits of a node do not depend on what else is computed. The nodes come in
+    pieces, as in `forward_in_pieces`.
 
     Args:
-        state: State of the rows before the nodes.
-        parents: Parents of the nodes of each row, as in `Target.forward`.
+        state: State of the sequences before the nodes.
+        parents: Parents of the nodes of each sequence, as in `Target.forward`.
     """
 
     def __init__(self, state: RecurrentState, parents: Sequence[Sequence[int]]) -> None:
         self.before = [RecurrentState(*parts) for parts in zip(*state, strict=True)]
         self.parents = parents
         self.last_child = [{parent: node for node, parent in enumerate(above)} for above in parents]
-        self.behind: dict[tuple[int, int], RecurrentState] = {}  # states after nodes that have children to come
-        self.newest: dict[int, RecurrentState] = {}  # state after the last node of each row so far
+        self.behind: dict[tuple[int, int], RecurrentState] = {}  # states after nodes with later children
+        self.newest: dict[int, RecurrentState] = {}  # state after the last node of each sequence so far
         self.inputs: list[tuple[Tensor, Tensor, Tensor]] = []  # inputs of the nodes so far
 
     def run(self, net: GatedDeltaNet, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
@@ -264,7 +268,7 @@ class ExactRecurrence:
 def step(
     net: GatedDeltaNet, state: RecurrentState, mixed: Tensor, shares: Tensor, decays: Tensor
 ) -> tuple[Tensor, RecurrentState]:
-    """Output `[heads, value_dim]` and state after one token, for a state without a batch dimension."""
+    """Return the output `[heads, value_dim]` and the state after one token, without a batch dimension."""
     window = torch.cat([state.convolution, mixed[None]])
     convolved = (window.to(net.wide) * net.kernel).sum(0)
     queries, keys, values, fading, share = net.entering(convolved, shares, decays)

@@ -1,4 +1,4 @@
-"""Networks of block-diffusion language models: their base class, and the one made of a causal language model."""
+"""Networks of block-diffusion language models: their base class, and a network made of a causal language model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class KeysValues(Protocol):
     """Store for the keys and values of a pass, such as a `KVCache`."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values of new tokens, `[B, heads, N, D]`; returns all those they see, `[B, heads, T, D]`."""
+        """Store keys and values of new tokens, `[B, heads, N, D]`, and return all visible ones, `[B, heads, T, D]`."""
 
 
 class Denoiser(nn.Module, ABC):
-    """A transformer whose caller decides which token sees which. Parameters have the names of its checkpoint.
+    """A transformer whose caller decides which token attends to which. Parameters have the names of its checkpoint.
 
     Attributes:
-        vocab_size: Number of logits, that of the mask token included.
+        vocab_size: Number of logits, including that of the mask token.
     """
 
     vocab_size: int
@@ -36,24 +36,24 @@ class Denoiser(nn.Module, ABC):
     def hidden(
         self, tokens: Tensor, positions: Tensor, visible: Visible | None = None, cache: KeysValues | None = None
     ) -> Tensor:
-        """Input of the head, `[B, N, H]`.
+        """Return the input of the head, `[B, N, H]`.
 
         Args:
             tokens: `[B, N]` int64.
-            positions: `[B, N]` int64, or `[1, N]` where the rows share them.
-            visible: `[B or 1, N, T]` bool, whether token i sees slot j; None lets all see all. Without a cache T is N.
-                Where T is N, it may be a mask of FlexAttention.
-            cache: Store for the tokens' keys and values behind each row's committed tokens; the caller commits.
+            positions: `[B, N]` int64, or `[1, N]` if all sequences have the same.
+            visible: `[B or 1, N, T]` bool, whether token i attends to slot j; None is all to all. Without a cache T is
+                N, and this may be a mask of FlexAttention.
+            cache: Store for the tokens' keys and values behind each sequence's committed tokens; the caller commits.
         """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., V]` of the head's input `[..., H]`."""
+        """Return logits `[..., V]` of the head's input `[..., H]`."""
 
     @property
     @abstractmethod
     def kv_shape(self) -> tuple[int, int, int]:
-        """Number of layers, key/value heads of each, and size of a head."""
+        """Number of layers, key/value heads per layer, and head size."""
 
     @property
     def device(self) -> torch.device:
@@ -61,16 +61,16 @@ class Denoiser(nn.Module, ABC):
 
 
 def why_not_denoiser(config: DecoderConfig) -> str | None:
-    """Reason why `CausalDenoiser` cannot run a decoder, or None where it can."""
-    others = {
+    """Return why `CausalDenoiser` cannot run a decoder, or None if it can."""
+    unsupported = {
         "sliding windows": config.windows != (None,),
         "soft-caps": config.attention_softcap is not None or config.final_softcap is not None,
         "norms of what layers add": config.post_norms,
         "norm weights that begin at 0": config.norm_plus_one,
         "scaled embeddings": config.embedding_scale != 1,
     }
-    found = [name for name, has in others.items() if has]
-    return f"it has {' and '.join(found)}, which models of the Llama and Qwen families do not have" if found else None
+    names = [name for name, present in unsupported.items() if present]
+    return f"it has {' and '.join(names)}, which models of the Llama and Qwen families do not have" if names else None
 
 
 class CausalDenoiser(Denoiser):
@@ -83,8 +83,8 @@ class CausalDenoiser(Denoiser):
         self.model = _Body(config)
         if not config.tied_head:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # No buffer, since it must stay float32 when the weights are cast: bfloat16 cannot tell positions apart.
-        with torch.device("cpu"):  # also where the network is made without memory for its weights
+        # Not a buffer, because it must stay float32 when the weights are cast: bfloat16 cannot distinguish positions.
+        with torch.device("cpu"):  # also if the network is created on the meta device
             self._frequencies = rope_frequencies(config)
 
     def hidden(
@@ -154,8 +154,8 @@ class _Attention(nn.Module):
         if self.has_norms:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         cos, sin = angles[self.rope]
-        queries, keys = (each * cos + each.roll(self.head_dim // 2, dims=-1) * sin for each in (queries, keys))
-        queries, keys, values = (each.transpose(1, 2).to(x.dtype) for each in (queries, keys, values))
+        queries, keys = (heads * cos + heads.roll(self.head_dim // 2, dims=-1) * sin for heads in (queries, keys))
+        queries, keys, values = (heads.transpose(1, 2).to(x.dtype) for heads in (queries, keys, values))
         if cache is not None:
             keys, values = cache.write(self.number, keys, values)
         out: Tensor = self.o_proj(attend(queries, keys, values, visible).transpose(1, 2).flatten(-2))

@@ -1,7 +1,7 @@
 """Network of the models of arXiv 2503.09573: a transformer with adaptive norms, without dropout.
 
-A time embedding shifts and scales its norms. The models are not conditioned on time, so the time is always zero; the
-layers for it are in their checkpoints.
+A time embedding shifts and scales its norms. The models are not conditioned on time, so the time is always zero. The
+checkpoints contain the layers for it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class DiTConfig:
     """Configuration with the names and meanings of config.json.
 
     Attributes:
-        vocab_size: Number of tokens, the mask token included, which is the last.
-        model_length: Most tokens of a text.
+        vocab_size: Number of tokens, including the mask token, which is the last.
+        model_length: Maximum number of tokens of a sequence.
         hidden_dim: Size of a hidden state.
         n_blocks: Number of layers.
         n_heads: Heads of attention.
@@ -46,7 +46,7 @@ class DiT(Denoiser):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.config, self.vocab_size = config, config.vocab_size
-        # Range of times in training; checkpoints hold it, and nothing here uses it.
+        # Range of times in training, which checkpoints hold. It is unused here.
         self.register_buffer("sampling_eps_min", torch.tensor(1e-3))
         self.register_buffer("sampling_eps_max", torch.tensor(1.0))
         self.backbone = _Backbone(config)
@@ -97,7 +97,7 @@ class _Times(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(TIMES, size), nn.SiLU(), nn.Linear(size, size))
 
     def forward(self, like: Tensor) -> Tensor:
-        """Embedding of time zero, whose cosines are all 1 and whose sines are 0."""
+        """Return the embedding of time zero, whose cosines are all 1 and whose sines are 0."""
         out: Tensor = self.mlp(torch.cat([like.new_ones(TIMES // 2), like.new_zeros(TIMES // 2)]))
         return out
 
@@ -105,7 +105,7 @@ class _Times(nn.Module):
 class _Rotary(nn.Module):
     def __init__(self, head_dim: int) -> None:
         super().__init__()
-        # Checkpoints hold the buffer. Casting the weights rounds it, so a copy is used.
+        # Checkpoints hold the buffer. Casting the weights rounds it, so we use a copy.
         with torch.device("cpu"):
             self._frequencies = 1 / ROPE_THETA ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         self.register_buffer("inv_freq", self._frequencies.clone())
@@ -170,7 +170,7 @@ class _OutputLayer(nn.Module):
 
 
 def _zero_linear(inputs: int, outputs: int) -> nn.Linear:
-    """A layer whose output is zero before it is trained."""
+    """Return a layer whose output is zero before training."""
     made = nn.Linear(inputs, outputs)
     nn.init.zeros_(made.weight)
     nn.init.zeros_(made.bias)

@@ -1,4 +1,4 @@
-"""The shapes of draft networks of the DFlash family, free of how any file writes them down."""
+"""Configurations of draft networks, independent of file formats, and their checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from blockdraft.errors import UsageError
 
-# Beyond these a number is no model's, and to make a network of it would take all memory.
+# No model exceeds these. A network with larger sizes would take all memory.
 LARGEST, MOST_LAYERS, LARGEST_FLOAT = 2**31, 1024, 1e30
 
 
@@ -16,13 +16,16 @@ LARGEST, MOST_LAYERS, LARGEST_FLOAT = 2**31, 1024, 1e30
 class LayerAttention:
     """Attention span of one draft layer."""
 
-    causal: bool  # inside the block: the slots up to the query's own; otherwise the whole block
+    causal: bool  # inside the block, attend to positions up to the query's own; otherwise to the whole block
     window: int | None  # sliding window in tokens; None is full attention
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A DFlash v1 draft model, resolved from any variant of config.json. Raises ValueError for what is out of range."""
+    """Configuration of a DFlash v1 drafter, from any variant of config.json.
+
+    Raises ValueError for values out of range.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -33,10 +36,10 @@ class DraftConfig:
     vocab_size: int
     block_size: int  # tokens, anchor included
     mask_token_id: int
-    target_layers: tuple[int, ...]  # x is the output of 0-based target layer x; in the order of the columns of `fc`
+    target_layers: tuple[int, ...]  # 0-based target layers whose outputs are read, in the order of the columns of `fc`
     num_target_layers: int
     rope_theta: float
-    layers: tuple[LayerAttention, ...]  # one a draft layer
+    layers: tuple[LayerAttention, ...]  # one per draft layer
     rope_scaling: dict[str, Any] | None = None  # `rope_type` and its parameters, without theta; None is plain RoPE
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 40960  # tokens
@@ -57,8 +60,11 @@ class DraftConfig:
 
 
 def check_fields(config: Any, least: Mapping[str, int]) -> None:
-    """Raise a ValueError where a field of a dataclass is of another kind than declared, or where a number is not
-    positive. `least` names whole numbers that have another minimum than 1."""
+    """Raise a ValueError if a field of a dataclass has another type than declared, or a number is not positive.
+
+    Args:
+        least: Minimum of integers for which it is not 1, by field.
+    """
     for field in fields(config):
         value, kind = getattr(config, field.name), field.type
         if kind == "int":
@@ -74,14 +80,14 @@ def check_fields(config: Any, least: Mapping[str, int]) -> None:
 
 
 def check_layer(config: Any) -> None:
-    """Raise a ValueError where a draft layer cannot have such heads."""
+    """Raise a ValueError if a draft layer cannot have such heads."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     need(heads % kv_heads == 0, "num_attention_heads", heads, f"a multiple of num_key_value_heads, {kv_heads}")
     need(config.head_dim % 2 == 0, "head_dim", config.head_dim, "even, for rotary embeddings")
 
 
 def check_shape(config: Any) -> None:
-    """Raise a ValueError where heads, activation or taps of a draft network's configuration are out of range."""
+    """Raise a ValueError if heads, activation or target layers of a draft network's configuration are out of range."""
     check_layer(config)
     target_layer_numbers = config.num_target_layers
     need(config.hidden_act == "silu", "hidden_act", config.hidden_act, "silu, the one that is supported")
@@ -93,22 +99,24 @@ def check_shape(config: Any) -> None:
 
 
 def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Spread `count` taps over the target as z-lab's `build_target_layer_ids` does: halves round to even. Raises
-    ValueError where there is no layer to tap, or where there are fewer than the four that a spread needs."""
-    if whole("the number of taps", count) == 1:
+    """Spread `count` target layers over the target like z-lab's `build_target_layer_ids`: halves round to even.
+
+    Raises ValueError if the target has no layers, or fewer than the four that a spread needs.
+    """
+    if whole("the number of target layers", count) == 1:
         return (whole("num_target_layers", num_target_layers) // 2,)
     span = whole("num_target_layers", num_target_layers, minimum=4) - 4  # from layer 1 to the third from the end
     return tuple(round(1 + i * span / (count - 1)) for i in range(count))
 
 
 def need(holds: bool, name: str, value: Any, limit: str) -> None:
-    """Raise a ValueError that names a value and its limit, unless the condition holds."""
+    """Raise a UsageError that names a value and its limit, unless the condition holds."""
     if not holds:
         raise UsageError(f"{name} is {'absent' if value is None else repr(value)}; it must be {limit}.")
 
 
 def whole(name: str, value: Any, minimum: int = 1, maximum: int = LARGEST) -> int:
-    """The value, if it is a whole number from `minimum` to `maximum`."""
+    """Return the value if it is an integer from `minimum` to `maximum`, else raise a UsageError."""
     need(type(value) is int and value >= minimum, name, value, f"a whole number of at least {minimum}")
     need(value <= maximum, name, value, f"at most {maximum}")
     return int(value)

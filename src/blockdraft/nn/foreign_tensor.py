@@ -1,4 +1,4 @@
-"""Torch tensors whose numbers are arrays of another framework, for backends that compute there."""
+"""Torch tensors backed by arrays of another framework, for backends that compute there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What a tensor knows without its numbers.
+# Attributes and functions that need no numbers.
 SHAPE = {"shape", "dtype", "device", "ndim", "size", "dim", "__len__", "is_cuda", "requires_grad", "is_floating_point"}
 SHAPE |= {
     "numel",
@@ -26,10 +26,10 @@ SHAPE |= {
 
 
 class ForeignTensor(Tensor):
-    """A torch tensor without memory of its own: shape and dtype are known, and a function of torch is handed to `call`.
+    """A torch tensor without own memory: shape and dtype are known, and functions of torch are passed to `call`.
 
     Attributes:
-        array: The numbers, in the other framework.
+        array: The array of the other framework.
     """
 
     array: Any
@@ -37,11 +37,11 @@ class ForeignTensor(Tensor):
     @property
     @abstractmethod
     def real(self) -> Tensor:  # type: ignore[override]
-        """The same numbers in a tensor of torch's own. Waits for them."""
+        """The same numbers in a plain torch tensor. Waits for them."""
 
     @classmethod
     def call(cls, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Result of a function of torch. Here torch computes it on the host."""
+        """Return the result of a function of torch, here computed by torch on the host."""
         return func(*converted(args, in_torch), **converted(kwargs, in_torch))
 
     @classmethod
@@ -54,7 +54,7 @@ class ForeignTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func} reached an array of another framework by a way around torch's functions.")
+        raise NotImplementedError(f"{func} bypassed torch's functions and reached an array of another framework.")
 
 
 def in_torch(value: Any) -> Any:
@@ -62,7 +62,7 @@ def in_torch(value: Any) -> Any:
 
 
 def converted(values: Any, convert: Callable[[Any], Any]) -> Any:
-    """Values with a function applied to each, in lists, tuples and dictionaries too."""
+    """Apply a function to values, also inside lists, tuples and dictionaries."""
     if isinstance(values, dict):
         return {name: converted(value, convert) for name, value in values.items()}
     if not isinstance(values, tuple | list):

@@ -31,42 +31,44 @@ class GatedMLP(nn.Module):
 
 
 def rms_factor(x: Tensor, eps: float) -> Tensor:
-    """Factor `[..., 1]` float32 of an RMS norm without weight on x `[..., D]`, in fewer operations than `F.rms_norm`
-    takes on a CPU."""
+    """Return the factor `[..., 1]` float32 of an RMS norm without weight on x `[..., D]`.
+
+    On a CPU it takes fewer operations than `F.rms_norm`.
+    """
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     factor: Tensor = size.square_().mul_(1 / x.size(-1)).add_(eps).rsqrt_()
     return factor
 
 
 def rotate_swapped(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` in place. The first half of `sin` is negated; `cos` and `sin` broadcast to the shape of x."""
+    """Apply `rotate` in place. The first half of `sin` is negated; `cos` and `sin` broadcast to the shape of x."""
     swapped = x.roll(x.size(-1) // 2, dims=-1)
     return x.mul_(cos).addcmul_(swapped, sin)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding in the half-split layout of Llama and Qwen.
+    """Apply rotary position embeddings in the half-split layout of Llama and Qwen.
 
     Args:
         x: `[..., N, heads, D]`.
-        cos, sin: `[..., N, D]`, each angle once in either half.
+        cos, sin: `[..., N, D]`, each angle once per half.
     """
     left, right = x.chunk(2, dim=-1)
     return x * cos.unsqueeze(-2) + torch.cat([-right, left], dim=-1) * sin.unsqueeze(-2)
 
 
 class ReducedHead:
-    """Head of a drafter for the tokens that it can guess. All other tokens have a logit of minus infinity.
+    """Output projection of a drafter with a draft vocabulary. All other tokens have a logit of minus infinity.
 
     Args:
         weight: `[Vd, H]`.
-        kept: `[Vd]` int64, the target's ids of these tokens, distinct.
+        kept: `[Vd]` int64, the target's ids of the draft vocabulary, distinct.
         vocab_size: Size V of the target's vocabulary.
     """
 
     def __init__(self, weight: Tensor, kept: Tensor, vocab_size: int) -> None:
         with torch.device("meta"):
-            # A layer, which a backend may replace by a packed one, with a parameter, of which it may keep a copy.
+            # A layer with a parameter, which a backend may pack and free.
             self.projection = nn.Linear(weight.size(1), weight.size(0), bias=False)
         self.projection.weight = nn.Parameter(weight, requires_grad=False)
         self.kept, self.vocab_size = kept, vocab_size
@@ -77,17 +79,17 @@ class ReducedHead:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight where no backend has packed it."""
-        return sum(each.nbytes for each in self.projection.parameters())
+        """Bytes of the weight, unless a backend has packed and freed it."""
+        return sum(parameter.nbytes for parameter in self.projection.parameters())
 
     def to(self, device: torch.device, dtype: torch.dtype) -> ReducedHead:
         return ReducedHead(self.weight.to(device, dtype), self.kept.to(device), self.vocab_size)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., V]` of hidden states `[..., H]`."""
+        """Return logits `[..., V]` of hidden states `[..., H]`."""
         return self.everywhere(self.projection(hidden))
 
     def everywhere(self, logits: Tensor) -> Tensor:
-        """Logits `[..., V]` of all tokens from those of the tokens that can be guessed, `[..., Vd]`."""
+        """Expand logits `[..., Vd]` of the draft vocabulary to all tokens, `[..., V]`."""
         everywhere = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
         return everywhere.index_copy_(-1, self.kept, logits)

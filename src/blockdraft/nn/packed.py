@@ -1,4 +1,4 @@
-"""Linear layers for few inputs at a time, whose weights may be packed for compiled kernels."""
+"""Linear layers for few inputs at a time, with optionally packed weights for compiled kernels."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from blockdraft.errors import UsageError
 from blockdraft.nn.quantization import InterleavedWeight, QuantizedWeight, concatenate_weights
 
-PIECE = 1 << 20  # numbers that are packed at once
-# Multiplies x `[n, in]` with one weight and writes to `[n, out]`. Both are float32; `out` and each x[i] are contiguous.
+PIECE = 1 << 20  # numbers to pack at once
+# Multiplies x `[n, in]` by one weight and writes to `[n, out]`. Both are float32; `out` and each x[i] are contiguous.
 Product = Callable[[Tensor, Tensor], None]
 
 
 class Kernels(Protocol):
-    """Compiled products with weights of which `lanes` output channels lie side by side."""
+    """Compiled matrix products with weights whose output channels are interleaved in groups of `lanes`."""
 
     @property
     def lanes(self) -> int: ...
@@ -28,10 +28,10 @@ class Kernels(Protocol):
     def weights_dtype(self) -> torch.dtype: ...
 
     def product(self, weight: Tensor | InterleavedWeight, bias: Tensor | None, inputs: int, outputs: int) -> Product:
-        """The product with one weight.
+        """Return the product with one weight.
 
         Args:
-            weight: `[blocks, inputs, lanes]` in `weights_dtype`, or a weight of few bits.
+            weight: `[blocks, inputs, lanes]` in `weights_dtype`, or a quantized weight.
             bias: `[blocks * lanes]` float32, or None.
         """
 
@@ -42,8 +42,8 @@ class PackedWeight:
 
     Args:
         kernels: The kernels.
-        data: Weight as `Kernels.product` takes it.
-        outputs: Number of output channels; those beyond are padding.
+        data: Weight in the form of `Kernels.product`.
+        outputs: Number of output channels without padding.
         inputs: Number of inputs.
     """
 
@@ -54,17 +54,17 @@ class PackedWeight:
 
 
 def pack_weights(parts: Sequence[Tensor | QuantizedWeight], kernels: Kernels) -> PackedWeight:
-    """Pack weights `[out, in]` for kernels, their output channels one behind the other.
+    """Concatenate weights `[out, in]` along the output dimension and pack them for kernels.
 
-    Either all are of few bits, or none, and then of any dtype. Beside the result this takes little memory.
+    Either all are quantized, or none, and then of any dtype. This needs little memory besides the result.
     """
     inputs, lanes = parts[0].shape[1], kernels.lanes
     outputs = sum(part.shape[0] for part in parts)
-    few = [part for part in parts if isinstance(part, QuantizedWeight)]
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     plain = [part for part in parts if isinstance(part, Tensor)]
-    assert not few or not plain, "what is computed at once is either of few bits or not"
-    if few:
-        whole = few[0] if len(few) == 1 else concatenate_weights(few)
+    assert not quantized or not plain, "weights of one product are all quantized or all unquantized"
+    if quantized:
+        whole = quantized[0] if len(quantized) == 1 else concatenate_weights(quantized)
         return PackedWeight(kernels, InterleavedWeight.of(whole, lanes), outputs, inputs)
     blocks, step = -(-outputs // lanes), max(1, PIECE // (lanes * inputs))
     data = torch.empty(blocks, inputs, lanes, dtype=kernels.weights_dtype)
@@ -78,27 +78,27 @@ def pack_weights(parts: Sequence[Tensor | QuantizedWeight], kernels: Kernels) ->
 
 
 def _channels(parts: Sequence[Tensor], begin: int, end: int) -> Tensor:
-    """Output channels `begin` to `end` of weights, counted through all of them."""
-    found = []
+    """Return the output channels `begin` to `end` of concatenated weights."""
+    slices = []
     for part in parts:
-        found.append(part[max(begin, 0) : max(end, 0)])
+        slices.append(part[max(begin, 0) : max(end, 0)])
         begin, end = begin - len(part), end - len(part)
-    some = [channels for channels in found if len(channels)]
-    return some[0] if len(some) == 1 else torch.cat(some)
+    slices = [channels for channels in slices if len(channels)]
+    return slices[0] if len(slices) == 1 else torch.cat(slices)
 
 
 class PackedLinear(nn.Module):
-    """`x @ weight.T + bias` for inference, `[..., in]` to a new tensor `[..., out]`.
+    """Linear layer for inference: `x @ weight.T + bias`, `[..., in]` to a new tensor `[..., out]`.
 
-    Packed for compiled kernels, by `pack` or beforehand, its sums have the same bits for a node alone and among others.
+    Once packed for compiled kernels, a node's sums have the same bits alone and among others.
 
     Args:
         weight: `[out, in]`; like the bias, it can be read back.
         bias: `[out]`.
 
     Attributes:
-        dtype: Dtype in which the weight is read back: its own, or for a weight of few bits the one that the owner sets.
-        rounded: Kind of rounding by `cuda/rounded.py`, or None.
+        dtype: Dtype in which the weight is read back: its own, or for a quantized weight the one that the owner sets.
+        rounded: Kind of quantization by `cuda/rounded.py`, or None.
     """
 
     rounded: str | None = None
@@ -106,7 +106,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor | QuantizedWeight | PackedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
-        # `[out, in]`, or packed `[blocks, in, lanes]`; unset where the weight is of few bits.
+        # `[out, in]`, or packed `[blocks, in, lanes]`; unset for a quantized weight.
         self.stored: Tensor
         self.quantized: QuantizedWeight | InterleavedWeight | None = None
         self.dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
@@ -131,12 +131,12 @@ class PackedLinear(nn.Module):
 
     @property
     def bits(self) -> int | None:
-        """Bits of the weight, where these are few; else None."""
+        """Bits of a quantized weight; else None."""
         return None if self.quantized is None else self.quantized.bits
 
     @property
     def weight(self) -> Tensor:
-        """Weight `[out, in]`; a copy where it is packed or of few bits."""
+        """Weight `[out, in]`; a copy if it is packed or quantized."""
         if self.rounded is not None:
             return self.stored.dequantize()
         if self.quantized is not None:
@@ -147,7 +147,7 @@ class PackedLinear(nn.Module):
         return weight.to(self.dtype)
 
     def lookup(self, tokens: Tensor) -> Tensor:
-        """Entries of an embedding table, `[...]` int64 to `[..., in]`: the weights of these output channels."""
+        """Look up entries of an embedding table, the weights of output channels: `[...]` int64 to `[..., in]`."""
         if self.quantized is not None:
             check_tokens(tokens, self.out_features)
             return self.quantized.channels(tokens.reshape(-1)).dequantize().view(*tokens.shape, -1).to(self.dtype)
@@ -161,10 +161,10 @@ class PackedLinear(nn.Module):
         """Pack the weight for kernels, and compute with them from now on.
 
         Args:
-            kernels: Kernels for the weight's dtype, or for bfloat16 where that rounds no number (`fits_bfloat16`).
+            kernels: Kernels for the weight's dtype, or for bfloat16 if that is exact (`fits_bfloat16`).
 
         Returns:
-            The kernels' product with this weight; valid as long as this layer lives.
+            The kernels' product with this weight, valid as long as this layer lives.
         """
         if self._product is None:
             own = self.stored if self.quantized is None else self._unpacked(self.quantized)
@@ -174,7 +174,7 @@ class PackedLinear(nn.Module):
         return self._product
 
     def _take(self, packed: PackedWeight) -> None:
-        """Compute with a packed weight from now on."""
+        """Use a packed weight from now on."""
         data, kernels = packed.data, packed.kernels
         if isinstance(data, InterleavedWeight):
             self.quantized = data
@@ -214,5 +214,5 @@ def check_tokens(tokens: Tensor, count: int) -> None:
 
 
 def fits_bfloat16(weight: Tensor) -> bool:
-    """Whether bfloat16 represents all numbers exactly, as it does where a bfloat16 checkpoint was read as float32."""
+    """Return whether bfloat16 represents a weight exactly, as for a bfloat16 checkpoint that was read as float32."""
     return torch.equal(weight.bfloat16().to(weight.dtype), weight)

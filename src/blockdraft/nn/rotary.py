@@ -130,7 +130,7 @@ class Rotary:
 
     Args:
         head_dim: Size of an attention head.
-        max_positions: Positions that the model was trained for, which some kinds of scaling use.
+        max_positions: Positions that the model was trained for; some kinds of scaling use them.
         theta: Base of the frequencies.
         scaling: `rope_type` and its parameters, without theta; None is plain RoPE.
     """

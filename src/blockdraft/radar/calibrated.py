@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from blockdraft.engine.adaptive.stored_costs import Costs, Pair, of_target
+from blockdraft.engine.adaptive.costs import Costs, Pair, of_target
 from blockdraft.errors import UsageError
 from blockdraft.models import Drafter, Model, bundled_drafter, known, model_of, pulled
 from blockdraft.models.catalogue import BUNDLED

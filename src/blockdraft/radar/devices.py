@@ -175,7 +175,7 @@ def machine_of(device: Device, count: int = 1, ram_gb: float | None = None) -> M
     """
     check_ram(ram_gb)
     if count < 1:
-        raise UsageError(f"The number of devices is {count}; give 1 or more.")
+        raise UsageError(f"The number of devices must be 1 or more, got {count}.")
     shared = device.kind in ("cpu", "apple")
     memory = (ram_gb if shared else None) or device.memory_gb or DEFAULT_RAM_GB
     scale = 1.0 if count == 1 else LINKED * count
@@ -192,7 +192,7 @@ def machine_of(device: Device, count: int = 1, ram_gb: float | None = None) -> M
 def check_ram(ram_gb: float | None) -> None:
     """Raise a UsageError if the memory is given and not positive."""
     if ram_gb is not None and not ram_gb > 0:
-        raise UsageError(f"ram is {ram_gb:g} GB; it must be more than 0.")
+        raise UsageError(f"ram must be more than 0 GB, got {ram_gb:g}.")
 
 
 def _normalized(name: str) -> str:

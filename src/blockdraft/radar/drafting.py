@@ -109,7 +109,7 @@ def _acceptance_prob(tau: float, block_size: int) -> float:
 def checked_task(task: str) -> str:
     """Return the task. Raise a UsageError if there is no published tau for it."""
     if task not in TASKS:
-        raise UsageError(f"task is {task!r}; it must be one of {', '.join(TASKS)}, which have published tau.")
+        raise UsageError(f"task must be one of {', '.join(TASKS)}, which have published tau, got {task!r}.")
     return task
 
 

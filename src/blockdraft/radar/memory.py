@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from blockdraft.drafters import DraftCost
-from blockdraft.engine.memory import Memory
+from blockdraft.engine.kv_slots import Memory
 from blockdraft.radar.drafting import draft_weights, head_weights
 from blockdraft.radar.shape import Shape, kv_cache_bytes
 from blockdraft.radar.step import PREFILL_TOKENS

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from blockdraft.drafters import DraftCost
-from blockdraft.engine.adaptive.stored_costs import CONTEXT, Costs
+from blockdraft.engine.adaptive.costs import CONTEXT, Costs
 from blockdraft.errors import UsageError
 from blockdraft.models import Drafter
 from blockdraft.radar.devices import Machine
@@ -111,9 +111,9 @@ def project(
     """
     for name, value in (("context", context), ("batch", batch)):
         if value < 1:
-            raise UsageError(f"{name} is {value}; it must be at least 1.")
+            raise UsageError(f"{name} must be at least 1, got {value}.")
     if shape.context and context > shape.context:
-        raise UsageError(f"context is {context}; it must be at most {shape.context}, the context of {shape.name}.")
+        raise UsageError(f"context must be at most {shape.context}, the context of {shape.name}, got {context}.")
     constant = constant or constants()[machine.kind]
     bits = bits_of(shape, weights)
     step = Roofline(shape, machine, constant, bits, weights, context, batch, eager)

@@ -124,7 +124,7 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Shape:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0 or (value == 0 and default is None):
-                raise UsageError(f"{name}: {key} is {value!r}; it must be a positive integer.")
+                raise UsageError(f"{name}: {key} must be a positive integer, got {value!r}.")
             return value
         if default is None:
             raise UsageError(f"{name} lacks {keys[0]}; give the config.json of a language model.")

@@ -99,7 +99,7 @@ def bits_of(shape: Shape, weights: str) -> float:
     if weights == "file":
         return 8 * shape.stored_bytes / shape.parameters
     if weights not in BITS:
-        raise UsageError(f"weights is {weights!r}; it must be one of {', '.join(BITS)}.")
+        raise UsageError(f"weights must be one of {', '.join(BITS)}, got {weights!r}.")
     return BITS[weights]
 
 

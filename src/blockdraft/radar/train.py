@@ -44,7 +44,7 @@ class TrainPlan:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if value < 1:
-                raise UsageError(f"{name} is {value}; it must be at least 1.")
+                raise UsageError(f"{name} must be at least 1, got {value}.")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Targets: language models whose output must not change. Each backend that runs them is a file.
+"""Targets: language models whose output must not change. Each file with `load` and `RANK` is a backend.
 
-A file that defines `load(path, options)` and `RANK` is a backend of the file's name. `load` raises `NotCovered` where
-the backend cannot run the model. "auto" asks the backends whose rank is not None, the lowest first. A negative rank is
-that of a backend made for this machine, which leaves options that it has not to the others.
+`load(path, options)` raises `NotCovered` if the backend cannot run the model. "auto" tries the backends whose rank is
+not None, in ascending order. A negative rank marks a backend made for this machine, which leaves options that it lacks
+to the others.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from blockdraft.targets.weights import HEAD, SOURCE, TABLE, OpenCheckpoint
 from blockdraft.targets.weights import open_checkpoint as open_folder
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
 
-if TYPE_CHECKING:  # takes as long to import as torch
+if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,9 +60,9 @@ log = logging.getLogger(__name__)
 
 
 def backends() -> dict[str, ModuleType]:
-    """Modules of the backends by name."""
-    found = {module.name: import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)}
-    return {name: module for name, module in found.items() if hasattr(module, "RANK")}
+    """Return the modules of the backends by name."""
+    modules = {module.name: import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)}
+    return {name: module for name, module in modules.items() if hasattr(module, "RANK")}
 
 
 def load_target(
@@ -82,43 +82,42 @@ def load_target(
     """Load a target.
 
     Args:
-        path: A Hugging Face model folder or hub name, a GGUF file, of a split one any part, or a name of the catalogue
-            that has been pulled, such as "smollm2"; "bundled" is the bundled model. None is SmolLM2 if it has been
-            pulled and a drafter for it is bundled, else the bundled model. The native backend runs GGUF files, on a
-            CPU, and leaves their weights in few bits.
-        dtype: Dtype of weights and arithmetic, such as `torch.bfloat16` or "bfloat16". None is the checkpoint's own, as
-            its config.json says; where a CPU lacks it, float32, which a warning tells. GGUF files and weights of few
-            bits have none: float32 on a CPU, bfloat16 elsewhere.
+        path: A Hugging Face model folder or hub name, a GGUF file or any part of a split one, or the name of a pulled
+            catalogue model, such as "smollm2"; "bundled" is the bundled model. None is SmolLM2 if it has been pulled
+            and its drafter is bundled, else the bundled model. The native backend runs GGUF files with their quantized
+            weights on a CPU.
+        dtype: Dtype of weights and arithmetic, such as `torch.bfloat16` or "bfloat16". None is that of the checkpoint's
+            config.json, or float32, with a warning, if a CPU lacks it. GGUF files and quantized weights use float32 on
+            a CPU and bfloat16 elsewhere.
         device: Device to run on; None is the first GPU if there is one, else the CPU.
-        backend: "native" is our own decoder, for the families that it knows; "hf" is transformers; "mlx" is mlx-lm,
-            which the extra `mlx` installs; "jax" runs the families of "native" on TPUs, with the extra `jax`; "auto"
-            is, on Apple silicon, mlx-lm where it is installed and knows the model, else our own decoder, else
-            transformers. `Target.backend` says which it is.
-        compile: How to compile the native decoder's forward. On a CPU this machine's C compiler does it: "auto"
-            compiles where that is possible, in a few seconds of the first run; "on" fails where it is not. On an NVIDIA
-            GPU "on" captures forwards of few nodes as CUDA graphs, and "auto" does not.
-        quantize: "int8" and "int4" round weights to 8 or 4 bits, with a scale for each group of inputs, embedding and
-            head always to 8; inputs of products are rounded to int8 in each forward. The target is then the rounded
-            model; `blockdraft quantize` writes one that loses less. For a checkpoint that is quantised already, "int8"
-            rounds the rest of it. On an NVIDIA GPU "int8" and "fp8" use torchao and bfloat16 arithmetic.
-        threads: Number of threads of torch and the compiled forward on a CPU, from now on. None leaves torch's number.
-            "auto" measures once which number is fastest for a compiled target, unless `OMP_NUM_THREADS` is set.
-        exact: Make the bits of a token's logits independent of what is computed beside it, so that greedy answers are
-            those of plain decoding whatever is drafted, in any batch, near ties included. A target compiled for a CPU
-            is exact already. Others compute pieces of one size, with attention in float64, which costs time. Loading
-            checks it on the model, with the present number of threads.
-        kv_dtype: "int8" stores keys and values in 8 bits with a factor for each head and token, on a CPU where the
-            forward is compiled; None stores them in `dtype`.
-        round_drafters: Whether to round the weights of drafters that are loaded for this target to the few bits of its
-            layers, or on a CPU to 8 bits if these compute in bfloat16; to fewer there, where they were trained with
-            `qat_bits`. No answer changes; guesses get faster and a little worse.
-        revision: Branch, tag or commit of a hub name; None is the newest of its main branch.
-        adapter: Folder or hub name of an adapter of PEFT, such as a LoRA, which is merged into the weights in the dtype
-            of the arithmetic. It takes the package peft (`blockdraft[adapter]`).
+        backend: "native" is our own decoder, for the families it supports; "hf" is transformers; "mlx" is mlx-lm (extra
+            `mlx`); "jax" runs the families of "native" on TPUs (extra `jax`). "auto" is mlx-lm on Apple silicon if it
+            is installed and supports the model, else our own decoder, else transformers.
+        compile: How to compile the native decoder. On a CPU this machine's C compiler is used: "auto" compiles if
+            possible, which takes a few seconds in the first run; "on" fails if it is not. On an NVIDIA GPU "on"
+            captures forward passes over few nodes as CUDA graphs, and "auto" does not.
+        quantize: "int8" and "int4" quantize weights to 8 or 4 bits, with a scale for each group of inputs, embedding
+            and head always to 8; inputs of matrix products are quantized to int8. The target is then the quantized
+            model; `blockdraft quantize` writes one that loses less. For a quantized checkpoint, "int8" quantizes the
+            remaining weights. On an NVIDIA GPU "int8" and "fp8" use torchao and bfloat16 arithmetic.
+        threads: Number of threads of torch and the compiled forward pass on a CPU, from now on. None keeps torch's
+            number. "auto" measures once which is fastest for a compiled target, unless `OMP_NUM_THREADS` is set.
+        exact: Make the bits of a token's logits independent of what is computed beside it. Then greedy outputs equal
+            those of plain decoding for any drafter and batch, near ties included. A target compiled for a CPU is always
+            exact. Others compute pieces of equal size, with attention in float64, which costs time. Loading checks it
+            on the model with the current number of threads.
+        kv_dtype: "int8" stores keys and values in 8 bits with a factor for each head and token, on a CPU with a
+            compiled forward pass; None stores them in `dtype`.
+        round_drafters: Whether to quantize the drafters of this target to the bits of its layers, or on a CPU to 8 bits
+            if these compute in bfloat16; to fewer bits there if the drafter was trained for them (`qat_bits`).
+            Outputs do not change; drafting gets faster, and slightly fewer tokens are accepted.
+        revision: Branch, tag or commit of a hub name; None is the latest of its main branch.
+        adapter: Folder or hub name of a PEFT adapter, such as a LoRA, which is merged into the weights in the dtype of
+            the arithmetic. It needs the package peft (`blockdraft[adapter]`).
 
     Raises:
         UsageError: The folder, dtype or device is unknown, weights cannot be read, the model is no decoder-only
-            language model or not known to the backend that was asked for, or `exact` does not hold.
+            language model or not supported by the given backend, or `exact` does not hold.
     """
     known = backends()
     if backend != "auto" and backend not in known:
@@ -179,7 +178,7 @@ def load_target(
 def device_and_dtype(
     device: torch.device | str | None, dtype: torch.dtype | str | None
 ) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of a model, from those of `load_target`, where None stands for the default."""
+    """Return device and dtype of a model, from those of `load_target`, where None is the default."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -197,10 +196,10 @@ def device_and_dtype(
 
 
 def _default_dtype(path: str | Path, revision: str | None, device: torch.device, otherwise: torch.dtype) -> torch.dtype:
-    """Dtype of a checkpoint on a device that can compute with it; `otherwise` where it has none."""
+    """Return the dtype of a checkpoint on a device that supports it, or `otherwise` if it has none."""
     try:
         own = None if is_gguf(path) else own_dtype(path, revision)
-    except UsageError:  # of which the backend will tell, unless it knows more kinds of paths
+    except UsageError:  # the backend reports it, unless it supports such paths
         return otherwise
     if own is None or own not in DTYPES.values():
         return otherwise
@@ -218,7 +217,7 @@ def _default_dtype(path: str | Path, revision: str | None, device: torch.device,
 
 
 def as_target(model: PreTrainedModel | Target) -> Target:
-    """A model of transformers as a target, in evaluation mode; a target is returned as it is.
+    """Return a model of transformers, in evaluation mode, as a target. Targets are returned unchanged.
 
     Raises:
         UsageError: The model is neither.
@@ -242,15 +241,17 @@ def load_target_text(path: str | Path | None = None, revision: str | None = None
 def open_checkpoint(
     path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "rounded"
 ) -> AbstractContextManager[OpenCheckpoint]:
-    """Open a model folder, hub name or GGUF file whose tensors are read one at a time; see
-    `blockdraft.targets.weights.open_checkpoint`."""
+    """Open a model folder, hub name or GGUF file to read its tensors one at a time.
+
+    See `blockdraft.targets.weights.open_checkpoint`.
+    """
     path = located(path)
     opened = open_gguf_checkpoint if is_gguf(path) else open_folder
     return opened(path, revision, adapter, doing)
 
 
 def check_target(path: str | Path, revision: str | None = None) -> None:
-    """Raise a UsageError unless a path is that of a target, as far as can be told at once."""
+    """Raise a UsageError if a path is clearly not a target's."""
     path = located(path)
     if is_gguf(path):
         load_gguf_text(path, revision)

@@ -1,4 +1,4 @@
-"""Protocols that engine and drafters use to talk to a target, and what a backend is given to load one."""
+"""Protocols through which engine and drafters use a target, and the options of its backends."""
 
 from __future__ import annotations
 
@@ -24,66 +24,65 @@ if TYPE_CHECKING:
 
 
 class NotCovered(ValueError):
-    """A model that a backend cannot run; the message completes "it cannot run the model because ..."."""
+    """A backend cannot run a model; the message completes "it cannot run the model because ..."."""
 
 
 class Rows(Protocol):
-    """Memory of the rows of a batch: a target's cache, or a drafter's state for the same rows.
+    """Memory of the sequences of a batch: a target's cache, or a drafter's state for the same sequences.
 
-    The memory is a line of slots, one a token. A row is a range of them, named by its first slot. The caller decides
-    where rows lie; a row never moves.
+    It is an array of KV slots, one per token. A row is a range of slots, identified by the first. The caller decides
+    where rows are placed; they never move.
     """
 
     def of(self, rows: Sequence[int]) -> Any:
-        """View of these rows alone, in this order, over the same memory; forwards and draft passes take one."""
+        """Return a view of these rows, in this order, over the same memory, for forward and draft passes."""
 
     def open(self, row: int, capacity: int) -> None:
-        """Begin an empty row on `capacity` slots from slot `row` on, which belong to no open row."""
+        """Begin an empty row of `capacity` free slots starting at slot `row`."""
 
     def close(self, row: int) -> None:
-        """Forget a row."""
+        """Remove a row."""
 
     def shrink(self, row: int, capacity: int) -> None:
-        """Free a row's slots from the `capacity`th on, and the tokens on them. Never called if rows cannot be cut."""
+        """Free a row's slots from the `capacity`th on, with their tokens. Not called if rows cannot be truncated."""
         raise NotImplementedError
 
     def copy(self, source: int, row: int, length: int) -> None:
-        """Copy the first `length` tokens of row `source` to the empty row `row`. Never called if rows cannot be cut."""
+        """Copy the first `length` tokens of row `source` to an empty row. Not called if rows cannot be truncated."""
         raise NotImplementedError
 
     def zero_slots(self, row: int, whole: bool = False) -> None:
-        """Remove all numbers that a forward has left behind the row's committed tokens.
+        """Zero all slots after the row's committed tokens.
 
         Args:
-            whole: Remove those of the committed tokens, too. The engine does so before it closes a row whose numbers
-                may not be finite.
+            whole: Zero those of the committed tokens too. The engine does so before it closes a row whose values may
+                not be finite.
         """
 
 
 class Cache(Rows, Protocol):
-    """A target's memory of committed tokens. It owns rollback: nodes that are not committed leave no trace."""
+    """KV cache of a target. It owns rollback: nodes that are not committed leave no trace."""
 
     @property
     def lengths(self) -> list[int]:
-        """Number of committed tokens of each row."""
+        """Number of committed tokens per row."""
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
-        """Keep nodes of the last forward, for each row the given ones in order, and drop its other nodes."""
+        """Commit nodes of the last forward pass, for each row the given ones in order, and drop the others."""
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths[i]` committed tokens of row i, at most as many as it has; all or none of them if rows
-        cannot be cut."""
+        """Keep at most the first `lengths[i]` committed tokens of row i; all or none if rows cannot be truncated."""
 
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """Result of a forward.
+    """Result of a forward pass.
 
     Attributes:
-        logits: `[B, N, V]`, or `[B, 1, V]` where the logits of one node were asked for.
-        hidden_states: `[B, N, m * H]`, the outputs of the tapped layers side by side; None without taps.
+        logits: `[B, N, V]`, or `[B, 1, V]` for a single node per row.
+        hidden_states: `[B, N, m * H]`, concatenated outputs of the target layers, if any are read.
         best: Argmax of the logits, int64, the lowest of equals; -1 where a logit is NaN or the largest is infinite.
-            None where the backend has not computed it.
+            None if the backend has not computed it.
     """
 
     logits: Tensor
@@ -97,7 +96,7 @@ class LoadOptions:
 
     Attributes:
         best_threads: Measure which number of threads is fastest, and use it.
-        exact: A node's logits and features must not depend on what else is computed; the caller checks it.
+        exact: A node's logits and hidden states must not depend on what else is computed; the caller checks it.
     """
 
     dtype: torch.dtype
@@ -114,7 +113,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class TargetText:
-    """Tokenizer and limits of a target, which are known without its weights; see `Target`."""
+    """Tokenizer and limits of a target, without its weights; see `Target`."""
 
     path: Path | None
     tokenizer: PreTrainedTokenizerBase | None
@@ -126,22 +125,22 @@ class TargetText:
 class Target(Protocol):
     """The language model whose output must not change.
 
-    A backend's class may inherit from this one; then it implements what has no default here.
+    A backend's class may inherit from this one and implement what has no default here.
 
     Attributes:
         backend: Name of the backend, such as "native" or "hf".
         architecture: The model's configuration as values of JSON, without the dtype.
-        max_context: Tokens that a row may hold, prompt and answer together.
+        max_context: Maximum number of tokens of a sequence, prompt included.
         path: Where the target was loaded from.
-        backend_reason: Reason why another backend than the first choice runs it, where none was asked for; else None.
-        chosen_for: Property of this machine for which the backend is the first choice; None where it is so everywhere.
-        tokenizer: None where the folder has none; then prompts are token ids.
-        tokenizer_reason: Reason for having no tokenizer, where it is another than that the folder has none.
-        eos_token_ids: Tokens that end an answer.
-        model: The model of transformers that runs it, where there is one.
-        has_trees: Whether `forward` takes trees; else it takes chains only.
-        can_truncate: Whether rows may be cut and copied at any of their tokens; else only as a whole.
-        draft_head: Output projection that draft networks without one of their own get; None is the target's.
+        backend_reason: Why another backend than the first choice runs it, if "auto" chose.
+        chosen_for: Property of this machine that makes the backend the first choice; None if it always is.
+        tokenizer: None if the folder has none; then prompts are token ids.
+        tokenizer_reason: Why there is no tokenizer, unless the folder has none.
+        eos_token_ids: Tokens that end a response.
+        model: The model of transformers that runs it, if any.
+        has_trees: Whether `forward` takes trees, or only chains.
+        can_truncate: Whether rows can be cut and copied at any token, or only as a whole.
+        draft_head: Output projection for draft networks without one of their own; None is the target's.
     """
 
     backend: str
@@ -164,56 +163,58 @@ class Target(Protocol):
     draft_head: ReducedHead | None = None
 
     def __deepcopy__(self, memo: object) -> Target:
-        """The target itself, since its weights never change, and what it knows of texts is in caches."""
+        """Return the target itself, since its weights never change and sequences live in caches."""
         return self
 
     @property
     def running(self) -> str:
-        """How the target is run, for people: the backend, and whether compiled, exact, or with int8 weights."""
+        """How the target runs, in words: backend, compiled, exact, quantized weights."""
         return self.backend
 
     @property
     def source_fingerprint(self) -> str | None:
-        """Fingerprint that drafters of this target carry: of the weights before they were rounded, and of the adapter
-        that was merged into them. None where it is not known."""
+        """Fingerprint that drafters of this target carry, of the weights before quantization and of an adapter."""
         return None
 
     @property
     def best_block_size(self) -> int | None:
-        """Largest block whose scoring costs little more than that of one token; None where it is not known."""
+        """Largest block that costs little more to score than one token, if known."""
         return None
 
     @property
     def shape(self) -> Mapping[str, Any]:
-        """Sizes that a new drafter may take over, where the model has them: intermediate_size, num_attention_heads,
-        num_key_value_heads, head_dim, rms_norm_eps, rope_theta, rope_scaling (as in `DraftConfig`)."""
+        """Sizes for a new drafter, as far as the model has them.
+
+        They are intermediate_size, num_attention_heads, num_key_value_heads, head_dim, rms_norm_eps, rope_theta and
+        rope_scaling (as in `DraftConfig`).
+        """
         return {}
 
     @cached_property
     def lock(self) -> AbstractContextManager[Any]:
-        """Lock that a caller holds while it computes, so that several engines and threads can share the target."""
-        # Two threads that ask first at once get the same lock.
+        """Lock that a caller holds while it computes, so that engines and threads can share the target."""
+        # Two threads that ask at the same time get the same lock.
         return cast("AbstractContextManager[Any]", self.__dict__.setdefault("lock", RLock()))
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Every weight by its name in the checkpoint, whatever the backend; a tied head is not named again."""
+        """Yield every weight by its name in the checkpoint, for any backend, without a tied head."""
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache of `batch` rows with `capacity` slots each, nodes included."""
+        """Return an empty cache of `batch` rows with `capacity` slots each, nodes included."""
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
-        """Bytes of such a cache."""
+        """Return the bytes of such a cache."""
 
     def weight_bytes(self) -> int:
-        """Bytes of the weights."""
+        """Return the bytes of the weights."""
         return sum(weight.nbytes for _, weight in self.named_weights())
 
     def row_slots(self, tokens: int) -> int:
-        """Slots that a row for up to `tokens` tokens and nodes should have."""
+        """Return the slots of a row for up to `tokens` tokens and nodes."""
         return tokens
 
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        """Bytes that a forward takes meanwhile, beside its logits and features, on rows that reach `slots` slots."""
+        """Return the working memory of a forward pass on rows of `slots` slots, without its outputs."""
 
     def draft_host(self, head: Callable[[Tensor], Tensor] | None = None) -> DraftHost:
         """Return what a draft network borrows from this target.
@@ -224,8 +225,10 @@ class Target(Protocol):
         return DraftHost(dtype=self.dtype, embed=self.embed, target_head=self.head, own_head=head or self.draft_head)
 
     def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
-        """Return the runner of a draft network for this target: the one that `plugins.RUNNERS` names for this backend,
-        or the network's own, which uses torch's operations.
+        """Return the runner of a draft network for this target.
+
+        It is the one that `plugins.RUNNERS` names for this backend, or the network's own, which uses torch's
+        operations.
 
         Args:
             network: Draft network of any device and dtype; it is moved to those of the target.
@@ -243,36 +246,37 @@ class Target(Protocol):
         target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
-        """Score a tree of nodes behind each row's committed tokens.
+        """Score a tree of nodes after each row's committed tokens.
 
         Args:
             tokens: `[B, N]` int64.
             parents: `[B, N]` int64 on the CPU, as in `Proposal`. A node attends to the committed tokens, its ancestors
                 and itself.
-            cache: Cache of the B rows. It holds the nodes afterwards; `cache.commit` decides which stay.
-            target_layers: Layers whose outputs are returned as features, 0-based; `num_layers` is the input of `head`.
-            logits_at: `[B]`, the one node of each row whose logits are returned; None is all nodes.
+            cache: Cache of the B rows. It holds the nodes afterwards; `cache.commit` selects those that stay.
+            target_layers: Target layers whose hidden states are returned, from 0; `num_layers` is the input of `head`.
+            logits_at: `[B]`, the single node of each row whose logits are returned; None is all nodes.
         """
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Entries of the embedding table, `[...]` to `[..., H]`, without the scale that some families apply."""
+        """Return rows of the embedding, `[...]` to `[..., H]`, without the scale that some families apply."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Output projection alone, `[..., H]` to `[..., V]`, without soft-caps."""
+        """Apply the output projection, `[..., H]` to `[..., V]`, without soft-caps."""
 
 
 def without_tokenizer(target: Target | TargetText) -> str:
-    """Beginning of a message about a target without a tokenizer."""
+    """Return the beginning of a message about a target without a tokenizer."""
     why = target.tokenizer_reason
     return "The target has no tokenizer" if why is None else f"The target has no tokenizer ({why})"
 
 
 def with_draft_vocab(target: Target, kept: Tensor) -> Target:
-    """A copy of a target, for drafters without an output projection of their own: they get these rows of the target's
-    (FR-Spec, arXiv 2502.14856). Copy and target share weights and lock.
+    """Return a copy of a target whose drafters use part of its output projection (FR-Spec, arXiv 2502.14856).
+
+    It applies to drafters without a projection of their own. Copy and target share weights and lock.
 
     Args:
-        kept: `[Vd]` int64, the tokens that they may guess, distinct.
+        kept: `[Vd]` int64, the distinct tokens of the draft vocabulary.
 
     Raises:
         UsageError: As `embedding_and_head`.
@@ -288,7 +292,7 @@ def with_draft_vocab(target: Target, kept: Tensor) -> Target:
 
 
 def embedding_and_head(target: Target) -> tuple[Tensor, Tensor]:
-    """Embedding table and output projection of a target, `[V, H]` each, for drafters that borrow them.
+    """Return embedding and output projection of a target, `[V, H]` each, for drafters that copy them.
 
     Raises:
         UsageError: The projection has a bias, which no format of drafters holds.

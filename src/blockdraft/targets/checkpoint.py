@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints but for their weights: where they are, their configuration, limits and tokenizer."""
+"""Hugging Face checkpoints without their weights: location, configuration, limits and tokenizer."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from blockdraft.targets.model_config import AnyConfig, ModelConfig, architecture
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Beginnings of the `model_type` of models that `blockdraft.diffusion` reads.
+# Prefixes of the `model_type` of models that `blockdraft.diffusion` reads.
 BLOCK_DIFFUSION = ("a2d-", "bd3lm", "sdar")
-HUB_SECONDS = 10.0  # time for the hub to answer, as in its own client
+HUB_SECONDS = 10.0  # timeout of the hub, as in its own client
 
 
 class CheckpointTarget(Target):
-    """A target that is made of a Hugging Face checkpoint, but for its forward.
+    """A target from a Hugging Face checkpoint, without its forward pass.
 
     Args:
         config: The checkpoint's configuration.
         tokenizer: Its tokenizer, if there is one.
         path: Folder that it was loaded from.
         generation_config: The checkpoint's generation configuration, which may name end tokens.
-        source_fingerprint: As in `Target`; None where the weights are the checkpoint's own, so that it can be computed;
-            "" where it is not known.
+        source_fingerprint: As in `Target`; None if the weights are the checkpoint's own, so that it can be computed;
+            "" if it is unknown.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CheckpointTarget(Target):
 
 
 def checked_folder(path: str | Path, revision: str | None = None) -> Path:
-    """The path of a model folder, or a hub name.
+    """Return the path of a model folder, or a hub name.
 
     Raises:
         UsageError: The path is neither, the hub cannot be reached, or a folder is given with a revision.
@@ -100,7 +100,7 @@ def checked_folder(path: str | Path, revision: str | None = None) -> Path:
 
 
 def _model_type(folder: Path) -> str:
-    """The `model_type` of config.json; empty where it cannot be read, which loading reports."""
+    """Return the `model_type` of config.json, or nothing if it cannot be read, which loading reports."""
     try:
         return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -108,19 +108,21 @@ def _model_type(folder: Path) -> str:
 
 
 def is_hub_name(name: str | Path) -> bool:
-    """Whether a name has the form owner/name; ./folder and ../folder have not."""
+    """Return whether a name has the form owner/name, unlike ./folder and ../folder."""
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)) is not None
 
 
 def check_hub(name: str, file: str, revision: str | None = None) -> None:
-    """Raise a UsageError if a repository's file is not on this machine and the hub does not answer. The hub's client
-    would find out much later."""
+    """Raise a UsageError if a repository's file is not on this machine and the hub does not respond.
+
+    The hub's client would only notice after a long time.
+    """
     known = huggingface_hub.try_to_load_from_cache(name, file, revision=revision)
     if isinstance(known, str) or huggingface_hub.constants.HF_HUB_OFFLINE:
         return
     try:
         _ask(huggingface_hub.constants.ENDPOINT)
-    except Exception as error:  # of whichever package the hub's client uses
+    except Exception as error:  # from whichever package the hub's client uses
         raise UsageError(
             f"{name} is no folder here, and the hub cannot be reached to look for it there ({error}); give the path of "
             "a local folder, or try again with a connection."
@@ -129,13 +131,13 @@ def check_hub(name: str, file: str, revision: str | None = None) -> None:
 
 @cache
 def _ask(address: str) -> None:
-    """Ask the hub for any answer, once in a process."""
+    """Send a request to the hub, once per process."""
     huggingface_hub.get_session().head(address, timeout=HUB_SECONDS)
 
 
 @contextmanager
 def loading(path: str | Path, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Turn all errors of reading a model's files into a UsageError that names the model."""
+    """Turn all errors in reading a model's files into a UsageError that names the model."""
     try:
         yield
     except UsageError as error:
@@ -145,12 +147,12 @@ def loading(path: str | Path, device: torch.device | str = "cpu") -> Iterator[No
     except torch.OutOfMemoryError as error:
         raise UsageError(f"{path} does not fit into the free memory of {device}: {error}") from error
     except Exception as error:  # transformers, tokenizers and the hub raise many kinds, and bare Exception too
-        said = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{path} cannot be loaded as a causal language model ({said})") from error
+        detail = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} cannot be loaded as a causal language model ({detail})") from error
 
 
 def own_dtype(path: str | Path, revision: str | None = None) -> torch.dtype | None:
-    """Dtype that a checkpoint's config.json names; None where it names none or the weights are of few bits.
+    """Return the dtype in a checkpoint's config.json, or None if there is none or the weights are quantized.
 
     Raises:
         UsageError: As in `load_text`.
@@ -160,8 +162,8 @@ def own_dtype(path: str | Path, revision: str | None = None) -> torch.dtype | No
         raw = _read_json(folder / "config.json") if folder.exists() else load_config(path, revision).to_dict()
     if raw.get("quantization_config"):
         return None
-    text = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else {}
-    named = (part.get("dtype") or part.get("torch_dtype") for part in (raw, text))
+    parts = [part for part in (raw, raw.get("text_config")) if isinstance(part, dict)]
+    named = (part.get("dtype") or part.get("torch_dtype") for part in parts)
     return getattr(torch, str(next(filter(None, named), None)).removeprefix("torch."), None)
 
 
@@ -185,7 +187,7 @@ def load_text(path: str | Path, revision: str | None = None) -> TargetText:
 
 
 def load_text_with(config: AnyConfig, path: str | Path, revision: str | None = None) -> TargetText:
-    """`load_text` with a given configuration, for folders whose `model_type` transformers does not know."""
+    """Do as `load_text` with a given configuration, for folders with a `model_type` unknown to transformers."""
     folder = Path(path)
     with loading(path):
         tokenizer = load_tokenizer(path, revision, config)
@@ -209,7 +211,7 @@ def load_tokenizer(
         config = None
         if names_class or not family:  # else the class of the configuration decides
             config = PretrainedConfig()
-            config.model_type = family
+            setattr(config, "model_type", family)  # noqa: B010 (a class variable to mypy)
     return AutoTokenizer.from_pretrained(path, revision=revision, config=config)
 
 
@@ -246,16 +248,16 @@ def end_tokens(*sources: Any) -> frozenset[int]:
 
 
 def head_size(config: AnyConfig) -> int:
-    """Size of an attention head; of Gemma 4, whose layers differ, that of most layers."""
+    """Return the size of an attention head, or that of most layers if they differ (Gemma 4)."""
     try:
         size: int | None = getattr(config, "head_dim", None)
-    except RuntimeError:  # transformers tells only layer by layer
+    except RuntimeError:  # it differs between layers
         size = config.to_dict()["head_dim"]
     return size or int(config.hidden_size // config.num_attention_heads)
 
 
 def drafter_shape(config: AnyConfig) -> dict[str, Any]:
-    """`Target.shape` of a model's text configuration."""
+    """Return `Target.shape` of a model's text configuration."""
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
     found: dict[str, Any] = {
         name: value for name in names if isinstance(value := getattr(config, name, None), int | float)
@@ -265,7 +267,7 @@ def drafter_shape(config: AnyConfig) -> dict[str, Any]:
         found.setdefault("num_key_value_heads", heads)
         found["head_dim"] = head_size(config)
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    rope = dict(rope.get("full_attention") or rope)  # some nest it by the kind of layer
+    rope = dict(rope.get("full_attention") or rope)  # nested by the kind of layer in some models
     if rope.get("rope_theta"):
         found["rope_theta"] = rope.pop("rope_theta")
         found["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None

@@ -1,4 +1,4 @@
-"""Facts about a target that headers and small files tell, without its weights."""
+"""Descriptions of targets from headers and small files, without their weights."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from blockdraft.targets.weights import READ, SOURCE, open_checkpoint, weight_fil
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Facts about a target.
+    """Description of a target.
 
     Attributes:
         path: Folder, hub name or file.
         config: Configuration of its text model in transformers.
         text: Its tokenizer and limits.
-        few_bits: Settings of its quantisation from its configuration; None where it is not quantised.
-        kinds: Number of values by the type of the tensors.
-        bytes: Size of its files of weights; 0 where they are not in safetensors.
-        wanted: Configuration of the native decoder for it, where that runs it.
-        reason: Reason why the native decoder does not run it; None where it does.
-        fingerprint: Function that reads the weights and returns the fingerprint that drafters carry, or None where it
-            is not known.
+        few_bits: Quantization settings in its configuration, if it is quantized.
+        kinds: Number of values by tensor type.
+        bytes: Size of its weight files; 0 if they are not in safetensors.
+        wanted: Configuration of the native decoder, if that runs it.
+        reason: Why the native decoder does not run it, if so.
+        fingerprint: Function that reads the weights and returns the fingerprint that drafters carry, if known.
     """
 
     path: str

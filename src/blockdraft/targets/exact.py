@@ -1,4 +1,4 @@
-"""Forwards in which the bits of a node do not depend on what else is computed, and the check of this."""
+"""Forward passes in which the bits of a node do not depend on what else is computed, and a check of this."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.targets.base import Target, TargetOutput
 
 Windows: TypeAlias = "Mapping[int | None, ExactAttention]"
-# Runs a piece. Takes tokens and positions `[1, EXACT_NODES]`, its attention by window, and whether logits are wanted.
-# Returns logits `[1, EXACT_NODES, V]`, of any shape if not wanted, and features `[1, EXACT_NODES, m * H]`.
+# Runs a piece. Takes tokens and positions `[1, EXACT_NODES]`, its attention by window, and whether logits are needed.
+# Returns logits `[1, EXACT_NODES, V]`, of any shape if not needed, and hidden states `[1, EXACT_NODES, m * H]`.
 RunPiece: TypeAlias = "Callable[[Tensor, Tensor, Windows, bool], tuple[Tensor, Tensor | None]]"
 
-CONTEXTS = (5, 18, 40)  # tokens before the nodes that are checked
-CHECKED_TREE = 40  # nodes of the tree that is checked
+CONTEXTS = (5, 18, 40)  # tokens before the checked nodes
+CHECKED_TREE = 40  # nodes of the checked tree
 REMEDY = "Use other threads, another dtype or another backend, or do without exact"
 
 
@@ -35,11 +35,11 @@ def forward_in_pieces(
     last_position: int,
     logits_at: Tensor | None,
 ) -> TargetOutput:
-    """Run a target's forward over the nodes of all rows, one after the other, in pieces of `EXACT_NODES` nodes.
+    """Run a target's forward pass over the nodes of all rows in pieces of `EXACT_NODES` nodes.
 
-    The last piece is padded, so every product has one shape, whether a token is guessed, decoded plainly or read in a
-    prompt. A parent comes before its children: it is in the same piece, or in an earlier one, whose keys and values are
-    in their slots already.
+    The last piece is padded, so every matrix product has the same shape for drafted tokens, plain decoding and prefill.
+    A parent comes before its children: it is in the same piece, or in an earlier one, whose keys and values are already
+    in their slots.
 
     Args:
         run: Runs a piece.
@@ -50,7 +50,7 @@ def forward_in_pieces(
     (batch, count), device = tokens.shape, tokens.device
     cache.check_room(count)
     lengths = cache.lengths
-    # Nodes that are never committed may lie past the last position.
+    # Nodes that are never committed may be past the last position.
     positions = send((depths(parents) + torch.tensor(lengths)[:, None]).clamp(max=last_position), device)
     slots = (torch.tensor(cache.rows)[:, None] + cache.slots(count, torch.device("cpu"))).flatten()
 
@@ -89,23 +89,24 @@ def forward_in_pieces(
 
 
 def _filled(values: Tensor, first: int, end: int) -> Tensor:
-    """Values `[B, N]` of nodes `first` to `end` as a piece `[1, EXACT_NODES]`, padded with the last one."""
+    """Return values `[B, N]` of nodes `first` to `end` as a piece `[1, EXACT_NODES]`, padded with the last one."""
     nodes = values.flatten()[first:end]
     return torch.cat([nodes, nodes[-1:].expand(EXACT_NODES - len(nodes))])[None]
 
 
 def check_exact(target: Target) -> None:
-    """Check on a model that the bits of a token's logits and features do not depend on its place among the nodes, on
-    the other nodes and rows, or on the number and places of keys.
+    """Check that the bits of a token's logits and hidden states depend on nothing but its context.
+
+    They must not depend on its index among the nodes, on other nodes and rows, or on number and slots of keys.
 
     Raises:
         UsageError: They depend on something, which the message names; or the target scores no trees, which the check
-            compares.
+            needs.
     """
     if not target.has_trees:
         raise UsageError(f"exact is checked with trees, and the backend {target.backend} scores chains only.")
     found = [cause for number in range(len(CONTEXTS)) for cause in _causes(target, number)]
-    # In float32, sums in float64 round to another number by chance in one context of thousands.
+    # In float32, sums in float64 round differently by chance in one context of thousands.
     needed = 1 if target.dtype.itemsize < torch.float32.itemsize else 2
     causes = [cause for cause in sorted(set(found)) if found.count(cause) >= needed]
     if causes:
@@ -122,7 +123,7 @@ LENGTH = "how many keys there are and where they lie"
 
 @torch.no_grad()
 def _causes(target: Target, number: int) -> set[str]:
-    """Causes, beside its own context, of differences between the numbers of a token after context `number`."""
+    """Return the causes, other than its context, of differences between the values of a token."""
     random = torch.Generator().manual_seed(number)
     target_layers = range(target.num_layers + 1)
 
@@ -130,7 +131,7 @@ def _causes(target: Target, number: int) -> set[str]:
         return torch.randint(target.vocab_size, shape, generator=random).to(target.device)
 
     def score(rows: Sequence[int], tokens: Tensor, parents: Tensor) -> Tensor:
-        """Logits and features side by side, `[B, N, V + m * H]`."""
+        """Return logits and hidden states, concatenated, `[B, N, V + m * H]`."""
         output = target.forward(tokens, parents, cache.of(rows), target_layers)
         assert output.hidden_states is not None
         return torch.cat([output.logits, output.hidden_states], dim=-1)

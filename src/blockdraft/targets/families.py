@@ -1,7 +1,7 @@
-"""Families of models that the native decoder knows, in the table `FAMILIES` by the `model_type` of a configuration.
+"""Families of models that the native decoder supports, in the table `FAMILIES` by `model_type`.
 
-To add a family, write its entry: how each layer attends, and in which fields of `DecoderConfig` it differs from Llama.
-What these cannot express raises `NotCovered`, and transformers runs the model.
+To add a family, write its entry: the kinds of its layers, and the fields of `DecoderConfig` in which it differs from
+Llama. Raise `NotCovered` for what these cannot express; transformers then runs the model.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from blockdraft.nn.rotary import rotary_frequencies
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.model_config import AnyConfig
 
-# Rotary scalings whose frequencies do not change with the length of the text, within the context.
+# Rotary scalings whose frequencies do not depend on the sequence length, within the context.
 STATIC_ROPES = {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models. Its functions take a configuration of transformers.
+    """A family of models. Its functions take a model's configuration.
 
     Attributes:
         layers: Kind of each layer.
         differences: Fields of `DecoderConfig` that differ from those of Llama without biases.
         rotates_all: Whether all channels of a head are rotated.
-        has_other_parts: Whether models of this `..._text` family come with other parts, such as one for pictures, that
-            transformers' causal language model leaves out.
+        has_other_parts: Whether models of this `..._text` family have other parts, such as a vision encoder, that are
+            not part of the causal language model.
     """
 
     layers: Callable[[AnyConfig], tuple[LayerKind, ...]]
@@ -39,16 +39,16 @@ class Family:
 
 
 def text_part(config: AnyConfig) -> AnyConfig:
-    """Configuration of a model's text part, where it has other parts that are left out; else its own."""
+    """Return the configuration of a model's text part, or of the model if it has no other parts."""
     family = FAMILIES.get(f"{config.model_type}_text")
     return config.get_text_config() if family is not None and family.has_other_parts else config
 
 
 def decoder_config(config: AnyConfig) -> DecoderConfig:
-    """Configuration of the decoder that runs a model.
+    """Return the configuration of the decoder that runs a model.
 
     Raises:
-        NotCovered: The native decoder does not know the model's family, or one of its settings.
+        NotCovered: The native decoder does not support the model's family or one of its settings.
     """
     config = text_part(config)
     family = FAMILIES.get(config.model_type)
@@ -84,17 +84,17 @@ def decoder_config(config: AnyConfig) -> DecoderConfig:
 
 
 def equal_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
-    """Layers that all have full attention."""
+    """Return layers with full attention."""
     return (LayerKind(rope(config)),) * int(config.num_hidden_layers)
 
 
 def windowed_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
-    """Layers that all have the same sliding window, or none."""
+    """Return layers that all have the same sliding window, or none."""
     return (LayerKind(rope(config), config.sliding_window),) * int(config.num_hidden_layers)
 
 
 def mixed_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
-    """Layers with a sliding window or without, as `layer_types` says; each kind has its own rotary embeddings."""
+    """Return layers with or without a sliding window, by `layer_types`; each kind has its own rotary embeddings."""
     return _by_type(
         config,
         full_attention=lambda: LayerKind(rope(config, "full_attention")),
@@ -103,7 +103,7 @@ def mixed_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
 
 
 def routed_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
-    """`windowed_layers` of which some have routed experts for an MLP."""
+    """Return `windowed_layers`, some of them with routed experts for an MLP."""
     return tuple(
         replace(
             kind,
@@ -116,7 +116,7 @@ def routed_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
 
 
 def recurrent_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
-    """Layers of Qwen3.5: full attention, or a gated delta net."""
+    """Return the layers of Qwen3.5: full attention, or a gated delta net."""
     own = rope(config, rotated=config.rope_parameters.get("partial_rotary_factor", 1.0))
     return _by_type(
         config,
@@ -126,7 +126,7 @@ def recurrent_layers(config: AnyConfig) -> tuple[LayerKind, ...]:
 
 
 def _by_type(config: AnyConfig, **kinds: Callable[[], LayerKind]) -> tuple[LayerKind, ...]:
-    """Layers as `layer_types` names their kinds. Only kinds that occur are made."""
+    """Return layers by `layer_types`. Only kinds that occur are created."""
     unknown = set(config.layer_types) - set(kinds)
     if unknown:
         raise NotCovered(f"it has layers of the kinds {', '.join(sorted(unknown))}")
@@ -138,8 +138,8 @@ def rope(config: AnyConfig, layer_type: str | None = None, rotated: float = 1.0)
     """Return the rotary embeddings of a kind of layer.
 
     Args:
-        layer_type: Kind of layer, where kinds may differ.
-        rotated: Share of a head's channels that are rotated, where frequencies are not scaled.
+        layer_type: Kind of layer, if kinds may differ.
+        rotated: Share of a head's channels that is rotated, if frequencies are not scaled.
     """
     parameters: dict[str, Any] = config.rope_parameters
     nested = layer_type is not None and layer_type in parameters
@@ -175,12 +175,12 @@ def _mistral(config: AnyConfig) -> dict[str, Any]:
 
 
 def _gemma(config: AnyConfig) -> dict[str, Any]:
-    """Scaled embeddings, and norms whose weights are offsets from one."""
+    """Scale embeddings, and add one to the weights of norms."""
     return _biases(config) | {"norm_plus_one": True, "embedding_scale": config.hidden_size**0.5}
 
 
 def _later_gemma(config: AnyConfig) -> dict[str, Any]:
-    """Gemma with norms behind attention and MLP, and a soft-cap of the logits."""
+    """Add norms after attention and MLP, and a soft-cap of the logits."""
     return _gemma(config) | {
         "activation": config.hidden_activation,
         "post_norms": True,
@@ -216,7 +216,7 @@ def _qwen3_moe(config: AnyConfig) -> dict[str, Any]:
 
 
 def _qwen3_5(config: AnyConfig) -> dict[str, Any]:
-    """Attention with a gate on its output, and gated delta nets."""
+    """Add a gate on the attention output, and gated delta nets."""
     if config.hidden_act != "silu":
         raise NotCovered(f"its activation {config.hidden_act} is not silu, the only one of its delta nets")
     net = DeltaNet(

@@ -1,4 +1,4 @@
-"""Fingerprints that tell targets apart, by names, shapes and a sample of the numbers of their weights."""
+"""Fingerprints of targets: hashes of names, shapes and a sample of the values of their weights."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from torch import Tensor
 
 from blockdraft.targets.base import Target
 
-SAMPLE = 32  # numbers of each weight that count
+SAMPLE = 32  # values per weight
 
 
 def target_fingerprint(target: Target) -> str:
-    """Fingerprint of the configuration and weights, 16 hexadecimal digits; the same in float32 and bfloat16.
+    """Return the fingerprint of configuration and weights, 16 hexadecimal digits, equal in float32 and bfloat16.
 
-    Features and data carry it: they belong to exactly this model, so rounding its weights or merging an adapter changes
-    it.
+    Hidden states and data carry it: they belong to exactly this model, so quantization or a merged adapter changes it.
     """
     return _digest(_hash(json.dumps(target.architecture, sort_keys=True).encode()), target.named_weights())
 
 
 def weights_fingerprint(weights: Iterable[tuple[str, Tensor]], base: str = "") -> str:
-    """Fingerprint of weights alone, 16 hexadecimal digits, which drafters carry. The configuration is left out, since
-    each release of transformers writes it differently.
+    """Return the fingerprint of weights alone, 16 hexadecimal digits, which drafters carry.
+
+    The configuration is left out, since releases of transformers write it differently.
 
     Args:
-        base: Fingerprint of the model that these weights of an adapter are merged into. Their sums would depend on the
-            dtype of the arithmetic.
+        base: Fingerprint of the model into which these weights of an adapter are merged. Merged weights would depend on
+            the dtype of the arithmetic.
     """
     return _digest(base, weights)
 
 
 def other_target_warning(drafter: str | Path, trained_for: str | None, target: Target) -> str | None:
-    """Warning about a drafter that was trained for another target of the same shape; None where it was not, or where
-    one of the two fingerprints is not known.
+    """Return a warning if a drafter was trained for another target of the same shape, as far as that is known.
 
     Args:
         trained_for: `Target.source_fingerprint` of the target that the drafter was trained for.
@@ -48,14 +47,14 @@ def other_target_warning(drafter: str | Path, trained_for: str | None, target: T
         return None
     return (
         f"{drafter} was trained for another target (fingerprint {trained_for}) than {target.path or 'this one'} "
-        f"({target.source_fingerprint}). Answers stay the target's own. Between roundings of one model little is lost; "
-        "else tau may be low: use a drafter that was trained for this target, or train this one on (blockdraft train "
-        "--init)."
+        f"({target.source_fingerprint}). The output stays the target's own. Between quantizations of one model "
+        "little is lost; otherwise tau may be low: use a drafter trained for this target, or continue training this "
+        "one (blockdraft train --init)."
     )
 
 
 def sampled_fingerprint(samples: Iterable[tuple[str, Sequence[int], Tensor]], base: str = "") -> str:
-    """`weights_fingerprint` from names, shapes, and the numbers at `sampled_places`."""
+    """Return `weights_fingerprint` from names, shapes, and the values at `sampled_places`."""
     lines = {}
     for name, shape, values in samples:
         lines[name] = json.dumps([name, list(shape), values.to("cpu", torch.bfloat16).tolist()])
@@ -63,7 +62,7 @@ def sampled_fingerprint(samples: Iterable[tuple[str, Sequence[int], Tensor]], ba
 
 
 def sampled_places(shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """Indices of the numbers of a weight that count, an int64 tensor for each of its dimensions."""
+    """Return the indices of the sampled values of a weight, an int64 tensor for each dimension."""
     count = math.prod(shape)
     at = torch.linspace(0, count - 1, min(SAMPLE, count), dtype=torch.float64).long()
     # Torch's own unravel_index imports sympy, which takes long.

@@ -23,41 +23,41 @@ from blockdraft.targets.hf_states import RECURRENT_FAMILIES, over_trees, recurre
 from blockdraft.targets.model_config import load_config
 from blockdraft.targets.weights import load_model
 
-if TYPE_CHECKING:  # takes as long to import as torch
+if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-RANK = 1  # it runs every model, and other backends run some faster
-MOST_PATHS = 64  # paths of the largest tree that memory is planned for; more nodes are chains of a prompt
+RANK = 1  # it runs every model, but other backends run some faster
+MOST_PATHS = 64  # paths of the largest tree that memory is planned for; more nodes are chains of a prefill
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
-WITHOUT_MEMORY = {"moe", "mlp"}  # kinds of layers that remember nothing
-ALIBI = "its attention is biased by distance (ALiBi), which transformers counts along one text and not along a tree"
-# Families that would answer wrongly, though their layers attend or are recurrent.
+WITHOUT_MEMORY = {"moe", "mlp"}  # kinds of layers without a state
+ALIBI = "its attention is biased by distance (ALiBi), which transformers counts along a chain and not along a tree"
+# Families whose output would be wrong, though their layers attend or are recurrent.
 REFUSED_FAMILIES = {
     "bloom": ALIBI,
-    "gpt_neo": "its windows are counted from the last key, which in a batch belongs to the longest row",
-    "jamba": "its Mamba layers in transformers begin anew wherever several tokens are read at once",
+    "gpt_neo": "its windows are counted from the last key, which in a batch belongs to the longest sequence",
+    "jamba": "its Mamba layers in transformers restart whenever they read several tokens at once",
     "mpt": ALIBI,
 }
 
 
 def load(path: str | Path, options: LoadOptions) -> HFTarget:
-    """Load a causal language model and, where there is one, its tokenizer, from a local folder or by hub name.
+    """Load a causal language model and its tokenizer, if any, from a local folder or by hub name.
 
     Raises:
-        NotCovered: Weights, keys or values are to be rounded, or the weights are in a GGUF file.
+        NotCovered: Weights, keys or values are to be quantized, or the weights are in a GGUF file.
         UsageError: There is no such folder or hub name, or as in `load_model`.
     """
     if is_gguf(path):
         raise NotCovered("it reads no GGUF files")
     if options.quantize is not None:
-        raise NotCovered("it does not round weights")
+        raise NotCovered("it does not quantize weights")
     if options.kv_dtype is not None:
-        raise NotCovered("it does not round keys and values")
+        raise NotCovered("it does not quantize keys and values")
     folder = checked_folder(path, options.revision)
-    if _has_rounded_tables(path, options.revision):
+    if _has_quantized_tables(path, options.revision):
         raise NotCovered(
             "transformers reads no embedding of 8 bits, which this checkpoint has; let the native backend run it, or "
-            "make it anew with blockdraft quantize --tables keep"
+            "write it again with blockdraft quantize --tables keep"
         )
     model, source = load_model(path, options)
     with loading(path):
@@ -74,8 +74,8 @@ def load(path: str | Path, options: LoadOptions) -> HFTarget:
     )
 
 
-def _has_rounded_tables(path: str | Path, revision: str | None) -> bool:
-    """Whether a checkpoint has a rounded embedding, as `blockdraft quantize` writes it."""
+def _has_quantized_tables(path: str | Path, revision: str | None) -> bool:
+    """Return whether a checkpoint has a quantized embedding, as `blockdraft quantize` writes it."""
     with loading(path):
         config = load_config(path, revision)
     groups = (getattr(config, "quantization_config", None) or {}).get("config_groups") or {}
@@ -83,13 +83,13 @@ def _has_rounded_tables(path: str | Path, revision: str | None) -> bool:
 
 
 class HFTarget(CheckpointTarget):
-    """A causal language model of transformers behind the `Target` protocol. Forward hooks read the tapped layers.
+    """A causal language model of transformers as a target. Forward hooks read the target layers.
 
     Args:
         model: Decoder-only model, which is put into evaluation mode.
         tokenizer: Its tokenizer, if there is one.
-        exact: Compute in pieces of one size, with attention in float64, so that a node's numbers do not depend on what
-            else is computed. This changes the model: it cannot be used without the target any more.
+        exact: Compute in pieces of equal size, with attention in float64, so that a node's values do not depend on what
+            else is computed. This changes the model: it cannot be used without the target afterwards.
         path, source_fingerprint: As in `CheckpointTarget`.
 
     Raises:
@@ -149,8 +149,7 @@ class HFTarget(CheckpointTarget):
 
     @cached_property
     def _cache_sizes(self) -> tuple[int, int]:
-        """Bytes that a cache takes for a token, and for a row besides: what families keep differs so much that a token
-        is read to measure it."""
+        """Bytes of a cache per token and per row, measured with one token, since families differ."""
         cache, token = self.new_cache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self.forward(token, chain_parents(1, 1), cache)
         cache.commit([[0]])
@@ -160,7 +159,7 @@ class HFTarget(CheckpointTarget):
         return sum(weight.nbytes for weight in self.model.parameters())
 
     def row_slots(self, tokens: int) -> int:
-        return slot_bucket(tokens)  # rows of few different sizes lie at equal distances, which spares torch a copy
+        return slot_bucket(tokens)  # rows of few sizes are equally spaced, which saves torch a copy
 
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         heads, scored = self._config.num_attention_heads, EXACT_NODES if self.exact else batch * nodes
@@ -173,7 +172,7 @@ class HFTarget(CheckpointTarget):
         masks_and_scores = scored * slots * (len(self._kinds) + 2 * heads)
         copied = self.cache_bytes(batch, slots) // self.num_layers
         working = (scored * (6 * self.hidden_size + 3 * inner) + masks_and_scores) * self.dtype.itemsize + copied
-        if self._recurrent:  # inputs of each layer wait for `commit`; each path of a tree begins with a copy of a state
+        if self._recurrent:  # inputs of each layer are kept until `commit`; each path begins with a copy of a state
             layers, a_row = len(self._recurrent), self._cache_sizes[1]
             working += layers * scored * self.hidden_size * self.dtype.itemsize
             working += batch * a_row + 2 * batch * min(nodes, MOST_PATHS) * a_row // layers
@@ -270,7 +269,7 @@ class HFTarget(CheckpointTarget):
 
 
 def _experts_alone(name: str, weight_EOI: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Weights of a layer's experts one by one, as checkpoints have them; transformers keeps them in one tensor."""
+    """Yield the weights of a layer's experts one by one, as in checkpoints; transformers stacks them."""
     place, _, kind = name.rpartition(".")
     parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
     for expert, weight in enumerate(weight_EOI):
@@ -282,13 +281,13 @@ def _experts_alone(name: str, weight_EOI: Tensor) -> Iterator[tuple[str, Tensor]
 
 
 def _layer_kinds(model: PreTrainedModel, has_states: bool) -> list[str]:
-    """Kind of each layer.
+    """Return the kind of each layer.
 
     Args:
         has_states: Whether `recurrent_layers` finds layers of the model.
 
     Raises:
-        UsageError: The model cannot be a target, since the state of some layers may not be restored after a forward.
+        UsageError: The model cannot be a target, since the state of some layers may not be restored.
     """
     config, name = model.config.get_text_config(), type(model).__name__
     if model.config.is_encoder_decoder:
@@ -297,10 +296,10 @@ def _layer_kinds(model: PreTrainedModel, has_states: bool) -> list[str]:
     if refused:
         raise UsageError(f"{name} ({config.model_type}) cannot be a target: {refused}.")
     default = "sliding_attention" if _window_of(config) else "full_attention"
-    said = getattr(config, "layer_types", None)
-    kinds = list(said or [default] * config.num_hidden_layers)
+    types = getattr(config, "layer_types", None)
+    kinds = list(types or [default] * config.num_hidden_layers)
     # A model of a recurrent family may have no recurrent layer.
-    stateful = not {*kinds} <= ATTENTION_KINDS | WITHOUT_MEMORY if said else model._is_stateful
+    stateful = not {*kinds} <= ATTENTION_KINDS | WITHOUT_MEMORY if types else model._is_stateful
     if has_states != stateful or (stateful and config.model_type not in RECURRENT_FAMILIES):
         raise UsageError(
             f"{name} ({config.model_type}) has layers of the kinds {sorted({*kinds})}, whose state is not known to be "
@@ -311,7 +310,7 @@ def _layer_kinds(model: PreTrainedModel, has_states: bool) -> list[str]:
 
 
 def _window_of(config: Any) -> int | None:
-    """Sliding window of a model's configuration in tokens; None is full attention."""
+    """Return the sliding window of a model in tokens; None is full attention."""
     if getattr(config, "use_sliding_window", True) is False:
         return None
     window: int | None = getattr(config, "sliding_window", None)
@@ -322,7 +321,7 @@ def _window_of(config: Any) -> int | None:
 
 
 def _can_capture(model: PreTrainedModel, num_layers: int) -> dict[int, nn.Module]:
-    """Modules whose outputs are those of the layers and, at `num_layers`, the input of the head.
+    """Return the modules whose outputs are those of the layers and, at `num_layers`, the input of the head.
 
     Raises:
         UsageError: The model has no list of its layers.
@@ -330,12 +329,12 @@ def _can_capture(model: PreTrainedModel, num_layers: int) -> dict[int, nn.Module
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return {**dict(enumerate(module)), num_layers: model.base_model}
-    raise UsageError(f"{type(model).__name__} has no list of {num_layers} layers, so none can be tapped.")
+    raise UsageError(f"{type(model).__name__} has no list of {num_layers} layers, so their outputs cannot be read.")
 
 
 @contextmanager
 def _outputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
-    """Dictionary that forwards inside of this context fill with the outputs of modules."""
+    """Yield a dictionary that forward passes fill with the outputs of modules."""
     target_layer_numbers: dict[int, Tensor] = {}
     hooks = []
     for target_layer, module in modules.items():
@@ -353,8 +352,10 @@ def _outputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
 
 @contextmanager
 def _scoring(model: PreTrainedModel, logits_at: Tensor | None) -> Iterator[None]:
-    """Context in which the head computes the logits of one node of each row only, of none where `logits_at` is empty,
-    of all where it is None. Transformers' `logits_to_keep` would compute the same nodes in all rows."""
+    """Restrict the head to one node per row, to none if `logits_at` is empty, or to all if it is None.
+
+    `logits_to_keep` of transformers would compute the same nodes in all rows.
+    """
     if logits_at is None:
         yield
         return

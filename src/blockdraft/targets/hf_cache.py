@@ -14,17 +14,16 @@ from blockdraft.nn.attention import ExactAttention
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets.hf_states import recurrent_layers
 
-if TYPE_CHECKING:  # takes as long to import as torch
+if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "blockdraft_exact"
-HARMLESS = {"position_ids", "cache_position"}  # tensors given to attention that it need not use
+HARMLESS = {"position_ids", "cache_position"}  # tensors that attention may ignore
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Argument of an attention function in the place of keys and values: all slots of the layer, and which node sees
-    which of them."""
+    """All slots of a layer and their visibility, passed to an attention function instead of keys and values."""
 
     keys: Tensor
     values: Tensor
@@ -32,7 +31,7 @@ class Stored:
 
 
 class HFCache(TransformersCache):
-    """A `KVCache` with the interface of a cache of transformers."""
+    """A `KVCache` with the interface of transformers' caches."""
 
     def __init__(self, rows: KVCache) -> None:
         super().__init__(layers=[])
@@ -48,7 +47,7 @@ class HFCache(TransformersCache):
 
 
 class ExactCache(TransformersCache):
-    """A `KVCache` with the interface of a cache of transformers, for one piece.
+    """A `KVCache` with the interface of transformers' caches, for one piece.
 
     Args:
         rows: Cache of the rows.
@@ -80,7 +79,7 @@ def attend(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers: queries `[1, heads, EXACT_NODES, D]` to `[1, EXACT_NODES, heads, D]`."""
+    """Attend with queries `[1, heads, EXACT_NODES, D]`; return `[1, EXACT_NODES, heads, D]`."""
     unknown = [name for name, value in others.items() if isinstance(value, Tensor) and name not in HARMLESS]
     if unknown:
         raise UsageError(f"{type(module).__name__} attends with {unknown[0]}, which exact does not know; do without.")

@@ -1,7 +1,7 @@
 """Recurrent layers of transformers' models (Mamba-2, gated delta nets) over a `RecurrentCache`.
 
-A forward runs them from the states after the committed tokens, over a chain at once or over each path of a tree, and
-stores their inputs. `commit` runs these layers alone once more, over the accepted nodes.
+A forward pass runs them from the states after the committed tokens, over a whole chain or over each path of a tree, and
+stores their inputs. `commit` runs only these layers once more, over the accepted nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from blockdraft.decode.proposal import is_chain
 from blockdraft.nn.cache import RecurrentCache, RecurrentState, join_states
 
-# Families whose recurrent layers keep no more than `State` holds, by our tests.
+# Families whose recurrent layers keep no more than `State` holds, according to our tests.
 RECURRENT_FAMILIES = (
     "bamba",
     "falcon_h1",
@@ -33,14 +33,14 @@ RECURRENT_FAMILIES = (
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """Layers of a model that keep a state, in the order in which they run."""
+    """Return the layers of a model that keep a state, in execution order."""
     return [
         module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "conv_kernel_size")
     ]
 
 
 class OnePast:
-    """State of one layer, with the interface that transformers' recurrent layers ask of a cache.
+    """State of one layer, with the interface that transformers' recurrent layers expect of a cache.
 
     Args:
         state: A copy, since the layers change parts of it in place.
@@ -64,7 +64,7 @@ class OnePast:
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    # Releases before 5.21 ask otherwise, and look into the cache's layers.
+    # Releases before 5.21 use another interface, and access the cache's layers.
 
     record_past = False
 
@@ -96,13 +96,13 @@ class OnePast:
 
 
 class _Paths:
-    """Paths of trees from root to leaf, side by side.
+    """Paths of trees from root to leaf.
 
     Attributes:
         rows: `[P]`, the row of each path.
-        nodes: `[P, depth]`, the nodes of each path; shorter paths are filled up with node 0.
-        of_node: `[B, N]`, a path that holds each node.
-        depth: `[B, N]`, the node's place in that path.
+        nodes: `[P, depth]`, the nodes of each path; shorter paths are padded with node 0.
+        of_node: `[B, N]`, a path that contains each node.
+        depth: `[B, N]`, the node's index in that path.
     """
 
     def __init__(self, parents: Tensor) -> None:
@@ -127,9 +127,9 @@ def over_trees(cache: RecurrentCache, layers: Sequence[Any], past: object, paren
     """Context in which recurrent layers run over trees, in forwards that use `past` as their cache.
 
     Args:
-        cache: Cache whose states the forward begins with, and which is told how to get the states after a path.
+        cache: Cache with the initial states; it receives a function for the states after a path.
         layers: Result of `recurrent_layers`.
-        past: The cache that the model is given.
+        past: The cache that is passed to the model.
         parents: `[B, N]`, as in `Target.forward`.
     """
     paths = None if is_chain(parents) else _Paths(parents)
@@ -138,7 +138,7 @@ def over_trees(cache: RecurrentCache, layers: Sequence[Any], past: object, paren
 
     def run(number: int, forward: Any, hidden_states: Tensor, **others: Any) -> Tensor:
         name = next((name for name, value in others.items() if value is past), None)  # differs between releases
-        if name is None:  # a forward of another user of the model
+        if name is None:  # another user of the model
             found: Tensor = forward(hidden_states, **others)
             return found
         states, given = known[number], hidden_states

@@ -1,11 +1,11 @@
 """Models of mlx-lm as targets: Apple's GPUs, and CPUs for tests.
 
-The model is mlx-lm's own, with its own quantised layers. Three of its calls are wrapped: layers, whose outputs drafters
-read; the last norm, behind which only the asked nodes go on to the head; and rotary embeddings, which give the nodes of
-a tree the positions of their depths. Keys and values are ours, so that an accepted path can be committed.
+The model is mlx-lm's own, with its own quantized layers. Three kinds of calls are wrapped: layers, whose outputs
+drafters read; the last norm, so that the head scores the requested nodes only; and rotary embeddings, which give the
+nodes of a tree the positions of their depths. Keys and values are ours, so that an accepted path can be committed.
 
-Nothing is computed until the engine asks for the best tokens: the draft pass, the forward, and what the last cycle
-committed are one graph, and the host waits once. See `blockdraft.mlx.tensor`.
+Nothing is computed before the engine asks for the best tokens: the draft pass, the forward and the last commit are one
+graph, and the host waits once. See `blockdraft.mlx.tensor`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from blockdraft.decode.proposal import chain_parents, depths, is_chain, tree_mas
 from blockdraft.errors import describe
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.mlx.cache import MLXCache
-from blockdraft.mlx.tensor import Array, MLXTensor, computing, dtypes, in_mlx, mx, round_weight
+from blockdraft.mlx.tensor import Array, MLXTensor, computing, dtypes, in_mlx, mx, quantize_weight
 from blockdraft.nn.attention import visible_slots
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.nn.foreign_tensor import in_torch
@@ -47,31 +47,36 @@ log = logging.getLogger(__name__)
 
 INSTALL = "pip install 'blockdraft[mlx]'"
 IS_APPLE = platform.system() == "Darwin" and platform.machine() == "arm64"
-# On Apple silicon it is asked before the others, elsewhere only by its name.
+# On Apple silicon it is the first choice; elsewhere it is never chosen automatically.
 RANK = -1 if IS_APPLE and importlib.util.find_spec("mlx_lm") else None
-TREE_CHECK = ([3, 5, 7, 9], [-1, 0, 0, 2])  # tokens and parents of the tree that a model is tried on
-CLOSE = {torch.float32: 1e-3}  # of the largest logit, that a node may differ by; 0.05 in half precision
+TREE_CHECK = ([3, 5, 7, 9], [-1, 0, 0, 2])  # tokens and parents of the tree that checks a model
+TOLERANCE = {torch.float32: 1e-3}  # difference of a node's logits relative to the largest; 0.05 in half precision
 
 
 def load(path: str | Path, options: LoadOptions) -> MLXTarget:
     """Load a model folder or hub name with mlx-lm.
 
     Raises:
-        NotCovered: mlx-lm is not installed or does not know the model, layers keep a state that cannot be cut, or an
-            option is another backend's.
-        UsageError: There is no such folder or hub name, or the files cannot be read.
+        NotCovered: mlx-lm is not installed or does not support the model, a layer keeps a state that cannot be cut, or
+            an option is not supported.
+        UsageError: The path is neither a folder nor a hub name, or its files cannot be read.
     """
     if importlib.util.find_spec("mlx_lm") is None or mx is None:
         extra = INSTALL if IS_APPLE else f"{INSTALL} 'mlx[cpu]'"
         raise NotCovered(f"mlx-lm is not installed; {extra}")
     if is_gguf(path):
         raise NotCovered("it reads no GGUF files")
-    asked: dict[str, Any] = {"quantize": options.quantize, "kv_dtype": options.kv_dtype, "adapter": options.adapter}
-    asked |= {"exact": options.exact or None, "compile": "on" if options.compile == "on" else None}
-    for name, value in asked.items():
-        if value is not None:
-            instead = "; mlx_lm.convert --quantize writes a model in few bits" if name == "quantize" else ""
-            raise NotCovered(f"it has no {name}{instead}")
+    refused = {
+        "quantize": options.quantize is not None,
+        "kv_dtype": options.kv_dtype is not None,
+        "adapter": options.adapter is not None,
+        "exact": options.exact,
+        "compile": options.compile == "on",
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            remedy = "; mlx_lm.convert --quantize writes a quantized model" if name == "quantize" else ""
+            raise NotCovered(f"it has no {name}{remedy}")
     if options.device.type == "cuda":
         raise NotCovered("it runs on Apple's GPUs and on CPUs, and the device is cuda")
     from mlx_lm import utils
@@ -99,10 +104,10 @@ def load(path: str | Path, options: LoadOptions) -> MLXTarget:
         target = MLXTarget(model, raw, config, folder=folder, path=here, round_drafters=rounds, **text)
     except NotCovered:
         raise
-    except Exception as error:  # of many kinds, where keys or tensors are others than mlx-lm wants
+    except Exception as error:  # mlx-lm raises many kinds for unexpected keys or tensors
         raise NotCovered(f"mlx-lm {_version()} cannot run its files ({describe(error)})") from error
     if target.dtype != options.dtype:
-        log.warning("%s has scales in %s, and computes in it, not in %s.", path, target.dtype, options.dtype)
+        log.warning("%s has scales in %s and computes in that dtype, not in %s.", path, target.dtype, options.dtype)
     return target
 
 
@@ -114,23 +119,23 @@ def _version() -> str:
 
 
 def _with_flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with rotary embeddings where mlx-lm looks for them. transformers 5 nests them, and most models of
-    mlx-lm then take the family's usual ones, without a word."""
+    """Return the configuration with its rotary embeddings where mlx-lm looks for them.
+
+    transformers 5 nests them, and most models of mlx-lm then silently use the family's defaults."""
     nested = raw.get("rope_parameters") or {}
-    whole, local = nested.get("full_attention", nested), nested.get("sliding_attention", {})
-    flat = {name: whole[name] for name in ("rope_theta", "partial_rotary_factor") if name in whole}
+    rope, local = nested.get("full_attention", nested), nested.get("sliding_attention", {})
+    flat = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     flat |= {"rope_local_base_freq": local["rope_theta"]} if local else {}
-    flat |= {} if whole.get("rope_type", "default") == "default" else {"rope_scaling": dict(whole)}
-    parts = {"text_config": _with_flat_rope(raw["text_config"])} if "text_config" in raw else {}
-    return {**raw, **{name: value for name, value in flat.items() if raw.get(name) is None}, **parts}
+    flat |= {} if rope.get("rope_type", "default") == "default" else {"rope_scaling": dict(rope)}
+    text = {"text_config": _with_flat_rope(raw["text_config"])} if "text_config" in raw else {}
+    return {**raw, **{name: value for name, value in flat.items() if raw.get(name) is None}, **text}
 
 
 def _cast(model: Any, dtype: Any) -> None:
-    """Cast the weights. A model of few bits gets no dtype in which its scales would lose bits: it would be another."""
-    scales = {module["scales"].dtype for module in model.modules() if "scales" in module}
-    for kept in scales:
-        if mx.issubdtype(kept, mx.floating) and kept.size >= dtype.size:
-            dtype = kept
+    """Cast the weights. A quantized model keeps the dtype of its scales where the other is narrower, to stay exact."""
+    for scales in {module["scales"].dtype for module in model.modules() if "scales" in module}:
+        if mx.issubdtype(scales, mx.floating) and scales.size >= dtype.size:
+            dtype = scales
     for module in model.modules():
         for name, value in list(module.items()):
             if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
@@ -138,10 +143,10 @@ def _cast(model: Any, dtype: Any) -> None:
 
 
 class LayerCache:
-    """What mlx-lm's layers ask of a cache, for one layer and one forward.
+    """The cache interface of mlx-lm, for one layer and one forward.
 
     Attributes:
-        offset: Tokens before the nodes: a number, or an array `[B]` where rows differ.
+        offset: Tokens before the nodes: a number, or an array `[B]` if sequences differ.
     """
 
     def __init__(self, nodes: Nodes, layer: int) -> None:
@@ -155,27 +160,27 @@ class LayerCache:
 
 
 class Nodes:
-    """Places of the nodes of one forward.
+    """Positions and masks of the nodes of one forward.
 
     Attributes:
-        positions: `[B * N]`, where the nodes are no chain; else None.
+        positions: `[B * N]`, or None for chains.
         offset: As in `LayerCache`.
     """
 
     def __init__(self, cache: MLXCache, parents: Tensor) -> None:
         self.cache, self._parents, self._lengths = cache, parents, cache.lengths
-        self._is_line, self._is_even = is_chain(parents), len(set(self._lengths)) == 1
+        self._is_chain, self._is_even = is_chain(parents), len(set(self._lengths)) == 1
         self._masks: dict[int | None, Array] = {}
         self.offset: Any = self._lengths[0] if self._is_even else mx.array(self._lengths)
         self.positions: Array | None = None
         self._depths = torch.tensor(self._lengths)[:, None] + depths(parents)
-        if not self._is_line:
+        if not self._is_chain:
             self.positions = mx.array(self._depths.flatten().numpy())
 
     def mask(self, window: int | None, wants_array: bool) -> Any:
         end = max(self._lengths) + self._parents.size(1)
         window = window if window is not None and window < end else None
-        if self._is_line and self._is_even and window is None and not wants_array:
+        if self._is_chain and self._is_even and window is None and not wants_array:
             return None if self._parents.size(1) == 1 else "causal"
         if window not in self._masks:
             visible = visible_slots(self._lengths, tree_mask(self._parents), self._depths, window)
@@ -187,15 +192,15 @@ class MLXTarget(CheckpointTarget):
     """A model of mlx-lm as a target.
 
     Args:
-        model: The model.
+        model: Model of mlx-lm.
         raw: Its configuration as mlx-lm reads it.
         config: Its configuration as transformers reads it.
-        folder: Folder of its files, also where it was named by its hub name.
-        round_drafters: Whether drafters get as few bits as the model's layers, if these are quantised.
+        folder: Folder of its files, also for a hub name.
+        round_drafters: Whether to quantize drafters to the bits of a quantized model.
         tokenizer, path, generation_config: As in `CheckpointTarget`.
 
     Raises:
-        NotCovered: The model has a layer, or lacks a part, that this backend cannot do with.
+        NotCovered: The model has a layer that is not supported, or its embedding or last norm was not found.
     """
 
     backend = "mlx"
@@ -227,8 +232,8 @@ class MLXTarget(CheckpointTarget):
         self.hidden_size = embedding(mx.array([0])).shape[-1]
         self.num_layers = len(model.layers)
         self.vocab_size = self._head(mx.zeros((1, self.hidden_size))).shape[-1]
-        quantised = raw.get("quantization") or {}
-        self._bits, self._group_size = quantised.get("bits"), quantised.get("group_size", 64)
+        quantization = raw.get("quantization") or {}
+        self._bits, self._group_size = quantization.get("bits"), quantization.get("group_size", 64)
         self._round_drafters = round_drafters
         self._nodes: Nodes | None = None
         self._outputs: dict[int, Array] = {}
@@ -240,7 +245,7 @@ class MLXTarget(CheckpointTarget):
         for name, module in model.named_modules():
             if name.endswith(("rope", "rotary_emb")):
                 _wrap(module, self._rotate)
-        self._by_row, self._slot_bytes = False, 0
+        self._one_by_one, self._slot_bytes = False, 0
         self._check()
 
     @property
@@ -248,31 +253,31 @@ class MLXTarget(CheckpointTarget):
         return ", ".join(["mlx", *([f"int{self._bits} weights"] if self._bits else [])])
 
     def _check(self) -> None:
-        """Try whether nodes of a tree, and rows of different lengths, get the logits that a chain alone gives them.
-        Where a family of mlx-lm places its nodes by other means than those that are wrapped, they do not."""
-        close = CLOSE.get(self.dtype, 0.05)
-        tokens, above = (torch.tensor([each]) for each in TREE_CHECK)
-        tokens %= self.vocab_size  # MLX reads beyond a table without a word
+        """Check that nodes of a tree, and batches of different lengths, get the logits of a chain alone.
 
-        def logits(prefix: Sequence[int], tokens: Tensor, parents: Tensor) -> Tensor:
-            """Last node's logits behind tokens in each row."""
-            cache = self.new_cache(len(prefix), 16)
-            for row, count in zip(cache.rows, prefix, strict=True):
-                if count:
-                    one = cache.of([row])
-                    self.forward(torch.full((1, count), 1), chain_parents(1, count), one)
-                    one.commit([range(count)])
-            found: Tensor = in_torch(self.forward(tokens, parents, cache).logits)[:, -1].float()
-            self._slot_bytes = cache.nbytes // (16 * len(prefix))
-            return found
+        They do not in families whose positions are computed by other calls than the wrapped ones."""
+        tolerance = TOLERANCE.get(self.dtype, 0.05)
+        tokens, parents = (torch.tensor([values]) for values in TREE_CHECK)
+        tokens %= self.vocab_size  # MLX reads beyond a table without an error
 
-        def differ(one: Tensor, other: Tensor) -> bool:
-            return float((one - other).abs().max()) > close * float(other.abs().max())
+        def logits(lengths: Sequence[int], tokens: Tensor, parents: Tensor) -> Tensor:
+            """Return the last node's logits behind sequences of these lengths."""
+            cache = self.new_cache(len(lengths), 16)
+            for row, length in zip(cache.rows, lengths, strict=True):
+                sequence = cache.of([row])
+                self.forward(torch.full((1, length), 1), chain_parents(1, length), sequence)
+                sequence.commit([range(length)])
+            last: Tensor = in_torch(self.forward(tokens, parents, cache).logits)[:, -1].float()
+            self._slot_bytes = cache.nbytes // (16 * len(lengths))
+            return last
+
+        def differ(ours: Tensor, reference: Tensor) -> bool:
+            return float((ours - reference).abs().max()) > tolerance * float(reference.abs().max())
 
         path = tokens[:, [0, 2, 3]]
-        alone = logits([1], path, chain_parents(1, 3))
-        self.has_trees = not differ(logits([1], tokens, above), alone)
-        self._by_row = differ(logits([1, 4], path.expand(2, -1), chain_parents(2, 3))[:1], alone)
+        reference = logits([1], path, chain_parents(1, 3))
+        self.has_trees = not differ(logits([1], tokens, parents), reference)
+        self._one_by_one = differ(logits([1, 4], path.expand(2, -1), chain_parents(2, 3))[:1], reference)
 
     def new_cache(self, batch: int, capacity: int) -> MLXCache:
         return MLXCache(batch, capacity)
@@ -283,15 +288,15 @@ class MLXTarget(CheckpointTarget):
     def weight_bytes(self) -> int:
         from mlx.utils import tree_flatten
 
-        weights: Any = tree_flatten(self._model.parameters())  # pairs of name and array; its type says more is possible
+        weights: Any = tree_flatten(self._model.parameters())  # pairs of name and array
         return sum(value.nbytes for _, value in weights)
 
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         scored, shape = batch * nodes, self.shape
         widths = 4 * self.hidden_size + 3 * shape.get("intermediate_size", 4 * self.hidden_size)
-        side_by_side = self.cache_bytes(batch, slots) if batch > 1 else 0
+        copies = self.cache_bytes(batch, slots) if batch > 1 else 0
         heads = shape.get("num_attention_heads", 1)
-        return int(scored * (widths + slots * heads) * self.dtype.itemsize) + side_by_side
+        return int(scored * (widths + slots * heads) * self.dtype.itemsize) + copies
 
     @torch.no_grad()
     def forward(
@@ -303,15 +308,17 @@ class MLXTarget(CheckpointTarget):
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
         assert isinstance(cache, MLXCache)
-        if not self.has_trees:  # then what is no chain is a chain and padding, which is never accepted
+        if not self.has_trees:  # other nodes than a chain's are padding then, which is never accepted
             parents = chain_parents(*tokens.shape)
-        if self._by_row and len(set(cache.lengths)) > 1:
-            found = []
+        if self._one_by_one and len(set(cache.lengths)) > 1:
+            outputs = []
             for i, row in enumerate(cache.rows):
                 at = None if logits_at is None else logits_at[i : i + 1]
-                found.append(self.forward(tokens[i : i + 1], parents[i : i + 1], cache.of([row]), target_layers, at))
-            logits, best = (torch.cat([getattr(each, n) for each in found]) for n in ("logits", "best"))
-            hidden_states = torch.cat([cast(Tensor, each.hidden_states) for each in found]) if target_layers else None
+                outputs.append(self.forward(tokens[i : i + 1], parents[i : i + 1], cache.of([row]), target_layers, at))
+            logits, best = (torch.cat([getattr(output, name) for output in outputs]) for name in ("logits", "best"))
+            hidden_states = (
+                torch.cat([cast(Tensor, output.hidden_states) for output in outputs]) if target_layers else None
+            )
             return TargetOutput(logits, hidden_states, best)
         with self.lock, computing():
             cache.check_room(tokens.size(1))
@@ -324,9 +331,9 @@ class MLXTarget(CheckpointTarget):
             finally:
                 self._nodes, self._outputs = None, {}
             highest, best = mx.max(logits, axis=-1), mx.argmax(logits, axis=-1).astype(mx.int64)
-            sound = mx.isfinite(highest) & ~mx.any(mx.isnan(logits), axis=-1)
+            is_valid = mx.isfinite(highest) & ~mx.any(mx.isnan(logits), axis=-1)
             hidden_states = MLXTensor(mx.concatenate(outputs, axis=-1)) if target_layers else None
-            return TargetOutput(MLXTensor(logits), hidden_states, MLXTensor(mx.where(sound, best, -1)))
+            return TargetOutput(MLXTensor(logits), hidden_states, MLXTensor(mx.where(is_valid, best, -1)))
 
     def _target_layer(self, number: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = call(*args, **kwargs)
@@ -345,9 +352,9 @@ class MLXTarget(CheckpointTarget):
         if self._nodes is None or self._nodes.positions is None:
             return call(x, offset=offset, **kwargs)
         batch, heads, count, size = x.shape
-        alone = x.swapaxes(1, 2).reshape(batch * count, heads, 1, size)  # each node as a row of its own
-        turned = call(alone, offset=self._nodes.positions, **kwargs)
-        return turned.reshape(batch, count, heads, size).swapaxes(1, 2)
+        nodes = x.swapaxes(1, 2).reshape(batch * count, heads, 1, size)  # each node as a sequence of its own
+        rotated = call(nodes, offset=self._nodes.positions, **kwargs)
+        return rotated.reshape(batch, count, heads, size).swapaxes(1, 2)
 
     def embed(self, tokens: Tensor) -> Tensor:
         with computing():
@@ -376,11 +383,11 @@ class MLXTarget(CheckpointTarget):
             run.bits = self._bits
             for module in network.modules():
                 if isinstance(module, nn.Linear):
-                    round_weight(module.weight, self._bits, self._group_size)
+                    quantize_weight(module.weight, self._bits, self._group_size)
         return run
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """As in `Target`, read from the checkpoint's files."""
+        """Read every weight from the checkpoint's files."""
         for name in weight_files(self._folder):
             with safe_open(name, framework="pt") as file:
                 for key in sorted(file.keys()):
@@ -389,39 +396,39 @@ class MLXTarget(CheckpointTarget):
 
 
 class InTorch:
-    """A runner that uses torch's own operations, and gets torch's own tensors."""
+    """Converts the arguments of a runner that uses torch's own operations to torch's own tensors."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._run, name)
-        return (lambda *args, **how: value(*map(in_torch, args), **how)) if callable(value) else value
+        return (lambda *args, **options: value(*map(in_torch, args), **options)) if callable(value) else value
 
-    def __call__(self, *args: Any, **how: Any) -> Any:
-        return self._run(*map(in_torch, args), **how)
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._run(*map(in_torch, args), **options)
 
 
-def _wrap(module: Any, call: Callable[..., Any]) -> None:
-    """Let `call(the module's own call, *arguments)` answer where a module is called. All else of it stays."""
+def _wrap(module: Any, wrapper: Callable[..., Any]) -> None:
+    """Replace a module's call by `wrapper(original call, *arguments)`."""
     kind = type(module)
-    own = cast(Any, kind).__call__
-    wrapped = {"__call__": lambda self, *args, **kwargs: call(partial(own, self), *args, **kwargs)}
-    module.__class__ = type(kind.__name__, (kind,), wrapped)
+    original = cast(Any, kind).__call__
+    methods = {"__call__": lambda self, *args, **kwargs: wrapper(partial(original, self), *args, **kwargs)}
+    module.__class__ = type(kind.__name__, (kind,), methods)
 
 
 def _cache_layers(model: Any) -> int:
-    """Number of layers that keep keys and values.
+    """Return the number of layers that keep keys and values.
 
     Raises:
-        NotCovered: A layer keeps something else.
+        NotCovered: A layer keeps another state.
     """
     from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
     caches = make_prompt_cache(model)
-    for each in caches:
-        if type(each) not in (KVCache, RotatingKVCache):
+    for layer in caches:
+        if type(layer) not in (KVCache, RotatingKVCache):
             raise NotCovered(
-                f"a layer keeps a {type(each).__name__} of mlx-lm, which cannot be cut to an accepted path"
+                f"a layer keeps a {type(layer).__name__} of mlx-lm, which cannot be cut to an accepted path"
             )
     return len(caches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,13 +23,18 @@ REQUIRED = {
     "vocab_size": int,
 }
 # Other fields of each family, with the defaults of transformers.
-_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-_GEMMA_IDS = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
-_GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "attention_bias": False, **_GEMMA_IDS}
+_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_LLAMA_IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+_GEMMA_IDS: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+_GEMMA: dict[str, Any] = {"head_dim": 256, "tie_word_embeddings": True, "attention_bias": False, **_GEMMA_IDS}
 _GEMMA |= {"use_bidirectional_attention": None}
-_SILU = {"hidden_act": "silu", "tie_word_embeddings": False}
-_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+_SILU: dict[str, Any] = {"hidden_act": "silu", "tie_word_embeddings": False}
+_WINDOWS: dict[str, Any] = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
 _LATER_GEMMA = _GEMMA | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
 _LATER_GEMMA |= {"sliding_window": 4096, "layer_types": None}
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -41,6 +46,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": _SILU | _IDS | _WINDOWS,
     "qwen3": _SILU | _IDS | _WINDOWS | {"attention_bias": False, "head_dim": 128},
 }
+# Keys of a configuration that describe how it was saved, not the model.
+INCIDENTAL = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -86,7 +93,7 @@ def own_config(raw: Mapping[str, Any]) -> ModelConfig | None:
     return ModelConfig(model_type=family, architectures=raw.get("architectures"), **found, **quantization)
 
 
-def _rope_parameters(raw: Mapping[str, Any], layer_types: list[str]) -> dict[str, Any] | None:
+def _rope_parameters(raw: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str, Any] | None:
     """Return rotary parameters as transformers 5 nests them, or None if the base is missing."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, Mapping) or "original_max_position_embeddings" in raw:
@@ -137,7 +144,8 @@ def load_config(path: str | Path, revision: str | None = None) -> AnyConfig:
         return config
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(path, revision=revision)
+    loaded: PretrainedConfig = AutoConfig.from_pretrained(path, revision=revision)
+    return loaded
 
 
 def _read(folder: Path) -> Mapping[str, Any]:
@@ -154,9 +162,6 @@ def architecture_of(config: AnyConfig) -> dict[str, Any]:
     if (own := config if isinstance(config, ModelConfig) else own_config(config.to_dict())) is not None:
         found: dict[str, Any] = json.loads(json.dumps(own.to_dict()))
         return found
-    raw = json.loads(config.to_json_string())  # type: ignore[union-attr]
+    assert not isinstance(config, ModelConfig)
+    raw = json.loads(config.to_json_string())
     return {name: value for name, value in raw.items() if name not in INCIDENTAL}
-
-
-# Keys of a configuration that say how it was saved, not what the model is.
-INCIDENTAL = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}

@@ -1,4 +1,4 @@
-"""Our own decoder as a target: its checkpoint made ready, its memory, and the ways in which it runs a forward."""
+"""Our own decoder as a target: how it is loaded, its cache, and how it runs a forward pass."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RANK = 0
-PROBED_CONTEXT = 256  # slots of the row on which numbers of threads are tried
+PROBED_CONTEXT = 256  # KV slots of the sequence on which numbers of threads are tried
 PROBED_NODES = (1, 16)
-BESIDE_BFLOAT16 = 8  # bits of drafters beside targets that compute in bfloat16
-MOST_TREE = 256  # nodes of the largest tree that memory is planned for; more nodes are chains of a prompt
+BESIDE_BFLOAT16 = 8  # bits of drafters next to targets that compute in bfloat16
+MOST_TREE = 256  # nodes of the largest tree to plan memory for; more nodes are chunks of a prompt
 
 
 def load(path: str | Path, options: LoadOptions) -> NativeTarget:
-    """Load a checkpoint as `read_checkpoint` and `read_gguf` read it.
+    """Load a checkpoint like `read_checkpoint` and `read_gguf`.
 
-    A compiler is waited for, however long it takes: a target that is once loaded always runs its forward in the same
-    way, so that no answer begins one way and ends the other.
+    This waits for the compiler, so that a loaded target always runs its forward pass in the same way, and no response
+    starts in one way and ends in another.
 
     Raises:
         NotCovered, UsageError: As in `read_checkpoint` and `read_gguf`.
-        UsageError: The options ask for a compiled or captured forward, and there can be none.
+        UsageError: The options ask for a compiled or captured forward pass, and there is none.
     """
     captured = options.device.type == "cuda" and options.compile == "on"
     if options.kv_dtype is not None and options.device.type != "cpu":
@@ -87,27 +87,27 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         )
     if options.compile == "on" and target.compiled is None:
         raise UsageError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
-    target.exact = options.exact and target.compiled is None  # a compiled forward is exact in any case
+    target.exact = options.exact and target.compiled is None  # a compiled forward pass is always exact
     if options.best_threads and target.compiled is not None:
         _use_best_threads(target)
     return target
 
 
 def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | None:
-    """Let the target use a library. Returns the reason where it does not."""
-    found = library.library()
-    if found is None:
+    """Let the target use a library. Return the reason if it does not."""
+    loaded = library.library()
+    if loaded is None:
         if compile == "auto":
             logging.getLogger(__name__).warning("The target runs uncompiled, which is slower: %s.", library.reason)
         return library.reason
-    target.compiled = CompiledDecoder(target.decoder, found, target.max_context)
+    target.compiled = CompiledDecoder(target.decoder, loaded, target.max_context)
     return None
 
 
 def _use_best_threads(target: NativeTarget) -> None:
-    """Use the number of threads that is fastest for forwards of one node and of a block."""
+    """Use the fastest number of threads for forward passes of one node and of a block."""
     cache = target.new_cache(1, min(PROBED_CONTEXT, target.max_context))
-    cache.commit([range(cache.capacity - max(PROBED_NODES))])  # as if so many tokens had been read
+    cache.commit([range(cache.capacity - max(PROBED_NODES))])  # as if these tokens had been read
 
     def score() -> None:
         for count in PROBED_NODES:
@@ -126,13 +126,13 @@ class NativeTarget(CheckpointTarget):
         config, tokenizer, path, generation_config, source_fingerprint: As in `CheckpointTarget`.
 
     Attributes:
-        compiled: The decoder's forward compiled for this machine, or None.
-        captured: The decoder's forwards of few nodes captured as CUDA graphs, or None.
+        compiled: The decoder's forward pass compiled for this machine, or None.
+        captured: The decoder's forward passes of few nodes captured as CUDA graphs, or None.
         compile_reason: Reason why it is neither, where it might have been; torch's operations then run one by one.
         exact: Whether torch's operations run in pieces of one size, so that a node's numbers do not depend on what else
             is computed.
-        round_drafters: Whether drafters' weights are rounded as the layers' are, or to 8 bits beside layers that
-            compute in bfloat16, or to fewer that they were trained with.
+        round_drafters: Whether drafters are quantized like the layers, or to 8 bits next to layers that compute in
+            bfloat16, or to fewer bits that they were trained with.
     """
 
     backend = "native"
@@ -165,7 +165,7 @@ class NativeTarget(CheckpointTarget):
         self.compile_reason: str | None = None
         self.exact = False
         self.round_drafters = True
-        self.can_truncate = decoder.config.delta_net is None  # a recurrent state cannot be cut
+        self.can_truncate = decoder.config.delta_net is None  # a recurrent state cannot be truncated
         self._group = decoder.config.num_heads // decoder.config.num_kv_heads
 
     @property
@@ -186,8 +186,10 @@ class NativeTarget(CheckpointTarget):
         return ", ".join([*parts, *([f"{kind} weights"] if kind else [])])
 
     def _draft_bits(self, network: DraftNetwork) -> int | None:
-        """Return the bits to which a draft network is quantized for this target: those of the target's layers, or fewer
-        where the network was trained with fewer."""
+        """Return the bits to which a draft network is quantized for this target.
+
+        They are those of the target's layers, or fewer if the network was trained with fewer.
+        """
         narrow = self.compiled is not None and self.compiled.library.inputs_dtype == torch.bfloat16
         # Processors without such instructions multiply small integers no faster than bfloat16.
         bits = BESIDE_BFLOAT16 if narrow and not self.bits and multiplies_bfloat16() else self.bits
@@ -195,7 +197,7 @@ class NativeTarget(CheckpointTarget):
 
     @property
     def bits(self) -> int | None:
-        """Bits of the layers' weights, where these are few, as a CPU uses them."""
+        """Bits of the layers' quantized weights, as a CPU uses them; else None."""
         return self.decoder.bits
 
     @property
@@ -217,7 +219,7 @@ class NativeTarget(CheckpointTarget):
         return self.decoder.nbytes
 
     def row_slots(self, tokens: int) -> int:
-        # Rows of few different sizes lie at equal distances, which spares torch's operations a copy.
+        # Sequences of few different sizes are at equal distances, which saves torch's operations a copy.
         return tokens if self.compiled is not None else room(tokens)
 
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
@@ -232,7 +234,7 @@ class NativeTarget(CheckpointTarget):
             return scored * widths * self.dtype.itemsize + len(config.windows) * nodes * slots + attention + recurrent
         masks = len(config.windows) * scored * self._group * slots
         scores = scored * config.num_heads * slots
-        # Rows at unequal distances are copied side by side, in all layers.
+        # Sequences at unequal distances are copied into a batch, in all layers.
         return (scored * widths + masks + scores) * self.dtype.itemsize + self.cache_bytes(batch, slots) + recurrent
 
     def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
@@ -259,14 +261,14 @@ class NativeTarget(CheckpointTarget):
         return network.runner(DraftHost(**shared | {"compile_reason": reason}))
 
     def capture(self, recorder: Recorder) -> None:
-        """Run forwards over few nodes as graphs from now on. Call it before the first cache and drafter are made.
+        """Run forward passes of few nodes as graphs from now on. Call this before the first cache and drafter are made.
 
         Raises:
             UsageError: The recorder cannot capture one.
         """
         self.captured = CapturedDecoder(self.decoder, recorder)
         node = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self.forward(node, chain_parents(1, 1), self.new_cache(1, room(1)))  # raises the error here rather than later
+        self.forward(node, chain_parents(1, 1), self.new_cache(1, room(1)))  # raises errors now
 
     @torch.no_grad()
     def forward(
@@ -289,7 +291,7 @@ class NativeTarget(CheckpointTarget):
             recurrent: dict[int, DeltaRecurrence] = {}
             if isinstance(cache, RecurrentCache):
                 recurrent = _recurrences(self.decoder, cache, parents, self.exact)
-                cache.leave(lambda row, nodes: [each.after(row, nodes) for each in recurrent.values()])
+                cache.leave(lambda row, nodes: [recurrence.after(row, nodes) for recurrence in recurrent.values()])
             if self.exact:
                 run = partial(self._run_piece, memory, recurrent, target_layers)
                 windows = self.decoder.config.windows
@@ -299,10 +301,12 @@ class NativeTarget(CheckpointTarget):
                 if end <= cache.capacity:
                     store, is_memory = cache.view(memory, count, end)
                     if is_memory:
-                        filled = F.pad(parents, (0, bucket(count) - count), value=-1)  # with nodes without ancestors
-                        seen = tree_mask(filled)
-                        found = self.captured.forward(tokens, depths(filled), seen, cache.lengths, store, target_layers)
-                        return TargetOutput(*found)
+                        padded = F.pad(parents, (0, bucket(count) - count), value=-1)  # nodes without ancestors
+                        within = tree_mask(padded)
+                        outputs = self.captured.forward(
+                            tokens, depths(padded), within, cache.lengths, store, target_layers
+                        )
+                        return TargetOutput(*outputs)
             store, is_memory = cache.view(memory, count)
             positions, slots, masks = self._layout(parents, cache.lengths)
             stores = self._memories(store, recurrent)
@@ -324,18 +328,18 @@ class NativeTarget(CheckpointTarget):
         masks = [attention[window] for window in self.decoder.config.windows]
         none = None if has_logits else tokens.new_empty(0)
         stores = self._memories(memory.unsqueeze(1), recurrent)
-        found: tuple[Tensor, Tensor | None] = self.decoder(
+        outputs: tuple[Tensor, Tensor | None] = self.decoder(
             tokens, positions, positions, masks, stores, target_layers, none
         )
-        return found
+        return outputs
 
     def _memories(self, store: Tensor, recurrent: Mapping[int, DeltaRecurrence]) -> Sequence[Tensor | DeltaRecurrence]:
-        """Memory of each layer: its part of the store, or its recurrence."""
+        """Return the memory of each layer: its part of the store, or its recurrence."""
         stores = iter(store.unbind(0))
         return [recurrent[layer] if layer in recurrent else next(stores) for layer in range(self.num_layers)]
 
     def _layout(self, parents: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """Positions, slots and masks of the nodes as `Decoder.forward` takes them."""
+        """Return positions, KV slots and masks of the nodes for `Decoder.forward`."""
         config, count, starts = self.decoder.config, parents.size(1), set(lengths)
         end, is_line = max(starts) + count, count == 1 or is_chain(parents)
         slots = torch.arange(end - count, end, device=self.device)
@@ -344,7 +348,7 @@ class NativeTarget(CheckpointTarget):
         positions = slots if slots.ndim == 2 else slots[None]
         if not is_line:
             positions = positions[:, :1] + send(depths(parents), self.device)
-        # Without a window, a single node on rows of one length, or a chain on empty rows, needs no mask.
+        # Without a window, a single node on sequences of one length, or a chain on empty sequences, needs no mask.
         unmasked = len(starts) == 1 and (count == 1 or (is_line and end == count and config.attention_softcap is None))
         masks: dict[int | None, Tensor | None] = {}  # by window; None is full attention
         for window in config.windows:
@@ -357,7 +361,7 @@ class NativeTarget(CheckpointTarget):
 
     def _mask(self, parents: Tensor, positions: Tensor, lengths: Sequence[int], window: int | None) -> Tensor:
         within = send(tree_mask(parents), self.device)
-        if window is None and len(set(lengths)) == 1:  # all nodes see the same committed tokens
+        if window is None and len(set(lengths)) == 1:  # all nodes attend to the same committed tokens
             return F.pad(grouped_mask(within, self._group, self.dtype), (lengths[0], 0))
         visible = visible_slots(lengths, within, positions.expand(parents.shape), window)
         return grouped_mask(visible, self._group, self.dtype)
@@ -370,7 +374,7 @@ class NativeTarget(CheckpointTarget):
 
     def head(self, hidden: Tensor) -> Tensor:
         head = self.decoder.head
-        if torch.is_grad_enabled() and hidden.requires_grad:  # a drafter is in training, and ours has no gradients
+        if torch.is_grad_enabled() and hidden.requires_grad:  # a drafter is in training, and our head has no gradients
             return F.linear(hidden, head.weight)
         logits: Tensor = head(hidden)
         return logits
@@ -380,24 +384,24 @@ class NativeTarget(CheckpointTarget):
 
 
 def _recurrences(decoder: Decoder, cache: RecurrentCache, parents: Tensor, exact: bool) -> dict[int, DeltaRecurrence]:
-    """Recurrences of a forward, by the numbers of their layers.
+    """Return the recurrences of a forward pass by layer number.
 
     Args:
         parents: `[B, N]`, as in `Target.forward`.
         exact: Whether the nodes come in pieces.
     """
-    found: dict[int, DeltaRecurrence] = {}
+    recurrences: dict[int, DeltaRecurrence] = {}
     layers = [cast(DecoderLayer, layer) for layer in decoder.layers]
     family, above = None if exact else _ancestry(parents, decoder), parents.tolist() if exact else []
     for layer in layers:
         net = layer.delta_net
         if net is None:
             continue
-        states = cache.states(len(found))
+        states = cache.states(len(recurrences))
         alone = states[0] if len(states) == 1 else join_states(states)
         state = net.empty(len(states)) if alone is None else alone
-        found[layer.number] = ExactRecurrence(state, above) if family is None else TreeRecurrence(state, family)
-    return found
+        recurrences[layer.number] = ExactRecurrence(state, above) if family is None else TreeRecurrence(state, family)
+    return recurrences
 
 
 def _ancestry(parents: Tensor, decoder: Decoder) -> Ancestry:
@@ -414,7 +418,7 @@ def _ancestry(parents: Tensor, decoder: Decoder) -> Ancestry:
 
 
 def _state_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Bytes of a row's recurrent states."""
+    """Return the bytes of a sequence's recurrent states."""
     net = config.delta_net
     if net is None:
         return 0
@@ -425,14 +429,14 @@ def _state_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
 
 
 def _recurrent_bytes(config: DecoderConfig, dtype: torch.dtype, batch: int, nodes: int) -> int:
-    """Bytes that recurrent layers take for a forward, and leave for `commit`."""
+    """Return the bytes that recurrent layers take for a forward pass, and leave for `commit`."""
     net = config.delta_net
     if net is None:
         return 0
     wide, scored = torch.promote_types(dtype, torch.float32).itemsize, batch * nodes
     entering = net.value_heads * (2 * net.key_dim + net.value_dim)
     left = scored * (sum(net.inputs.values()) * dtype.itemsize + (entering + net.values) * wide)
-    # One layer at a time has the window of the convolution, and some tensors of pairs of nodes of the same row.
+    # One layer at a time has the window of the convolution, and some tensors of pairs of nodes of one sequence.
     pairs = 6 * scored * net.value_heads * min(nodes, MOST_TREE)
     working = (2 * scored * net.channels + 2 * scored * entering + pairs) * wide
     return (len(config.layers) - config.attention_layers) * left + working + 2 * batch * _state_bytes(config, dtype)

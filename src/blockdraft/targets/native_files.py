@@ -1,4 +1,4 @@
-"""Checkpoints read into our own decoder, with a library that runs it compiled where there is one."""
+"""Reader of checkpoints for the native decoder, with a library that runs it compiled, if any."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BITS = {"int8": 8, "int4": 4}
-TABLE_BITS = 8  # least bits of embedding and head, where fewer would lose most and save least
-NOT_CAPTURED = "on a GPU, CUDA graphs are captured where compile is on only, which is several times faster"
+TABLE_BITS = 8  # minimum for embedding and head, where fewer would lose most and save least
+NOT_CAPTURED = "on a GPU, CUDA graphs are captured only with compile on, which is several times faster"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A decoder read from a checkpoint, with the rest of what makes it a target.
+    """A decoder read from a checkpoint, and the other parts of a target.
 
     Attributes:
-        build: Library for the compiled forward, which may still be compiling; None where there will be none.
-        reason: Reason why there will be none.
+        build: Library for the compiled forward pass, which may still be compiling; None if there will be none.
+        reason: Why there will be none.
         config, generation_config, source_fingerprint: As in `CheckpointTarget`.
-        folder: Where the checkpoint is, if it is not on the hub.
+        folder: Folder of the checkpoint, if it is not on the hub.
         tokenizer_reason: As in `Target`.
     """
 
@@ -62,14 +62,14 @@ class Checkpoint:
 
 
 def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
-    """Read a checkpoint in safetensors and, where there is one, its tokenizer, from a local folder or by hub name.
+    """Read a checkpoint in safetensors and its tokenizer, if any, from a local folder or by hub name.
 
-    Matrices in bfloat16 stay in it where the forward is compiled, also for float32 arithmetic: no number changes. Where
-    a compiler is needed, it runs while the weights are read.
+    Matrices in bfloat16 are kept if the forward pass is compiled, also for float32 arithmetic: values do not change. A
+    compiler runs, if needed, while the weights are read.
 
     Raises:
-        NotCovered: The decoder does not know the family or one of its settings, or weights are missing under the usual
-            names and shapes.
+        NotCovered: The decoder does not support the family or one of its settings, or weights are missing under the
+            usual names and shapes.
         UsageError: There is no such folder or hub name, or a file cannot be read.
     """
     dtype, device, compile, quantize = options.dtype, options.device, options.compile, options.quantize
@@ -85,8 +85,8 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     few, config = _few_bits_of(config, options), text_part(config)
     on_gpu = device.type == "cuda"
     if wanted.torch_only and (options.quantize or few):
-        raise NotCovered(f"it has {wanted.torch_only}, whose weights it neither rounds nor reads in few bits")
-    reason = "it was not asked for" if compile == "off" else NOT_CAPTURED if on_gpu else _why_not(wanted, dtype, device)
+        raise NotCovered(f"it has {wanted.torch_only}, whose weights it neither quantizes nor reads quantized")
+    reason = "compile is off" if compile == "off" else NOT_CAPTURED if on_gpu else _why_not(wanted, dtype, device)
     tensors, source = open_weights(path, wanted, config, options)
     if quantize is None:
         _check_alike(wanted, tensors)
@@ -133,13 +133,14 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
 
 
 def _why_not(wanted: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Reason that a decoder has no compiled forward, or None where it has one."""
+    """Return why a decoder has no compiled forward pass, or None if it has one."""
     return f"it does not know {wanted.torch_only}" if wanted.torch_only else why_not(wanted, dtype, device)
 
 
 def make_decoder(wanted: DecoderConfig, read: Read, library: Library | None, origin: Origin | None) -> Decoder:
-    """A decoder whose weights are packed for the library, if there is one: read from the cache folder, or packed one
-    matrix at a time.
+    """Create a decoder, with weights packed for the library if there is one.
+
+    Packed weights are read from the cache folder, or packed one matrix at a time.
 
     Args:
         read: As in `Decoder`; with a library, matrices may be of any dtype.
@@ -158,46 +159,45 @@ def make_decoder(wanted: DecoderConfig, read: Read, library: Library | None, ori
 
 
 def _rounded_weight(name: str, weight: Tensor, bits: int) -> QuantizedWeight:
-    """A matrix of a checkpoint rounded to `bits`, embedding and head to at least `TABLE_BITS`."""
+    """Quantize a matrix of a checkpoint to `bits`, embedding and head to at least `TABLE_BITS`."""
     bits = max(bits, TABLE_BITS) if name in (TABLE, HEAD) else bits
     return quantize_weight(weight, bits, best_group(weight.size(1)), shares=QUICK)
 
 
 def _few_bits_of(config: AnyConfig, options: LoadOptions) -> Mapping[str, Any] | None:
-    """Settings of a quantised checkpoint from its configuration; None for other checkpoints.
+    """Return the settings of a quantized checkpoint, or None for other checkpoints.
 
     Raises:
-        NotCovered: The device runs no weights of few bits.
-        UsageError: The options ask for rounding, and the checkpoint has few bits already.
+        NotCovered: The device runs no quantized weights.
+        UsageError: The options ask for quantization of a quantized checkpoint.
     """
     few: Mapping[str, Any] | None = getattr(config, "quantization_config", None)
     if not few:
         return None
     if options.quantize not in (None, "int8"):
         raise UsageError(
-            f"quantize is {options.quantize!r}, and the checkpoint is quantised already ({few.get('quant_method')}); "
-            "leave it out, or give int8, which rounds what is still in 16 bits."
+            f"quantize is {options.quantize!r}, and the checkpoint is quantized already ({few.get('quant_method')}); "
+            "leave it out, or give int8, which quantizes what is still in 16 bits."
         )
     if options.device.type != "cpu":
-        raise NotCovered(f"it is quantised ({few.get('quant_method')}), which the device cpu alone can run")
+        raise NotCovered(f"it is quantized ({few.get('quant_method')}), which the device cpu alone can run")
     return few
 
 
 def _check_alike(wanted: DecoderConfig, files: Mapping[str, Stored]) -> None:
-    """Raise `NotCovered` where some matrices of a fused product are of few bits and some are not."""
+    """Raise `NotCovered` if only some matrices of a fused product are quantized."""
     for layer in range(len(wanted.layers)):
         for parts in wanted.projections(layer).values():
             few = [name for name, _ in parts if files[f"{name}.weight"].kind == FEW_BITS]
             others = [name for name, _ in parts if name not in few]
             if few and others:
                 raise NotCovered(
-                    f"{', '.join(few)} are of few bits and {', '.join(others)} are not, and they are computed at once; "
-                    "quantize 'int8' rounds those, too"
+                    f"{', '.join(few)} are quantized and {', '.join(others)} are not, and they are computed in one "
+                    "product; quantize 'int8' quantizes those too"
                 )
 
 
 def is_bfloat16(wanted: DecoderConfig, files: Mapping[str, Stored]) -> bool:
-    """Whether all matrices that are not of few bits are in bfloat16, in which they then stay, whatever the arithmetic's
-    dtype: the numbers are the same."""
+    """Return whether all unquantized matrices are in bfloat16, which is then kept for any dtype of the arithmetic."""
     matrices = [name for name, shape in wanted.tensor_shapes().items() if len(shape) == 2]
     return all(files[name].kind in ("BF16", FEW_BITS) for name in matrices)

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face checkpoints: their tensors, read one at a time, and adapters merged into them."""
+"""Weights of Hugging Face checkpoints: their tensors, read one at a time, with adapters merged into them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from blockdraft.targets.model_config import AnyConfig, load_config
 if TYPE_CHECKING:  # takes as long to import as torch
     from transformers import PreTrainedModel
 
-SOURCE = "source_fingerprint"  # our key of quantization_config, which other programs ignore
-TEXT_PART = "model.language_model."  # beginning of the text part's names in models with other parts
+SOURCE = "source_fingerprint"  # our key in quantization_config, which other programs ignore
+TEXT_PART = "model.language_model."  # prefix of the text part's tensors in models with other parts
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPANIONS = (  # files of a checkpoint beside config.json and weights
     "generation_config.json",
@@ -42,11 +42,11 @@ COMPANIONS = (  # files of a checkpoint beside config.json and weights
     "merges.txt",
     "tokenizer.model",
 )
-READ = "read"  # `doing` of `open_checkpoint` that is possible with every checkpoint
+READ = "read"  # `doing` of `open_checkpoint` that every checkpoint supports
 
 
 def weight_files(path: str | Path, revision: str | None = None) -> list[str]:
-    """Files of a checkpoint's weights in safetensors; empty where there are none."""
+    """Return the files of a checkpoint's weights in safetensors; empty if there are none."""
     whole = find_file(path, "model.safetensors", revision)
     if whole is not None:
         return [whole]
@@ -61,22 +61,22 @@ def weight_files(path: str | Path, revision: str | None = None) -> list[str]:
 def open_weights(
     path: str | Path, wanted: DecoderConfig, config: AnyConfig, options: LoadOptions
 ) -> tuple[dict[str, Stored], str | None]:
-    """Tensors of a checkpoint with the adapter merged into them, and their `source_fingerprint` for `CheckpointTarget`.
+    """Open the tensors of a checkpoint with the adapter merged, and return their `source_fingerprint` too.
 
     Raises:
         NotCovered: The tensors are not those of this decoder.
     """
-    source, few = None, getattr(config, "quantization_config", None)
+    source, quantization = None, getattr(config, "quantization_config", None)
     if options.adapter is not None:
         model, source = load_model(path, options)
         tensors = {name: stored(tensor) for name, tensor in model.state_dict().items()}
     else:
         with loading(path):
-            found = open_tensors(weight_files(path, options.revision))
-        tensors = {name.replace(TEXT_PART, "model.", 1): tensor for name, tensor in found.items()}
-    if few:
+            opened = open_tensors(weight_files(path, options.revision))
+        tensors = {name.replace(TEXT_PART, "model.", 1): tensor for name, tensor in opened.items()}
+    if quantization:
         try:
-            tensors, source = read_quantized(few, tensors), str(few.get(SOURCE) or "")
+            tensors, source = read_quantized(quantization, tensors), str(quantization.get(SOURCE) or "")
         except NotRead as refused:
             raise NotCovered(str(refused)) from refused
     if wanted.tied_head and TABLE not in tensors and HEAD in tensors:
@@ -92,9 +92,9 @@ def _check_tensors(wanted: DecoderConfig, tensors: Mapping[str, Stored]) -> None
     for name, shape in wanted.tensor_shapes().items():
         if name not in tensors:
             raise NotCovered(f"its checkpoint lacks {name}")
-        found = tensors[name].shape
-        if found != shape:
-            raise NotCovered(f"{name} has the shape {list(found)} instead of {list(shape)}")
+        actual = tensors[name].shape
+        if actual != shape:
+            raise NotCovered(f"{name} has the shape {list(actual)} instead of {list(shape)}")
     both = wanted.tied_head and HEAD in tensors and tensors[HEAD] is not tensors[TABLE]
     if both and not torch.equal(tensors[TABLE].tensor(), tensors[HEAD].tensor()):
         raise NotCovered("its configuration ties the head to the embeddings, and its checkpoint does not")
@@ -125,7 +125,7 @@ class OpenCheckpoint:
 def open_checkpoint(
     path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "rounded"
 ) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint of a family that the native decoder knows, on the CPU, without reading its weights whole.
+    """Open a checkpoint of a family that the native decoder supports, on the CPU, without reading all weights.
 
     Args:
         path: Model folder or hub name.
@@ -140,9 +140,9 @@ def open_checkpoint(
     with loading(path):
         config = load_config(path, revision)
         found = [find_file(path, name, revision) for name in ("config.json", *COMPANIONS)]
-    if few := getattr(config, "quantization_config", None):
+    if quantization := getattr(config, "quantization_config", None):
         raise UsageError(
-            f"{path} is quantised already ({few.get('quant_method')}); give the model that it was made of."
+            f"{path} is quantised already ({quantization.get('quant_method')}); give the model that it was made of."
         )
     config = text_part(config)
     options = LoadOptions(
@@ -180,11 +180,11 @@ def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel,
             model, or of a kind that cannot be merged.
     """
     with loading(path):
-        few = getattr(load_config(path, options.revision), "quantization_config", None)
-    if few and options.adapter is not None:
+        quantization = getattr(load_config(path, options.revision), "quantization_config", None)
+    if quantization and options.adapter is not None:
         raise UsageError(
-            f"{path} is quantised ({few.get('quant_method')}), and no adapter can be merged with weights of few bits; "
-            "give the model that it was made of, and quantize to round it then."
+            f"{path} is quantised ({quantization.get('quant_method')}), and no adapter can be merged with quantized "
+            "weights; give the model that it was made of, and quantize it then."
         )
     from transformers import AutoModelForCausalLM
 
@@ -207,8 +207,10 @@ def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel,
 
 
 def _merged(model: PreTrainedModel, path: str | Path, adapter: str | Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """A model with an adapter merged into its weights, and the adapter's weights. The given model is changed. Errors
-    as in `load_model`."""
+    """Merge an adapter into a model, which is changed, and return both the model and the adapter's weights.
+
+    Errors as in `load_model`.
+    """
     try:
         from peft import PeftModel, get_peft_model_state_dict
     except ModuleNotFoundError as error:
@@ -228,9 +230,9 @@ def _merged(model: PreTrainedModel, path: str | Path, adapter: str | Path) -> tu
             weights: dict[str, Tensor] = get_peft_model_state_dict(wrapped)
             merged: PreTrainedModel = wrapped.merge_and_unload()
     except Exception as error:  # peft raises many kinds
-        said = " ".join(map(str.strip, str(error).splitlines()[:2]))  # torch's errors go on with every single weight
+        reason = " ".join(map(str.strip, str(error).splitlines()[:2]))  # torch's errors go on with every single weight
         raise UsageError(
-            f"The adapter {adapter} cannot be merged into {path} ({said}); give one that was made for this model, of "
+            f"The adapter {adapter} cannot be merged into {path} ({reason}); give one that was made for this model, of "
             "a kind that can be merged, such as a LoRA."
         ) from error
     return merged, weights

@@ -1,4 +1,4 @@
-"""`blockdraft push`: a drafter's repository on the hub, with its files, a model card, and code for transformers."""
+"""`blockdraft push`: put a drafter into a repository on the hub, with a model card and code for transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from blockdraft.tools.inspect import Report, checked_pair
 from blockdraft.training.progress import read_log, run_folder
 
 CARD = "README.md"
-LOCAL = "DRAFTER"  # folder into which the commands of the card fetch the drafter
+LOCAL = "DRAFTER"  # folder into which the commands of the card download the drafter
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Known:
     """Records of a drafter's training and measurements.
 
     Attributes:
-        bench: Results that `blockdraft bench --out` wrote; None if there are none.
+        bench: Results of `blockdraft bench --out`, if any.
         log: Lines of the log of its training run.
-        data: Manifest of its training data; None if there is none.
+        data: Manifest of its training data, if any.
     """
 
     bench: Mapping[str, Any] | None
@@ -44,14 +44,14 @@ class Known:
 
     @property
     def taus(self) -> list[float]:
-        """tau in the log of the training run, from first to last."""
+        """tau of each evaluation in the training run."""
         return [line["tau"] for line in self.log if line.get("tau") is not None]
 
     def lacking(self) -> Iterator[tuple[str, str]]:
-        """What the card will lack, each with a remedy."""
+        """Yield the missing parts of the model card, each with a remedy."""
         if self.bench is None:
             yield (
-                "how fast it is" if self.taus else "how well it guesses",
+                "how fast it is" if self.taus else "how many tokens are accepted",
                 "add --bench DIR of `blockdraft bench --out`",
             )
         if self.data is None:
@@ -62,7 +62,7 @@ def known_of(drafter: Path, bench: Path | None = None, data: Path | None = None)
     """Read the records that `blockdraft fit` and `blockdraft train` leave beside a drafter.
 
     Args:
-        bench, data: Folders of results and of training data in the place of those beside the drafter.
+        bench, data: Folders with results and training data; by default those beside the drafter.
 
     Raises:
         UsageError: `bench` or `data` lacks its file, or a file is broken.
@@ -95,15 +95,15 @@ def prepare(
     licence: str | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Write a folder that can be pushed. It appears whole or not at all.
+    """Write a folder that can be pushed. It appears completely or not at all.
 
     Args:
         drafter: Folder of a drafter.
-        target: Folder, hub name or name in the catalogue of its target, which must fit.
+        target: Folder, hub name or catalogue name of its target, which must fit.
         out: New or empty folder.
-        repo: Name on the hub, such as "me/my-drafter"; None if it has none yet.
+        repo: Name on the hub, such as "me/my-drafter", if it has one.
         known: Records for the card.
-        licence: Licence for the card, in the hub's spelling.
+        licence: Licence for the card, as spelled on the hub.
         note: Called with each warning; see `checked_pair`.
 
     Raises:
@@ -115,7 +115,7 @@ def prepare(
     report = checked_pair(drafter, target, note)
     if not Path(report.path).is_dir():
         raise UsageError(
-            f"{report.path} is not the folder of a drafter; make one of it first: blockdraft "
+            f"{report.path} is not the folder of a drafter; export it first: blockdraft "
             f"export {drafter} --target {target} --out DIR."
         )
     target = named_for_others(target)
@@ -140,7 +140,7 @@ def prepare(
 
 
 def upload(folder: Path, repo: str, private: bool) -> str:
-    """Push a folder to a model repository, which is made if it does not exist. Returns its URL.
+    """Push a folder to a model repository, which is created if needed. Return its URL.
 
     Raises:
         UsageError: The hub refuses or cannot be reached.
@@ -149,16 +149,16 @@ def upload(folder: Path, repo: str, private: bool) -> str:
     try:
         api = hub.HfApi()
         url = str(api.create_repo(repo, private=private, exist_ok=True))
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="A drafter for blockdraft")
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload drafter")
     except (OSError, ValueError) as error:  # raised by the hub's client and its transport
         raise UsageError(f"{repo} could not be pushed ({describe(error)}); log in with `hf auth login`.") from error
     return url
 
 
 def model_card(report: Report, target: str, repo: str | None, known: Known, licence: str | None) -> str:
-    """The README.md of the repository."""
+    """Return README.md of the repository."""
     is_hub_name = not Path(target).exists()
-    said = report.conventions
+    conventions = report.conventions
     head = ["---", *([f"base_model: {target}"] if is_hub_name else []), *([f"license: {licence}"] if licence else [])]
     architecture = report.about["architecture"]
     kind = next(name for name, entry in entries().items() if architecture in entry.architectures)
@@ -167,20 +167,20 @@ def model_card(report: Report, target: str, repo: str | None, known: Known, lice
         *head,
         f"# A drafter for {target if is_hub_name else Path(target).name}",
         "",
-        "It guesses the next tokens of its target, which then needs fewer steps for the same text: greedy answers are "
-        "the target's own, token by token, and sampled answers have its distribution.",
+        "It drafts the next tokens of its target, which then needs fewer steps for the same text: greedy responses are "
+        "the target's own, token by token, and sampled responses have its distribution.",
         "",
         f"{architecture} with {counted(report.about['layers'], 'layer')} and "
-        f"{report.about['parameters'] / 1e6:,.1f} M parameters, in the {report.layout} layout. It guesses up to "
-        f"{counted(said['draft_tokens'], 'token')} at a time and reads {_read(said['target_layers'])}.",
+        f"{report.about['parameters'] / 1e6:,.1f} M parameters, in the {report.layout} layout. It drafts up to "
+        f"{counted(conventions['draft_tokens'], 'token')} at a time and reads {_read(conventions['target_layers'])}.",
         "",
         "## Measured",
         "",
-        *_told(_measured(known), "results.json", "blockdraft bench --out"),
+        *_complete(_measured(known), "results.json", "blockdraft bench --out"),
         "",
         "## Training data",
         "",
-        *_told(_data(known), "data.json", "blockdraft data --out"),
+        *_complete(_data(known), "data.json", "blockdraft data --out"),
         "",
         "## Use",
         "",
@@ -196,8 +196,8 @@ def _read(target_layers: Mapping[str, Any] | str) -> str:
     return f"the outputs of the target's layers {', '.join(map(str, target_layers['blockdraft']))} (from 0)"
 
 
-def _told(lines: Iterator[str], name: str, command: str) -> list[str]:
-    """The lines. Raises a UsageError if the file that they are made of was not written by this command."""
+def _complete(lines: Iterator[str], name: str, command: str) -> list[str]:
+    """Return the lines. Raise a UsageError if their file was not written by this command."""
     try:
         return [*lines]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -209,7 +209,7 @@ def _told(lines: Iterator[str], name: str, command: str) -> list[str]:
 def _measured(known: Known) -> Iterator[str]:
     if known.bench is not None:
         how = known.bench["arguments"]
-        yield "| | prompts | tokens/s | speed-up | tau | same answers |"
+        yield "| | prompts | tokens/s | speed-up | tau | same responses |"
         yield "|---|---|---|---|---|---|"
         for name, one in known.bench["methods"].items():
             cells = [str(one["prompts"])]
@@ -220,12 +220,12 @@ def _measured(known: Known) -> Iterator[str]:
         machine = known.bench["hardware"]["gpu"] or known.bench["hardware"]["cpu"]
         yield ""
         yield (
-            f"By `blockdraft bench`, temperature {how['temperature']:g}, answers of up to {how['max_new_tokens']} "
-            f"tokens, {how['running']}, {machine}. tau: tokens per cycle."
+            f"Measured by `blockdraft bench`: temperature {how['temperature']:g}, responses of up to "
+            f"{how['max_new_tokens']} tokens, {how['running']}, {machine}. tau: tokens per target forward pass."
         )
         return
     if known.taus:
-        yield f"tau {known.taus[-1]:.2f} on held-out prompts after training: tokens per cycle, decoded greedily."
+        yield f"tau {known.taus[-1]:.2f} (tokens per target forward pass) on held-out prompts, decoded greedily."
     else:
         yield "Not measured yet; `blockdraft bench` measures it."
 
@@ -236,11 +236,11 @@ def _data(known: Known) -> Iterator[str]:
         return
     counts = known.data["counts"]
     who = (known.data.get("written_by") or {}).get("writer", "")
-    writer = {"target": "the target's own answers", "server": "answers of a server"}.get(who)
+    writer = {"target": "the target's own responses", "server": "responses of a server"}.get(who)
     sources = ", ".join(Path(str(source)).name for source in (known.data.get("arguments") or {}).get("sources") or ())
     yield (
         f"{counts['documents']:,} documents of {counts['tokens']:,} tokens, of which {counts['supervised']:,} were "
-        f"trained on: {writer or 'texts as they were'}{f', from {sources}' if sources else ''}."
+        f"trained on: {writer or 'unchanged texts'}{f', from {sources}' if sources else ''}."
     )
 
 

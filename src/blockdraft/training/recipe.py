@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -18,89 +17,95 @@ class Recipe:
 
     Rate, warm-up, clipping, epochs, anchors and length are those of arXiv 2602.06036. Fields that are None by default
     are filled in from target and data before training begins (`defaults.py`).
-
-    Attributes:
-        block_size: Tokens of a block, anchor included.
-        length: Tokens of a row. Documents are packed into rows, and longer ones are cut. None is 3072, or the target's
-            context if that is shorter.
-        batch: Rows of a step, over all processes and accumulated batches; None is 8, or fewer if the data fill fewer.
-        anchors: Blocks of a row, drawn again in each epoch; None is a sixth of `length`.
-        anchor_placement: "random", or "fixed" for blocks that follow each other, as a baseline.
-        held_out: Documents that are held out to measure on; None is 64, or a tenth of all documents if that is less.
-        hidden_states: Source of the target's hidden states. None runs the target in each step; "memory" computes them
-            once
-            and keeps them: on a CPU at the start, in bfloat16, on a GPU in the first pass, in up to half of
-            its free memory; anything else is a folder of stored features.
-        objective: Names of objectives and their weights.
-        gamma: Decay constant, in slots, of the objectives that decay; None depends on the block size, 0 is no decay.
-        epochs: Passes over the data.
-        steps: Optimizer steps; None follows from `epochs`.
-        optimizer: "adamw", or "muon" for matrices with AdamW for the rest.
-        learning_rate: Peak learning rate of AdamW.
-        muon_learning_rate: Peak learning rate of Muon.
-        weight_decay: Weight decay of AdamW.
-        muon_weight_decay: Weight decay of Muon.
-        schedule: Fall of the rates after the warm-up: "cosine", "linear", or "wsd", which is constant and then a cosine
-            over the last fifth of the steps.
-        warmup: Share of the steps in which the rates rise.
-        final: Share of the peak rates at the end.
-        clip: Maximum norm of the gradient; 0 does not clip.
-        seed: Seed of initial weights, order, anchors and the choice of held-out documents.
-        dtype: Arithmetic of the draft network. "auto" is bfloat16 on a GPU and on a CPU with instructions for it
-            (AVX512-BF16, AMX), and float32 elsewhere. Trained weights are float32 in any case.
-        qat_bits: Bits, 4 or 8, to which the weights are rounded in every other step, so that the drafter guesses
-            well both with its own weights and with such ones. Its file says so, and on a CPU it has them beside targets
-            of so many bits or more, and of bfloat16. None rounds none. Kinds that are not rounded there refuse it.
-        save_dtype: Type of the weights that are written.
-        accumulation: Batches of each process that make up a step.
-        chunk: Blocks whose logits exist at the same time.
-        compile: Compile the training step, which takes a minute and then saves time.
-        eval_every: Steps between evaluations; 0 evaluates at the end only.
-        eval_prompts: Held-out prompts that the engine answers in an evaluation.
-        eval_tokens: Maximum number of tokens of such an answer.
-        eval_temperature: Sampling temperature of such an answer; 0 is greedy.
-        save_every: Steps between checkpoints; 0 saves by time only.
-        save_minutes: Minutes between checkpoints, in addition to those of `save_every`; 0 saves by steps only.
-        keep: Number of newest checkpoints that are kept.
-        trackers: Trackers of Accelerate that get the metrics in addition to log.jsonl.
     """
 
     beginnings: ClassVar[tuple[str, ...]] = ()  # values of `init` that are no folder, where a variant has that field
-    block_size: Annotated[int, Field(ge=2)] = 16
-    length: Annotated[int, Field(ge=2)] | None = None
-    batch: Count | None = None
-    anchors: Count | None = None
-    anchor_placement: Literal["random", "fixed"] = "random"
-    held_out: Natural | None = None
-    hidden_states: str | None = None
-    objective: Mapping[str, Amount] = field(default_factory=lambda: {"decay": 1.0})
-    gamma: Amount | None = None
-    epochs: Count = 6
-    steps: Count | None = None
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: Amount = 6e-4
-    muon_learning_rate: Amount = 0.02
-    weight_decay: Amount = 0.0
-    muon_weight_decay: Amount = 0.01
-    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
-    warmup: Share = 0.04
-    final: Share = 0.0
-    clip: Amount = 1.0
-    seed: Natural = 0
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    qat_bits: Literal[4, 8] | None = None
-    save_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    accumulation: Count = 1
-    chunk: Count = 128
-    compile: bool = False
-    eval_every: Natural = 500
-    eval_prompts: Natural = 16
-    eval_tokens: Count = 128
-    eval_temperature: Amount = 0.0
-    save_every: Natural = 500
-    save_minutes: Amount = 5.0
-    keep: Count = 2
-    trackers: Texts = ("tensorboard",)
+    block_size: Annotated[int, Field(ge=2)] = Field(16, description="Number of tokens per block, anchor included.")
+    length: Annotated[int, Field(ge=2)] | None = Field(
+        None,
+        description="Sequence length in tokens. Documents are packed into sequences, and longer ones are cut. By "
+        "default 3072, or the target's context if that is shorter.",
+    )
+    batch: Count | None = Field(
+        None,
+        description="Sequences per step, over all processes and accumulated batches; by default 8, or fewer if the "
+        "data fill fewer.",
+    )
+    anchors: Count | None = Field(
+        None, description="Blocks per sequence, drawn anew in each epoch; by default a sixth of `length`."
+    )
+    anchor_placement: Literal["random", "fixed"] = Field(
+        "random", description='"random", or "fixed" for consecutive blocks, as a baseline.'
+    )
+    held_out: Natural | None = Field(
+        None,
+        description="Number of documents to hold out and measure on; by default 64, or a tenth of all documents if "
+        "that is less.",
+    )
+    hidden_states: str | None = Field(
+        None,
+        description="Where the target's hidden states come from. By default the target runs in each step. 'memory' "
+        "computes them once and keeps them: on a CPU at the start, in bfloat16; on a GPU in the first "
+        "pass, in up to half of its free memory. Anything else is a folder written by `blockdraft "
+        "hidden-states`.",
+    )
+    objective: Mapping[str, Amount] = Field(
+        default_factory=lambda: {"decay": 1.0}, description="Names of objectives and their weights."
+    )
+    gamma: Amount | None = Field(
+        None,
+        description="Decay constant, in block positions, of the objectives that decay; by default it depends on the "
+        "block size, and 0 means no decay.",
+    )
+    epochs: Count = Field(6, description="Passes over the data.")
+    steps: Count | None = Field(None, description="Number of optimizer steps; by default it follows from `epochs`.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description='"adamw", or "muon" for matrices and AdamW for the rest.'
+    )
+    learning_rate: Amount = Field(6e-4, description="Peak learning rate of AdamW.")
+    muon_learning_rate: Amount = Field(0.02, description="Peak learning rate of Muon.")
+    weight_decay: Amount = Field(0.0, description="Weight decay of AdamW.")
+    muon_weight_decay: Amount = Field(0.01, description="Weight decay of Muon.")
+    schedule: Literal["cosine", "linear", "wsd"] = Field(
+        "cosine",
+        description='Learning rate decay after warm-up: "cosine", "linear", or "wsd" (constant, then a cosine over '
+        "the last fifth of the steps).",
+    )
+    warmup: Share = Field(0.04, description="Share of the steps in which the learning rate rises.")
+    final: Share = Field(0.0, description="Final learning rate, as a share of the peak.")
+    clip: Amount = Field(1.0, description="Maximum gradient norm; 0 does not clip.")
+    seed: Natural = Field(
+        0, description="Seed of initial weights, order, anchors and the choice of held-out documents."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description='Arithmetic of the draft network. "auto" is bfloat16 on a GPU and on a CPU with instructions for '
+        "it (AVX512-BF16, AMX), else float32. Trained weights are float32 either way.",
+    )
+    qat_bits: Literal[4, 8] | None = Field(
+        None,
+        description="Quantization-aware training: quantize the weights to 4 or 8 bits in every other step, so that "
+        "the drafter works well both with and without quantization. On a CPU it then runs quantized next "
+        "to targets of at least so many bits, or of bfloat16. Kinds that never run quantized refuse it.",
+    )
+    save_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16", description="Number format of the saved weights."
+    )
+    accumulation: Count = Field(1, description="Batches per process that make up a step.")
+    chunk: Count = Field(128, description="Blocks whose logits exist at the same time; fewer need less memory.")
+    compile: bool = Field(False, description="Compile the training step, which takes a minute and then saves time.")
+    eval_every: Natural = Field(500, description="Steps between evaluations; 0 evaluates at the end only.")
+    eval_prompts: Natural = Field(16, description="Held-out prompts that the engine answers in an evaluation.")
+    eval_tokens: Count = Field(128, description="Maximum length of such an answer in tokens.")
+    eval_temperature: Amount = Field(0.0, description="Sampling temperature of such an answer; 0 is greedy.")
+    save_every: Natural = Field(500, description="Steps between checkpoints; 0 saves by time only.")
+    save_minutes: Amount = Field(
+        5.0, description="Minutes between checkpoints, in addition to `save_every`; 0 saves by steps only."
+    )
+    keep: Count = Field(2, description="Number of checkpoints to keep, the newest ones.")
+    trackers: Texts = Field(
+        ("tensorboard",), description="Accelerate trackers that receive the metrics, in addition to log.jsonl."
+    )
 
     def __post_init__(self) -> None:
         wrong = []

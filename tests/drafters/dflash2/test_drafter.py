@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import Distributions
-from blockdraft.decode.proposal import Plan, Proposal, depths
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, SampledPlan, TreePlan, depths
 from blockdraft.decode.sampling import draw
 from blockdraft.decode.verification import verify
 from blockdraft.drafters import load_drafter
@@ -77,7 +77,7 @@ def test_walk(depth: int) -> None:
 
 
 def test_a_chain_follows_the_best_candidate_after_each_guess(drafter: DFlash2Drafter) -> None:
-    proposal, hidden, logits = propose(drafter, Plan(8, [GREEDY, SamplingParams(temperature=0.7), GREEDY]))
+    proposal, hidden, logits = propose(drafter, ChainPlan(8, [GREEDY, SamplingParams(temperature=0.7), GREEDY]))
     assert proposal.parents.tolist() == [list(range(-1, DEPTH))] * 3 and proposal.q is None
     for row in range(3):
         token = 7
@@ -86,16 +86,18 @@ def test_a_chain_follows_the_best_candidate_after_each_guess(drafter: DFlash2Dra
             token = int(only_candidates(scores, logits[row, slot]).argmax())
             assert int(proposal.tokens[row, slot + 1]) == token
     assert proposal.tokens[:, 1:].tolist() != logits.argmax(dim=-1).tolist()  # the selector had something to say
-    assert propose(drafter, Plan(4, [GREEDY]))[0].tokens.shape == (1, 4)
-    assert propose(drafter, Plan(1, [GREEDY], tree_budget=9))[0].tokens.tolist() == [[7]]
+    assert propose(drafter, ChainPlan(4, [GREEDY]))[0].tokens.shape == (1, 4)
+    assert propose(drafter, TreePlan(1, [GREEDY], 9))[0].tokens.tolist() == [[7]]
 
 
 PLANS = {
-    "chain": Plan(8, [GREEDY] * 3),
-    "short chain": Plan(3, [GREEDY] * 3),
-    "tree": Plan(8, [GREEDY, SamplingParams(temperature=0.3), SamplingParams(temperature=2.0)], TOP_K),
-    "paying chain": Plan(8, [GREEDY, SamplingParams(temperature=0.3)], 0, [1 + 0.05 * n for n in range(8)]),
-    "paying tree": Plan(8, [GREEDY] * 2, TOP_K, [1 + 0.05 * n for n in range(TOP_K + 1)]),
+    "chain": ChainPlan(8, [GREEDY] * 3),
+    "short chain": ChainPlan(3, [GREEDY] * 3),
+    "tree": ChainPlan(8, [GREEDY, SamplingParams(temperature=0.3), SamplingParams(temperature=2.0)]).as_tree(TOP_K),
+    "paying chain": ChainPlan(
+        8, [GREEDY, SamplingParams(temperature=0.3)], cycle_seconds=[1 + 0.05 * n for n in range(8)]
+    ),
+    "paying tree": ChainPlan(8, [GREEDY] * 2, cycle_seconds=[1 + 0.05 * n for n in range(TOP_K + 1)]).as_tree(TOP_K),
 }
 
 
@@ -117,7 +119,7 @@ def test_a_new_network_drafts_exactly_as_v1(
 def test_the_children_in_a_tree_are_scored_after_their_own_parent(drafter: DFlash2Drafter, budget: int) -> None:
     temperatures = [0.0, 1.0, 0.3, 2.0]
     params = [SamplingParams(temperature=temperature) for temperature in temperatures]
-    proposal, hidden, logits = propose(drafter, Plan(8, params, budget))
+    proposal, hidden, logits = propose(drafter, ChainPlan(8, params).as_tree(budget))
     assert proposal.tokens.shape == (4, budget + 1) and proposal.q is None
     depth = depths(proposal.parents)
     for row, temperature in enumerate(temperatures):
@@ -139,19 +141,21 @@ def test_the_children_in_a_tree_are_scored_after_their_own_parent(drafter: DFlas
 
 
 def test_an_extreme_temperature_makes_sound_trees(drafter: DFlash2Drafter) -> None:
-    chain, _, _ = propose(drafter, Plan(8, [GREEDY]))
-    tree, _, _ = propose(drafter, Plan(8, [SamplingParams(temperature=1e-30)], 40))  # the least there is
+    chain, _, _ = propose(drafter, ChainPlan(8, [GREEDY]))
+    tree, _, _ = propose(drafter, TreePlan(8, [SamplingParams(temperature=1e-30)], 40))  # the least there is
     assert tree.tokens[0, : DEPTH + 1].tolist() == chain.tokens[0].tolist()
 
 
 @pytest.mark.parametrize("budget", [0, 20])
 def test_cycle_seconds_decide_how_many_guesses_there_are(drafter: DFlash2Drafter, budget: int) -> None:
     params = [GREEDY, SamplingParams(temperature=0.4)]
-    whole, _, _ = propose(drafter, Plan(8, params, budget))
+    whole, _, _ = propose(drafter, ChainPlan(8, params).as_tree(budget))
     draft_tokens = budget or DEPTH
     counts = set()
     for cost in (0.0, 0.03, 0.3, 10.0):
-        cut, _, _ = propose(drafter, Plan(8, params, budget, [1 + cost * n for n in range(draft_tokens + 1)]))
+        cut, _, _ = propose(
+            drafter, ChainPlan(8, params, cycle_seconds=[1 + cost * n for n in range(draft_tokens + 1)]).as_tree(budget)
+        )
         count = cut.tokens.size(1) - 1
         assert torch.equal(cut.tokens, whole.tokens[:, : count + 1])
         assert torch.equal(cut.parents, whole.parents[:, : count + 1])
@@ -166,7 +170,7 @@ def test_sampled_guesses_have_the_distributions_that_are_handed_over(
     rows = 600
     sampled = SamplingParams(temperature=0.7, **more)  # type: ignore[arg-type]
     draws = torch.rand(rows, DEPTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    proposal, hidden, logits = propose(drafter, Plan(8, [sampled] * rows, draws=draws), same=True)
+    proposal, hidden, logits = propose(drafter, SampledPlan(8, [sampled] * rows, draws), same=True)
     assert proposal.q is not None and proposal.parents[0].tolist() == list(range(-1, DEPTH))
     for row in range(0, rows, 97):
         dist = proposal.q[row]
@@ -190,11 +194,11 @@ def test_sampled_guesses_have_the_distributions_that_are_handed_over(
 def test_rows_without_temperature_are_not_sampled(drafter: DFlash2Drafter) -> None:
     params = [GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=1)]
     draws = torch.full((3, DEPTH), 0.999, dtype=torch.float64)
-    best, _, _ = propose(drafter, Plan(8, params))
-    proposal, _, _ = propose(drafter, Plan(8, params, draws=draws))
+    best, _, _ = propose(drafter, ChainPlan(8, params))
+    proposal, _, _ = propose(drafter, SampledPlan(8, params, draws))
     assert proposal.q is not None and [dist is None for dist in proposal.q] == [True, False, False]
     assert (proposal.tokens == best.tokens).all(dim=1).tolist() == [True, False, True]
-    assert propose(drafter, Plan(8, [GREEDY] * 3, draws=draws))[0].q is None
+    assert propose(drafter, SampledPlan(8, [GREEDY] * 3, draws))[0].q is None
 
 
 def test_how_many_are_sampled_does_not_depend_on_what_is_sampled(drafter: DFlash2Drafter) -> None:
@@ -202,10 +206,10 @@ def test_how_many_are_sampled_does_not_depend_on_what_is_sampled(drafter: DFlash
     counts = set()
     for cost in (0.0, 0.05, 10.0):
         seconds = [1 + cost * n for n in range(DEPTH + 1)]
-        chosen, _, _ = propose(drafter, Plan(8, params, 0, seconds))
+        chosen, _, _ = propose(drafter, ChainPlan(8, params, cycle_seconds=seconds))
         for number in (0.0, 0.5, 0.99):
             draws = torch.full((2, DEPTH), number, dtype=torch.float64)
-            cut, _, _ = propose(drafter, Plan(8, params, cycle_seconds=seconds, draws=draws))
+            cut, _, _ = propose(drafter, SampledPlan(8, params, draws, cycle_seconds=seconds))
             assert cut.tokens.size(1) == chosen.tokens.size(1)
             assert cut.q is not None and cut.q[0] is not None and len(cut.q[0].ids) == cut.tokens.size(1)
         counts.add(chosen.tokens.size(1))
@@ -219,7 +223,7 @@ def test_sampled_chains_leave_the_targets_distribution(drafter: DFlash2Drafter) 
     sampled = SamplingParams(temperature=1.0)
     generator = torch.Generator().manual_seed(1)
     numbers = torch.rand(rows, 12, generator=generator, dtype=torch.float64)
-    proposal, _, _ = propose(drafter, Plan(4, [sampled] * rows, draws=numbers[:, :3]), same=True)
+    proposal, _, _ = propose(drafter, SampledPlan(4, [sampled] * rows, numbers[:, :3]), same=True)
     table = torch.randn(4, vocabulary, vocabulary, generator=generator)  # by depth and token
     assert proposal.q is not None and proposal.q[0] is not None
     for slot in range(3):
@@ -256,6 +260,10 @@ def test_refinement_keeps_what_is_settled(target: Target, tiny_dflash2_dir: Path
     network = DFlash2Network(config)
     network.load_state_dict(tensors)
     drafter = DFlash2Drafter(network, target, diffusion_steps=7, noise_schedule="linear")
-    for plan in (Plan(8, [GREEDY]), Plan(8, [SamplingParams(temperature=0.5)], 30), Plan(8, [GREEDY], 0, [1.0] * 8)):
+    for plan in (
+        ChainPlan(8, [GREEDY]),
+        TreePlan(8, [SamplingParams(temperature=0.5)], 30),
+        ChainPlan(8, [GREEDY], cycle_seconds=[1.0] * 8),
+    ):
         proposal, _, _ = propose(drafter, plan)
         assert torch.isfinite(proposal.tokens).all() and proposal.tokens.size(1) >= 8

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.decode.proposal import Plan, chain
+from blockdraft.decode.proposal import ChainPlan, chain
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash.train_pass import draft_hidden
 from blockdraft.drafters.dflash2.drafter import DFlash2Drafter
@@ -109,7 +109,7 @@ def test_training_chooses_as_decoding_does(kind: str, network: DFlash2Network, t
     for anchor in anchors[0].tolist():
         state = drafter.new_state(1, 60)
         drafter.observe(state, tokens[:, :anchor], hidden_states[:, :anchor], [anchor])
-        draft_tokens.append(drafter.propose(state, tokens[:, anchor], Plan(8, [SamplingParams()])).tokens[0])
+        draft_tokens.append(drafter.propose(state, tokens[:, anchor], ChainPlan(8, [SamplingParams()])).tokens[0])
     logits = network.adjust_logits(target.head(hidden))
     slots = Slots(hidden, logits, torch.stack(draft_tokens), torch.ones(3, 7, dtype=torch.bool))
     assert torch.equal(DFlash2Variant(RECIPE).draft_tokens(network, slots), slots.labels_CK)
@@ -129,13 +129,13 @@ def test_training_starts_from_a_v1_drafter(tmp_path: Path, target: Target, tiny_
     for drafter in (v1, v2):
         state = drafter.new_state(2, 40)
         drafter.observe(state, torch.zeros(2, 9, dtype=torch.long), hidden_states, [9, 7])
-        found.append(drafter.propose(state, torch.tensor([7, 8]), Plan(8, [SamplingParams()] * 2)))
+        found.append(drafter.propose(state, torch.tensor([7, 8]), ChainPlan(8, [SamplingParams()] * 2)))
     assert torch.equal(found[0].tokens, found[1].tokens)
 
 
 def test_bad_values_are_refused(target: Target) -> None:
-    with pytest.raises(ValueError, match="selector_weight is -1"):
+    with pytest.raises(ValueError, match="selector_weight must be at least 0, got -1"):
         replace(RECIPE, selector_weight=-1)
     for field, value, told in (("conv_group_size", 5, "divisor"), ("selector_top_k", 0, "at least 1")):
-        with pytest.raises(ValueError, match=f"{field} is {value}; it must be .*{told}"):
+        with pytest.raises(ValueError, match=f"{field} must be .*{told}.*, got {value}"):
             DFlash2Variant(replace(RECIPE, **{field: value})).config(target)

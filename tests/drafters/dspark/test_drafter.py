@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan, Proposal, depths
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, SampledPlan, depths
 from blockdraft.drafters.dspark.drafter import CANDIDATES, DSparkDrafter, calibrated, load
 from blockdraft.drafters.dspark.network import DSparkNetwork
 from blockdraft.formats.zlab import read_checkpoint
@@ -64,20 +64,20 @@ def dist(drafter: DSparkDrafter, logits: Tensor, before: int, temperature: float
 
 def test_a_chain_follows_the_best_token_after_each_guess(drafter: DSparkDrafter) -> None:
     assert drafter.block_size == DEPTH + 1
-    proposal, _, logits = propose(drafter, Plan(DEPTH + 1, [GREEDY] * 3))
+    proposal, _, logits = propose(drafter, ChainPlan(DEPTH + 1, [GREEDY] * 3))
     assert proposal.q is None and proposal.parents.tolist() == [list(range(-1, DEPTH))] * 3
     for row, tokens in enumerate(proposal.tokens.tolist()):
         for slot in range(DEPTH):
             assert tokens[slot + 1] == dist(drafter, logits[row, slot], tokens[slot]).argmax()
     assert proposal.tokens[:, 1:].tolist() != logits.argmax(dim=-1).tolist()  # the bias matters here
-    assert propose(drafter, Plan(2, [GREEDY]))[0].tokens.shape == (1, 2)
+    assert propose(drafter, ChainPlan(2, [GREEDY]))[0].tokens.shape == (1, 2)
 
 
 def test_a_tree_scores_children_given_their_parent(target: Target, tiny_dspark_dir: Path) -> None:
     drafter = make(target, tiny_dspark_dir, enable_confidence_head=False)
     budget = 24
-    chain, _, _ = propose(drafter, Plan(DEPTH + 1, [GREEDY]))
-    proposal, _, logits = propose(drafter, Plan(DEPTH + 1, [GREEDY], budget))
+    chain, _, _ = propose(drafter, ChainPlan(DEPTH + 1, [GREEDY]))
+    proposal, _, logits = propose(drafter, ChainPlan(DEPTH + 1, [GREEDY]).as_tree(budget))
     parents, tokens = proposal.parents[0].tolist(), proposal.tokens[0].tolist()
     depth, score = depths(proposal.parents)[0].tolist(), [1.0]
     walked, children = chain.tokens[0].tolist(), {}
@@ -124,7 +124,7 @@ def test_the_confidence_decides_how_many_guesses_there_are(
 ) -> None:
     drafter = make(target, tiny_dspark_dir, confidence_temperatures=temperatures)
     params = [GREEDY, SamplingParams(temperature=0.4)]
-    whole, hidden, _ = propose(drafter, Plan(DEPTH + 1, params))
+    whole, hidden, _ = propose(drafter, ChainPlan(DEPTH + 1, params))
     paths = []
     for row in range(2):
         found = torch.tensor(acceptance_probs(drafter, hidden[row], whole.tokens[row].tolist()))
@@ -132,7 +132,7 @@ def test_the_confidence_decides_how_many_guesses_there_are(
     counts = set()
     for cost in (0.0, 0.02, 0.05, 0.1, 0.3, 10.0):
         seconds = [1 + cost * n for n in range(DEPTH + 1)]
-        cut, _, _ = propose(drafter, Plan(DEPTH + 1, params, 0, seconds))
+        cut, _, _ = propose(drafter, ChainPlan(DEPTH + 1, params, cycle_seconds=seconds))
         count = cut.tokens.size(1) - 1
         assert torch.equal(cut.tokens, whole.tokens[:, : count + 1])
         rates = [(2 + sum(path[:n].sum().item() for path in paths)) / seconds[n] for n in range(DEPTH + 1)]
@@ -144,8 +144,8 @@ def test_the_confidence_decides_how_many_guesses_there_are(
 def test_without_a_confidence_head_the_probabilities_decide(target: Target, tiny_dspark_dir: Path) -> None:
     drafter = make(target, tiny_dspark_dir, enable_confidence_head=False)
     seconds = [1 + 0.1 * n for n in range(DEPTH + 1)]
-    whole, _, logits = propose(drafter, Plan(DEPTH + 1, [GREEDY]))
-    cut, _, _ = propose(drafter, Plan(DEPTH + 1, [GREEDY], 0, seconds))
+    whole, _, logits = propose(drafter, ChainPlan(DEPTH + 1, [GREEDY]))
+    cut, _, _ = propose(drafter, ChainPlan(DEPTH + 1, [GREEDY], cycle_seconds=seconds))
     tokens = whole.tokens[0].tolist()
     best = torch.tensor([dist(drafter, logits[0, i], tokens[i])[tokens[i + 1]] for i in range(DEPTH)]).cumprod(dim=0)
     rates = [(1 + best[:n].sum().item()) / seconds[n] for n in range(DEPTH + 1)]
@@ -160,10 +160,12 @@ def test_the_length_of_a_sampled_chain_does_not_depend_on_what_is_sampled(
     costs = (0.3 * 0.8**n for n in range(40))
     times = ([1 + cost * n for n in range(DEPTH + 1)] for cost in costs)
     # With these times, some of the guesses pay, but not all.
-    seconds = next(t for t in times if 1 < propose(drafter, Plan(9, params, 0, t))[0].tokens.size(1) < DEPTH + 1)
+    seconds = next(
+        t for t in times if 1 < propose(drafter, ChainPlan(9, params, cycle_seconds=t))[0].tokens.size(1) < DEPTH + 1
+    )
     for number in (0.001, 0.3, 0.6, 0.8, 0.99, 0.9999):
         draws = torch.full((1, DEPTH), number, dtype=torch.float64)
-        proposal, _, _ = propose(drafter, Plan(DEPTH + 1, params, 0, seconds, draws=draws))
+        proposal, _, _ = propose(drafter, SampledPlan(DEPTH + 1, params, draws, cycle_seconds=seconds))
         lengths.add(proposal.tokens.size(1))
         firsts.add(proposal.tokens[0, 1].item())
     assert len(lengths) == 1 and len(firsts) > 1
@@ -174,7 +176,7 @@ def test_sampled_guesses_have_the_distributions_that_are_handed_over(drafter: DS
     params = [SamplingParams(temperature=0.7)] * rows
     grid = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
     draws = torch.stack([grid.roll(31 * depth) for depth in range(DEPTH)], dim=1)
-    proposal, _, logits = propose(drafter, Plan(DEPTH + 1, params, draws=draws), same=True)
+    proposal, _, logits = propose(drafter, SampledPlan(DEPTH + 1, params, draws), same=True)
     assert proposal.q is not None
     for row in range(0, rows, 13):
         q, tokens = proposal.q[row], proposal.tokens[row].tolist()
@@ -198,8 +200,8 @@ def target_size(logits: Tensor) -> int:
 
 def test_rows_without_temperature_are_not_sampled(drafter: DSparkDrafter) -> None:
     draws = torch.full((2, DEPTH), 0.999, dtype=torch.float64)
-    proposal, _, _ = propose(drafter, Plan(DEPTH + 1, [GREEDY, SamplingParams(temperature=1.0)], draws=draws))
-    greedy, _, _ = propose(drafter, Plan(DEPTH + 1, [GREEDY, GREEDY]))
+    proposal, _, _ = propose(drafter, SampledPlan(DEPTH + 1, [GREEDY, SamplingParams(temperature=1.0)], draws))
+    greedy, _, _ = propose(drafter, ChainPlan(DEPTH + 1, [GREEDY, GREEDY]))
     assert proposal.q is not None and [one is None for one in proposal.q] == [True, False]
     assert proposal.tokens[0].tolist() == greedy.tokens[0].tolist() != proposal.tokens[1].tolist()
 

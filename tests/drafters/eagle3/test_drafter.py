@@ -12,7 +12,7 @@ from thinned import thinned
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import SPARSE_SIZE, Plan
+from blockdraft.decode.proposal import SPARSE_SIZE, ChainPlan, SampledPlan, TreePlan
 from blockdraft.decode.sampling import draw
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.eagle3 import drafter as eagle3
@@ -156,7 +156,8 @@ def test_chains_equal_those_of_the_twin(
     for cycle in range(4):
         anchors = torch.randint(4, 60, (3,), generator=generator)
         draws = torch.rand(3, 5, dtype=torch.float64, generator=generator) if sampled else None
-        proposal = drafter.propose(state, anchors, Plan(6, params, draws=draws))
+        plan = ChainPlan(6, params) if draws is None else SampledPlan(6, params, draws)
+        proposal = drafter.propose(state, anchors, plan)
         assert proposal.tokens.shape == (3, 6)
         new, more = [], []
         for row, ids in enumerate(proposal.tokens.tolist()):
@@ -191,7 +192,7 @@ def test_trees_are_those_of_the_twin(
     state = drafter.new_state(2, 20)
     observe(drafter, state, texts, target_layers)
     params = [SamplingParams(), SamplingParams(temperature=0.5)]
-    proposal = drafter.propose(state, torch.tensor(anchors), Plan(5, params, budget))
+    proposal = drafter.propose(state, torch.tensor(anchors), ChainPlan(5, params).as_tree(budget))
     for row in range(2):
         tokens, parents = proposal.tokens[row].tolist(), proposal.parents[row].tolist()
         paths: list[tuple[int, ...]] = [()]
@@ -216,7 +217,7 @@ def test_trees_are_those_of_the_twin(
 def test_a_tree_ends_where_nothing_deeper_would_be_proposed(
     drafter: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state, plan = drafter.new_state(1, 20), Plan(6, [SamplingParams()], 3)
+    state, plan = drafter.new_state(1, 20), TreePlan(6, [SamplingParams()], 3)
     observe(drafter, state, [[9, 8, 7]], [target_layers_of(3, 3)])
     passes, found = list[int](), []
 
@@ -248,7 +249,7 @@ def test_a_window_hides_what_is_older(drafter: Eagle3Drafter, target: Target) ->
     observe(drafter, state, texts, target_layers)
     found = []
     for window in (2, 5, 50):
-        plan = Plan(4, [SamplingParams()] * 2, draft_window=window)
+        plan = ChainPlan(4, [SamplingParams()] * 2, draft_window=window)
         proposal = drafter.propose(state, torch.tensor([40, 41]), plan)
         for row, ids in enumerate(proposal.tokens.tolist()):
             for depth, logits in enumerate(twin.logits(texts[row], target_layers[row], ids[:-1], window)):
@@ -263,7 +264,7 @@ def test_costs_decide_how_far_is_drafted(drafter: Eagle3Drafter) -> None:
     for budget in (0, 12):
         counts = []
         for each in (0.0, 10.0):
-            plan = Plan(6, [SamplingParams()], budget, [1 + each * n for n in range(40)])
+            plan = ChainPlan(6, [SamplingParams()], cycle_seconds=[1 + each * n for n in range(40)]).as_tree(budget)
             proposal = drafter.propose(state, torch.tensor([40]), plan)
             assert proposal.expected is not None and 0 <= proposal.expected[0] < 6
             counts.append(proposal.tokens.size(1) - 1)
@@ -272,7 +273,7 @@ def test_costs_decide_how_far_is_drafted(drafter: Eagle3Drafter) -> None:
 
 def test_a_row_without_a_text_is_drafted_for(drafter: Eagle3Drafter) -> None:
     """Numbers that an earlier row has left in its slots are not read as features."""
-    state, plan = drafter.new_state(1, 20), Plan(6, [SamplingParams()])
+    state, plan = drafter.new_state(1, 20), ChainPlan(6, [SamplingParams()])
     first = drafter.propose(state, torch.tensor([40]), plan).tokens
     observe(drafter, state, [[9, 8, 7]], [target_layers_of(3, 3)])
     state.shrink(0, 0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.compat import DFlashConfig, DFlashGenerationMixin
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, SampledPlan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.flow.drafter import FlowDrafter
 from blockdraft.errors import UsageError
@@ -43,7 +43,7 @@ def observed(drafter: FlowDrafter, batch: int = 1, length: int = CONTEXT) -> obj
 
 
 def logits_of(drafter: FlowDrafter, plan: Plan | None = None, length: int = CONTEXT) -> Tensor:
-    plan = plan or Plan(drafter.block_size, [GREEDY])
+    plan = plan or ChainPlan(drafter.block_size, [GREEDY])
     with torch.no_grad():
         return drafter._refined_pass(observed(drafter, 1, length), torch.tensor([7]), plan)[1][0]  # type: ignore[arg-type]
 
@@ -51,7 +51,7 @@ def logits_of(drafter: FlowDrafter, plan: Plan | None = None, length: int = CONT
 def test_passes_are_those_of_the_checkpoint_unless_asked_otherwise(drafter: FlowDrafter, target: Target) -> None:
     assert drafter.diffusion_steps == 2
     size = drafter.block_size
-    found = {passes: logits_of(drafter, Plan(size, [GREEDY], draft_passes=passes)) for passes in range(1, 6)}
+    found = {passes: logits_of(drafter, ChainPlan(size, [GREEDY], draft_passes=passes)) for passes in range(1, 6)}
     assert torch.equal(logits_of(drafter), found[2])
     assert all((found[n] - found[m]).abs().max() > 1e-3 for n in found for m in range(1, n))
     again = drafter.adapted(target, 5)
@@ -89,14 +89,14 @@ def test_guesses_repeat_and_depend_on_the_noise_of_their_positions(drafter: Flow
 
 
 def test_a_shorter_plan_runs_fewer_positions(drafter: FlowDrafter) -> None:
-    assert logits_of(drafter, Plan(3, [GREEDY])).shape == (2, 265)
+    assert logits_of(drafter, ChainPlan(3, [GREEDY])).shape == (2, 265)
 
 
 def sampled(drafter: FlowDrafter, rows: int) -> Proposal:
     """Sampled chains of rows with the same context, with evenly spread random numbers for their first guesses."""
     draws = torch.rand(rows, drafter.block_size - 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     draws[:, 0] = (torch.arange(rows) + 0.5) / rows
-    plan = Plan(drafter.block_size, [SAMPLED] * rows, draws=draws)
+    plan = SampledPlan(drafter.block_size, [SAMPLED] * rows, draws)
     return drafter.propose(observed(drafter, rows), torch.full((rows,), 7), plan)  # type: ignore[arg-type]
 
 
@@ -121,7 +121,7 @@ def test_torch_runs_it_next_to_a_compiled_target(tiny_target_dir: Path, tiny_flo
         target = load_target(tiny_target_dir, "float32", "cpu", "native", compile=compile)
         drafter = load_drafter(tiny_flow_dir, target=target)
         assert isinstance(drafter, FlowDrafter) and drafter.compile_reason is not None
-        found.append(logits_of(drafter, Plan(8, [GREEDY], draft_window=4)))
+        found.append(logits_of(drafter, ChainPlan(8, [GREEDY], draft_window=4)))
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 

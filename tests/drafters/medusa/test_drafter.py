@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import Plan, Proposal, TreePlan
 from blockdraft.drafters import drafter_of, load_drafter
 from blockdraft.drafters.base import read_network
 from blockdraft.drafters.medusa.drafter import MedusaDrafter
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft.engine import Engine
+from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
@@ -90,10 +91,13 @@ def test_each_head_reads_the_last_state_and_guesses_its_own_token(
         assert draft_tokens == distributions(text[:length]).argmax(dim=-1).tolist()[: len(draft_tokens)]
 
 
-def test_the_network_of_a_loaded_drafter_drafts_again(
+def test_the_network_of_a_folder_drafts_like_its_drafter(
     drafter: MedusaDrafter, tiny_medusa_dir: Path, target: Target
 ) -> None:
-    again = drafter_of(drafter.network, target)
+    again = drafter_of(read_network(tiny_medusa_dir, target, MedusaNetwork), target)
+    if drafter.compile_reason is None:
+        with pytest.raises(UsageError, match="weights of this network were packed and freed"):
+            drafter_of(drafter.network, target)
     assert (again.compile_reason is None) == (drafter.compile_reason is None)
     answers = [
         Engine(target, each, drafting=Drafting(None)).generate([PROMPT], SamplingParams(12, ignore_eos=True))[0]
@@ -132,7 +136,7 @@ def test_a_tree_holds_the_likeliest_paths(distributions: Distributions, drafter:
     state = drafter.new_state(1, 40)
     hidden = distributions._model.model(torch.tensor([PROMPT])).last_hidden_state.detach()
     drafter.observe(state, torch.tensor([PROMPT]), hidden, [len(PROMPT)])
-    proposal = drafter.propose(state, torch.tensor([5]), Plan(4, [SamplingParams()], tree_budget=9))
+    proposal = drafter.propose(state, torch.tensor([5]), TreePlan(4, [SamplingParams()], 9))
     probs, best = distributions(PROMPT).topk(9, dim=-1)
     ranks = [path for depth in (1, 2, 3) for path in product(range(9), repeat=depth)]
     likeliest = sorted(ranks, key=lambda path: -prod(float(probs[depth, rank]) for depth, rank in enumerate(path)))[:9]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, TreePlan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.mtp.drafter import MTPDrafter
 from blockdraft.drafters.mtp.network import MTPNetwork
@@ -140,7 +140,7 @@ def test_a_prompt_of_one_token(twin: Twin, target: Target, tiny_mtp_dir: Path) -
     state = drafter.new_state(1, 20)
     hidden = twin._model.model(torch.tensor([[7]])).last_hidden_state.detach()
     drafter.observe(state, torch.tensor([[7]]), hidden, [1])
-    proposal = drafter.propose(state, torch.tensor([60]), Plan(4, [SamplingParams()]))
+    proposal = drafter.propose(state, torch.tensor([60]), ChainPlan(4, [SamplingParams()]))
     assert proposal.tokens[0, 1:].tolist() == twin([7, 60], 3)
 
 
@@ -149,8 +149,8 @@ def test_a_tree_holds_the_chain(target: Target, tiny_mtp_dir: Path) -> None:
     state = drafter.new_state(1, 40)
     hidden_states = torch.randn(1, 6, target.hidden_size, generator=torch.Generator().manual_seed(0))
     drafter.observe(state, torch.tensor([PROMPT]), hidden_states, [6])
-    chain = drafter.propose(state, torch.tensor([5]), Plan(4, [SamplingParams()])).tokens[0].tolist()
-    tree = drafter.propose(state, torch.tensor([5]), Plan(4, [SamplingParams()], tree_budget=40))
+    chain = drafter.propose(state, torch.tensor([5]), ChainPlan(4, [SamplingParams()])).tokens[0].tolist()
+    tree = drafter.propose(state, torch.tensor([5]), TreePlan(4, [SamplingParams()], 40))
     tokens, parents, node = tree.tokens[0].tolist(), tree.parents[0].tolist(), 0
     for token in chain[1:]:
         [node] = [at for at in range(len(tokens)) if parents[at] == node and tokens[at] == token]

@@ -31,9 +31,10 @@ from simulation import (
 from thinned import thinned
 
 from blockdraft.decode.proposal import Plan
-from blockdraft.engine.adaptive.policy import CREDIT, EXPLORE, HOLD, Controller
-from blockdraft.engine.adaptive.stored_costs import Costs
+from blockdraft.engine.adaptive.costs import Costs
+from blockdraft.engine.adaptive.policy import HOLD, MAX_CREDIT, TRIAL_SHARE, Controller
 from blockdraft.engine.request import Request
+from blockdraft.engine.runner import Outcome
 from blockdraft.types import Drafting
 
 CHANGING_ROWS: Callable[[int], int] = lambda cycle: 1 + cycle // 7 * 5 % 8  # noqa: E731
@@ -189,14 +190,14 @@ def test_a_new_request_begins_with_what_was_learned_from_others() -> None:
 
 def controller(kind: str = "lookup", costs: Costs | None = None) -> Controller:
     drafter, drafting = DRAFTERS[kind]
-    return Controller(drafter, drafting, lambda: costs, now=lambda: NOW)  # type: ignore[arg-type]
+    return Controller(drafter, drafting, lambda drafter: costs, now=lambda: NOW)  # type: ignore[arg-type]
 
 
 def test_one_decision_serves_the_whole_batch() -> None:
     """An easy row pays for drafting that a hard row alone would not be worth."""
     drafter = Lookup()
     drafter.block_size = 5
-    found = Controller(drafter, Drafting("auto"), lambda: stored(PAIR), now=lambda: NOW)  # type: ignore[arg-type]
+    found = Controller(drafter, Drafting("auto"), lambda drafter: stored(PAIR), now=lambda: NOW)  # type: ignore[arg-type]
     easy, hard = request(), request()
 
     def drafts(requests: list[Request]) -> int:
@@ -207,7 +208,7 @@ def test_one_decision_serves_the_whole_batch() -> None:
             draft_tokens = plan.block_size - 1
             lengths = [draft_tokens if each is easy else 0 for each in requests]
             seconds = PAIR.seconds(len(requests), draft_tokens or None)
-            found.learn(requests, plan, draft_tokens, [draft_tokens] * len(requests), lengths, seconds=seconds)
+            found.learn(Outcome(requests, plan, draft_tokens, [draft_tokens] * len(requests), lengths, seconds=seconds))
             found_drafts += draft_tokens > 0
         return found_drafts
 
@@ -248,22 +249,21 @@ def test_who_knows_probabilities_of_trees_alone_does_not_choose_the_length_of_ch
     class Trees(Knowing):
         knows_lengths = False
 
-    plans = [
-        Controller(Trees(), drafting, lambda: stored(PAIR)).plan([request()]) for drafting in (Drafting("auto"), TREE)
-    ]  # type: ignore[arg-type]
+    trees = Trees()  # type: ignore[abstract]
+    plans = [Controller(trees, each, lambda drafter: stored(PAIR)).plan([request()]) for each in (Drafting(), TREE)]
     assert [plan.cycle_seconds is None for plan in plans] == [True, False]
 
 
 def test_who_knows_no_probabilities_gets_trees_of_as_many_guesses_as_pay() -> None:
-    plan = Controller(Lookup(), TREE, lambda: stored(PAIR)).plan([request()])  # type: ignore[arg-type]
+    plan = Controller(Lookup(), TREE, lambda drafter: stored(PAIR)).plan([request()])  # type: ignore[arg-type]
     assert plan.tree_budget == MOST and plan.cycle_seconds is None
     drafting = Drafting(None, "auto")
-    plan = Controller(Lookup(), drafting, lambda: stored(PAIR)).plan([request()])  # type: ignore[arg-type]
+    plan = Controller(Lookup(), drafting, lambda drafter: stored(PAIR)).plan([request()])  # type: ignore[arg-type]
     assert plan.tree_budget == plan.block_size - 1 < BLOCK_SIZE
 
 
 def test_guesses_past_the_length_limit_are_not_asked_for() -> None:
-    found = Controller(Lookup(), Drafting(None), lambda: None)  # type: ignore[arg-type]
+    found = Controller(Lookup(), Drafting(None), lambda drafter: None)  # type: ignore[arg-type]
     one, two = request(5), request(3)
     one.token_ids = [1]
     assert found.plan([one, two]).block_size == 5
@@ -278,26 +278,20 @@ def drafted(found: Controller, requests: list[Request]) -> Plan:
             return plan
         count = len(requests)
         draft_tokens = None if plan.block_size == 1 else 4
-        found.learn(
-            requests,
-            plan,
-            draft_tokens or 0,
-            [4] * count,
-            [draft_tokens or 0] * count,
-            seconds=GPU.seconds(count, draft_tokens),
-        )
+        accepted, seconds = [draft_tokens or 0] * count, GPU.seconds(count, draft_tokens)
+        found.learn(Outcome(requests, plan, draft_tokens or 0, [4] * count, accepted, seconds=seconds))
     raise AssertionError("drafting pauses")
 
 
 def test_how_a_sampled_chain_is_judged_does_not_depend_on_what_its_rows_have_left() -> None:
     for drafting in (Drafting(None, sampled=True), Drafting("auto", sampled=True)):
-        found = Controller(Knowing(), drafting, lambda: stored(GPU))  # type: ignore[arg-type]
+        found = Controller(Knowing(), drafting, lambda drafter: stored(GPU))  # type: ignore[arg-type]
         assert found.plan([request(2)]).block_size == found.plan([request()]).block_size == BLOCK_SIZE
     row = request()
     for _ in range(100):  # nor on how deep others went
         plan = drafted(found, [row])
         assert plan.block_size == BLOCK_SIZE
-        found.learn([row], plan, 4, [4], [4], seconds=GPU.seconds(1, 4))
+        found.learn(Outcome([row], plan, 4, [4], [4], seconds=GPU.seconds(1, 4)))
 
 
 def test_an_overconfident_drafter_is_trusted_less_and_a_modest_one_more() -> None:
@@ -306,7 +300,7 @@ def test_an_overconfident_drafter_is_trusted_less_and_a_modest_one_more() -> Non
         requests = [request(), request()]
         for _ in range(300):
             plan = drafted(found, requests)
-            found.learn(requests, plan, 8, [8, 8], [accepted] * 2, [expected] * 2, GPU.seconds(2, 8))
+            found.learn(Outcome(requests, plan, 8, [8, 8], [accepted] * 2, [expected] * 2, seconds=GPU.seconds(2, 8)))
         assert drafted(found, requests).calibration == pytest.approx(calibration, rel=0.02)
 
 
@@ -315,36 +309,38 @@ def test_the_draft_pass_is_as_long_as_the_guesses_that_pay() -> None:
     requests = [request()]
     assert found.plan(requests).block_size == BLOCK_SIZE
     for _ in range(100):
-        found.learn(requests, drafted(found, requests), 4, [4], [4], seconds=GPU.seconds(1, 4))
+        found.learn(Outcome(requests, drafted(found, requests), 4, [4], [4], seconds=GPU.seconds(1, 4)))
     assert 5 < drafted(found, requests).block_size < 10
     for _ in range(100):  # where all that is drafted pays, more is drafted
         plan = drafted(found, requests)
         draft_tokens = plan.block_size - 1
-        found.learn(requests, plan, draft_tokens, [draft_tokens], [draft_tokens], seconds=GPU.seconds(1, draft_tokens))
+        found.learn(
+            Outcome(requests, plan, draft_tokens, [draft_tokens], [draft_tokens], seconds=GPU.seconds(1, draft_tokens))
+        )
     assert drafted(found, requests).block_size == BLOCK_SIZE
 
 
 def test_a_trial_does_not_change_what_is_usual() -> None:
     found = controller("tree", stored(GPU))
     requests = [request()]
-    found.learn(requests, drafted(found, requests), 8, [4], [3], [3.0], GPU.seconds(1, 8))
-    usual = found._acceptance.draft_tokens, found._acceptance.tokens
-    while found._decision is None or not (found._decision.trial and found._decision.draft_tokens):
+    found.learn(Outcome(requests, drafted(found, requests), 8, [4], [3], [3.0], seconds=GPU.seconds(1, 8)))
+    usual = found._acceptance.num_draft_tokens, found._acceptance.tokens
+    while found._decision is None or not (found._decision.trial and found._decision.max_draft_tokens):
         plan = found.plan(requests)
         draft_tokens = None if plan.block_size == 1 else 8
         assert found._decision is not None
         if not found._decision.trial:
-            found.learn(requests, plan, 8, [4], [3], [3.0], GPU.seconds(1, 8))
-            usual = found._acceptance.draft_tokens, found._acceptance.tokens
+            found.learn(Outcome(requests, plan, 8, [4], [3], [3.0], seconds=GPU.seconds(1, 8)))
+            usual = found._acceptance.num_draft_tokens, found._acceptance.tokens
         elif draft_tokens is None:
-            found.learn(requests, plan, 0, [0], [0], None, GPU.seconds(1, None))
-    found.learn(requests, plan, 64, [9], [1], [1.0], GPU.seconds(1, 64))
-    assert (found._acceptance.draft_tokens, found._acceptance.tokens) == usual
+            found.learn(Outcome(requests, plan, 0, [0], [0], None, seconds=GPU.seconds(1, None)))
+    found.learn(Outcome(requests, plan, 64, [9], [1], [1.0], seconds=GPU.seconds(1, 64)))
+    assert (found._acceptance.num_draft_tokens, found._acceptance.tokens) == usual
 
 
 def test_costs_are_asked_for_once_and_nothing_else_is_run() -> None:
     asked = []
-    found = Controller(Lookup(), Drafting("auto"), lambda: asked.append(1))  # type: ignore[arg-type, func-returns-value]
+    found = Controller(Lookup(), Drafting("auto"), lambda drafter: asked.append(1))  # type: ignore[arg-type, func-returns-value]
     found.prepare()
     assert asked == [1]
     for rows in (1, 2, 4):
@@ -407,7 +403,9 @@ class Trials:
         draft_tokens = plan.block_size - 1
         seconds = PAIR.seconds(1, draft_tokens or None) * (slower if self.found._decision.trial else 1.0)
         lengths, late = [int(accepted * draft_tokens)], late if draft_tokens else 0.0
-        self.found.learn(self.requests, plan, draft_tokens, [draft_tokens], lengths, seconds=seconds, late=late)
+        self.found.learn(
+            Outcome(self.requests, plan, draft_tokens, [draft_tokens], lengths, seconds=seconds, catch_up_seconds=late)
+        )
         return draft_tokens
 
 
@@ -415,31 +413,31 @@ def test_what_trials_lose_is_made_up_for_before_the_next() -> None:
     trials = Trials()
     cycles = [trials.cycle() for _ in range(2000)]
     lost = sum(PAIR.seconds(1, draft_tokens) / PAIR.seconds(1, None) - 1 for draft_tokens in cycles if draft_tokens)
-    assert 0.5 * EXPLORE * 2000 < lost < 1.2 * EXPLORE * 2000 + CREDIT
+    assert 0.5 * TRIAL_SHARE * 2000 < lost < 1.2 * TRIAL_SHARE * 2000 + MAX_CREDIT
 
 
 def test_what_a_drafter_is_told_before_a_trial_is_part_of_its_loss() -> None:
     plain = PAIR.seconds(1, None)
     at_once, later = Trials(), Trials()
     tried = [sum(trials.cycle(late=late) > 0 for _ in range(2000)) for trials, late in ((at_once, 0.0), (later, plain))]
-    assert 0 < tried[1] < 0.7 * tried[0] and tried[1] < 1.2 * EXPLORE * 2000 + CREDIT
+    assert 0 < tried[1] < 0.7 * tried[0] and tried[1] < 1.2 * TRIAL_SHARE * 2000 + MAX_CREDIT
 
 
 def test_catching_up_does_not_end_what_pays() -> None:
     trials = Trials()
-    trials.found._credit = CREDIT
+    trials.found._credit = MAX_CREDIT
     while not trials.cycle(accepted=0.15, late=PAIR.seconds(1, None)):  # it gains a tenth of a cycle, and loses one
         pass
-    assert 0 < trials.found._credit < CREDIT - 0.8 and not trials.found._tried  # the next may be one, too
+    assert 0 < trials.found._credit < MAX_CREDIT - 0.8 and not trials.found._tried  # the next may be one, too
 
 
 def test_after_a_trial_that_lost_there_are_other_cycles_and_after_one_that_paid_the_next() -> None:
     trials = Trials()
-    trials.found._credit = CREDIT
+    trials.found._credit = MAX_CREDIT
     while not trials.cycle():
         pass
     assert trials.found._credit > 0 and not any(trials.cycle() for _ in range(2))
-    trials.found._credit = CREDIT
+    trials.found._credit = MAX_CREDIT
     while not trials.cycle(accepted=1.0):
         pass
     assert trials.cycle() > 0
@@ -448,13 +446,13 @@ def test_after_a_trial_that_lost_there_are_other_cycles_and_after_one_that_paid_
 def test_a_delay_during_a_trial_is_no_loss() -> None:
     trials = Trials()
     for _ in range(3):  # times are known
-        trials.found._credit = CREDIT
+        trials.found._credit = MAX_CREDIT
         while not trials.cycle():
             pass
-    trials.found._credit = CREDIT
+    trials.found._credit = MAX_CREDIT
     while not trials.cycle(slower=20.0):
         pass
-    assert trials.found._credit > CREDIT - 2
+    assert trials.found._credit > MAX_CREDIT - 2
 
 
 def test_times_that_are_thought_to_be_far_too_long_are_approached_step_by_step() -> None:

@@ -220,9 +220,9 @@ def with_part(part: str, tensor: Tensor) -> Callable[[Parts], None]:
 @pytest.mark.parametrize(
     ("raw", "pack", "change", "told"),
     [
-        ({"quant_method": "bitsandbytes"}, gptq, None, "quantised by bitsandbytes, which is none of awq, compressed-"),
-        ({"quant_method": "fp8"}, gptq, None, "quantised by fp8"),
-        ({}, gptq, None, "quantised by None"),
+        ({"quant_method": "bitsandbytes"}, gptq, None, "quantized by bitsandbytes, which is none of awq, compressed-"),
+        ({"quant_method": "fp8"}, gptq, None, "quantized by fp8"),
+        ({}, gptq, None, "quantized by None"),
         (GPTQ | {"bits": 3}, gptq, None, "3 bits; 4 and 8 are read"),
         (GPTQ | {"bits": 2}, gptq, None, "2 bits"),
         (GPTQ | {"bits": "4"}, gptq, None, "4 bits; 4 and 8 are read"),
@@ -236,7 +236,7 @@ def with_part(part: str, tensor: Tensor) -> Callable[[Parts], None]:
         (GPTQ, gptq, with_part("scales", torch.ones(3, OUT)), "3 groups in rows of 64|instead of"),
         (GPTQ, gptq, with_part("scales", torch.ones(2, OUT + 1)), r"scales is of F32 \[2, 17\] instead of"),
         (GPTQ, lambda drawn: {"model.norm.weight": torch.ones(4)}, None, "no module has a qweight"),
-        (GPTQ, gptq, with_part("scales", torch.full((2, OUT), torch.inf)), "scales are no finite numbers"),
+        (GPTQ, gptq, with_part("scales", torch.full((2, OUT), torch.inf)), "scales are not finite"),
         (AWQ | {"bits": 3}, awq, None, "AWQ weights have 3 bits"),
         (AWQ | {"version": "gemv"}, awq, None, "lie as gemv"),
         (AWQ, awq, without("qzeros"), "lacks .*qzeros"),
@@ -262,7 +262,7 @@ def with_part(part: str, tensor: Tensor) -> Callable[[Parts], None]:
             None,
             "in",
         ),
-        (scheme(group={"output_activations": {"num_bits": 8}}), compressed, None, "outputs are rounded"),
+        (scheme(group={"output_activations": {"num_bits": 8}}), compressed, None, "outputs are quantized"),
         (scheme(kv_cache_scheme={"num_bits": 8}), compressed, None, "kv_cache_scheme"),
         (scheme(transform_config={"R1": {}}), compressed, None, "rotated"),
         (scheme(sparsity_config={"format": "sparse-24-bitmask"}), compressed, None, "sparse"),
@@ -300,7 +300,7 @@ PROJECTIONS = {
 }
 
 
-def quantised_model(
+def quantized_model(
     folder: Path, plain: Path, raw: dict[str, Any], pack: Callable[[Drawn, str], Parts], keep: str = "none"
 ) -> dict[str, Tensor]:
     """Copy a model with all linear layers replaced by random ones of few bits. Returns their numbers by name."""
@@ -333,9 +333,9 @@ PACKS: dict[str, tuple[dict[str, Any], Callable[[Drawn, str], Parts]]] = {
 
 
 @pytest.mark.parametrize("layout", thinned(PACKS, keep=3))
-def test_a_quantised_checkpoint_is_that_model(layout: str, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_is_that_model(layout: str, tiny_target_dir: Path, tmp_path: Path) -> None:
     raw, pack = PACKS[layout]
-    numbers = quantised_model(tmp_path / "model", tiny_target_dir, raw, pack)
+    numbers = quantized_model(tmp_path / "model", tiny_target_dir, raw, pack)
     target: Any = load_target(tmp_path / "model", device="cpu", compile="off")
     assert target.backend == "native" and "int4 weights" in target.running
     weights = dict(target.named_weights())
@@ -351,14 +351,14 @@ def test_a_quantised_checkpoint_is_that_model(layout: str, tiny_target_dir: Path
     assert (both.decoder.bits, both.decoder.embedding.bits) == (4, 8)
 
 
-def test_what_cannot_be_done_with_a_quantised_checkpoint(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_done_with_a_quantized_checkpoint(tiny_target_dir: Path, tmp_path: Path) -> None:
     raw, pack = PACKS["gptq"]
-    quantised_model(tmp_path / "model", tiny_target_dir, raw, pack)
-    with pytest.raises(ValueError, match="quantize is 'int4', and the checkpoint is quantised already .gptq.*int8"):
+    quantized_model(tmp_path / "model", tiny_target_dir, raw, pack)
+    with pytest.raises(ValueError, match="quantize is 'int4', and the checkpoint is quantized already .gptq.*int8"):
         load_target(tmp_path / "model", device="cpu", quantize="int4")
     with pytest.raises(ValueError, match="is quantised .gptq., and no adapter can be merged"):
         load_target(tmp_path / "model", device="cpu", adapter=tiny_target_dir)
-    with pytest.raises(ValueError, match="does not round"):
+    with pytest.raises(ValueError, match="does not quantize"):
         load_target(tmp_path / "model", device="cpu", backend="hf", quantize="int8")
     file = tmp_path / "model" / "config.json"
     config = json.loads(file.read_text())
@@ -374,8 +374,8 @@ def test_what_cannot_be_done_with_a_quantised_checkpoint(tiny_target_dir: Path, 
 
 def test_parts_of_one_product_are_all_of_few_bits_or_none(tiny_target_dir: Path, tmp_path: Path) -> None:
     raw, pack = PACKS["compressed"]
-    quantised_model(tmp_path / "model", tiny_target_dir, raw, pack, keep="layers.1.self_attn.k_proj")
-    with pytest.raises(ValueError, match=r"q_proj, .*v_proj are of few bits and .*layers.1.self_attn.k_proj are not"):
+    quantized_model(tmp_path / "model", tiny_target_dir, raw, pack, keep="layers.1.self_attn.k_proj")
+    with pytest.raises(ValueError, match=r"q_proj, .*v_proj are quantized and .*layers.1.self_attn.k_proj are not"):
         load_target(tmp_path / "model", device="cpu", backend="native", compile="off")
     target: Any = load_target(tmp_path / "model", device="cpu", compile="off", quantize="int8")
     assert [layer.qkv.bits for layer in target.decoder.layers] == [4, 8, 4]
@@ -383,7 +383,7 @@ def test_parts_of_one_product_are_all_of_few_bits_or_none(tiny_target_dir: Path,
 
 def test_a_file_that_was_cut_short_is_named(tiny_target_dir: Path, tmp_path: Path) -> None:
     raw, pack = PACKS["awq"]
-    quantised_model(tmp_path / "model", tiny_target_dir, raw, pack)
+    quantized_model(tmp_path / "model", tiny_target_dir, raw, pack)
     file = tmp_path / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ValueError, match="corrupt or cut short"):

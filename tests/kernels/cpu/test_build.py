@@ -127,7 +127,7 @@ def slow_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
     monkeypatch.setattr(building, "SILENT_SECONDS", 0.05)
-    building._tell_why.cache_clear()
+    building._log_compiling.cache_clear()
     building.begun.cache_clear()
     return let_go.touch
 
@@ -140,8 +140,8 @@ def test_a_target_waits_for_the_compiler_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     told = threading.Event()
-    tell = building._tell_why
-    monkeypatch.setattr(building, "_tell_why", lambda: (tell(), told.set()))
+    tell = building._log_compiling
+    monkeypatch.setattr(building, "_log_compiling", lambda: (tell(), told.set()))
     found: list[Any] = []
     loads = [threading.Thread(target=lambda: found.append(load_target(tiny_target_dir, device="cpu"))) for _ in "ab"]
     for load in loads:

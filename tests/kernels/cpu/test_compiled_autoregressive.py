@@ -13,7 +13,7 @@ from thinned import thinned
 from torch import Tensor
 
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import TreePlan
 from blockdraft.decode.tree import next_pays
 from blockdraft.drafters import slots_behind
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
@@ -357,7 +357,7 @@ def test_chains_of_rows_of_different_kinds_are_those_alone(tiny_target_dir: Path
         tokens = torch.tensor([[*text, *[77] * (longest - len(text))] for text in texts])
         hidden_states = torch.randn(1, longest, 64, generator=torch.Generator().manual_seed(5))
         drafter.observe(state, tokens, hidden_states.expand(len(texts), -1, -1), [len(text) for text in texts])
-        plan = Plan(6, [SamplingParams()] * len(texts), 12)
+        plan = TreePlan(6, [SamplingParams()] * len(texts), 12)
         found: list[list[int]] = drafter.propose(state, torch.full((len(texts),), 40), plan).tokens.tolist()
         return found
 

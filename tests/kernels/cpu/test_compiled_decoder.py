@@ -180,8 +180,8 @@ def test_a_row_with_nan_in_its_8_bit_keys_is_alone_with_it(tiny_target_dir: Path
 
 def test_keys_and_values_in_8_bits_are_for_compiled_targets(tiny_target_dir: Path) -> None:
     for ways, words in (
-        ({"compile": "off"}, "has none: it was not asked for"),
-        ({"backend": "hf"}, "does not round keys"),
+        ({"compile": "off"}, "has none: compile is off"),
+        ({"backend": "hf"}, "does not quantize keys"),
     ):
         with pytest.raises(ValueError, match=words):
             load_target(tiny_target_dir, "float32", "cpu", kv_dtype="int8", **ways)  # type: ignore[arg-type]
@@ -362,5 +362,5 @@ def test_without_a_compiler_the_decoder_runs_uncompiled_and_says_so(
 
 
 def test_transformers_rounds_no_weights(tiny_target_dir: Path) -> None:
-    with pytest.raises(ValueError, match="hf backend cannot run .*: it does not round weights"):
+    with pytest.raises(ValueError, match="hf backend cannot run .*: it does not quantize weights"):
         load_target(tiny_target_dir, device="cpu", quantize="int8", backend="hf")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from blockdraft.decode.proposal import Plan, chain_parents
+from blockdraft.decode.proposal import ChainPlan, chain_parents
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.engine.adaptive.calibrate import Probe
+from blockdraft.engine.adaptive.costs import Probe
 from blockdraft.kernels.cuda import graphs
 from blockdraft.kernels.cuda.graphs import CapturedDecoder, CudaRecorder, Graphs, Recorder, room
 from blockdraft.nn.cache import bucket, slot_bucket
@@ -339,7 +339,7 @@ def test_how_often_a_greedy_cycle_waits_for_a_gpu(
     target = load_target(tiny_target_dir, "float32", "cuda", "native", "on" if capture else "off")
     drafter = load_drafter(tiny_drafter_dir, target=target)
     runner, rows = Probe(target, drafter).rows(1, 3, 64)
-    plan = Plan(drafter.block_size, [SamplingParams()], budget)
+    plan = ChainPlan(drafter.block_size, [SamplingParams()]).as_tree(budget)
     for _ in range(3):  # captures
         runner.step(rows, plan)
     torch.cuda.set_sync_debug_mode("warn")

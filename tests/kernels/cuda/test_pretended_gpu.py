@@ -12,9 +12,9 @@ import torch
 from pretended_gpu import GPU, OnGPU, pretended_gpu
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import ChainPlan
 from blockdraft.drafters import load_drafter
-from blockdraft.engine.adaptive.calibrate import Probe
+from blockdraft.engine.adaptive.costs import Probe
 from blockdraft.targets import load_target
 from blockdraft.targets.native import NativeTarget
 from blockdraft.types import SamplingParams
@@ -80,7 +80,7 @@ def test_how_often_a_greedy_cycle_waits(
             target.capture(recorder)
         drafter = load_drafter(tiny_drafter_dir, target=target)
         runner, rows = Probe(target, drafter).rows(1, 3, 64)
-        plan = Plan(drafter.block_size, [SamplingParams()], budget)
+        plan = ChainPlan(drafter.block_size, [SamplingParams()]).as_tree(budget)
         for _ in range(3):
             runner.step(rows, plan)
         found.clear()

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from blockdraft.tools.fit.plan import Plan, TargetFacts, reference
+from blockdraft.tools.fit.facts import TargetFacts
+from blockdraft.tools.fit.plan import Plan, reference
 
 
 @pytest.fixture

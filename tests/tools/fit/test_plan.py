@@ -1,25 +1,20 @@
 """The planner: numbers in, a plan out."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from blockdraft.settings import read_settings
+from blockdraft.tools.fit.facts import Machine, Measured, Speeds, TargetFacts
 from blockdraft.tools.fit.plan import (
-    EVALUATIONS,
-    FEWEST_STEPS,
-    SAFETY,
-    Machine,
-    Measured,
+    Default,
     Plan,
-    Speeds,
-    TargetFacts,
+    Planner,
     candidates,
     duration,
     expected_speedup,
-    make_plan,
     reference,
     show,
     target_layers,
@@ -41,13 +36,13 @@ MEASURED_BIG = Measured(200.0, 1400, 400.0, 0.0, 2500.0, 0.03, 50_000.0, {"dflas
 def plan(hours: float = 1.0, available: int | None = 100_000, **changes: Any) -> Plan:
     asked = FitSettings(hours=hours, **{name: changes.pop(name) for name in ("answers", "steps") if name in changes})
     given = {"target": TARGET, "machine": MACHINE, "measured": MEASURED, **changes}
-    return make_plan(asked, given["target"], given["machine"], given["measured"], available, 8.0, 60.0)
+    return Planner(asked, given["target"], given["machine"], given["measured"], available, 8.0, 60.0).plan()
 
 
 def test_recipes_are_recipes() -> None:
     for one in (plan(), plan(target=BIG, machine=GPU, measured=MEASURED_BIG)):
         recipe = find_variant(one.variant).recipe_class(**one.recipe)
-        assert recipe.eval_every * EVALUATIONS >= recipe.steps
+        assert recipe.eval_every * Default.EVALUATIONS >= recipe.steps
         assert recipe.length >= 256 and recipe.chunk >= 1
 
 
@@ -55,9 +50,9 @@ def test_recipes_are_recipes() -> None:
 @pytest.mark.parametrize("available", [3000, 100_000, None])
 def test_a_plan_keeps_to_its_time(hours: float, available: int | None) -> None:
     total = 60.0 + sum(plan(hours, available).seconds.values())
-    assert total <= 3600 * hours * SAFETY + 60
+    assert total <= 3600 * hours * Default.SAFETY + 60
     if available != 3000:  # and uses it
-        assert total >= 3600 * hours * SAFETY * 0.9
+        assert total >= 3600 * hours * Default.SAFETY * 0.9
 
 
 def test_more_time_means_more_of_both() -> None:
@@ -81,9 +76,9 @@ def test_slow_answers_leave_room_for_training() -> None:
 def test_few_prompts_end_training_early() -> None:
     few = plan(8.0, available=500)
     assert few.answers == 500 - few.held_out
-    assert sum(few.seconds.values()) < 3600 * 8 * SAFETY / 2
+    assert sum(few.seconds.values()) < 3600 * 8 * Default.SAFETY / 2
     assert any("before the time is up" in reason for reason in few.reasons)
-    assert any("all 500 prompts" in reason for reason in few.reasons)
+    assert any("all 500 prompts of the data" in reason for reason in few.reasons)
 
 
 def test_prompts_that_the_target_writes_take_time() -> None:
@@ -95,9 +90,9 @@ def test_prompts_that_the_target_writes_take_time() -> None:
 def test_looping_answers_are_sampled() -> None:
     looping = plan(measured=replace(MEASURED, looping=0.7))
     assert looping.temperature > 0 and plan().temperature == 0
-    assert any("70 % of the greedy ones loop" in reason for reason in looping.reasons)
+    assert any("70 % of the greedy ones are repetitive" in reason for reason in looping.reasons)
     asked = FitSettings(temperature=0.0)
-    greedy = make_plan(asked, TARGET, MACHINE, replace(MEASURED, looping=0.7), 100_000, 8.0, 60.0)
+    greedy = Planner(asked, TARGET, MACHINE, replace(MEASURED, looping=0.7), 100_000, 8.0, 60.0).plan()
     assert greedy.temperature == 0
 
 
@@ -120,9 +115,9 @@ def test_steps_become_larger_where_their_size_hardly_matters() -> None:
 
 
 def test_features_lie_where_there_is_room() -> None:
-    assert plan().hidden_states == "memory" and "hidden_states" not in plan().seconds
+    assert plan().hidden_states == "memory" and "hidden-states" not in plan().seconds
     narrow = plan(machine=replace(MACHINE, memory=2**26, device="cuda"))
-    assert narrow.hidden_states == "disk" and narrow.seconds["hidden_states"] > 0 and narrow.disk > plan().disk
+    assert narrow.hidden_states == "disk" and narrow.seconds["hidden-states"] > 0 and narrow.disk > plan().disk
     nowhere = plan(machine=replace(MACHINE, memory=2**26, device="cuda", disk=2**27))
     assert nowhere.hidden_states is None and nowhere.disk < 2**27
 
@@ -163,7 +158,7 @@ def test_numbers_that_are_asked_for_are_kept() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"hours": 0.05}, r"0.05 hours leave time for 0 answers and 0 training steps.*--hours 0\.\d+ is about"),
+        ({"hours": 0.05}, r"0.05 hours leave time for 0 responses and 0 training steps.*--hours 0\.\d+ is about"),
         ({"available": 30}, "The data hold 30 different prompts"),
         ({"machine": replace(MACHINE, disk=10)}, "of disk and 0.0 MiB are free"),
         ({"machine": replace(MACHINE, memory=10, device_memory=10)}, "of memory and 0.0 MiB are free"),
@@ -193,14 +188,14 @@ def test_the_least_hours_suffice(what: str, slow: float) -> None:
     with pytest.raises(ValueError) as refused:
         plan(0.05, measured=measured)
     least = float(str(refused.value).split("--hours ")[1].split()[0])
-    assert plan(1.2 * least, measured=measured).recipe["steps"] >= FEWEST_STEPS
+    assert plan(1.2 * least, measured=measured).recipe["steps"] >= Default.FEWEST_STEPS
     with pytest.raises(ValueError):
         plan(0.8 * least, measured=measured)
 
 
 def test_a_plan_survives_its_file() -> None:
     made = plan()
-    read = Plan(**json.loads(json.dumps(made.as_json())))
+    read = Plan(**json.loads(json.dumps(asdict(made))))
     assert show(read, TARGET, MACHINE, [], 1.0) == show(made, TARGET, MACHINE, [], 1.0)
     assert read.recipe["target_layers"] == list(made.recipe["target_layers"])
 

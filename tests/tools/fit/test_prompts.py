@@ -132,7 +132,7 @@ def test_a_target_that_writes_no_prompts_is_refused(target: Target, monkeypatch:
     monkeypatch.setattr(prompts, "OWN_TOKENS", 1)
     with (
         Engine(target, load_drafter("none", target=target), max_batch_size=8) as engine,
-        pytest.raises(ValueError, match=r"usable prompts where 8 were wanted; name data"),
+        pytest.raises(ValueError, match=r"usable prompts of 8; name data"),
     ):
         write_prompts(engine, PromptSettings(count=8, held_out=0))
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def source(tmp_path: Path) -> str:
 def planned(fit: Fit, plan: Plan) -> None:
     folder = fit.where.folder
     folder.mkdir()
-    made = {"format": FORMAT, "asked": fit.asked(), "plan": plan.as_json(), "survey": ["as planned"]}
+    made = {"format": FORMAT, "asked": fit.asked(), "plan": asdict(plan), "survey": ["as planned"]}
     (folder / "plan.json").write_text(json.dumps(made))
 
 
@@ -111,7 +111,7 @@ def test_a_dry_run_measures_and_leaves_nothing(tmp_path: Path, tiny_target_dir: 
     fit = Fit(Where(tmp_path / "out", str(tiny_target_dir), device="cpu"), FitSettings(hours=8.0), (source,), RECORDS)
     notes: list[str] = []
     lines = run_fit(fit, True, notes.append)
-    assert any(line.startswith("answers: ") for line in notes) and any(line.startswith("dflash2: ") for line in notes)
+    assert any(line.startswith("responses: ") for line in notes) and any(line.startswith("dflash2: ") for line in notes)
     assert any(line.startswith("step train: about ") for line in lines)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl"]
 
@@ -136,7 +136,7 @@ def test_a_fit_from_its_plan_to_its_card(
     plan = make_plan(**changes)
     if plan.hidden_states == "disk":
         plan = replace(
-            plan, seconds=dict(zip(("prompts", "data", "hidden_states", "train", "calibrate", "bench"), count(9)))
+            plan, seconds=dict(zip(("prompts", "data", "hidden-states", "train", "calibrate", "bench"), count(9)))
         )
     planned(fit, plan)
     lines = run_fit(fit, False, SILENT)
@@ -162,4 +162,4 @@ def test_a_fit_from_its_plan_to_its_card(
 def test_the_end_says_whether_the_drafter_pays(speedup: float, pays: bool) -> None:
     methods = {"chain": {"tau": 1.3, "identical": 1.0}, "chain:auto": {"identical": 1.0, "speedup": speedup}}
     said = run._outcome(methods)
-    assert f"{speedup:.2f} times" in said and ("does not pay" in said) != pays
+    assert f"{speedup:.2f} times" in said and ("does not pay off" in said) != pays

@@ -27,7 +27,7 @@ ADAPTED = Where(Path("out"), "some/model", adapter="some/lora", revision="v2")
 def test_every_command_is_one(make_plan: MakePlan) -> None:
     """Each can be read by the command line, whatever is asked for."""
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    seconds = dict.fromkeys(("prompts", "data", "hidden_states", "train", "calibrate", "bench"), 1.0)
+    seconds = dict.fromkeys(("prompts", "data", "hidden-states", "train", "calibrate", "bench"), 1.0)
     plan = make_plan(hidden_states="disk", seconds=seconds, quantize="int8")
     for where in (WHERE, ADAPTED, Where(Path("out"), None)):
         made = make_steps(plan, where, ["chats.jsonl", "some/dataset"], ["--split", "test"])
@@ -53,7 +53,7 @@ def test_what_the_plan_says_is_what_the_commands_get(make_plan: MakePlan) -> Non
     assert [name for name, step in rounded.items() if "--quantize int8" in step.line] == ["data"]
     assert "--quantize" not in made["data"].line
     stored = {step.name: step for step in make_steps(make_plan(hidden_states="disk"), WHERE, [], [])}
-    assert "--hidden-states=out.fit/hidden_states" in stored["train"].line
+    assert "--hidden-states=out.fit/hidden-states" in stored["train"].line
     looped = {step.name: step for step in make_steps(make_plan(hidden_states=None), WHERE, [], [])}
     assert "--hidden-states" not in looped["train"].line
 

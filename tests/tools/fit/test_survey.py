@@ -43,7 +43,7 @@ def test_a_measurement_is_made_once_in_any_case(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("tokens", [20, 100])
 def test_looping_answers_count_as_far_as_they_would_be_written(tokens: int) -> None:
-    assert survey._found_to_loop([*range(tokens), *([7] * 200)]) == (tokens + 11 + CHECKED_TOKENS - 1) // 32 * 32
+    assert survey._noticed([*range(tokens), *([7] * 200)]) == (tokens + 11 + CHECKED_TOKENS - 1) // 32 * 32
 
 
 @pytest.mark.slow
@@ -67,7 +67,12 @@ def test_all_candidates_learn_from_the_same_features(
     for speed in found.speeds.values():
         assert speed.tokens[1] == 4 * speed.tokens[0] and min(speed.seconds) > 0 and min(speed.cycles.values()) > 0
     assert 0 < found.answer_tokens <= 24 and found.answer_rate > 0 and found.read_rate > 0
-    for part in ("Answering", "answers: ", "Computing the target's features", "Timing training steps of dflash2"):
+    for part in (
+        "Answering",
+        "responses: ",
+        "Computing the target's",
+        "Timing training steps of dflash2",
+    ):
         assert any(line.startswith(part) for line in told)
     calls["steps"].clear()
     found = survey.measure(target, prompts, 1e-4, 24, ["dflash", "dflash2"], tmp_path / "short", told.append)

@@ -189,17 +189,17 @@ def test_a_target(tiny_target_dir: Path) -> None:
     weights = load_file(tiny_target_dir / "model.safetensors")
     assert found.about["parameters"] == sum(weight.numel() for weight in weights.values())
     assert found.about["fingerprint"] == load_target(tiny_target_dir, device="cpu").source_fingerprint
-    assert found.about["runs"] == "native" and found.about["quantised"] is None and found.about["chat_template"]
+    assert found.about["runs"] == "native" and found.about["quantized"] is None and found.about["chat_template"]
     assert found.starts["vLLM"].line == f"vllm serve {tiny_target_dir}"
 
 
-def test_a_quantised_target(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_a_quantized_target(tiny_target_dir: Path, tmp_path: Path) -> None:
     from blockdraft.tools.quantize.run import quantize
     from blockdraft.tools.quantize.settings import QuantizeSettings
 
     quantize(tiny_target_dir, tmp_path / "q", QuantizeSettings(bits=4))
     found = inspect(tmp_path / "q")
-    assert found.what == "target" and found.about["quantised"]["quant_method"] == "compressed-tensors"
+    assert found.what == "target" and found.about["quantized"]["quant_method"] == "compressed-tensors"
     assert found.about["fingerprint"] == inspect(tiny_target_dir).about["fingerprint"]
     assert found.about["bytes"] < inspect(tiny_target_dir).about["bytes"]
 
@@ -266,7 +266,7 @@ def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -
         (broken, "broken/config.json: rope_theta is 5.0 but rope_parameters.rope_theta is 10000.0"),
         (tmp_path / "cut.gguf", "is corrupt or cut short"),
         (tmp_path / "note.txt", "is neither a folder nor a GGUF file"),
-        (tmp_path / "list", "is no adapter's"),
+        (tmp_path / "list", "does not describe an adapter"),
         (tmp_path / "nowhere" / "at" / "all", "There is no folder"),
     ):
         with pytest.raises(UsageError, match=said):
@@ -374,7 +374,7 @@ def test_commands_with_odd_paths(tiny_target_dir: Path, tiny_drafter_dir: Path, 
 def test_targets_that_are_none(tiny_drafter_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     for place, kind in ((tiny_drafter_dir, "a drafter"), (tmp_path, "an adapter")):
-        with pytest.raises(UsageError, match=f"target is {place}, which is {kind}; give the model"):
+        with pytest.raises(UsageError, match=f"target is {place}, which is {kind}; give a causal"):
             inspect(tiny_drafter_dir, place)
 
 

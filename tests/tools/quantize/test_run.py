@@ -208,7 +208,7 @@ def test_groups_that_do_not_fit(models: dict[str, Path], tmp_path: Path, setting
 
 @pytest.mark.parametrize(
     ("values", "told"),
-    [({"bits": 3}, "bits is 3"), ({"group": 0}, "group is 0"), ({"tables": "4"}, "tables is '4'")],
+    [({"bits": 3}, "bits must be 4 or 8"), ({"group": 0}, "group must be"), ({"tables": "4"}, "tables must be '8' or")],
 )
 def test_settings_are_checked(values: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):

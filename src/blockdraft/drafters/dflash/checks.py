@@ -1,4 +1,4 @@
-"""Checks of the DFlash family: taps and slots off by one, windows, causality, rotary base, precision."""
+"""Checks of the DFlash family: target layers and positions off by one, windows, causality, rotary base, precision."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from blockdraft.tools.doctor.checks import (
 from blockdraft.training.objectives import Slots
 from blockdraft.training.variant import find_variant
 
-WINDOWS = (32, 128, 512, 1024, 2048, 4096)  # those shorter than the texts are tried
+WINDOWS = (32, 128, 512, 1024, 2048, 4096)  # windows to try, if shorter than the texts
 
 
 class DFlashChecker(Checker):
@@ -52,7 +52,7 @@ class DFlashChecker(Checker):
 
     @torch.no_grad()
     def right(self, check: Check, texts: Sequence[Text]) -> Tensor:
-        """Whether each slot's most probable token, taken by itself, is right."""
+        """Return whether each position's most probable token is right, independent of the others."""
         count = max(1, self.block_size - 2)
         first = self._first_slot - check.shift
         network = self._network(check)
@@ -78,13 +78,13 @@ class DFlashChecker(Checker):
     def _network(self, check: Check) -> DFlashNetwork:
         dtype = check.dtype or self.target.dtype
         network = self.network(check.config).to(self.target.device, dtype).eval()
-        network.load_state_dict(self.found.tensors)  # casts
+        network.load_state_dict(self.checkpoint.tensors)  # casts
         return network
 
     def _passes(
         self, network: DFlashNetwork, check: Check, tokens: Tensor, anchors: Sequence[int], count: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Hidden states `[C, N, H]`, logits `[C, N, V]` and tokens `[C, 1 + count]` of up to C anchors at a time.
+        """Yield hidden states `[C, N, H]`, logits `[C, N, V]` and tokens `[C, 1 + count]` of up to C anchors at a time.
 
         The tokens are the anchor and the `count` tokens behind it, -1 behind the end of the text.
         """
@@ -105,10 +105,10 @@ class DFlashChecker(Checker):
 def checks(
     config: DraftConfig, first_slot: int, shape: Mapping[str, Any], dtype: torch.dtype, longest: int
 ) -> Iterator[Check]:
-    """All checks, the first of them with the drafter's own configuration.
+    """Yield all checks, the first of them with the drafter's own configuration.
 
     Args:
-        first_slot: Slot that guesses the token behind the anchor.
+        first_slot: Position that predicts the token behind the anchor.
         shape: `Target.shape`.
         dtype: Dtype of the target.
         longest: Tokens of the longest text.
@@ -128,10 +128,10 @@ def checks(
 
 
 def _attention(config: DraftConfig, longest: int) -> Iterator[Check]:
-    """Checks with other windows and other causality."""
+    """Yield checks with other windows and other causality."""
     windows = {layer.window for layer in config.layers} - {None}
     seen = {config.layers}
-    for window in (None, *(each for each in WINDOWS if each < longest)):
+    for window in (None, *(window for window in WINDOWS if window < longest)):
         for causal in (False, True, None):
             if window is None and causal is None:
                 continue

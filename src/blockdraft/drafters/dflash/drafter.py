@@ -1,18 +1,18 @@
-"""DFlash v1 (arXiv 2602.06036): guesses a block of tokens in one bidirectional pass over the target's hidden states."""
+"""DFlash v1 (arXiv 2602.06036): drafts a block of tokens in one bidirectional pass over the target's hidden states."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, chain, chain_q, sparsify
+from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, TreePlan, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
-from blockdraft.decode.tree import best_count, best_first, paying_tree
+from blockdraft.decode.tree import best_count, best_first, best_tree
 from blockdraft.drafters.base import (
     DIFFUSION_STEPS,
     NOISE_SCHEDULE,
@@ -22,7 +22,6 @@ from blockdraft.drafters.base import (
     DrafterSpec,
     check_refinement,
     filled_network,
-    whole_cycle,
 )
 from blockdraft.drafters.dflash.network import DFlashNetwork, DraftRunner
 from blockdraft.errors import UsageError
@@ -32,23 +31,23 @@ from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target, with_draft_vocab
 from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
-from blockdraft.types import CycleTokens, SamplingParams
+from blockdraft.types import SamplingParams
 
 
 class DFlashDrafter(Drafter):
-    """Drafts with a DFlash network. Embedding and, unless there is a `reduced_head`, head are the target's.
+    """Drafts with a DFlash network. The embedding is the target's, and so is the head without a `reduced_head`.
 
-    Subclasses set `network_class` and `first_draft_token`, the first position of a block that drafts a token (0, the
-    anchor's, or 1). They override `_draft_token`, which turns a draft pass into a proposal.
+    Subclasses set `network_class` and `first_draft_token` (the first position of a block that drafts a token: 0, the
+    anchor's, or 1), and override `_draft_token`, which turns a draft pass into a proposal.
 
     Args:
         network: Draft network, which is moved to the target's device and dtype.
         target: Target that the network was trained for.
-        diffusion_steps: Draft passes per block; None is `usual_steps`. With one, as in DFlash, all guesses come from
-            the same pass. With more, each pass fixes the positions that it is surest of, and the next pass sees them.
+        diffusion_steps: Draft passes per block; None is `usual_steps`. With one, as in DFlash, all draft tokens come
+            from the same pass. With more, each pass fixes its most confident positions, and the next pass reads them.
         noise_schedule: Share of the positions that are fixed after each pass, "cosine" or "linear".
         path: Folder or file that the network was read from.
-        reduced_head: Head of its own, for a drafter that guesses among part of the vocabulary only.
+        reduced_head: Own output projection, for a drafter with a draft vocabulary.
         owned: As in `Target.runner`; only for a network that was read from `path`.
     """
 
@@ -95,7 +94,7 @@ class DFlashDrafter(Drafter):
 
     @property
     def compile_reason(self) -> str | None:
-        """Reason why the network is not compiled for a CPU; None where it is, or where it runs as CUDA graphs."""
+        """Reason why the network is not compiled for a CPU; None if it is, or if it runs as CUDA graphs."""
         return self._run.compile_reason
 
     @property
@@ -110,9 +109,11 @@ class DFlashDrafter(Drafter):
         return self._run.state_bytes(batch, capacity)
 
     def weight_bytes(self) -> int:
-        memory = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in self.network.parameters()}
+        storages = [weight.untyped_storage() for weight in self.network.parameters()]
         head = self.reduced_head or self._target.draft_head
-        own = sum(each.nbytes() for each in memory.values()) + (head.nbytes if head else 0)
+        own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) + (
+            head.nbytes if head else 0
+        )
         return own + self._run.weight_bytes()
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
@@ -131,26 +132,26 @@ class DFlashDrafter(Drafter):
     ) -> DFlashDrafter:
         steps = self.diffusion_steps if diffusion_steps is None else diffusion_steps
         schedule = self.noise_schedule if noise_schedule is None else noise_schedule
-        network, owned, few = self.network, self._owned, self._target.draft_head
-        if target.lock is self._target.lock:  # it, or what `with_draft_vocab` made of it
+        network, owned, draft_head = self.network, self._owned, self._target.draft_head
+        if target.lock is self._target.lock:  # the same target, or a copy by `with_draft_vocab`
             target = self._target
-        elif few is not None:
-            target = with_draft_vocab(target, few.kept)
-        if target is self._target and owned:  # the runner holds all weights that are still needed
+        elif draft_head is not None:
+            target = with_draft_vocab(target, draft_head.kept)
+        if target is self._target and owned:  # share the runner
             self.check_steps(steps, schedule)
-            found = copy.copy(self)
-            found.diffusion_steps, found.noise_schedule = steps, schedule
-            return found
+            adapted = copy.copy(self)
+            adapted.diffusion_steps, adapted.noise_schedule = steps, schedule
+            return adapted
         if owned:
             assert self.path is not None
-            found = load(self.path, target, type(self), steps, schedule)
-            found.draft_vocab = self.draft_vocab
-            return found
+            adapted = load(self.path, target, type(self), steps, schedule)
+            adapted.draft_vocab = self.draft_vocab
+            return adapted
         if (target.device, target.dtype) != (self._target.device, self._target.dtype):
-            network = copy.deepcopy(network)  # because this drafter keeps its own target and network
-        found = type(self)(network, target, steps, schedule, self.path, self.reduced_head)
-        found.draft_vocab = self.draft_vocab
-        return found
+            network = copy.deepcopy(network)  # this drafter keeps its own
+        adapted = type(self)(network, target, steps, schedule, self.path, self.reduced_head)
+        adapted.draft_vocab = self.draft_vocab
+        return adapted
 
     @torch.no_grad()
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
@@ -158,38 +159,34 @@ class DFlashDrafter(Drafter):
             return chain(anchor[:, None])
         return self._draft_token(anchor, *self._refined_pass(state, anchor, plan), plan)
 
-    def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
-        return None if (plan.draft_passes or self.diffusion_steps) > 1 else whole_cycle(self._run.cycle, plan)
-
     def _draft_token(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-        """Make a proposal from the hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions behind the
+        """Return a proposal from the hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions behind the
         anchors."""
         return independent_draft_tokens(anchor, logits, plan)
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Hidden states `[B, D, H]` and logits `[B, D, V]` of the D = block_size - 1 guesses after the last draft pass.
-
-        At a position that an earlier pass has fixed, only one token is possible.
+        """Return hidden states `[B, D, H]` and logits `[B, D, V]` of the D = block_size - 1 draft tokens after the last
+        draft pass. A position that an earlier pass has fixed has one possible token.
         """
         block_size, window = plan.block_size, plan.draft_window
         tokens = torch.cat([anchor[:, None], self._masks[:, 1:block_size].expand(len(anchor), -1)], dim=1)
         passes = plan.draft_passes or self.diffusion_steps
         if passes == 1:
             return self._draft_pass(state, tokens, 1, window)
-        settled = torch.zeros_like(tokens, dtype=torch.bool)
-        settled[:, 0] = True
+        fixed = torch.zeros_like(tokens, dtype=torch.bool)
+        fixed[:, 0] = True
         share = NOISE_SCHEDULES[self.noise_schedule]
         for step in range(1, passes):
             logits = self._draft_logits(state, tokens, window)
             wanted = max(1, round(share(step / passes) * (block_size - 1)))
-            newly = wanted - (int(settled[0].sum()) - 1)
+            newly = wanted - (int(fixed[0].sum()) - 1)
             confidence, draft_tokens = logits.float().softmax(dim=-1).max(dim=-1)
-            surest = confidence.masked_fill(settled, -1.0).topk(max(newly, 0), dim=-1).indices
-            tokens = tokens.scatter(1, surest, draft_tokens.gather(1, surest))
-            settled = settled.scatter(1, surest, True)
+            best = confidence.masked_fill(fixed, -1.0).topk(max(newly, 0), dim=-1).indices
+            tokens = tokens.scatter(1, best, draft_tokens.gather(1, best))
+            fixed = fixed.scatter(1, best, True)
         hidden, logits = self._draft_pass(state, tokens, 1, window)
         others = torch.ones_like(logits, dtype=torch.bool).scatter_(2, tokens[:, 1:, None], False)
-        return hidden, logits.masked_fill(settled[:, 1:, None] & others, -torch.inf)
+        return hidden, logits.masked_fill(fixed[:, 1:, None] & others, -torch.inf)
 
     def _draft_logits(self, state: KVCache, tokens: Tensor, window: int | None = None) -> Tensor:
         return self._draft_pass(state, tokens, window=window)[1]
@@ -197,8 +194,8 @@ class DFlashDrafter(Drafter):
     def _draft_pass(
         self, state: KVCache, tokens: Tensor, first: int = 0, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states and logits, `[B, N - first, ...]`, of a block from its position `first` on. Unknown positions
-        hold the mask token. The output of a DFlash drafter at position 0 has no meaning."""
+        """Return hidden states and logits, `[B, N - first, ...]`, of a block from its position `first` on. Unknown
+        positions hold the mask token. The output of a DFlash drafter at position 0 has no meaning."""
         hidden, logits = self._run.draft_tokens(state, tokens, first, window)
         logits = self.network.adjust_logits(logits)
         mark(HEAD)
@@ -206,29 +203,27 @@ class DFlashDrafter(Drafter):
 
 
 def independent_draft_tokens(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-    """Proposal of as many guesses as the plan asks for, where no guess's distribution depends on another guess.
+    """Return a proposal whose draft tokens are independent of each other, as many as the plan allows.
 
     Args:
         anchor: `[B]` int64.
         logits: `[B, D, V]` of the D positions behind the anchors.
     """
-    if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
+    if isinstance(plan, SampledPlan):
         return sampled_chain(anchor, logits, plan)
-    if plan.tree_budget == 0 and plan.cycle_seconds is None:
+    if isinstance(plan, TreePlan):
+        log_probs = log_probabilities(logits, plan.params)
+        return best_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds, plan.calibration)
+    if plan.cycle_seconds is None:
         return chain(torch.cat([anchor[:, None], best_tokens(logits)], dim=1))
-    log_probs = log_probabilities(logits, plan.params)
-    if plan.tree_budget > 0 and plan.cycle_seconds is not None:
-        return paying_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds, plan.calibration)
-    ranks = min(plan.tree_budget, logits.size(-1)) or 1
-    best = log_probs.topk(ranks, dim=-1)
-    budget = plan.tree_budget or plan.block_size - 1
-    return best_first(anchor, best.values, best.indices, budget, plan.cycle_seconds, plan.calibration)
+    best = log_probabilities(logits, plan.params).max(dim=-1, keepdim=True)
+    return best_first(anchor, best.values, best.indices, plan.block_size - 1, plan.cycle_seconds, plan.calibration)
 
 
-def sampled_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-    """Guesses sampled with `plan.draws`, each from the distribution of its position.
+def sampled_chain(anchor: Tensor, logits: Tensor, plan: SampledPlan) -> Proposal:
+    """Sample draft tokens with `plan.uniforms`, each from the distribution of its position.
 
-    A row at temperature 0 gets the argmax as guesses, and no distributions. With `plan.cycle_seconds`, the length is
+    A sequence at temperature 0 gets the argmax, and no distributions. With `plan.cycle_seconds`, the length is
     that of the chain of the most probable guesses: if it depended on what was sampled, the output's distribution would
     change.
 
@@ -236,9 +231,8 @@ def sampled_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         anchor: `[B]` int64.
         logits: `[B, D, V]`.
     """
-    assert plan.draws is not None
     dists = sparsify(probabilities(logits, plan.params))
-    draft_tokens = dists.ids.gather(2, draw(dists.probs, plan.draws).to(logits.device).unsqueeze(2)).squeeze(2)
+    draft_tokens = dists.ids.gather(2, draw(dists.probs, plan.uniforms).to(logits.device).unsqueeze(2)).squeeze(2)
     count = draft_tokens.size(1)
     if plan.cycle_seconds is not None:
         best = log_probabilities(logits, plan.params).amax(dim=-1)
@@ -248,11 +242,11 @@ def sampled_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
 
 
 def log_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Log probabilities `[B, ..., V]` at each row's temperature; for a row at temperature 0, at temperature 1."""
+    """Return log probabilities `[B, ..., V]` at each sequence's temperature, or at 1 for temperature 0."""
     scores = logits.float()
     temperatures = [p.temperature or 1.0 for p in params]
     if any(temperature != 1 for temperature in temperatures):
-        scores = scores - scores.amax(dim=-1, keepdim=True)  # keeps small temperatures from overflowing
+        scores = scores - scores.amax(dim=-1, keepdim=True)  # avoids overflow at small temperatures
         scores = scores / torch.tensor(temperatures, device=scores.device).view(-1, *[1] * (scores.ndim - 1))
     return scores.log_softmax(dim=-1)
 
@@ -264,33 +258,33 @@ def load(
     diffusion_steps: int | None = None,
     noise_schedule: str = NOISE_SCHEDULE,
 ) -> DFlashDrafter:
-    """Load the drafter of a folder of any layout, or of a GGUF file."""
-    found = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
-    config, borrowed, head = found.config, found.borrowed, None
+    """Load the drafter in a folder of any layout or in a GGUF file."""
+    checkpoint = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
+    config, borrowed, head = checkpoint.config, checkpoint.borrowed, None
     check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
     if borrowed is not None:
         check_borrowed(path, borrowed, target)
         if borrowed.kept is not None and borrowed.head is not None:
             head = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
-    network = filled_network(found, kind.network_class)
-    del found, borrowed  # the network holds the tensors now
+    network = filled_network(checkpoint, kind.network_class)
+    del checkpoint, borrowed  # the network owns the tensors now
     return kind(network, target, diffusion_steps, noise_schedule, path, head, owned=True)
 
 
 def check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
-    """Raise a ValueError if a checkpoint's copies of the target's weights come from another model.
+    """Raise a UsageError if a checkpoint's copies of the target's weights come from another model.
 
-    A sample of the embedding's matrix rows and of the head's columns is compared. A head cut to part of the vocabulary
-    is not compared, because it may have been trained."""
+    Rows of the embedding and columns of the head are sampled. A head with a draft vocabulary is not compared, because
+    it may have been trained."""
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     if borrowed.embedding is not None:
         rows = torch.linspace(0, target.vocab_size - 1, 256).long()
         pairs["embed_tokens.weight"] = borrowed.embedding[rows], target.embed(rows.to(target.device))
     if borrowed.head is not None and borrowed.kept is None:
-        few = torch.eye(8, target.hidden_size, dtype=target.dtype, device=target.device)
-        pairs["lm_head.weight"] = borrowed.head[:, :8].T, target.head(few)
+        units = torch.eye(8, target.hidden_size, dtype=target.dtype, device=target.device)
+        pairs["lm_head.weight"] = borrowed.head[:, :8].T, target.head(units)
     for name, (ours, theirs) in pairs.items():
-        if not torch.allclose(ours.float(), theirs.cpu().float(), rtol=0.02, atol=1e-3):  # allows for different dtypes
+        if not torch.allclose(ours.float(), theirs.cpu().float(), rtol=0.02, atol=1e-3):  # dtypes may differ
             raise UsageError(
                 f"{name} of {path} differs from the target's; use the target that the drafter was exported with."
             )

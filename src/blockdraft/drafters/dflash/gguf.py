@@ -100,7 +100,7 @@ class DFlash:
 
 
 def _known() -> list[Architecture]:
-    """Architectures that llama.cpp knows, each once."""
+    """Return the architectures that llama.cpp knows."""
     return list({one.config: one for one in by_name().values() if one.llama_cpp is not None}.values())
 
 
@@ -111,7 +111,7 @@ def _of_llama_cpp(config: DraftConfig) -> LlamaCpp:
 
 
 def _rows(config: DraftConfig) -> tuple[str, ...]:
-    """Names of the drafter's own tensors with a matrix row for each token that it can guess."""
+    """Return the names of the drafter's own tensors with one matrix row per token of the draft vocabulary."""
     kind = architecture_of(config).speculator
     return () if kind is None else kind.rows
 

@@ -7,7 +7,7 @@ from blockdraft.nn.draft_config import DraftConfig
 
 
 def dflash_shapes(config: DraftConfig) -> Shapes:
-    """Tensor shapes of DFlash v1: 11 tensors per layer (15 with biases) and 3 more."""
+    """Return the tensor shapes of DFlash v1: 11 tensors per layer (15 with biases) and 3 more."""
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_attention_heads * head, config.num_key_value_heads * head
     layer: Shapes = {

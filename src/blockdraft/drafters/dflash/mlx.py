@@ -1,4 +1,4 @@
-"""DFlash's draft pass in MLX, and that of networks that extend DFlash's."""
+"""DFlash's draft pass in MLX, also for networks that extend DFlash's."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from blockdraft.timing import PASS, mark
 
 
 class MLXDraftPass:
-    """A `DraftRunner` that runs the network itself on MLX's arrays, lazily.
+    """A `DraftRunner` that runs the torch network on MLX arrays, lazily.
 
     Args:
         network: Network in the target's dtype.
-        embed, head: The target's, or a head of the drafter's own.
+        embed: The target's embedding.
+        head: The target's output projection, or the drafter's own.
     """
 
     compile_reason: str | None = None
-    bits = cycle = None
+    bits = None
 
     def __init__(
         self, network: DFlashNetwork, embed: Callable[[Tensor], Tensor], head: Callable[[Tensor], Tensor]
@@ -47,27 +48,25 @@ class MLXDraftPass:
         return 0
 
     def observe(self, state: MLXCache, hidden_states: Tensor) -> None:
-        """Write the keys and values of committed tokens, whose features pass through `fc` and `hidden_norm` only."""
+        """Write keys and values of committed tokens, whose hidden states pass through `fc` and `hidden_norm` only."""
         network, size = self.network, self.config.head_dim
         with computing():
             hidden_states = MLXTensor(in_mlx(hidden_states)).to(network.fc.weight.dtype)
             context, angles = network.hidden_norm(network.fc(hidden_states)), self._angles(state, hidden_states.size(1))
             for number, layer in enumerate(network.layers):
-                own = cast(DraftLayer, layer).self_attn
-                keys = rotate(own.k_norm(own.k_proj(context).unflatten(-1, (-1, size))), *angles)
-                values = own.v_proj(context).unflatten(-1, (-1, size))
-                state.extend(number, *(in_mlx(each.transpose(1, 2)) for each in (keys, values)))
+                attention = cast(DraftLayer, layer).self_attn
+                keys = rotate(attention.k_norm(attention.k_proj(context).unflatten(-1, (-1, size))), *angles)
+                values = attention.v_proj(context).unflatten(-1, (-1, size))
+                state.extend(number, *(in_mlx(x.transpose(1, 2)) for x in (keys, values)))
 
     def draft_tokens(
         self, state: MLXCache, tokens: Tensor, first: int, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `DraftRunner.draft_tokens`."""
         hidden = self(state, self._embed(tokens), window)[:, first:]
         mark(PASS)
         return hidden, self._head(hidden)
 
     def __call__(self, state: MLXCache, block: Tensor, window: int | None = None) -> Tensor:
-        """As `DraftRunner.__call__`."""
         config, count = self.config, block.size(1)
         begin = 0 if window is None else max(min(state.lengths) - window, 0)
         masks = {kind: self._mask(state, count, kind, window, begin) for kind in set(config.layers)}
@@ -75,35 +74,34 @@ class MLXDraftPass:
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             joined = [in_mlx(keys), in_mlx(values)]
             if max(state.lengths):
-                read = state.read(layer, 0, begin)
-                joined = [mx.concatenate(both, axis=2) for both in zip(read, joined, strict=True)]
+                context = state.read(layer, 0, begin)
+                joined = [mx.concatenate(both, axis=2) for both in zip(context, joined, strict=True)]
             mask = masks[config.layers[layer]]
             out = mx.fast.scaled_dot_product_attention(in_mlx(queries), *joined, scale=config.head_dim**-0.5, mask=mask)
             return MLXTensor(out)
 
         with computing():
-            block, (cos, sin) = MLXTensor(in_mlx(block)), self._angles(state, count)
-            return self.network.through_layers(block, cos, sin, attend)
+            return self.network.through_layers(MLXTensor(in_mlx(block)), *self._angles(state, count), attend)
 
-    def _angles(self, state: MLXCache, count: int) -> list[Tensor]:
+    def _angles(self, state: MLXCache, count: int) -> tuple[Tensor, Tensor]:
         positions = torch.tensor(state.lengths)[:, None] + torch.arange(count)
-        angles = self.network.angles(positions, self.network.fc.weight.dtype)
-        return [MLXTensor(in_mlx(each)) for each in angles]
+        cos, sin = self.network.angles(positions, self.network.fc.weight.dtype)
+        return MLXTensor(in_mlx(cos)), MLXTensor(in_mlx(sin))
 
     def _mask(self, state: MLXCache, count: int, kind: LayerAttention, window: int | None, begin: int) -> Array | None:
-        """Mask `[B, 1, N, T]` over the rows' slots from `begin` on and the block; None where all are seen."""
+        """Return the mask `[B, 1, N, T]` over KV slots from `begin` on and the block; None if it would hide nothing."""
         lengths, longest = state.lengths, max(state.lengths)
         if min(lengths) == longest and not kind.causal and kind.window is None:
             return None
         within = torch.ones(len(lengths), count, count, dtype=torch.bool)
         starts = torch.tensor(lengths)[:, None]
         positions = starts + torch.arange(count)
-        seen = visible_slots(lengths, within.tril() if kind.causal else within, positions, kind.window)
-        # Behind a row's committed tokens lies its block; in the arrays the block stands behind the longest row.
+        visible = visible_slots(lengths, within.tril() if kind.causal else within, positions, kind.window)
+        # In `visible` a block follows its own sequence; in the arrays all blocks follow the longest sequence.
         slots = torch.arange(longest).expand(len(lengths), -1)
-        known = seen[:, :, :longest] & (slots < starts)[:, None]
+        committed = visible[:, :, :longest] & (slots < starts)[:, None]
         if window is not None:
-            known = known & (slots >= starts - window)[:, None]
-        block = seen.gather(2, positions[:, None].expand(-1, count, -1))
+            committed = committed & (slots >= starts - window)[:, None]
+        block = visible.gather(2, positions[:, None].expand(-1, count, -1))
         with computing():
-            return mx.array(torch.cat([known[:, :, begin:], block], dim=2)[:, None].numpy())
+            return mx.array(torch.cat([committed[:, :, begin:], block], dim=2)[:, None].numpy())

@@ -1,16 +1,16 @@
-"""The DFlash draft network (arXiv 2602.06036): a few layers that read a target's features as context keys and values.
+"""The DFlash draft network (arXiv 2602.06036): a few layers that read a target's hidden states as keys and values.
 
-Training runs `DFlashNetwork`. Decoding runs `DraftPass`, which has the same weights but fewer and larger operations:
-for a few tokens, the fixed cost of an operation on a CPU, and of its launch on a GPU, exceeds that of its arithmetic.
-So `DraftPass` computes queries, keys and values in one product, and gate and up in another. It norms and rotates
-queries and keys together and in place, and keeps the keys and values of all layers in one tensor of the cache. A test
-checks that both give the same results."""
+Training runs `DFlashNetwork`. Decoding runs `DraftPass`, with the same weights in fewer and larger operations: for a
+few tokens, the overhead of an operation on a CPU, or of its launch on a GPU, exceeds the arithmetic. `DraftPass`
+computes queries, keys and values in one product, and gate and up in another. It norms and rotates queries and keys in
+place, and keeps the keys and values of all layers in one tensor of the cache. A test checks that both agree.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,22 +25,21 @@ from blockdraft.nn.layers import GatedMLP, RMSNorm, rms_factor, rotate, rotate_s
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.rotary import Rotary
 from blockdraft.timing import PASS, mark
-from blockdraft.types import CycleTokens
 
-ANGLES = 1024  # fewest positions whose angles are computed at once
+ANGLES = 1024  # minimum number of positions for which angles are computed at once
 
 
 class DFlashNetwork(DraftNetwork):
-    """Draft layers, `fc` and norms. The target lends its embedding and head.
+    """Draft layers, `fc` and norms. Embedding and head are the target's.
 
     Parameter names equal the tensor names of z-lab's checkpoints, so `state_dict` is the checkpoint.
 
     Attributes:
-        config_class: Class of its configuration. Networks that extend this one set it.
+        config_class: Class of its configuration, to be set by subclasses.
         layer_class: Class of its layers, likewise.
     """
 
-    architecture = "dflash"
+    architecture: ClassVar[str | None] = "dflash"
     config_class: type[DraftConfig] = DraftConfig
     layer_class: type[DraftLayer] = DraftLayer
 
@@ -57,23 +56,23 @@ class DFlashNetwork(DraftNetwork):
         return DraftPass(self, host)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions `[B, N]`, each `[B, N, D]`."""
+        """Return cosines and sines of positions `[B, N]`, each `[B, N, D]`."""
         return self._rotary(positions, dtype)
 
     def context_weights(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Key and value projections of all layers in one matrix, their biases, and the key norms' scales."""
+        """Return key and value projections of all layers in one matrix, their biases, and the key norms' scales."""
         attentions = [cast(DraftLayer, layer).self_attn for layer in self.layers]
         projections = [a.k_proj for a in attentions] + [a.v_proj for a in attentions]
         bias = torch.cat([p.bias for p in projections]) if self.config.attention_bias else None
         return torch.cat([p.weight for p in projections]), bias, torch.stack([a.k_norm.weight for a in attentions])
 
     def context(self, hidden_states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all layers for committed tokens, in one product.
+        """Return keys and values of all layers for committed tokens, in one product.
 
-        Features of context tokens pass through `fc` and `hidden_norm` only: no input norm, no query, no MLP.
+        Hidden states of context tokens pass through `fc` and `hidden_norm` only: no input norm, no query, no MLP.
 
         Args:
-            hidden_states: `[B, N, m * H]`, outputs of the m tapped target layers.
+            hidden_states: `[B, N, m * H]`, hidden states of the m target layers.
             positions: `[B, N]`, absolute.
 
         Returns:
@@ -103,7 +102,7 @@ class DFlashNetwork(DraftNetwork):
         return self.through_layers(block, *self.angles(positions, block.dtype), attend)
 
     def through_layers(self, block: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Run all layers as `forward` does, given the angles in the form that the layers take."""
+        """Run all layers as in `forward`, given the angles in the form of the layers."""
         scale = self.config.input_embedding_scale
         x = block if scale == 1 else block * scale
         for index, layer in enumerate(self.layers):
@@ -112,7 +111,7 @@ class DFlashNetwork(DraftNetwork):
         return out
 
     def adjust_logits(self, logits: Tensor) -> Tensor:
-        """Logits of the target's head, with the scale and soft-cap of the checkpoint, if it has these."""
+        """Apply the checkpoint's scale and soft-cap, if any, to logits of the target's head."""
         factor = self.config.output_multiplier
         logits = logits if factor == 1 else logits * factor
         cap = self.config.final_logit_softcapping
@@ -120,7 +119,7 @@ class DFlashNetwork(DraftNetwork):
 
 
 class DraftRunner(Protocol):
-    """Runs a draft network that reads the target's features, by the same means as the target's forward.
+    """Runs a draft network that reads the target's hidden states, on the target's backend.
 
     Attributes:
         compile_reason: Reason why a network that could have been compiled is not; else None.
@@ -132,11 +131,6 @@ class DraftRunner(Protocol):
     def bits(self) -> int | None:
         """As `Drafter.bits`."""
 
-    @property
-    def cycle(self) -> Callable[..., CycleTokens] | None:
-        """Program of a whole cycle, as `Drafter.cycle` returns it; None where the backend has none. It takes the
-        keywords `block_size`, `tree_budget`, `temperatures` of the rows, and `window` of the draft."""
-
     def new_state(self, batch: int, capacity: int) -> Any:
         """As `Drafter.new_state`."""
 
@@ -144,18 +138,18 @@ class DraftRunner(Protocol):
         """As `Drafter.state_bytes`."""
 
     def weight_bytes(self) -> int:
-        """Memory of weights that it keeps in addition to the network's own, in bytes."""
+        """Return the bytes of weights that it keeps besides the network's own."""
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        """Working memory in bytes, as `Drafter.workspace_bytes`; 0 for torch's operations, which free theirs."""
+        """As `Drafter.workspace_bytes`; 0 for torch's operations, which free theirs."""
 
     def observe(self, state: Any, hidden_states: Tensor) -> None:
-        """Write the keys and values of features `[B, N, m * H]` behind those of each row; `state.commit` then keeps
-        them."""
+        """Write the keys and values of hidden states `[B, N, m * H]` behind those of each sequence, for `state.commit`
+        to keep."""
 
     def __call__(self, state: Any, block: Tensor, window: int | None = None) -> Tensor:
-        """Run one pass over blocks of embeddings `[B, N, H]` in the target's dtype; returns `[B, N, H]` after the final
-        norm. The state stays as it was."""
+        """Run one pass over blocks of embeddings `[B, N, H]` in the target's dtype, and return `[B, N, H]` after the
+        final norm. The state does not change."""
 
     def draft_tokens(self, state: Any, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
         """Run one pass over blocks of tokens, and the head on its output.
@@ -163,7 +157,7 @@ class DraftRunner(Protocol):
         Args:
             tokens: `[B, N]` int64, `[anchor, mask, mask, ...]`.
             first: First position of a block whose logits are needed.
-            window: Number of each row's last committed tokens that attention reads; None is all of them.
+            window: Number of each sequence's last committed tokens that attention reads; None is all.
 
         Returns:
             Hidden states `[B, N - first, H]` and logits `[B, N - first, V]`.
@@ -171,7 +165,7 @@ class DraftRunner(Protocol):
 
 
 class FusedAttention(nn.Module):
-    """`DraftAttention` that gives `attend` the block's heads as `[B, N, heads, D]`, keys before values."""
+    """`DraftAttention` that passes heads as `[B, N, heads, D]` to `attend`."""
 
     def __init__(self, plain: DraftAttention, config: DraftConfig) -> None:
         super().__init__()
@@ -207,11 +201,11 @@ class DraftPass:
     """Runs draft passes over a cache, and writes the context that they read.
 
     Args:
-        network: Network of any kind of the DFlash family, already on its device and in its dtype. Its projections
-            become views of the joined ones, to hold them in memory once; its weights must not be replaced afterwards.
+        network: Network of the DFlash family, on the host's device and in its dtype. Its projections become views of
+            the fused ones, to save memory; do not replace its weights afterwards.
     """
 
-    bits = cycle = None
+    bits = None
 
     @torch.no_grad()
     def __init__(self, network: DFlashNetwork, host: DraftHost) -> None:
@@ -224,12 +218,12 @@ class DraftPass:
             attentions.append(layer.self_attn)
             layer.self_attn = FusedAttention(layer.self_attn, config)  # type: ignore[assignment]
             layer.mlp = FusedMLP(layer.mlp)  # type: ignore[assignment]
-        projections = [projection for each in attentions for projection in (each.k_proj, each.v_proj)]
+        projections = [projection for attention in attentions for projection in (attention.k_proj, attention.v_proj)]
         self._context = joined(projections, views=False)
-        self._key_scales = torch.stack([each.k_norm.weight for each in attentions]).unsqueeze(1)
+        self._key_scales = torch.stack([attention.k_norm.weight for attention in attentions]).unsqueeze(1)
         self._hidden_states = PackedLinear(network.fc.weight)
         self._group = config.num_attention_heads // config.num_key_value_heads
-        self._cos = self._sin = torch.empty(0)  # by position, for as many positions as caches have needed so far
+        self._cos = self._sin = torch.empty(0)  # by position, for as many as caches have needed so far
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity)
@@ -244,13 +238,7 @@ class DraftPass:
         return 0
 
     def observe(self, state: KVCache, hidden_states: Tensor) -> None:
-        """Write the keys and values of committed tokens, as nodes for `state.commit` to keep.
-
-        Features of context tokens pass through `fc` and `hidden_norm` only: no input norm, no query, no MLP.
-
-        Args:
-            hidden_states: `[B, N, m * H]`, outputs of the m tapped target layers.
-        """
+        """As `DraftRunner.observe`. Hidden states of context tokens pass through `fc` and `hidden_norm` only."""
         config, count = self.config, hidden_states.size(1)
         hidden_states = hidden_states.to(self._hidden_states.dtype)
         both = self._context(self.network.hidden_norm(self._hidden_states(hidden_states)))
@@ -274,23 +262,13 @@ class DraftPass:
     def draft_tokens(
         self, state: KVCache, tokens: Tensor, first: int, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `DraftRunner.draft_tokens`."""
         hidden = self(state, self._embed(tokens), window)[:, first:]
         mark(PASS)
         return hidden, self._head(hidden)
 
     def __call__(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
-        """Run one pass over a block behind each row's context. The state stays as it was.
-
-        Args:
-            block: `[B, N, H]`, embedded `[anchor, mask, mask, ...]`.
-            window: Number of each row's last committed tokens that attention reads; None is all of them.
-
-        Returns:
-            `[B, N, H]`, as `DFlashNetwork.forward`.
-        """
         count = block.size(1)
-        store, _ = state.view(self._memory(state), count)  # a copy is not written back: a pass keeps nothing
+        store, _ = state.view(self._memory(state), count)  # a copy is not written back, because a pass keeps nothing
         first = 0 if window is None else max(min(state.lengths) - window, 0)
         slots = self._slots(state, count, block.device)
         masks = {kind: self._mask(state, count, kind, window, first, block) for kind in set(self.config.layers)}
@@ -306,7 +284,7 @@ class DraftPass:
         store: Tensor,
         seen: slice,
     ) -> Tensor:
-        """Run the layers over a block, writing its keys and values to `slots`; attention reads the slots `seen`."""
+        """Run the layers over a block, and write its keys and values to `slots`. Attention reads the slots `seen`."""
         config, scale = self.config, self.config.head_dim**-0.5
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -323,7 +301,8 @@ class DraftPass:
         )
 
     def _slots(self, state: KVCache, count: int, device: torch.device) -> Tensor:
-        """Slots of the next nodes, equal to their positions: `[N]` if all rows have the same, else `[B, N]`."""
+        """Return the KV slots of the next nodes, equal to their positions: `[N]` if all sequences have the same, else
+        `[B, N]`."""
         start = state.lengths[0]
         if all(length == start for length in state.lengths):
             return torch.arange(start, start + count, device=device)
@@ -332,7 +311,7 @@ class DraftPass:
     def _mask(
         self, state: KVCache, count: int, kind: LayerAttention, window: int | None, first: int, like: Tensor
     ) -> Tensor | None:
-        """Attention mask over the slots from `first` on; None where nothing has to be masked."""
+        """Return the attention mask over the KV slots from `first` on, or None if nothing is masked."""
         lengths, device = state.lengths, like.device
         if min(lengths) == max(lengths) and not kind.causal and kind.window is None:
             return None
@@ -345,12 +324,12 @@ class DraftPass:
     def _visible(
         self, lengths: Sequence[int] | Tensor, slots: Tensor, kind: LayerAttention, total: int | None = None
     ) -> Tensor:
-        """Attention mask `[B, N, total]` of blocks at the slots `[B, N]`, as in `visible_slots`."""
+        """Return the attention mask `[B, N, total]` of blocks at the KV slots `[B, N]`, as in `visible_slots`."""
         within = torch.ones(*slots.shape, slots.size(1), dtype=torch.bool, device=slots.device)
         return visible_slots(lengths, within.tril() if kind.causal else within, slots, kind.window, total)
 
     def _rotary(self, state: KVCache, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of the slots, each `[N, 1, D]` or `[B, N, 1, D]`."""
+        """Return cosines and signed sines of the KV slots, each `[N, 1, D]` or `[B, N, 1, D]`."""
         if len(self._cos) < state.capacity:
             self._cos, self._sin = self._angles(torch.arange(max(state.capacity, ANGLES), device=slots.device))
         if slots.ndim == 1:
@@ -359,22 +338,22 @@ class DraftPass:
         return self._cos[slots], self._sin[slots]
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of positions `[..., N]`, each `[..., N, 1, D]`."""
+        """Return cosines and signed sines of positions `[..., N]`, each `[..., N, 1, D]`."""
         cos, sin = self.network.angles(positions, self._hidden_states.weight.dtype)
         sin[..., : sin.size(-1) // 2].neg_()
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
 
 
 def cached_bytes(config: DraftConfig, slots: int, dtype: torch.dtype) -> int:
-    """Memory of the keys and values of all layers of a draft network, in bytes."""
+    """Return the bytes of the keys and values of all layers of a draft network."""
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * slots * dtype.itemsize
 
 
 def joined(projections: Sequence[nn.Linear], views: bool = True) -> PackedLinear:
-    """Join several projections into one, whose outputs are theirs side by side.
+    """Concatenate several projections along the output dimension.
 
     Args:
-        views: Whether to make the weights of the given projections views of the joined weights.
+        views: Whether to make the projections' weights views of the concatenated weight.
     """
     weight = torch.cat([projection.weight.detach() for projection in projections])
     bias = torch.cat([p.bias.detach() for p in projections]) if projections[0].bias is not None else None

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -51,43 +52,56 @@ INIT_STD = 0.02  # standard deviation of new matrices, except `fc`, which preser
 
 @settings
 class DFlashRecipe(Recipe):
-    """Recipe of DFlash, with the layers and taps of arXiv 2602.06036.
+    """Recipe of DFlash, with the layers and taps of arXiv 2602.06036."""
 
-    Attributes:
-        layers: Number of draft layers; None is 5, or that of the drafter in `init`.
-        target_layers: Target layers that the drafter reads: their number, spread over the target (`5`), or a list of
-            0-based layers (`1,9,17`; a single one is `9,`). None is 5, or fewer if the target has fewer layers, or
-            those of `init`.
-        causal: Whether a position of a block sees only positions up to its own; otherwise it sees the whole block.
-        window: Sliding window of every draft layer in tokens; 0 is full attention.
-        intermediate_size: Inner size of the draft layers' MLP; None is the target's, or three times its hidden size.
-        heads: Query heads of the draft layers; None is the target's.
-        kv_heads: Key/value heads of the draft layers; None is the target's.
-        head_dim: Size of a head; None is the target's.
-        draft_vocab: Number of tokens that the drafter can guess, the most frequent supervised ones of the data. Such a
-            drafter, of the kind dflash only, is written in the speculators format. None is all tokens of the target.
-        mask_token_id: Token that stands for an unknown one. None is the first of these that exists: the mask token of
-            `init`, the tokenizer's mask token, an id of the embedding without a token, a reserved token, a token that
-            the data lack.
-        init: Folder of a drafter with as many layers or fewer, whose weights training starts from; None starts from
-            random weights.
-        checkpoint_activations: Recompute the draft layers' activations in the backward pass, to save memory.
-        attention: "flex" (FlexAttention), "dense" (a boolean mask), or "auto" (flex on a GPU, else dense).
-    """
-
-    layers: Count | None = None
-    target_layers: Count | Layers | None = None
-    causal: bool = False
-    window: Natural = 0
-    intermediate_size: Count | None = None
-    heads: Count | None = None
-    kv_heads: Count | None = None
-    head_dim: Count | None = None
-    draft_vocab: Count | None = None
-    mask_token_id: Natural | None = None
-    init: str | None = None
-    checkpoint_activations: bool = False
-    attention: Literal["auto", "flex", "dense"] = "auto"
+    layers: Count | None = Field(
+        None,
+        description="Number of draft layers; by default 5, or that of the drafter in `init`.",
+    )
+    target_layers: Count | Layers | None = Field(
+        None,
+        description="Target layers that the drafter reads: their number, spread over the target (`5`), or a list of "
+        "0-based layers (`1,9,17`; a single one is `9,`). By default 5, or fewer if the target has fewer "
+        "layers, or those of `init`.",
+    )
+    causal: bool = Field(
+        False,
+        description="Whether a position of a block sees only positions up to its own; otherwise it sees the whole "
+        "block.",
+    )
+    window: Natural = Field(0, description="Sliding window of every draft layer in tokens; 0 is full attention.")
+    intermediate_size: Count | None = Field(
+        None,
+        description="Inner size of the draft layers' MLP; by default the target's, or three times its hidden size.",
+    )
+    heads: Count | None = Field(None, description="Query heads of the draft layers; by default the target's.")
+    kv_heads: Count | None = Field(None, description="Key/value heads of the draft layers; by default the target's.")
+    head_dim: Count | None = Field(None, description="Size of a head; by default the target's.")
+    draft_vocab: Count | None = Field(
+        None,
+        description="Number of tokens that the drafter can propose, the most frequent supervised ones of the data. "
+        "Such a drafter, of the kind dflash only, is written in the speculators format. By default all "
+        "tokens of the target.",
+    )
+    mask_token_id: Natural | None = Field(
+        None,
+        description="Token that stands for an unknown one. By default the first of these that exists: the mask token "
+        "of `init`, the tokenizer's mask token, an id of the embedding without a token, a reserved "
+        "token, a token that the data lack.",
+    )
+    init: str | None = Field(
+        None,
+        description="Folder of a drafter with as many layers or fewer, whose weights training starts from; None "
+        "starts from random weights.",
+    )
+    checkpoint_activations: bool = Field(
+        False,
+        description="Recompute the draft layers' activations in the backward pass, to save memory.",
+    )
+    attention: Literal["auto", "flex", "dense"] = Field(
+        "auto",
+        description='"flex" (FlexAttention), "dense" (a boolean mask), or "auto" (flex on a GPU, else dense).',
+    )
 
 
 R = TypeVar("R", bound=DFlashRecipe)
@@ -95,26 +109,24 @@ N = TypeVar("N", bound=DFlashNetwork)
 
 
 def layer_shape(recipe: Any, target: Target) -> dict[str, Any]:
-    """Fields of a configuration that describe the layers, from the recipe or, where it is silent, from the target.
+    """Return the fields of a configuration that describe the layers, from the recipe or else from the target.
 
     Raises:
-        ValueError: A size is in neither of them.
+        ValueError: Neither has a size.
     """
     shape = {"intermediate_size": 3 * target.hidden_size, **target.shape}
     flags = {"intermediate_size": "intermediate_size", "num_attention_heads": "heads"}
     flags |= {"num_key_value_heads": "kv_heads", "head_dim": "head_dim"}
     sizes: dict[str, Any] = {name: getattr(recipe, flag) or shape.get(name) for name, flag in flags.items()}
-    lacking = [f"--{flags[name].replace('_', '-')}" for name, value in sizes.items() if value is None]
-    if lacking:
-        raise UsageError(
-            f"The target does not tell the sizes of its layers; set the drafter's by {', '.join(lacking)}."
-        )
+    missing = [f"--{flags[name].replace('_', '-')}" for name, value in sizes.items() if value is None]
+    if missing:
+        raise UsageError(f"The sizes of the target's layers are unknown; set the drafter's by {', '.join(missing)}.")
     shared: dict[str, Any] = {n: shape[n] for n in ("rope_theta", "rope_scaling", "rms_norm_eps") if n in shape}
     return {**sizes, "rope_theta": 10_000.0, **shared}
 
 
 def new_matrices(network: nn.Module, kept: Callable[[str], bool] = lambda name: False) -> None:
-    """Give a network random matrices. Parameters whose names are `kept` stay as they are."""
+    """Initialize a network's matrices randomly, except parameters whose names are `kept`."""
     for name, parameter in network.named_parameters():
         if parameter.ndim == 2 and not kept(name):
             nn.init.normal_(parameter, std=parameter.size(1) ** -0.5 if name == "fc.weight" else INIT_STD)
@@ -122,10 +134,10 @@ def new_matrices(network: nn.Module, kept: Callable[[str], bool] = lambda name: 
 
 @torch.no_grad()
 def calm(norm: Tensor, target: Target) -> None:
-    """Scale down the norm in front of the target's head where that head would make a new network overconfident.
+    """Scale down the norm before the target's head if that head would make a new network overconfident.
 
-    A head with large weights gives confident guesses for any hidden states, and a new network's are wrong. Its loss
-    then is many times that of a uniform guess, and the norm is slow to unlearn this."""
+    A head with large weights gives confident predictions for any hidden states, which are wrong for a new network. Its
+    loss would be many times that of a uniform prediction, and the norm is slow to unlearn this."""
     random = torch.randn(16, target.hidden_size, generator=torch.Generator().manual_seed(0))
     spread = float(target.head(random.to(target.device, target.dtype)).float().std())
     if spread > LARGE_SPREAD:
@@ -137,7 +149,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
 
     Attributes:
         network_class: Class of the network.
-        first_slot: First position of a block that is taught, 1 or 0.
+        first_slot: First position of a block that learns, 1 or 0.
         own_modules: Substrings of the names of parameters that DFlash v1 lacks. The network initializes them itself,
             and a checkpoint for a warm start may lack them.
     """
@@ -217,7 +229,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         return made
 
     def own_config(self, target: Target) -> Mapping[str, Any]:
-        """Fields of the configuration that DFlash v1 lacks."""
+        """Return the fields of the configuration that DFlash v1 lacks."""
         return {}
 
     def new_network(self, config: DraftConfig, vocabulary: Mapping[str, int] | None) -> N:
@@ -290,9 +302,9 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
     def pass_over_blocks(
         self, network: N, target: Target, hidden_states_BSF: Tensor, rows: Rows
     ) -> Callable[[Tensor | float], Tensor]:
-        """Function that runs the layers over all blocks, each an anchor and masks, and can be called repeatedly.
+        """Return a reusable function that runs the layers over all blocks, each an anchor and masks.
 
-        Its argument, `[B, A, N - 1, H]` or a number, is added to the masks' embeddings; it returns `[B, A, N, H]`.
+        Its argument, `[B, A, N - 1, H]` or a number, is added to the masks' embeddings. It returns `[B, A, N, H]`.
         """
         flex = self.recipe.attention == "flex" or (self.recipe.attention == "auto" and target.device.type == "cuda")
         mask = torch.tensor(network.config.mask_token_id, device=target.device)
@@ -323,7 +335,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
 
 
 class DFlashVariant(DFlashFamily[DFlashRecipe, DFlashNetwork]):
-    """DFlash v1: the family without additions."""
+    """DFlash v1, without additions."""
 
     fit_gain = 1.0
     reducible = True

@@ -1,9 +1,9 @@
-"""The draft pass of training (arXiv 2602.06036): the blocks of many anchors at once, which do not see each other.
+"""The draft pass of training (arXiv 2602.06036): the blocks of many anchors at once, independent of each other.
 
-A block at anchor p holds `[x_p, mask, ..., mask]` at positions p, p+1, ... It sees the features of its own document's
-tokens strictly before p, because the anchor's own features do not exist yet when a block is drafted.
+A block at anchor p holds `[x_p, mask, ..., mask]` at positions p, p+1, ... It attends to the hidden states of its
+own document's tokens strictly before p, because those of the anchor do not exist yet when a block is drafted.
 
-Letters: B rows, S tokens of a row, A anchors of a row, N slots of a block, H hidden size, F = m * H.
+Letters: B rows, S tokens per row, A anchors per row, N positions per block, H hidden size, F = m * H.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from blockdraft.nn.draft_network import Attend
 
 
 def mask_rule(documents_BS: Tensor, anchors_BA: Tensor, block_size: int, kind: LayerAttention) -> Callable[..., Tensor]:
-    """The block mask: whether a query may attend to a key, as a function of their indices. All masks are made from it.
+    """Return the block mask: a function from indices to whether a query may attend to a key. All masks are made of it.
 
     Query i is slot `i % N` of the row's block `i // N`. The first S keys are the row's tokens, and key S + i belongs to
-    query i. A slot sees
+    query i. A slot attends to
 
     - tokens of the anchor's document before the anchor; with a window W only those less than W positions before the
       slot;
@@ -33,7 +33,7 @@ def mask_rule(documents_BS: Tensor, anchors_BA: Tensor, block_size: int, kind: L
 
     Args:
         documents_BS: Int64, index of the document within the row that each token belongs to; -1 for none.
-        anchors_BA: Int64, index of each anchor within the row; -1 for no block, whose slots see nothing but each other.
+        anchors_BA: Int64, index of each anchor within the row; -1 for no block, whose slots attend only to each other.
         block_size: N.
 
     Returns:
@@ -60,7 +60,7 @@ def mask_rule(documents_BS: Tensor, anchors_BA: Tensor, block_size: int, kind: L
 
 
 def dense_mask(documents_BS: Tensor, anchors_BA: Tensor, block_size: int, kind: LayerAttention) -> Tensor:
-    """`mask_rule` as a bool tensor `[B * A, N, S + N]`; the keys of a block are the tokens and its own slots."""
+    """Return `mask_rule` as a bool tensor `[B * A, N, S + N]`. The keys of a block are the tokens and its own slots."""
     (batch, length), count, device = documents_BS.shape, anchors_BA.size(1), documents_BS.device
     rows = torch.arange(batch, device=device)[:, None, None, None]
     queries = torch.arange(count * block_size, device=device).view(1, count, block_size, 1)
@@ -104,11 +104,11 @@ def draft_pass(
     anchors_BA: Tensor,
     flex: bool = False,
 ) -> Callable[[Tensor], Tensor]:
-    """Compute the context, and return a function that runs the layers over all blocks and can be called repeatedly.
+    """Compute the context, and return a reusable function that runs the layers over all blocks.
 
     Args:
         network: The draft network.
-        hidden_states_BSF: Outputs of the tapped target layers.
+        hidden_states_BSF: Hidden states of the target layers.
         documents_BS: As in `mask_rule`.
         positions_BS: Int64, each token's position in its document.
         anchors_BA: Int64, index of each anchor within the row; a block with a negative one has no meaning.
@@ -133,8 +133,8 @@ def draft_pass(
 def _dense(
     network: DFlashNetwork, keys_LBKSD: Tensor, values_LBKSD: Tensor, documents: Tensor, anchors: Tensor
 ) -> Attend:
-    """Attention with a dense mask: one softmax over a row's context, for all its blocks together, and each block's own
-    slots."""
+    """Return attention with a dense mask: one softmax over a row's context, for all its blocks together, and each
+    block's own slots."""
     config, (batch, count), length = network.config, anchors.shape, documents.size(1)
     size, kv_heads = config.block_size, config.num_key_value_heads
     hidden = {
@@ -143,7 +143,7 @@ def _dense(
     }
 
     def attention(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        # All queries that share a key/value head, of its G query heads and A blocks, side by side: [B, K, G, A, N, D].
+        # All queries that share a key/value head, of its G query heads and A blocks: [B, K, G, A, N, D].
         grouped = (batch, count, kv_heads, -1, size, queries.size(-1))
         own_keys, own_values = (x.view(grouped).permute(0, 2, 3, 1, 4, 5) for x in (keys, values))
         rows = (queries * queries.size(-1) ** -0.5).view(grouped).permute(0, 2, 3, 1, 4, 5)
@@ -164,11 +164,11 @@ def _dense(
 def _flex(
     network: DFlashNetwork, keys_LBKSD: Tensor, values_LBKSD: Tensor, documents: Tensor, anchors: Tensor
 ) -> Attend:
-    """FlexAttention over all blocks of a row together; it skips tiles that no query sees."""
+    """Return FlexAttention over all blocks of a row together. It skips tiles without visible keys."""
     config, (batch, count), device = network.config, anchors.shape, anchors.device
     queries_of_row = count * config.block_size
     keys_of_row = documents.size(1) + queries_of_row
-    # A compiled step traces both with itself. On a CPU they run uncompiled, which is slow and meant for tests.
+    # A compiled step traces both. On a CPU they run uncompiled, slowly, for tests.
     alone = device.type != "cpu" and not torch.compiler.is_compiling()
     make, attend_flexibly = (_compiled(create_block_mask), _compiled(flex_attention)) if alone else _FLEX
     masks = {
@@ -209,6 +209,6 @@ def _compiled(function: Any) -> Any:
 
 
 def _by_row(x: Tensor, batch: int) -> Tensor:
-    """`[B * A, heads, N, D]` to `[B, heads, A * N, D]`."""
+    """Reshape `[B * A, heads, N, D]` to `[B, heads, A * N, D]`."""
     rows: Tensor = x.unflatten(0, (batch, -1))
     return rows.transpose(1, 2).flatten(2, 3)

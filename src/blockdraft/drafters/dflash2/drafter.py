@@ -1,7 +1,7 @@
-"""DFlash2: DFlash with a selector, which chooses each guess among candidates, given the guess before.
+"""DFlash2: DFlash with a selector, which chooses each draft token among candidates, given the one before.
 
-All candidates of a position are scored after each candidate of the position before at once, so following a path through
-them takes no further pass.
+All candidates of a position are scored after each candidate of the position before at once, so following a path takes
+no further pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q
+from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, SparseDistribution, TreePlan, chain, chain_q
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, lattice_tree
 from blockdraft.drafters.base import DrafterSpec
@@ -26,9 +26,9 @@ from blockdraft.targets import Target
 class DFlash2Drafter(DFlashDrafter):
     """Drafts with a DFlash2 network.
 
-    A chain follows the best candidate after each guess. A sampled chain samples among the candidates, and q is that
-    distribution. In a tree, the children of a node are scored given its token. The probability of a guess, which
-    decides how many guesses pay, is over the whole vocabulary: tokens that are not candidates keep their own logits.
+    A chain follows the best candidate after each draft token. A sampled chain samples among the candidates, and q is
+    that distribution. In a tree, the children of a node are scored given its token. The probability of a draft token,
+    which decides how many pay, is over the whole vocabulary: other tokens than candidates keep their logits.
     """
 
     network: DFlash2Network
@@ -36,8 +36,7 @@ class DFlash2Drafter(DFlashDrafter):
 
     def _draft_token(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         ids_BDK, scores_BDKK = self.network.lattice(hidden, logits, anchor)
-        sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
-        if plan.tree_budget > 0 and not sampled:
+        if isinstance(plan, TreePlan):
             log_probs_BDKK = lattice_log_probs(scores_BDKK, ids_BDK, logits, plan)
             return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.calibration)
         ranks_BD, count, q, expected = walk(best_tokens(scores_BDKK)), ids_BDK.size(1), None, None
@@ -47,7 +46,7 @@ class DFlash2Drafter(DFlashDrafter):
             path_probs = path_BD.cumsum(dim=-1).exp().tolist()
             count = best_count(path_probs, plan.cycle_seconds, plan.calibration)
             expected = tuple(sum(probs[:count]) for probs in path_probs)
-        if sampled:  # the length must not depend on what is sampled, or the output would lose its distribution
+        if isinstance(plan, SampledPlan):  # the length must not depend on what is sampled
             ranks_BD, dists = _draw(ids_BDK, scores_BDKK, plan)
             q, expected = chain_q(dists, count, plan.params), None
         draft_tokens = ids_BDK.gather(2, ranks_BD.unsqueeze(2)).squeeze(2)
@@ -56,7 +55,7 @@ class DFlash2Drafter(DFlashDrafter):
 
 
 def walk(next_BDK: Tensor) -> Tensor:
-    """Path through a table of steps.
+    """Follow the path through a table of steps.
 
     Args:
         next_BDK: `[b, d, p]` is the candidate at position d that follows candidate p of the position before; at
@@ -67,35 +66,35 @@ def walk(next_BDK: Tensor) -> Tensor:
     """
     reach = 1
     while reach < next_BDK.size(1):
-        # An entry is the result of `reach` steps. Joined with the entry that these steps start from, of twice as many.
+        # An entry is the result of `reach` steps. Composed with the entry that it starts from, it has twice as many.
         further = next_BDK[:, reach:].gather(2, next_BDK[:, :-reach])
         next_BDK = torch.cat([next_BDK[:, :reach], further], dim=1)
         reach *= 2
     return next_BDK[:, :, 0]
 
 
-def _draw(ids_BDK: Tensor, scores_BDKK: Tensor, plan: Plan) -> tuple[Tensor, SparseDistribution]:
-    """Candidates sampled with `plan.draws`, `[B, D]`, and the distributions `[B, D, K]` that they were sampled from.
+def _draw(ids_BDK: Tensor, scores_BDKK: Tensor, plan: SampledPlan) -> tuple[Tensor, SparseDistribution]:
+    """Candidates sampled with `plan.uniforms`, `[B, D]`, and the distributions `[B, D, K]` that they were sampled from.
 
-    The row's sampling parameters turn scores into a distribution. With one random number, each position samples a
+    The sequence's sampling parameters turn scores into a distribution. With one random number, each position samples a
     candidate after every candidate of the position before, and the walk follows these.
     """
-    assert plan.draws is not None
     count = ids_BDK.size(2)
     probs = probabilities(scores_BDKK.flatten(1, 2), plan.params)
-    next_BDK = draw(probs, plan.draws.repeat_interleave(count, dim=1)).to(ids_BDK.device).unflatten(1, (-1, count))
+    next_BDK = draw(probs, plan.uniforms.repeat_interleave(count, dim=1)).to(ids_BDK.device).unflatten(1, (-1, count))
     ranks_BD = walk(next_BDK)
     return ranks_BD, SparseDistribution(ids_BDK, _after(probs.view_as(scores_BDKK), ranks_BD))
 
 
 def _after(values_BDKK: Tensor, ranks_BD: Tensor) -> Tensor:
-    """Values `[B, D, K]` of the candidates at each position, given the candidate of the path `ranks_BD` before it."""
+    """Return the values `[B, D, K]` of the candidates at each position, given the path `ranks_BD` before it."""
     before = torch.cat([torch.zeros_like(ranks_BD[:, :1]), ranks_BD[:, :-1]], dim=1)
     return values_BDKK.gather(2, before[:, :, None, None].expand(-1, -1, 1, values_BDKK.size(3))).squeeze(2)
 
 
 def lattice_log_probs(scores_BDKK: Tensor, ids_BDK: Tensor, logits_BDV: Tensor, plan: Plan) -> Tensor:
-    """Log probabilities `[B, D, K, K]` of candidates at each row's temperature, over the whole vocabulary."""
+    """Return log probabilities `[B, D, K, K]` of candidates at each sequence's temperature, over the whole
+    vocabulary."""
     others_BDV = logits_BDV.float().scatter(2, ids_BDK, -torch.inf)
     temperature_B11 = torch.tensor([params.temperature or 1.0 for params in plan.params], device=others_BDV.device)[
         :, None, None

@@ -18,7 +18,7 @@ NESTED += ("input_embedding_scale", "output_multiplier", "final_logit_softcappin
 
 
 def dflash2_shapes(config: DFlash2Config) -> Shapes:
-    """Shapes of DFlash v1, 4 more a layer for the convolutions, and 3 for the selector."""
+    """Return the shapes of DFlash v1, 4 more per layer for the convolutions, and 3 for the selector."""
     hidden, taps, codebook = config.hidden_size, config.conv_kernel_size, (config.vocab_size, config.selector_rank)
     shapes = dflash_shapes(config)
     for name in _convolutions(config):
@@ -32,18 +32,18 @@ def dflash2_shapes(config: DFlash2Config) -> Shapes:
 
 
 def _adapted(config: DFlash2Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors in z-lab's form. Some trainers keep the codebooks in embedding layers. Some keep base kernels without the
-    dimension of the sides: either one kernel for both, or the taps of both one after the other."""
-    found = dict(tensors)
+    """Return the tensors in z-lab's form. Some trainers keep the codebooks in embedding layers. Some keep base kernels
+    without the dimension of the sides: either one kernel for both, or the taps of both concatenated."""
+    adapted = dict(tensors)
     for name in ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"):
-        if f"{name}.weight" in found and name not in found:
-            found[name] = found.pop(f"{name}.weight")
+        if f"{name}.weight" in adapted and name not in adapted:
+            adapted[name] = adapted.pop(f"{name}.weight")
     taps, hidden = config.conv_kernel_size, config.hidden_size
     for name in _convolutions(config):
-        kernel = found.get(f"{name}.base_kernel")
+        kernel = adapted.get(f"{name}.base_kernel")
         if kernel is not None and kernel.shape in ((taps, hidden), (2 * taps, hidden)):
-            found[f"{name}.base_kernel"] = kernel.view(-1, taps, hidden).expand(2, -1, -1)
-    return found
+            adapted[f"{name}.base_kernel"] = kernel.view(-1, taps, hidden).expand(2, -1, -1)
+    return adapted
 
 
 def _convolutions(config: DFlash2Config) -> list[str]:
@@ -64,7 +64,7 @@ SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_to
 
 def _written(config: DFlash2Config) -> dict[str, Any]:
     top, hidden = config.selector_top_k, config.hidden_size
-    least = top * (top + 1)  # llama.cpp returns the numbers of a position in place of its hidden state
+    least = top * (top + 1)  # llama.cpp returns these numbers of a position instead of its hidden state
     need(hidden >= least, "hidden_size", hidden, f"at least {least} in llama.cpp where selector_top_k is {top}")
     return {name: getattr(config, name) for name in SELECTOR}
 

@@ -22,10 +22,10 @@ from blockdraft.nn.draft_network import Attend, DraftLayer
 class DFlash2Config(DraftConfig):
     """Configuration of a DFlash2 drafter: that of DFlash v1, and sizes of the convolutions and the selector."""
 
-    conv_kernel_size: int  # positions that a convolution reads: its own and those before
+    conv_kernel_size: int  # positions that a convolution reads: its own and earlier ones
     conv_group_size: int  # neighbouring channels that share a correction of the kernel
     selector_rank: int  # width of the codebooks
-    selector_top_k: int  # candidates of a position
+    selector_top_k: int  # candidates per position
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,7 +36,7 @@ class DFlash2Config(DraftConfig):
 
 
 # Standard deviation of a new predecessor codebook; a new successor codebook is 0. In a short warm-started run on the
-# bundled pair (80 steps, AdamW 6e-4), 50% of the selector's choices were right with 0.5, and 42% with the usual 0.02.
+# bundled pair (80 steps, AdamW 6e-4), 50% of the selector's choices were right with 0.5, 42% with the usual 0.02.
 CODEBOOK_STD = 0.5
 
 
@@ -59,7 +59,7 @@ class DynamicConv(nn.Module):
         nn.init.zeros_(self.kernel_projection.weight)
 
     def forward(self, x_BNH: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Output `[B, N, H]` of the sublayer between the convolutions, for B blocks."""
+        """Return the output `[B, N, H]` of the sublayer between the convolutions, for B blocks."""
         delta = self.kernel_projection(x_BNH).unflatten(-1, self.corrections).unsqueeze(-1)
         kernels_BN2KH = (self.base_kernel.unflatten(-1, (self.corrections[2], -1)) + delta).flatten(-2)
         before_BNKH, after_BNKH = kernels_BN2KH.unbind(dim=2)
@@ -74,7 +74,7 @@ def _convolve(x_BNH: Tensor, kernel_BNKH: Tensor) -> Tensor:
 
 
 class ConvolvedLayer(DraftLayer):
-    """Draft layer whose attention and MLP are between convolutions."""
+    """Draft layer with convolutions before and after attention and MLP."""
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)
@@ -101,7 +101,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def forward(self, hidden: Tensor, predecessors: Tensor, candidates: Tensor) -> Tensor:
-        """Scores of K candidates after each of P tokens.
+        """Return scores of K candidates after each of P tokens.
 
         Args:
             hidden: `[..., H]`, hidden states of the positions.
@@ -118,7 +118,7 @@ class CandidateSelector(nn.Module):
 
 
 class DFlash2Network(DFlashNetwork):
-    """DFlash v1 with convolutions and a candidate selector. Parameters that v1 has, too, keep their names."""
+    """DFlash v1 with convolutions and a candidate selector. Parameters of v1 keep their names."""
 
     architecture = "dflash2"
     config_class: type[DraftConfig] = DFlash2Config
@@ -130,17 +130,18 @@ class DFlash2Network(DFlashNetwork):
         self.candidate_selector = CandidateSelector(config)
 
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The `selector_top_k` best tokens of each position, ascending, int64, and their logits, `[..., K]` each.
+        """Return the `selector_top_k` best tokens of each position, ascending, int64, and their logits, `[..., K]`
+        each.
 
         Args:
             logits: `[..., V]`, from `adjust_logits`.
         """
         ids = logits.topk(self.config.selector_top_k, dim=-1, sorted=False).indices
-        ids = ids.sort(dim=-1).values  # so that of equal scores the lowest id wins, as everywhere
+        ids = ids.sort(dim=-1).values  # so that the lowest id wins among equal scores, as everywhere
         return ids, logits.gather(-1, ids)
 
     def lattice(self, hidden_BDH: Tensor, logits_BDV: Tensor, anchor_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Candidates of the D positions behind the anchor, and their scores after each other.
+        """Return candidates of the D positions behind the anchor, and their scores after each other.
 
         Args:
             hidden_BDH: Hidden states of the positions.

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
@@ -28,22 +29,20 @@ CONV_GROUP = 16
 
 @settings
 class DFlash2Recipe(DFlashRecipe):
-    """Recipe of DFlash2, with the sizes of z-lab's drafters: that of DFlash and these fields.
+    """Recipe of DFlash2, with the sizes of z-lab's drafters: that of DFlash and these fields."""
 
-    Attributes:
-        conv_kernel_size: Positions of a block that a convolution reads, its own and those before.
-        conv_group_size: Channels that share a correction of the kernel; a divisor of the hidden size. None is the
-            largest power of two up to 16 that is one.
-        selector_rank: Width of the selector's codebooks.
-        selector_top_k: Candidates of a position.
-        selector_weight: Weight of the selector's cross-entropy in the loss.
-    """
-
-    conv_kernel_size: Count = 2
-    conv_group_size: Count | None = None
-    selector_rank: Count = 256
-    selector_top_k: Count = 16
-    selector_weight: Amount = 1.0
+    conv_kernel_size: Count = Field(
+        2,
+        description="Positions of a block that a convolution reads, its own and those before.",
+    )
+    conv_group_size: Count | None = Field(
+        None,
+        description="Channels that share a correction of the kernel; a divisor of the hidden size. By default the "
+        "largest power of two up to 16 that is one.",
+    )
+    selector_rank: Count = Field(256, description="Width of the selector's codebooks.")
+    selector_top_k: Count = Field(16, description="Candidates of a position.")
+    selector_weight: Amount = Field(1.0, description="Weight of the selector's cross-entropy in the loss.")
 
 
 class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
@@ -78,7 +77,8 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
         return ids_CKN.gather(-1, best_CK1).squeeze(-1)
 
     def counts(self, network: DFlash2Network, slots: Slots) -> dict[str, Tensor]:
-        """Labels that are candidates, that have the best logit, and that the selector chooses, `[C, K]` bool."""
+        """Return the labels that are candidates, that have the best logit, and that the selector chooses, `[C, K]`
+        bool."""
         labels_CK = slots.labels_CK
         return {
             "candidate_recall": (network.candidates(slots.logits_CKV)[0] == labels_CK.unsqueeze(-1)).any(dim=-1),
@@ -88,7 +88,8 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
 
 
 def selector_losses(network: DFlash2Network, slots: Slots) -> Tensor:
-    """Cross-entropy `[C, K]` float32 of each label among the N candidates of its slot, given the token before it."""
+    """Return the cross-entropy `[C, K]` float32 of each label among the N candidates of its slot, given the token
+    before it."""
     labels_CK1 = slots.labels_CK.unsqueeze(-1)
     ids_CKN = slots.logits_CKV.topk(network.config.selector_top_k, dim=-1).indices
     is_label_CKN = ids_CKN == labels_CK1
@@ -100,7 +101,7 @@ def selector_losses(network: DFlash2Network, slots: Slots) -> Tensor:
 
 
 def _scores(network: DFlash2Network, slots: Slots, ids_CKN: Tensor, unary_CKN: Tensor) -> Tensor:
-    """Scores `[C, K, N]` float32 of candidates, given the token of the data before them."""
+    """Return scores `[C, K, N]` float32 of candidates, given the token of the data before them."""
     before_CK1 = slots.predecessors_CK.unsqueeze(-1)
     pairs_CKN: Tensor = network.candidate_selector(slots.hidden_CKH, before_CK1, ids_CKN).squeeze(-2)
     return unary_CKN.float() + pairs_CKN.float()

@@ -1,7 +1,7 @@
-"""DSpark: DFlash with a Markov head, which corrects each guess given the guess before, and a confidence head, which
-predicts how far guesses are accepted.
+"""DSpark: DFlash with a Markov head, which corrects each draft token given the one before, and a confidence head, which
+predicts how far draft tokens are accepted.
 
-There is one draft pass, as in DFlash; the Markov head takes a small matrix product for each guess.
+There is one draft pass, as in DFlash. The Markov head takes a small matrix product per draft token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
+from blockdraft.decode.proposal import (
+    Plan,
+    Proposal,
+    SampledPlan,
+    SparseDistribution,
+    TreePlan,
+    chain,
+    chain_q,
+    sparsify,
+)
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, lattice_tree
 from blockdraft.drafters.base import DrafterSpec
@@ -26,16 +35,16 @@ from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
 
-CANDIDATES = 16  # tokens of each position that a tree chooses from
-LEAST = 1e-6  # least probability, where the confidence head says 0, and its distance from 1
+CANDIDATES = 16  # tokens per position that a tree chooses from
+LEAST = 1e-6  # minimum probability from the confidence head, and minimum distance from 1
 
 
 class DSparkDrafter(DFlashDrafter):
-    """Drafts with a DSpark network, which makes a guess at every position of a block, the anchor's included.
+    """Drafts with a DSpark network, which drafts a token at every position of a block, the anchor's included.
 
-    A chain follows the best token after each guess. A sampled chain samples from the whole corrected distribution,
-    which is q. In a tree, the children of a node are scored given its token. The confidence head decides how many
-    guesses pay or, if the checkpoint has none, the drafter's probabilities do.
+    A chain follows the best token after each draft token. A sampled chain samples from the whole corrected
+    distribution, which is q. In a tree, the children of a node are scored given its token. The confidence head decides
+    how many draft tokens pay or, if the checkpoint has none, the drafter's probabilities do.
     """
 
     network: DSparkNetwork
@@ -52,27 +61,27 @@ class DSparkDrafter(DFlashDrafter):
         super().check_steps(diffusion_steps, noise_schedule)
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Hidden states and logits of the D = block_size - 1 guesses; the anchor's position makes the first."""
+        """Return hidden states and logits of the D = block_size - 1 draft tokens; the anchor's position has the
+        first."""
         masks = self._masks[:, 1 : plan.block_size - 1].expand(len(anchor), -1)
         return self._draft_pass(state, torch.cat([anchor[:, None], masks], dim=1), window=plan.draft_window)
 
     def _draft_token(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-        sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
         count, q, expected = logits.size(1), None, None
-        if not sampled or plan.cycle_seconds is not None:
+        if not isinstance(plan, SampledPlan) or plan.cycle_seconds is not None:
             draft_tokens, corrected, previous = self._walk(anchor, logits, lambda index, scores: best_tokens(scores))
-        if plan.tree_budget > 0 and not sampled:
+        if isinstance(plan, TreePlan):
             ids_BDK, log_probs_BDKK = self._lattice(anchor, hidden, logits, corrected, plan)
             return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.calibration)
         if plan.cycle_seconds is not None:
-            # Chances of the chosen guesses, even for a sampled chain: its length must not depend on what was sampled.
+            # Of the most probable tokens, even for a sampled chain: its length must not depend on the sample.
             acceptance_probs = self._acceptance_probs(hidden, previous)
             if acceptance_probs is None:
                 acceptance_probs = log_probabilities(corrected, plan.params).amax(dim=-1).exp()
             path_probs = acceptance_probs.cumprod(dim=-1).tolist()
             count = best_count(path_probs, plan.cycle_seconds, plan.calibration)
             expected = tuple(sum(probs[:count]) for probs in path_probs)
-        if sampled:
+        if isinstance(plan, SampledPlan):
             draft_tokens, dists = self._draw(anchor, logits[:, : max(count, 1)], plan)
             q, expected = chain_q(dists, count, plan.params), None
         tokens = torch.cat([anchor[:, None], draft_tokens[:, :count]], dim=1)
@@ -81,13 +90,13 @@ class DSparkDrafter(DFlashDrafter):
     def _walk(
         self, anchor: Tensor, logits_BDV: Tensor, pick: Callable[[int, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Make guesses from left to right.
+        """Choose draft tokens from left to right.
 
         Args:
-            pick: Function from the index of a guess and its corrected logits `[B, V]` to the guesses `[B]`.
+            pick: Function from the index of a draft token and its corrected logits `[B, V]` to the tokens `[B]`.
 
         Returns:
-            Guesses `[B, D]` int64, corrected logits `[B, D, V]`, and `previous` of the tokens before, `[B, D, r]`.
+            Draft tokens `[B, D]` int64, corrected logits `[B, D, V]`, and `previous` of the tokens before, `[B, D, r]`.
         """
         token, draft_tokens, corrected, before = anchor, list[Tensor](), list[Tensor](), list[Tensor]()
         for index in range(logits_BDV.size(1)):
@@ -97,14 +106,13 @@ class DSparkDrafter(DFlashDrafter):
             draft_tokens.append(token)
         return torch.stack(draft_tokens, dim=1), torch.stack(corrected, dim=1), torch.stack(before, dim=1)
 
-    def _draw(self, anchor: Tensor, logits_BDV: Tensor, plan: Plan) -> tuple[Tensor, SparseDistribution]:
-        """Guesses `[B, D]` sampled with `plan.draws`, and the distributions `[B, D, K]` that they were sampled from."""
+    def _draw(self, anchor: Tensor, logits_BDV: Tensor, plan: SampledPlan) -> tuple[Tensor, SparseDistribution]:
+        """Sample draft tokens `[B, D]` with `plan.uniforms`. Return them and their distributions `[B, D, K]`."""
         dists: list[SparseDistribution] = []
 
         def pick(index: int, scores: Tensor) -> Tensor:
-            assert plan.draws is not None
             dists.append(sparsify(probabilities(scores[:, None], plan.params)))  # [B, 1, K]
-            sampled = draw(dists[-1].probs, plan.draws[:, index : index + 1])
+            sampled = draw(dists[-1].probs, plan.uniforms[:, index : index + 1])
             return dists[-1].ids[:, 0].gather(1, sampled.to(scores.device))[:, 0]
 
         draft_tokens, _, _ = self._walk(anchor, logits_BDV, pick)
@@ -115,9 +123,10 @@ class DSparkDrafter(DFlashDrafter):
     def _lattice(
         self, anchor: Tensor, hidden: Tensor, logits_BDV: Tensor, corrected_BDV: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
-        """Candidates `[B, D, K]` of each position, and their log probabilities `[B, D, K, K]` for `lattice_tree`.
+        """Return candidates `[B, D, K]` of each position, and their log probabilities `[B, D, K, K]` for
+        `lattice_tree`.
 
-        Candidates are the best tokens after the chosen guesses. Other tokens keep their logits after the chosen guess,
+        Candidates are the best tokens after the most probable chain. Other tokens keep their logits after that chain,
         whichever candidate comes before.
         """
         ids_BDK = corrected_BDV.topk(min(CANDIDATES, corrected_BDV.size(-1)), dim=-1).indices
@@ -131,12 +140,12 @@ class DSparkDrafter(DFlashDrafter):
         )
 
     def _acceptance_probs(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """Probability by the confidence head that a guess is accepted if those before it are, `[B, D, ...]`; None
-        without such a head.
+        """Return the confidence head's probability that a draft token is accepted if those before it are,
+        `[B, D, ...]`, or None without such a head.
 
         Args:
             hidden: `[B, D, ..., H]`.
-            previous: `[B, D, ..., r]`, `previous` of the tokens before the guesses.
+            previous: `[B, D, ..., r]`, `previous` of the tokens before the draft tokens.
         """
         if self.network.confidence_head is None:
             return None
@@ -149,10 +158,10 @@ class DSparkDrafter(DFlashDrafter):
 
 
 def calibrated(log_probs: Tensor, acceptance_probs: Tensor) -> Tensor:
-    """Log probabilities `[..., K]` in which the best token has the probability that the confidence head gives it.
+    """Return log probabilities `[..., K]` in which the best token has the confidence head's probability.
 
-    The other tokens keep their proportions. They lose if the best one gains, and lose by the same factor if it loses: a
-    low confidence casts doubt on the whole distribution.
+    The other tokens keep their proportions. They lose if the best one gains, and by the same factor if it loses: a low
+    confidence applies to the whole distribution.
 
     Args:
         log_probs: `[..., K]`.

@@ -14,7 +14,7 @@ from blockdraft.nn.draft_config import need
 
 
 def dspark_shapes(config: DSparkConfig) -> Shapes:
-    """Shapes of DFlash v1, 2 more for the Markov head and 2 for the confidence head."""
+    """Return the shapes of DFlash v1, 2 more for the Markov head and 2 for the confidence head."""
     factor = (config.vocab_size, config.markov_rank)
     shapes = dflash_shapes(config) | {"markov_head.markov_w1.weight": factor, "markov_head.markov_w2.weight": factor}
     if config.enable_confidence_head:
@@ -24,8 +24,8 @@ def dspark_shapes(config: DSparkConfig) -> Shapes:
 
 
 def _adapted(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the network's names. Early SpecForge files have both heads in `logit_head`, ModelOpt has other
-    names, and DeepSpec keeps the copy of the target's head that it trained with."""
+    """Return the tensors under the network's names. Early SpecForge files have both heads in `logit_head`, ModelOpt has
+    other names, and DeepSpec keeps the copy of the target's head that it trained with."""
     found = {}
     for name, tensor in tensors.items():
         name = name.removeprefix("logit_head.").replace("confidence_proj.", "confidence_head.proj.")

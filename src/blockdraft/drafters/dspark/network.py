@@ -1,6 +1,6 @@
 """The DSpark draft network (arXiv 2607.05147): DFlash v1 with a Markov head and a confidence head.
 
-Position j of a block guesses the token at anchor + j + 1, one token further than in DFlash. A new network adds nothing
+Position j of a block predicts the token at anchor + j + 1, one token further than in DFlash. A new network adds nothing
 to the logits of the v1 network in it.
 """
 
@@ -22,14 +22,14 @@ from blockdraft.nn.draft_config import DraftConfig, need
 class DSparkConfig(DraftConfig):
     """Configuration of a DSpark drafter: that of DFlash v1, and of the two heads.
 
-    Every position of a block makes a guess, the anchor's included, so a block has `block_size` guesses.
+    Every position of a block drafts a token, the anchor's included, so a block has `block_size` draft tokens.
     """
 
     markov_rank: int  # width of the factors of the bias
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = True
-    confidence_head_with_markov: bool = True  # whether it reads the token before its guess
-    confidence_temperatures: tuple[float, ...] | None = None  # divisors of the confidence's logits, one a position
+    confidence_head_with_markov: bool = True  # whether it reads the token before its draft token
+    confidence_temperatures: tuple[float, ...] | None = None  # divisors of the confidence's logits, one per position
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,15 +38,17 @@ class DSparkConfig(DraftConfig):
         if temperatures is not None:
             one_each = isinstance(temperatures, list | tuple) and len(temperatures) == self.block_size
             sound = one_each and all(type(t) in (int, float) and 0 < t < math.inf for t in temperatures)
-            need(sound, "confidence_temperatures", temperatures, f"{self.block_size} positive numbers, one a position")
+            need(
+                sound, "confidence_temperatures", temperatures, f"{self.block_size} positive numbers, one per position"
+            )
             object.__setattr__(self, "confidence_temperatures", tuple(temperatures))
 
 
-EMBEDDING_STD = 0.01  # of a new first factor of the bias; a new second factor is 0
+EMBEDDING_STD = 0.01  # of the first factor of a new bias; the second factor is 0
 
 
 class MarkovHead(nn.Module):
-    """Bias on the logits of a guess by the token before it: `W1[token] W2` of rank r (paper, section 3)."""
+    """Bias on the logits of a draft token by the token before it: `W1[token] W2` of rank r (paper, section 3)."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Projection to the logit of the probability that a guess is accepted, given that those before it were."""
+    """Projection to the logit of the probability that a draft token is accepted, given that those before it were."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkNetwork(DFlashNetwork):
-    """DFlash v1 with two heads. Parameters that v1 has, too, keep their names."""
+    """DFlash v1 with two heads. Parameters of v1 keep their names."""
 
     architecture = "dspark"
     config_class: type[DraftConfig] = DSparkConfig
@@ -77,15 +79,15 @@ class DSparkNetwork(DFlashNetwork):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
 
     def previous(self, tokens: Tensor) -> Tensor:
-        """First factor of the bias after tokens: `[..., r]` for tokens `[...]` int64."""
+        """Return the first factor of the bias after tokens: `[..., r]` for tokens `[...]` int64."""
         return cast(Tensor, self.markov_head.markov_w1(tokens))
 
     def bias(self, previous: Tensor, candidates: Tensor | None = None) -> Tensor:
-        """Bias on the logits of the guesses after tokens.
+        """Return the bias on the logits of the draft tokens after tokens.
 
         Args:
             previous: `[..., P, r]`, `previous` of these tokens.
-            candidates: `[..., K]` int64, tokens whose bias is computed; None is the whole vocabulary.
+            candidates: `[..., K]` int64, tokens to compute the bias of; None is the whole vocabulary.
 
         Returns:
             `[..., P, K]` or `[..., P, V]`.
@@ -94,11 +96,11 @@ class DSparkNetwork(DFlashNetwork):
         return F.linear(previous, successors) if candidates is None else previous @ successors[candidates].mT
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Logits of the probability that a guess is accepted, given that those before it were, float32.
+        """Return logits of the probability that a draft token is accepted, given that those before it were, float32.
 
         Args:
-            hidden: `[..., H]`, hidden states of the guesses' positions.
-            previous: `[..., r]`, `previous` of the tokens before the guesses.
+            hidden: `[..., H]`, hidden states of the draft tokens' positions.
+            previous: `[..., r]`, `previous` of the tokens before them.
 
         Returns:
             `[...]`, before `confidence_temperatures`.

@@ -29,19 +29,18 @@ from blockdraft.training.recipe import Recipe
 
 @settings
 class DSparkRecipe(DFlashRecipe):
-    """Recipe of DSpark, with the defaults of the paper: that of DFlash, with these fields new or different.
+    """Recipe of DSpark, with the defaults of the paper: that of DFlash, with these fields new or different."""
 
-    Attributes:
-        block_size: Positions of a block, each of which makes a guess.
-        markov_rank: Rank of the bias by the token before.
-        confidence: Weight of the confidence head's loss; 0 makes a drafter without that head.
-    """
-
-    block_size: Annotated[int, Field(ge=2)] = 7
+    block_size: Annotated[int, Field(ge=2)] = Field(
+        7, description="Positions of a block, each of which proposes a draft token."
+    )
     objective: Mapping[str, Amount] = field(default_factory=lambda: {"decay": 0.1, "total_variation": 1.8})
     gamma: Amount | None = 4.0
-    markov_rank: Count = 256
-    confidence: Amount = 1.0
+    markov_rank: Count = Field(256, description="Rank of the bias by the token before.")
+    confidence: Amount = Field(
+        1.0,
+        description="Weight of the confidence head's loss; 0 makes a drafter without that head.",
+    )
 
 
 class DSparkVariant(DFlashFamily[DSparkRecipe, DSparkNetwork]):

@@ -1,5 +1,5 @@
-"""Checks of EAGLE-3: layers counted from 1, features of the wrong token, a wrong draft vocabulary, halves of an entry
-in the other order, and norms in the wrong place."""
+"""Checks of EAGLE-3: layers counted from 1, hidden states of the wrong token, a wrong draft vocabulary, swapped halves
+of an entry, and norms in the wrong place."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Eagle3Checker(VariantChecker):
         yield from precision(config, self.target.dtype)
 
     def _usual_target_layers(self) -> Iterator[Check]:
-        """Checks with the taps that SafeAILab's code reads, whatever a file says."""
+        """Yield checks with the target layers that SafeAILab's code reads, whatever a file states."""
         try:
             target_layers = default_target_layers(self.config.num_target_layers)
         except UsageError:  # the target is too small for them
@@ -75,11 +75,11 @@ class Eagle3Checker(VariantChecker):
             yield Check(self.config, fault="target_layers", told=told, remedy=remedy, target_layers=target_layers)
 
     def _vocabularies(self) -> Iterator[Check]:
-        """Checks with other meanings of `d2t`, those that name tokens of the target."""
+        """Yield checks with other meanings of `d2t` that name tokens of the target."""
         size, whole = self.config.draft_vocab_size, self.config.vocab_size
         if size == whole:
             return
-        places, offsets = torch.arange(size), self.found.tensors["d2t"]
+        places, offsets = torch.arange(size), self.checkpoint.tensors["d2t"]
         for told, other in (
             ("d2t one less", offsets - 1),
             ("d2t one more", offsets + 1),

@@ -1,22 +1,22 @@
-"""EAGLE-3 (arXiv 2503.01840): one small layer guesses one token after the other.
+"""EAGLE-3 (arXiv 2503.01840): one small layer drafts one token after the other.
 
-The first guess is made from the target's features, the next ones from the layer's own states. The draft is a chain, or
-a tree that grows where guesses are likely (arXiv 2406.16858).
+The first draft token comes from the target's hidden states, the next ones from the layer's own. The draft is a chain,
+or a tree that grows at probable tokens (arXiv 2406.16858).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
+from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_of, next_pays
-from blockdraft.drafters.base import DraftCost, Drafter, DrafterSpec, filled_network, whole_cycle
+from blockdraft.drafters.base import DraftCost, Drafter, DrafterSpec, filled_network
 from blockdraft.drafters.dflash.drafter import check_borrowed, log_probabilities
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Network
 from blockdraft.formats import check_fits, find_layout, read_drafter
@@ -24,22 +24,20 @@ from blockdraft.nn.autoregressive import WIDTH, AutoregressiveNetwork, Autoregre
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, DRAFT_TOKENS, OBSERVE, mark
-from blockdraft.types import CycleTokens
 
 
 class Eagle3Drafter(Drafter):
-    """Drafts with an EAGLE-3 network. The target lends its embedding.
+    """Drafts with an EAGLE-3 network. The embedding is the target's.
 
-    The cache has a slot for each token of a text. Slot s holds the keys and values of the entry of token s, which reads
-    the target's feature at s - 1. It also holds the feature at s, which the entry of token s + 1 will read. Slot 0 has
-    no feature before it, so no entry attends to it. Entries of guesses read the network's own states. They are dropped
-    at the end of a cycle, and accepted tokens are observed with the target's features like any other token.
+    The state has a KV slot for each token of a sequence; see `AutoregressiveRunner`. Entries of draft tokens read the
+    network's own hidden states. They are dropped at the end of a step, and accepted tokens are observed with the
+    target's hidden states like any other token.
 
-    In a chain, each guess is the most probable token or, if `plan.draws` is set, sampled from the network's
-    distribution under the row's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. With
-    `plan.cycle_seconds` the chain ends as soon as a further guess, even one as likely as the last, would not save time.
-    This does not hold for a sampled chain, whose length must not depend on what was sampled. A tree continues the
-    `WIDTH` likeliest guesses of each level with `WIDTH` children each, and proposes the likeliest of all guesses.
+    In a chain, each draft token is the most probable one or, with a `SampledPlan`, sampled from the network's
+    distribution under the sequence's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. With
+    `plan.cycle_seconds` the chain ends as soon as a further token, even one as probable as the last, would not save
+    time. A sampled chain does not, because its length must not depend on the sample. A tree continues the `WIDTH` most
+    probable nodes of each level with `WIDTH` children each, and proposes the most probable of all nodes.
 
     Args:
         network: Draft network, which is moved to the target's device and dtype.
@@ -61,7 +59,7 @@ class Eagle3Drafter(Drafter):
 
     @property
     def compile_reason(self) -> str | None:
-        """Reason why the network is not compiled for a CPU; None where it is."""
+        """Reason why the network is not compiled for a CPU, or None if it is."""
         return self._run.compile_reason
 
     @property
@@ -70,7 +68,6 @@ class Eagle3Drafter(Drafter):
 
     @property
     def slots_beside(self) -> int:
-        """Most slots behind a row's text that a draft uses."""
         return self._run.slots_beside(self.block_size, WIDTH)
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
@@ -80,10 +77,11 @@ class Eagle3Drafter(Drafter):
         return self._run.state_bytes(batch, capacity)
 
     def weight_bytes(self) -> int:
-        kept = (*self.network.parameters(), *self.network.buffers())
-        memory = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in kept}
+        storages = [tensor.untyped_storage() for tensor in (*self.network.parameters(), *self.network.buffers())]
         head = self._target.draft_head
-        own = sum(each.nbytes() for each in memory.values()) + (head.nbytes if head else 0)
+        own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) + (
+            head.nbytes if head else 0
+        )
         return own + self._run.weight_bytes()
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
@@ -101,34 +99,29 @@ class Eagle3Drafter(Drafter):
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
-        width = 0 if sampled else min(WIDTH, plan.tree_budget, len(self._kept))
+        width = 0 if isinstance(plan, SampledPlan) else min(WIDTH, plan.tree_budget, len(self._kept))
         if not width:
             return self._chain(state, anchor, plan)
         nodes = self._run.nodes(state, plan.block_size, width, plan.draft_window)
         return self._tree(nodes, anchor, plan, width)
 
-    def cycle(self, plan: Plan) -> Callable[..., CycleTokens] | None:
-        return whole_cycle(self._run.cycle, plan)
-
     def _chain(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
-        draws = plan.draws if any(params.temperature > 0 for params in plan.params) else None
+        draws = plan.uniforms if isinstance(plan, SampledPlan) else None
         seconds = plan.cycle_seconds if draws is None else None
         most = plan.block_size - 1 if seconds is None else min(plan.block_size, len(seconds)) - 1
         plain = draws is None and (seconds is None or all(params.temperature in (0, 1) for params in plan.params))
-        found = (
+        drafted = (
             self._run.chain(state, anchor, most, plan.draft_window, seconds, plan.calibration)
             if plain and most
             else None
         )
-        if found is not None:
-            tokens, upper_bounds = found
-            return Proposal(
-                tokens, chain(tokens).parents, expected=None if upper_bounds is None else tuple(upper_bounds.tolist())
-            )
+        if drafted is not None:
+            tokens, expected = drafted
+            accepted = None if expected is None else tuple(expected.tolist())
+            return Proposal(tokens, chain(tokens).parents, expected=accepted)
         nodes = self._run.nodes(state, plan.block_size, 1, plan.draft_window)
         draft_tokens, dists = [anchor], list[SparseDistribution]()
-        expected = torch.zeros(len(anchor), device=anchor.device)  # expected accepted guesses of each row
+        expected = torch.zeros(len(anchor), device=anchor.device)  # expected accepted draft tokens per sequence
         survival = following = torch.ones_like(expected)
         for depth in range(most):
             if seconds and not next_pays(expected, following, depth, seconds, plan.calibration):
@@ -156,11 +149,11 @@ class Eagle3Drafter(Drafter):
         return Proposal(tokens, chain(tokens).parents, chain_q(sampled_from, len(dists), plan.params))
 
     def _tree(self, nodes: DraftNodes, anchor: Tensor, plan: Plan, width: int) -> Proposal:
-        # Of the nodes continued last: log probabilities of their paths, and their indices among all guesses.
+        # Of the nodes continued last: log probabilities of their paths, and their indices among all nodes.
         likely = torch.zeros(len(anchor), 1, device=anchor.device)
         tokens, places = anchor[:, None], torch.full((len(anchor), 1), -1, device=anchor.device)
         above = None  # indices of their parents in the level above
-        levels: list[tuple[Tensor, Tensor, Tensor]] = []  # per guess: log probability of its path, parent, token
+        levels: list[tuple[Tensor, Tensor, Tensor]] = []  # per node: log probability of its path, parent, token
         for depth in range(plan.block_size - 1):
             mark(DRAFT_TOKENS)
             best = log_probabilities(nodes(tokens, above), plan.params).topk(width, dim=-1)
@@ -178,7 +171,7 @@ class Eagle3Drafter(Drafter):
 
 
 def _enough(levels: Sequence[Tensor], budget: int) -> bool:
-    """Whether no guess behind the last level can be among the `budget` likeliest guesses of any row."""
+    """Return whether no node behind the last level can be among the `budget` most probable nodes of any sequence."""
     so_far = torch.cat([*levels], dim=1)
     if so_far.size(1) < budget:
         return False
@@ -186,13 +179,12 @@ def _enough(levels: Sequence[Tensor], budget: int) -> bool:
 
 
 def load(path: Path, target: Target) -> Eagle3Drafter:
-    """Load a folder of any layout."""
-    found = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
+    checkpoint = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
     sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
-    check_fits(found.config, **sizes)
-    if found.borrowed is not None:
-        check_borrowed(path, found.borrowed, target)
-    return Eagle3Drafter(filled_network(found, Eagle3Network), target, path, owned=True)
+    check_fits(checkpoint.config, **sizes)
+    if checkpoint.borrowed is not None:
+        check_borrowed(path, checkpoint.borrowed, target)
+    return Eagle3Drafter(filled_network(checkpoint, Eagle3Network), target, path, owned=True)
 
 
 DRAFTER = DrafterSpec(

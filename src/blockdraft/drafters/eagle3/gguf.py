@@ -1,5 +1,5 @@
-"""GGUF files of EAGLE-3. The drafter has its own head; if it covers part of the vocabulary, `d2t` holds the target's
-ids of its tokens. The embedding is the target's."""
+"""GGUF files of EAGLE-3. The drafter has its own head; with a draft vocabulary, `d2t` holds the target's ids of its
+tokens. The embedding is the target's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Eagle3:
     def written(self, config: Eagle3Config) -> dict[str, Any]:
         need(
             len(config.target_layers) == TARGET_LAYERS,
-            "the number of taps",
+            "the number of target layers",
             len(config.target_layers),
             f"{TARGET_LAYERS} {LIMIT}",
         )
@@ -86,7 +86,7 @@ class Eagle3:
 
 
 def _interleaved(config: Eagle3Config) -> dict[str, int]:
-    """Number of heads of each tensor whose matrix rows llama.cpp orders in rotary pairs."""
+    """Return the number of heads of each tensor whose matrix rows llama.cpp orders in rotary pairs."""
     return {"blk.0.attn_q.weight": config.num_attention_heads, "blk.0.attn_k.weight": config.num_key_value_heads}
 
 

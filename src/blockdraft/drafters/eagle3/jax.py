@@ -6,36 +6,33 @@ from typing import Any
 from torch import Tensor
 
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
-from blockdraft.jax import model
 from blockdraft.jax.autoregressive import JaxAutoregressive
-from blockdraft.jax.drafting import Context
-from blockdraft.jax.model import Array, Params, jnp
+from blockdraft.jax.draft_runner import Context
+from blockdraft.jax.model import Array, Params, jnp, linear
 
 
 class JaxEagle3(JaxAutoregressive):
     config: Eagle3Config
 
     def __init__(self, network: Eagle3Network, target: Any, head: Callable[[Tensor], Tensor] | None) -> None:
-        tensors = {name.replace("midlayer.", "layers.0."): each for name, each in network.named_parameters()}
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in network.named_parameters()}
         super().__init__(network, target, tensors, network.config.qk_norm)
 
-    def fuse(self, own: Params, hidden_states: Array) -> Array:
+    def fuse(self, params: Params, hidden: Array) -> Array:
         if self.config.fc_norm:
-            target_layers = jnp.split(hidden_states, len(self.config.target_layers), axis=-1)
-            hidden_states = jnp.concatenate(
-                [self.norm(own, f"fc_norm.{i}", target_layer) for i, target_layer in enumerate(target_layers)], axis=-1
-            )
+            parts = jnp.split(hidden, len(self.config.target_layers), axis=-1)
+            hidden = jnp.concatenate([self.norm(params, f"fc_norm.{i}", x) for i, x in enumerate(parts)], axis=-1)
         if self.config.norm_before_fc:
-            hidden_states = self.norm(own, "input_norm", hidden_states)
-        return model.linear(own, "model.fc", hidden_states)
+            hidden = self.norm(params, "input_norm", hidden)
+        return linear(params, "model.fc", hidden)
 
-    def entries(self, own: Params, embedded: Array, hidden_states: Array) -> tuple[Array, Array]:
-        normed = self.norm(own, "layers.0.hidden_norm", hidden_states)
-        entries = [self.norm(own, "layers.0.input_layernorm", embedded), normed]
-        return normed if self.config.norm_before_residual else hidden_states, jnp.concatenate(entries, axis=-1)
+    def entries(self, params: Params, embedded: Array, hidden: Array) -> tuple[Array, Array]:
+        normed = self.norm(params, "layers.0.hidden_norm", hidden)
+        entries = jnp.concatenate([self.norm(params, "layers.0.input_layernorm", embedded), normed], axis=-1)
+        return normed if self.config.norm_before_residual else hidden, entries
 
-    def fed_on(self, own: Params, hidden: Array) -> Array:
-        return self.norm(own, "norm", hidden) if self.config.norm_output else hidden
+    def fed_on(self, params: Params, hidden: Array) -> Array:
+        return self.norm(params, "norm", hidden) if self.config.norm_output else hidden
 
-    def logits(self, known: Context, hidden: Array) -> Array:
-        return model.linear(known.own, "model.lm_head", self.norm(known.own, "norm", hidden))
+    def logits(self, context: Context, hidden: Array) -> Array:
+        return linear(context.params, "model.lm_head", self.norm(context.params, "norm", hidden))

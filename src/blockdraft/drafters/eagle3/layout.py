@@ -1,10 +1,10 @@
 """Layout of EAGLE-3 drafters that SafeAILab and SpecForge write and that SGLang and others read.
 
-A folder holds config.json and pytorch_model.bin or safetensors. Tap x is the output of the 0-based target layer x, as
-everywhere in this package, and stands so in `eagle_config`. vLLM numbers taps by the layers that they enter, x + 1, and
-reads them at the top level, or else takes those of `eagle_config`, one layer off; so both are written. A file without
-taps reads the inputs of the layers 2, T // 2 and T - 3 of a target with T layers. The drafter has its own head, for the
-tokens that `t2d` and `d2t` keep. The embedding is the target's, though some files hold a copy.
+A folder holds config.json and pytorch_model.bin or safetensors. Target layer x is its output, 0-based, as
+everywhere in this package, and so in `eagle_config`. vLLM numbers layers by their input, x + 1, and reads them at the
+top level, or else those of `eagle_config`, one layer off; so both are written. A file without target layers reads the
+inputs of the layers 2, T // 2 and T - 3 of a target with T layers. The drafter has its own head, for the draft
+vocabulary of `t2d` and `d2t`. The embedding is the target's, though some files hold a copy.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ def network_config(
 
 
 def renamed(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Tensors of a checkpoint under the network's names, without those that the network does not use."""
+    """Return the tensors of a checkpoint under the network's names, without unused ones."""
     found = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
     return {n: t for n, t in found.items() if n not in UNUSED and not n.endswith("rotary_emb.inv_freq")}
 
 
 def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkpoint:
-    """Checkpoint made from the tensors of `renamed`. Raises ValueError if they do not fit the configuration."""
+    """Return the checkpoint of the tensors from `renamed`. Raises ValueError if they do not fit the configuration."""
     found, size, shapes = dict(tensors), config.vocab_size, tensor_shapes(config)
     t2d, d2t = (found.pop(name, None) for name in ("t2d", "d2t"))
     embedding = found.pop(TABLE, None)
@@ -115,22 +115,24 @@ def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkp
 
 
 def least_layers(ids: Sequence[Any]) -> int:
-    """Fewest layers of a target that has the layers `ids`."""
+    """Return the minimum number of layers of a target that has the layers `ids`."""
     return 1 + max((i for i in ids if type(i) is int), default=0)
 
 
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors of the network."""
+    """Return the names and shapes of all tensors of the network."""
     with torch.device("meta"):
         network = Eagle3Network(config)
     return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
 
 
 def written_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Tensors of the network in the form of a file, and their dtype. `t2d` is added; if all tokens are kept, both maps
-    are left out.
+    """Return the tensors of the network in the form of a file, and their dtype.
 
-    Raises ValueError if they do not fit the configuration or have several dtypes.
+    `t2d` is added. Without a draft vocabulary, both maps are left out.
+
+    Raises:
+        ValueError: They do not fit the configuration or have several dtypes.
     """
     check_tensors(tensor_shapes(config), tensors)
     found = dict(tensors)
@@ -146,7 +148,7 @@ def check_kind(config: Any) -> None:
 
 
 def layer_keys(config: Eagle3Config) -> dict[str, Any]:
-    """Keys of config.json for the layers, named as in transformers' Llama."""
+    """Return the keys of config.json for the layers, named as in transformers' Llama."""
     values = asdict(config)
     return {
         **{key: values[key] for key in SIZES if key != "draft_vocab_size"},
@@ -158,7 +160,7 @@ def layer_keys(config: Eagle3Config) -> dict[str, Any]:
 
 
 def config_dict(config: Any) -> dict[str, Any]:
-    """Content of config.json. Raises ValueError if the layout cannot express the configuration."""
+    """Return the content of config.json. Raises ValueError if the layout cannot express the configuration."""
     check_kind(config)
     need(not config.qk_norm, "qk_norm", True, "false in this layout; export to eagle3_speculators")
     return {
@@ -175,7 +177,7 @@ def config_dict(config: Any) -> dict[str, Any]:
 
 
 def _misread_by_vllm(drafter: str) -> bool:
-    """Whether a folder has its taps in `eagle_config` alone, as others write it."""
+    """Return whether a folder has its target layers in `eagle_config` alone, as others write it."""
     raw = read_config(drafter) if Path(drafter, "config.json").is_file() else {}
     return IDS not in raw and bool((raw.get("eagle_config") or {}).get(IDS))
 

@@ -1,4 +1,4 @@
-"""The EAGLE-3 draft network (arXiv 2503.01840): one decoder layer that guesses one token at a time."""
+"""The EAGLE-3 draft network (arXiv 2503.01840): one decoder layer that predicts one token at a time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from blockdraft.nn.draft_config import check_fields, check_shape, need
 from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
 from blockdraft.nn.rotary import Rotary
 
-BLOCK_SIZE = 8  # default for checkpoints without one: the anchor, and as many guesses as training usually unrolls
-DRAFT_VOCAB = 32_000  # tokens of its own output head, where nobody says how many
+BLOCK_SIZE = 8  # default for checkpoints without one: the anchor, and as many steps as training usually unrolls
+DRAFT_VOCAB = 32_000  # default number of tokens of its own output head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,21 +28,21 @@ class Eagle3Config:
     num_key_value_heads: int
     head_dim: int
     vocab_size: int  # of the target
-    draft_vocab_size: int  # number of tokens that the drafter can guess
+    draft_vocab_size: int  # number of tokens that the drafter can predict
     target_layers: tuple[int, ...]  # 0-based target layers whose outputs are read, in the order of the columns of `fc`
     num_target_layers: int
-    block_size: int = BLOCK_SIZE  # tokens of a path, anchor included
+    block_size: int = BLOCK_SIZE  # tokens per path, anchor included
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None  # `rope_type` and its parameters, without theta; None is plain RoPE
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048  # tokens
     attention_bias: bool = False
     hidden_act: str = "silu"
-    qk_norm: bool = False  # norms on queries and keys, as Qwen3 has them
-    norm_before_residual: bool = False  # the residual stream starts from the normed feature
-    norm_output: bool = False  # the state that the next guess reads is the output of the last norm
-    fc_norm: bool = False  # a norm on each tap before `fc`
-    norm_before_fc: bool = False  # one norm on all taps together before `fc`
+    qk_norm: bool = False  # norms on queries and keys, as in Qwen3
+    norm_before_residual: bool = False  # the residual stream starts from the normed hidden state
+    norm_output: bool = False  # the next step reads the output of the last norm
+    fc_norm: bool = False  # a norm on each target layer before `fc`
+    norm_before_fc: bool = False  # one norm on all target layers together before `fc`
 
     def __post_init__(self) -> None:
         check_fields(self, {"block_size": 2})
@@ -66,7 +66,7 @@ class Eagle3Attention(nn.Module):
         return RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of entries `[B, N, 2 * H]`, each `[B, kv_heads, N, D]`."""
+        """Return keys and values of entries `[B, N, 2 * H]`, each `[B, kv_heads, N, D]`."""
         keys, values = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
         return rotate(self.k_norm(keys), cos, sin).transpose(1, 2), values.transpose(1, 2)
 
@@ -86,7 +86,7 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def beside(self, embedded: Tensor, normed: Tensor) -> Tensor:
-        """Entries `[B, N, 2 * H]`: normed embeddings and normed features, concatenated."""
+        """Return entries `[B, N, 2 * H]`: normed embeddings and normed hidden states, concatenated."""
         first: Tensor = self.input_layernorm(embedded)
         return torch.cat([first, normed.to(first.dtype)], dim=-1)
 
@@ -122,11 +122,11 @@ class Eagle3Network(AutoregressiveNetwork):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def keep(self, tokens: Tensor) -> None:
-        """Make these tokens of the target, `[Vd]` int64, the draft vocabulary."""
+        """Set the draft vocabulary to these tokens of the target, `[Vd]` int64."""
         self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
 
     def normed_target_layers(self, hidden_states: Tensor) -> Tensor:
-        """Input of `fc`, made from the tapped outputs `[..., m * H]`."""
+        """Return the input of `fc`, from the target layers' hidden states `[..., m * H]`."""
         if self.config.fc_norm:
             target_layers = hidden_states.chunk(len(self.config.target_layers), dim=-1)
             return torch.cat(
@@ -158,8 +158,11 @@ class Eagle3Network(AutoregressiveNetwork):
 
 
 def default_target_layers(num_target_layers: int) -> tuple[int, ...]:
-    """Taps of checkpoints that name none: the inputs of the layers 2, T // 2 and T - 3 of a target with T layers.
-    Raises ValueError if these are not three different layers."""
+    """Return the target layers of checkpoints that name none: the inputs of the layers 2, T // 2 and T - 3 of T.
+
+    Raises:
+        ValueError: These are not three different layers.
+    """
     target_layers = (1, num_target_layers // 2 - 1, num_target_layers - 4)
     need(
         target_layers[0] < target_layers[1] < target_layers[2],

@@ -1,11 +1,11 @@
 """Training of EAGLE-3 (arXiv 2503.01840), unrolled as it drafts ("training-time test").
 
-The k-th guess behind an anchor is made from the network's own states at the k - 1 entries before it; these entries hold
-the tokens of the data. Each of them sees the entries of the text up to the anchor, made from the target's features, and
-the unrolled entries of its own chain.
+The k-th step behind an anchor reads the network's own hidden states at the k - 1 entries before it; these entries hold
+the tokens of the data. Each of them attends to the entries of the sequence up to the anchor, made from the target's
+hidden states, and to the unrolled entries of its own chain.
 
-The loss is `forward_kl`, where p is the target's distribution among the tokens that the drafter can guess. It counts
-only where the target's most probable token is one of these. Step k has the weight 0.8^(k - 1).
+The loss is `forward_kl`, where p is the target's distribution over the draft vocabulary. It counts only where the
+target's most probable token is in that vocabulary. Step k has the weight 0.8^(k - 1).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from blockdraft.training.recipe import Recipe
 from blockdraft.training.unrolled import unrolled
 from blockdraft.training.variant import Choice, Variant
 
-STEP_WEIGHT = 0.8  # weight of a step over that of the step before
+STEP_WEIGHT = 0.8  # weight of a step relative to the step before
 LAST_LAYER = "last_layer"  # value of `init`
 MLP = ("gate", "up", "down")
 
@@ -51,38 +51,47 @@ MLP = ("gate", "up", "down")
 class Eagle3Recipe(Recipe):
     """Recipe of EAGLE-3. Steps, their weights and the size of the draft vocabulary are those of SafeAILab's training
     code, learning rate and clipping those of SpecForge.
-
-    Attributes:
-        block_size: Tokens of a chain, anchor included; training is unrolled for block_size - 1 steps.
-        alone: Share of the steps, at the beginning, that teach the first guess alone, behind as many more tokens.
-        target_layers: Target layers that the drafter reads: their number, spread over the target (`3`), or a list of
-            0-based layers. None is the inputs of the layers 2, T // 2 and T - 3 of a target with T layers, or, for the
-            `init` "last_layer", the layers (T + 2) // 4, 3 * T // 5 and T - 2, or the taps of the `init`.
-        draft_vocab: Number of tokens that the drafter can guess, the most frequent supervised ones of the data. None is
-            32000, or the whole vocabulary if smaller, or that of `init`.
-        intermediate_size: Inner size of the layer's MLP; None is the target's, or three times its hidden size.
-        heads: Query heads of the layer; None is the target's.
-        kv_heads: Key/value heads of the layer; None is the target's.
-        head_dim: Size of a head; None is the target's.
-        init: Folder or GGUF file of an EAGLE-3 drafter of any layout, whose weights training starts from; or
-            "last_layer", which starts from the target's last layer, norm and head. None starts from random weights and
-            the target's head.
     """
 
     beginnings: ClassVar[tuple[str, ...]] = (LAST_LAYER,)
-    block_size: Annotated[int, Field(ge=2)] = BLOCK_SIZE
+    block_size: Annotated[int, Field(ge=2)] = Field(
+        BLOCK_SIZE,
+        description="Tokens of a chain, anchor included; training is unrolled for block_size - 1 steps.",
+    )
     objective: Mapping[str, Amount] = field(default_factory=lambda: {"forward_kl": 1.0})
     gamma: Amount | None = round(-1 / math.log(STEP_WEIGHT), 4)
     learning_rate: Amount = 1e-4
     clip: Amount = 0.5
-    alone: Share = 0.0
-    target_layers: Count | Layers | None = None
-    draft_vocab: Count | None = None
-    intermediate_size: Count | None = None
-    heads: Count | None = None
-    kv_heads: Count | None = None
-    head_dim: Count | None = None
-    init: str | None = None
+    alone: Share = Field(
+        0.0,
+        description="Share of the steps, at the beginning, that teach the first draft token alone, behind as many more "
+        "tokens.",
+    )
+    target_layers: Count | Layers | None = Field(
+        None,
+        description="Target layers that the drafter reads: their number, spread over the target (`3`), or a list of "
+        "0-based layers. By default the inputs of the layers 2, T // 2 and T - 3 of a target with T "
+        'layers, or, for the `init` "last_layer", the layers (T + 2) // 4, 3 * T // 5 and T - 2, or the '
+        "taps of the `init`.",
+    )
+    draft_vocab: Count | None = Field(
+        None,
+        description="Number of tokens that the drafter can propose, the most frequent supervised ones of the data. "
+        "None is 32000, or the whole vocabulary if smaller, or that of `init`.",
+    )
+    intermediate_size: Count | None = Field(
+        None,
+        description="Inner size of the layer's MLP; by default the target's, or three times its hidden size.",
+    )
+    heads: Count | None = Field(None, description="Query heads of the layer; by default the target's.")
+    kv_heads: Count | None = Field(None, description="Key/value heads of the layer; by default the target's.")
+    head_dim: Count | None = Field(None, description="Size of a head; by default the target's.")
+    init: str | None = Field(
+        None,
+        description="Folder or GGUF file of an EAGLE-3 drafter of any layout, whose weights training starts from; "
+        'or "last_layer", which starts from the target\'s last layer, norm and head. By default training starts from '
+        "random weights and the target's head.",
+    )
 
 
 # Recipe fields that decide the network's shape, by the configuration's names for them.
@@ -92,7 +101,7 @@ SHAPE |= {"num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "he
 
 class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
     recipe_class: ClassVar[type[Recipe]] = Eagle3Recipe
-    counted = ("covered",)  # slots whose token the drafter can guess
+    counted = ("covered",)  # positions whose token is in the draft vocabulary
     fit_gain: ClassVar[float | None] = 1.25  # tau of 1.5 for SmolLM2 where DFlash had 1.21, after little training
     reducible = fit_reduced = True
 
@@ -137,7 +146,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         )
 
     def usual_target_layers(self, layers: int) -> tuple[int, ...]:
-        """Default taps for a target with this number of layers."""
+        """Return the default target layers for a target with this number of layers."""
         if self.recipe.init == LAST_LAYER:
             return target_layers_with_the_last(layers)
         return default_target_layers(layers) if layers >= 7 else chosen_target_layers(min(3, layers), layers)
@@ -208,20 +217,20 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
 
 
 def target_layers_with_the_last(layers: int) -> tuple[int, ...]:
-    """Default taps that end with the input of the target's last layer."""
+    """Return default target layers that end with the input of the target's last layer."""
     last = max(layers - 2, 0)
     return tuple(sorted({min((layers + 2) // 4, last), min(3 * layers // 5, last), last}))
 
 
 def last_layer(target: Target) -> dict[str, Tensor]:
-    """Weights of the target's last layer, by their names inside it."""
+    """Return the weights of the target's last layer, by their names inside it."""
     beginning = f".layers.{target.num_layers - 1}."
     weights = ((name.partition(beginning)[2], weight) for name, weight in target.named_weights())
     return {name: weight for name, weight in weights if name}
 
 
 def last_layer_fields(target: Target, recipe: Eagle3Recipe, target_layers: tuple[int, ...]) -> dict[str, bool]:
-    """Fields of a drafter whose layer can take the weights of the target's last one.
+    """Return the fields of a drafter whose layer can take the weights of the target's last one.
 
     Raises:
         UsageError: The drafter's layer computes something else, or does not read what this layer reads.
@@ -250,11 +259,10 @@ def last_layer_fields(target: Target, recipe: Eagle3Recipe, target_layers: tuple
 
 @torch.no_grad()
 def take_last_layer(network: Eagle3Network, target: Target) -> None:
-    """Make the network compute what the target's last layer, norm and head make of the last tap.
+    """Initialize the network to compute the target's last layer, norm and head on the last target layer's hidden state.
 
-    `fc` passes on the last tap alone, and attention does not look at the embedding, so the network begins by saying
-    again the token that the target has said: its states are such that the head understands them, and training mixes in
-    which token came.
+    `fc` passes this hidden state alone, and attention ignores the embedding. So the network starts by predicting the
+    same token as the target, with hidden states that the head understands, and learns to read the token.
     """
     layer, size = network.midlayer, network.config.hidden_size
     if layer.self_attn.o_proj.bias is not None:

@@ -1,7 +1,7 @@
-"""Flow map as drafter: DFlash that starts from noise instead of masks and gets to tokens in one pass or a few.
+"""Flow map as drafter: DFlash that starts from noise instead of masks and reaches tokens in one pass or a few.
 
-The noise of a position of the text is always the same, so the same text gets the same guesses. Given the noise, each
-guess has a distribution of its own, which is q. Chains, sampled chains and trees are those of DFlash.
+The noise of a position is always the same, so the same sequence gets the same draft. Given the noise, each draft token
+has its own distribution, which is q. Chains, sampled chains and trees are those of DFlash.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from blockdraft.timing import HEAD, PASS, mark
 
 
 class FlowDrafter(DFlashDrafter):
-    """Drafts with a flow map. Each diffusion step is a jump between two times of the noise schedule; by default there
-    are as many as the checkpoint states."""
+    """Drafts with a flow map. Each diffusion step is a jump between two times of the noise schedule. The checkpoint
+    states the default number of steps."""
 
     network: FlowNetwork
     config: FlowConfig

@@ -8,7 +8,7 @@ from blockdraft.formats.architectures import Architecture, Shapes
 
 
 def flow_shapes(config: FlowConfig) -> Shapes:
-    """Shapes of DFlash v1, and of a projection each for states and times."""
+    """Return the shapes of DFlash v1, and of one projection each for states and times."""
     hidden = config.hidden_size
     return dflash_shapes(config) | {
         "state_proj.weight": (hidden, hidden),

@@ -1,12 +1,13 @@
 """The flow-map draft network: DFlash whose positions hold points between noise and the embeddings of tokens.
 
 At time s, the state of a block is `(1 - s) * noise + s * embeddings of its tokens`. A pass is a jump from s to a later
-time t: the network guesses the tokens, and the state moves towards the mean of their embeddings (flow maps, arXiv
-2602.16813, there over one-hot tokens). The first noise decides which of the likely texts all positions of a block move
-to. So the guesses of a block can agree with each other, and yet each has an exact distribution given the noise, which
-is all that verification needs.
+time t: the network predicts the tokens, and the state moves towards the mean of their embeddings (flow maps, arXiv
+2602.16813, there over one-hot tokens). The noise decides which of the probable continuations all positions of a block
+move to. So the draft tokens of a block agree with each other, and each has an exact distribution given the noise, as
+verification needs.
 
-A new network ignores states and times: it computes what the v1 network in it does.
+A new network ignores states and times: it computes the same as the v1 network in it. Torch's operations run it on all
+backends.
 """
 
 from __future__ import annotations
@@ -33,40 +34,37 @@ class FlowConfig(DraftConfig):
     diffusion_steps: int = 1  # passes of a block, unless decoding asks for another number
 
 
-FREQUENCIES = 32  # of the sines and cosines that represent a time
+FREQUENCIES = 32  # of the sines and cosines of a time
 TIME_FEATURES = 4 * FREQUENCIES  # cos and sin of both times
-LIKELY = 16  # tokens of a position whose embeddings are averaged
-POSITIONS = 1024  # positions of a text with noise of their own; further positions repeat it
+LIKELY = 16  # most probable tokens of a position, whose embeddings are averaged
+POSITIONS = 1024  # positions with their own noise; further positions repeat it
 NOISE_SEED = 0
 
 
 @cache
 def position_noise(size: int) -> Tensor:
-    """Noise of standard deviation 1 by position modulo `POSITIONS`, `[POSITIONS, H]` float32 on the CPU.
+    """Return noise of standard deviation 1 by position modulo `POSITIONS`, `[POSITIONS, H]` float32 on the CPU.
 
-    It is always the same, so that the guesses for a text do not depend on its neighbours in a batch.
+    It is always the same, so that the draft of a sequence does not depend on its neighbours in a batch.
     """
     return torch.randn(POSITIONS, size, generator=torch.Generator().manual_seed(NOISE_SEED))
 
 
 def moved(state: Tensor, clean: Tensor, begin: Tensor | float, end: Tensor | float) -> Tensor:
-    """States after a jump between two times towards `clean`, the mean embeddings of tokens; `[..., H]` each."""
+    """Return states after a jump between two times towards `clean`, the mean embeddings of tokens; `[..., H]` each."""
     return ((1 - end) * state + (end - begin) * clean) / (1 - begin)
 
 
 def mean_embedding(logits: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
-    """Mean embedding `[..., H]` of the `LIKELY` likeliest tokens of logits `[..., V]`, weighted by probability."""
+    """Return the mean embedding `[..., H]` of the `LIKELY` most probable tokens of logits `[..., V]`."""
     best = logits.float().topk(min(LIKELY, logits.size(-1)), dim=-1)
-    acceptance_probs, tokens = best.values.softmax(dim=-1).unbind(-1), best.indices.unbind(-1)
-    shares = (
-        acceptance_prob.unsqueeze(-1) * embed(token).float()
-        for acceptance_prob, token in zip(acceptance_probs, tokens, strict=True)
-    )
-    return sum(shares, torch.zeros((), device=logits.device))
+    probs, tokens = best.values.softmax(dim=-1).unbind(-1), best.indices.unbind(-1)
+    terms = (prob.unsqueeze(-1) * embed(token).float() for prob, token in zip(probs, tokens, strict=True))
+    return sum(terms, torch.zeros((), device=logits.device))
 
 
 class FlowNetwork(DFlashNetwork):
-    """DFlash v1 that also reads states and the times of a jump. Parameters that v1 has, too, keep their names."""
+    """DFlash v1 that also reads states and the times of a jump. Parameters of v1 keep their names."""
 
     architecture = None  # torch's operations alone run it
     config_class: type[DraftConfig] = FlowConfig
@@ -80,7 +78,7 @@ class FlowNetwork(DFlashNetwork):
         nn.init.zeros_(self.time_proj.weight)
 
     def entering(self, state: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-        """Addition to the mask's embedding at positions with these states, `[..., H]`.
+        """Return what positions with these states add to the mask's embedding, `[..., H]`.
 
         Args:
             state: `[..., H]`, in units of the embedding table.
@@ -91,8 +89,8 @@ class FlowNetwork(DFlashNetwork):
         angles = torch.cat([begin, end], dim=-1).unsqueeze(-1) * steps
         times = torch.cat([angles.cos(), angles.sin()], dim=-1).flatten(-2)
         # Normed, because states near the noise and near tokens differ in size.
-        seen = F.rms_norm(state.float(), (state.size(-1),)).to(weight.dtype)
-        added: Tensor = self.state_proj(seen) + self.time_proj(times.to(weight.dtype))
+        normed = F.rms_norm(state.float(), (state.size(-1),)).to(weight.dtype)
+        added: Tensor = self.state_proj(normed) + self.time_proj(times.to(weight.dtype))
         return added
 
     def denoised(
@@ -108,9 +106,9 @@ class FlowNetwork(DFlashNetwork):
         Args:
             noise: `[..., H]` of standard deviation 1.
             passes: Number of jumps.
-            share: Function from the share of jumps that are done to the time, both from 0 to 1.
+            share: Function from the completed share of jumps to the time, both from 0 to 1.
             run: The layers: from the addition to the mask's embedding to hidden states, `[..., H]` each.
-            clean: Function from hidden states to the mean embeddings of the guessed tokens, `[..., H]` each.
+            clean: Function from hidden states to the mean embeddings of the predicted tokens, `[..., H]` each.
 
         Returns:
             Hidden states of the last pass, `[..., H]`.

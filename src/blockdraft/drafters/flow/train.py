@@ -1,12 +1,11 @@
 """Training of flow maps (arXiv 2602.16813, there over one-hot tokens), which move noise to the embeddings of a block.
 
-Some blocks learn from the data, by the recipe's objectives: their state lies between noise and the embeddings of the
-data, and they learn to guess the tokens. The other blocks learn to jump from a time s to a later time t as far as two
-shorter jumps do, from s to some m and on to t. The present network makes the shorter jumps, without a gradient. The
-longer jump learns a mixture of the token distributions of the shorter ones: a jump moves the state towards the mean
-embedding of its distribution, and the mixture has the mean that leads to the same state.
+Some blocks learn from the data, by the recipe's objectives: their state is between noise and the embeddings of the
+data, and they learn to predict the tokens. The other blocks learn to jump from a time s to a later time t as far as two
+shorter jumps, from s to some m and on to t. The present network makes the shorter jumps, without a gradient. The longer
+jump learns a mixture of their token distributions, whose mean embedding leads to the same state.
 
-Metrics of training include blocks with little noise; those of held-out documents are of drafting from pure noise.
+Training metrics include blocks with little noise. Metrics of held-out documents are of drafting from pure noise.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ from blockdraft.training.batches import Rows, generator
 from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import Recipe
 
-MEASURED_TOKENS = 4096  # tokens whose embeddings' spread decides how strong the noise is
+MEASURED_TOKENS = 4096  # tokens whose embeddings determine the strength of the noise
 LATEST = 0.99  # latest time, of 1, at which a jump begins
 JUMP = "jump"
 
 
 @settings
 class FlowRecipe(DFlashRecipe):
-    """Recipe of a flow map: that of DFlash and these fields.
+    """Recipe of a flow map: that of DFlash and these fields."""
 
-    Attributes:
-        diffusion_steps: Draft passes of a block, unless decoding asks for another number. Training does not depend on
-            it.
-        jumps: Share of the blocks that learn to jump; the others learn from the data.
-    """
-
-    diffusion_steps: Count = 1
-    jumps: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    diffusion_steps: Count = Field(
+        1,
+        description="Draft passes of a block, unless decoding asks for another number. Training does not depend on it.",
+    )
+    jumps: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.5,
+        description="Share of the blocks that learn to jump; the others learn from the data.",
+    )
 
 
 class Moments(NamedTuple):
@@ -83,7 +82,7 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
         return {**super().factors(), JUMP: 1.0}
 
     def hidden(self, network: FlowNetwork, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
-        """In evaluation, hidden states that the drafter would make, `[B, A, K, H]`. In training, those of three passes,
+        """Return, in evaluation, the drafter's hidden states `[B, A, K, H]`. In training, return those of three passes,
         the one that learns and the two parts of its jump, and `second_BA11`: `[B, A, K, 3 * H + 1]`."""
         over_blocks = self.pass_over_blocks(network, target, hidden_states_BSF, rows)
 
@@ -109,15 +108,17 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
         return torch.cat([hidden, first, other, second.expand(*hidden.shape[:-1], 1)], dim=-1)
 
     def logits(self, network: FlowNetwork, target: Target, hidden_CKH: Tensor) -> Tensor:
-        """In training, the logits and the probabilities that a jump learns, `[C, K, 2 * V]`."""
+        """Return, in training, the logits and the probabilities that a jump learns, `[C, K, 2 * V]`."""
         size = network.config.hidden_size
         if hidden_CKH.size(-1) == size:
             return super().logits(network, target, hidden_CKH)
         hidden, first, other, second = hidden_CKH.split([size, size, size, 1], dim=-1)
         score = super().logits
         with torch.no_grad():
-            one, two = (score(network, target, each).float().softmax(dim=-1) for each in (first, other))
-            wanted = torch.lerp(one, two, second.clamp(min=0).float())
+            first_probs, second_probs = (
+                score(network, target, states).float().softmax(dim=-1) for states in (first, other)
+            )
+            wanted = torch.lerp(first_probs, second_probs, second.clamp(min=0).float())
         return torch.cat([score(network, target, hidden).float(), wanted], dim=-1)
 
     def losses(self, network: FlowNetwork, slots: Slots) -> dict[str, Tensor]:
@@ -134,14 +135,14 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
         return slots.logits_CKV[..., : network.config.vocab_size].argmax(dim=-1)
 
     def _own_noise(self, rows: Rows, target: Target) -> Tensor:
-        """Noise that the drafter uses at the positions behind each anchor, `[B, A, K, H]`."""
+        """Return the drafter's noise at the positions behind each anchor, `[B, A, K, H]`."""
         first_BA1 = rows.positions_BS.gather(1, rows.anchors_BA.clamp(min=0)).unsqueeze(-1)
         places = first_BA1 + torch.arange(1, rows.tokens_BAL.size(2), device=first_BA1.device)
         return position_noise(target.hidden_size).to(places.device)[places % POSITIONS]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _moments(self, rows: Rows, size: int) -> Moments:
-        """Moments that depend on the seed, a row's text and its anchors alone, so that a resumed run has the same."""
+        """Draw moments from the seed, a row's tokens and its anchors alone, so that a resumed run has the same."""
         device, (blocks, slots) = rows.anchors_BA.device, rows.taught_BAK.shape[1:]
         order = torch.arange(1, 1 + blocks, device=device)
         texts, anchors = rows.tokens_BS.sum(dim=1), ((1 + rows.anchors_BA) * order).sum(dim=1)
@@ -152,7 +153,7 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
             noise.append(torch.randn(blocks, slots, size, generator=random, device=device))
             uniforms.append(torch.rand(6, blocks, generator=random, device=device))
         jumps, from_noise, to_tokens, early, far, part = torch.stack(uniforms, dim=1)[..., None, None]
-        # Half of all blocks begin at pure noise, and half of the jumps end at the tokens, because drafting does both.
+        # Half of all blocks begin at pure noise, and half of the jumps end at the tokens, as in drafting.
         begin = LATEST * torch.where(from_noise < 0.5, 0.0, early)
         end = torch.where(to_tokens < 0.5, 1.0, begin + (1 - begin) * far)
         middle = begin + (end - begin) * LATEST * part
@@ -164,14 +165,14 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
 
 @torch.no_grad()
 def noise_std(target: Target) -> float:
-    """Standard deviation of noise with which, half-way to the tokens, a token can just be told from all others.
+    """Return the standard deviation of noise at which, half-way to the tokens, a token is just distinguishable.
 
     Two embeddings of H numbers of standard deviation d lie about `d * sqrt(2 H)` apart. Half-way to the tokens, noise
     and embeddings have equal weight. There, noise of standard deviation `d / 2 * sqrt(H / ln V)` just carries a point
     over half of that distance towards one of V others.
     """
-    some = torch.linspace(0, target.vocab_size - 1, MEASURED_TOKENS, device=target.device).long().unique()
-    rows = target.embed(some).float()
+    sample = torch.linspace(0, target.vocab_size - 1, MEASURED_TOKENS, device=target.device).long().unique()
+    rows = target.embed(sample).float()
     spread = float((rows - rows.mean(dim=0)).square().mean().sqrt())
     return float(f"{spread / 2 * math.sqrt(target.hidden_size / math.log(target.vocab_size)):.4g}")
 

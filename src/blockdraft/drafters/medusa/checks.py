@@ -1,4 +1,4 @@
-"""Checks of Medusa's heads: their numbers start at the anchor, or they read another hidden state."""
+"""Checks of Medusa's heads: numbered from the anchor, or reading another hidden state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MedusaChecker(VariantChecker):
 
     @property
     def compared(self) -> int:
-        """Number of compared guesses: one fewer than there are heads, because a check may leave out the first head."""
+        """Number of compared draft tokens: one fewer than heads, because a check may leave out the first head."""
         return max(1, self.config.num_heads - 1)
 
     def checks(self, longest: int) -> Iterator[Check]:

@@ -1,8 +1,7 @@
-"""Medusa (arXiv 2401.10774): heads on the target's last hidden state, each of which guesses the token at its own
+"""Medusa (arXiv 2401.10774): heads on the target's last hidden state, each of which predicts the token at its own
 distance.
 
-Guesses are verified like those of any drafter. The paper's typical acceptance, which would change the target's output,
-is not offered.
+Draft tokens are verified as usual. The paper's typical acceptance would change the target's output and is not offered.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from blockdraft.timing import CONTEXT, OBSERVE, mark
 
 
 class MedusaDrafter(Drafter):
-    """Drafts with Medusa's heads. A chain holds each head's best token; a tree holds the likeliest paths, whose
+    """Drafts with Medusa's heads. A chain holds each head's best token. A tree holds the most probable paths, whose
     probability is the product of the heads' probabilities.
 
     Args:
@@ -50,7 +49,7 @@ class MedusaDrafter(Drafter):
 
     @property
     def compile_reason(self) -> str | None:
-        """Reason why the heads are not compiled for a CPU; None where they are."""
+        """Reason why the heads are not compiled for a CPU, or None if they are."""
         return self._run.compile_reason
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
@@ -68,7 +67,8 @@ class MedusaDrafter(Drafter):
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         assert hidden_states is not None
         mark(OBSERVE)
-        # Only the last token's feature is read, but any token may become the last one of a row with the same prefix.
+        # Only the last token's hidden state is read, but any token may become the last one of a sequence with this
+        # prefix.
         known, count = self._known(state), hidden_states.size(1)
         state.check_room(count)
         for row, length, nodes in zip(state.rows, state.lengths, hidden_states, strict=True):
@@ -80,13 +80,13 @@ class MedusaDrafter(Drafter):
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        assert min(state.lengths) > 0, "a draft needs the prompt's features"
+        assert min(state.lengths) > 0, "a draft needs the prompt's hidden states"
         newest = [row + length - 1 for row, length in zip(state.rows, state.lengths, strict=True)]
         hidden = self._known(state)[send(torch.tensor(newest), anchor.device)]
         return independent_draft_tokens(anchor, self._run(hidden, plan.block_size - 1), plan)
 
     def _known(self, state: KVCache) -> Tensor:
-        """Target's hidden state at the token of each slot, `[slots, H]`."""
+        """Return the target's hidden state at the token of each KV slot, `[slots, H]`."""
         return state.memory(1, 1, self._target.hidden_size, self._like)[0, 0]
 
 

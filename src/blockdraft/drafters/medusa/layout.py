@@ -32,7 +32,7 @@ class Medusa:
     borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
-        # The folder of a model that was trained together with its heads has this key, too.
+        # The folder of a model that was trained together with its heads has this key too.
         return "medusa_num_heads" in raw and raw.get("architectures") in (None, [NAME])
 
     def config(
@@ -84,7 +84,7 @@ class Medusa:
 def _config(
     raw: Mapping[str, Any], tensors: Mapping[str, Tensor] | Mapping[str, Stored], num_target_layers: int
 ) -> MedusaConfig:
-    """Configuration from config.json or, where it is silent, from the tensors."""
+    """Return the configuration from config.json or else from the tensors."""
     layers = whole("medusa_num_layers", raw.get("medusa_num_layers", 1), maximum=MOST_LAYERS)
     # `medusa_num_heads` is not read: published configurations state 2 for files that hold 5 heads.
     heads = len({name.partition(".")[0] for name in tensors})

@@ -1,7 +1,7 @@
-"""Medusa's heads (arXiv 2401.10774): each guesses the token at its own distance from the target's last hidden state.
+"""Medusa's heads (arXiv 2401.10774): each predicts the token at its own distance from the target's last hidden state.
 
-They read the input of the target's own head, after the last norm, at the token before the anchor. From it the target's
-head makes the anchor, and head k, counted from 0, the token k + 1 positions behind the anchor.
+They read the input of the target's head, after the last norm, at the token before the anchor. From it the target's head
+predicts the anchor, and head k, counted from 0, the token k + 1 positions behind the anchor.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class MedusaConfig:
     """Configuration of Medusa's heads. Raises ValueError for a value out of range.
 
     Attributes:
-        num_heads: Number of heads, each of which makes a guess.
-        num_layers: Residual blocks of each head.
-        shared_head: Whether all heads end in the target's output projection, instead of one of their own each.
+        num_heads: Number of heads, each of which drafts one token.
+        num_layers: Residual blocks per head.
+        shared_head: Whether all heads end in the target's output projection, instead of their own.
     """
 
     hidden_size: int
@@ -78,19 +78,21 @@ class MedusaNetwork(nn.ModuleList, DraftNetwork):
         self.config = config
 
     def forward(self, hidden: Tensor, count: int | None = None) -> Tensor:
-        """States `[..., count, H]` of the first `count` heads, or of all, for the target's hidden states `[..., H]`."""
+        """Return states `[..., count, H]` of the first `count` heads, or all, for the target's hidden states `[...,
+        H]`."""
         heads = self._heads(self.config.num_heads if count is None else count)
         return torch.stack([head[: self.config.num_layers](hidden) for head in heads], dim=-2)
 
     def logits(self, states: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Logits `[..., K, V]` of the states `[..., K, H]` of the first K heads; `target_head` is used if shared."""
+        """Return logits `[..., K, V]` of the states `[..., K, H]` of the first K heads; `target_head` is used if
+        shared."""
         if self.config.shared_head:
             return target_head(states)
         heads = self._heads(states.size(-2))
         return torch.stack([head[-1](state) for head, state in zip(heads, states.unbind(-2), strict=True)], dim=-2)
 
     def projections(self) -> Iterator[nn.Linear]:
-        """Output projections of the heads; none if they share the target's."""
+        """Return the output projections of the heads; none if they share the target's."""
         return (cast(nn.Linear, head[-1]) for head in self._heads(0 if self.config.shared_head else len(self)))
 
     def runner(self, host: DraftHost) -> HeadRunner:
@@ -101,7 +103,7 @@ class MedusaNetwork(nn.ModuleList, DraftNetwork):
 
 
 class HeadRunner(Protocol):
-    """Runs Medusa's heads by the same means as the target's forward.
+    """Runs Medusa's heads on the target's backend.
 
     Attributes:
         compile_reason: Reason why heads that could have been compiled are not; else None.
@@ -110,10 +112,10 @@ class HeadRunner(Protocol):
     compile_reason: str | None
 
     def weight_bytes(self) -> int:
-        """Memory of weights that it keeps in addition to the network's own, in bytes."""
+        """Return the bytes of weights that it keeps besides the network's own."""
 
     def __call__(self, hidden: Tensor, count: int) -> Tensor:
-        """Logits `[B, count, V]` of the first `count` heads for the target's hidden states `[B, H]`."""
+        """Return logits `[B, count, V]` of the first `count` heads for the target's hidden states `[B, H]`."""
 
 
 class HeadPass:

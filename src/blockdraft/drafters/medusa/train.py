@@ -1,4 +1,4 @@
-"""Training of Medusa's heads (arXiv 2401.10774): head k, counted from 1, learns the token at anchor + k, from the
+"""Training of Medusa's heads (arXiv 2401.10774): head k, counted from 1, learns the token at anchor + k from the
 target's last hidden state at the token before the anchor.
 
 This is Medusa-1. Medusa-2 also trains the target, whose output would change.
@@ -23,25 +23,30 @@ from blockdraft.training.variant import Variant, load_init
 
 @settings
 class MedusaRecipe(Recipe):
-    """Recipe of Medusa's heads. Learning rate, warm-up, epochs and number of heads are those of the authors' runs.
+    """Recipe of Medusa's heads. Learning rate, warm-up, epochs and number of heads are those of the authors' runs."""
 
-    Attributes:
-        block_size: Tokens of a block, anchor included; there are block_size - 1 heads.
-        gamma: Decay constant of the heads' weights in the loss; 4.5 is a factor of 0.8 from each head to the next.
-        layers: Residual blocks of each head.
-        share_head: Whether all heads end in the target's output projection. Otherwise each has one of its own, which
-            starts as a copy and is most of the drafter's size.
-        init: Folder of Medusa's heads whose weights training starts from; None starts from new heads.
-    """
-
-    block_size: Annotated[int, Field(ge=2)] = 4
-    gamma: Amount | None = 4.5
+    block_size: Annotated[int, Field(ge=2)] = Field(
+        4,
+        description="Tokens of a block, anchor included; there are block_size - 1 heads.",
+    )
+    gamma: Amount | None = Field(
+        4.5,
+        description="Decay constant of the heads' weights in the loss; 4.5 is a factor of 0.8 from each head to the "
+        "next.",
+    )
     epochs: Count = 2
     learning_rate: Amount = 1e-3
     warmup: Share = 0.1
-    layers: Count = 1
-    share_head: bool = False
-    init: str | None = None
+    layers: Count = Field(1, description="Residual blocks of each head.")
+    share_head: bool = Field(
+        False,
+        description="Whether all heads end in the target's output projection. Otherwise each has one of its own, "
+        "which starts as a copy and is most of the drafter's size.",
+    )
+    init: str | None = Field(
+        None,
+        description="Folder of Medusa's heads whose weights training starts from; by default new heads.",
+    )
 
 
 class MedusaVariant(Variant[MedusaRecipe, MedusaNetwork, MedusaConfig]):

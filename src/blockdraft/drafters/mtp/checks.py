@@ -1,5 +1,5 @@
-"""Checks of MTP heads: the hidden state of another token or from before the norm, the order of an entry's halves, the
-state that is fed on, and the form in which norms are stored."""
+"""Checks of MTP heads: the hidden state of another token or before the norm, swapped halves of an entry, the hidden
+state that the next step reads, and the stored form of norms."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Multi-token prediction (MTP) head as drafter: one layer guesses one token after the other, first from the target's
-last hidden state, then from its own output, as EAGLE-3 does. It has a folder of its own, or is in the target's."""
+"""Multi-token prediction (MTP) head as drafter: one layer drafts one token after the other, first from the target's
+last hidden state, then from its own output, like EAGLE-3. It has its own folder, or is in the target's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockdraft.drafters.mtp.target_network import TargetMTPConfig, TargetMTPNet
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 
-# Model types whose heads can be run. In all of them, the state that is fed on is the output of the last norm.
+# Model types with supported heads. In all of them, the next step reads the output of the last norm.
 FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
@@ -26,14 +26,14 @@ class MTPDrafter(Eagle3Drafter):
 
 
 def load(path: Path | None, target: Target) -> MTPDrafter:
-    """Load the head of a folder; None is the target's folder."""
+    """Load the head in a folder; None is the target's folder."""
     if path is None:
         return MTPDrafter(own_head(target), target)
     return MTPDrafter(read_network(path, target, lambda config: config.network()), target, path, owned=True)
 
 
 def own_head(target: Target) -> TargetMTPNetwork:
-    """Network of the MTP head in the target's folder.
+    """Load the network of the MTP head in the target's folder.
 
     Raises:
         UsageError: The target has no folder, or the folder has no head, a broken one, or one of an unsupported family.
@@ -53,11 +53,11 @@ def own_head(target: Target) -> TargetMTPNetwork:
             f"{folder} is of the family {config.model_type}, whose MTP heads are not supported; those of "
             f"{', '.join(FAMILIES)} are. Use another drafter, such as a head that blockdraft train mtp trains."
         )
-    found = find_head(folder, target.num_layers)
-    made = TargetMTPConfig(layer=one_layer(config, found.has_experts), num_target_layers=target.num_layers)
+    head = find_head(folder, target.num_layers)
+    mtp_config = TargetMTPConfig(layer=one_layer(config, head.has_experts), num_target_layers=target.num_layers)
     with torch.device("meta"):
-        network = TargetMTPNetwork(made)
-    tensors = found.read({name: tuple(tensor.shape) for name, tensor in network.state_dict().items()})
+        network = TargetMTPNetwork(mtp_config)
+    tensors = head.read({name: tuple(tensor.shape) for name, tensor in network.state_dict().items()})
     network.load_state_dict(tensors, assign=True)
     return network.to(target.device, target.dtype)
 

@@ -23,7 +23,7 @@ LEFT_OUT = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_fr
 
 
 def find_head(folder: Path, num_layers: int) -> StoredHead:
-    """Find the MTP head of a model with `num_layers` layers. Only files that hold tensors of the head are opened.
+    """Find the MTP head of a model with `num_layers` layers. Only files with tensors of the head are opened.
 
     Raises:
         UsageError: The folder has no head, several, or a quantized one, or a file cannot be read.
@@ -55,21 +55,21 @@ def find_head(folder: Path, num_layers: int) -> StoredHead:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """File of each tensor by name."""
+    """Return the file of each tensor by name."""
     if (folder / INDEX).is_file():
         with blaming(folder / INDEX):
-            listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / file for name, file in listed.items()}
-    found: dict[str, Path] = {}
+            weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    files: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with blaming(file):
-            found |= dict.fromkeys(open_tensors([str(file)]), file)
-    return found
+            files |= dict.fromkeys(open_tensors([str(file)]), file)
+    return files
 
 
 @dataclass(frozen=True)
 class StoredHead:
-    """MTP head in a checkpoint, whose tensors have not been read yet.
+    """MTP head in a checkpoint, with tensors that are not read yet.
 
     Attributes:
         folder: Folder of the checkpoint, for messages.
@@ -99,13 +99,15 @@ class StoredHead:
         """
         parts = {name: self._parts(name, shape) for name, shape in shapes.items()}
         expected = {part: shape for of_one in parts.values() for part, shape in of_one.items()}
-        found = {name: one.shape for name, one in self.tensors.items()}
-        wrong = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+        actual = {name: tensor.shape for name, tensor in self.tensors.items()}
+        wrong = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
         if wrong:
-            told = "; ".join(f"{name}: expected {expected.get(name)}, found {found.get(name)}" for name in wrong[:5])
+            details = "; ".join(
+                f"{name}: expected {expected.get(name)}, found {actual.get(name)}" for name in wrong[:5]
+            )
             raise UsageError(
-                f"{self.folder}: {len(wrong)} tensors of its MTP head do not fit its configuration: {told}. Copy the "
-                "model's files again, or use another drafter."
+                f"{self.folder}: {len(wrong)} tensors of its MTP head do not fit its configuration: {details}. "
+                "Copy the model's files again, or use another drafter."
             )
         return {
             name: torch.cat([self.tensors[part].tensor() for part in of_one]).view(shapes[name])
@@ -113,7 +115,7 @@ class StoredHead:
         }
 
     def _parts(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Tensors of the checkpoint that a parameter is concatenated from, and their shapes."""
+        """Return the tensors of the checkpoint that a parameter is concatenated from, and their shapes."""
         stem, _, end = name.rpartition(".")
         whole = self.own(name)
         if not stem.endswith(".experts") or whole in self.tensors:
@@ -123,7 +125,7 @@ class StoredHead:
         return {f"{self.own(stem)}.{i}.{kind}_proj.weight": of_part for i in range(shape[0]) for kind in kinds}
 
     def own(self, name: str) -> str:
-        """Name in the checkpoint of a tensor of `MTPHead`."""
+        """Return the name in the checkpoint of a tensor of `MTPHead`."""
         if name.startswith(LAYER):
             return self.layer + name.removeprefix(LAYER)
         module, _, leaf = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Layout of an MTP head in a folder of its own: config.json, and tensors as Qwen3-Next's checkpoints hold them under
+"""Layout of an MTP head in its own folder: config.json, and tensors as Qwen3-Next's checkpoints hold them under
 `mtp.`, where a norm's weight is stored as its difference from 1."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class MTP:
 
 
 def _shifted(name: str, tensor: Tensor, by: int) -> Tensor:
-    """The tensor, with `by` added if it is the weight of a norm."""
+    """Return the tensor, with `by` added if it is the weight of a norm."""
     return tensor + by if tensor.ndim == 1 and "norm" in name else tensor
 
 

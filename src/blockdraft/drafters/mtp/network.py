@@ -1,5 +1,5 @@
-"""The MTP head (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next): one layer that guesses one token at a time
-from the target's last hidden state. The target lends its embedding and output projection."""
+"""The MTP head (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next): one layer that predicts one token at a time
+from the target's last hidden state. Embedding and output projection are the target's."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class MTPConfig:
     head_dim: int
     vocab_size: int
     num_target_layers: int
-    block_size: int  # tokens of a path, anchor included
+    block_size: int  # tokens per path, anchor included
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None  # `rope_type` and its parameters, without theta; None is plain RoPE
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 40960  # tokens
     attention_bias: bool = False
-    normed_feedback: bool = True  # the state that is fed on is the output of the last norm, as in Qwen3-Next
+    normed_feedback: bool = True  # the next step reads the output of the last norm, as in Qwen3-Next
 
     def __post_init__(self) -> None:
         check_fields(self, {"block_size": 2})
         check_layer(self)
 
     def network(self) -> MTPHead:
-        """A new network of this configuration."""
+        """Return a new network of this configuration."""
         return MTPNetwork(self)
 
     @property
@@ -51,7 +51,7 @@ class MTPConfig:
 
 
 class MTPHead(AutoregressiveNetwork):
-    """Base of MTP heads: everything but the layer. Parameter names are those of Qwen3-Next's tensors under `mtp.`.
+    """Base of MTP heads: everything except the layer. Parameter names are those of Qwen3-Next's tensors under `mtp.`.
 
     Args:
         config: Configuration with at least `hidden_size`, `vocab_size`, `rms_norm_eps` and `normed_feedback`.
@@ -84,7 +84,7 @@ class MTPHead(AutoregressiveNetwork):
         return target_head(self.norm(hidden))
 
     def _entries(self, embedded: Tensor, hidden_state: Tensor) -> Tensor:
-        """Input of the layer, `[B, N, H]`, from embeddings and features `[B, N, H]`."""
+        """Return the input of the layer, `[B, N, H]`, from embeddings and hidden states `[B, N, H]`."""
         both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden_state)], dim=-1)
         return cast(Tensor, self.fc(both))
 

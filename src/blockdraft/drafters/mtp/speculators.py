@@ -33,13 +33,13 @@ KEYS += ("vocab_size",) + ("rms_norm_eps", "max_position_embeddings", "attention
 
 
 def config_dict(config: Any, target_name: str | None, target_architectures: Sequence[str]) -> dict[str, Any]:
-    """Content of config.json. Raises ValueError if the format cannot express the configuration."""
+    """Return the content of config.json. Raises ValueError if the format cannot express the configuration."""
     kind = type(config).__name__
     need(
         isinstance(config, MTPConfig), "the configuration", kind, "an MTPConfig, the only one that this layout can hold"
     )
-    told = "true, since this format feeds on the output of the last norm; keep the layout mtp"
-    need(config.normed_feedback, "normed_feedback", config.normed_feedback, told)
+    limit = "true, because in this format a step reads the output of the last norm; keep the layout mtp"
+    need(config.normed_feedback, "normed_feedback", config.normed_feedback, limit)
     return {
         "architectures": [NAME],
         **named(MODEL_TYPE, config.block_size - 1, target_name, target_architectures),
@@ -47,7 +47,7 @@ def config_dict(config: Any, target_name: str | None, target_architectures: Sequ
         "transformer_layer_config": {
             "model_type": OURS,
             **{key: getattr(config, key) for key in KEYS},
-            "num_hidden_layers": config.num_target_layers,  # tells readers which hidden state the head reads
+            "num_hidden_layers": config.num_target_layers,  # readers derive the head's input from it
             "hidden_act": "silu",
             "rope_theta": config.rope_theta,
             "rope_scaling": config.rope_scaling,
@@ -60,7 +60,7 @@ def config_dict(config: Any, target_name: str | None, target_architectures: Sequ
 def parse_config(
     raw: Mapping[str, Any], num_target_layers: int, has_experts: bool = False
 ) -> MTPConfig | TargetMTPConfig:
-    """Configuration of a parsed config.json.
+    """Return the configuration in a parsed config.json.
 
     Args:
         num_target_layers: Number of the target's layers.

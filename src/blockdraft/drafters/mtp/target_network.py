@@ -26,8 +26,8 @@ class TargetMTPConfig:
     Attributes:
         layer: Configuration of a model whose only layer is the head's; from `one_layer`.
         num_target_layers: Number of the target's layers.
-        block_size: Tokens of a path, anchor included; checkpoints do not state it.
-        normed_feedback: Whether the state that is fed on is the output of the last norm.
+        block_size: Tokens per path, anchor included; checkpoints do not state it.
+        normed_feedback: Whether the next step reads the output of the last norm.
     """
 
     layer: PretrainedConfig
@@ -36,7 +36,7 @@ class TargetMTPConfig:
     normed_feedback: bool = True
 
     def network(self) -> MTPHead:
-        """A new network of this configuration."""
+        """Return a new network of this configuration."""
         return TargetMTPNetwork(self)
 
     @property
@@ -58,7 +58,7 @@ class TargetMTPConfig:
 
 
 def one_layer(config: PretrainedConfig, experts: bool) -> PretrainedConfig:
-    """Configuration of a model that has one layer with full attention, and is otherwise like the target.
+    """Return the configuration of a model with one layer of full attention, otherwise like the target.
 
     Args:
         config: Configuration of the target's text model.
@@ -80,18 +80,18 @@ def one_layer(config: PretrainedConfig, experts: bool) -> PretrainedConfig:
 
 
 class Angles:
-    """Rotary module of transformers that is not a submodule of the network, so that its frequencies stay float32 when
-    the network's weights are cast."""
+    """Rotary module of transformers, not registered as a submodule, so that its frequencies stay float32 when the
+    network's weights are cast."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if hasattr(self._module, "mrope_section"):  # time, height and width; releases before 5.19 want all three
+        if hasattr(self._module, "mrope_section"):  # time, height and width; releases before 5.19 need all three
             positions = positions.expand(3, -1, -1)
         like = torch.empty(0, dtype=dtype, device=positions.device)
-        found: tuple[Tensor, Tensor] = self._module.to(positions.device)(like, positions)
-        return found
+        angles: tuple[Tensor, Tensor] = self._module.to(positions.device)(like, positions)
+        return angles
 
 
 class Writing:
@@ -131,16 +131,16 @@ class TargetMTPNetwork(MTPHead):
 
     def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer: Any = self.layers[0]
-        entries, found = self._entries(embedded, hidden_state), list[Tensor]()
+        entries, written = self._entries(embedded, hidden_state), list[Tensor]()
 
         def keep(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            found.extend((keys, values))
-            return keys[:, :, :1], values[:, :, :1]  # keeps the unused attention cheap
+            written.extend((keys, values))
+            return keys[:, :, :1], values[:, :, :1]  # makes the unused attention cheap
 
         normed, angles = layer.input_layernorm(entries), self._angles(positions, entries.dtype)
         cache = {self._cache_argument: Writing(keep)}
         layer.self_attn(normed, position_embeddings=angles, attention_mask=None, **cache)
-        return found[0], found[1]
+        return written[0], written[1]
 
     def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         assert isinstance(attend, CachedAttention)
@@ -155,7 +155,7 @@ class TargetMTPNetwork(MTPHead):
         return out
 
     def to(self, *args: Any, **kwargs: Any) -> TargetMTPNetwork:
-        """Move the network, but keep the dtypes of buffers: routers' biases are float32 whatever the weights are."""
+        """Move the network, but keep the dtypes of buffers: routers' biases are always float32."""
         exact = dict(self.named_buffers())
         super().to(*args, **kwargs)
         for name, buffer in exact.items():

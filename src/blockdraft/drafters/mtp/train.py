@@ -21,28 +21,33 @@ from blockdraft.training.variant import Variant, load_init
 
 @settings
 class MTPRecipe(Recipe):
-    """Recipe of an MTP head. The number of steps and their weights are those of arXiv 2509.18362.
+    """Recipe of an MTP head. The number of steps and their weights are those of arXiv 2509.18362."""
 
-    Attributes:
-        block_size: Tokens of a block, anchor included; training is unrolled for block_size - 1 steps.
-        gamma: Decay constant of the steps' weights in the loss; 2 is a factor of 0.6 from each step to the next.
-        normed_feedback: Whether a step reads the output of the step before after its final norm; otherwise before it.
-        intermediate_size: Inner size of the layer's MLP; None is the target's, or three times its hidden size.
-        heads: Query heads of the layer; None is the target's.
-        kv_heads: Key/value heads of the layer; None is the target's.
-        head_dim: Size of a head; None is the target's.
-        init: Folder of an MTP head, of any block size, whose weights training starts from; None starts from random
-            weights.
-    """
-
-    block_size: Annotated[int, Field(ge=2)] = 4
-    gamma: Amount | None = 2.0
-    normed_feedback: bool = True
-    intermediate_size: Count | None = None
-    heads: Count | None = None
-    kv_heads: Count | None = None
-    head_dim: Count | None = None
-    init: str | None = None
+    block_size: Annotated[int, Field(ge=2)] = Field(
+        4,
+        description="Tokens of a block, anchor included; training is unrolled for block_size - 1 steps.",
+    )
+    gamma: Amount | None = Field(
+        2.0,
+        description="Decay constant of the steps' weights in the loss; 2 is a factor of 0.6 from each step to the "
+        "next.",
+    )
+    normed_feedback: bool = Field(
+        True,
+        description="Whether a step reads the output of the step before after its final norm; otherwise before it.",
+    )
+    intermediate_size: Count | None = Field(
+        None,
+        description="Inner size of the layer's MLP; by default the target's, or three times its hidden size.",
+    )
+    heads: Count | None = Field(None, description="Query heads of the layer; by default the target's.")
+    kv_heads: Count | None = Field(None, description="Key/value heads of the layer; by default the target's.")
+    head_dim: Count | None = Field(None, description="Size of a head; by default the target's.")
+    init: str | None = Field(
+        None,
+        description="Folder of an MTP head, of any block size, whose weights training starts from; by default "
+        "random weights.",
+    )
 
 
 class MTPVariant(Variant[MTPRecipe, MTPNetwork, MTPConfig]):

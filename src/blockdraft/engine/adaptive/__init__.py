@@ -1,1 +1,1 @@
-"""How far to draft: as far as it pays, learned from what cycles cost and from how many guesses are accepted."""
+"""How far to draft: the policy, what it estimates from past steps, and the step costs that are stored on disk."""

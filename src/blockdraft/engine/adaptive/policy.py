@@ -1,8 +1,7 @@
-"""How far to draft in the next cycle, so that drafting pays and never costs.
+"""How far to draft in the next step, so that drafting pays and never costs.
 
-The decision looks at committed tokens, at the drafter's probabilities and at measured times, never at a guess sampled
-at random that it would then drop: a token that is dropped because of what it is would shift the distribution of the
-output.
+The decision reads committed tokens, the drafter's probabilities and measured times. It never drops a draft token that
+was sampled because of what that token is: that would change the distribution of the output.
 """
 
 from __future__ import annotations
@@ -11,98 +10,110 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import ChainPlan, HybridPlan, Plan, Turn
 from blockdraft.drafters import Drafter
-from blockdraft.engine.adaptive.acceptance import Acceptance
-from blockdraft.engine.adaptive.cycle_times import CycleTimes, Pace
-from blockdraft.engine.adaptive.stored_costs import Costs, prior
+from blockdraft.engine.adaptive.costs import Costs, prior
+from blockdraft.engine.adaptive.estimates import Acceptance, Slowdown, StepTimes
 from blockdraft.engine.request import Request
+from blockdraft.engine.runner import Outcome
 from blockdraft.types import Drafting, RequestDrafting
 
-SIZES = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191)  # guesses a row that are told apart
-MAX_DRAFT_TOKENS = 256  # of a tree whose budget is chosen each cycle
-MARGIN = 1.01  # gain below which a change is not worth its risk
-SPARE_DEPTH = 1.25  # slots of a draft pass over the depth that paid lately
-HOLD = 16  # most cycles that a decision holds, since thinking takes time
-HOLD_GROWTH = 8  # cycles after which it holds for one more
-EXPLORE = 0.01  # share of the cycles that trials may lose
-CREDIT, DEBT = 2.0, 1.0  # cycles that they may lose to begin with, and save up; the most that is owed
-FRESH = 0.5  # cycles more that they may lose with each further number of rows, whose times are not known
-TOO_LONG = 2.5  # times the best cycle: a trial that is expected to take longer is left out
+SIZES = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191)  # draft tokens per sequence with own estimates
+MAX_AUTO_BUDGET = 256  # draft tokens of a tree whose size is chosen in each step
+MARGIN = 1.01  # a smaller gain is not worth a change
+SPARE_DEPTH = 1.25  # length of a draft pass relative to the depth that paid lately
+HOLD, HOLD_GROWTH = 16, 8  # a decision holds for up to 16 steps, one more per 8 steps so far, since deciding costs time
+# Trials may lose this share of all steps. The credit, in steps, starts and ends at the first limit, and never falls
+# below minus the second. Each further batch size, whose times are unknown, adds to it.
+TRIAL_SHARE, MAX_CREDIT, MAX_DEBT, NEW_SIZE_CREDIT = 0.01, 2.0, 1.0, 0.5
+MAX_TRIAL_TIME = 2.5  # relative to the best step
+
+LoadCosts = Callable[[Drafter], Costs | None]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """How far to draft for some cycles.
+    """How far to draft for some steps.
 
     Attributes:
-        draft_tokens: Most of a row; 0 does not draft.
-        curve: Seconds of a cycle by guesses a row, for a drafter that sets their number.
-        trial: Whether this is not the best by what is known, but may be.
-        seconds, tokens: Of all rows in a cycle that is the best by what is known.
+        max_draft_tokens: Per sequence; 0 does not draft.
+        step_seconds: Seconds of a step by draft tokens, for a drafter that chooses their number.
+        trial: Whether another decision is better by what is known, and this one may be.
+        seconds, tokens: Of the step of all sequences that is best by what is known.
     """
 
-    draft_tokens: int
-    curve: list[float] | None
+    max_draft_tokens: int
+    step_seconds: list[float] | None
     trial: bool
     seconds: float
     tokens: float
 
 
+def controller(
+    drafter: Drafter, drafting: Drafting, load_costs: LoadCosts, now: Callable[[], float] = time.time
+) -> Controller:
+    """Return the policy of an engine.
+
+    The members of a hybrid drafter take turns where chain lengths are chosen: a tree merges the drafts of all members,
+    and a sampled chain must be chosen by a fixed rule.
+    """
+    free_chains = drafting == replace(drafting, block_size="auto", tree_budget=0, sampled=False)
+    kind = HybridController if len(drafter.parts) > 1 and free_chains else Controller
+    return kind(drafter, drafting, load_costs, now)
+
+
 class Controller:
-    """Plans the cycles of one engine.
+    """Plans the steps of one engine.
 
-    A fixed block size or tree budget is used as it is. With "auto" each cycle is planned from the times of the cycles
-    before, and from how many of their guesses were accepted:
+    A fixed block size or tree budget is used as it is. With "auto" the policy learns from the steps so far:
 
-    - Of a few sizes of chains, and none, that one is taken whose expected tokens over its expected time are the most.
-    - A drafter that knows probabilities gets the time of a cycle by its number of guesses, and returns as many as
-      maximise the expected tokens over time (CaDDTree, arXiv 2606.01813). How far its probabilities can be trusted is
-      learned, and so is how long a block is of use: a shorter one makes a cheaper draft pass. Drafting pauses while the
-      tokens that it yields of late, over their time, are fewer than plain decoding yields.
-    - Now and then there is a trial: the cycle that would be the best if all took the least time that they may, or a
-      drafted one while drafting pauses. What trials lose is counted, and the next one waits until the loss is a small
-      share of the time.
+    - Among a few chain lengths, including 0, it takes the one with the most expected tokens per second.
+    - A drafter that knows probabilities gets the seconds of a step by its number of draft tokens, and returns as many
+      as maximize expected tokens per second (CaDDTree, arXiv 2606.01813). The policy learns how far the probabilities
+      can be trusted, and shortens the draft pass to the depth that pays. Drafting pauses while plain decoding is
+      faster.
+    - Now and then it runs a trial: the step that would be best if every time were as low as it may be, or a drafted
+      step while drafting pauses. The next trial waits until what trials have lost is a small share of the time.
 
-    Requests with bounds of their own take part in cycles, and what is accepted of them teaches nothing.
+    Requests with their own limits take part in steps, but the policy does not learn from them.
 
     Args:
-        costs: What was stored of the machine, if anything; called when it is first needed.
-        now: Seconds since 1970, for the date of what was learned.
-        paces: Shared by controllers whose cycles run in turn, by number of rows as in `_times`.
+        load_costs: Returns the stored costs of a drafter, if any; called when they are first needed.
+        now: Returns the date of what was learned, in seconds since 1970.
+        slowdowns: Shared by policies whose steps run interleaved, by batch size as in `_times`.
     """
 
     def __init__(
         self,
         drafter: Drafter,
         drafting: Drafting,
-        costs: Callable[[], Costs | None],
+        load_costs: LoadCosts,
         now: Callable[[], float] = time.time,
-        paces: defaultdict[int, Pace] | None = None,
+        slowdowns: defaultdict[int, Slowdown] | None = None,
     ) -> None:
         self._drafter, self._drafting = drafter, drafting
-        self._block_size = drafter.block_size
-        if isinstance(drafting.block_size, int):
-            self._block_size = drafting.block_size
-        self._knows = self.automatic and (drafter.knows_probabilities if self._tree else drafter.knows_lengths)
-        self._passes = drafter.has_pass
-        self._costs, self._clock = cache(costs), now
-        most = self.max_draft_tokens if self._knows else min(self.max_draft_tokens, self._block_size - 1)
+        self._block_size = drafting.block_size if isinstance(drafting.block_size, int) else drafter.block_size
+        self._tree = drafting.tree_budget != 0
+        # Whether the drafter chooses the number of draft tokens from the step times.
+        knows = drafter.knows_probabilities if self._tree else drafter.knows_lengths
+        self._drafter_chooses = self.automatic and knows
+        self._costs, self._now = cache(lambda: load_costs(drafter)), now
+        most = self.max_draft_tokens if self._drafter_chooses else min(self.max_draft_tokens, self._block_size - 1)
         self._sizes = [*(size for size in SIZES if size < most), most]
-        self._times: dict[int, CycleTimes] = {}  # by number of rows, in steps of half a binary logarithm
-        self._times_by_rows: dict[int, CycleTimes] = {}
-        self._paces = defaultdict[int, Pace](Pace) if paces is None else paces
+        self._times: dict[int, StepTimes] = {}  # by batch size, in steps of half a binary logarithm
+        self._times_by_rows: dict[int, StepTimes] = {}
+        self._slowdowns = defaultdict[int, Slowdown](Slowdown) if slowdowns is None else slowdowns
         self._acceptance = Acceptance(self._block_size - 1)
-        self._at_first = self._acceptance.chains()
-        self._cycle = 0
-        self._credit = CREDIT  # cycles that trials may lose
-        self._tried = False  # whether the last cycle was a trial, after which the next cycles are as usual
+        self._initial_tokens = self._acceptance.chain_tokens()
+        self._step = 0
+        self._credit = MAX_CREDIT  # steps that trials may lose
+        self._tried = False  # whether the last step was a trial, which another must not follow at once
         self._paused = False
-        self._decision: Decision | None = None  # of the planned cycle; None where there was nothing to decide
-        self._held, self._requests = 0, list[Request]()  # for how many cycles more it holds, and for which requests
+        self._decision: Decision | None = None  # for the planned step; None if there was nothing to decide
+        self._hold, self._requests = 0, list[Request]()  # steps for which the decision still holds, and its requests
 
     @property
     def automatic(self) -> bool:
@@ -110,251 +121,267 @@ class Controller:
 
     @property
     def max_draft_tokens(self) -> int:
-        """Most guesses of a row that a plan may ask for."""
+        """Most draft tokens per sequence that a plan may ask for."""
         if self._block_size == 1:
             return 0
         budget = self._drafting.tree_budget
         if budget == "auto":
-            return max(self._block_size - 1, MAX_DRAFT_TOKENS)
+            return max(self._block_size - 1, MAX_AUTO_BUDGET)
         return budget or self._block_size - 1
 
     @property
     def drafts(self) -> bool:
-        """Whether cycles are drafted at present."""
+        """Whether steps are drafted at present."""
         return self.max_draft_tokens > 0 and not self._paused
 
     @property
     def tries_plain(self) -> bool:
-        """Whether the planned cycle is to show how fast plain decoding is."""
-        return self._decision is not None and self._decision.trial and not self._decision.draft_tokens
+        """Whether the planned step is a trial of plain decoding."""
+        return self._decision is not None and self._decision.trial and not self._decision.max_draft_tokens
 
     @property
-    def _tree(self) -> bool:
-        return self._drafting.tree_budget != 0
+    def rate(self) -> float:
+        """Expected tokens per second of the planned step, or 0 if unknown."""
+        return 0.0 if self._decision is None else self._decision.tokens / self._decision.seconds
 
-    def bounds(self, drafting: RequestDrafting | None) -> RequestDrafting | None:
-        """What of a request's bounds is less than the engine drafts; None where nothing is."""
-        if drafting is None:
+    def tighter_limits(self, limits: RequestDrafting | None) -> RequestDrafting | None:
+        """Return the request's draft limits where they are stricter than the engine's, else None."""
+        if limits is None:
             return None
-        if not drafting.enabled or drafting.block_size == 1:
+        if not limits.enabled or limits.block_size == 1:
             return None if self._block_size == 1 else RequestDrafting(enabled=False)
-        size, budget = drafting.block_size, drafting.tree_budget
-        bounds = RequestDrafting(
+        size, budget = limits.block_size, limits.tree_budget
+        stricter = RequestDrafting(
             block_size=None if size is None or size >= self._block_size else size,
             tree_budget=None if budget is None or not self._tree or budget >= self.max_draft_tokens else budget,
         )
-        return None if bounds == RequestDrafting() else bounds
-
-    def _reach(self, request: Request) -> int:
-        """Most guesses on a path that are of use to a request."""
-        bounds, most = request.drafting, self._block_size - 1
-        if bounds is not None:
-            most = 0 if not bounds.enabled else most if bounds.block_size is None else bounds.block_size - 1
-        return min(most, request.remaining)
+        return None if stricter == RequestDrafting() else stricter
 
     def prepare(self) -> None:
-        """Read what is stored, which takes some milliseconds, before a request waits for it."""
+        """Read the stored costs before a request has to wait for it."""
         if self.automatic:
             self._times_of(1)
 
     def plan(self, requests: Sequence[Request]) -> Plan:
-        """The plan of the next cycle of these requests."""
-        before, self._decision = self._decision, None
+        """Return the plan of the next step of these requests."""
+        previous, self._decision = self._decision, None
         params = [request.params for request in requests]
         if self._block_size == 1 or all(request.drafting and not request.drafting.enabled for request in requests):
-            return Plan(1, params)
-        # A tree is no deeper than it has guesses, and a shorter block makes a cheaper draft pass.
-        block_size, curve, calibration = min(self._block_size, 1 + self.max_draft_tokens), None, 1.0
+            return ChainPlan(1, params)
+        # A tree is no deeper than its budget, and a shorter block makes a cheaper draft pass.
+        block_size, seconds, calibration = min(self._block_size, 1 + self.max_draft_tokens), None, 1.0
         budget = self.max_draft_tokens if self._tree else 0
-        if not self._drafting.sampled:  # how a sampled chain is judged must not depend on the other rows
-            # Guesses past the length limit would be cut; the anchor is there already.
-            block_size = min(block_size, 1 + max(map(self._reach, requests)))
+        if not self._drafting.sampled:  # a sampled chain must not depend on the other sequences
+            block_size = min(block_size, 1 + max(map(self._max_depth, requests)))
         if self.automatic and block_size > 1:
-            if before is None or before.trial or not self._held or requests != self._requests:
-                before, self._requests = self._decide(requests), list(requests)
-            self._decision, self._held = before, self._held - 1
-            block_size, curve = min(block_size, 1 + before.draft_tokens), before.curve
-            if curve is None and self._drafting.tree_budget == "auto":
-                budget = before.draft_tokens
-            if curve is not None:
+            if previous is None or previous.trial or not self._hold or requests != self._requests:
+                previous, self._requests = self._decide(requests), list(requests)
+            decision = self._decision = previous
+            self._hold -= 1
+            block_size, seconds = min(block_size, 1 + decision.max_draft_tokens), decision.step_seconds
+            if seconds is None and self._drafting.tree_budget == "auto":
+                budget = decision.max_draft_tokens
+            if seconds is not None:
                 calibration = self._acceptance.calibration
-                if before.trial and self._paused:
+                if decision.trial and self._paused:
                     calibration = max(calibration, 1.0)  # the text may have become easy
-                if self._passes and not self._drafting.sampled:
+                if self._drafter.has_pass and not self._drafting.sampled:
                     block_size = min(block_size, 2 + round(SPARE_DEPTH * self._acceptance.depth))
         if block_size == 1:
-            return Plan(1, params)
-        return Plan(
-            block_size=block_size,
-            params=params,
-            tree_budget=budget,
-            cycle_seconds=curve,
+            return ChainPlan(1, params)
+        plan = ChainPlan(
+            block_size,
+            params,
+            cycle_seconds=seconds,
             calibration=calibration,
             draft_window=self._drafting.draft_window,
             draft_passes=self._drafting.draft_passes,
-            rate=0.0 if self._decision is None else self._decision.tokens / self._decision.seconds,
         )
+        return plan.as_tree(budget) if budget else plan
 
-    def _decide(self, requests: Sequence[Request]) -> Decision:
-        """Decide for the next cycles: for one at the beginning, later for more."""
-        times = self._times_of(len(requests))
-        seconds, least = times.expected(), times.least(self._cycle)
-        may_try = self._credit > 0 and not self._tried
-        self._held = min(1 + self._cycle // HOLD_GROWTH, HOLD)
-        return (self._decide_pause if self._knows else self._decide_size)(requests, times, seconds, least, may_try)
-
-    def _decide_size(
-        self,
-        requests: Sequence[Request],
-        times: CycleTimes,
-        seconds: list[float],
-        least: list[float],
-        may_try: bool,
-    ) -> Decision:
-        """Choose the size of chains; lists are by entry of `times`."""
-        draft_tokens, chains = [0, *self._sizes], self._acceptance.chains()
-        tokens = self._yields(requests, [chains[size] for size in draft_tokens], draft_tokens)
-        tokens[1] = 0.0  # a draft pass without guesses is no choice
-        rates = [each / time for each, time in zip(tokens, seconds, strict=True)]
-        best = rates.index(max(rates))
-        if rates[best] < MARGIN * rates[0]:
-            best = 0
-        self._paused, chosen = best == 0, best
-        if may_try:
-            upper_bounds = tokens
-            if self._paused:  # the text may have become as easy as any, or may always have been easier than it seemed
-                easier = self._acceptance.upper_bounds()
-                upper_bounds = [len(requests) * max(easier[size], self._at_first[size]) for size in draft_tokens]
-                upper_bounds[1] = 0.0
-            last = times.affordable(TOO_LONG * seconds[best])
-            rates = [upper_bound / time for upper_bound, time in zip(upper_bounds[: last + 1], least, strict=False)]
-            rates[best] = MARGIN * tokens[best] / seconds[best]
-            chosen = rates.index(max(rates))
-        return Decision(draft_tokens[chosen], None, chosen != best, seconds[best], tokens[best])
-
-    def _decide_pause(
-        self,
-        requests: Sequence[Request],
-        times: CycleTimes,
-        seconds: list[float],
-        least: list[float],
-        may_try: bool,
-    ) -> Decision:
-        """Choose whether to draft, where the drafter sets the number of guesses; lists are by entry of `times`."""
-        known, rows, most = self._acceptance, len(requests), self._sizes[-1]
-        all_sizes = times.curve(seconds, len(self._sizes))
-        if not known.tokens:
-            return Decision(most, all_sizes, False, seconds[0], rows)
-        tokens = self._yields(requests, [known.tokens], [most])[0]
-        cost, plain = times.at(seconds, known.draft_tokens), seconds[0]
-        self._paused = tokens / cost < MARGIN * rows / plain
-        if self._paused:
-            cost, tokens = plain, float(rows)
-        if may_try and (self._paused or rows / least[0] <= MARGIN * tokens / cost):
-            curve = times.curve(least, times.affordable(TOO_LONG * cost))
-            return Decision(most, curve, True, cost, tokens)
-        if may_try or self._paused:
-            return Decision(0, None, may_try, cost, tokens)
-        return Decision(most, all_sizes, False, cost, tokens)
-
-    def _yields(self, requests: Sequence[Request], tokens: Sequence[float], draft_tokens: Sequence[int]) -> list[float]:
-        """Tokens of all these requests, where a row on average yields `tokens` with so many guesses."""
-        found = [0.0] * len(tokens)
-        for request in requests:
-            share = self._acceptance.share(request)
-            most = math.inf if request.drafting is None else 1 + self._reach(request)
-            for entry, each in enumerate(tokens):
-                found[entry] += min(max(share * each, 1.0), most)
-        return [each if drafted else float(len(requests)) for each, drafted in zip(found, draft_tokens, strict=True)]
-
-    def learn(
-        self,
-        requests: Sequence[Request],
-        plan: Plan,
-        draft_tokens: int,
-        deepest: Sequence[int],
-        lengths: Sequence[int],
-        expected: Sequence[float] | None = None,
-        seconds: float | None = None,
-        part: int = 0,
-        late: float = 0.0,
-    ) -> None:
-        """Take in what a cycle yielded.
-
-        Args:
-            requests: Those of the cycle.
-            plan: As it was carried out.
-            draft_tokens: Guesses a row, those that fill up shorter rows included.
-            deepest: For each request the guesses on its longest path.
-            lengths: For each request the guesses that were accepted.
-            expected: For each request the guesses that the drafter expected to be accepted, where it says so.
-            seconds: Time that the cycle took, where it is known.
-            part: Index of the drafter that drafted, where drafters take turns.
-            late: Further seconds in which the drafter was told of cycles that did not draft.
-        """
-        decision, known = self._decision, self._acceptance
+    def learn(self, outcome: Outcome) -> None:
+        """Learn from a step of the last plan."""
+        decision, acceptance, requests = self._decision, self._acceptance, outcome.requests
         if decision is None:
             return
-        self._cycle += 1
-        known.age()
-        drafted = min(draft_tokens, decision.draft_tokens) if plan.block_size > 1 else None
-        free = [place for place, request in enumerate(requests) if request.drafting is None]
+        self._step += 1
+        acceptance.age()
+        drafted = None
+        if outcome.plan.block_size > 1:
+            drafted = min(outcome.num_draft_tokens, decision.max_draft_tokens)
+        unlimited = [i for i, request in enumerate(requests) if request.drafting is None]
         times = self._times_of(len(requests))
         cost = times.at(times.expected(), drafted) if decision.trial else 0.0
-        if seconds is not None and (free or drafted is None):  # else more was drafted than these guesses
-            times.learn(drafted, seconds, self._cycle)
-        tokens = float(len(requests) + sum(lengths))
-        if drafted is not None and free:
-            if self._knows:
-                found = {
-                    requests[place]: known.learn_expected(None if expected is None else expected[place], lengths[place])
-                    for place in free
+        if unlimited or drafted is None:  # else more was drafted than these draft tokens
+            times.learn(drafted, outcome.seconds, self._step)
+        tokens = float(len(requests) + sum(outcome.accepted))
+        if drafted is not None and unlimited:
+            if self._drafter_chooses:
+                expected: Sequence[float | None] = outcome.expected or [None] * len(requests)
+                by_request = {
+                    requests[i]: acceptance.learn_expected(expected[i], outcome.accepted[i]) for i in unlimited
                 }
-                tokens += sum(found.values()) - sum(1 + lengths[place] for place in free)
+                tokens += sum(by_request.values()) - sum(1 + outcome.accepted[i] for i in unlimited)
                 if self._paused or not decision.trial:
-                    known.learn_usual(found, draft_tokens, max(deepest[place] for place in free))
+                    depth = max(outcome.max_depth[i] for i in unlimited)
+                    acceptance.learn_choice(by_request, outcome.num_draft_tokens, depth)
             else:
-                known.learn_paths(
-                    [requests[place] for place in free],
-                    [deepest[place] for place in free],
-                    [lengths[place] for place in free],
+                acceptance.learn_chains(
+                    [requests[i] for i in unlimited],
+                    [outcome.max_depth[i] for i in unlimited],
+                    [outcome.accepted[i] for i in unlimited],
                 )
         lost = 0.0
         if decision.trial:  # a delay that the trial met by chance is no loss
             cost = min(cost, times.at(times.expected(), drafted))
             lost = cost / decision.seconds - tokens / decision.tokens
         self._tried = decision.trial and not (self._paused and lost <= 0)  # drafting that pays again goes on at once
-        lost += late / decision.seconds  # once, so it does not tell whether drafting pays
-        self._credit = min(max(self._credit + EXPLORE - lost, -DEBT), CREDIT)
+        lost += outcome.catch_up_seconds / decision.seconds  # paid once, so it says nothing about whether drafting pays
+        self._credit = min(max(self._credit + TRIAL_SHARE - lost, -MAX_DEBT), MAX_CREDIT)
 
-    def pass_over(self) -> None:
-        """Take in that another drafter drafted in a cycle: what is known gets older, and trials may be due."""
-        self._cycle += 1
+    def skip(self) -> None:
+        """Age what is known by a step that another drafter drafted."""
+        self._step += 1
         self._acceptance.age()
-        self._credit = min(self._credit + EXPLORE, CREDIT)
-
-    def _times_of(self, rows: int) -> CycleTimes:
-        """Times of cycles of so many rows; a new number of rows begins with what was learned of the nearest one."""
-        if rows not in self._times_by_rows:
-            step = round(2 * math.log2(rows))
-            if step not in self._times:
-                plain, curve = prior(self._costs(), round(2 ** (step / 2)), self.max_draft_tokens, self._tree)
-                seconds = [plain, *(curve[size] for size in self._sizes)]
-                if self._times:
-                    self._credit = min(self._credit + FRESH, CREDIT)
-                    factors = self._times[min(self._times, key=lambda other: abs(other - step))].correction()
-                    seconds = [each * factor for each, factor in zip(seconds, factors, strict=True)]
-                self._times[step] = CycleTimes(self._sizes, seconds, self._paces[step])
-            self._times_by_rows[rows] = self._times[step]
-        return self._times_by_rows[rows]
+        self._credit = min(self._credit + TRIAL_SHARE, MAX_CREDIT)
 
     def learned(self) -> Iterator[tuple[Drafter, Costs]]:
-        """What cycles with each drafter cost, as far as it has been learned, to be stored."""
-        found = {round(2 ** (step / 2)): times.learned() for step, times in sorted(self._times.items())}
-        known = {rows: each for rows, each in found.items() if each is not None}
-        if not known:
-            return
-        plain, points = zip(*known.values(), strict=True)
-        none = ((),) * len(known)
-        chain, tree = (none, points) if self._tree else (points, none)
-        yield self._drafter, Costs(tuple(known), plain, chain, tree, self._clock())
+        """Yield each drafter with the costs of its steps, as far as they were learned."""
+        learned = {round(2 ** (size / 2)): times.learned() for size, times in sorted(self._times.items())}
+        known = {rows: costs for rows, costs in learned.items() if costs is not None}
+        if known:
+            plain, points = zip(*known.values(), strict=True)
+            none = ((),) * len(known)
+            chain, tree = (none, points) if self._tree else (points, none)
+            yield self._drafter, Costs(tuple(known), plain, chain, tree, self._now())
+
+    def _max_depth(self, request: Request) -> int:
+        """Return the most draft tokens on a path that can be of use to a request."""
+        limits, most = request.drafting, self._block_size - 1
+        if limits is not None:
+            most = 0 if not limits.enabled else most if limits.block_size is None else limits.block_size - 1
+        return min(most, request.remaining)
+
+    def _decide(self, requests: Sequence[Request]) -> Decision:
+        self._hold = min(1 + self._step // HOLD_GROWTH, HOLD)
+        decide = self._decide_pause if self._drafter_chooses else self._decide_size
+        return decide(requests, self._times_of(len(requests)), may_try=self._credit > 0 and not self._tried)
+
+    def _decide_size(self, requests: Sequence[Request], times: StepTimes, may_try: bool) -> Decision:
+        """Choose the length of chains. Lists are by entry of `times`."""
+        sizes, chain_tokens, seconds = [0, *self._sizes], self._acceptance.chain_tokens(), times.expected()
+        tokens = self._batch_tokens(requests, [chain_tokens[size] for size in sizes], sizes)
+        tokens[1] = 0.0  # a draft pass without draft tokens is no choice
+        rates = [count / time for count, time in zip(tokens, seconds, strict=True)]
+        best = rates.index(max(rates))
+        if rates[best] < MARGIN * rates[0]:
+            best = 0
+        self._paused, chosen = best == 0, best
+        if may_try:
+            bounds = tokens
+            if self._paused:  # the text may have become easy, or was always easier than it seemed
+                upper = self._acceptance.upper_bounds()
+                bounds = [len(requests) * max(upper[size], self._initial_tokens[size]) for size in sizes]
+                bounds[1] = 0.0
+            last = times.affordable(MAX_TRIAL_TIME * seconds[best])
+            rates = [count / time for count, time in zip(bounds[: last + 1], times.least(self._step), strict=False)]
+            rates[best] = MARGIN * tokens[best] / seconds[best]
+            chosen = rates.index(max(rates))
+        return Decision(sizes[chosen], None, chosen != best, seconds[best], tokens[best])
+
+    def _decide_pause(self, requests: Sequence[Request], times: StepTimes, may_try: bool) -> Decision:
+        """Choose whether to draft, for a drafter that chooses the number of draft tokens."""
+        known, rows, most, seconds = self._acceptance, len(requests), self._sizes[-1], times.expected()
+        curve, plain = times.curve(seconds, len(self._sizes)), seconds[0]
+        if not known.tokens:
+            return Decision(most, curve, False, plain, rows)
+        tokens = self._batch_tokens(requests, [known.tokens], [most])[0]
+        cost = times.at(seconds, known.num_draft_tokens)
+        self._paused = tokens / cost < MARGIN * rows / plain
+        if self._paused:
+            cost, tokens = plain, float(rows)
+        least = times.least(self._step)
+        if may_try and (self._paused or rows / least[0] <= MARGIN * tokens / cost):
+            return Decision(most, times.curve(least, times.affordable(MAX_TRIAL_TIME * cost)), True, cost, tokens)
+        if may_try or self._paused:
+            return Decision(0, None, may_try, cost, tokens)
+        return Decision(most, curve, False, cost, tokens)
+
+    def _batch_tokens(self, requests: Sequence[Request], tokens: Sequence[float], sizes: Sequence[int]) -> list[float]:
+        """Return the tokens of all requests in a step, where the average request yields `tokens` by size."""
+        total = [0.0] * len(tokens)
+        for request in requests:
+            share = self._acceptance.share(request)
+            most = math.inf if request.drafting is None else 1 + self._max_depth(request)
+            for entry, count in enumerate(tokens):
+                total[entry] += min(max(share * count, 1.0), most)
+        return [count if size else float(len(requests)) for count, size in zip(total, sizes, strict=True)]
+
+    def _times_of(self, rows: int) -> StepTimes:
+        """Return the times at a batch size. A new size begins with what was learned of the nearest one."""
+        if rows not in self._times_by_rows:
+            size = round(2 * math.log2(rows))
+            if size not in self._times:
+                plain, curve = prior(self._costs(), round(2 ** (size / 2)), self.max_draft_tokens, self._tree)
+                seconds = [plain, *(curve[count] for count in self._sizes)]
+                if self._times:
+                    self._credit = min(self._credit + NEW_SIZE_CREDIT, MAX_CREDIT)
+                    factors = self._times[min(self._times, key=lambda other: abs(other - size))].correction()
+                    seconds = [time * factor for time, factor in zip(seconds, factors, strict=True)]
+                self._times[size] = StepTimes(self._sizes, seconds, self._slowdowns[size])
+            self._times_by_rows[rows] = self._times[size]
+        return self._times_by_rows[rows]
+
+
+class HybridController(Controller):
+    """Plans the steps of a hybrid drafter, so that one of its members drafts in each step.
+
+    Each member has a policy that decides as if it were alone. Members without a network are asked first, then the
+    others by the tokens per second of their steps. A member's draft is taken if it promises more tokens per second than
+    every member that would be asked next. So a model is spared where the text repeats itself, and each member pauses
+    where it does not pay. `load_costs` is called with each member, since their steps take different times.
+    """
+
+    def __init__(
+        self, drafter: Drafter, drafting: Drafting, load_costs: LoadCosts, now: Callable[[], float] = time.time
+    ) -> None:
+        super().__init__(drafter, drafting, lambda drafter: None, now)
+        slowdowns = defaultdict[int, Slowdown](Slowdown)
+        self._members = [Controller(part, drafting, load_costs, now, slowdowns) for part in drafter.parts]
+        self._free = [index for index, part in enumerate(drafter.parts) if not part.has_pass]
+
+    @property
+    def drafts(self) -> bool:
+        return any(member.drafts for member in self._members)
+
+    def prepare(self) -> None:
+        for member in self._members:
+            member.prepare()
+
+    def plan(self, requests: Sequence[Request]) -> Plan:
+        plans = [member.plan(requests) for member in self._members]
+        turns = [
+            Turn(index, plan, self._members[index].rate) for index, plan in enumerate(plans) if plan.block_size > 1
+        ]
+        if not turns or any(self._members[index].tries_plain for index in self._free):
+            return ChainPlan(1, plans[0].params)
+        turns.sort(key=lambda turn: (turn.drafter not in self._free, -turn.tokens_per_second))
+        return HybridPlan(max(turn.plan.block_size for turn in turns), plans[0].params, turns)
+
+    def learn(self, outcome: Outcome) -> None:
+        turns = outcome.plan.turns if isinstance(outcome.plan, HybridPlan) else ()
+        plans = {turn.drafter: turn.plan for turn in turns}
+        none, plain = [0] * len(outcome.requests), ChainPlan(1, outcome.plan.params)
+        for index, member in enumerate(self._members):
+            if index == outcome.drafter and index in plans:
+                member.learn(outcome._replace(plan=plans[index]))
+            elif not turns or (not outcome.num_draft_tokens and outcome.drafter in self._free):
+                # Nothing was drafted, and looking for a match takes next to no time: a plain step.
+                undrafted = outcome._replace(plan=plain, num_draft_tokens=0, max_depth=none, accepted=none)
+                member.learn(undrafted._replace(expected=None, catch_up_seconds=0.0))
+            else:
+                member.skip()
+
+    def learned(self) -> Iterator[tuple[Drafter, Costs]]:
+        for member in self._members:
+            yield from member.learned()

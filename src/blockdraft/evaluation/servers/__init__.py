@@ -1,1 +1,1 @@
-"""Servers with OpenAI's API under load: speed, acceptance, and whether drafting changes their answers."""
+"""Servers with OpenAI's API under load: speed, acceptance, and whether drafting changes their responses."""

@@ -1,8 +1,8 @@
 """The benchmark of the DFlash paper (arXiv 2602.06036): its prompt sets, and the figures that it reports.
 
 Sets, prompts, their order and numbers are those of the authors' benchmark (z-lab/dflash, `model/utils.py` and
-`run_benchmark.sh` of its first release). Figures are of transformers on an H200, with one prompt at a time and answers
-of at most 2048 tokens without thinking. EAGLE-3 (N) has trees of N guesses, DFlash (16) blocks of 16.
+`run_benchmark.sh` of its first release). Figures are for transformers on an H200, with one prompt at a time and
+responses of at most 2048 tokens without thinking. EAGLE-3 (N) has trees of N draft tokens, DFlash (16) blocks of 16.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SHUFFLE_SEED = 0  # of a set's order, from which its first prompts are taken
+SHUFFLE_SEED = 0  # of the order of a set, whose first prompts are used
 STEPS = "Please reason step by step, and put your final answer within \\boxed{}."
 LIVE_CODE = (
     "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
@@ -30,11 +30,11 @@ class Task:
         name: Name on the command line.
         title: Name in the paper.
         hub: Name of the dataset on the hub.
-        split: Split of the dataset, with which the names of its files begin.
-        columns: Columns that a record must have. A tuple among them names columns of which one is enough.
+        split: Split of the dataset, and prefix of its file names.
+        columns: Required columns. A tuple lists alternatives.
         turns: Function from a record to the user's turns.
-        samples: Most prompts that the paper takes.
-        subset: Subset of the dataset, and folder of its files; None if there is only one.
+        samples: Maximum number of prompts in the paper.
+        subset: Subset of the dataset, and folder of its files, if there are several.
         files: Files of a dataset that the hub's library cannot open by name.
     """
 
@@ -104,7 +104,7 @@ PAPER = (
         _live_code,
         files=tuple(f"test{number}.jsonl" for number in ("", 2, 3, 4, 5, 6)),
     ),
-    # FastChat's own file, which the hub's folder holds too, has a column `turns` instead.
+    # FastChat's own file, which is also in the hub's folder, has a column `turns` instead.
     Task("mt-bench", "MT-Bench", "HuggingFaceH4/mt_bench_prompts", "train", (("prompt", "turns"),), _mt_bench, 80),
     Task("alpaca", "Alpaca", "tatsu-lab/alpaca", "train", ("instruction", "input"), _alpaca),
 )
@@ -120,7 +120,7 @@ class Published:
 
     Attributes:
         speedup: Speed-up over plain decoding.
-        tau: Tokens of a cycle.
+        tau: Tokens per target forward pass.
     """
 
     speedup: float
@@ -128,13 +128,12 @@ class Published:
 
 
 def _row(text: str) -> dict[str, Published]:
-    """Figures of all `MEASURED_TASKS`, as the paper's table has them."""
+    """Parse figures of all `MEASURED_TASKS` from a row of the paper's table."""
     cells = [Published(*map(float, cell.split("/"))) for cell in text.split()]
     return dict(zip(MEASURED_TASKS, cells, strict=True))
 
 
-# Figures by model and temperature, then by method and task. EAGLE-3 at temperature 1 is left out, since only averages
-# are published.
+# Figures by model and temperature, then by method and task. Of EAGLE-3 at temperature 1 only averages are published.
 FIGURES: dict[str, dict[float, dict[str, dict[str, Published]]]] = {
     "Qwen3-4B": {
         0.0: {
@@ -157,9 +156,5 @@ SHAPES = {("qwen3", 2560, 36): "Qwen3-4B", ("qwen3", 4096, 36): "Qwen3-8B"}  # m
 
 
 def model_of(architecture: Mapping[str, Any]) -> str | None:
-    """Model of the paper that has this shape; None if there is none.
-
-    Args:
-        architecture: Shape as `Target.architecture` has it.
-    """
+    """Return the paper's model with this `Target.architecture`, or None."""
     return SHAPES.get(tuple(architecture.get(key) for key in ("model_type", "hidden_size", "num_hidden_layers")))  # type: ignore[arg-type]

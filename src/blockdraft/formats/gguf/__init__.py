@@ -1,7 +1,6 @@
-"""GGUF files, llama.cpp's format: `files.py` reads them, `write.py` writes them, `drafter.py` reads and writes
-drafters, whose kinds `kinds.py` finds in the `gguf.py` of drafters' folders.
+"""GGUF files, the format of llama.cpp: `files.py` reads them, `write.py` writes them, `drafter.py` converts drafters.
 
-`targets/gguf` reads targets, and their tokenizers.
+`kinds.py` finds the kinds of drafters in the `gguf.py` of their folders. `targets/gguf` converts targets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensor types of GGUF files: converts their bytes to tensors, or to a `QuantizedWeight` of the same numbers.
+"""Tensor types of GGUF files: convert their bytes to tensors, or to a `QuantizedWeight` with the same values.
 
 The layouts are those of `ggml-common.h` and of `gguf.quants`, whose tables are used here.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from blockdraft.nn.quantization import Factors, NestedFactors, QuantizedWeight
 
 Reader: TypeAlias = Callable[[Tensor], Tensor | QuantizedWeight]
-PIECE = 1 << 22  # numbers of a type of grids that are expanded at once
+PIECE = 1 << 22  # values of grid types that are expanded at once
 
 # Each function takes the bytes of a tensor, `[matrix rows, blocks, bytes of a block]` uint8.
 
@@ -27,13 +27,15 @@ def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _halves(raw: Tensor) -> Tensor:
-    """Reads pairs of bytes as float16, `[..., 2 n]` to `[..., n]`."""
+    """Read pairs of bytes as float16, `[..., 2 n]` to `[..., n]`."""
     return raw.contiguous().view(torch.float16)
 
 
 def _numbers(raw: Tensor, bits: int, size: int) -> Tensor:
-    """Numbers of `bits` bits as int8, `[..., n]` to `[..., n * 8 / bits]`: of each `size` bytes first the lowest bits,
-    then the next."""
+    """Unpack numbers of `bits` bits to int8, `[..., n]` to `[..., n * 8 / bits]`.
+
+    Of each `size` bytes the lowest bits come first, then the next.
+    """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(-1)
     found: Tensor = raw.unflatten(-1, (-1, 1, size)) >> shifts & (1 << bits) - 1
     return found.flatten(-3).view(torch.int8)
@@ -46,8 +48,7 @@ def _weight(codes: Tensor, scale: Factors, offset: Factors | None, bits: int) ->
 
 
 def _nested(numbers: Tensor, unit: Tensor) -> NestedFactors:
-    """Factors of a block's groups, `[matrix rows, blocks, groups]` of 8 bits, times a float16 `[matrix rows, blocks,
-    1]`."""
+    """Return 8-bit factors `[matrix rows, blocks, groups]` times a float16 `[matrix rows, blocks, 1]`."""
     return NestedFactors(numbers.to(torch.int8).flatten(1), unit.flatten(1))
 
 
@@ -75,22 +76,24 @@ def _q8_0(raw: Tensor) -> QuantizedWeight:
 
 
 def _q2_k(raw: Tensor) -> QuantizedWeight:
-    """Reads Q2_K: 16 groups of 16 values per block. Scale and offset of a group are factors of the block times 4-bit
-    numbers."""
+    """Read Q2_K: 16 groups of 16 values per block.
+
+    Scale and offset of a group are factors of the block times 4-bit numbers.
+    """
     units = _halves(raw[..., 80:])
     scale, offset = _nested(raw[..., :16] & 15, units[..., :1]), _nested(raw[..., :16] >> 4, -units[..., 1:])
     return _weight(_numbers(raw[..., 16:80], 2, 32), scale, offset, 4)
 
 
 def _q3_k(raw: Tensor) -> QuantizedWeight:
-    """Reads Q3_K: 16 groups of 16 values per block, with 6-bit scales; a code is low bits - 4 * (1 - high bit)."""
+    """Read Q3_K: 16 groups of 16 values per block, with 6-bit scales; a code is low bits - 4 * (1 - high bit)."""
     codes = _numbers(raw[..., 32:96], 2, 32) + 4 * _numbers(raw[..., :32], 1, 32) - 4
     scales = _numbers(raw[..., 96:104], 4, 8) | _numbers(raw[..., 104:108], 2, 4) << 4
     return _weight(codes, _nested(scales - 32, _halves(raw[..., 108:])), None, 4)
 
 
 def _factors(raw: Tensor) -> tuple[NestedFactors, NestedFactors]:
-    """Scales and offsets of Q4_K and Q5_K, 8 of each per block: factors of the block times 6-bit numbers."""
+    """Return scales and offsets of Q4_K and Q5_K, 8 of each per block: factors of the block times 6-bit numbers."""
     units = _halves(raw[..., :4])
     low, mins, high = raw[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat([low & 63, high & 15 | low >> 2 & 48], -1)
@@ -108,13 +111,13 @@ def _q5_k(raw: Tensor) -> QuantizedWeight:
 
 
 def _q6_k(raw: Tensor) -> QuantizedWeight:
-    """Reads Q6_K: 16 groups of 16 values per block, with 6-bit codes."""
+    """Read Q6_K: 16 groups of 16 values per block, with 6-bit codes."""
     codes = (_numbers(raw[..., :128], 4, 64) | _numbers(raw[..., 128:192], 2, 32) << 4) - 32
     return _weight(codes, _nested(raw[..., 192:208].contiguous().view(torch.int8), _halves(raw[..., 208:])), None, 8)
 
 
 def _tq1_0(raw: Tensor) -> QuantizedWeight:
-    """Reads TQ1_0: 256 values -1, 0 or 1 per block, 5 to a byte, or 4 to each of the last."""
+    """Read TQ1_0: 256 values -1, 0 or 1 per block, 5 to a byte, or 4 to each of the last."""
     powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8).unsqueeze(-1)
     bytes_of = [(raw[..., :32], 32, 5), (raw[..., 32:48], 16, 5), (raw[..., 48:52], 4, 4)]
     shifted = [(part.unflatten(-1, (-1, 1, size)) * powers[:count]).flatten(-3) for part, size, count in bytes_of]
@@ -135,7 +138,7 @@ def _iq4_nl(raw: Tensor) -> QuantizedWeight:
 
 
 def _iq4_xs(raw: Tensor) -> QuantizedWeight:
-    """Reads IQ4_XS: 8 groups of 32 values per block, with 6-bit scales."""
+    """Read IQ4_XS: 8 groups of 32 values per block, with 6-bit scales."""
     scales = _numbers(raw[..., 4:8], 4, 1) | _numbers(raw[..., 2:4], 2, 1) << 4
     codes = _by_table(IQ4_NL.kvalues, _numbers(raw[..., 8:], 4, 16))
     return _weight(codes, _nested(scales - 32, _halves(raw[..., :2])), None, 8)
@@ -154,7 +157,7 @@ def _nvfp4(raw: Tensor) -> QuantizedWeight:
 def _by_grid(
     kind: str, unit: float, sizes: Callable[[Tensor], Tensor], factor: Callable[[Tensor], Tensor] | None = None
 ) -> Reader:
-    """Reader of a type whose codes are points of a grid of small integers, with signs; `gguf` has the grids.
+    """Return the reader of a type whose codes are signed points of an integer grid; `gguf` has the grids.
 
     Args:
         unit: Scale of a group over `factor * (2 * size + 1)`.
@@ -183,7 +186,7 @@ def _iq1_m_sizes(raw: Tensor) -> Tensor:
 
 
 def _iq1_m_factor(raw: Tensor) -> Tensor:
-    """Four bits of each of four words."""
+    """Return four bits of each of four words."""
     parts = raw[..., 49::2] >> 4
     return parts[..., ::2] | parts[..., 1::2] << 4
 
@@ -219,6 +222,6 @@ INDICES: dict[str, Reader] = {"I64": _plain(torch.int64)}  # no weights
 
 
 def bytes_held(kind: str) -> float:
-    """Bytes of memory that each number of a matrix in a type of few bits takes once it is read."""
+    """Return the bytes of memory per value of a quantized matrix once it is read."""
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     return READERS[kind](torch.zeros(1, 1, size, dtype=torch.uint8)).nbytes / values

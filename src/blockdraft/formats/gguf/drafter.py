@@ -1,7 +1,7 @@
-"""Drafters in GGUF files, as llama.cpp reads and writes them. `kinds.py` finds the part of each kind.
+"""Drafters in GGUF files, as llama.cpp reads and writes them. `kinds.py` finds what is specific to each kind.
 
-A tap has the number of the target layer that it enters, one more than that of the layer that it leaves. The tokenizer
-is a copy of the target's.
+A target layer is numbered by the layer that reads its output, one more than its own number. The tokenizer is a copy of
+the target's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FIELDS = {
 
 
 def drafter_metadata(config: Any) -> dict[str, Any]:
-    """Metadata of a configuration: values by their GGUF keys.
+    """Return the metadata of a configuration by GGUF keys.
 
     Raises:
         UsageError: llama.cpp cannot run such a drafter.
@@ -69,7 +69,7 @@ def write_drafter(path: Path, drafter: Checkpoint, tokenizer: Mapping[str, Any],
     """Write a drafter.
 
     Args:
-        tokenizer: Metadata of the target's tokenizer, and further values for the file, by their keys.
+        tokenizer: Metadata of the target's tokenizer and other values, by their keys.
         weights: As in `write_gguf`.
 
     Raises:
@@ -92,18 +92,18 @@ def is_drafter(file: GGUFFile) -> bool:
 
 
 def gguf_trained(file: GGUFFile) -> Trained:
-    """How the drafter of a file was trained."""
+    """Return how the drafter in a file was trained."""
     return Trained.read(file.metadata, OWN)
 
 
 def drafter_config(file: GGUFFile, num_target_layers: int | None = None) -> Any:
-    """Configuration of a drafter.
+    """Return the configuration of a drafter.
 
     Args:
         num_target_layers: Number of the target's layers, which files of other programs do not hold.
 
     Raises:
-        UsageError: The file is no drafter, lacks a value, or asks for something unsupported.
+        UsageError: The file holds no drafter, lacks a value, or needs something unsupported.
     """
     kind, metadata = kind_in(file), file.metadata
 
@@ -153,8 +153,11 @@ def _scaling(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
 
 
 def read_gguf_drafter(path: str | Path, num_target_layers: int | None = None) -> Checkpoint:
-    """Read a drafter, its weights in float32. Errors as in `drafter_config`, and for tensors that are missing or have
-    unsupported types."""
+    """Read a drafter with its weights in float32.
+
+    Raises:
+        UsageError: As in `drafter_config`, or tensors are missing, unknown or of unsupported types.
+    """
     file = open_gguf(path)
     config = drafter_config(file, num_target_layers)
     kind = kind_of(config)

@@ -1,8 +1,7 @@
-"""Reads GGUF files, llama.cpp's format: metadata and tensors, whose blocks become a `QuantizedWeight` of the same
-numbers.
+"""Reader of GGUF files, the format of llama.cpp. Quantized tensors become a `QuantizedWeight` with the same values.
 
-The package gguf is not used for the header, because its reader makes several numpy arrays for each token of the
-vocabulary: half a gigabyte and many seconds for a common model.
+The package gguf does not read the header, because its reader creates several numpy arrays for each token of the
+vocabulary, which takes half a gigabyte and many seconds for a common model.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from blockdraft.nn.quantization import QuantizedWeight
 
 SUFFIX = ".gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
-SIZE = struct.Struct("<Q")  # of a text, before it
+SIZE = struct.Struct("<Q")  # length of a string, before it
 ALIGNMENT = 32  # default alignment of tensors, in bytes
 MOST_DIMENSIONS = 4
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -48,7 +47,7 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Tensor of a file that is mapped into memory.
+    """Tensor in a memory-mapped file.
 
     Attributes:
         kind: Name of the tensor's type, such as "Q4_0" or "F16".
@@ -104,15 +103,15 @@ class GGUFFile:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a path names a GGUF file."""
+    """Return whether a path names a GGUF file."""
     return str(path).endswith(SUFFIX)
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
-    """Read the header of a file, or the headers of all parts if the path names one of several.
+    """Read the header of a file, or of all parts if the file is one of several.
 
     Raises:
-        UsageError: A part is missing, is no GGUF file, has another version or byte order, or is cut short.
+        UsageError: A part is missing, not a GGUF file, of another version or byte order, or truncated.
     """
     metadata, tensors = read_header(Path(path))
     count = metadata.get("split.count", 1)
@@ -124,13 +123,13 @@ def open_gguf(path: str | Path) -> GGUFFile:
     parts = [Path(f"{named[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
-        raise UsageError(f"{path} is one of {count} parts, and {', '.join(missing)} are not beside it; fetch them.")
+        raise UsageError(f"{path} is one of {count} parts, and {', '.join(missing)} are not beside it; download them.")
     headers = [read_header(part) for part in parts]
     tensors = {name: tensor for _, own in headers for name, tensor in own.items()}
     metadata = headers[0][0]
     if len(tensors) != metadata.get("split.tensors.count", len(tensors)):
         raise UsageError(
-            f"The parts of {path} do not belong together: they hold {len(tensors)} tensors; fetch all anew."
+            f"The parts of {path} do not belong together: they hold {len(tensors)} tensors; download all again."
         )
     return GGUFFile(parts, metadata, tensors)
 
@@ -154,11 +153,11 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     except (struct.error, ValueError, EOFError, OverflowError, RecursionError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{path} is corrupt or cut short ({error}); copy or fetch it again.") from error
+        raise UsageError(f"{path} is corrupt or cut short ({error}); copy or download it again.") from error
 
 
 class _Cursor:
-    """Reads the values of a header one after the other."""
+    """Reads the values of a header in sequence."""
 
     def __init__(self, data: mmap.mmap, place: int) -> None:
         self.data, self.place = data, place
@@ -177,8 +176,8 @@ class _Cursor:
             raise ValueError(f"tensors are aligned by {alignment}")
         start = -(-self.place // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
-        free, before = start, ""  # first byte behind the tensors so far, by their offsets, and the last one's name
-        for name, shape, kind, offset in sorted(found, key=lambda each: each[-1]):
+        free, before = start, ""  # first byte after the tensors so far, and the name of the last one
+        for name, shape, kind, offset in sorted(found, key=lambda entry: entry[-1]):
             if name in tensors:
                 raise ValueError(f"it has the tensor {name} twice")
             end = start + offset + _bytes(name, kind, shape)
@@ -193,7 +192,7 @@ class _Cursor:
     def number(self, kind: str) -> Any:
         [value] = struct.unpack_from(f"<{kind}", self.data, self.place)
         self.place += struct.calcsize(f"<{kind}")
-        # The shortest decimal of a float32, such as 1e-6, is meant, not the double with its exact value.
+        # The shortest decimal of a float32 is meant, such as 1e-6, and not its exact value.
         return float(str(np.float32(value))) if kind == "f" else value
 
     def text(self) -> str:
@@ -201,7 +200,7 @@ class _Cursor:
         return found
 
     def texts(self, count: int) -> list[str]:
-        """Read texts one behind the other. A vocabulary has hundreds of thousands, so the loop calls little."""
+        """Read consecutive strings. A vocabulary has hundreds of thousands, so the loop makes few calls."""
         data, place, size_of = self.data, self.place, SIZE.unpack_from
         found = []
         for _ in range(count):
@@ -228,7 +227,7 @@ class _Cursor:
         return numbers.tolist()
 
     def tensor(self) -> tuple[str, tuple[int, ...], str, int]:
-        """Read name, shape, type, and offset behind the header."""
+        """Read name, shape, type, and offset after the header."""
         name = self.text()
         dimensions = self.number("I")
         if dimensions > MOST_DIMENSIONS:
@@ -241,7 +240,7 @@ class _Cursor:
 
 
 def _bytes(name: str, kind: str, shape: tuple[int, ...]) -> int:
-    """Size of a tensor in bytes; 0 if its type is not supported."""
+    """Return the size of a tensor in bytes, or 0 if its type is not supported."""
     if kind not in READERS | INDICES:
         return 0
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]

@@ -1,4 +1,4 @@
-"""Kinds of drafters that llama.cpp runs, each `KIND` in the `gguf.py` of a drafter's folder, and what they share."""
+"""Kinds of drafters that llama.cpp runs, each `KIND` in the `gguf.py` of a drafter's folder."""
 
 from __future__ import annotations
 
@@ -43,33 +43,36 @@ class Kind(Protocol):
     layout: str
 
     def configs(self) -> dict[type, str]:
-        """Classes of its configurations, and the name of each under `architectures` of config.json."""
+        """Return the classes of its configurations, and the name of each under `architectures`."""
 
     def start(self, config: Any) -> tuple[str, int]:
-        """Value of llama.cpp's `--spec-type`, and the most guesses of a block."""
+        """Return the value of llama.cpp's `--spec-type`, and the maximum number of draft tokens."""
 
     def written(self, config: Any) -> dict[str, Any]:
-        """Metadata of this kind alone, by GGUF keys. Raises UsageError for a drafter that llama.cpp cannot run."""
+        """Return the metadata specific to this kind. Raise a UsageError if llama.cpp cannot run the drafter."""
 
     def fields(self, file: GGUFFile) -> tuple[type, dict[str, Any]]:
-        """Class of a file's configuration, and the fields of this kind alone, None for those missing in the file.
-        Raises UsageError for what is unsupported."""
+        """Return the class of a file's configuration and its specific fields, None for missing ones.
+
+        Raises:
+            UsageError: The file needs something unsupported.
+        """
 
     def names(self, config: Any) -> dict[str, str]:
-        """llama.cpp's names of tensors, by ours."""
+        """Return llama.cpp's names of tensors by ours."""
 
     def tensors(self, drafter: Checkpoint) -> dict[str, Tensor]:
-        """Tensors of a drafter by their names in files. Raises ValueError if they do not fit its configuration."""
+        """Return the tensors by their names in files. Raise a UsageError if they do not fit the configuration."""
 
     def checkpoint(self, config: Any, tensors: Mapping[str, Tensor]) -> Checkpoint:
-        """Inverse of `tensors`: drafter from a file's tensors, which may hold `EMBEDDING`, `HEAD` and `TOKENS`."""
+        """Return the drafter of a file's tensors, which may hold `EMBEDDING`, `HEAD` and `TOKENS`."""
 
 
 def their_names(tensors: Iterable[str], own: Mapping[str, str]) -> dict[str, str]:
-    """llama.cpp's names of tensors, by ours.
+    """Return llama.cpp's names of tensors by ours.
 
     Args:
-        own: Names of the kind's own tensors, beside `NAMES`.
+        own: Names of the kind's own tensors, in addition to `NAMES`.
     """
     names, found = NAMES | {**own}, {}
     for name in tensors:
@@ -83,7 +86,7 @@ def kinds() -> list[Kind]:
 
 
 def kind_of(config: Any) -> Kind:
-    """Kind of a configuration. Raises UsageError if llama.cpp has no such kind."""
+    """Return the kind of a configuration. Raise a UsageError if llama.cpp has no such kind."""
     found = next((kind for kind in kinds() if type(config) in kind.configs()), None)
     if found is None:
         known = (name for kind in kinds() for name in kind.configs().values())
@@ -95,7 +98,7 @@ def kind_of(config: Any) -> Kind:
 
 
 def kind_in(file: GGUFFile) -> Kind:
-    """Kind of the drafter in a file. Raises UsageError if the file is no drafter."""
+    """Return the kind of the drafter in a file. Raise a UsageError if it holds no drafter."""
     found = file.metadata.get("general.architecture")
     kind = next((kind for kind in kinds() if kind.architecture == found), None)
     if kind is None:

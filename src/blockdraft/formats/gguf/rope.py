@@ -1,5 +1,4 @@
-"""Rotary embeddings in GGUF files: metadata, and a factor for each frequency where metadata cannot express a
-scaling."""
+"""Rotary embeddings in GGUF files: metadata, or a factor for each frequency if metadata cannot express a scaling."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ IN_FACTORS = ("llama3",)  # scalings that are written as factors
 
 
 def rope_metadata(theta: float, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Metadata of the rotary embeddings: values by their keys without the architecture.
+    """Return the metadata of rotary embeddings by their keys without the architecture.
 
     Args:
         scaling: `rope_type` and its parameters, as in transformers; None is no scaling.
@@ -43,7 +42,7 @@ def rope_metadata(theta: float, scaling: Mapping[str, Any] | None) -> dict[str, 
     unknown = sorted(set(given) - set(WORDS.get(kind, {})))
     if kind not in WORDS or unknown:
         raise UsageError(
-            f"The rotary embeddings are scaled by {' with '.join([kind, *unknown])}, for which GGUF has no words here; "
+            f"The rotary embeddings are scaled by {' with '.join([kind, *unknown])}, which cannot be written to GGUF; "
             f"those scaled by {', '.join([*WORDS, *IN_FACTORS])} can be written."
         )
     words = {f"rope.scaling.{WORDS[kind][name]}": value for name, value in given.items()}
@@ -52,12 +51,15 @@ def rope_metadata(theta: float, scaling: Mapping[str, Any] | None) -> dict[str, 
 
 
 def rope_factors(theta: float, frequencies: Tensor) -> Tensor:
-    """Factors by which plain frequencies are divided to give these `[pairs]`; same shape, float32."""
+    """Return the factors `[pairs]` float32 by which unscaled frequencies are divided to give these."""
     pairs = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
     return (theta**-pairs / frequencies.double()).float()
 
 
 def paired(rows: int, heads: int) -> Tensor:
-    """Indices that bring the matrix rows of a projection from a file's order to ours. Some architectures of llama.cpp
-    rotate neighbouring channels of a head together; we rotate channels that are half a head apart."""
+    """Return the indices that reorder the rows of a projection from a file's order to ours.
+
+    Some architectures of llama.cpp rotate neighbouring channels of a head together; we rotate channels half a head
+    apart.
+    """
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)

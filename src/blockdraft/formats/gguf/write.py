@@ -1,4 +1,4 @@
-"""Writes GGUF files, one tensor at a time, so that no more than one is in memory."""
+"""Writer of GGUF files, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILE_TYPES = {
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
     "q4_0": LlamaFileType.MOSTLY_Q4_0,
 }
-TABLES = ("token_embd.weight", "output.weight")  # here 4 bits cost most accuracy and save least memory
+TABLES = ("token_embd.weight", "output.weight")  # where 4 bits cost the most accuracy and save the least memory
 PARTIAL = ".partial"
 
 
@@ -37,8 +37,8 @@ def write_gguf(
     Args:
         metadata: Values by their keys: unsigned 32-bit integers, float32 numbers, strings, and lists of these.
         tensors: Tensors by their names, in the order of the file.
-        weights: Type that the package gguf rounds matrices to. With q4_0, embedding and head get 8 bits. Other tensors
-            are written as float32, and integers unchanged.
+        weights: Type to which the package gguf quantizes matrices. With q4_0, embedding and head get 8 bits. Other
+            tensors are written as float32, and integers unchanged.
 
     Raises:
         UsageError: The type does not fit a matrix's number of columns, or cannot represent its numbers.
@@ -66,8 +66,9 @@ def write_gguf(
 
 @contextmanager
 def new_files(folder: Path) -> Iterator[Path]:
-    """Scratch folder for new files. On success they move to `folder` together, over files of the same names; after an
-    error they are deleted.
+    """Yield a scratch folder for new files.
+
+    On success they move to `folder` together and replace files with the same names; after an error they are deleted.
 
     Raises:
         UsageError: `folder` is a file or cannot be written, or another process is writing there.
@@ -104,7 +105,7 @@ def _put(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def _kind(name: str, tensor: Stored, weights: GGUFWeights) -> GGMLQuantizationType:
-    """Type in which a tensor is written."""
+    """Return the type in which a tensor is written."""
     if tensor.kind == "I64":
         return GGMLQuantizationType.I64
     if len(tensor.shape) != 2 or tensor.shape[0] == 1 or not name.endswith(".weight"):

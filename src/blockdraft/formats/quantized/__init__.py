@@ -14,19 +14,19 @@ from blockdraft.plugins import plugins
 
 
 def read_quantized(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Tensors of a quantized checkpoint under the names that they have in an unquantized one.
+    """Return the tensors of a quantized checkpoint under their names in an unquantized one.
 
     Args:
         raw: `quantization_config` of config.json.
         tensors: Tensors of the checkpoint under their names in the files.
 
     Raises:
-        NotRead: The layout is unknown, asks for something unsupported, or lacks something.
+        NotRead: The layout is unknown, unsupported or incomplete.
     """
     known, method = plugins(__name__), str(raw.get("quant_method"))
     check(
         method.replace("-", "_") in known,
-        f"it is quantised by {method}, which is none of {', '.join(name.replace('_', '-') for name in known)}",
+        f"it is quantized by {method}, which is none of {', '.join(name.replace('_', '-') for name in known)}",
     )
     found: dict[str, Stored] = {**tensors, **known[method.replace("-", "_")].weights(raw, tensors)}
     for name, tensor in found.items():

@@ -1,4 +1,4 @@
-"""AWQ's layout: `[in, out]`, with eight neighbouring outputs in a word, in an order that `ORDER` gives.
+"""AWQ's layout: `[in, out]`, with eight neighbouring outputs per word, in the order `ORDER`.
 
 `qweight` is int32 `[in, out / 8]`, `qzeros` int32 `[in / group, out / 8]`, `scales` `[in / group, out]`.
 """

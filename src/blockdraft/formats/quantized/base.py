@@ -1,4 +1,4 @@
-"""Protocol of the layouts of quantized checkpoints, and what they share."""
+"""Protocol of the layouts of quantized checkpoints, and shared functions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from blockdraft.nn.quantization import LEAST_GROUP, MOST_GROUP, QuantizedWeight,
 
 
 class NotRead(ValueError):
-    """Raised for a quantized checkpoint that is not supported. The text is the reason, as a clause behind "because"."""
+    """A quantized checkpoint is not supported; the message is the reason, to follow "because"."""
 
 
 class Layout(Protocol):
     """Layout of a quantized checkpoint; each file of this package is one."""
 
     def weights(self, raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Quantized weights under their names in an unquantized checkpoint, such as
-        `model.layers.0.mlp.up_proj.weight`. Each is read only when it is needed. Arguments and errors are those of
-        `read_quantized`."""
+        """Return the quantized weights under their names in an unquantized checkpoint, read when needed.
+
+        Arguments and errors are those of `read_quantized`.
+        """
 
 
 def check(fits: bool, why_not: str) -> None:
@@ -31,14 +32,14 @@ def check(fits: bool, why_not: str) -> None:
 
 
 def modules(tensors: Iterable[str], part: str) -> list[str]:
-    """Names of the modules that have this part."""
+    """Return the names of the modules that have this part."""
     found = [name.removesuffix(f".{part}") for name in tensors if name.endswith(f".{part}")]
-    check(bool(found), f"its configuration says that it is quantised, and no module has a {part}")
+    check(bool(found), f"its configuration says that it is quantized, and no module has a {part}")
     return found
 
 
 def part_of(tensors: Mapping[str, Stored], name: str, kinds: Iterable[str], shape: tuple[int, ...]) -> Stored:
-    """Read a tensor of the checkpoint. Raises `NotRead` if it is missing or has another dtype or shape."""
+    """Return a tensor of the checkpoint. Raise `NotRead` if it is missing or has another dtype or shape."""
     check(name in tensors, f"its checkpoint lacks {name}")
     found = tensors[name]
     fits = found.kind in kinds and found.shape == shape
@@ -59,8 +60,7 @@ def check_groups(name: str, inputs: int, groups: int) -> None:
 
 
 def check_order(name: str, tensors: Mapping[str, Stored], inputs: int, groups: int) -> None:
-    """Raise `NotRead` unless the inputs of each group are neighbours, in order, if a tensor gives the group of each
-    input."""
+    """Raise `NotRead` if a tensor assigns inputs to groups in another order than theirs."""
     if name in tensors:
         expected = torch.arange(inputs) // (inputs // groups)
         ordered = torch.equal(tensors[name].tensor().long(), expected)
@@ -74,25 +74,25 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def packed(values: Tensor, bits: int) -> Tensor:
-    """Inverse of `unpacked`."""
+    """Invert `unpacked`."""
     octets = values if bits == 8 else values[:, ::2] | values[:, 1::2] << 4
     return _own(octets).view(torch.int32)
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Copy with the standard strides; `contiguous` keeps any stride of a dimension of size 1."""
+    """Copy with standard strides; `contiguous` keeps any stride of a dimension of size 1."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def few_bits(values: Tensor, zeros: Tensor | None, scale: Tensor, bits: int) -> QuantizedWeight:
-    """Make the weight `(values - zeros) * scale`, with one zero and one scale per group.
+    """Return the weight `(values - zeros) * scale`, with one zero and one scale per group.
 
     Args:
         values: `[out, in]` uint8.
-        zeros: `[out, in / group]`, whole numbers; None is the middle of the range.
+        zeros: `[out, in / group]` integers; None is the middle of the range.
         scale: `[out, in / group]`, of any dtype.
     """
-    check(bool(scale.isfinite().all()), "some of its scales are no finite numbers")
+    check(bool(scale.isfinite().all()), "some of its scales are not finite")
     middle, scale = 1 << bits - 1, narrow(scale.float().contiguous())
     signed = (values ^ 128).view(torch.int8) if bits == 8 else values.view(torch.int8) - 8
     if zeros is None or bool((zeros == middle).all()):

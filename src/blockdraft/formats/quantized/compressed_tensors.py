@@ -40,17 +40,17 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, 
             found[f"{module}.weight"] = _packed(module, tensors)
         elif part == "weight" and tensor.kind == "I8":
             found[name] = _whole(module, tensors)
-    check(bool(found), "its configuration says that it is quantised, and no module is")
+    check(bool(found), "its configuration says that it is quantized, and no module is")
     return found
 
 
 def _check_config(raw: Mapping[str, Any]) -> None:
-    """Raise `NotRead` for a configuration that asks for more than the rounding of weights."""
+    """Raise `NotRead` for a configuration that needs more than quantized weights."""
     groups, sparsity = raw.get("config_groups") or {}, raw.get("sparsity_config") or {}
     check(bool(groups), "its quantization_config has no config_groups")
     if not isinstance(groups, Mapping) or not isinstance(sparsity, Mapping):
         raise NotRead("config_groups or sparsity_config of its quantization_config is no object")
-    check(not raw.get("kv_cache_scheme"), "its keys and values are quantised, too (kv_cache_scheme)")
+    check(not raw.get("kv_cache_scheme"), "its keys and values are quantized, too (kv_cache_scheme)")
     check(not raw.get("transform_config"), "its weights are rotated (transform_config)")
     sparse = sparsity.get("format") or "dense"
     check(sparse == "dense", f"its weights are sparse ({sparse})")
@@ -58,18 +58,18 @@ def _check_config(raw: Mapping[str, Any]) -> None:
         layout = (group.get("format") if isinstance(group, Mapping) else None) or raw.get("format")
         check(layout in (PACKED, WHOLE), f"its weights lie as {layout} ({name}); {PACKED} and {WHOLE} are read")
         if not isinstance(group, Mapping) or not isinstance(rounded := group.get("weights"), Mapping):
-            raise NotRead(f"{name} of its config_groups does not say how weights are rounded")
+            raise NotRead(f"{name} of its config_groups does not say how weights are quantized")
         kind = f"{rounded.get('type', 'int')}{rounded.get('num_bits')}"
         check(kind in ("int4", "int8"), f"its weights are of {kind} ({name}); int4 and int8 are read")
         strategy = rounded.get("strategy") or "group"
         check(strategy in STRATEGIES, f"its scales are by {strategy} ({name}); {', '.join(STRATEGIES)} are read")
-        check(not group.get("output_activations"), f"its outputs are rounded, too ({name})")
+        check(not group.get("output_activations"), f"its outputs are quantized, too ({name})")
         inputs = group.get("input_activations")
-        # Our matrix products round inputs to int8 anyway, in their own groups, at least as finely.
+        # Our matrix products quantize inputs to int8 anyway, in groups at least as fine.
         free = not inputs or (
             inputs.get("dynamic") is True and (inputs.get("type"), inputs.get("num_bits")) == ("int", 8)
         )
-        check(free, f"its inputs are rounded by scales of its own ({name}); rounding them to int8 as they come is read")
+        check(free, f"its inputs are quantized with static scales ({name}); only dynamic int8 is supported")
 
 
 def _packed(module: str, tensors: Mapping[str, Stored]) -> Stored:
@@ -99,7 +99,7 @@ def _whole(module: str, tensors: Mapping[str, Stored]) -> Stored:
     weight = part_of(tensors, f"{module}.weight", ["I8"], (outputs, inputs))
     scale, groups = _scale(module, tensors, outputs, inputs)
     fixed = f"{module}.input_scale" in tensors
-    check(not fixed, f"its inputs are rounded by scales of its own ({module}.input_scale)")
+    check(not fixed, f"its inputs are quantized with static scales ({module}.input_scale)")
     zeros = None
     if f"{module}.weight_zero_point" in tensors:
         zeros = part_of(tensors, f"{module}.weight_zero_point", ["I8"], scale.shape)
@@ -112,7 +112,7 @@ def _whole(module: str, tensors: Mapping[str, Stored]) -> Stored:
 
 
 def _scale(module: str, tensors: Mapping[str, Stored], outputs: int, inputs: int) -> tuple[Stored, int]:
-    """Read the scales; returns them and the number of groups of inputs."""
+    """Return the scales and the number of groups of inputs."""
     name = f"{module}.weight_scale"
     shape = tensors[name].shape if name in tensors else ()
     groups = shape[1] if len(shape) == 2 else 1
@@ -129,7 +129,7 @@ def _spread(factors: Stored, outputs: int) -> Tensor:
 
 
 def parts_of(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Tensors of a weight in `pack-quantized`. Its scales must not be nested, and its zero points whole numbers."""
+    """Return the tensors of a weight in `pack-quantized`; scales must not be nested, and zero points be integers."""
     assert isinstance(weight.scale, Tensor), weight.scale
     middle, codes = 1 << weight.bits - 1, weight.codes.view(torch.uint8)
     values = codes ^ 128 if weight.bits == 8 else (weight.codes + (8 if weight.offset is None else 0)).view(torch.uint8)

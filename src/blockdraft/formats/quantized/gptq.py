@@ -53,7 +53,7 @@ def _read(module: str, weight: Stored, scale: Stored, zeros: Stored, bits: int, 
     zero = unpacked(zeros.tensor(), bits).int() + less
     check(
         int(zero.max()) < 1 << bits,
-        f"{module}.qzeros holds zero points that wrapped around when one was taken off, which programs read "
+        f"{module}.qzeros holds zero points that wrapped around when one was subtracted, which programs read "
         "differently; save it as gptq_v2",
     )
     return few_bits(unpacked(weight.tensor().T, bits), zero.T, scale.tensor().T, bits)

@@ -1,4 +1,4 @@
-"""The library for this machine: from the wheel, or compiled once from `decoder.c` and stored in the cache folder."""
+"""Builds the library for this machine: takes it from the wheel, or compiles `decoder.c` once into the cache folder."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from blockdraft.machine import cache_folder, processor
 
 COMPILERS = ("gcc", "cc", "clang")
 NATIVE = "-march=native"
-ATTEMPTS = (VECTORS + PARALLEL, PARALLEL, ())  # options that a compiler may lack; without OpenMP there is one thread
+ATTEMPTS = (VECTORS + PARALLEL, PARALLEL, ())  # a compiler may lack options; without OpenMP there is one thread
 LONGEST_SECONDS = 120.0  # of the compiler
-SILENT_SECONDS = 1.5  # before a message tells what the program waits for
-TELLING = threading.Lock()  # lets only one of several threads log the message
+SILENT_SECONDS = 1.5  # wait before a message is logged
+LOGGING = threading.Lock()  # lets only one thread log the message
 
 
 class Build:
-    """A library that a background thread gets: from the wheel, from the cache folder, or from the compiler.
+    """Gets a library in a background thread: from the wheel, from the cache folder, or from the compiler.
 
     Args:
-        weights: Dtype of the weights that are not of few bits: float32 or bfloat16.
-        inputs: Dtype to which what these are multiplied with is rounded: float32, or bfloat16 with such weights.
+        weights: Dtype of unquantized weights: float32 or bfloat16.
+        inputs: Dtype to which their inputs are rounded: float32, or bfloat16 with bfloat16 weights.
         store: Dtype of keys and values: float32, bfloat16 or int8.
-        lanes: Most numbers of a vector: 4, 8 or 16.
-        integers: Whether there are weights of few bits.
+        lanes: Maximum numbers per vector: 4, 8 or 16.
+        integers: Whether there are quantized weights.
 
     Attributes:
-        reason: Reason why there is no library; None while that is unknown.
-        level: Level of the processors that a library from the wheel is for; None for others, and while it is unknown.
+        reason: Reason why there is no library; None while unknown.
+        level: Processor level of a library from the wheel; None for other libraries, and while unknown.
     """
 
     def __init__(
@@ -54,27 +54,27 @@ class Build:
         self.level: str | None = None
         self._kinds = weights, inputs, store, lanes
         self._defines = defines(weights, inputs, store, lanes, integers)
-        # The thread is no daemon: a process that ends before the compiler still leaves a library for the next one.
+        # Not a daemon thread: a process that ends before the compiler still leaves a library for the next one.
         worker = ThreadPoolExecutor(1, "compiler")
         self._made = worker.submit(self._make)
         worker.shutdown(wait=False)
 
     def library(self) -> Library | None:
-        """The library, after waiting for the compiler; or None, and `reason` is the reason.
+        """Return the library after waiting for the compiler, or None and set `reason`.
 
         Raises:
-            AssertionError: The structs of what was compiled are not those of `kernels/cpu/library.py`.
+            AssertionError: The structs of the library differ from those of `kernels/cpu/library.py`.
         """
         wait([self._made], SILENT_SECONDS)
         if not self._made.done():
-            with TELLING:
-                _tell_why()
+            with LOGGING:
+                _log_compiling()
         return self._made.result()
 
     def _make(self) -> Library | None:
-        found = prebuilt.find(*self._kinds)
-        if found is not None:
-            library, self.level = found
+        ready = prebuilt.find(*self._kinds)
+        if ready is not None:
+            library, self.level = ready
             return library
         named = os.environ.get("CC")
         compiler = next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
@@ -97,7 +97,7 @@ class Build:
                 call = command(compiler, partial, NATIVE, *more, *self._defines)
                 done = subprocess.run(call, capture_output=True, text=True, timeout=LONGEST_SECONDS)
                 if done.returncode == 0:
-                    library = Library(partial)  # under this name, since a library of the other may be loaded already
+                    library = Library(partial)  # under this name, because one of the final name may be loaded already
                     keep(partial, name)
                     return library
         finally:
@@ -107,8 +107,8 @@ class Build:
 
 
 @cache
-def _tell_why() -> None:
-    """Log once in a process why the program waits."""
+def _log_compiling() -> None:
+    """Log once per process why the program waits."""
     logging.getLogger(__name__).warning(
         "Compiling for this processor, once for these dtypes; the result is kept in %s.", cache_folder() / "libraries"
     )
@@ -121,14 +121,14 @@ def build(
     integers: bool = False,
     inputs: torch.dtype = torch.float32,
 ) -> Build:
-    """The `Build` of this process for these arguments, which the first call begins.
+    """Return this process's `Build` for these arguments. The first call starts it.
 
     Args:
         weights, store, integers, inputs: As in `Build`.
         head_dim: Size of an attention head, a multiple of 4.
     """
     assert head_dim % 4 == 0, head_dim
-    narrow = inputs == torch.bfloat16  # target and drafter share a library, also where the drafter alone is of integers
+    narrow = inputs == torch.bfloat16  # target and drafter share a library, even if only the drafter is quantized
     return begun(weights, inputs, store, gcd(head_dim, MOST_LANES), integers or narrow)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +51,9 @@ class Parts:
 
 
 class CompiledAutoregressive(CompiledNetwork):
-    """An `AutoregressiveRunner` with one library call per method. The nodes of a draft lie in the KV slots behind their
-    sequence's committed tokens.
+    """An `AutoregressiveRunner` with one library call per method.
+
+    The nodes of a draft lie in the KV slots behind their sequence's committed tokens.
 
     Args:
         network, host, owned: As in `CompiledNetwork`.
@@ -67,7 +69,7 @@ class CompiledAutoregressive(CompiledNetwork):
         self._kept = (network.kept if self._reduced is None else self._reduced.kept).contiguous()
         self._pack_layer(self._layers[0], parts.layer)
         self._fc = self._pack(network.fc)
-        own_head = self._pack(network.lm_head) if fuses else None
+        own_head = self._pack(cast(nn.Linear, network.lm_head)) if fuses else None
         own_head = own_head if self._reduced is None else self._pack(self._reduced.projection)
         self._model = self._model_fields(
             config,
@@ -159,19 +161,19 @@ class CompiledAutoregressive(CompiledNetwork):
         return CompiledNodes(self, state, window)
 
     def hidden_states(self, state: KVCache) -> Tensor:
-        """Features of all slots, `[slots, H]` float32."""
+        """Return the hidden states of all KV slots, `[slots, H]` float32."""
         return hidden_state_store(state, 1, self.config.hidden_size, torch.empty(0))
 
     def pass_of(
         self, state: KVCache, tokens: Tensor, beside: Tensor, parents: array[int], done: int, window: int
     ) -> tuple[Tensor, Tensor]:
-        """Features that follow nodes, `[B, N, H]` float32, and their logits `[B, N, V]`.
+        """Return the hidden states that follow nodes, `[B, N, H]` float32, and their logits `[B, N, V]`.
 
         Args:
-            tokens: `[B, N]` int64, behind `done` earlier nodes of each row.
-            beside: `[B, N, H]` float32, the features before the nodes.
+            tokens: `[B, N]` int64, behind `done` earlier nodes of each sequence.
+            beside: `[B, N, H]` float32, the hidden states before the nodes.
             parents: Parents of all `B * (done + N)` nodes.
-            window: Number of committed tokens that are seen, the last ones.
+            window: Number of last committed tokens that are visible.
         """
         size = self.config.hidden_size
         hidden_states = torch.empty(*tokens.shape, len(self._target_layers) * size)
@@ -197,8 +199,10 @@ class CompiledAutoregressive(CompiledNetwork):
         hidden_states: Tensor | None = None,
         logits: Tensor | None = None,
     ) -> None:
-        """Run nodes as in `pass_of`, and write to `hidden_states` and `logits`. Without these only keys and values are
-        computed."""
+        """Run nodes as in `pass_of`, and write to `hidden_states` and `logits`.
+
+        Without these, compute only keys and values.
+        """
         tokens, beside = tokens.contiguous(), beside.contiguous()
         call, end = self._call(state, tokens.size(0), tokens.size(1), done)
         call.parents, call.beside, call.reach, call.hidden_slots = address(parents), beside.data_ptr(), window, 1
@@ -218,7 +222,7 @@ class CompiledAutoregressive(CompiledNetwork):
         self._run(call, end, None if self._target is None else tokens)
 
     def _fuse(self, hidden_states: Tensor) -> Tensor:
-        """Features `[B, N, H]` float32 of tapped outputs `[B, N, m * H]`."""
+        """Fuse the hidden states of the target layers, `[B, N, m * H]`, to `[B, N, H]` float32."""
         if self._normed_target_layers is None:
             return hidden_states.float()
         normed = self._normed_target_layers(hidden_states.to(self._dtype)).float().contiguous()
@@ -227,24 +231,24 @@ class CompiledAutoregressive(CompiledNetwork):
         return fused
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        # The entry of slot s stands at position s - 1, but only differences between positions matter.
+        # The entry of slot s has position s - 1, but only differences between positions matter.
         cos, sin = self._rotary(torch.arange(count)[None], torch.float32)
         half = self.config.head_dim // 2
         return [(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())]
 
 
 class CompiledNodes:
-    """`DraftNodes` in the slots behind each row's committed tokens."""
+    """`DraftNodes` in the KV slots behind each sequence's committed tokens."""
 
     def __init__(self, run: CompiledAutoregressive, state: KVCache, window: int | None) -> None:
         self._run, self._state, self._window = run, state, EVERYWHERE if window is None else window
         self._hidden_state = last_hidden_states(state, run.hidden_states(state))
         self._parents: list[list[int]] = [[] for _ in state.rows]
-        self._last = 0  # nodes a row of the last call
+        self._last = 0  # nodes per sequence of the last call
 
     @property
     def room(self) -> int:
-        """Nodes that still fit behind every row's committed tokens."""
+        """Nodes that still fit behind every sequence's committed tokens."""
         return self._state.spare - len(self._parents[0])
 
     def __call__(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:

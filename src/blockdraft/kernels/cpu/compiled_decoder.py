@@ -1,4 +1,4 @@
-"""The decoder's forward as one call of the library compiled from `decoder.c`."""
+"""The decoder's forward pass as one call of the library compiled from `decoder.c`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import Norm
 from blockdraft.nn.packed import check_tokens
 
-FIRST_POSITIONS = 1024  # size of the first tables of angles, which grow with the texts
-EVERYWHERE = 1 << 40  # size of a window, or number of positions, that limits nothing
+FIRST_POSITIONS = 1024  # size of the first tables of angles, which grow with the sequences
+EVERYWHERE = 1 << 40  # window size, or number of positions, without a limit
 
 
 def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Reason that a decoder has no compiled forward, or None where it has one."""
+    """Return why a decoder has no compiled forward pass, or None if it has one."""
     if config.activation not in ("silu", "gelu_pytorch_tanh"):
         return f"it does not know the activation {config.activation}"
     return why_not_compiled(dtype, device, config.head_dim)
 
 
 def why_not_compiled(dtype: torch.dtype, device: torch.device, head_dim: int) -> str | None:
-    """Reason that nothing is compiled for such a device, dtype and heads, or None where it is."""
+    """Return why nothing is compiled for a device, dtype and head size, or None if it is."""
     if device.type != "cpu":
         return f"it is for CPUs, and the device is {device}"
     if dtype not in KINDS:
@@ -40,26 +40,26 @@ def why_not_compiled(dtype: torch.dtype, device: torch.device, head_dim: int) ->
 
 
 def numbers(values: Iterable[int]) -> array[int]:
-    """Values as an int64 array, which takes a tenth of the time that a tensor takes."""
+    """Return values as an int64 array, in a tenth of the time of a tensor."""
     return array("q", values)
 
 
 def address(values: array[int]) -> int:
-    """Pointer to the first value."""
+    """Return the pointer to the first value."""
     return values.buffer_info()[0]
 
 
 @lru_cache(maxsize=256)
 def chain_parents(batch: int, count: int) -> array[int]:
-    """Parents of `batch` chains of `count` nodes."""
+    """Return the parents of `batch` chains of `count` nodes."""
     return numbers(list(range(-1, count - 1)) * batch)
 
 
 class CompiledLayers(ABC):
-    """Layers as `decoder.c` takes them, with their tables of angles and the workspace of its calls.
+    """Layers in the form of `decoder.c`, with their tables of angles and the workspace of calls.
 
-    Threads may call at once and then wait for each other: one workspace suffices, whose size can be planned for, and
-    the OpenMP threads of one call have the cores to themselves.
+    Concurrent calls wait for each other. So one workspace suffices, whose size can be planned, and the OpenMP threads
+    of one call have the cores to themselves.
 
     Args:
         library: Library built for the dtypes and head size of the layers.
@@ -72,17 +72,17 @@ class CompiledLayers(ABC):
         self._layers = (LayerFields * count)()
         self._model = ModelFields()
         self._owners: list[Tensor] = []
-        # `_reach` changes `_model` and `_layers`, so the lock guards these and what follows.
+        # `_reach` changes `_model` and `_layers`, so the lock guards them too.
         self._lock = threading.Lock()
         self._workspace = torch.empty(0)
         self._tables: list[tuple[Tensor, Tensor]] = []
 
     @abstractmethod
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        """Cosines and sines of the first `count` positions for each layer, `[count, D / 2]` float32."""
+        """Return cosines and sines of the first `count` positions for each layer, `[count, D / 2]` float32."""
 
     def _reach(self, end: int) -> None:
-        """Make tables of angles for positions below `end`."""
+        """Extend the tables of angles to positions below `end`."""
         if end <= self._model.max_positions or self._model.max_positions == self._max_positions:
             return
         count = min(max(FIRST_POSITIONS, 1 << (end - 1).bit_length()), self._max_positions)
@@ -92,69 +92,69 @@ class CompiledLayers(ABC):
         self._model.max_positions = count
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        """Bytes that a call takes beside its results; those of the largest call so far stay allocated.
+        """Return the bytes of a call's workspace. That of the largest call so far stays allocated.
 
         Args:
-            batch: Rows.
-            nodes: Nodes a row.
-            slots: Slots that a row reaches, those of its nodes included.
+            batch: Sequences.
+            nodes: Nodes per sequence.
+            slots: KV slots that a sequence reaches, those of its nodes included.
         """
         return 4 * self.library.decoder_workspace(self._model, batch, nodes, slots, torch.get_num_threads())
 
     def _in_workspace(self, function: Callable[[ModelFields, CallFields], int], call: CallFields, end: int) -> None:
-        """Let a function of the library do a call whose rows reach at most `end` slots."""
+        """Make a call of a library function whose sequences reach at most `end` KV slots."""
         with self._lock:
             self._reach(end)
             call.workspace, call.room = self._workspace.data_ptr(), self._workspace.numel()
             while needed := function(self._model, call):  # a chain's later nodes may need more than its first
-                self._workspace = torch.empty(0)  # frees the old one first
+                self._workspace = torch.empty(0)  # frees the previous one first
                 self._workspace = torch.empty(needed)
                 call.workspace, call.room = self._workspace.data_ptr(), needed
 
     def _run(self, call: CallFields, end: int, tokens: Tensor | None) -> None:
-        """Run the layers on rows that reach at most `end` slots."""
+        """Run the layers on sequences that reach at most `end` KV slots."""
         try:
             self._in_workspace(self.library.decoder_forward, call, end)
         except AssertionError:
-            if tokens is not None:  # the one argument that comes from outside
+            if tokens is not None:  # the only argument that users control
                 check_tokens(tokens, self._model.embedding.outputs)
             raise
 
     def _pointer(self, weight: Tensor) -> int:
-        """Pointer to a float32 copy, or to the weight itself where it is one; this object owns it."""
+        """Return a pointer to the weight in float32, which this object owns."""
         owned = weight.detach().float().contiguous()
         self._owners.append(owned)
         return owned.data_ptr()
 
 
 class CompiledDecoder(CompiledLayers):
-    """A decoder's forward in one call, from the tree of nodes to logits and features.
+    """A decoder's forward pass in one call, from the tree of nodes to logits and hidden states.
 
     A token gets the same bits alone, in a block, in a tree and in a batch.
 
     Args:
         decoder: A decoder for which `why_not` returns None. Its weights are packed for the library, and its own
-            forward uses them from then on.
+            `forward` uses the packed ones from then on.
         library: Library built for the decoder's dtypes and head size.
         max_context: Positions from this one on are clamped; nodes there are never committed.
 
     Attributes:
         library: As given.
-        embedding, head: Embedding table and output head as the library takes them.
+        embedding, head: Embedding table and output head in the form of the library.
     """
 
     def __init__(self, decoder: Decoder, library: Library, max_context: int) -> None:
         config = decoder.config
         super().__init__(library, len(config.layers), max_context)
         self._decoder = decoder
-        layer: Any  # nn.Module knows no types of its parts
+        layer: Any  # types of submodules are unknown
         for own, layer in zip(self._layers, decoder.layers, strict=True):
             for name in PROJECTIONS:
                 setattr(own, name, library.linear(getattr(layer, name)))
             for name in NORMS:
                 norm: Norm | None = getattr(layer, name, None)
                 setattr(own, name, None if norm is None else self._pointer(norm.weight))
-            if config.qk_norm:  # a weight a head, equal among queries and among keys
+            if config.qk_norm:  # one weight per head, equal for all queries and for all keys
                 own.query_norm = self._pointer(layer.qk_norm.weight[0])
                 own.key_norm = self._pointer(layer.qk_norm.weight[-1])
             own.window = config.layers[layer.number].window or 0
@@ -187,17 +187,17 @@ class CompiledDecoder(CompiledLayers):
         target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Score N nodes a row, and write their keys and values behind each row's committed tokens.
+        """Score N nodes per sequence, and write their keys and values behind each sequence's committed tokens.
 
         Args:
             tokens, parents: `[B, N]` int64, as in `Proposal`.
-            cache: Cache of the B rows.
+            cache: Cache of the B sequences.
             memory: The cache's memory, `[layers, 2 * num_kv_heads, slots, D]`, keys before values.
             target_layers, logits_at: As in `Decoder.forward`.
 
         Returns:
-            Logits `[B, N, V]` or `[B, 1, V]`, and features `[B, N, m * H]` or None, float32 whatever the weights; and
-            the argmax of the logits, int64, as in `TargetOutput`.
+            Logits `[B, N, V]` or `[B, 1, V]`, and hidden states `[B, N, m * H]` or None, both float32; and the argmax
+            of the logits, int64, as in `TargetOutput`.
         """
         batch, count = tokens.shape
         config, threads, lengths = self._decoder.config, torch.get_num_threads(), cache.lengths

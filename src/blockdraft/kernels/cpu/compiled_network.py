@@ -124,9 +124,8 @@ class CompiledNetwork(CompiledLayers):
     """
 
     compile_reason: str | None = None
-    cycle = None
 
-    def __init__(self, network: nn.Module, host: CompiledHost, count: int, owned: bool) -> None:
+    def __init__(self, network: Any, host: CompiledHost, count: int, owned: bool) -> None:
         self.config: Any = network.config
         library, self.bits = host.choose_library(network, self.config.head_dim)
         super().__init__(library, count, EVERYWHERE)
@@ -185,8 +184,10 @@ class CompiledNetwork(CompiledLayers):
             own.key_norm = self._pointer(attention.k_norm.weight)
 
     def _call(self, state: KVCache, batch: int, count: int, done: int = 0) -> tuple[CallFields, int]:
-        """Return a call on `count` nodes behind each sequence's committed tokens and `done` earlier nodes, and how many
-        KV slots its sequences reach."""
+        """Return a call on `count` nodes per sequence, and how many KV slots its sequences reach.
+
+        The nodes follow the committed tokens of each sequence and `done` earlier nodes.
+        """
         config, end = self.config, state.check_room(done + count)
         size = self.library.slot_size(config.head_dim)
         shape = (len(self._layers), 2 * config.num_key_value_heads, size)

@@ -1,4 +1,4 @@
-"""The compiled `decoder.c`: its structs, compared with C's own description of them, its functions and its errors."""
+"""Interface to the compiled `decoder.c`: its structs, functions and errors. Structs are compared with C's at load."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from blockdraft.errors import UsageError
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantization import InterleavedWeight, spans
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1}  # numbers of kernels.h for dtypes of weights and stores
-INTEGERS = {8: 2, 4: 3}  # its numbers for integers, by their bits
+KINDS = {torch.float32: 0, torch.bfloat16: 1}  # codes of kernels.h for dtypes of weights and stores
+INTEGERS = {8: 2, 4: 3}  # its codes for integers, by bits
 STORES = KINDS | {torch.int8: INTEGERS[8]}
-FACTORS = {torch.float32: 0, torch.int8: 2, torch.float16: 4}  # its numbers for dtypes of scales and offsets
+FACTORS = {torch.float32: 0, torch.int8: 2, torch.float16: 4}  # its codes for dtypes of scales and offsets
 DTYPES = {number: dtype for dtype, number in STORES.items()}
-FACTOR = 4  # int8 numbers behind a key or a value, which hold its factor
+FACTOR = 4  # int8 numbers behind a key or a value that hold its factor
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp")
 
 
 class Fields(ctypes.Structure):
-    """A struct of calls.h, filled by keyword; fields that are not named are zero or null."""
+    """A struct of calls.h, filled by keyword. Other fields are zero or null."""
 
     def __init__(self, **values: Any) -> None:
         unknown = values.keys() - type(self).__dict__.keys()
@@ -87,7 +87,7 @@ class CallFields(Fields):
     """`Call` of calls.h.
 
     Attributes:
-        owners: Objects whose memory the pointers lead to, where nobody else keeps them alive.
+        owners: Objects that own the memory of pointers, to keep them alive.
     """
 
     owners: tuple[object, ...] = ()
@@ -122,7 +122,7 @@ class ChainFields(Fields):
 
 
 class Described(ctypes.Structure):
-    """`Field` of calls.h: one line of C's description. The line with a struct's own size has no name."""
+    """`Field` of calls.h: one line of C's description. The line with a struct's size has no name."""
 
     _fields_ = [("structure", c_char_p), ("name", c_char_p), ("offset", c_int64), ("size", c_int64)]
 
@@ -140,10 +140,10 @@ STRUCTS: Mapping[str, type[Fields]] = {
 def check_structs(library: ctypes.CDLL, structs: Mapping[str, type[Fields]] = STRUCTS) -> None:
     """Raise an AssertionError for the first field whose name, offset or size differs in C."""
     library.fields.restype = POINTER(Described)
-    described, at = defaultdict(list), 0
-    while (line := library.fields()[at]).structure:
+    described, index = defaultdict(list), 0
+    while (line := library.fields()[index]).structure:
         described[line.structure.decode()].append((line.name.decode(), line.offset, line.size))
-        at += 1
+        index += 1
     for name, struct in structs.items():
         places = [(field, getattr(struct, field)) for field, *_ in struct._fields_]
         ours = [(field, place.offset, place.size) for field, place in places] + [("", 0, ctypes.sizeof(struct))]
@@ -152,10 +152,10 @@ def check_structs(library: ctypes.CDLL, structs: Mapping[str, type[Fields]] = ST
 
 
 class Product:
-    """A weight that lies as a library reads it, to multiply with.
+    """Matrix product with a weight in a library's layout.
 
     Attributes:
-        fields: The weight as functions of the library take it; valid as long as this object lives.
+        fields: The weight in the form of the library's functions, valid as long as this object lives.
     """
 
     def __init__(
@@ -191,11 +191,11 @@ class Library:
         path: File of the library.
 
     Attributes:
-        lanes: Output channels of a weight that lie side by side.
-        weights_dtype: Dtype of weights that are not integers: float32 or bfloat16.
-        has_integers: Whether weights of 8 and 4 bits are accepted, too.
-        inputs_dtype: Dtype to which what these are multiplied with is rounded.
-        store_dtype: Dtype of keys and values: float32, bfloat16, or int8 with a factor for each head and token.
+        lanes: Number of interleaved output channels of a weight.
+        weights_dtype: Dtype of unquantized weights: float32 or bfloat16.
+        has_integers: Whether 8-bit and 4-bit weights are accepted too.
+        inputs_dtype: Dtype to which inputs of unquantized weights are rounded.
+        store_dtype: Dtype of keys and values: float32, bfloat16, or int8 with a factor per head and token.
 
     Raises:
         OSError: The file is no library.
@@ -225,47 +225,48 @@ class Library:
         raise UsageError("A compiled target or drafter cannot be pickled; load it anew in the process that needs it.")
 
     def slot_size(self, head_dim: int) -> int:
-        """Numbers of `store_dtype` that hold the key or the value of one head and token."""
+        """Return the numbers of `store_dtype` per key or value of one head and token."""
         return head_dim + (FACTOR if self.store_dtype == torch.int8 else 0)
 
     def decoder_workspace(self, model: ModelFields, batch: int, nodes: int, slots: int, threads: int) -> int:
-        """Numbers of float32 in the workspace of `decoder_forward`.
+        """Return the float32 numbers in the workspace of `decoder_forward`.
 
         Args:
-            slots: Slots that a row reaches, those of its `nodes` included.
+            slots: KV slots that a sequence reaches, those of its `nodes` included.
         """
         return self._checked(self._decoder_workspace(byref(model), batch, nodes, slots, threads))
 
     def decoder_forward(self, model: ModelFields, call: CallFields) -> int:
-        """Run the layers. Returns 0, or where the call's workspace is too small the numbers of float32 that it needs;
-        then nothing has been done."""
+        """Run the layers and return 0.
+
+        If the call's workspace is too small, do nothing and return the float32 numbers that it needs.
+        """
         return self._checked(self._decoder_forward(byref(model), byref(call)))
 
     def draft_chain(self, model: ModelFields, call: CallFields, chain: ChainFields) -> int:
-        """Draft chains of guesses. Returns as `decoder_forward` does."""
+        """Draft chains. Returns as `decoder_forward`."""
         return self._checked(self._draft_chain(byref(model), byref(call), byref(chain)))
 
     def draft_context_workspace(self, model: ModelFields, batch: int, nodes: int, inputs: int) -> int:
-        """Numbers of float32 in the workspace of `draft_context`, for features of `inputs` numbers a node."""
+        """Return the size of the workspace of `draft_context` in float32 numbers, for inputs of `inputs` numbers."""
         return self._checked(self._draft_context_workspace(byref(model), batch, nodes, inputs))
 
     def draft_context(self, model: ModelFields, call: CallFields, hidden_states: LinearFields, norm: int) -> int:
-        """Write keys and values of projected features. Returns as `decoder_forward` does."""
+        """Write keys and values of projected hidden states. Returns as `decoder_forward`."""
         return self._checked(self._draft_context(byref(model), byref(call), byref(hidden_states), norm))
 
     def product(self, weight: Tensor | InterleavedWeight, bias: Tensor | None, inputs: int, outputs: int) -> Product:
-        """As `nn.packed.Kernels` has it."""
+        """As `nn.packed.Kernels.product`."""
         return Product(self, weight, bias, inputs, outputs)
 
     def linear(self, layer: PackedLinear) -> LinearFields:
-        """A layer's weight, packed for this library; valid as long as the layer lives."""
+        """Return a layer's weight, packed for this library, valid as long as the layer lives."""
         product = layer.pack(self)
         assert isinstance(product, Product)
         return product.fields
 
     def multiply(self, weight: LinearFields, x: Tensor, out: Tensor) -> None:
-        """Write `x @ weight.T + bias` to `out`. Both are float32 and two-dimensional; `out` is contiguous, and so are
-        the entries `x[i]`."""
+        """Write `x @ weight.T + bias` to `out`. Both are float32 matrices; `out` and each `x[i]` are contiguous."""
         threads = torch.get_num_threads()
         count, stride = len(x), x.stride(0)
         self._checked(self._packed_linear(byref(weight), x.data_ptr(), stride, count, out.data_ptr(), threads))

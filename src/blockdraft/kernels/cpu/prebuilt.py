@@ -1,4 +1,4 @@
-"""Libraries in wheels, compiled beforehand for common processors. `benchmarks/wheel.py` makes them."""
+"""Libraries in wheels, compiled for common processors. `benchmarks/wheel.py` makes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockdraft.kernels.cpu.sources import MOST_LANES, PARALLEL, VECTORS, comman
 from blockdraft.machine import processor_flags
 
 FOLDER = Path(__file__).with_name("libraries")  # only in wheels
-DTYPES = (  # of weights, inputs and store; all libraries are for heads of a multiple of 16, and know integers
+DTYPES = (  # of weights, inputs and store; head sizes are multiples of 16, weights may be quantized
     (torch.float32, torch.float32, torch.float32),
     (torch.bfloat16, torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16, torch.bfloat16),
@@ -27,12 +27,11 @@ DTYPES = (  # of weights, inputs and store; all libraries are for heads of a mul
 
 @dataclass(frozen=True)
 class Level:
-    """A kind of processor.
+    """Processor level.
 
     Attributes:
-        name: Our name for it.
         options: Options of gcc and clang to compile for it.
-        needs: Flags that Linux lists for each processor of the kind.
+        needs: Flags that Linux lists for each such processor.
     """
 
     name: str
@@ -46,7 +45,7 @@ V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 VNNI = ("-mavx512vnni",)
 BF16 = (*VNNI, "-mavx512bf16")
 AMX = {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}
-ZEN4 = {"avx512_vnni", "avx512_bf16", "sse4a"}  # SSE4a tells AMD's, whose attention is faster with BF16
+ZEN4 = {"avx512_vnni", "avx512_bf16", "sse4a"}  # SSE4a marks AMD's, whose attention is faster with BF16
 ARMV8 = frozenset({"asimd", "fp"})
 ARMV82 = ARMV8 | {"asimdrdm", "atomics", "crc32", "dcpop"}
 LEVELS = {  # by `platform.machine()`, the best first
@@ -67,7 +66,7 @@ LEVELS = {  # by `platform.machine()`, the best first
 
 
 def runs(machine: str, flags: Collection[str]) -> list[Level]:
-    """Levels that a processor has, the best first.
+    """Return the levels that a processor supports, the best first.
 
     Args:
         machine: Its `platform.machine()`.
@@ -77,7 +76,7 @@ def runs(machine: str, flags: Collection[str]) -> list[Level]:
 
 
 def find(weights: torch.dtype, inputs: torch.dtype, store: torch.dtype, lanes: int) -> tuple[Library, str] | None:
-    """The best library for this processor with the name of its level, if one was made of exactly these sources."""
+    """Return the best library for this processor and its level, if one was made of exactly these sources."""
     for level in runs(platform.machine(), processor_flags()) if FOLDER.is_dir() else ():
         library = whole(FOLDER, _name(level, defines(weights, inputs, store, lanes, True)))
         if library is not None:
@@ -86,7 +85,7 @@ def find(weights: torch.dtype, inputs: torch.dtype, store: torch.dtype, lanes: i
 
 
 def make(compiler: str, folder: Path) -> None:
-    """Compile the libraries that `find` looks for into a new folder, for all levels of this kind of machine.
+    """Compile the libraries that `find` looks for into a new folder, for all levels of this architecture.
 
     Raises:
         subprocess.CalledProcessError: The compiler failed; its messages are on stderr.

@@ -1,4 +1,4 @@
-"""The C sources, the call of a compiler for them, and the files of libraries made of them."""
+"""The C sources, the compiler's command line, and the files of compiled libraries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_LANES = 16  # numbers of the widest vector
 
 
 def defines(weights: torch.dtype, inputs: torch.dtype, store: torch.dtype, lanes: int, integers: bool) -> list[str]:
-    """Options that define the macros of the sources."""
+    """Return the options that define the macros of the sources."""
     narrow = inputs == torch.bfloat16
     assert not narrow or weights == inputs, weights
     numbers = {"WEIGHT": KINDS[weights], "NARROW": int(narrow), "STORE": STORES[store]}
@@ -29,23 +29,25 @@ def defines(weights: torch.dtype, inputs: torch.dtype, store: torch.dtype, lanes
 
 
 def command(compiler: str, out: Path, *options: str) -> list[str]:
-    """Command line that compiles the library."""
+    """Return the command line that compiles the library."""
     return [compiler, *FLAGS, *options, "-o", str(out), str(SOURCE), "-lm"]
 
 
 def name_of(*facts: object) -> str:
-    """Name for what is compiled of the sources as they are now, under these facts."""
+    """Return the name of a library that is compiled from the present sources under these facts."""
     return _short([*(path.read_bytes() for path in (SOURCE, *INCLUDED)), FLAGS, *facts])
 
 
 def keep(path: Path, name: str) -> None:
-    """Move a library to where `whole` finds it. The file's name holds its digest, since an incomplete library would
-    crash the process."""
+    """Rename a library so that `whole` finds it.
+
+    The name holds its digest, because an incomplete library would crash the process.
+    """
     path.replace(path.with_name(f"{name}-{_digest(path)}.so"))
 
 
 def whole(folder: Path, name: str) -> Library | None:
-    """The library of this name in a folder; None if it is missing, incomplete, or of another version."""
+    """Load the library of this name in a folder. Return None if it is missing, incomplete, or of another version."""
     for path in sorted(folder.glob(f"{name}-*.so")):
         try:
             if path.stem == f"{name}-{_digest(path)}":

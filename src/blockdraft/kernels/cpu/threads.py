@@ -1,4 +1,4 @@
-"""Number of threads that is fastest: small networks gain nothing from a second one, and cores may be shared."""
+"""Choice of the fastest number of threads. Small networks gain nothing from a second one, and cores may be shared."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ import torch
 from blockdraft.machine import cache_folder, processor
 
 ROUNDS = 7  # measurements of each number of threads
-LIMIT_SECONDS = 1.0  # no round begins later
-GAIN = 0.95  # most time of more threads, as a share of that of fewer
-BUSY = 1.5  # programs that wait for a core, over the number of cores, from which on a measurement is not kept
+LIMIT_SECONDS = 1.0  # after this, no further round begins
+GAIN = 0.95  # more threads must take at most this share of the time of fewer
+BUSY = 1.5  # load per core above which a measurement is not stored
 
 
 def candidates() -> list[int]:
-    """Numbers of threads to try: powers of two below the number of cores, and that number."""
+    """Return the numbers of threads to try: powers of two below the number of cores, and that number."""
     allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
     cores = min(psutil.cpu_count(logical=False) or 1, allowed)
     return [2**i for i in range(cores.bit_length()) if 2**i < cores] + [cores]
 
 
 def is_busy() -> bool:
-    """Whether so many programs have run in the last minute that more threads look slower than they are."""
+    """Return whether the load of the last minute makes more threads look slower than they are."""
     return hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * candidates()[-1]
 
 
 def use_best_threads(work: Callable[[], object], facts: tuple[object, ...]) -> None:
-    """Set torch's number of threads to the fastest for `work`, measured once for these facts on this machine, or at
-    every start while it `is_busy`. If `OMP_NUM_THREADS` is set, nothing changes.
+    """Set torch's number of threads to the fastest for `work`, unless `OMP_NUM_THREADS` is set.
+
+    The result is stored per machine and `facts`, except while the machine `is_busy`.
 
     Args:
-        facts: Everything that decides the time of `work`, with a `repr` that tells it apart.
+        facts: Everything that decides the time of `work`, with a distinct `repr`.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
@@ -69,12 +70,12 @@ OMP_PAUSE_SOFT = 1  # OpenMP 5.0: keep settings
 def let_team_go() -> None:
     """End the OpenMP threads of the calling thread's team. It gets new ones when it computes again.
 
-    GNU's OpenMP counts the threads of all teams. If there are more than processors, even idle ones, its barriers sleep
-    instead of spinning, and a forward of small layers takes seven times as long. So a thread that has loaded a model
-    leaves the cores to the thread that decodes.
+    GNU's OpenMP counts the threads of all teams. If they outnumber the processors, even when idle, its barriers sleep
+    instead of spinning, and a forward pass of small layers takes seven times as long. So a thread that has loaded a
+    model leaves the cores to the thread that decodes.
     """
     if os.getpid() != _process and threading.current_thread() is threading.main_thread():
-        return  # the team stayed in the parent process of this fork, and waiting for its end would never return
+        return  # the team stayed in the parent process of this fork, and waiting for it would never return
     pause = _pause()
     if pause is not None:
         pause(OMP_PAUSE_SOFT)
@@ -82,7 +83,7 @@ def let_team_go() -> None:
 
 @cache
 def _pause() -> Callable[[int], int] | None:
-    """OpenMP's function that ends teams, if GNU's library is loaded; else None."""
+    """Return OpenMP's function that ends teams if GNU's library is loaded, else None."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.is_file() else []
     for path in {line.split()[-1] for line in lines if "libgomp" in line}:
@@ -94,7 +95,7 @@ def _pause() -> Callable[[int], int] | None:
 
 
 def measure(work: Callable[[], object], counts: list[int]) -> dict[int, float]:
-    """Median seconds of `work` for each number of threads, measured in turns."""
+    """Return the median seconds of `work` for each number of threads, from interleaved measurements."""
     began, times = time.perf_counter(), {count: list[float]() for count in counts}
     for _ in range(ROUNDS):
         for count in counts:
@@ -105,11 +106,11 @@ def measure(work: Callable[[], object], counts: list[int]) -> dict[int, float]:
             times[count].append(time.perf_counter() - start)
         if time.perf_counter() - began > LIMIT_SECONDS:
             break
-    return {count: statistics.median(each) for count, each in times.items()}
+    return {count: statistics.median(seconds) for count, seconds in times.items()}
 
 
 def fastest(seconds: dict[int, float]) -> int:
-    """Number of threads to use: the least of those that are nearly the fastest."""
+    """Return the smallest number of threads that is nearly the fastest."""
     best = min(seconds)
     for count in sorted(seconds):
         if seconds[count] < GAIN * seconds[best]:

@@ -1,8 +1,8 @@
-"""Cache of packed weights: files in the layout that compiled kernels read, written once and mapped into memory later.
+"""Cache of packed weights: files in the layout that compiled kernels read, written once and then memory-mapped.
 
-A file holds the matrices of one checkpoint, loaded in one way, one behind the other; then a JSON header with the facts
-that it was made from and the place of each matrix; then the header's length and digest. It is written under another
-name and renamed when complete. Mapped memory is read when it is used, and processes that map the same file share it.
+A file holds the matrices of one checkpoint, loaded with one set of options. A JSON header with the facts that decide
+the numbers and the place of each matrix follows, then the header's length and digest. A file is written under another
+name and renamed when complete. Mapped memory is read on use, and processes that map the same file share it.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from blockdraft.machine import cache_folder
 from blockdraft.nn.packed import Kernels, PackedWeight
 from blockdraft.nn.quantization import InterleavedWeight
 
-LAYOUT = 2  # version of these files; raise it when their numbers change by code outside `MAKERS`
-MAKERS = ("packed.py", "quantized.py", "rounding.py")  # modules of nn whose code decides the numbers
-SWITCH = "BLOCKDRAFT_CACHE_WEIGHTS"  # environment variable; 0 neither writes nor reads files
-LEAST_BYTES = 64 << 20  # size of the smallest checkpoint whose packing takes long enough to be worth a file
+LAYOUT = 2  # version of these files; raise it when code outside of `MAKERS` changes their numbers
+MAKERS = ("packed.py", "quantization.py")  # modules of nn whose code decides the numbers
+SWITCH = "BLOCKDRAFT_CACHE_WEIGHTS"  # environment variable; 0 disables the cache
+LEAST_BYTES = 64 << 20  # smallest checkpoint to cache; smaller ones are packed quickly
 ALIGNMENT = 64  # bytes
-PIECES, PIECE_BYTES = 64, 64  # samples of each matrix, and of each file of a checkpoint, that are compared
+PIECES, PIECE_BYTES = 64, 64  # samples to compare of each matrix, and of each file of a checkpoint
 LENGTH_BYTES, DIGEST_BYTES = 8, 32
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8)}
 
-# Packs the matrices of these names, which are computed as one.
+# Packs the matrices of these names into one.
 Make = Callable[[Sequence[str]], PackedWeight]
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Checkpoint that a cached file is made from.
+    """Checkpoint of a cached file.
 
     Args:
         files: Files of the checkpoint.
@@ -55,26 +55,28 @@ class Origin:
     options: dict[str, Any]
 
     def is_worth_it(self) -> bool:
-        """Whether to cache the weights at all."""
+        """Return whether to cache the weights."""
         return os.environ.get(SWITCH) != "0" and sum(file.stat().st_size for file in self.files) >= LEAST_BYTES
 
     def path(self, kernels: Kernels) -> Path:
-        """Path of the cached file: one for each checkpoint and way of loading it, so that the file of a checkpoint that
-        changes is replaced."""
+        """Return the path of the cached file, one for each checkpoint and set of options.
+
+        If the checkpoint changes, its file is replaced.
+        """
         facts = [[str(file.resolve()) for file in self.files], self.options, self._layout(kernels)]
         key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         return cache_folder() / "weights" / f"{key}.weights"
 
     def facts(self, kernels: Kernels, products: Iterable[Sequence[str]]) -> Any:
-        """Facts that decide the numbers in the file, as far as can be told without reading the whole checkpoint."""
+        """Return the facts that decide the numbers in the file, without reading the whole checkpoint."""
         files = []
         for file in self.files:
-            found = file.stat()
+            status = file.stat()
             with file.open("rb") as opened:
-                sample = _sample(opened, [(0, found.st_size)])
-            files.append([str(file.resolve()), found.st_size, found.st_mtime_ns, sample])
+                sample = _sample(opened, [(0, status.st_size)])
+            files.append([str(file.resolve()), status.st_size, status.st_mtime_ns, sample])
         facts = [LAYOUT, _makers(), files, self.options, self._layout(kernels), list(map(_key, products))]
-        return json.loads(json.dumps(facts))  # makes them equal to those that are read from the file
+        return json.loads(json.dumps(facts))  # equal to those read from a file
 
     @staticmethod
     def _layout(kernels: Kernels) -> list[Any]:
@@ -91,18 +93,18 @@ class CachedWeights:
     """
 
     def __init__(self, file: BinaryIO, matrices: dict[str, Any], kernels: Kernels) -> None:
-        # Copy on write, so that a number changed by mistake changes for this process alone.
+        # Copy on write, so that a mistaken change stays in this process.
         self._bytes = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         self._matrices, self._kernels = matrices, kernels
 
     def matrix(self, names: Sequence[str]) -> PackedWeight:
-        """Output channels of the matrices of these names, one behind the other."""
-        found = self._matrices[_key(names)]
-        parts = {name: self._tensor(**part) for name, part in found["parts"].items()}
-        outputs, bits = found["outputs"], found["bits"]
+        """Return the matrices of these names, concatenated along the output dimension."""
+        entry = self._matrices[_key(names)]
+        parts = {name: self._tensor(**part) for name, part in entry["parts"].items()}
+        outputs, bits = entry["outputs"], entry["bits"]
         if bits is None:
-            return PackedWeight(self._kernels, parts["weight"], outputs, found["inputs"])
-        return PackedWeight(self._kernels, InterleavedWeight.of_tensors(parts, bits, outputs), outputs, found["inputs"])
+            return PackedWeight(self._kernels, parts["weight"], outputs, entry["inputs"])
+        return PackedWeight(self._kernels, InterleavedWeight.of_tensors(parts, bits, outputs), outputs, entry["inputs"])
 
     def _tensor(self, begin: int, end: int, dtype: str, shape: list[int]) -> Tensor:
         return self._bytes[begin:end].view(DTYPES[dtype]).view(shape)
@@ -111,30 +113,30 @@ class CachedWeights:
 def cached_weights(
     origin: Origin, kernels: Kernels, products: Sequence[Sequence[str]], make: Make
 ) -> CachedWeights | None:
-    """Packed weights of a checkpoint from their file, which the first call writes.
+    """Return the packed weights of a checkpoint from their file, which the first call writes.
 
     Args:
         origin: The checkpoint.
         kernels: Library to pack for.
-        products: Names of all matrices, grouped by what is computed as one.
+        products: Names of all matrices, grouped by matrix product.
         make: Packs one group.
 
     Returns:
-        None where there is no file: caching is switched off, the checkpoint is too small, another process is writing
-        the file, or it cannot be written, which is logged once.
+        None without a file: the cache is disabled, the checkpoint is too small, another process is writing the file,
+        or it cannot be written, which is logged once.
     """
     try:
         if not origin.is_worth_it():
             return None
         facts, path = origin.facts(kernels, products), origin.path(kernels)
-        found = _open(path, facts, kernels)
-        if found is not None:
-            return found
+        cached = _open(path, facts, kernels)
+        if cached is not None:
+            return cached
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_suffix(".lock")
         with FileLock(lock, timeout=0):
             try:
-                # Another process may have written it before the lock was ours.
+                # Another process may have written it before we got the lock.
                 return _open(path, facts, kernels) or _write(path, facts, kernels, products, make)
             finally:
                 lock.unlink(missing_ok=True)
@@ -148,8 +150,8 @@ def cached_weights(
 def _write(
     path: Path, facts: Any, kernels: Kernels, products: Iterable[Sequence[str]], make: Make
 ) -> CachedWeights | None:
-    for left in path.parent.glob(f"{path.stem}.*.partial"):  # of processes that ended, since we hold the lock
-        left.unlink(missing_ok=True)
+    for leftover in path.parent.glob(f"{path.stem}.*.partial"):  # of ended processes, since we hold the lock
+        leftover.unlink(missing_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         with partial.open("w+b") as file:
@@ -167,7 +169,7 @@ def _write(
 
 
 def _add(file: BinaryIO, packed: PackedWeight) -> dict[str, Any]:
-    """Write a matrix at the end of a file. Returns its entry for the header."""
+    """Append a matrix to a file, and return its entry for the header."""
     data, parts = packed.data, {}
     tensors = {"weight": data} if isinstance(data, Tensor) else data.tensors()
     for name, tensor in tensors.items():
@@ -180,7 +182,7 @@ def _add(file: BinaryIO, packed: PackedWeight) -> dict[str, Any]:
 
 
 def _open(path: Path, facts: Any, kernels: Kernels) -> CachedWeights | None:
-    """The cached file, or None where it is missing, incomplete, or made from other facts."""
+    """Open the cached file. Return None if it is missing, incomplete, or made from other facts."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         end = file.seek(0, os.SEEK_END) - LENGTH_BYTES - DIGEST_BYTES
         file.seek(max(end, 0))
@@ -199,12 +201,12 @@ def _open(path: Path, facts: Any, kernels: Kernels) -> CachedWeights | None:
 
 
 def _places(matrices: dict[str, Any]) -> list[tuple[int, int]]:
-    """Byte ranges `(begin, end)` of all tensors of a file."""
+    """Return the byte ranges `(begin, end)` of all tensors of a file."""
     return [(part["begin"], part["end"]) for matrix in matrices.values() for part in matrix["parts"].values()]
 
 
 def _sample(file: BinaryIO, places: Iterable[tuple[int, int]]) -> str:
-    """Digest of samples of each byte range, its first and last bytes included."""
+    """Return a digest of samples of each byte range, including its first and last bytes."""
     digest = hashlib.sha256()
     for begin, end in places:
         last = max(end - begin - PIECE_BYTES, 0)

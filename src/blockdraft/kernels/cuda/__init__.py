@@ -1,1 +1,1 @@
-"""CUDA graphs and weights of 8 bits for NVIDIA GPUs."""
+"""CUDA graphs and 8-bit weights for NVIDIA GPUs."""

@@ -1,4 +1,4 @@
-"""Forwards of few nodes as CUDA graphs: one launch in place of hundreds, which take the host longer than the GPU.
+"""Forward passes of few nodes as CUDA graphs: one launch in place of hundreds, which take longer than the GPU's work.
 
 A graph repeats the same operations on the same addresses. So shapes are rounded up to buckets, inputs are copied to
 tensors of the graph, and results are copied out of it. The address of keys and values is part of a graph's key: a cache
@@ -25,8 +25,8 @@ from blockdraft.nn.cache import bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.draft_network import DraftHost
 
-MOST_NODES = 320  # nodes of the largest captured forward, padding included
-MOST_GRAPHS = 32  # graphs of one owner; each keeps its results in memory
+MOST_NODES = 320  # nodes of the largest captured forward pass, padding included
+MOST_GRAPHS = 32  # graphs per owner; each keeps its results in memory
 WARM_UPS = 2  # calls before a capture
 
 Call: TypeAlias = Callable[..., list[Tensor]]
@@ -36,7 +36,7 @@ class Recorder(Protocol):
     """Maker of graphs."""
 
     def capture(self, call: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Tensors for the results of a call, and a function that computes them anew."""
+        """Return tensors for the results of a call, and a function that recomputes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class CapturedHost(DraftHost):
 class CudaRecorder:
     """Recorder of CUDA graphs (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
 
-    All graphs share one pool of memory: a replay may overwrite the results of another graph, so results must be copied,
-    on the same stream, before the next replay.
+    All graphs share one memory pool. A replay may overwrite the results of another graph, so copy results on the same
+    stream before the next replay.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class CudaRecorder:
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                for _ in range(WARM_UPS):  # libraries allocate memory and choose kernels at their first calls
+                for _ in range(WARM_UPS):  # libraries allocate memory and choose kernels on their first calls
                     call()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
@@ -74,8 +74,7 @@ class CudaRecorder:
 
 @contextmanager
 def kept_garbage() -> Iterator[None]:
-    """A part of a program in which Python frees no objects that refer to each other: an earlier owner's graph among
-    them, freed during a capture, would break it."""
+    """Disable garbage collection. An earlier owner's graph that is freed during a capture would break it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -92,18 +91,18 @@ class Graph(NamedTuple):
 
 
 class Graphs:
-    """Graphs of one owner, whose weights they read. The least recently used ones are dropped."""
+    """Graphs of one owner, which read its weights. The least recently used ones are dropped."""
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         self._recorder, self._device = recorder, device
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
 
     def run(self, key: Hashable, call: Call, inputs: Sequence[Tensor], count: int) -> list[Tensor]:
-        """The first `count` nodes of each result `[B, N, ...]` of `call(*inputs)`.
+        """Return the first `count` nodes of each result `[B, N, ...]` of `call(*inputs)`.
 
         Args:
-            key: All that `call` depends on but the numbers in the inputs: shapes, and memory that it reads or writes.
-                If there is a graph for the key, it is replayed, and `call` is not called.
+            key: Everything that `call` depends on except the numbers in the inputs: shapes, and memory that it reads or
+                writes. If there is a graph for the key, it is replayed, and `call` is not called.
             inputs: Tensors on the device or on the CPU.
         """
         graph = self._graphs.get(key)
@@ -119,14 +118,16 @@ class Graphs:
         return [result[:, :count].clone() for result in graph.results]
 
     def _captured(self, call: Call, inputs: Sequence[Tensor]) -> Graph:
-        own = [torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in inputs]
+        own = [torch.empty(source.shape, dtype=source.dtype, device=self._device) for source in inputs]
         _fill(own, inputs)
         try:
             results, replay = self._recorder.capture(lambda: call(*own))
             return Graph(inputs=own, results=results, replay=replay)
         except RuntimeError as error:
-            told = str(error).splitlines()[0]
-            raise UsageError(f"A CUDA graph could not be captured: {told}. Use compile off (--compile off).") from error
+            reason = str(error).splitlines()[0]
+            raise UsageError(
+                f"A CUDA graph could not be captured: {reason}. Use compile off (--compile off)."
+            ) from error
 
 
 def _fill(own: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -139,22 +140,20 @@ MOST_PADDING = max(bucket(count) - count for count in range(1, MOST_NODES + 1))
 
 
 def room(capacity: int) -> int:
-    """Slots of a store for a cache of this capacity, with room for padding behind the last nodes, rounded up so that
-    requests of similar lengths have stores of one layout."""
+    """Return the KV slots for a cache of this capacity, with room for padding behind the last nodes.
+
+    They are rounded up, so that requests of similar lengths have memories of one layout.
+    """
     return slot_bucket(capacity + MOST_PADDING)
 
 
 def place(store: Tensor) -> Hashable:
-    """Address and layout of a store, for a graph's key."""
+    """Return the address and layout of a memory, for a graph's key."""
     return store.data_ptr(), store.stride()
 
 
 class CapturedDecoder:
-    """A decoder's forward as graphs.
-
-    Attributes:
-        recorder: As given; drafters of the target use it, too.
-    """
+    """A decoder's forward pass as graphs. The target's drafters use its recorder too."""
 
     def __init__(self, decoder: Decoder, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -171,13 +170,13 @@ class CapturedDecoder:
         store: Tensor,
         target_layers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Score N nodes a row, and write their keys and values behind each row's committed tokens.
+        """Score N nodes per sequence, and write their keys and values behind each sequence's committed tokens.
 
         Args:
             tokens: `[B, N]` int64.
             depths: `[B, M]` int64, distances from the anchor of the N nodes and of padding, M = `bucket(N)`.
-            within: `[B, M, M]` bool, whether node i sees node j. No node but itself sees a node of padding.
-            lengths: Number of committed tokens of each row.
+            within: `[B, M, M]` bool, whether node i attends to node j. No node attends to padding, except itself.
+            lengths: Number of committed tokens of each sequence.
             store: View of the cache's memory, `[layers, B, 2 * num_kv_heads, slots, D]`, keys before values.
             target_layers: As in `Decoder.forward`.
 

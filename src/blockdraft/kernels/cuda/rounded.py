@@ -1,4 +1,4 @@
-"""Weights of 8 bits on a GPU, by torchao. Inputs are never rounded, since a block would change the tokens in it."""
+"""8-bit weights on a GPU, by torchao. Inputs are never quantized, because a block would change the tokens in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FP8_CAPABILITY = (8, 9)  # the first GPUs that compute in fp8
 
 
 def why_not_rounded(kind: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason why weights cannot be rounded to `kind`, or None where they can."""
+    """Return why weights cannot be quantized to `kind`, or None if they can."""
     if kind == "fp8" and device.type != "cuda":
         return f"fp8 weights need an NVIDIA GPU, and the device is {device}; use int8"
     if dtype != torch.bfloat16:
@@ -23,15 +23,15 @@ def why_not_rounded(kind: str, device: torch.device, dtype: torch.dtype) -> str 
     if find_spec("torchao") is None:
         return f"{kind} weights on a GPU need torchao, which is not installed: {EXTRA}"
     if kind == "fp8" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        found, needed = torch.cuda.get_device_capability(device), FP8_CAPABILITY
-        return f"fp8 weights need compute capability {needed[0]}.{needed[1]}, and {device} has {found[0]}.{found[1]}"
+        own, needed = torch.cuda.get_device_capability(device), FP8_CAPABILITY
+        return f"fp8 weights need compute capability {needed[0]}.{needed[1]}, and {device} has {own[0]}.{own[1]}"
     return None
 
 
 def round_weights(decoder: Decoder, kind: str) -> None:
-    """Round the weights of all products to "int8" or "fp8", with a factor for each output.
+    """Quantize the weights of all products to "int8" or "fp8", with one factor per output.
 
-    The embedding table, and a head that is the same table, are not rounded.
+    The embedding table, and a head that shares it, are not quantized.
     """
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 

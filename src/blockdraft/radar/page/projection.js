@@ -159,7 +159,7 @@ function makeRadar(data) {
         const value = text[key];
         if (value === undefined || value === null) continue;
         if (!Number.isInteger(value) || value < 0 || (value === 0 && fallback === null)) {
-          throw new Error(`${name}: ${key} is ${JSON.stringify(value)}; it must be a positive integer.`);
+          throw new Error(`${name}: ${key} must be a positive integer, got ${JSON.stringify(value)}.`);
         }
         return value;
       }

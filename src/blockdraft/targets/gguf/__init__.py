@@ -1,4 +1,4 @@
-"""GGUF files of targets, read into the native decoder and written: configuration, tensors and tokenizer."""
+"""GGUF files of targets, read for the native decoder and written: configuration, tensors and tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files read into our own decoder, and their tokenizers and limits alone."""
+"""Reader of GGUF files for the native decoder, and of their tokenizers and limits."""
 
 from __future__ import annotations
 
@@ -37,17 +37,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GIB = 2**30
-MUCH_MORE = GIB  # bytes in memory beyond those in the file, from which on it is told
+MUCH_MORE = GIB  # bytes in memory beyond those in the file that cause a warning
 log = logging.getLogger(__name__)
 
 
 def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
-    """Read a decoder from a GGUF file. Its matrices of few bits stay as they are on a CPU; a GPU gets the numbers that
-    they stand for, in the target's dtype.
+    """Read a decoder from a GGUF file. Quantized matrices are kept on a CPU and dequantized on a GPU.
 
     Raises:
-        UsageError: The file cannot be read, the decoder does not know its architecture, types or settings, or the
-            options ask to round or adapt it.
+        UsageError: The file cannot be read, the decoder does not support its architecture, types or settings, or the
+            options ask for quantization or an adapter.
     """
     check_options(path, options)
     file = open_gguf(path)
@@ -66,7 +65,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     kind = torch.bfloat16 if halved else dtype
     check_memory(file, weights.nbytes(kind if on_cpu else dtype, few=on_cpu), free_bytes(device), device)
     refused = why_not(wanted, dtype, device) if on_cpu else NOT_CAPTURED
-    reason = "it was not asked for" if options.compile == "off" else refused
+    reason = "compile is off" if options.compile == "off" else refused
     store = torch.int8 if options.kv_dtype == "int8" else dtype
     made = None if reason else build(kind, store, wanted.head_dim, not matrices <= set(FLOATS))
     library = None if made is None else made.library()
@@ -95,8 +94,7 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
 
 
 def check_memory(file: GGUFFile, needed: int, free: int, device: torch.device) -> None:
-    """Raise a UsageError if a file's weights need more bytes of a device's memory than are free, and tell where they
-    need much more than in the file."""
+    """Raise a UsageError if weights need more memory than is free. Warn if they need much more than in the file."""
     path, stored = file.path, sum(part.stat().st_size for part in file.parts)
     if needed > free:
         raise UsageError(
@@ -110,29 +108,29 @@ def check_memory(file: GGUFFile, needed: int, free: int, device: torch.device) -
             path,
             needed / GIB,
             stored / GIB,
-            "types of fewer than 4 bits, and those whose values are a table, are held in 8 bits, and F16 in 32"
+            "types of fewer than 4 bits and those with a table of values take 8 bits, and F16 takes 32"
             if device.type == "cpu"
-            else "a GPU holds them as numbers of the target's dtype, not in few bits",
+            else "on a GPU they are dequantized to the target's dtype",
         )
 
 
 @contextmanager
 def understanding(path: str | Path) -> Iterator[None]:
-    """Turn all errors of interpreting a file's metadata into a UsageError that names the file."""
+    """Turn all errors in interpreting a file's metadata into a UsageError that names the file."""
     try:
         yield
     except NotCovered as refused:
         raise UsageError(
-            f"{path} cannot be run: {refused}. No other backend runs GGUF files; use the folder of the model that it "
-            "was made from, or, where transformers knows the architecture, one that it makes of the file "
+            f"{path} cannot be run: {refused}. No other backend runs GGUF files; use the folder of the original "
+            "model, or, if transformers supports the architecture, one that it converts from the file "
             "(AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME, "
             "quantization_config=GgufConfig(dequantize=True)), then save_pretrained)."
         ) from refused
     except UsageError:
         raise
-    except Exception as error:  # metadata can be wrong in any way, and transformers and tokenizers raise many kinds
+    except Exception as error:  # of any kind, since metadata can be wrong in any way
         raise UsageError(
-            f"{path} has metadata that make no model ({type(error).__name__}: {error}); copy or fetch it again."
+            f"{path} has metadata that make no model ({type(error).__name__}: {error}); copy or download it again."
         ) from error
 
 
@@ -140,14 +138,14 @@ def check_options(path: str | Path, options: LoadOptions) -> None:
     """Raise a UsageError for options that GGUF files do not take."""
     if options.quantize is not None:
         raise UsageError(
-            f"quantize is {options.quantize!r}, and the weights of a GGUF file stay as they are; leave it out, give "
+            f"quantize is {options.quantize!r}, and the weights of a GGUF file are not changed; leave it out, give "
             "the model's folder instead, or make another file with llama-quantize."
         )
     refuse(path, adapter=options.adapter, revision=options.revision)
 
 
 def refuse(path: str | Path, **options: object) -> None:
-    """Raise a UsageError for options that only a model folder or hub name takes, where they are given."""
+    """Raise a UsageError for given options that apply only to a model folder or hub name."""
     for name, given in options.items():
         if given is not None:
             raise UsageError(
@@ -170,11 +168,11 @@ def load_gguf_text(path: str | Path, revision: str | None = None) -> TargetText:
 def open_gguf_checkpoint(
     path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "rounded"
 ) -> Iterator[OpenCheckpoint]:
-    """Open the model of a GGUF file as `open_checkpoint` opens a folder, with the files that a folder of it would have.
+    """Open the model of a GGUF file as `open_checkpoint` opens a folder, with the files that its folder would have.
 
     Raises:
-        UsageError: config.json cannot describe the model, its tokenizer is not known, its weights are of few bits and
-            are to be rounded, or as in `read_gguf`.
+        UsageError: config.json cannot describe the model, its tokenizer is unknown, its weights are already quantized,
+            or as in `read_gguf`.
     """
     refuse(path, adapter=adapter, revision=revision)
     file = open_gguf(path)
@@ -184,18 +182,18 @@ def open_gguf_checkpoint(
         describe_fitted(config, found, file)
         wanted = decoder_config(config)
         if others := differences(found, replace(wanted, norm_plus_one=False)):
-            raise NotCovered(f"transformers has no words for its {', '.join(others)}")
+            raise NotCovered(f"transformers cannot express its {', '.join(others)}")
         weights = replace(decoder_weights(file, found), expanded=frozenset())
         tokenizer, missing = find_tokenizer(file)
         ends = end_ids(file.metadata)
     few = sorted(weights.kinds - set(FLOATS))
     if few and doing == "rounded":
         raise UsageError(
-            f"{path} is rounded already ({', '.join(few)}), and twice would lose more; give a file of the model in "
+            f"{path} is quantized already ({', '.join(few)}), and twice would lose more; give a file of the model in "
             "F16, BF16 or F32, or its folder."
         )
     if tokenizer is None:
-        raise UsageError(f"{path} cannot be {doing} without its tokenizer, and it is not known: {missing}.")
+        raise UsageError(f"{path} cannot be {doing} without its tokenizer, which is unknown: {missing}.")
     tensors = {}
     for name, tensor in weights.tensors.items():
         less = wanted.norm_plus_one and name.endswith("norm.weight")
@@ -220,7 +218,7 @@ def _minus_one(weights: GGUFWeights, name: str) -> Tensor:
 
 
 def find_tokenizer(file: GGUFFile) -> tuple[PreTrainedTokenizerBase | None, str | None]:
-    """The tokenizer of a file, or the reason for having none.
+    """Return the tokenizer of a file, or the reason why there is none.
 
     Raises:
         UsageError: It has more tokens than the model.

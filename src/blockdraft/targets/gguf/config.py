@@ -1,6 +1,6 @@
-"""Configurations of transformers from the metadata of GGUF files, and back.
+"""Conversion between configurations and the metadata of GGUF files.
 
-Transformers has such a mapping, too, but without windows, soft-caps and scaled rotary embeddings.
+Transformers has such a conversion too, but without windows, soft-caps and scaled rotary embeddings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from blockdraft.nn.decoder_config import DecoderConfig, LayerKind
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.model_config import AnyConfig, make_config
 
-# Our families by the architectures of llama.cpp.
+# `model_type` by the architectures of llama.cpp.
 FAMILIES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -36,18 +36,18 @@ CAUSAL_LMS = {
     "gemma3_text": "Gemma3ForCausalLM",
 }
 ARCHITECTURES = {family: name for name, family in FAMILIES.items()} | {"mistral": "llama"}
-GEMMA2_WINDOW, GEMMA2_CAPS = 4096, (50.0, 30.0)  # likewise, of attention and logits
-WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the models of 27B, whose scores are scaled otherwise
+GEMMA2_WINDOW, GEMMA2_CAPS = 4096, (50.0, 30.0)  # defaults of llama.cpp, of attention and logits
+WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the 27B models, whose scores are scaled differently
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
-Get = Callable[..., Any]  # takes a key without the architecture, and the value for files without the key
+Get = Callable[..., Any]  # takes a key without the architecture, and an optional default
 
 
 def gguf_config(file: GGUFFile) -> AnyConfig:
-    """Configuration of transformers for a file.
+    """Return the configuration of a file.
 
     Raises:
-        NotCovered: The native decoder does not know the architecture or one of its settings, or a value is missing.
+        NotCovered: The native decoder does not support the architecture or one of its settings, or a value is missing.
     """
     metadata = file.metadata
     name = metadata.get("general.architecture")
@@ -56,7 +56,7 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
 
     def get(key: str, *default: Any) -> Any:
         if f"{name}.{key}" not in metadata and not default:
-            raise NotCovered(f"it does not say {name}.{key}")
+            raise NotCovered(f"it lacks {name}.{key}")
         value = metadata.get(f"{name}.{key}", *default)
         if isinstance(value, list) and key != "attention.sliding_window_pattern":
             if len(set(value)) != 1:
@@ -68,7 +68,7 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
         raise NotCovered(f"it has no {EMBEDDING}")
     layers, held = get("block_count"), len(file.tensors)
     if layers > held:  # checked before anything is allocated for each layer
-        raise NotCovered(f"it says that it has {layers} layers, and holds {held} tensors")
+        raise NotCovered(f"it has {layers} layers, but only {held} tensors")
     heads, hidden = get("attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", hidden // heads)
     check_settings(get, head_dim)
@@ -97,7 +97,7 @@ def gguf_config(file: GGUFFile) -> AnyConfig:
 
 
 def describe_fitted(config: AnyConfig, found: DecoderConfig, file: GGUFFile) -> None:
-    """Write into a file's configuration what `fitted` reads from its tensors: biases and factors of frequencies."""
+    """Add to a file's configuration what `fitted` reads from its tensors: biases and frequency factors."""
     if hasattr(config, "attention_bias"):
         config.attention_bias = found.qkv_bias
     if hasattr(config, "mlp_bias"):
@@ -116,7 +116,7 @@ def describe_fitted(config: AnyConfig, found: DecoderConfig, file: GGUFFile) -> 
 
 
 def check_settings(get: Get, head_dim: int) -> None:
-    """Raise `NotCovered` for what no configuration here could say."""
+    """Raise `NotCovered` for settings that no configuration here can express."""
     if get("expert_count", 0):
         raise NotCovered("it is a mixture of experts")
     if get("attention.causal", True) is False:
@@ -128,7 +128,7 @@ def check_settings(get: Get, head_dim: int) -> None:
 
 
 def rope_parameters(get: Get) -> dict[str, Any]:
-    """Rotary embeddings in the terms of transformers, without the factors of the tensor rope_freqs."""
+    """Return `rope_parameters` as in transformers, without the factors of the tensor rope_freqs."""
     found = {"rope_type": "default", "rope_theta": get("rope.freq_base", ROPE_BASE)}
     kind = get("rope.scaling.type", "linear")
     factor = get("rope.scaling.factor", 0.0) or get("rope.scale_linear", 0.0) or 1.0
@@ -146,7 +146,7 @@ def rope_parameters(get: Get) -> dict[str, Any]:
 
 
 def gemma_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Further fields of Gemma 2 and 3: windows of some layers, soft-caps, and the scale of scores."""
+    """Return the specific fields of Gemma 2 and 3: windows, soft-caps, and the scale of scores."""
     second = name == "gemma2"
     layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
     window = get("attention.sliding_window", GEMMA2_WINDOW if second else None)
@@ -169,8 +169,9 @@ def gemma_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, An
 
 
 def gguf_metadata(config: AnyConfig, wanted: DecoderConfig) -> dict[str, Any]:
-    """Metadata of a model that the native decoder knows, by keys without the architecture, which is one of
-    `ARCHITECTURES`. Settings without a key in GGUF are left out.
+    """Return the metadata of a supported model by keys without the architecture, one of `ARCHITECTURES`.
+
+    Settings without a key in GGUF are left out.
 
     Raises:
         UsageError: GGUF has no keys for the rotary embeddings.
@@ -203,7 +204,7 @@ def gguf_metadata(config: AnyConfig, wanted: DecoderConfig) -> dict[str, Any]:
 
 
 def differences(one: DecoderConfig, two: DecoderConfig) -> list[str]:
-    """Names of the settings that differ, but for the last digits of numbers, which files hold in float32."""
+    """Return the names of settings that differ by more than the precision of float32."""
     names = [each.name for each in fields(one) if each.name != "layers"]
     found = [name for name in names if not _equal(getattr(one, name), getattr(two, name))]
     alike = len(one.layers) == len(two.layers) and all(map(_alike, one.layers, two.layers))

@@ -1,4 +1,4 @@
-"""Tensors of GGUF files by the names of our decoder, and the other way round."""
+"""Conversion between the tensors of GGUF files and those of the native decoder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockdraft.nn.quantization import QuantizedWeight
 from blockdraft.targets.base import NotCovered
 from blockdraft.targets.fingerprint import sampled_fingerprint, sampled_places
 
-# The nearest that somebody can do who has only the file.
+# For users who have only the file.
 REQUANTIZE = "make another of this file with llama.cpp (llama-quantize --allow-requantize FILE NEW.gguf Q8_0)"
 
 
@@ -31,8 +31,8 @@ class GGUFWeights:
     Attributes:
         tensors: Tensors by our names.
         interleaved: Number of heads of the tensors whose channels are interleaved in pairs, by our names.
-        expanded: Our names of tensors of few bits that are read as float32, since they are computed in one product with
-            tensors of floats.
+        expanded: Our names of quantized tensors that are read as float32, since they share a matrix product with
+            unquantized ones.
     """
 
     tensors: dict[str, GGUFTensor]
@@ -44,8 +44,7 @@ class GGUFWeights:
         return {tensor.kind for tensor in self.tensors.values()}
 
     def nbytes(self, floats: torch.dtype, few: bool = True) -> int:
-        """Bytes of memory that the weights take, those that are not of few bits, or all without `few`, in the dtype
-        `floats`."""
+        """Return the bytes of the weights, with unquantized ones (or all, without `few`) in the dtype `floats`."""
         total = 0.0
         for name, tensor in self.tensors.items():
             is_float = not few or tensor.kind in FLOATS or name in self.expanded
@@ -53,7 +52,7 @@ class GGUFWeights:
         return round(total)
 
     def read(self, name: str, channels: Tensor | None = None) -> Tensor | QuantizedWeight:
-        """A weight of the model on the CPU, in its own dtype or in few bits.
+        """Read a weight onto the CPU, in its own dtype or quantized.
 
         Args:
             channels: Output channels to read, `[n]` int64; None reads all.
@@ -66,7 +65,7 @@ class GGUFWeights:
         return dense(weight) if name in self.expanded else weight
 
     def fingerprint(self) -> str:
-        """`Target.source_fingerprint` of the target that is read from the file."""
+        """Return `Target.source_fingerprint` of the target in the file."""
         return sampled_fingerprint((name, tensor.shape, self._sample(name)) for name, tensor in self.tensors.items())
 
     def _sample(self, name: str) -> Tensor:
@@ -80,11 +79,11 @@ def dense(weight: Tensor | QuantizedWeight) -> Tensor:
 
 
 def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
-    """Tensors of a decoder in a file.
+    """Return the tensors of a decoder in a file.
 
     Raises:
-        NotCovered: A tensor is missing or has another shape, or the decoder does not know one.
-        UsageError: A tensor is of a type that is not read.
+        NotCovered: A tensor is missing, unknown or of another shape.
+        UsageError: A tensor is of an unsupported type.
     """
     names = our_names(file.metadata["general.architecture"], config)
     strange = sorted(set(file.tensors) - set(names.values()) - {ROPE_FACTORS})
@@ -110,13 +109,13 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
 
 
 def interleaved(architecture: str, config: DecoderConfig) -> dict[str, int]:
-    """Number of heads of the tensors whose channels files of this architecture interleave in pairs, by our names."""
+    """Return the number of heads of tensors whose channels this architecture interleaves in pairs, by our names."""
     counts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if architecture == "llama" else {}
     return {name: heads for name in config.tensor_shapes() for part, heads in counts.items() if f".{part}." in name}
 
 
 def check_kinds(file: GGUFFile) -> None:
-    """Raise a UsageError unless all tensors are of types that are read, and all but matrices of floats."""
+    """Raise a UsageError unless all tensors are of supported types, and only matrices quantized."""
     for tensor in file.tensors.values():
         matrix = len(tensor.shape) == 2
         if tensor.kind not in READERS or (tensor.kind not in FLOATS and not matrix):
@@ -128,7 +127,7 @@ def check_kinds(file: GGUFFile) -> None:
 
 
 def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
-    """Names of a decoder's tensors in GGUF files of this architecture, by our names."""
+    """Return the names of a decoder's tensors in GGUF files of this architecture, by our names."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     known = gguf.get_tensor_name_map(kinds[architecture], len(config.layers))
     return {name: known.get_name(name, (".weight", ".bias")) or name for name in config.tensor_shapes()}
@@ -137,11 +136,11 @@ def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
 def gguf_tensors(
     architecture: str, config: DecoderConfig, tensors: Mapping[str, Stored], factors_of: float | None
 ) -> dict[str, Stored]:
-    """Tensors for a file of this architecture, by their names there.
+    """Return the tensors for a file of this architecture, by their names there.
 
     Args:
         tensors: Tensors of the decoder by our names.
-        factors_of: Base of rotary embeddings that the file stores as a factor for each frequency; None stores none.
+        factors_of: Base of rotary embeddings, if the file stores a factor for each frequency.
     """
     names, heads, found = our_names(architecture, config), interleaved(architecture, config), dict[str, Stored]()
     for ours, theirs in names.items():
@@ -166,8 +165,7 @@ def _plus_one(tensor: Stored) -> Tensor:
 
 
 def fitted(config: DecoderConfig, file: GGUFFile) -> DecoderConfig:
-    """A decoder's configuration adapted to a file's tensors: whether there are biases, the factors of the rotary
-    embeddings, and norms that have the one added already.
+    """Return a configuration adapted to a file's tensors: biases, frequency factors, and norms with one added.
 
     Raises:
         NotCovered: There is not one factor for each pair of a head's channels.

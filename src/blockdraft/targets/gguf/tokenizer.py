@@ -1,4 +1,4 @@
-"""Tokenizers of transformers from the metadata of GGUF files."""
+"""Tokenizers from the metadata of GGUF files."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Tokens that end an answer in every vocabulary that holds them, since many files name the wrong one.
+# Tokens that end a response in every vocabulary that has them, since many files name the wrong one.
 ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 SPACE = "▁"
 
 
 class UnknownTokenizer(ValueError):
-    """Metadata that make no tokenizer; the message is the reason."""
+    """The metadata define no supported tokenizer; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Split of text into pieces before byte pairs are merged, which `tokenizer.ggml.pre` names.
+    """Pre-tokenization, as named by `tokenizer.ggml.pre`.
 
     Attributes:
         pattern: Regular expression of a piece; None is GPT-2's.
         digits: Whether each digit is a piece.
-        whole: Whether a piece that is a token is taken without merging.
-        composed: Whether text is normalised to NFC.
+        whole: Whether a piece that is a token is used without merging.
+        composed: Whether text is normalized to NFC.
     """
 
     pattern: str | None = None
@@ -68,7 +68,7 @@ SPLITS = {
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a file, with its chat template.
+    """Return the tokenizer of a file, with its chat template.
 
     Raises:
         UnknownTokenizer: The file has no tokenizer, or one of an unknown kind.
@@ -78,18 +78,18 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
         raise UnknownTokenizer("the file holds none")
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     types = metadata.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
-    # Unused ids have names such as [PAD7], which are no tokens.
+    # Unused ids have names such as [PAD7], which are not tokens.
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED}
     if kind == "gpt2":
         if split not in SPLITS:
-            said = "does not say how it cuts text" if split is None else f"cuts text in the way {split!r}"
-            raise UnknownTokenizer(f"it {said}, and known are {', '.join(sorted(SPLITS))}")
+            said = "does not name its pre-tokenization" if split is None else f"uses the pre-tokenization {split!r}"
+            raise UnknownTokenizer(f"it {said}; supported are {', '.join(sorted(SPLITS))}")
         found = of_bytes(vocab, metadata, SPLITS[split])
     elif kind == "llama":
-        found = of_pieces(vocab, types, metadata)  # which may spell tokens otherwise
+        found = of_pieces(vocab, types, metadata)  # which may spell tokens differently
         vocab = dict(sorted(found.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]))
     else:
-        raise UnknownTokenizer(f"it is of the kind {kind!r}, and known are gpt2 and llama")
+        raise UnknownTokenizer(f"it is of the kind {kind!r}; supported are gpt2 and llama")
     for special, wanted in ((True, TokenType.CONTROL), (False, TokenType.USER_DEFINED)):
         own = [AddedToken(token, normalized=False, special=special) for token, i in vocab.items() if types[i] == wanted]
         (found.add_special_tokens if special else found.add_tokens)(own)
@@ -108,8 +108,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
 
 
 class _Kept:
-    """A tokenizer of which transformers gets the original where it asks for a copy, which would take as long as making
-    it did."""
+    """Wraps a tokenizer so that a deep copy, which transformers makes and which is slow, returns the original."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -131,7 +130,7 @@ def special_token(metadata: Mapping[str, Any], key: str) -> str | None:
 def post_processor(
     vocab: Mapping[str, int], bos: str | None, eos: str | None, metadata: Mapping[str, Any]
 ) -> processors.PostProcessor:
-    """Post-processor that adds the beginning and end tokens that the file asks for."""
+    """Return the post-processor that adds the beginning and end tokens of the file."""
     eos = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     around = [token for token in (bos, eos) if token is not None]
     before, behind = ([bos] if bos is not None else []), ([eos] if eos is not None else [])
@@ -143,7 +142,7 @@ def post_processor(
 
 
 def of_bytes(vocab: Mapping[str, int], metadata: Mapping[str, Any], split: Split) -> Tokenizer:
-    """Tokenizer of byte pairs, like GPT-2's."""
+    """Return a byte-pair tokenizer, like GPT-2's."""
     merges = []
     for merge in metadata.get("tokenizer.ggml.merges") or ():
         at = merge.find(" ", 1)
@@ -156,7 +155,7 @@ def of_bytes(vocab: Mapping[str, int], metadata: Mapping[str, Any], split: Split
 
 
 def of_pieces(vocab: Mapping[str, int], types: list[int], metadata: Mapping[str, Any]) -> Tokenizer:
-    """Tokenizer of a SentencePiece vocabulary, whose merges follow from the order of its tokens."""
+    """Return the tokenizer of a SentencePiece vocabulary, whose merges follow from its scores."""
     gemma = str(metadata.get("general.architecture")).startswith("gemma")
     if gemma:  # its vocabulary has runs of plain spaces, and its scores are not in the order of merging
         vocab = {SPACE * len(token) if not token.strip(" ") else token: i for token, i in vocab.items()}
@@ -164,13 +163,13 @@ def of_pieces(vocab: Mapping[str, int], types: list[int], metadata: Mapping[str,
     else:
         given = metadata.get("tokenizer.ggml.scores") or ()
         if len({score for score, kind in zip(given, types, strict=False) if kind == TokenType.NORMAL}) < 2:
-            raise UnknownTokenizer("its tokens have no scores, which tell how they are merged")
+            raise UnknownTokenizer("its tokens have no scores, which define the merges")
         scores = {token: given[i] for token, i in vocab.items()}
     from transformers import GemmaTokenizer, LlamaTokenizer
     from transformers.tokenization_utils_base import generate_merges
 
     merges = generate_merges(dict(vocab), scores)
-    # These classes would add the special tokens that they expect to vocabularies without them.
+    # These classes would add the special tokens that they expect.
     names = {"unk_token": "<unk>", "bos_token": "<bos>" if gemma else "<s>", "eos_token": "<eos>" if gemma else "</s>"}
     names |= {"pad_token": "<pad>", "mask_token": "<mask>"} if gemma else {}
     known = {name: token if token in vocab else None for name, token in names.items()}
@@ -181,7 +180,7 @@ def of_pieces(vocab: Mapping[str, int], types: list[int], metadata: Mapping[str,
 
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Ids of the tokens that end an answer."""
+    """Return the ids of the tokens that end a response."""
     given = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     types = metadata.get("tokenizer.ggml.token_type") or []

@@ -1,4 +1,4 @@
-"""Metadata of tokenizers for GGUF files; `tokenizer.py` reads them."""
+"""Metadata of tokenizers for GGUF files, which `tokenizer.py` reads."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from blockdraft.targets.gguf.tokenizer import SPACE, SPLITS, UnknownTokenizer, e
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Texts that readers of the file must split alike, and rare ones, where a warning tells if they do not.
+# Texts that readers of the file must tokenize equally, and rare ones, where a difference causes a warning.
 COMMON = (
     "Hello, world! It's 7 o'clock, and they've sold 12345 of the 6 rolls.",
     "def f(x):\n    return x ** 2  # comment\n\n\nprint(f(3))\t\r\n",
     "  Naïve café, 東京 and русский;   three  spaces… “quoted” (1,000.50 €)",
 )
 RARE = ("'STOP' or WE'LL 'Do", "a\n\n \n b", "𝔘nd 🙂👩‍👧 ２３ e\u0301", "\u00a0\u3000x\u200by")
-ENDS = ("eos", "eot", "eom")  # keys for tokens that end an answer
+ENDS = ("eos", "eot", "eom")  # keys for tokens that end a response
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def tokenizer_metadata(text: TargetText, size: int, architecture: str) -> tuple[dict[str, Any], str | None]:
-    """Metadata of a target's tokenizer.
+    """Return the metadata of a target's tokenizer.
 
     Args:
         text: The target's tokenizer and limits.
-        size: Entries of the target's embedding table; ids beyond the tokenizer's get names such as [PAD7].
-        architecture: The target's architecture by its name in GGUF files.
+        size: Rows of the target's embedding; ids beyond the tokenizer's get names such as [PAD7].
+        architecture: The target's architecture in GGUF files.
 
     Returns:
-        Values by their keys, and a warning where readers of the file split some rare texts differently.
+        Values by their keys, and a warning if readers of the file tokenize some rare texts differently.
 
     Raises:
         UsageError: The target has no tokenizer, or GGUF cannot describe it.
@@ -71,10 +71,10 @@ def tokenizer_metadata(text: TargetText, size: int, architecture: str) -> tuple[
 
 
 def _spelled_out(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Content of tokenizer.json."""
+    """Return the content of tokenizer.json."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise UsageError("The target's tokenizer is none of the package tokenizers, and others cannot be written.")
+        raise UsageError("The target's tokenizer is not from the package tokenizers, and others cannot be written.")
     found: dict[str, Any] = json.loads(backend.to_str())
     return found
 
@@ -101,7 +101,7 @@ def _vocabulary(
 
 
 def _scores(spelled: Mapping[int, str], size: int, merges: Sequence[tuple[str, ...]]) -> list[float]:
-    """Score of each token, higher for tokens that are merged earlier."""
+    """Return the score of each token, higher for tokens that are merged earlier."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault("".join(merge), rank)
@@ -109,7 +109,7 @@ def _scores(spelled: Mapping[int, str], size: int, merges: Sequence[tuple[str, .
 
 
 def _nearest_split(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Name of the known split that agrees on most texts, of equals the first in `SPLITS`."""
+    """Return the known split that agrees on most texts; of equals the first in `SPLITS`."""
     backend: Any = tokenizer.backend_tokenizer
     spelled = _spelled_out(tokenizer)
     whole, composed = bool(spelled["model"].get("ignore_merges")), "NFC" in json.dumps(spelled.get("normalizer"))
@@ -141,22 +141,22 @@ def _special(tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> dict[s
 
 
 def _checked(tokenizer: PreTrainedTokenizerBase, found: Mapping[str, Any], ends: frozenset[int]) -> str | None:
-    """Read the values back as a reader would. Returns a warning or None; errors as in `tokenizer_metadata`."""
+    """Read the values back. Return a warning or None; errors as in `tokenizer_metadata`."""
     try:
         again = gguf_tokenizer(found)
     except UnknownTokenizer as unknown:
         raise UsageError(f"GGUF cannot describe the target's tokenizer: {unknown}.") from unknown
     wrong = [text for text in COMMON + RARE if again(text)["input_ids"] != tokenizer(text)["input_ids"]]
-    cut = f"It splits text like no tokenizer that is known here; {found['tokenizer.ggml.pre']!r} comes nearest"
+    cut = f"It splits text unlike all known tokenizers; {found['tokenizer.ggml.pre']!r} comes nearest"
     if set(wrong) & {*COMMON}:
         raise UsageError(f"The target's tokenizer cannot be written as GGUF. {cut}, and differs on {wrong[0]!r}.")
     lost = sorted(ends - {*end_ids(found)})
     if lost:
         raise UsageError(
-            f"The tokens {lost} end answers, too, and GGUF has keys for {len(ENDS)} such tokens only; leave them out "
-            "of the configuration."
+            f"The tokens {lost} end responses too, and GGUF has keys for only {len(ENDS)} such tokens; remove them "
+            "from the configuration."
         )
     if not wrong:
         return None
-    told = f"{cut}, but rare texts such as {wrong[0]!r} become other tokens"
-    return f"The target's tokenizer has no name of its own in GGUF. {told}."
+    detail = f"{cut}, but rare texts such as {wrong[0]!r} become other tokens"
+    return f"The target's tokenizer has no name of its own in GGUF. {detail}."

@@ -1,4 +1,4 @@
-"""Targets written as GGUF files."""
+"""Writer of GGUF files of targets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockdraft.types import GGUFWeights
 
 
 def gguf_architecture(source: OpenCheckpoint) -> str:
-    """Architecture of a target by its name in llama.cpp."""
+    """Return the architecture of a target in llama.cpp."""
     return ARCHITECTURES[source.config.model_type]
 
 
@@ -30,23 +30,23 @@ def write_gguf_target(path: Path, source: OpenCheckpoint, tokenizer: Mapping[str
     Args:
         path: File to write.
         source: The target's checkpoint.
-        tokenizer: Metadata of the tokenizer, with other values for the file.
+        tokenizer: Metadata of the tokenizer and other values for the file.
         weights: As in `formats.gguf.write_gguf`.
 
     Raises:
         UsageError: GGUF cannot describe all settings of the model, or as in `formats.gguf.write_gguf`.
     """
     name, config = gguf_architecture(source), source.config
-    said = {f"{name}.{key}": value for key, value in gguf_metadata(config, source.wanted).items()}
+    values = {f"{name}.{key}": value for key, value in gguf_metadata(config, source.wanted).items()}
     rope = config.rope_parameters
     by_factors = rope.get("rope_type") in IN_FACTORS
     tensors = gguf_tensors(name, source.wanted, source.tensors, float(rope["rope_theta"]) if by_factors else None)
-    write_gguf(path, name, {**tokenizer, **said}, tensors, weights)
+    write_gguf(path, name, {**tokenizer, **values}, tensors, weights)
     _check(path, source.wanted)
 
 
 def _check(path: Path, wanted: DecoderConfig) -> None:
-    """Raise a UsageError unless a file is read as this decoder."""
+    """Raise a UsageError unless a file is read back as this decoder."""
     file, wrong = open_gguf(path), ""
     try:
         found = fitted(decoder_config(gguf_config(file)), file)

@@ -1,7 +1,7 @@
-"""Checks of `blockdraft doctor`: would a drafter guess better if its checkpoint meant something else?
+"""Checks of `blockdraft doctor`, which read a drafter's checkpoint differently and compare acceptance.
 
-Each kind of drafter has a `checks.py` in its folder with `CHECKER`, a subclass of `Checker`, found by the class of
-the configuration.
+Each kind of drafter has a `checks.py` in its folder that defines `CHECKER`, a subclass of `Checker` for the class of
+its configuration.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from blockdraft.training.batches import Rows
 from blockdraft.training.objectives import Slots
 from blockdraft.training.variant import find_variant
 
-CHUNK = 16  # anchors of a draft pass
+CHUNK = 16  # anchors per draft pass
 THETAS = (10_000.0, 1_000_000.0, 10_000_000.0)
 
 Tensors = Mapping[str, Tensor]
-# Tokens `[S]` int64, and the indices of anchors.
+# Tokens `[S]` int64, and indices of anchors.
 Text = tuple[Tensor, Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One assumption about a checkpoint, with which the drafter is asked again.
+    """An assumption about a checkpoint, under which the drafter drafts again.
 
     Attributes:
         config: Configuration of the network under this assumption.
-        fault: A word for what is wrong with the checkpoint if the drafter guesses better, such as "taps". Empty for the
-            first check, which follows the configuration.
+        fault: Name of the fault if the drafter does better, such as "taps". Empty for the first check, which follows
+            the configuration.
         told: The assumption in words.
-        remedy: What to do if the drafter guesses better.
-        shift: Tokens by which guesses are later than the configuration says.
-        lag: Tokens by which features are older than this kind of drafter expects.
-        target_layers: Taps in the place of the configuration's; None keeps those.
-        tensors: Changes the tensors of the checkpoint.
+        remedy: What to do if the drafter does better.
+        shift: Number of tokens by which draft tokens are later than the configuration says.
+        lag: Number of tokens by which hidden states are older than this kind of drafter expects.
+        target_layers: Target layers that replace those of the configuration, if any.
+        tensors: Function that changes the tensors of the checkpoint.
         dtype: Dtype of the draft pass; None is the target's.
     """
 
@@ -63,55 +63,55 @@ class Check:
 
 
 class Checker(ABC):
-    """Asks a drafter for guesses on finished texts, as training does, under each check.
+    """Drafts on finished texts, as training does, under each check.
 
     Attributes:
-        examines: Class of the configurations that it checks. Those of a subclass it does not.
+        examines: Class of the configurations that it checks, without subclasses.
     """
 
     examines: ClassVar[type]
 
-    def __init__(self, target: Target, found: Checkpoint) -> None:
-        self.target, self.found, self.config = target, found, found.config
+    def __init__(self, target: Target, checkpoint: Checkpoint) -> None:
+        self.target, self.checkpoint, self.config = target, checkpoint, checkpoint.config
         self._hidden_states: dict[tuple[tuple[int, ...], Tensor], Tensor] = {}
 
     @property
     def block_size(self) -> int:
-        """Tokens of the drafter's block, anchor included."""
+        """Block size of the drafter, anchor included."""
         return int(self.config.block_size)
 
     @abstractmethod
     def checks(self, longest: int) -> Iterator[Check]:
-        """All checks. The first follows the configuration.
+        """Yield all checks. The first follows the configuration.
 
         Args:
-            longest: Tokens of the longest text.
+            longest: Number of tokens of the longest text.
         """
 
     @abstractmethod
     def right(self, check: Check, texts: Sequence[Text]) -> Tensor:
-        """Whether each guess is right, given the text before it.
+        """Return whether each draft token is right, given the text before it.
 
         Returns:
-            `[A, K]` int64 over all anchors, 1 where the k-th guess behind an anchor is the token of the text. K is the
-            same for all checks.
+            `[A, K]` int64 over all anchors, 1 where the k-th draft token after an anchor is the token of the text. K is
+            the same for all checks.
         """
 
     @abstractmethod
     def lengths(self, tokens: Tensor, anchors: Sequence[int]) -> list[int]:
-        """For each anchor, the number of right guesses before the first wrong one, guessed as in decoding."""
+        """Return for each anchor the number of right draft tokens before the first wrong one, as in decoding."""
 
     def hidden_states(self, target_layers: tuple[int, ...], tokens: Tensor) -> Tensor:
-        """Features of a text, `[S, m * H]` for m taps, in the target's dtype."""
+        """Return the hidden states of a text, `[S, m * H]` for m target layers, in the target's dtype."""
         if (target_layers, tokens) not in self._hidden_states:
             self._hidden_states[target_layers, tokens] = target_hidden_states(self.target, target_layers, [tokens])[0]
         return self._hidden_states[target_layers, tokens]
 
 
 class VariantChecker(Checker):
-    """A checker that asks the training variant for the guesses.
+    """A checker that drafts with the training variant.
 
-    It is for drafters whose guess depends on the features before the anchor and on the text before the guess.
+    It suits drafters whose draft tokens depend on the hidden states before the anchor and on the text before them.
 
     Attributes:
         network: Class of the drafter's network.
@@ -120,8 +120,8 @@ class VariantChecker(Checker):
 
     network: ClassVar[type[nn.Module]]
 
-    def __init__(self, target: Target, found: Checkpoint) -> None:
-        super().__init__(target, found)
+    def __init__(self, target: Target, checkpoint: Checkpoint) -> None:
+        super().__init__(target, checkpoint)
         variant: Any = find_variant(variant_of(self.network))
         self._variant = variant(variant.recipe_class(block_size=self.block_size))
 
@@ -132,84 +132,87 @@ class VariantChecker(Checker):
     @torch.no_grad()
     def right(self, check: Check, texts: Sequence[Text]) -> Tensor:
         network, count, first = self._network(check), self.compared, check.shift
-        passes = (one for text in texts for one in self._passes(network, check, *text))
-        return torch.cat([(told[:, first : first + count] == said[:, :count]).long().cpu() for told, said in passes])
+        passes = (draft for text in texts for draft in self._passes(network, check, *text))
+        return torch.cat(
+            [(drafted[:, first : first + count] == text[:, :count]).long().cpu() for drafted, text in passes]
+        )
 
     @torch.no_grad()
     def lengths(self, tokens: Tensor, anchors: Sequence[int]) -> list[int]:
-        check, found = Check(self.config), list[int]()
-        for told, said in self._passes(self._network(check), check, tokens, anchors):
-            found += (told == said).long().cumprod(dim=1).sum(dim=1).tolist()
-        return found
+        check, lengths = Check(self.config), list[int]()
+        for drafted, text in self._passes(self._network(check), check, tokens, anchors):
+            lengths += (drafted == text).long().cumprod(dim=1).sum(dim=1).tolist()
+        return lengths
 
     def _network(self, check: Check) -> nn.Module:
         network = self.network(check.config).float().to(self.target.device).eval()
-        network.load_state_dict(check.tensors(self.found.tensors))  # casts
+        network.load_state_dict(check.tensors(self.checkpoint.tensors))  # casts
         return network
 
     def _passes(
         self, network: nn.Module, check: Check, tokens: Tensor, anchors: Sequence[int]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Guesses `[C, K]` for up to `CHUNK` anchors at a time, and the tokens of the text there, -1 behind its end."""
+        """Yield draft tokens `[C, K]` for up to `CHUNK` anchors, and the tokens of the text there, -1 after its end."""
         device, count = self.target.device, self.block_size - 1
         target_layers = self.config.target_layers if check.target_layers is None else check.target_layers
         hidden_states = self.hidden_states(target_layers, tokens).float().roll(check.lag, dims=0)[None]
         row = tokens.to(device)[None]
         padded = torch.cat([row[0], row.new_full((count,), -1)])
-        for some in torch.tensor(anchors, dtype=torch.int64, device=device).split(CHUNK):
-            said = torch.stack([padded[some + k] for k in range(count + 1)], dim=1)
-            blocks, places = said.clamp(min=0), torch.arange(len(tokens), device=device)[None]
-            rows = Rows(row, places, torch.zeros_like(row), some[None], blocks[None], (said[:, 1:] >= 0)[None])
+        positions = torch.arange(len(tokens), device=device)[None]
+        for chunk in torch.tensor(anchors, dtype=torch.int64, device=device).split(CHUNK):
+            text = torch.stack([padded[chunk + k] for k in range(count + 1)], dim=1)
+            blocks, is_text = text.clamp(min=0), text[:, 1:] >= 0
+            rows = Rows(row, positions, torch.zeros_like(row), chunk[None], blocks[None], is_text[None])
             with self._precision(check):
                 hidden = self._variant.hidden(network, self.target, hidden_states, rows)[0]
                 logits = self._variant.logits(network, self.target, hidden).float()
-                slots = Slots(hidden, logits, blocks, said[:, 1:] >= 0)
-                yield self._variant.draft_tokens(network, slots), said[:, 1:]
+                slots = Slots(hidden, logits, blocks, is_text)
+                yield self._variant.draft_tokens(network, slots), text[:, 1:]
 
     def _precision(self, check: Check) -> AbstractContextManager[Any]:
-        """The precision of decoding, as closely as a network in float32 can follow it."""
+        """Return a context with the precision of decoding, as closely as a float32 network can follow it."""
         dtype = check.dtype or self.target.dtype
         return nullcontext() if dtype == torch.float32 else torch.autocast(self.target.device.type, dtype)
 
 
 def variant_of(network: type[nn.Module]) -> str:
-    """The variant that trains a network of this class."""
+    """Return the variant that trains a network of this class."""
     return next(name for name, entry in entries().items() if entry.network is network)
 
 
 def neighbour_target_layers(config: Any) -> Iterator[Check]:
-    """Taps one layer higher and one lower."""
+    """Yield checks with target layers one higher and one lower."""
     for step in (1, -1):
         target_layers = tuple(target_layer + step for target_layer in config.target_layers)
         if min(target_layers) >= 0 and max(target_layers) < config.num_target_layers:
             told = f"target layers {list(target_layers)} in place of {list(config.target_layers)}"
-            remedy = f"Write {list(target_layers)} as the target's layers into config.json; some formats count from 1."
+            remedy = f"Set the target layers in config.json to {list(target_layers)}; some formats count from 1."
             yield Check(config, fault="target_layers", told=told, remedy=remedy, target_layers=target_layers)
 
 
 def lags(config: Any) -> Iterator[Check]:
-    """Features of one token earlier or later than the token before an input."""
+    """Yield checks with hidden states of one token earlier or later than the token before an input."""
     for lag, told in ((1, "of two tokens before its own"), (-1, "of its own token")):
         remedy = (
-            "Train the drafter again with the feature of the token before: while drafting, here and in other engines, "
-            "that is the latest one."
+            "Train the drafter again with the hidden state of the previous token: in decoding, here and in other "
+            "engines, that is the latest one."
         )
-        yield Check(config, fault="shift", told=f"each input with the feature {told}", remedy=remedy, lag=lag)
+        yield Check(config, fault="shift", told=f"each input with the hidden state {told}", remedy=remedy, lag=lag)
 
 
 def before_norm(config: Any) -> Check:
-    """The output of the target's last layer, for drafters that read the input of the target's head."""
+    """Return the check for the output of the last layer, for drafters that read the input of the target's head."""
     return Check(
         config,
         fault="target_layers",
         told="the target's last hidden state before its norm",
-        remedy="Train the drafter again on the input of the target's head, which is behind the target's last norm.",
+        remedy="Train the drafter again on the input of the target's head, which comes after the last norm.",
         target_layers=(config.num_target_layers - 1,),
     )
 
 
 def rope(config: Any, shape: Mapping[str, Any]) -> Iterator[Check]:
-    """Other rotary bases: the target's, and usual ones.
+    """Yield checks with other rotary bases: the target's, and common ones.
 
     Args:
         shape: `Target.shape`.
@@ -217,12 +220,12 @@ def rope(config: Any, shape: Mapping[str, Any]) -> Iterator[Check]:
     for theta in dict.fromkeys((shape.get("rope_theta", config.rope_theta), *THETAS)):
         if theta != config.rope_theta:
             told = f"rope_theta {theta:g} in place of {config.rope_theta:g}"
-            remedy = f"Write {theta:g} as rope_theta into config.json."
+            remedy = f"Set rope_theta in config.json to {theta:g}."
             yield Check(replace(config, rope_theta=float(theta)), fault="rope", told=told, remedy=remedy)
 
 
 def precision(config: Any, dtype: torch.dtype) -> Iterator[Check]:
-    """The draft pass in float32, if the target has a smaller dtype."""
+    """Yield the check with a draft pass in float32, if the target has a smaller dtype."""
     if dtype != torch.float32:
         name = str(dtype).removeprefix("torch.")
         told = f"the draft pass in float32 in place of {name}"
@@ -231,7 +234,7 @@ def precision(config: Any, dtype: torch.dtype) -> Iterator[Check]:
 
 
 def halves_swapped(*names: str) -> Callable[[Tensors], Tensors]:
-    """Swaps the two halves of the columns of these matrices."""
+    """Return a function that swaps the two halves of the columns of these matrices."""
     return lambda tensors: {
         **tensors,
         **{name: torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1) for name in names},
@@ -239,7 +242,7 @@ def halves_swapped(*names: str) -> Callable[[Tensors], Tensors]:
 
 
 def checker_of(path: str | Path, target: Target) -> tuple[Checker, str | None]:
-    """The checker of a drafter, and the fingerprint of the target that the drafter was trained for, if known.
+    """Return the checker of a drafter, and the fingerprint of the target it was trained for, if known.
 
     Args:
         path: Folder or GGUF file of a drafter.
@@ -250,9 +253,11 @@ def checker_of(path: str | Path, target: Target) -> tuple[Checker, str | None]:
     if not Path(path).exists():
         raise UsageError(f"{path} does not exist; give the folder or GGUF file of a drafter with a network.")
     vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
-    found = read_drafter(path, vocabulary, target.num_layers)
+    checkpoint = read_drafter(path, vocabulary, target.num_layers)
     kinds: list[type[Checker]] = [module.CHECKER for module in parts("checks").values()]
     for kind in kinds:
-        if type(found.config) is kind.examines:
-            return kind(target, found), found.trained.target
-    raise UsageError(f"{path} holds a {type(found.config).__name__}, which cannot be examined; give another drafter.")
+        if type(checkpoint.config) is kind.examines:
+            return kind(target, checkpoint), checkpoint.trained.target
+    raise UsageError(
+        f"{path} holds a {type(checkpoint.config).__name__}, which cannot be examined; give another drafter."
+    )

@@ -1,8 +1,8 @@
-"""`blockdraft doctor`: finds why the target refuses a drafter's guesses.
+"""`blockdraft doctor`: find out why the target rejects a drafter's tokens.
 
-First, prompts are decoded, and the drafter is asked again for each cycle on the finished text, as training asks it.
-Decoding is at fault unless both accept as many guesses. Then the drafter is asked under other assumptions about its
-checkpoint. If it guesses clearly better under one of them, the checkpoint was trained that way.
+Prompts are decoded first. Then the drafter drafts again for each step on the finished text, as in training. If decoding
+accepts fewer tokens than the drafter gets right there, decoding is at fault. Finally the drafter drafts under other
+assumptions about its checkpoint. If it does clearly better under one of them, the checkpoint was trained that way.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from blockdraft.tools.doctor.checks import Check, checker_of
 from blockdraft.tools.doctor.settings import DoctorSettings
 from blockdraft.types import Drafting, SamplingParams
 
-ROWS = 4  # answers decoded together
-# A check is clearly better if its gain in right guesses exceeds all three:
+BATCH_SIZE = 4
+# A check is clearly better if its gain in right draft tokens exceeds all three:
 SURE = 4.0  # standard errors of the gain
-GAIN = 0.1  # of the right guesses of the first check
-LEAST = 0.05  # right guesses
+GAIN = 0.1  # of the right draft tokens of the first check
+LEAST = 0.05  # right draft tokens
 NOTHING = 0.1  # S_1 below which a drafter does not know this target
-ALIKE = 0.9  # least share of cycles in which decoding and the drafter alone accept as many guesses
+ALIKE = 0.9  # minimum share of steps in which decoding accepts as many tokens as the drafter gets right
 
 # Called with the check in words, the number of checks done, and their total.
 Progress = Callable[[str, int, int], None]
@@ -41,7 +41,7 @@ class Tried:
 
     Attributes:
         fault, told: Those of the check.
-        accepted: Mean over anchors of the right guesses before the first wrong one.
+        accepted: Mean over anchors of the right draft tokens before the first wrong one.
         by_position: S_1, S_2, ... over the same anchors.
     """
 
@@ -53,13 +53,13 @@ class Tried:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What an examination found.
+    """Result of an examination.
 
     Attributes:
-        cycles: Cycles of decoding that were compared.
-        decoded: S_1, S_2, ... over these cycles, as the engine accepted.
-        own: S_1, S_2, ... over the same cycles, as the drafter alone guesses on the finished text.
-        alike: Share of the cycles in which both accept as many guesses.
+        cycles: Number of decoding steps that were compared.
+        decoded: S_1, S_2, ... over these steps in decoding.
+        own: S_1, S_2, ... over the same steps for the drafter alone, on the finished text.
+        alike: Share of the steps in which both numbers of accepted tokens are equal.
         tried: Results of all checks; the first follows the configuration.
         fault: "decoding", "target", or the fault of the check that is clearly better, such as "taps"; None if nothing
             is wrong.
@@ -79,13 +79,13 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt with its answer.
+    """A prompt with its response.
 
     Attributes:
-        tokens: `[S]` int64, prompt and answer.
-        first: Index where the answer begins.
-        cycles: For each cycle the index of its anchor, the number of guesses, and that of accepted ones. The last
-            cycle, which the end of the answer may have cut, is left out.
+        tokens: `[S]` int64, prompt and response.
+        first: Index where the response begins.
+        cycles: For each step the index of its anchor, and the numbers of draft tokens and accepted ones. The last step
+            is left out, since the end of the response may have cut it.
     """
 
     tokens: Tensor
@@ -93,7 +93,7 @@ class Answered:
     cycles: tuple[tuple[int, int, int], ...]
 
     def anchors(self, count: int) -> list[int]:
-        """Up to `count` indices of the answer, evenly spread."""
+        """Return up to `count` evenly spaced indices of the response."""
         indices = range(self.first, len(self.tokens) - 1)
         return [indices[i * len(indices) // count] for i in range(count)] if len(indices) > count else list(indices)
 
@@ -111,16 +111,17 @@ def examine(
         drafter: Folder or GGUF file of a drafter with a network.
 
     Raises:
-        UsageError: The drafter has no checks, does not fit the target or cannot be read, or the answers are too short.
+        UsageError: The drafter has no checks, does not fit the target or cannot be read, or the responses are too
+            short.
     """
     checker, trained_for = checker_of(drafter, target)
     answers = decode(target, drafter, prompts, how.max_new_tokens)
-    count = sum(len(each.cycles) for each in answers)
+    count = sum(len(answer.cycles) for answer in answers)
     if not count:
-        raise UsageError("The answers hold no complete cycle; give other prompts, or raise --max-new-tokens.")
-    longest = max(len(each.tokens) for each in answers)
+        raise UsageError("The responses hold no complete step; give other prompts, or raise --max-new-tokens.")
+    longest = max(len(answer.tokens) for answer in answers)
     checks = list(checker.checks(longest))
-    texts = [(each.tokens, each.anchors(how.anchors)) for each in answers]
+    texts = [(answer.tokens, answer.anchors(how.anchors)) for answer in answers]
     runs = list[Tensor]()
     for number, check in enumerate(checks):
         progress(check.told, number, len(checks))
@@ -137,15 +138,15 @@ def examine(
     )
     pairs = [
         (min(right, drafted), accepted)
-        for each in answers
+        for answer in answers
         for right, (_, drafted, accepted) in zip(
-            checker.lengths(each.tokens, [index for index, _, _ in each.cycles]), each.cycles, strict=True
+            checker.lengths(answer.tokens, [index for index, _, _ in answer.cycles]), answer.cycles, strict=True
         )
     ]
     alike = sum(mine == accepted for mine, accepted in pairs) / count
-    told = other_target_warning(Path(drafter), trained_for, target)
+    warning = other_target_warning(Path(drafter), trained_for, target)
     own, decoded = ([pair[i] for pair in pairs] for i in (0, 1))
-    fault, finding, remedy = conclude(checks, runs, own=own, decoded=decoded, alike=alike, other_target=told)
+    fault, finding, remedy = conclude(checks, runs, own=own, decoded=decoded, alike=alike, other_target=warning)
     return Diagnosis(
         cycles=count,
         decoded=_survival(decoded, checker.block_size),
@@ -166,12 +167,12 @@ def conclude(
     alike: float,
     other_target: str | None,
 ) -> tuple[str | None, str, str]:
-    """Fault, finding and remedy.
+    """Return fault, finding and remedy.
 
     Args:
-        runs: For each check, `[A, K]`, 1 where the first k guesses were all right.
-        own, decoded: Right guesses of each cycle, by the drafter alone and in decoding.
-        alike: Share of the cycles in which both are equal.
+        runs: For each check, `[A, K]`, 1 where the first k draft tokens were all right.
+        own, decoded: Right draft tokens of each step, for the drafter alone and in decoding.
+        alike: Share of the steps in which both are equal.
         other_target: Warning that the drafter was trained for another target, if it was.
     """
     usual = runs[0].sum(1).double()
@@ -185,38 +186,40 @@ def conclude(
         best = max(gain for gain, _ in better)
         gain, check = next(pair for pair in better if pair[0] >= 0.9 * best)  # the first, so the simplest
         now = float(usual.mean())
-        finding = f"The drafter guesses {now:.2f} tokens right on average, and {now + gain:.2f} with {check.told}."
+        finding = f"The drafter gets {now:.2f} tokens right on average, and {now + gain:.2f} with {check.told}."
         return check.fault, finding, check.remedy
     if alike < ALIKE and sum(decoded) < (1 - GAIN) * sum(own):
         finding = (
-            f"Decoding accepted {sum(decoded)} guesses in {len(own)} cycles, and the drafter alone guesses {sum(own)} "
-            "right in the same cycles."
+            f"Decoding accepted {sum(decoded)} draft tokens in {len(own)} steps, and the drafter alone gets {sum(own)} "
+            "right in the same steps."
         )
         return "decoding", finding, "This is a bug of blockdraft; please report it with the pair."
     if float(runs[0][:, 0].double().mean()) < NOTHING:
-        finding = "The drafter guesses almost nothing right under any check: it is for another target, or not trained."
+        finding = "The drafter gets almost nothing right under any check: it is for another target, or not trained."
         remedy = "Use the target that it was trained for, or make a drafter for this target (blockdraft fit)."
         return "target", f"{finding} {other_target}" if other_target else finding, remedy
-    finding = "Decoding accepts what the drafter guesses, and it guesses no better under any other check."
+    finding = "Decoding accepts the drafter's tokens, and no other check does better."
     return None, finding, other_target or ""
 
 
 def decode(target: Target, drafter: str | Path, prompts: Sequence[str], tokens: int) -> list[Answered]:
-    """Answer prompts greedily, with chains as long as the drafter's block."""
+    """Decode prompts greedily, with chains as long as the drafter's block."""
     encoded = [encode(prompt, target) for prompt in prompts]
-    with Engine(target, load_drafter(drafter, target=target), ROWS, Drafting(block_size=None)) as engine:
-        completions = [each.checked() for each in engine.generate(encoded, SamplingParams(max_new_tokens=tokens))]
-    found = []
+    with Engine(target, load_drafter(drafter, target=target), BATCH_SIZE, Drafting(block_size=None)) as engine:
+        completions = [
+            completion.checked() for completion in engine.generate(encoded, SamplingParams(max_new_tokens=tokens))
+        ]
+    answers = []
     for prompt, completion in zip(encoded, completions, strict=True):
         anchor, cycles = len(prompt), []
         for drafted, committed in zip(completion.stats.drafted, completion.stats.committed, strict=True):
             cycles.append((anchor, drafted, committed - 1))
             anchor += committed
         text = torch.tensor([*prompt, *completion.token_ids])
-        found.append(Answered(tokens=text, first=len(prompt), cycles=tuple(cycles[:-1])))
-    return found
+        answers.append(Answered(tokens=text, first=len(prompt), cycles=tuple(cycles[:-1])))
+    return answers
 
 
 def _survival(accepted: Sequence[int], block_size: int) -> tuple[float, ...]:
-    """S_1, S_2, ... of the accepted guesses of each cycle."""
+    """Return S_1, S_2, ... of the numbers of accepted tokens of the steps."""
     return tuple(sum(count >= i for count in accepted) / len(accepted) for i in range(1, block_size))

@@ -35,7 +35,7 @@ METHODS = {
 
 
 def usage(where: Where, temperature: float = 0.0) -> list[str]:
-    """Command lines that answer with the drafter, measure it, and export it for other engines."""
+    """Return command lines that answer with the drafter, measure it, and export it for other engines."""
     out, target = str(where.out), where.options()
     sampled = ["--temperature", f"{temperature:g}"] if temperature else []
     held_out = str(where.folder / HELD_OUT)
@@ -52,8 +52,10 @@ def usage(where: Where, temperature: float = 0.0) -> list[str]:
 
 
 def _exported(drafter: Path, target: str | None) -> str | None:
-    """The speculators format that can describe the drafter, unless it is in one: none has a tap on the last layer,
-    scaled embeddings and GGUF targets."""
+    """Return the speculators format that can describe the drafter; None if it is in one already, or none can.
+
+    These formats cannot describe the last target layer, scaled embeddings and GGUF targets.
+    """
     layout, config = _written(drafter)
     if layout.endswith(SPECULATORS):
         return None
@@ -66,30 +68,30 @@ def _exported(drafter: Path, target: str | None) -> str | None:
 
 
 def _written(drafter: Path) -> tuple[str, Any]:
-    """Layout and configuration of a drafter that training has written."""
+    """Return layout and configuration of a trained drafter."""
     raw = read_config(drafter)
-    layout = next(name for name, one in layouts().items() if one.recognises(raw))
+    layout = next(name for name, candidate in layouts().items() if candidate.recognises(raw))
     return layout, find_layout(layout).config(raw, {}, None, raw.get("num_target_layers"))[0]
 
 
 def _format(layout: str) -> str:
-    """A layout in words."""
     if layout.endswith(SPECULATORS):
         return "the speculators format"
     return "z-lab's layout" if layout == ZLAB else "its own layout"
 
 
 def engines(where: Where) -> dict[str, str]:
-    """Command lines that start those other engines that read the drafter's folder as it is."""
-    theirs = where.target is not None and not is_gguf(where.target)
+    """Return command lines that start the other engines which read the drafter's folder as it is."""
+    has_name = where.target is not None and not is_gguf(where.target)
     layout, config = _written(where.out)
     if (
         layout.endswith(SPECULATORS)
         and read_config(where.out)["speculators_config"]["verifier"]["name_or_path"] is None
     ):
         return {}  # made for a GGUF file, and other engines take the target's name from the drafter
-    lines = starts(config, layout, str(where.out), named_for_others(str(where.target)) if theirs else "TARGET")
-    return {name: each.typed for name, each in lines.items() if each.line is not None and name != OURS}
+    target = named_for_others(str(where.target)) if has_name else "TARGET"
+    lines = starts(config, layout, str(where.out), target)
+    return {name: start.typed for name, start in lines.items() if start.line is not None and name != OURS}
 
 
 def write_card(
@@ -114,7 +116,6 @@ def write_card(
     layers = counted(recipe.get("layers", 1), "layer")
     local = where.target is None or Path(where.target).exists()
     machine = bench["hardware"]["gpu"] or bench["hardware"]["cpu"]
-    elsewhere = engines(where)
     text = [
         "---",
         *([] if local else [f"base_model: {named_for_others(str(where.target))}"]),
@@ -123,9 +124,9 @@ def write_card(
         "---",
         f"# A drafter for {name}",
         "",
-        f"It guesses the next tokens of {name}, which then gives the same answers in fewer steps. Made by `blockdraft "
+        f"It drafts the next tokens of {name}, which then gives the same answers in fewer steps. Made by `blockdraft "
         f"fit`: {plan.variant} in {_format(_written(where.out)[0])}, {layers}, blocks of "
-        f"{recipe['block_size']}, taps {', '.join(map(str, recipe['target_layers']))}.",
+        f"{recipe['block_size']}, target layers {', '.join(map(str, recipe['target_layers']))}.",
         "",
         f"## Measured on {counted(plan.bench_prompts, 'prompt')} that it was not trained on",
         "",
@@ -135,19 +136,19 @@ def write_card(
         "",
         f"{'Sampled' if plan.temperature else 'Greedy'}, answers of up to {plan.bench_tokens} tokens, one at a time; "
         f"{bench['arguments']['running']}, "
-        f"{machine}. tau is the number of tokens that a cycle yields.{_left_out(methods['none'])}",
+        f"{machine}. tau is the number of tokens per target forward pass.{_left_out(methods['none'])}",
         *(["", f"![tau while it was trained, and speeds]({PICTURE})"] if _draw(where.out, taus, methods) else []),
         "",
         "## Use",
         "",
         "```",
         *usage(where, plan.temperature),
-        *(f"{line}  # {engine}" for engine, line in elsewhere.items()),
+        *(f"{line}  # {engine}" for engine, line in engines(where).items()),
         "```",
         "",
         "## Training",
         "",
-        f"From {data['counts']['documents']:,} answers of the target ({data['counts']['supervised']:,} tokens) to "
+        f"From {data['counts']['documents']:,} responses of the target ({data['counts']['supervised']:,} tokens) to "
         f"prompts {'from ' + ', '.join(sources) if sources else 'that it wrote itself'}.",
         "",
         *(f"- {line}" for line in survey),
@@ -168,11 +169,11 @@ def _left_out(figures: Mapping[str, Any]) -> str:
     loops = figures["prompts"] - figures["timed_prompts"]
     if not loops:
         return ""
-    return f" {loops} of the {figures['prompts']} answers loop and count in the last column only."
+    return f" {loops} of the {figures['prompts']} answers are repetitive and count in the last column only."
 
 
 def _row(name: str, figures: Mapping[str, Any]) -> str:
-    """A line of the table, without figures if every answer loops."""
+    """Return a line of the table, without figures if every answer is repetitive."""
     numbers = [(figures["tokens_per_second"], "{:.0f}"), (figures["speedup"], "{:.2f}"), (figures["tau"], "{:.2f}")]
     cells = ["-" if value is None else form.format(value) for value, form in numbers]
     return f"| {name} | {' | '.join(cells)} | {100 * figures['identical']:.0f} % |"
@@ -187,7 +188,7 @@ def _draw(folder: Path, taus: Sequence[tuple[int, float]], methods: Mapping[str,
     left.plot([step for step, _ in taus], [tau for _, tau in taus], marker="o")
     left.set(title="tau on held-out prompts", xlabel="Training step")
     left.grid(alpha=0.3)
-    right.barh([METHODS[name] for name in methods], [one["tokens_per_second"] or 0 for one in methods.values()])
+    right.barh([METHODS[name] for name in methods], [figures["tokens_per_second"] or 0 for figures in methods.values()])
     right.invert_yaxis()
     right.set(title="Speed", xlabel="tokens/s")
     partial = folder / f".{PICTURE}.{os.getpid()}.tmp"

@@ -1,4 +1,4 @@
-"""Prompts that the target answers: drawn from data, or written by the target itself.
+"""Prompts that the target answers: chosen from data, or written by the target itself.
 
 A model with a chat template writes a user's message when it is given the template up to that message (Magpie, arXiv
 2406.08464). A model without one begins a text. Either way prompts are of the kind that the model was trained on.
@@ -24,19 +24,21 @@ from blockdraft.tools.fit.settings import PromptSettings
 from blockdraft.types import SamplingParams
 
 PROMPTS, HELD_OUT = "prompts.jsonl", "held-out.jsonl"
-BEGINNING = 256  # minimum number of characters between two prompts that are cut from a plain text
-OWN_TOKENS = 96  # maximum length of a prompt that a chat model writes, in tokens
+BEGINNING = 256  # minimum number of characters between two prompts of one plain text
+OWN_TOKENS = 96  # maximum length of a prompt that a chat model writes
 MARK = "blockdraft-mark"
 ROOM = 128  # tokens of the context that a held-out prompt leaves for its answer
-TRIES = 3  # maximum number of drafts for each wanted prompt; models repeat themselves
+TRIES = 3  # maximum number of attempts per wanted prompt; models repeat themselves
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Attributes:
-    records: Prompts in random order, as records that `blockdraft data` reads.
-    held_out: Texts to measure on. None of them is in `records`.
-    available: Number of different prompts in the sources, held-out ones included; None if the target wrote them.
+    """Prompts for a target.
+
+    Attributes:
+        records: Prompts in random order, as records that `blockdraft data` reads.
+        held_out: Texts to measure on. None of them is in `records`.
+        available: Number of different prompts in the sources, held-out ones included; None if the target wrote them.
     """
 
     records: tuple[dict[str, Any], ...]
@@ -47,25 +49,25 @@ class Prompts:
 def read_prompts(
     sources: Sequence[str], records: RecordSettings, target: Target | TargetText, settings: PromptSettings
 ) -> Prompts:
-    """Prompts in data, each once.
+    """Read the prompts of data, without repeats.
 
     Raises:
         UsageError: A source cannot be read, holds a record of no accepted form, or too few prompts to hold any out.
     """
-    found: dict[str, dict[str, Any]] = {}
+    prompts: dict[str, dict[str, Any]] = {}
     for place, record in read_records(sources, records):
         try:
             for prompt in _of_record(record, target, settings.prompt_tokens):
                 if _first(prompt).strip():
-                    found.setdefault(json.dumps(prompt), prompt)
+                    prompts.setdefault(json.dumps(prompt), prompt)
         except ValueError as error:
             raise UsageError(f"{place}: {error}") from error
-    if len(found) <= settings.held_out:
+    if len(prompts) <= settings.held_out:
         raise UsageError(
-            f"{' and '.join(sources)} hold {len(found)} different prompts, and {settings.held_out} are held out to "
+            f"{' and '.join(sources)} hold {len(prompts)} different prompts, and {settings.held_out} are held out to "
             "measure on; give more data."
         )
-    return _drawn(list(found.values()), target, settings, len(found))
+    return _choose(list(prompts.values()), target, settings, len(prompts))
 
 
 def write_prompts(
@@ -73,33 +75,33 @@ def write_prompts(
     settings: PromptSettings,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Prompts:
-    """Have the target write prompts.
+    """Let the target write prompts.
 
     Raises:
-        UsageError: It has no tokenizer, or wrote fewer than half of what was wanted in three times as many tries.
+        UsageError: It has no tokenizer, or wrote fewer than half of the wanted prompts in three times as many attempts.
     """
     wanted = settings.count + settings.held_out
     prefix, params = _beginning(engine.target)
-    found: dict[str, dict[str, Any]] = {}
+    prompts: dict[str, dict[str, Any]] = {}
     for begin in range(0, TRIES * wanted, engine.max_batch_size):
-        drafts = [
+        attempts = [
             SamplingParams(**params, temperature=1.0, seed=settings.seed * 1_000_003 + begin + i)
             for i in range(engine.max_batch_size)
         ]
-        starts = [_start(prefix, engine.target, one.seed or 0) for one in drafts]
-        for start, completion in zip(starts, engine.generate(starts, drafts), strict=True):
+        starts = [_start(prefix, engine.target, attempt.seed or 0) for attempt in attempts]
+        for start, completion in zip(starts, engine.generate(starts, attempts), strict=True):
             ended = completion.checked().finish_reason == "stop"
             text = _text(engine.target, start[len(prefix) :] + completion.token_ids)
             if text.strip() and not loops(completion.token_ids) and (ended or "stop_token_ids" not in params):
-                found.setdefault(text, {"prompt": text})
-        progress("prompts", min(len(found), wanted), wanted)
-        if len(found) >= wanted:
+                prompts.setdefault(text, {"prompt": text})
+        progress("prompts", min(len(prompts), wanted), wanted)
+        if len(prompts) >= wanted:
             break
-    if 2 * len(found) < wanted:
+    if 2 * len(prompts) < wanted:
         raise UsageError(
-            f"The target wrote {len(found)} usable prompts where {wanted} were wanted; name data with prompts (--data)."
+            f"The target wrote only {len(prompts)} usable prompts of {wanted}; name data with prompts (--data)."
         )
-    return _drawn(list(found.values())[:wanted], engine.target, settings, None)
+    return _choose(list(prompts.values())[:wanted], engine.target, settings, None)
 
 
 def store(folder: Path, prompts: Prompts) -> None:
@@ -109,14 +111,14 @@ def store(folder: Path, prompts: Prompts) -> None:
         write_file(folder / name, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode())
 
 
-def _drawn(
-    found: list[dict[str, Any]], target: Target | TargetText, settings: PromptSettings, available: int | None
+def _choose(
+    prompts: list[dict[str, Any]], target: Target | TargetText, settings: PromptSettings, available: int | None
 ) -> Prompts:
-    """Prompts in random order. Held-out ones leave room in the context for an answer."""
-    random.Random(settings.seed).shuffle(found)
+    """Shuffle the prompts, and hold some out that leave room in the context for a response."""
+    random.Random(settings.seed).shuffle(prompts)
     most = target.max_context - min(ROOM, target.max_context // 2)
     held_out: dict[int, str] = {}
-    for i, record in enumerate(found):
+    for i, record in enumerate(prompts):
         if len(held_out) == settings.held_out:
             break
         text = _first(record)
@@ -126,14 +128,14 @@ def _drawn(
         raise UsageError(
             f"All prompts have more than {most} tokens, which leaves no room for answers; give shorter ones."
         )
-    records = [record for i, record in enumerate(found) if i not in held_out][: settings.count]
+    records = [record for i, record in enumerate(prompts) if i not in held_out][: settings.count]
     return Prompts(tuple(records), tuple(held_out.values()), available)
 
 
 def _first(record: dict[str, Any]) -> str:
-    """The first message of the user."""
+    """Return the first message of the user."""
     messages: list[Message] = record.get("messages", [])
-    return str(next((one["content"] for one in messages if one["role"] == "user"), record.get("prompt")))
+    return str(next((message["content"] for message in messages if message["role"] == "user"), record.get("prompt")))
 
 
 def _of_record(record: Record, target: Target | TargetText, tokens: int) -> Iterator[dict[str, Any]]:
@@ -144,18 +146,19 @@ def _of_record(record: Record, target: Target | TargetText, tokens: int) -> Iter
     asked = [message for message in record if message["role"] != "assistant"]
     if chats and len(asked) == 1:
         yield {"prompt": asked[0]["content"]}
-    elif chats:  # the target answers anew
-        yield {"messages": [one if one["role"] != "assistant" else {**one, "content": ""} for one in record]}
+    elif chats:  # the target writes its own responses
+        cleared = ({**message, "content": ""} if message["role"] == "assistant" else message for message in record)
+        yield {"messages": list(cleared)}
     if chats:
         return
     if len(asked) > 1:
         raise UsageError("this is a chat of several messages, and the target has no chat template; give texts.")
     text = asked[0]["content"]
-    yield from ({"prompt": one} for one in [*beginnings(text, target, tokens)][:1] or [text])
+    yield {"prompt": next(beginnings(text, target, tokens), text)}
 
 
 def beginnings(text: str, target: Target | TargetText, tokens: int) -> Iterator[str]:
-    """Beginnings of `tokens` tokens: that of the text, and those of paragraphs further on."""
+    """Yield beginnings of `tokens` tokens: that of the text, and those of paragraphs further on."""
     assert target.tokenizer is not None
     place = -BEGINNING
     begin = 0
@@ -164,13 +167,13 @@ def beginnings(text: str, target: Target | TargetText, tokens: int) -> Iterator[
             place = begin
             passage = text[begin : begin + 16 * tokens].strip()
             offsets = target.tokenizer(passage, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-            if len(offsets) > tokens:  # shorter ones lie at the end of the text
+            if len(offsets) > tokens:  # shorter ones are at the end of the text
                 yield passage[: offsets[tokens - 1][1]]
         begin += len(paragraph) + 2
 
 
 def _beginning(target: Target) -> tuple[list[int], dict[str, Any]]:
-    """Tokens after which the target writes a prompt, and sampling parameters that end it."""
+    """Return tokens after which the target writes a prompt, and sampling parameters that end it."""
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}; `fit` needs one.")
@@ -185,7 +188,7 @@ def _beginning(target: Target) -> tuple[list[int], dict[str, Any]]:
 
 
 def _start(prefix: list[int], target: Target, seed: int) -> list[int]:
-    """Tokens to begin with. If there are none, a random token that is not a special one."""
+    """Return the prefix, or a random token that is not special if it is empty."""
     if prefix:
         return prefix
     assert target.tokenizer is not None

@@ -26,7 +26,7 @@ from blockdraft.targets import Target, check_target, load_target, without_tokeni
 from blockdraft.timing import telling
 from blockdraft.tools.fit import survey
 from blockdraft.tools.fit.card import engines, usage, write_card
-from blockdraft.tools.fit.plan import EVAL_TOKENS, SAFETY, Plan, answer_length, candidates, make_plan, reference, show
+from blockdraft.tools.fit.plan import Default, Plan, Planner, answer_length, candidates, reference, show
 from blockdraft.tools.fit.prompts import read_prompts, write_prompts
 from blockdraft.tools.fit.settings import FitSettings, PromptSettings
 from blockdraft.tools.fit.steps import Where, done_steps, make_steps, run_steps
@@ -37,7 +37,7 @@ from blockdraft.types import DEFAULT_BACKEND
 FORMAT = 1
 PLAN = "plan.json"
 SAMPLE = 64  # number of prompts that the survey takes its answers from
-LEAST_CONTEXT = 2 * EVAL_TOKENS
+LEAST_CONTEXT = 2 * Default.EVAL_TOKENS
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,8 @@ class Fit:
     """A requested fit.
 
     Attributes:
-        where: Target and folders.
-        settings: Settings of the fit.
-        sources: Sources of prompts. Empty if the target is to write its own.
-        records: Reading of the sources.
+        sources: Sources of prompts; empty if the target writes its own.
+        records: How the sources are read.
     """
 
     where: Where
@@ -57,13 +55,13 @@ class Fit:
     records: RecordSettings
 
     def asked(self) -> dict[str, Any]:
-        """Values that must stay the same for a fit to be resumed."""
+        """Return the values that must stay the same for a fit to be resumed."""
         where = {name: value for name, value in asdict(self.where).items() if name != "out"}
         records = {"split": self.records.split, "subset": self.records.subset}
-        return {**where, **self.settings.asked(), "data": list(self.sources), **records}
+        return {**where, **asdict(self.settings), "data": list(self.sources), **records}
 
     def record_options(self) -> list[str]:
-        """Command-line options that stand for `records`."""
+        """Return the command-line options of `records`."""
         subset = [] if self.records.subset is None else ["--subset", self.records.subset]
         return subset if self.records.split == RecordSettings.split else [*subset, "--split", self.records.split]
 
@@ -73,13 +71,13 @@ def run_fit(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
 
     Args:
         dry_run: Whether to stop after planning and to write nothing.
-        note: Called with sentences on the progress.
+        note: Called with sentences about the progress.
 
     Returns:
-        Lines on the outcome and on the use of the drafter; in a dry run, lines on the plan.
+        Lines about the outcome and the use of the drafter; in a dry run, lines about the plan.
 
     Raises:
-        UsageError: Folders, data, target or time do not suffice. All of it is checked before the first step and
+        UsageError: Folders, data, target or time do not suffice. Everything is checked before the first step, and
             reported together.
         BlockdraftError: A step failed.
     """
@@ -100,7 +98,7 @@ def _run(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
         return lines
     if known is None:
         make_folder(folder)
-        made = {"format": FORMAT, "asked": fit.asked(), "plan": plan.as_json(), "survey": lines}
+        made = {"format": FORMAT, "asked": fit.asked(), "plan": asdict(plan), "survey": lines}
         write_file(folder / PLAN, (json.dumps(made, indent=2) + "\n").encode())
     steps = make_steps(plan, fit.where, fit.sources, fit.record_options())
     if all(step.name in done_steps(folder) for step in steps):
@@ -108,32 +106,31 @@ def _run(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
     else:
         for line in lines:
             note(line)
-    run_steps(steps, folder, note, slack=(1 - SAFETY) * 3600 * fit.settings.hours)
+    run_steps(steps, folder, note, slack=(1 - Default.SAFETY) * 3600 * fit.settings.hours)
     methods = write_card(fit.where, plan, steps, done_steps(folder), fit.sources, lines)
-    elsewhere = engines(fit.where)
     return [
         _outcome(methods),
         f"The drafter is {fit.where.out}; its README.md has the figures.",
         "",
         *usage(fit.where, plan.temperature),
-        *(f"{name}: {line}" for name, line in elsewhere.items()),
+        *(f"{name}: {line}" for name, line in engines(fit.where).items()),
     ]
 
 
-PAYS = 1.02  # times the speed of plain decoding, from which on a drafter is worth having
+WORTHWHILE = 1.02  # speed-up from which on a drafter is worth having
 NOT_YET = (
-    "It does not pay here yet. More training teaches it more: give the command with more --hours and another --out. "
-    "Until then --drafter prompt_lookup, which needs no training, pays where answers repeat what the prompt says."
+    "It does not pay off here yet. More training makes it better: run the command with more --hours and another --out. "
+    "Until then use --drafter prompt_lookup, which needs no training and pays off where answers repeat the prompt."
 )
 
 
 def _outcome(methods: dict[str, Any]) -> str:
-    whole, auto = methods["chain"], methods["chain:auto"]
-    same = f"same answers: {100 * min(whole['identical'], auto['identical']):.0f} %"
-    if whole["tau"] is None or auto["speedup"] is None:
-        return f"All answers to held-out prompts loop, so tau and speed mean nothing; {same}"
-    said = f'tau {whole["tau"]:.2f}; with "auto" {auto["speedup"]:.2f} times the speed of plain decoding; {same}'
-    return said if auto["speedup"] > PAYS else f"{said}\n{NOT_YET}"
+    chain, auto = methods["chain"], methods["chain:auto"]
+    same = f"same answers: {100 * min(chain['identical'], auto['identical']):.0f} %"
+    if chain["tau"] is None or auto["speedup"] is None:
+        return f"All answers to held-out prompts are repetitive, so tau and speed mean nothing; {same}"
+    figures = f'tau {chain["tau"]:.2f}; with "auto" {auto["speedup"]:.2f} times the speed of plain decoding; {same}'
+    return figures if auto["speedup"] > WORTHWHILE else f"{figures}\n{NOT_YET}"
 
 
 def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
@@ -182,21 +179,24 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # for the processes of the steps
-    plan = make_plan(settings, facts, machine, measured, available, start, survey.age())
+    plan = Planner(settings, facts, machine, measured, available, start, survey.age()).plan()
     return plan, show(plan, facts, machine, fit.sources, settings.hours)
 
 
 def _sample(fit: Fit, target: Target) -> tuple[list[Any], int | None]:
-    """Some prompts, as the engine takes them, and the number of all prompts in the sources."""
+    """Return some prompts, as the engine takes them, and the number of all prompts in the sources."""
     if fit.sources:
         pool = PromptSettings.pool
         settings = PromptSettings(count=pool, held_out=1, seed=fit.settings.seed)
-        found = read_prompts(fit.sources, replace(fit.records, limit=pool), target, settings)
+        prompts = read_prompts(fit.sources, replace(fit.records, limit=pool), target, settings)
     else:
         with Engine(target, load_drafter("none", target=target), DataSettings.batch_size) as engine:
-            found = write_prompts(engine, PromptSettings(count=SAMPLE, held_out=0, seed=fit.settings.seed))
-    sample = found.records[:SAMPLE]
-    return [one["prompt"] if "prompt" in one else prompts_of(one["messages"])[0] for one in sample], found.available
+            prompts = write_prompts(engine, PromptSettings(count=SAMPLE, held_out=0, seed=fit.settings.seed))
+    sample = [
+        record["prompt"] if "prompt" in record else prompts_of(record["messages"])[0]
+        for record in prompts.records[:SAMPLE]
+    ]
+    return sample, prompts.available
 
 
 def _check_target(target: Target, variants: list[str], complaints: Complaints) -> None:
@@ -212,17 +212,17 @@ def _check_target(target: Target, variants: list[str], complaints: Complaints) -
 
 
 def _that_fit(names: list[str], target: Target) -> list[str]:
-    """Those kinds of drafters that can be made for a target; all of them if none can, which `_check_target` reports."""
-    found = []
+    """Return the kinds of drafters that fit a target, or all if none does, which `_check_target` reports."""
+    fitting = []
     for name in names:
         with contextlib.suppress(UsageError):
             _config(name, target)
-            found.append(name)
-    return found or names
+            fitting.append(name)
+    return fitting or names
 
 
 def _config(name: str, target: Target) -> Any:
-    """Configuration of a drafter of this kind. Raises UsageError if there is none for the target."""
+    """Return the configuration of a drafter of this kind, or raise a UsageError if it does not fit the target."""
     variant = find_variant(name)
     return variant(variant.recipe_class(**reference(name, survey.target_facts(target)))).config(target)
 
@@ -236,8 +236,8 @@ def _check_folders(where: Where) -> None:
 def _check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     changed = [name for name in ours if theirs.get(name) != ours[name]]
     if changed:
-        told = "; ".join(f"{name} was {theirs.get(name)!r} and is {ours[name]!r}" for name in changed)
+        changes = "; ".join(f"{name} was {theirs.get(name)!r} and is {ours[name]!r}" for name in changed)
         raise UsageError(
-            f"{folder} holds a fit with other options: {told}. Give its options to resume it, choose another --out, or "
-            "delete the folder."
+            f"{folder} holds a fit with other options: {changes}. Give its options to resume it, choose another --out, "
+            "or delete the folder."
         )

@@ -2,55 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from blockdraft.errors import UsageError
-from blockdraft.settings import Amount, Count, Natural, settings
+from blockdraft.settings import Amount, Count, Flag, Natural, SettingsError, settings
 
 
 @settings
 class PromptSettings:
-    """Choice of the prompts that the target answers.
+    """Choice of the prompts that the target answers."""
 
-    Attributes:
-        count: Number of prompts.
-        held_out: Number of further prompts, kept apart to measure on.
-        prompt_tokens: Length, in tokens, of a prompt that is cut from a plain text.
-        seed: Seed of the choice of prompts, and of the prompts that the target writes.
-        pool: Number of records that are read from all sources together. Prompts are drawn from these.
-    """
-
-    count: Count = 2000
-    held_out: Natural = 32
-    prompt_tokens: Count = 32
-    seed: Natural = 0
-    pool: Count = 100_000
+    count: Count = Field(2000, description="Number of prompts.")
+    held_out: Natural = Field(32, description="Number of further prompts, kept apart to measure on.")
+    prompt_tokens: Count = Field(32, description="Length, in tokens, of a prompt that is cut from plain text.")
+    seed: Natural = Field(0, description="Seed of the choice of prompts, and of prompts that the target writes.")
+    pool: Count = Field(
+        100_000, description="Number of records to read from all sources together. Prompts are drawn from these."
+    )
 
 
 @settings
 class FitSettings:
-    """Settings of a fit. A field that is None is chosen by the planner, which gives its reason.
+    """Settings of a fit. The planner chooses fields that are None, and gives its reason."""
 
-    Attributes:
-        hours: Wall time of the whole command, in hours, without interruptions.
-        variant: Kind of drafter, such as "dflash2". None compares the kinds by what they accept and cost here.
-        answers: Number of answers that the target writes.
-        steps: Number of training steps.
-        max_new_tokens: Maximum length of an answer, in tokens. None is 512, but at most half of the target's context.
-        temperature: Sampling temperature of the answers. None is greedy, or 0.7 if many greedy answers loop.
-        seed: Seed of everything random.
-    """
-
-    hours: Annotated[float, Field(gt=0)] = 1.0
-    variant: str | None = None
-    answers: Count | None = None
-    steps: Count | None = None
-    max_new_tokens: Count | None = None
-    temperature: Amount | None = None
-    seed: Natural = 0
+    hours: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Wall-clock time of the whole command, in hours, without interruptions."
+    )
+    variant: Annotated[str | None, Flag(metavar="NAME")] = Field(
+        None, description="Kind of drafter, such as dflash2. By default the kinds are compared on this machine."
+    )
+    answers: Count | None = Field(
+        None, description="Number of responses that the target writes; by default as many as the time allows."
+    )
+    steps: Count | None = Field(None, description="Number of training steps; by default as many as the time allows.")
+    max_new_tokens: Count | None = Field(
+        None, description="Maximum length of a response in tokens; by default 512, but at most half of the context."
+    )
+    temperature: Amount | None = Field(
+        None,
+        description="Sampling temperature of the responses. By default 0 (greedy), or 0.7 if many greedy responses "
+        "are repetitive.",
+    )
+    seed: Natural = Field(0, description="Seed of everything random.")
 
     def __post_init__(self) -> None:
         if self.variant is None:
@@ -58,8 +52,4 @@ class FitSettings:
         from blockdraft.training.variant import fit_gains  # imports torch, a slow start
 
         if self.variant not in fit_gains():
-            raise UsageError(f"variant is {self.variant!r}; it must be one of {', '.join(fit_gains())}.")
-
-    def asked(self) -> dict[str, Any]:
-        """The settings as JSON values."""
-        return asdict(self)
+            raise SettingsError.of("variant", f"one of {', '.join(fit_gains())}", self.variant)

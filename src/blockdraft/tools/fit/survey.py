@@ -1,7 +1,7 @@
-"""Survey for a fit: properties of target and machine, and the speeds of answers, features, training and drafting.
+"""Survey for a fit: properties of target and machine, and speeds of responses, hidden states, training and drafting.
 
-Speeds are medians of few short runs of the same code that the fit runs. Each phase of the survey has a share of its
-time: it makes one measurement in any case, and more while its time lasts.
+Speeds are medians of a few short runs of the code that the fit runs. Each phase has a share of the survey's time. It
+measures once in any case, and again while its time lasts.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from blockdraft.data.target_layers import target_hidden_states
 from blockdraft.data.writer import DataWriter
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine, loops
-from blockdraft.engine.adaptive.calibrate import Probe
+from blockdraft.engine.adaptive.costs import Probe
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 from blockdraft.timing import telling
-from blockdraft.tools.fit.plan import Machine, Measured, Speeds, TargetFacts, anchors, reference, stored_target_layers
+from blockdraft.tools.fit.facts import Machine, Measured, Speeds, TargetFacts
+from blockdraft.tools.fit.plan import anchors, reference, stored_target_layers
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.trainer import Trainer, measuring
 from blockdraft.training.variant import find_variant
@@ -43,46 +44,46 @@ from blockdraft.types import Quantize, SamplingParams
 
 SHARE, MOST_SECONDS = 0.1, 300.0  # of the hours, and at most, that the survey takes
 ANSWERS, STEPS, CYCLES = 0.5, 0.35, 0.15  # shares of the survey
-BATCHES = (8, 16, 32, 64)  # numbers of answers at a time that are tried
-TRIED_TOKENS = 16  # of each answer while they are tried
-ANSWER_TOKENS = 384  # maximum length of an answer while measuring
-SAMPLED = 32  # number of answers that tell how long answers are
-ROUNDED: Quantize = "int8"  # how a target is rounded whose answers take less time then
-FASTER = 1.2  # times the speed from which on the rounded target writes the answers
+BATCHES = (8, 16, 32, 64)  # batch sizes to try
+TRIED_TOKENS = 16  # of each response while batch sizes are tried
+ANSWER_TOKENS = 384  # maximum length of a measured response
+SAMPLED = 32  # responses that tell how long responses are
+ROUNDED: Quantize = "int8"  # how the target is quantized that may write the responses
+FASTER = 1.2  # speed-up from which on the quantized target writes the responses
 RUNS = 3  # maximum number of runs of which the median counts
-ROWS = (1, 4)  # sizes of training steps, in rows
+ROWS = (1, 4)  # sizes of training steps, in sequences
 BLOCKS = (2, 4, 8)
-PROBED = 15  # cycles of a run
+PROBED = 15  # decoding steps of a run
 LONG = 0.98  # share of the documents that are no longer than a long one
-CONTEXT = 64  # tokens before the cycles that are timed
+CONTEXT = 64  # tokens before the decoding steps that are timed
 
 
 class Repeats:
-    """Repetitions of a measurement: one in any case, and up to `RUNS` while these seconds last."""
+    """Repetitions of a measurement: one in any case, and up to `RUNS` while the time lasts."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     def __iter__(self) -> Iterator[int]:
         for number in range(RUNS):
-            began = time.monotonic()
+            start = time.monotonic()
             yield number
             now = time.monotonic()
-            if now + (now - began) > self._end:
+            if now + (now - start) > self._end:
                 return
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers to some prompts.
+    """Responses to some prompts.
 
     Attributes:
-        prompts, answers: Token ids. Answers are kept up to where they begin to loop.
-        lengths: Lengths of the answers as the fit would write them; those that were cut here may go on.
-        looping: Share of the answers that loop.
-        batch_size: Number of answers at a time that is fastest.
-        rate: Tokens/s of answers that are kept.
-        quantize: How the target was rounded that wrote them; None is not at all.
+        prompts, answers: Token ids. Responses are cut where they become repetitive.
+        lengths: Lengths of the responses as the fit would write them; those that were cut here may go on.
+        looping: Share of the responses that are repetitive.
+        batch_size: Fastest batch size.
+        rate: Tokens/s of responses, without repetitions.
+        quantize: How the target that wrote them is quantized; None is not at all.
     """
 
     prompts: list[list[int]]
@@ -95,14 +96,13 @@ class Answers:
 
 
 def target_facts(target: Target) -> TargetFacts:
-    sizes = [weight.numel() * weight.element_size() for _, weight in target.named_weights()]
     return TargetFacts(
         layers=target.num_layers,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         context=target.max_context,
         chats=target.tokenizer is not None and target.tokenizer.chat_template is not None,
-        weight_bytes=sum(sizes),
+        weight_bytes=sum(weight.numel() * weight.element_size() for _, weight in target.named_weights()),
         running=target.running,
         best_block_size=target.best_block_size,
         inner_size=int(target.shape.get("intermediate_size") or 0),
@@ -121,16 +121,13 @@ def machine(target: Target, out: Path) -> Machine:
 
 
 def may_be_rounded(target: Target) -> bool:
-    """Whether products of this target may take less time in few bits: it is compiled for a CPU, in 16 bits or more."""
-    return (
-        target.device.type == "cpu"
-        and getattr(target, "compiled", None) is not None
-        and not getattr(target, "bits", None)
-    )
+    """Return whether quantization may make this target faster: it is compiled for a CPU, in 16 bits or more."""
+    is_compiled = target.device.type == "cpu" and getattr(target, "compiled", None) is not None
+    return is_compiled and not getattr(target, "bits", None)
 
 
 def age() -> float:
-    """Seconds since this process began."""
+    """Return the seconds since this process started."""
     return max(time.time() - psutil.Process().create_time(), 0.0)
 
 
@@ -144,40 +141,35 @@ def measure(
     note: Callable[[str], None],
     rounded: Callable[[], Target] | None = None,
 ) -> Measured:
-    """Measure how fast the target answers these prompts, and how fast drafters for it are trained and draft, on this
-    machine.
+    """Measure how fast the target answers these prompts here, and how fast drafters for it train and draft.
 
     Args:
-        prompts: Prompts as the engine takes them. More of them make the lengths of answers surer.
-        hours: Time of the whole fit; measuring takes `SHARE` of it, and `MOST_SECONDS` at most, except where a single
+        prompts: Prompts as the engine takes them. With more of them, the length of responses is better known.
+        hours: Time of the whole fit. The survey takes `SHARE` of it, and `MOST_SECONDS` at most, unless a single
             measurement takes longer.
-        max_new_tokens: Maximum length of an answer of the fit.
+        max_new_tokens: Maximum length of a response of the fit.
         variants: Kinds of drafters to compare.
         folder: Folder for temporary data and drafters, which the caller deletes.
-        rounded: Loads the target rounded by `ROUNDED`, which may write the answers; None does not try that.
+        rounded: Loads the target quantized by `ROUNDED`, which may write the responses; None does not try that.
     """
-    seconds, began = min(SHARE * 3600 * hours, MOST_SECONDS), time.monotonic()
+    seconds, start = min(SHARE * 3600 * hours, MOST_SECONDS), time.monotonic()
     with telling(note, "Answering some prompts"):
-        found = _answers(target, prompts, ANSWERS * seconds, max_new_tokens, rounded)
-    mean = statistics.mean(found.lengths)
-    how = "" if found.quantize is None else f", by the target in {found.quantize}"
-    note(f"answers: {found.rate:.0f} tokens/s, {found.batch_size} at a time, {mean:.0f} tokens each{how}")
-    data = _documents(folder / "data", target, found)
+        answers = _answers(target, prompts, ANSWERS * seconds, max_new_tokens, rounded)
+    mean = statistics.mean(answers.lengths)
+    writer = "" if answers.quantize is None else f", by the target in {answers.quantize}"
+    note(f"responses: {answers.rate:.0f} tokens/s, {answers.batch_size} at a time, {mean:.0f} tokens each{writer}")
+    data = _documents(folder / "data", target, answers)
     shapes = {name: reference(name, target_facts(target)) for name in variants}
-    with telling(note, "Computing the target's features of these answers, once for all drafters"):
-        target_layers = sorted(
-            {
-                target_layer
-                for name, shape in shapes.items()
-                for target_layer in stored_target_layers(name, shape, target.num_layers)
-            }
-        )
-        rate = _hidden_states(target, data, tuple(target_layers), folder / "hidden_states")
-    note(f"features: {rate:.0f} tokens/s")
+    with telling(note, "Computing the target's hidden states of these responses, once for all drafters"):
+        layers = {
+            layer for name, shape in shapes.items() for layer in stored_target_layers(name, shape, target.num_layers)
+        }
+        read_rate = _read_rate(target, data, tuple(sorted(layers)), folder / "hidden_states")
+    note(f"hidden states: {read_rate:.0f} tokens/s")
     length = min(target.max_context, max(data.lengths) + 64)
     steps, drafters = dict[str, dict[int, float]](), dict[str, Drafter]()
     for name, shape in shapes.items():
-        if steps and time.monotonic() - began > (ANSWERS + STEPS) * seconds:
+        if steps and time.monotonic() - start > (ANSWERS + STEPS) * seconds:
             note(f"{name} is left out, since the time for measuring is up; --variant {name} would take it")
             continue
         with telling(note, f"Timing training steps of {name}"):
@@ -188,12 +180,12 @@ def measure(
             del trainer
         times = ", ".join(f"{took:.2f} s of {rows * length} tokens" for rows, took in steps[name].items())
         note(f"{name}: training steps take {times}")
-    with telling(note, "Timing cycles of drafting"):
-        cycles, plain = _cycles(target, drafters, CYCLES * seconds)
+    with telling(note, "Timing decoding steps"):
+        cycles, plain_seconds = _cycles(target, drafters, CYCLES * seconds)
     speeds = {}
     for name, costs in cycles.items():
-        told = ", ".join(f"{cost:.2f} with blocks of {size}" for size, cost in costs.items())
-        note(f"{name}: cycles take, over a plain one, {told}")
+        listed = ", ".join(f"{cost:.2f} with blocks of {size}" for size, cost in costs.items())
+        note(f"{name}: drafted steps take, over a plain one, {listed}")
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
         weights = read_drafter(folder / name / "drafter", vocabulary, target.num_layers).tensors
         speeds[name] = Speeds(
@@ -202,18 +194,18 @@ def measure(
             cycles=costs,
             parameters=sum(weight.numel() for weight in weights.values()),
         )
-    lengths = sorted(len(prompt) + more for prompt, more in zip(found.prompts, found.lengths, strict=True))
+    documents = sorted(len(prompt) + more for prompt, more in zip(answers.prompts, answers.lengths, strict=True))
     return Measured(
-        prompt_tokens=statistics.mean(map(len, found.prompts)),
-        long_document=lengths[int(LONG * len(lengths))],
+        prompt_tokens=statistics.mean(map(len, answers.prompts)),
+        long_document=documents[int(LONG * len(documents))],
         answer_tokens=mean,
-        looping=found.looping,
-        answer_rate=found.rate,
-        plain_seconds=plain,
-        read_rate=rate,
+        looping=answers.looping,
+        answer_rate=answers.rate,
+        plain_seconds=plain_seconds,
+        read_rate=read_rate,
         speeds=speeds,
-        batch_size=found.batch_size,
-        quantize=found.quantize,
+        batch_size=answers.batch_size,
+        quantize=answers.quantize,
     )
 
 
@@ -224,97 +216,96 @@ def _answers(
     max_new_tokens: int,
     rounded: Callable[[], Target] | None = None,
 ) -> Answers:
-    """Find the fastest number of answers at a time, and precision, and write as many answers."""
-    began = time.monotonic()
+    """Find the fastest batch size and precision, and write at least one batch of responses with them."""
+    start = time.monotonic()
     ids = [encode(prompt, target) for prompt in prompts]
-    ids = [each for each in ids if len(each) + TRIED_TOKENS < target.max_context]
-    rates = dict[int, float]()
+    ids = [prompt for prompt in ids if len(prompt) + TRIED_TOKENS < target.max_context]
     with Engine(target, load_drafter("none", target=target), max_batch_size=1) as engine:
         engine.generate(ids[:1], SamplingParams(max_new_tokens=4))  # compiles and allocates
+    rates = dict[int, float]()
     for size in BATCHES:
         _, rates[size] = _answer(target, ids, size, size, TRIED_TOKENS)
-        # More at a time do not pay any longer, or there is no time to try.
-        if rates[size] < 1.05 * max([0.0, *(rates[one] for one in rates if one != size)]):
+        # Stop where larger batches are no longer faster, or where there is no time to try.
+        if rates[size] < 1.05 * max([0.0, *(rate for other, rate in rates.items() if other != size)]):
             break
-        if size >= len(ids) or time.monotonic() - began > seconds / 3:
+        if size >= len(ids) or time.monotonic() - start > seconds / 3:
             break
-    best = max(rates, key=lambda size: rates[size])
-    fastest = rates[best]
+    batch_size = max(rates, key=lambda size: rates[size])
+    fastest = rates[batch_size]
     quantize: Quantize | None = None
-    if rounded is not None and time.monotonic() - began < seconds / 2:
-        with contextlib.suppress(UsageError):  # it cannot be rounded
+    if rounded is not None and time.monotonic() - start < seconds / 2:
+        with contextlib.suppress(UsageError):  # it cannot be quantized
             other = rounded()
-            _, rate = _answer(other, ids, best, best, TRIED_TOKENS)
+            _, rate = _answer(other, ids, batch_size, batch_size, TRIED_TOKENS)
             if rate > FASTER * fastest:
                 target, fastest, quantize = other, rate, ROUNDED
-    left = max(seconds - (time.monotonic() - began), 0.0)
-    count = min(max(SAMPLED, best), len(ids))
-    tokens = int(left * fastest / count)
-    tokens = max(TRIED_TOKENS, min(tokens, ANSWER_TOKENS, max_new_tokens))
-    written, rate = _answer(target, ids, best, count, tokens)
-    kept, looped = zip(*(before_loop(answer) for _, answer, _ in written), strict=True)
-    # A looping answer ends where the loop is found; one that was cut here may go on, nobody knows how far.
+    left = max(seconds - (time.monotonic() - start), 0.0)
+    count = min(max(SAMPLED, batch_size), len(ids))
+    tokens = max(TRIED_TOKENS, min(int(left * fastest / count), ANSWER_TOKENS, max_new_tokens))
+    written, rate = _answer(target, ids, batch_size, count, tokens)
+    useful, looped = zip(*(before_loop(answer) for _, answer, _ in written), strict=True)
+    # A repetitive response ends where the repetition is noticed. One that was cut here may be as long as allowed.
     full = [max_new_tokens if cut else len(answer) for _, answer, cut in written]
-    lengths = [len(k) if loop else n for k, loop, n in zip(kept, looped, full, strict=True)]
-    spent = [_found_to_loop(w[1]) if loop else n for w, loop, n in zip(written, looped, full, strict=True)]
+    lengths = [len(answer) if loop else n for answer, loop, n in zip(useful, looped, full, strict=True)]
+    spent = [_noticed(answer) if loop else n for (_, answer, _), loop, n in zip(written, looped, full, strict=True)]
     return Answers(
         prompts=[prompt for prompt, _, _ in written],
-        answers=[answer or w[1] for answer, w in zip(kept, written, strict=True)],
+        answers=[answer or whole for answer, (_, whole, _) in zip(useful, written, strict=True)],
         lengths=lengths,
         looping=statistics.mean(looped),
-        batch_size=best,
+        batch_size=batch_size,
         rate=rate * max(sum(lengths), 1) / sum(spent),
         quantize=quantize,
     )
 
 
 def _answer(
-    target: Target, ids: Sequence[list[int]], size: int, count: int, tokens: int
+    target: Target, ids: Sequence[list[int]], batch_size: int, count: int, tokens: int
 ) -> tuple[list[tuple[list[int], list[int], bool]], float]:
-    """Write `count` answers, `size` at a time.
+    """Write `count` responses.
 
     Returns:
-        Prompts with the tokens of their answers and whether they were cut at `tokens` tokens; and tokens/s.
+        Prompts, responses, and whether these were cut at `tokens` tokens; and tokens/s.
     """
-    chosen = [ids[i % len(ids)] for i in range(count)]
-    params = [SamplingParams(max_new_tokens=min(tokens, target.max_context - len(one))) for one in chosen]
-    with Engine(target, load_drafter("none", target=target), max_batch_size=size) as engine:
-        began = time.perf_counter()
-        found = [completion.checked() for completion in engine.generate(chosen, params)]
-        rate = sum(len(one.token_ids) for one in found) / (time.perf_counter() - began)
-    ends = [one.finish_reason == "length" for one in found]
-    return [(p, one.token_ids, cut) for p, one, cut in zip(chosen, found, ends, strict=True)], rate
+    prompts = [ids[i % len(ids)] for i in range(count)]
+    params = [SamplingParams(max_new_tokens=min(tokens, target.max_context - len(prompt))) for prompt in prompts]
+    with Engine(target, load_drafter("none", target=target), max_batch_size=batch_size) as engine:
+        start = time.perf_counter()
+        completions = [completion.checked() for completion in engine.generate(prompts, params)]
+        rate = sum(len(completion.token_ids) for completion in completions) / (time.perf_counter() - start)
+    written = [(completion.token_ids, completion.finish_reason == "length") for completion in completions]
+    return [(prompt, answer, cut) for prompt, (answer, cut) in zip(prompts, written, strict=True)], rate
 
 
-def _found_to_loop(answer: list[int]) -> int:
-    """Number of tokens after which `EngineAnswerer` finds that a looping answer loops."""
+def _noticed(answer: list[int]) -> int:
+    """Return the number of tokens after which `EngineAnswerer` notices that a response is repetitive."""
     places = range(CHECKED_TOKENS, len(answer), CHECKED_TOKENS)
     return next((place for place in places if loops(answer[:place])), len(answer))
 
 
-def _documents(folder: Path, target: Target, found: Answers) -> TokenData:
+def _documents(folder: Path, target: Target, answers: Answers) -> TokenData:
     assert target.tokenizer is not None
     writer = DataWriter(folder, {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
     writer.begin()
-    for record, (prompt, answer) in enumerate(zip(found.prompts, found.answers, strict=True)):
+    for record, (prompt, answer) in enumerate(zip(answers.prompts, answers.answers, strict=True)):
         supervised = torch.arange(len(prompt) + len(answer)) >= len(prompt)
         writer.add(record, [Document(torch.tensor(prompt + answer), supervised)])
     writer.finish()
     return read_data(folder)
 
 
-def _hidden_states(target: Target, data: TokenData, target_layers: tuple[int, ...], folder: Path) -> float:
-    """Write the features of the data, and return the tokens/s."""
-    target_hidden_states(target, target_layers, [data[0].tokens[:16]])  # compiles and allocates
-    began = time.perf_counter()
-    plan_hidden_states(folder, target, data, target_layers, HiddenStateSettings()).write()
-    return sum(data.lengths) / (time.perf_counter() - began)
+def _read_rate(target: Target, data: TokenData, layers: tuple[int, ...], folder: Path) -> float:
+    """Store the hidden states of the data, and return the tokens/s."""
+    target_hidden_states(target, layers, [data[0].tokens[:16]])  # compiles and allocates
+    start = time.perf_counter()
+    plan_hidden_states(folder, target, data, layers, HiddenStateSettings()).write()
+    return sum(data.lengths) / (time.perf_counter() - start)
 
 
 def _trainer(
     variant: str, shape: dict[str, Any], length: int, target: Target, data: TokenData, hidden_states: Path, folder: Path
 ) -> Trainer:
-    """A trainer of a drafter of this shape, which saves and measures nothing."""
+    """Return a trainer of a drafter of this shape, which saves and measures nothing."""
     blocks = anchors(length, shape["block_size"])
     fields = {**shape, "length": length, "batch": ROWS[-1], "anchors": blocks, "held_out": 1}
     fields |= {"chunk": ROWS[-1] * blocks, "steps": 1, "hidden_states": str(hidden_states), "trackers": ()}
@@ -325,20 +316,23 @@ def _trainer(
 
 
 def _step_seconds(trainer: Trainer, seconds: float) -> dict[int, float]:
-    """Seconds of a training step by its number of rows."""
-    took: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    """Return the seconds of a training step by its number of sequences."""
+    times: dict[int, list[float]] = {rows: [] for rows in ROWS}
     first = trainer.timed_step(ROWS[0])  # compiles and allocates
-    if first > seconds:  # no time for more; a step takes at most in proportion to its rows
+    if first > seconds:  # no time for more; a step takes at most in proportion to its sequences
         return {rows: first * rows / ROWS[0] for rows in ROWS}
     for _ in Repeats(seconds):
-        for rows, times in took.items():
-            times.append(trainer.timed_step(rows))
-    return {rows: statistics.median(times) for rows, times in took.items()}
+        for rows, measured in times.items():
+            measured.append(trainer.timed_step(rows))
+    return {rows: statistics.median(measured) for rows, measured in times.items()}
 
 
 def _cycles(target: Target, drafters: dict[str, Drafter], seconds: float) -> tuple[dict[str, dict[int, float]], float]:
-    """Seconds of a cycle over those of a plain one, by drafter and block size; and seconds of a plain cycle. All take
-    turns, so that other load of the machine falls on all alike."""
+    """Time decoding steps, interleaved, so that other load of the machine affects all drafters alike.
+
+    Returns:
+        Time of a drafted step over that of a plain one, by drafter and block size; and seconds of a plain step.
+    """
     probes = {name: Probe(target, drafter) for name, drafter in drafters.items()}
     ratios: dict[str, dict[int, list[float]]] = {name: {size: [] for size in BLOCKS} for name in probes}
     plain: list[float] = []
@@ -346,14 +340,14 @@ def _cycles(target: Target, drafters: dict[str, Drafter], seconds: float) -> tup
         now = _cycle_seconds(next(iter(probes.values())), 0)
         plain.append(now)
         for name, sizes in ratios.items():
-            for size, found in sizes.items():
-                found.append(_cycle_seconds(probes[name], size - 1) / now)
+            for size, measured in sizes.items():
+                measured.append(_cycle_seconds(probes[name], size - 1) / now)
     medians = {
-        name: {size: statistics.median(found) for size, found in sizes.items()} for name, sizes in ratios.items()
+        name: {size: statistics.median(measured) for size, measured in sizes.items()} for name, sizes in ratios.items()
     }
     return medians, statistics.median(plain)
 
 
-def _cycle_seconds(probe: Probe, draft_tokens: int) -> float:
+def _cycle_seconds(probe: Probe, num_draft_tokens: int) -> float:
     context = min(CONTEXT, probe.target.max_context // 4)
-    return statistics.median(took for _, took in probe(1, context, draft_tokens, False, PROBED)[2:])
+    return statistics.median(took for _, took in probe(1, context, num_draft_tokens, False, PROBED)[2:])

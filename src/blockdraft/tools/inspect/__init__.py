@@ -1,4 +1,4 @@
-"""Reports on checkpoints: `inspect` describes a drafter, a target or an adapter by its files, without loading it."""
+"""Reports on checkpoints: `inspect` describes a drafter, target or adapter by its files, without loading it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports on what a folder or file holds."""
+"""Reports on any folder or file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from blockdraft.tools.inspect.drafters import gguf_report, layout_report
 from blockdraft.tools.inspect.report import Report
 
 ADAPTER = "adapter_config.json"
-# Checks of `inspect` that only warn. If one fails, fewer guesses are accepted, or long texts are refused.
+# Checks that only warn: if one fails, fewer draft tokens are accepted, or long texts are refused.
 SOFT = {"context", "fingerprint", "mask token"}
 
 
@@ -32,9 +32,9 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
     """Report on a checkpoint.
 
     Args:
-        path: A folder, a GGUF file, the hub name of a target, "bundled" for the drafter that is bundled for the
-            target, of the tiny one the default, or "bundled-dflash" for the DFlash drafter in it.
-        target: Target to check a drafter against: a folder, hub name, GGUF file, or "bundled" for the bundled one.
+        path: A folder, a GGUF file, the hub name of a target, "bundled" for the drafter that is bundled for the target
+            (by default the tiny one), or "bundled-dflash" for the bundled DFlash drafter.
+        target: Target to check a drafter against: a folder, hub name, GGUF file, or "bundled".
         revision: Revision of a hub name.
 
     Raises:
@@ -70,30 +70,30 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
 
 
 def checked_pair(drafter: str | Path, target: str, note: Callable[[str], None]) -> Report:
-    """The report of `inspect` on a drafter, if it fits the target.
+    """Return the report of `inspect` on a drafter that fits the target.
 
     Args:
         drafter: Folder, GGUF file, or "bundled" as for `for_others`.
         target: Folder or hub name.
-        note: Called with each warning, a line of text.
+        note: Called with each warning.
 
     Raises:
-        UsageError: The place holds no drafter, cannot be read, or the drafter does not fit.
+        UsageError: There is no drafter, it cannot be read, or it does not fit.
     """
     report = inspect(for_others(drafter, target, note), target)
     if report.what != "drafter":
         raise UsageError(f"{drafter} is not a drafter; give the folder of one.")
     wrong = [check for check in report.fits if check.holds is False]
-    hard = [f"{check.name} ({check.said})" for check in wrong if check.name not in SOFT]
+    hard = [f"{check.name} ({check.detail})" for check in wrong if check.name not in SOFT]
     if hard:
         raise UsageError(f"{drafter} does not fit {target}: {'; '.join(hard)}. Use a drafter made for this target.")
     for check in wrong:
-        note(f"{drafter} may not fit {target}: {check.name} ({check.said}).")
+        note(f"{drafter} may not fit {target}: {check.name} ({check.detail}).")
     return report
 
 
 def _check_target(place: Path) -> None:
-    """Raise a UsageError if the place of a target holds something else."""
+    """Raise a UsageError if a target's path holds something else."""
     raw = read_config(place) if (place / "config.json").is_file() else None
     kinds = {
         "a drafter": layout_of(raw) is not None
@@ -101,9 +101,9 @@ def _check_target(place: Path) -> None:
         "an adapter": raw is None and (place / ADAPTER).is_file(),
         "a block-diffusion model": _denoises(raw),
     }
-    for kind, found in kinds.items():
-        if found:
-            raise UsageError(f"target is {place}, which is {kind}; give the model whose answers are to be written.")
+    for kind, is_kind in kinds.items():
+        if is_kind:
+            raise UsageError(f"target is {place}, which is {kind}; give a causal language model.")
 
 
 def _denoises(raw: Any) -> bool:
@@ -111,7 +111,7 @@ def _denoises(raw: Any) -> bool:
 
 
 def _instead(place: Path) -> str:
-    """Hint at a checkpoint inside the folder that could have been meant; empty if there is none."""
+    """Return a hint at a checkpoint inside the folder; empty if there is none."""
     files = sorted(place.glob("*.gguf"))
     if files:
         return f"; give one of its files, such as {files[0]}"
@@ -119,12 +119,12 @@ def _instead(place: Path) -> str:
     return f"; did you mean {inside[0].parent}?" if inside else ""
 
 
-def _target(path: str | Path, found: Description, given: Description | None) -> Report:
+def _target(path: str | Path, described: Description, given: Description | None) -> Report:
     if given is not None:
         raise UsageError(f"{path} is a target itself; leave --target out, or give a drafter to compare with it.")
-    config, name = found.config, str(path)
+    config, name = described.config, str(path)
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    few, architectures = found.few_bits or {}, getattr(config, "architectures", None)
+    few, architectures = described.few_bits or {}, getattr(config, "architectures", None)
     listed = architectures if isinstance(architectures, list) else []
     about: dict[str, Any] = {
         "architecture": listed[0] if listed and isinstance(listed[0], str) else config.model_type,
@@ -133,21 +133,21 @@ def _target(path: str | Path, found: Description, given: Description | None) -> 
         "heads": config.num_attention_heads,
         "key_value_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
         "vocabulary": config.vocab_size,
-        "context": found.text.max_context,
+        "context": described.text.max_context,
         "rope": dict(rope),
         "tied_head": bool(getattr(config, "tie_word_embeddings", False)),
-        "quantised": {key: few[key] for key in ("quant_method", "bits", "group_size", "format") if key in few} or None,
-        "weights": dict(found.kinds),
-        "bytes": found.bytes,
-        "chat_template": bool(found.text.tokenizer is not None and found.text.tokenizer.chat_template),
-        "tokenizer": None if found.text.tokenizer is None else len(found.text.tokenizer),
-        "runs": "native" if found.reason is None else f"hf: {found.reason}",
-        "fingerprint": found.fingerprint(),
+        "quantized": {key: few[key] for key in ("quant_method", "bits", "group_size", "format") if key in few} or None,
+        "weights": dict(described.kinds),
+        "bytes": described.bytes,
+        "chat_template": bool(described.text.tokenizer is not None and described.text.tokenizer.chat_template),
+        "tokenizer": None if described.text.tokenizer is None else len(described.text.tokenizer),
+        "runs": "native" if described.reason is None else f"hf: {described.reason}",
+        "fingerprint": described.fingerprint(),
     }
-    if found.text.tokenizer_reason is not None:
-        about["tokenizer_reason"] = found.text.tokenizer_reason
-    if found.wanted is not None:
-        wanted = found.wanted
+    if described.text.tokenizer_reason is not None:
+        about["tokenizer_reason"] = described.text.tokenizer_reason
+    if described.wanted is not None:
+        wanted = described.wanted
         values = 2 * wanted.attention_layers * wanted.num_kv_heads * wanted.head_dim
         about |= {
             "parameters": sum(math.prod(shape) for shape in wanted.tensor_shapes().values()),
@@ -168,7 +168,7 @@ def _target(path: str | Path, found: Description, given: Description | None) -> 
 def _denoiser(place: Path, raw: Mapping[str, Any], given: Description | None) -> Report:
     if given is not None:
         raise UsageError(
-            f"{place} is a block-diffusion model, which goes with any target of the same tokens; leave --target out."
+            f"{place} is a block-diffusion model, which fits any target with the same tokens; leave --target out."
         )
     files = sorted(place.glob("*.safetensors"))
     with blaming(place):
@@ -188,9 +188,9 @@ def _adapter(place: Path, given: Description | None) -> Report:
     try:
         raw = json.loads((place / ADAPTER).read_text(encoding="utf-8"))
         kind, modules = raw["peft_type"], raw.get("target_modules") or []
-        modules = [modules] if isinstance(modules, str) else sorted(map(str, modules))  # a text is a pattern
+        modules = [modules] if isinstance(modules, str) else sorted(map(str, modules))  # a string is a pattern
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"{place / ADAPTER} is no adapter's ({error!r}); copy or fetch it again.") from error
+        raise UsageError(f"{place / ADAPTER} does not describe an adapter ({error!r}); copy it again.") from error
     files = sorted(place.glob("*.safetensors"))
     with blaming(place):
         tensors = open_tensors([str(file) for file in files])

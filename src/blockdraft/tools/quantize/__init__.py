@@ -1,1 +1,1 @@
-"""Rounding of checkpoints to few bits, in the layout of compressed-tensors, which other engines read too."""
+"""Quantization of checkpoints in the layout of compressed-tensors, which other engines read too."""

@@ -1,4 +1,4 @@
-"""Rounding of a checkpoint in 16 or 32 bits to few bits, a layer at a time."""
+"""Quantization of a checkpoint in 16 or 32 bits, one layer at a time."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from blockdraft.tools.quantize.text import Text
 Weight: TypeAlias = Tensor | QuantizedWeight
 Progress: TypeAlias = Callable[[str, int, int], None]
 TABLE_BITS = 8
-TOKENS = 4096  # that pass a layer at once
-LOGITS = 1 << 24  # that a head computes at once
+TOKENS = 4096  # per forward pass of a layer
+LOGITS = 1 << 24  # per matrix product of a head
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Perplexity:
     """Perplexity of the held-out text.
 
     Attributes:
-        source: Perplexity with the model as it was.
-        nearest: Perplexity with each number rounded to the nearest.
-        calibrated: Perplexity with errors that compensate each other.
+        source: Of the original model.
+        nearest: With each weight rounded to the nearest.
+        calibrated: With rounding errors that compensate each other.
     """
 
     source: float
@@ -48,12 +48,12 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A rounded checkpoint.
+    """A quantized checkpoint.
 
     Attributes:
         group: Inputs that share a scale.
         bytes: Bytes of the weights.
-        bytes_before: Bytes of the weights before.
+        bytes_before: Bytes of the original weights.
         perplexity: Perplexity of the held-out text; None without a text.
     """
 
@@ -64,7 +64,7 @@ class Quantized:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the written weights are those with compensated errors, since they have the lower perplexity."""
+        """Whether the weights with compensated errors were written, since they have the lower perplexity."""
         return self.perplexity is not None and self.perplexity.calibrated < self.perplexity.nearest
 
 
@@ -77,38 +77,38 @@ def quantize(
     adapter: str | Path | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> Quantized:
-    """Round a checkpoint to few bits, and write it in a layout that `load_target` and other engines read.
+    """Quantize a checkpoint, and write it in a layout that `load_target` and other engines read.
 
-    Weights are read and written a layer at a time. With a text, errors of one weight are compensated by others if that
-    lowers the text's perplexity; else each number is rounded to the nearest.
+    Weights are read and written one layer at a time. With a text, rounding errors of one weight are compensated by
+    others if that lowers the text's perplexity; otherwise each weight is rounded to the nearest.
 
     Args:
-        path: A model folder or hub name, of a family that the native decoder knows.
-        out: A new or empty folder, which appears whole or not at all.
+        path: A model folder or hub name, of a family that the native decoder supports.
+        out: A new or empty folder, which appears completely or not at all.
         revision, adapter: As for `load_target`.
 
     Raises:
-        UsageError: The model cannot be read or rounded like this, `out` holds something, or the disk is full.
+        UsageError: The model cannot be read or quantized like this, `out` is not empty, or the disk is full.
     """
     with open_checkpoint(path, revision, adapter) as source, torch.no_grad():
-        group, found = _group(source.wanted, settings), None
+        group, perplexity = _group(source.wanted, settings), None
         raw = {**source.raw, "quantization_config": quantization_config(source, settings, group)}
         with new_folder(Path(out), _bytes(source, settings, group)) as folder:
             writer = ModelWriter(folder)
             if text is not None:
                 calibrated = _CalibratedRounding(source, settings, group, text)
                 writer.take(calibrated.weights(progress))
-                found = calibrated.perplexity
-            if found is None or found.calibrated >= found.nearest:
+                perplexity = calibrated.perplexity
+            if perplexity is None or perplexity.calibrated >= perplexity.nearest:
                 writer.clear()
                 writer.take(_nearest(source, settings, group, progress))
             writer.finish(raw, source.files)
         before = sum(source.tensors[name].tensor().nbytes for name in source.wanted.tensor_shapes())
-    return Quantized(group=group, bytes=writer.bytes, bytes_before=before, perplexity=found)
+    return Quantized(group=group, bytes=writer.bytes, bytes_before=before, perplexity=perplexity)
 
 
 def quantization_config(source: OpenCheckpoint, settings: QuantizeSettings, group: int) -> dict[str, Any]:
-    """`quantization_config` of config.json, in the layout of compressed-tensors."""
+    """Return `quantization_config` of config.json in the layout of compressed-tensors."""
 
     def rounding(targets: list[str], bits: int) -> dict[str, Any]:
         weights = {
@@ -146,14 +146,14 @@ def _group(wanted: DecoderConfig, settings: QuantizeSettings) -> int:
 
 
 def _bits(name: str, shape: tuple[int, ...], settings: QuantizeSettings) -> int | None:
-    """Bits of a tensor; None if it is not rounded."""
+    """Return the bits of a tensor, or None if it is not quantized."""
     if name in (TABLE, HEAD):
         return TABLE_BITS if settings.tables == "8" else None
     return settings.bits if len(shape) == 2 else None
 
 
 def _bytes(source: OpenCheckpoint, settings: QuantizeSettings, group: int) -> int:
-    """Bytes of the weights that will be written, about."""
+    """Estimate the bytes of the written weights."""
     total = 0
     for name, shape in source.wanted.tensor_shapes().items():
         bits = _bits(name, shape, settings)
@@ -164,7 +164,7 @@ def _bytes(source: OpenCheckpoint, settings: QuantizeSettings, group: int) -> in
 def _nearest(
     source: OpenCheckpoint, settings: QuantizeSettings, group: int, progress: Progress
 ) -> Iterator[tuple[str, Weight]]:
-    """All tensors of a checkpoint, with each number rounded to the nearest."""
+    """Yield all tensors of a checkpoint, each weight rounded to the nearest."""
     shapes = source.wanted.tensor_shapes()
     for done, (name, shape) in enumerate(shapes.items()):
         progress("rounding", done, len(shapes))
@@ -174,10 +174,10 @@ def _nearest(
 
 
 class LayerwiseForward:
-    """Forward pass, a layer at a time, over rows of one length, with float32 arithmetic.
+    """Forward pass of a batch in float32, one layer at a time.
 
     Args:
-        length: Tokens of a row, N.
+        length: Tokens per sequence, N.
     """
 
     def __init__(self, config: DecoderConfig, length: int) -> None:
@@ -193,11 +193,11 @@ class LayerwiseForward:
             self._masks.append(None if visible is None else grouped_mask(visible, group, torch.float32))
 
     def embed(self, table: PackedLinear, tokens: Tensor) -> Tensor:
-        """Embeddings `[rows, N, H]` of token ids `[rows, N]` int64."""
+        """Return embeddings `[B, N, H]` of token ids `[B, N]` int64."""
         return table.lookup(tokens) * self.config.embedding_scale
 
     def apply(self, layer: DecoderLayer, states: Tensor) -> Tensor:
-        """Output `[rows, N, H]` of a layer for an input of this shape."""
+        """Return the output `[B, N, H]` of a layer for an input of this shape."""
         config, out = self.config, torch.empty_like(states)
         batch = max(1, TOKENS // self.length)
         for begin in range(0, len(states), batch):
@@ -208,11 +208,11 @@ class LayerwiseForward:
         return out
 
     def perplexity(self, norm: Norm, head: PackedLinear, states: Tensor, tokens: Tensor) -> float:
-        """Perplexity of the tokens of all rows but the first of each.
+        """Compute the perplexity of all tokens but the first of each sequence.
 
         Args:
-            states: Output of the last layer, `[rows, N, H]`.
-            tokens: Token ids, `[rows, N]` int64.
+            states: Output of the last layer, `[B, N, H]`.
+            tokens: Token ids, `[B, N]` int64.
         """
         total, cap = 0.0, self.config.final_softcap
         rows, following = states[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
@@ -225,14 +225,14 @@ class LayerwiseForward:
 
 
 def moments(forward: LayerwiseForward, layer: DecoderLayer, states: Tensor) -> Mapping[str, Tensor]:
-    """Sums of `x x^T`, `[in, in]`, over the inputs x of each projection of a layer whose input is `states`."""
-    found: dict[str, Tensor] = {}
+    """Return sums of `x x^T`, `[in, in]`, over the inputs x of each projection of a layer with the input `states`."""
+    sums: dict[str, Tensor] = {}
     hooks = []
     for name in forward.config.projections(layer.number):
 
         def add(module: PackedLinear, given: tuple[Tensor, ...], name: str = name) -> None:
             product = given[0].T @ given[0]
-            found[name] = found[name] + product if name in found else product
+            sums[name] = sums[name] + product if name in sums else product
 
         hooks.append(getattr(layer, name).register_forward_pre_hook(add))
     try:
@@ -240,14 +240,14 @@ def moments(forward: LayerwiseForward, layer: DecoderLayer, states: Tensor) -> M
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return sums
 
 
 class _CalibratedRounding:
-    """Rounding of a checkpoint layer by layer, with errors that are compensated for the inputs that a text has there.
+    """Quantization, layer by layer, with errors compensated for the layer's inputs on a text.
 
     Attributes:
-        perplexity: Perplexity of the held-out text, set once all `weights` have been taken.
+        perplexity: Perplexity of the held-out text, set after the last of `weights`.
     """
 
     perplexity: Perplexity
@@ -256,7 +256,7 @@ class _CalibratedRounding:
         self.source, self.settings, self.group, self.text = source, settings, group, text
 
     def weights(self, progress: Progress) -> Iterator[tuple[str, Weight]]:
-        """All tensors, layer by layer."""
+        """Yield all tensors, layer by layer."""
         source, wanted, text = self.source, self.source.wanted, self.text
         forward, layers = LayerwiseForward(wanted, text.held_out.size(1)), len(wanted.layers)
         exact_table = PackedLinear(self._exact(TABLE))
@@ -272,9 +272,9 @@ class _CalibratedRounding:
             exact = DecoderLayer(wanted, number, self._exact)
             nearest = DecoderLayer(wanted, number, lambda name: _in_float(self._nearest(name)))
             sums = moments(forward, exact, calibration)
-            found = dict(self._compensated(number, exact, sums))
-            yield from found.items()
-            calibrated = DecoderLayer(wanted, number, lambda name, found=found: _in_float(found[name]))  # type: ignore[misc]
+            weights = dict(self._compensated(number, exact, sums))
+            yield from weights.items()
+            calibrated = DecoderLayer(wanted, number, lambda name, weights=weights: _in_float(weights[name]))  # type: ignore[misc]
             calibration = forward.apply(calibrated, calibration)
             for name, layer in {"source": exact, "nearest": nearest, "calibrated": calibrated}.items():
                 states[name] = forward.apply(layer, states[name])
@@ -293,7 +293,7 @@ class _CalibratedRounding:
     def _compensated(
         self, number: int, layer: DecoderLayer, sums: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Weight]]:
-        """All tensors of a layer, with weights whose errors compensate each other."""
+        """Yield all tensors of a layer, with weights whose rounding errors compensate each other."""
         wanted, settings = self.source.wanted, self.settings
         for projection, parts in wanted.projections(number).items():
             whole: PackedLinear = getattr(layer, projection)

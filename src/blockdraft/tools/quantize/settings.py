@@ -14,34 +14,26 @@ Tables: TypeAlias = Literal["8", "keep"]
 
 @settings
 class QuantizeSettings:
-    """Rounding of weights.
+    """Quantization of weights."""
 
-    Attributes:
-        bits: Bits of a weight: 4 or 8.
-        group: Inputs that share a scale; a multiple of 8 that divides the inputs of all layers. None is the largest of
-            128, 64, 32, 16 and 8 that does. Smaller groups are more exact and take more memory.
-        tables: Rounding of embedding and head: "8" bits, or "keep" for none.
-        zero_points: Fit the range of each group to its least and largest number, instead of centring it at 0.
-    """
-
-    bits: Bits = 4
-    group: Count | None = None
-    tables: Tables = "8"
-    zero_points: bool = False
+    bits: Bits = Field(4, description="Bits per weight.")
+    group: Count | None = Field(
+        None,
+        description="Input weights that share a scale: a multiple of 8 that divides the input size of every layer. "
+        "Smaller groups are more exact and take more memory. By default the largest of 128, 64, ..., 8 that fits.",
+    )
+    tables: Tables = Field("8", description='Quantization of embedding and output head: "8" bits, or "keep".')
+    zero_points: bool = Field(
+        False,
+        description="Fit the range of each group to its smallest and largest weight, instead of centring it at 0.",
+    )
 
 
 @settings
 class CalibrationSettings:
-    """Text for calibration.
+    """Text for calibration."""
 
-    Attributes:
-        tokens: Tokens of the text by which errors are weighted.
-        length: Tokens that are read together.
-        held_out: Further tokens, on which perplexity is measured.
-        seed: Seed of the order in which the records of a text are taken.
-    """
-
-    tokens: Count = 32768
-    length: Annotated[int, Field(ge=2)] = 512
-    held_out: Count = 8192
-    seed: int = 0
+    tokens: Count = Field(32768, description="Number of tokens of calibration text, which weight the errors.")
+    length: Annotated[int, Field(ge=2)] = Field(512, description="Sequence length in tokens.")
+    held_out: Count = Field(8192, description="Number of further tokens, on which perplexity is measured.")
+    seed: int = Field(0, description="Seed of the order in which records are taken.")

@@ -1,4 +1,4 @@
-"""Text for calibration and for measuring, as rows of token ids."""
+"""Texts for calibration and for measuring perplexity, as batches of token ids."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from blockdraft.tools.fit.settings import PromptSettings
 from blockdraft.tools.quantize.settings import CalibrationSettings
 from blockdraft.types import SamplingParams
 
-MOST_RECORDS = 100_000  # that are read from the sources
-OWN_TOKENS = 64  # least mean number of tokens of a prompt that the target writes, and of its answer
-MOST_ANSWER = 512  # tokens of an answer
+MOST_RECORDS = 100_000  # read from the sources
+OWN_TOKENS = 64  # expected minimum of the mean tokens of a prompt and its response
+MOST_RESPONSE = 512  # tokens
 
 
 @dataclass(frozen=True)
 class Text:
-    """Rows of token ids.
+    """A calibration and a held-out text.
 
     Attributes:
-        calibration, held_out: Token ids, `[rows, length]` int64.
+        calibration, held_out: Token ids, `[B, length]` int64.
     """
 
     calibration: Tensor
@@ -42,7 +42,7 @@ class Text:
 def read_text(
     sources: Sequence[str], records: RecordSettings, target: TargetText, settings: CalibrationSettings
 ) -> Text:
-    """Read texts, conversations or prompts, and join them in random order.
+    """Read texts, conversations or prompts, and concatenate them in random order.
 
     Args:
         sources, records: As for `read_records`.
@@ -53,10 +53,10 @@ def read_text(
     if target.tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}, so no text can be read for it.")
     encoder = ChatEncoder(target.tokenizer, target.eos_token_ids)
-    found = [record for _, record in itertools.islice(read_records(sources, records), MOST_RECORDS)]
-    random.Random(settings.seed).shuffle(found)
+    texts = [record for _, record in itertools.islice(read_records(sources, records), MOST_RECORDS)]
+    random.Random(settings.seed).shuffle(texts)
     ids: list[int] = []
-    for record in found:
+    for record in texts:
         if len(ids) >= settings.tokens + settings.held_out:
             break
         ids += _encoded(record, encoder, target.tokenizer.chat_template is not None)
@@ -68,13 +68,13 @@ def own_text(
     settings: CalibrationSettings,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Text:
-    """Let the target write prompts of the kind that it was trained on, and answer them.
+    """Let the target write prompts like those it was trained on, and respond to them.
 
     Args:
-        engine: Engine of the target, with any drafter; the text is the same.
+        engine: Engine of the target with any drafter, which does not change the text.
 
     Raises:
-        UsageError: The target has no tokenizer, or writes too little that is of use.
+        UsageError: The target has no tokenizer, or writes too little usable text.
     """
     wanted = settings.tokens + settings.held_out
     count = max(engine.max_batch_size, wanted // OWN_TOKENS)
@@ -83,25 +83,28 @@ def own_text(
     ids: list[int] = []
     for begin in range(0, len(prompts), engine.max_batch_size):
         some = prompts[begin : begin + engine.max_batch_size]
-        progress("answers", min(len(ids), wanted), wanted)
+        progress("responses", min(len(ids), wanted), wanted)
         params = [
-            SamplingParams(max_new_tokens=MOST_ANSWER, temperature=1.0, seed=settings.seed + begin + i)
+            SamplingParams(max_new_tokens=MOST_RESPONSE, temperature=1.0, seed=settings.seed + begin + i)
             for i in range(len(some))
         ]
-        for prompt, answer in zip(some, engine.generate(some, params), strict=True):
-            ids += [*prompt, *answer.checked().token_ids]
+        for prompt, response in zip(some, engine.generate(some, params), strict=True):
+            ids += [*prompt, *response.checked().token_ids]
         if len(ids) >= wanted:
             break
-    progress("answers", wanted, wanted)
-    return cut_text(ids, "What the target wrote", engine.target.max_context, settings)
+    progress("responses", wanted, wanted)
+    return cut_text(ids, "The text that the target wrote", engine.target.max_context, settings)
 
 
 def cut_text(ids: list[int], source: str, most: int, settings: CalibrationSettings) -> Text:
-    """Cut token ids into rows of equal length, the last of them held out. Raises a UsageError if they are too few.
+    """Cut token ids into sequences of equal length, of which the last are held out.
 
     Args:
         source: Name of the text, for the message.
-        most: Most tokens of a row.
+        most: Maximum number of tokens per sequence.
+
+    Raises:
+        UsageError: There are too few tokens.
     """
     length = min(settings.length, most)
     count = min(len(ids), settings.tokens + settings.held_out) // length

@@ -2,8 +2,7 @@ import random
 
 import pytest
 
-from blockdraft.engine import cache_manager
-from blockdraft.engine.cache_manager import BLOCK, FreeSlots, PrefixIndex, Remembered, common_length
+from blockdraft.engine.kv_slots import BLOCK, FreeSlots, PrefixIndex, common_length
 
 
 def text(*parts: tuple[int, int]) -> list[int]:
@@ -46,22 +45,6 @@ def test_the_longest_beginning_is_found_against_reading_all_texts() -> None:
             assert best is not None and best[1] == common_length(texts[best[0]], wanted) == longest
             found.add(longest)
     assert len(found) > 10 and max(found) > 3 * BLOCK
-    for row in range(10):
-        index.remove(row)
-    assert not index._rows and not index._texts
-
-
-def test_a_hash_that_two_blocks_share_finds_no_wrong_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_manager, "_hashes", lambda text: [7] * (len(text) // BLOCK))
-    index = PrefixIndex()
-    index.add(3, text((1, 40)))
-    index.add(8, text((1, 20), (2, 30)))
-    assert index.longest(text((5, 40))) is None
-    assert index.longest(text((1, 10), (5, 30))) is None  # less than a block
-    assert index.longest(text((1, 18), (5, 30))) in ((3, 18), (8, 18))
-    assert index.longest(text((1, 20), (2, 5), (1, 30))) == (8, 25)
-    index.remove(8)
-    assert index.longest(text((1, 20), (2, 5), (1, 30))) == (3, 20)
 
 
 def test_who_has_been_known_longest_is_taken_among_equals() -> None:
@@ -71,34 +54,6 @@ def test_who_has_been_known_longest_is_taken_among_equals() -> None:
     assert index.longest(text((1, 60))) == (5, 40)
     index.add(5, text((1, 40), (5, 10)))
     assert index.longest(text((1, 60))) == (2, 40)
-
-
-def test_the_least_recently_used_goes_and_not_the_oldest() -> None:
-    remembered = Remembered(100)
-    assert [remembered.add(row, text((row, 30))) for row in (1, 2, 3)] == [[]] * 3
-    remembered.use(1)
-    remembered.use(9)  # not remembered, as a running row
-    assert remembered.add(4, text((4, 60))) == [2, 3]
-    assert list(remembered.texts) == [1, 4]
-    assert (remembered.forget(), remembered.forget()) == (1, 4) and not remembered.texts
-
-
-def test_no_more_tokens_are_remembered_than_allowed() -> None:
-    choose, remembered, held = random.Random(2), Remembered(90), dict[int, int]()
-    for row in range(300):
-        held[row] = choose.randint(1, 90)
-        for gone in remembered.add(row, text((row, held[row]))):
-            del held[gone]
-        assert row in held and sum(held.values()) <= 90 and list(remembered.texts) == list(held)
-
-
-def test_a_row_that_another_holds_as_a_whole_goes() -> None:
-    remembered = Remembered(1000)
-    remembered.add(1, text((1, 20)))
-    remembered.add(2, text((1, 10), (2, 10)))
-    assert remembered.add(3, text((1, 20), (3, 5))) == [1]
-    assert remembered.add(4, text((1, 20), (3, 5))) == [3]  # the same text again
-    assert list(remembered.texts) == [2, 4]
 
 
 def first_fit(free: list[bool], count: int) -> int | None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from blockdraft import cli, timing
-from blockdraft.cli import loading
-from blockdraft.cli.options import TargetOptions, drafter_or_lookup, need_drafter, with_options
+from blockdraft.cli.target import drafter_or_lookup, load, need_drafter
 from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.errors import UsageError
 from blockdraft.targets import load_target_text
@@ -36,12 +35,12 @@ class Loaded(Exception):
 def asked(monkeypatch: pytest.MonkeyPatch, *args: object) -> dict[str, Any]:
     """What `load_target` is called with by a command."""
 
-    def load(path: str, dtype: Any, device: Any, backend: str, **how: Any) -> None:
+    def load_target(path: str, dtype: Any, device: Any, backend: str, **how: Any) -> None:
         raise Loaded({"path": path, "dtype": dtype, "device": str(device), "backend": backend, **how})
 
     text = load_target_text()
     monkeypatch.setattr("blockdraft.targets.load_target_text", lambda *_: text)
-    monkeypatch.setattr("blockdraft.targets.load_target", load)
+    monkeypatch.setattr("blockdraft.targets.load_target", load_target)
     monkeypatch.setattr(sys, "argv", ["blockdraft", *map(str, args)])
     with pytest.raises(Loaded) as found:
         cli.main()
@@ -87,18 +86,6 @@ def test_how_a_target_is_run_reaches_the_loader(command: str, tmp_path: Path, mo
     flags = {"dtype": "bfloat16", "backend": "hf", "threads": "3", "compile": "off", "quantize": "int8"}
     named = [part for name, value in flags.items() for part in (f"--{name}", value)]
     assert asked(monkeypatch, command, *args, *named, "--exact") == usual | flags | {"threads": 3, "exact": True}
-
-
-def test_commands_keep_their_own_parameters() -> None:
-    seen = []
-
-    @with_options
-    def command(run: TargetOptions, prompt: str, loud: bool = False) -> None:
-        seen.append((run, prompt, loud))
-
-    usual = {name: getattr(TargetOptions, name) for name in TargetOptions.__dataclass_fields__}
-    command(prompt="x", **usual | {"device": "cpu"})
-    assert seen == [(TargetOptions(device="cpu"), "x", False)]
 
 
 @pytest.mark.parametrize("command", ["bench", "calibrate"])
@@ -166,8 +153,8 @@ def test_loading_that_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, capsys
         return SimpleNamespace(backend_reason=None, chosen_for=None)
 
     monkeypatch.setattr("blockdraft.targets.load_target", slow)
-    loading.load("target")
+    load("target")
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(timing, "TELL_SECONDS", 0.01)
-    loading.load("target")
+    load("target")
     assert capsys.readouterr().err.startswith("Loading the target ... (0 s)\n")

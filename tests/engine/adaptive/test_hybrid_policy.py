@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 from simulation import NOW, PAIR, Costless, Decoding, Knowing, Lookup, Machine, chain, constant, request, stored
 
-from blockdraft.decode.proposal import Plan
+from blockdraft.decode.proposal import HybridPlan
 from blockdraft.decode.tree import best_count
-from blockdraft.engine.adaptive.joint import JointController
+from blockdraft.engine.adaptive.policy import HybridController
+from blockdraft.engine.adaptive.policy import controller as make_controller
+from blockdraft.engine.runner import Outcome
 from blockdraft.types import Drafting, RequestDrafting
 
 
@@ -22,8 +24,8 @@ BOTH = Both()  # type: ignore[abstract]
 FREE = replace(PAIR, draft=0.0)
 
 
-def controller() -> JointController:
-    return JointController(BOTH, Drafting("auto"), lambda part: stored(PAIR), now=lambda: NOW)
+def controller() -> HybridController:
+    return HybridController(BOTH, Drafting("auto"), lambda part: stored(PAIR), now=lambda: NOW)
 
 
 class Turns:
@@ -44,9 +46,10 @@ class Turns:
         tokens = seconds = 0.0
         for _ in range(cycles):
             plan = self.controller.plan(self.requests)
+            turns = plan.turns if isinstance(plan, HybridPlan) else ()
             known, draft_tokens, part = [0.0], 0, 0
-            rates = [asked.rate for _, asked in plan.turns]
-            for place, (index, asked) in enumerate(plan.turns):
+            rates = [turn.tokens_per_second for turn in turns]
+            for place, (index, asked, _) in enumerate(turns):
                 part, power = index, self.rng.choice((0.5, 1.0, 2.0))
                 known = list(
                     chain(tuple(c**power for c in self.acceptance_probs[index])).path_probs[: asked.block_size - 1]
@@ -65,18 +68,12 @@ class Turns:
             level = self.rng.random()
             length = sum(p > level for p in known[:draft_tokens])
             machine = self.machine if part else replace(self.machine, draft=0.0)
-            took = machine.seconds(1, draft_tokens if plan.turns else None)
+            took = machine.seconds(1, draft_tokens if turns else None)
+            measured = self.machine.measured(took, self.rng)
             self.controller.learn(
-                self.requests,
-                plan,
-                draft_tokens,
-                [draft_tokens],
-                [length],
-                [expected],
-                self.machine.measured(took, self.rng),
-                part,
+                Outcome(self.requests, plan, draft_tokens, [draft_tokens], [length], [expected], part, measured)
             )
-            self.drafted[part] += bool(plan.turns)
+            self.drafted[part] += bool(turns)
             tokens, seconds = tokens + 1 + expected, seconds + took
         return tokens / seconds * self.machine.seconds(1, None)
 
@@ -89,10 +86,14 @@ def alone(kind: str, acceptance_prob: float) -> float:
 
 
 def test_only_chains_whose_length_is_chosen_and_not_sampled_are_drafted_in_turn() -> None:
-    assert JointController.suits(BOTH, Drafting()) and JointController.suits(BOTH, Drafting("auto", draft_window=9))
+    def takes_turns(drafter: Lookup, drafting: Drafting) -> bool:
+        found = make_controller(drafter, drafting, lambda part: stored(PAIR))
+        return isinstance(found.plan([request()]), HybridPlan)
+
+    assert takes_turns(BOTH, Drafting()) and takes_turns(BOTH, Drafting("auto", draft_window=9))
     for other in Drafting(None), Drafting(5), Drafting(tree_budget=9), Drafting(None, "auto"), Drafting(sampled=True):
-        assert not JointController.suits(BOTH, other)
-    assert not JointController.suits(Knowing(), Drafting())  # type: ignore[abstract]
+        assert not takes_turns(BOTH, other)
+    assert not takes_turns(Knowing(), Drafting())  # type: ignore[abstract]
 
 
 def test_a_model_is_not_asked_where_only_repetition_pays() -> None:
@@ -101,7 +102,7 @@ def test_a_model_is_not_asked_where_only_repetition_pays() -> None:
     found.drafted = [0, 0]
     both = found.run(1000)
     assert found.drafted[1] < 100 and both > 1.2
-    assert not found.controller._each[1].drafts and found.controller.drafts
+    assert not found.controller._members[1].drafts and found.controller.drafts
 
 
 def test_repetition_that_does_not_pay_costs_next_to_nothing() -> None:
@@ -110,17 +111,6 @@ def test_repetition_that_does_not_pay_costs_next_to_nothing() -> None:
     found.drafted = [0, 0]
     assert found.run(1000) > 0.97 * alone("chain", 0.8)
     assert found.drafted[0] < 50
-
-
-def test_models_are_asked_in_the_order_of_what_they_yield(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Three(Lookup):
-        parts = (Knowing(), Costless(), Knowing())  # type: ignore[abstract, assignment]
-
-    joint = JointController(Three(), Drafting("auto"), lambda part: stored(PAIR), now=lambda: NOW)  # type: ignore[abstract]
-    for each, rate in zip(joint._each, (2.0, 1.0, 3.0), strict=True):
-        asked = Plan(4, [request().params], cycle_seconds=[1.0] * 4, rate=rate)
-        monkeypatch.setattr(each, "plan", lambda requests, asked=asked: asked)
-    assert [index for index, _ in joint.plan([request()]).turns] == [1, 2, 0]
 
 
 def test_text_that_nobody_can_guess_is_decoded_plainly() -> None:
@@ -138,7 +128,7 @@ def test_each_drafts_where_it_promises_more() -> None:
 
 
 def test_what_one_drafter_shows_of_the_pace_of_the_machine_holds_for_all() -> None:
-    lookup, model = (each._times_of(1) for each in controller()._each)
+    lookup, model = (each._times_of(1) for each in controller()._members)
     lookup.learn(3, 2e-3, 0)
     for cycle in range(40):
         model.learn(2, 1e-3 if cycle < 20 else 3e-3, cycle)
@@ -157,15 +147,15 @@ def test_what_is_learned_of_each_drafter_is_stored_for_it() -> None:
 
 def test_each_drafter_begins_with_costs_of_its_own() -> None:
     costs = dict(zip(BOTH.parts, (stored(FREE), stored(PAIR)), strict=True))
-    found = JointController(BOTH, Drafting("auto"), costs.__getitem__, now=lambda: NOW)
-    lookup, model = (each._times_of(1).expected()[1 + 3] for each in found._each)
+    found = HybridController(BOTH, Drafting("auto"), costs.__getitem__, now=lambda: NOW)
+    lookup, model = (each._times_of(1).expected()[1 + 3] for each in found._members)
     assert (lookup, model) == (pytest.approx(FREE.seconds(1, 3)), pytest.approx(PAIR.seconds(1, 3)))
 
 
 def test_a_drafter_that_pauses_is_tried_while_another_drafts() -> None:
     """Text in which lookup begins to pay only after a while."""
     found = Turns(easy=0.0, first=0.95, second=0.6)
-    lookup = found.controller._each[0]
+    lookup = found.controller._members[0]
     lookup._paused, lookup._credit = True, -1.0
     lookup._acceptance.tokens, lookup._acceptance.draft_tokens = 1.0, 3.0
     found.easy, found.drafted = 0.8, [0, 0]
@@ -175,13 +165,14 @@ def test_a_drafter_that_pauses_is_tried_while_another_drafts() -> None:
 
 def test_requests_that_want_no_drafts_get_none() -> None:
     found, off = controller(), request()
-    off.drafting = found.bounds(RequestDrafting(enabled=False))
+    off.drafting = found.tighter_limits(RequestDrafting(enabled=False))
     assert off.drafting is not None
-    assert found.plan([off]).block_size == 1 and not found.plan([off]).turns
+    assert found.plan([off]).block_size == 1 and not isinstance(found.plan([off]), HybridPlan)
     short = request()
-    short.drafting = found.bounds(RequestDrafting(block_size=3))
-    plan: Plan = found.plan([short])
-    assert plan.block_size == 3 and {asked.block_size for _, asked in plan.turns} == {3}
+    short.drafting = found.tighter_limits(RequestDrafting(block_size=3))
+    plan = found.plan([short])
+    assert isinstance(plan, HybridPlan)
+    assert plan.block_size == 3 and {turn.plan.block_size for turn in plan.turns} == {3}
     last = request(1)
     last.token_ids = []
     assert found.plan([last]).block_size == 2

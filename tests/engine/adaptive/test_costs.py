@@ -3,12 +3,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from blockdraft.decode.proposal import chain_parents
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Costs
-from blockdraft.engine.adaptive import stored_costs
-from blockdraft.engine.adaptive.calibrate import Probe
-from blockdraft.engine.adaptive.stored_costs import Pair
+from blockdraft.engine.adaptive import costs as step_costs
+from blockdraft.engine.adaptive.costs import Pair, Probe
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
 
@@ -30,13 +31,13 @@ def target(tiny_target_dir: Path) -> Target:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rough figures will do."""
-    monkeypatch.setattr(stored_costs, "REPEATS", 1)
-    monkeypatch.setattr(stored_costs, "TREE_DRAFT_TOKENS", (1, 8))
+    monkeypatch.setattr(step_costs, "REPEATS", 1)
+    monkeypatch.setattr(step_costs, "TREE_DRAFT_TOKENS", (1, 8))
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return tmp_path / "new" / "stored_costs.json"
+    return tmp_path / "new" / "costs.json"
 
 
 def test_costs_are_interpolated() -> None:
@@ -68,13 +69,13 @@ def test_newer_costs_take_the_place_of_older_ones() -> None:
 def test_measuring_covers_the_largest_batch(target: Target, tiny_drafter_dir: Path) -> None:
     lines: list[str] = []
     drafter = load_drafter(tiny_drafter_dir, target=target)
-    found = stored_costs.measure(Probe(target, drafter), drafter.block_size, 3, target.max_context, lines.append)
+    found = step_costs.measure(Probe(target, drafter), drafter.block_size, 3, target.max_context, lines.append)
     assert found.rows == (1, 2, 3) and len(lines) == 3
     assert min(found.plain) > 0 and found.date > 1.7e9
     longest = drafter.block_size - 1
     for points, sizes in (
-        (found.chain, {*stored_costs.CHAIN_DRAFT_TOKENS, longest}),
-        (found.tree, stored_costs.TREE_DRAFT_TOKENS),
+        (found.chain, {*step_costs.CHAIN_DRAFT_TOKENS, longest}),
+        (found.tree, step_costs.TREE_DRAFT_TOKENS),
     ):
         for row in points:
             assert [draft_tokens for draft_tokens, _ in row] == sorted(
@@ -97,13 +98,13 @@ class Recorder:
         return [(draft_tokens, 9.0), *[(draft_tokens, 1.0 + draft_tokens)] * (count - 1)]
 
     def measured(self, rows: int = 1) -> Costs:
-        return stored_costs.measure(self, self.block_size, rows, self.max_context)
+        return step_costs.measure(self, self.block_size, rows, self.max_context)
 
 
 @pytest.mark.parametrize("max_context", [16, 40, 100, 160, 161, 300, 4096])
 @pytest.mark.parametrize("repeats", [1, 7])
 def test_whatever_fits_the_context_is_measured(max_context: int, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_costs, "REPEATS", repeats)
+    monkeypatch.setattr(step_costs, "REPEATS", repeats)
     cycles = Recorder(max_context, 16)
     if (max_context, repeats) == (16, 7):
         with pytest.raises(UsageError, match="context of 16 tokens is too short.*need 21.*fixed block size"):
@@ -118,12 +119,12 @@ def test_the_first_cycle_does_not_count_and_the_largest_sizes_are_left_out() -> 
     cycles = Recorder(4096, 16)
     found = cycles.measured(rows=512)
     assert max(found.plain) == 1.0
-    assert all(rows * draft_tokens <= stored_costs.MAX_DRAFT_TOKENS for rows, draft_tokens, _ in cycles.asked)
-    assert found.rows == (*stored_costs.ROWS, 512)
+    assert all(rows * draft_tokens <= step_costs.MAX_DRAFT_TOKENS for rows, draft_tokens, _ in cycles.asked)
+    assert found.rows == (*step_costs.ROWS, 512)
 
 
 def test_measuring_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_costs, "LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr(step_costs, "LIMIT_SECONDS", 0.0)
     assert Recorder(4096, 16).measured(rows=64).rows == (1,)
 
 
@@ -138,24 +139,24 @@ def test_a_target_of_a_tiny_context_is_measured(
 ) -> None:
     drafter = load_drafter(tiny_drafter_dir, target=target)
     monkeypatch.setattr(target, "max_context", max_context)
-    assert stored_costs.measure(Probe(target, drafter), drafter.block_size, 1, max_context).knows(tree=True)
+    assert step_costs.measure(Probe(target, drafter), drafter.block_size, 1, max_context).knows(tree=True)
 
 
 def test_a_pair_has_a_file_of_its_own(target: Target, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     none = load_drafter("none", target=target)
     files = [
-        stored_costs.path(target, load_drafter(tiny_drafter_dir, target=target)),
-        stored_costs.path(target, none),
-        stored_costs.path(load_target(tiny_target_dir, backend="hf"), none),
+        step_costs.path(target, load_drafter(tiny_drafter_dir, target=target)),
+        step_costs.path(target, none),
+        step_costs.path(load_target(tiny_target_dir, backend="hf"), none),
     ]
-    assert len(set(files)) == 3 and stored_costs.path(target, none) == files[1]
+    assert len(set(files)) == 3 and step_costs.path(target, none) == files[1]
 
 
 def test_what_is_stored_is_found_again(file: Path) -> None:
-    assert stored_costs.load(file) is None
-    stored_costs.store(file, COSTS, PAIR)
-    assert stored_costs.load(file) == COSTS
-    stored_costs.store(file, COSTS.updated(COSTS), PAIR)
+    assert step_costs.load(file) is None
+    step_costs.store(file, COSTS, PAIR)
+    assert step_costs.load(file) == COSTS
+    step_costs.store(file, COSTS.updated(COSTS), PAIR)
     assert [each.name for each in file.parent.iterdir()] == [file.name]
 
 
@@ -166,14 +167,14 @@ def test_costs_are_found_by_their_target(
     drafters = [load_drafter(place, target=target) for place in (tiny_drafter_dir, "none")]
     for date, drafter in enumerate(drafters):
         costs = replace(COSTS, date=float(date))
-        stored_costs.store(stored_costs.path(target, drafter), costs, stored_costs.pair_of(target, drafter))
-    older = {"layout": stored_costs.LAYOUT, **asdict(COSTS)}
+        step_costs.store(step_costs.path(target, drafter), costs, step_costs.pair_of(target, drafter))
+    older = {"layout": step_costs.LAYOUT, **asdict(COSTS)}
     (tmp_path / "costs" / "older.json").write_text(json.dumps(older))
-    found = list(stored_costs.of_target(tiny_target_dir))
+    found = list(step_costs.of_target(tiny_target_dir))
     assert [pair.drafter for pair, _ in found] == [None, str(tiny_drafter_dir)]
     assert [costs.date for _, costs in found] == [1, 0]
     assert {pair.weights for pair, _ in found} == {str(target.dtype).removeprefix("torch.")}
-    assert not list(stored_costs.of_target(tmp_path))
+    assert not list(step_costs.of_target(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -182,25 +183,54 @@ def test_costs_are_found_by_their_target(
         "{",
         "[1]",
         "\xff",
-        json.dumps({"layout": stored_costs.LAYOUT, "rows": [1]}),
-        json.dumps({"layout": stored_costs.LAYOUT - 1}),
+        json.dumps({"layout": step_costs.LAYOUT, "rows": [1]}),
+        json.dumps({"layout": step_costs.LAYOUT - 1}),
     ],
 )
 def test_what_cannot_be_read_is_as_nothing(file: Path, content: str) -> None:
     file.parent.mkdir()
     file.write_bytes(content.encode("latin-1"))
-    assert stored_costs.load(file) is None
+    assert step_costs.load(file) is None
 
 
 def test_another_layout_is_not_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored_costs.store(file, COSTS, PAIR)
-    monkeypatch.setattr(stored_costs, "LAYOUT", stored_costs.LAYOUT + 1)
-    assert stored_costs.load(file) is None
+    step_costs.store(file, COSTS, PAIR)
+    monkeypatch.setattr(step_costs, "LAYOUT", step_costs.LAYOUT + 1)
+    assert step_costs.load(file) is None
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), "1"])
 def test_times_that_are_none_are_not_read(file: Path, seconds: float) -> None:
-    stored_costs.store(file, Costs((1,), (seconds,), (((1, 1.0),),), ((),)), PAIR)
-    assert stored_costs.load(file) is None
-    stored_costs.store(file, Costs((1,), (1.0,), (((1, seconds),),), ((),)), PAIR)
-    assert stored_costs.load(file) is None
+    step_costs.store(file, Costs((1,), (seconds,), (((1, 1.0),),), ((),)), PAIR)
+    assert step_costs.load(file) is None
+    step_costs.store(file, Costs((1,), (1.0,), (((1, seconds),),), ((),)), PAIR)
+    assert step_costs.load(file) is None
+
+
+@pytest.mark.parametrize(("rows", "draft_tokens", "tree"), [(1, 0, False), (3, 5, False), (2, 30, True)])
+def test_cycles_have_the_guesses_that_are_asked_for(
+    tiny_target_dir: Path, tiny_drafter_dir: Path, rows: int, draft_tokens: int, tree: bool
+) -> None:
+    target = load_target(tiny_target_dir)
+    found = Probe(target, load_drafter(tiny_drafter_dir, target=target))(rows, 20, draft_tokens, tree, 3)
+    assert [count for count, _ in found] == [draft_tokens] * 3 and all(seconds > 0 for _, seconds in found)
+
+
+def test_rows_have_read_their_prompts(tiny_target_dir: Path) -> None:
+    target = load_target(tiny_target_dir)
+    runner, rows = Probe(target, load_drafter("none", target=target)).rows(3, 50, 9)
+    assert [runner.committed_length(row.start) for row in rows] == [50] * 3
+    assert not any(row.in_prefill for row in rows) and len({tuple(row.request.token_ids) for row in rows}) == 1
+    cache = target.new_cache(1, 50)
+    tokens = torch.tensor([rows[0].request.prompt])
+    last = target.forward(tokens, chain_parents(1, 50), cache, logits_at=torch.tensor([49])).logits
+    assert rows[0].request.token_ids == [int(last.argmax())]
+
+
+def test_more_nodes_than_the_context_holds_are_measured_nevertheless(
+    tiny_target_dir: Path, tiny_drafter_dir: Path
+) -> None:
+    """Nodes past its end are never committed by an engine, and a forward takes them."""
+    target = load_target(tiny_target_dir)
+    probe = Probe(target, load_drafter(tiny_drafter_dir, target=target))
+    assert [count for count, _ in probe(1, target.max_context // 2, 200, True, 2)] == [200] * 2

@@ -1,0 +1,288 @@
+"""Options that commands share: target, drafter, sampling, drafting and datasets."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from blockdraft.cli.display import tell
+from blockdraft.cli.options import DATA, DRAFTING, MODEL, OUTPUT, SAMPLING, Only
+from blockdraft.data.settings import RecordSettings
+from blockdraft.errors import UsageError
+from blockdraft.settings import Flag, settings
+from blockdraft.timing import telling
+from blockdraft.types import (
+    DEFAULT_BACKEND,
+    DEFAULT_COMPILE,
+    Backend,
+    Compile,
+    Drafting,
+    DraftModel,
+    KVDtype,
+    Quantize,
+    SamplingParams,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from blockdraft.targets import Target
+
+AsJson = Annotated[bool, Flag("--json", panel=OUTPUT)]
+Overwrite = Annotated[bool, Flag(panel=OUTPUT)]
+Folder = Annotated[Path, Flag(metavar="DIR")]
+Sources = Annotated[tuple[str, ...], Flag(metavar="SOURCE", repeat=True)]
+Files = Annotated[tuple[Path, ...], Flag(metavar="FILE", repeat=True, panel=DATA)]
+
+SAMPLING_FLAGS = (
+    "max_new_tokens temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty stop seed"
+)
+Sampling = Annotated[SamplingParams, Only(SAMPLING_FLAGS, SAMPLING)]
+HowFar = Annotated[Drafting, Only("block_size tree_budget draft_window draft_passes sampled", DRAFTING)]
+DraftNetwork = Annotated[DraftModel, Only(panel=DRAFTING)]
+Records = Annotated[RecordSettings, Only("split subset", DATA)]
+RecordFields = Annotated[RecordSettings, Only("split subset text_field prompt_field response_field", DATA)]
+
+TARGET = (
+    "Model whose output counts: a Hugging Face folder or hub name, a GGUF file, or a pulled model of `blockdraft "
+    "models`. By default "
+)
+
+
+@settings
+class TargetSettings:
+    """A target to train for. Its default does not depend on what has been pulled, as data and drafters go with it."""
+
+    target: Annotated[str | None, Flag(metavar="DIR|NAME")] = Field(
+        None, description=f"{TARGET}the bundled tiny model."
+    )
+    adapter: Annotated[str | None, Flag(metavar="DIR")] = Field(
+        None, description="PEFT adapter, such as a LoRA, to merge into the target: a folder or hub name."
+    )
+    revision: Annotated[str | None, Flag(metavar="NAME")] = Field(
+        None, description="Branch, tag or commit of the target's repository on the hub."
+    )
+    dtype: Annotated[str | None, Flag(metavar="float32|bfloat16|float16")] = Field(
+        None,
+        description="Number format of weights and arithmetic; by default the checkpoint's, or float32 where a CPU "
+        "lacks that.",
+    )
+    device: str | None = Field(
+        None, description="Device of the target, such as cpu or cuda:1; by default the first GPU, else the CPU."
+    )
+    backend: Annotated[Backend, Flag(metavar="auto|hf|jax|mlx|native")] = Field(
+        DEFAULT_BACKEND,
+        description="What runs the target: native (our decoder), hf (transformers), mlx (mlx-lm, for Apple silicon), "
+        "jax (for TPUs), or auto, which is native where it knows the model.",
+    )
+
+    def load(self, device: Any = None, **more: Any) -> Target:
+        """Load the target.
+
+        Args:
+            more: Further arguments of `load_target`.
+        """
+        place, device = self.target or "bundled", device or self.device
+        return load(place, self.dtype, device, self.backend, adapter=self.adapter, revision=self.revision, **more)
+
+
+@settings
+class DecodingSettings(TargetSettings):
+    """A target to answer with."""
+
+    target: Annotated[str | None, Flag(metavar="DIR|NAME")] = Field(
+        None, description=f"{TARGET}SmolLM2 if it has been pulled, else the bundled tiny model."
+    )
+    threads: int | Literal["auto"] = Field(
+        "auto", description="Threads on a CPU; auto measures the fastest number once, unless OMP_NUM_THREADS is set."
+    )
+    compile: Compile = Field(
+        DEFAULT_COMPILE,
+        description="Compiled forward pass of the native decoder. On a CPU, auto uses the C library of the package or "
+        "the machine's compiler, and on fails if there is neither. On an NVIDIA GPU, on captures CUDA graphs and auto "
+        "does not.",
+    )
+    quantize: Quantize | None = Field(
+        None,
+        description="Quantize the target's weights. The output is then that of the quantized model. int4 is for CPUs, "
+        "fp8 for NVIDIA GPUs.",
+    )
+    kv_dtype: KVDtype | None = Field(
+        None, description="Quantize the key/value cache: half the memory of bfloat16. For CPUs."
+    )
+    round_drafters: Annotated[bool, Flag("--round-drafter/--keep-drafter")] = Field(
+        True,
+        description="Quantize the drafter like the target, to 8 bits next to a target in bfloat16, or to fewer after "
+        "quantization-aware training.",
+    )
+    exact: bool = Field(
+        False,
+        description="Make greedy answers equal those of plain decoding even at near ties, whatever is drafted and in "
+        "any batch. Targets compiled for a CPU always do; others become slower.",
+    )
+
+    def load_for(self, drafter: str | None = None, network: DraftModel | None = None) -> Target:
+        """Load the target, after a check of what can be known without it.
+
+        Args:
+            drafter: Drafter that must exist.
+            network: Its draft vocabulary must be readable.
+        """
+        from blockdraft.drafters import check_draft_vocab, check_place
+        from blockdraft.models import TINY, default_target
+
+        if network is not None and network.draft_vocab is not None:
+            check_draft_vocab(network.draft_vocab)
+        if drafter is not None:
+            check_place(drafter)
+        if self.target is None and default_target().is_relative_to(TINY) and sys.stderr.isatty():
+            tell("This is the bundled tiny model; `blockdraft pull smollm2` gets a real one (93 MB).")
+        processors = os.cpu_count()
+        if isinstance(self.threads, int) and processors and self.threads > processors:
+            tell(f"--threads is {self.threads}, more than this machine's {processors} processors; it may be very slow.")
+        names = "adapter revision threads compile quantize kv_dtype round_drafters exact"
+        how = {name: getattr(self, name) for name in names.split()}
+        return load(self.target, self.dtype, self.device, self.backend, **how)
+
+
+Trained = Annotated[TargetSettings, Only(panel=MODEL)]
+Decoded = Annotated[DecodingSettings, Only(panel=MODEL)]
+
+
+@settings
+class DrafterSettings:
+    """The drafter to answer with."""
+
+    drafter: Annotated[str | None, Flag(metavar="DIR|NAME", panel=DRAFTING)] = Field(
+        None,
+        description="Drafter: the folder or GGUF file of one, or the folder of a smaller language model or "
+        "block-diffusion model with the target's tokens. Or a name: mtp (the head in the target's folder), "
+        "prompt_lookup (repeats the text), none (plain decoding), bundled (the default for targets that have one), "
+        "bundled-dflash (the tiny model's DFlash drafter, which other engines read too). A + combines several, as in "
+        "prompt_lookup+DIR.",
+    )
+
+
+def load(
+    path: str | None,
+    dtype: str | None = None,
+    device: torch.device | str | None = None,
+    backend: Backend = DEFAULT_BACKEND,
+    **more: Any,
+) -> Target:
+    """Call `load_target` without the messages of transformers.
+
+    Standard error says if it takes long, and why another backend than the native decoder runs the target.
+
+    Args:
+        more: Further arguments of `load_target`.
+    """
+    from blockdraft.targets import load_target
+
+    quiet()
+    with telling(tell, "Loading the target", at_once=False):
+        target = load_target(path, dtype, device, backend, **more)
+    if target.backend_reason is not None:
+        name = {"hf": "transformers", "native": "our own decoder"}.get(target.backend, target.backend)
+        tell(f"The target runs on {name} (backend {target.backend}): {target.backend_reason}.")
+    elif target.chosen_for is not None and backend == DEFAULT_BACKEND:
+        tell(f"The target runs on {target.backend}, since {target.chosen_for}; --backend native is our own decoder.")
+    return target
+
+
+def quiet() -> None:
+    """Silence the messages and progress bars of transformers."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def tell_unused(params: SamplingParams, temperatures: Sequence[float], sampled: bool | Iterable[str] = False) -> None:
+    """Say on standard error which options have no effect because every temperature is 0.
+
+    Args:
+        sampled: Whether `--sampled` is given, or the names of methods that sample.
+    """
+    if any(temperatures):
+        return
+    default = SamplingParams()
+    names = [name for name in ("top_k", "top_p", "min_p") if getattr(params, name) != getattr(default, name)]
+    unused = [f"--{name.replace('_', '-')}" for name in names]
+    unused += (["--sampled"] if sampled else []) if isinstance(sampled, bool) else sampled
+    if unused:
+        verb = "changes" if len(unused) == 1 else "change"
+        tell(f"{' and '.join(unused)} {verb} nothing at temperature 0, which decodes greedily; add --temperature T.")
+
+
+def auto_by_default(drafting: Drafting) -> Drafting:
+    """Return the drafting with the block size "auto" for chains, sampled ones included, unless a size is given."""
+    if drafting.block_size is None and drafting.tree_budget == 0:
+        return replace(drafting, block_size="auto")
+    return drafting
+
+
+def drafter_or_lookup(target: str | None, drafter: str | None) -> str | None:
+    """Return the named drafter, None for the target's bundled one, or prompt_lookup, with a note, if it has none."""
+    if drafter is not None or _has_drafter(target):
+        return drafter
+    tell(
+        f"No drafter is known for {target}: prompt_lookup drafts, which repeats parts of the text. To make one: "
+        f"blockdraft fit --target {target} --out DIR."
+    )
+    return "prompt_lookup"
+
+
+def need_drafter(target: str | None, drafter: str | None, remedy: str, lookup: bool = True) -> None:
+    """Raise a UsageError if no drafter is named and none is known for the target.
+
+    Args:
+        remedy: Another remedy, for the message.
+        lookup: Whether prompt_lookup will do for a model of the catalogue without a bundled drafter, with a note.
+    """
+    if drafter is None and not _has_drafter(target, lookup):
+        raise UsageError(
+            f"No drafter is known for {target}; add --drafter DIR, {remedy}, or make one: "
+            f"blockdraft fit --target {target} --out DIR."
+        )
+
+
+def _has_drafter(target: str | None, lookup: bool = True) -> bool:
+    """Return whether a drafter is known for a target, as in `need_drafter`.
+
+    Raises:
+        UsageError: There is no such target.
+    """
+    if target is None or target == "bundled":
+        return True
+    from blockdraft.drafters import bundled_for
+    from blockdraft.models import bundled_drafter, find, located, model_of
+
+    path = Path(target).expanduser()
+    model = model_of(path) if path.exists() else find(target)
+    if model is not None:
+        located(target)
+        is_bundled = bundled_drafter(model) is not None
+        if lookup and not is_bundled:
+            tell(f"No drafter is bundled for {model.id}: prompt_lookup drafts, which repeats parts of the text.")
+        if lookup or is_bundled:
+            return True
+    if path.exists() and bundled_for(path) is not None:
+        return True
+    is_path = target.startswith(("/", "./", "../", "~")) or ("/" not in target and model is None)
+    if is_path and not path.exists():
+        raise UsageError(
+            f"There is no {target}; --target takes the folder or hub name of a model, a GGUF file, or a name that "
+            "`blockdraft models` lists."
+        )
+    if target.endswith(".gguf"):
+        from blockdraft.formats.gguf import open_gguf
+
+        open_gguf(path)  # raises for a broken file
+    return False

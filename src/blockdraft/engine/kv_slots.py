@@ -1,0 +1,303 @@
+"""KV slots: how many fit into memory, which sequence has which, and which finished sequences are kept."""
+
+from __future__ import annotations
+
+from bisect import bisect, insort
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from blockdraft.drafters import Drafter
+from blockdraft.engine.request import Request, RunningSequence
+from blockdraft.engine.runner import MAX_PENDING_STEPS, OBSERVE_TOKENS, Runner
+from blockdraft.machine import free_bytes
+from blockdraft.targets import Target
+
+BLOCK = 16  # tokens; a shorter common prefix is not worth a copy
+SHARE = 0.9  # of the free memory
+
+
+class Prefix(NamedTuple):
+    """A prefix that a sequence holds: the sequence's first KV slot, and the number of tokens."""
+
+    start: int
+    length: int
+
+
+class KVSlots:
+    """Allocates KV slots, and keeps finished sequences for later requests with the same prefix.
+
+    A sequence is a range of slots, named by its first one. It never moves.
+
+    Args:
+        runner: Owns the caches.
+        slots: KV slots of each cache.
+        prefix_tokens: Most tokens of finished sequences that are kept.
+    """
+
+    def __init__(self, runner: Runner, slots: int, prefix_tokens: int) -> None:
+        self._runner, self._prefix_tokens = runner, prefix_tokens
+        self._can_share = runner.target.can_truncate
+        self._free = FreeSlots(slots)
+        self._index = PrefixIndex()  # of running and finished sequences
+        self._finished: OrderedDict[int, list[int]] = OrderedDict()  # tokens by first slot, least recently used first
+
+    def longest_prefix(self, request: Request) -> Prefix | None:
+        """Return the longest prefix of a request's prompt that a sequence holds or is about to read."""
+        # A prompt with log probabilities must be scored, not copied.
+        if not self._can_share or request.params.prompt_logprobs is not None:
+            return None
+        prefix = self._index.longest(request.prompt[:-1])
+        if prefix is not None and prefix.start in self._finished:
+            self._finished.move_to_end(prefix.start)
+        return prefix
+
+    def allocate(self, request: Request) -> int | None:
+        """Open a sequence for a request, evicting finished sequences if that makes room.
+
+        Returns:
+            The first slot, or None if there is no room.
+        """
+        size = request.slots
+        start = self._free.take(size)
+        if start is None:
+            if not self._free.would_fit(size, [(first, len(tokens)) for first, tokens in self._finished.items()]):
+                return None
+            while start is None:
+                self._evict(next(iter(self._finished)))
+                start = self._free.take(size)
+        self._runner.open(start, size)
+        self._index.add(start, request.prompt)
+        return start
+
+    def is_finished(self, start: int) -> bool:
+        """Return whether this is a finished sequence."""
+        return start in self._finished
+
+    def free(self, sequence: RunningSequence) -> None:
+        """Keep a sequence whose request has ended, or release its slots."""
+        if not self._keep(sequence):
+            self.release(sequence, zero_slots=sequence.request.failure is not None)
+
+    def release(self, sequence: RunningSequence, zero_slots: bool) -> None:
+        """Release the slots of a sequence. See `Runner.close` for `zero_slots`."""
+        self._index.remove(sequence.start)
+        self._runner.close(sequence.start, zero_slots=zero_slots)
+        self._free.give(sequence.start, sequence.capacity)
+
+    def _keep(self, sequence: RunningSequence) -> bool:
+        """Keep a sequence for requests with the same prefix, if possible."""
+        self._runner.catch_up()  # a drafter that fails here fails the request
+        request, start = sequence.request, sequence.start
+        tokens = (request.prompt + request.token_ids)[: self._runner.committed_length(start)]
+        if request.failure is not None or not self._can_share or not 0 < len(tokens) <= self._prefix_tokens:
+            return False
+        self._runner.shrink(start, len(tokens))
+        self._free.give(start + len(tokens), sequence.capacity - len(tokens))
+        self._index.add(start, tokens)
+        for other, known in list(self._finished.items()):
+            if common_length(known, tokens) == len(known):
+                self._evict(other)
+        self._finished[start] = tokens
+        while sum(map(len, self._finished.values())) > self._prefix_tokens:
+            self._evict(next(iter(self._finished)))
+        return True
+
+    def _evict(self, start: int) -> None:
+        self._index.remove(start)
+        self._runner.close(start)
+        self._free.give(start, len(self._finished.pop(start)))
+
+
+class FreeSlots:
+    """Allocates ranges of slots, always the first that is long enough, so that ranges in use stay together."""
+
+    def __init__(self, total: int) -> None:
+        self._ranges: list[tuple[int, int]] = [(0, total)] if total else []  # (first slot, count), in order, apart
+
+    def take(self, count: int) -> int | None:
+        """Allocate `count` slots. Return the first of them, or None if no free range is long enough."""
+        for i, (first, size) in enumerate(self._ranges):
+            if size >= count:
+                self._ranges[i : i + 1] = [(first + count, size - count)] if size > count else []
+                return first
+        return None
+
+    def give(self, first: int, count: int) -> None:
+        """Free allocated slots."""
+        if count == 0:
+            return
+        insort(self._ranges, (first, count))
+        at = bisect(self._ranges, (first, count)) - 1
+        for left in (at, at - 1):  # join with the range behind, then with the range before
+            if 0 <= left < len(self._ranges) - 1:
+                (start, size), (after, more) = self._ranges[left : left + 2]
+                assert start + size <= after, f"slots {after} to {start + size} are free twice"
+                if start + size == after:
+                    self._ranges[left : left + 2] = [(start, size + more)]
+
+    def would_fit(self, count: int, freed: Iterable[tuple[int, int]]) -> bool:
+        """Return whether `take` would succeed if these ranges were free as well."""
+        trial = FreeSlots(0)
+        for first, size in sorted([*self._ranges, *freed]):
+            trial.give(first, size)
+        return trial.take(count) is not None
+
+
+class PrefixIndex:
+    """Finds the sequence with the longest common prefix, by the hashes of blocks of `BLOCK` tokens.
+
+    The hash of a block covers all blocks before it.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, list[int]] = {}
+        self._starts: dict[int, dict[int, None]] = {}  # by hash the sequences that have the block, in order
+
+    def add(self, start: int, tokens: Sequence[int]) -> None:
+        """Index a sequence by its tokens, which replace those it had before."""
+        self.remove(start)
+        self._tokens[start] = list(tokens)
+        for key in _hashes(tokens):
+            self._starts.setdefault(key, {})[start] = None
+
+    def remove(self, start: int) -> None:
+        """Forget a sequence, if it was indexed."""
+        for key in set(_hashes(self._tokens.pop(start, ()))):  # two of its blocks may have one hash
+            del self._starts[key][start]
+            if not self._starts[key]:
+                del self._starts[key]
+
+    def longest(self, tokens: Sequence[int]) -> Prefix | None:
+        """Return the longest prefix of these tokens that a sequence holds, or None if it is shorter than a block.
+
+        Ties go to the sequence that was indexed first.
+        """
+        candidates: Iterable[int] = ()
+        for key in _hashes(tokens):
+            if key not in self._starts:
+                break
+            candidates = self._starts[key]
+        # Different blocks may have one hash, so the tokens are compared.
+        lengths = {start: common_length(self._tokens[start], tokens) for start in candidates}
+        start = max(lengths, key=lengths.__getitem__, default=None)
+        return Prefix(start, lengths[start]) if start is not None and lengths[start] >= BLOCK else None
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    least = min(len(one), len(other))
+    if one[:least] == other[:least]:
+        return least
+    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+
+
+def _hashes(tokens: Sequence[int]) -> list[int]:
+    """Return a hash for each whole block."""
+    hashes, before = [], 0
+    for end in range(BLOCK, len(tokens) + 1, BLOCK):
+        before = hash((before, tuple(tokens[end - BLOCK : end])))
+        hashes.append(before)
+    return hashes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Plans the memory of an engine, in bytes.
+
+    Attributes:
+        nodes: Most nodes of a sequence.
+        automatic: Whether drafting may pause.
+        behind: KV slots that a sequence needs behind its tokens, if more than its nodes.
+    """
+
+    target: Target
+    drafter: Drafter
+    max_batch_size: int
+    nodes: int
+    prefill_tokens: int
+    automatic: bool
+    behind: int = 0
+
+    @property
+    def _max_sequence_slots(self) -> int:
+        return self.target.row_slots(self.target.max_context + max(self.nodes, self.behind))
+
+    def bytes(self, slots: int) -> int:
+        """Return all memory: the caches of target and drafter with so many slots, and the workspace of a step."""
+        return self.caches(slots) + self.workspace(slots)
+
+    def by_device(self, slots: int) -> dict[torch.device, int]:
+        """Return `bytes` by device, since drafters may have devices of their own."""
+        taken = {self.target.device: self.bytes(slots)}
+        for part in self.drafter.parts:
+            device = part.device or self.target.device
+            size = part.state_bytes(1, slots) + self._draft_workspace(part, slots)
+            taken[self.target.device] -= size
+            taken[device] = taken.get(device, 0) + size
+        return taken
+
+    def caches(self, slots: int) -> int:
+        """Return the bytes of the caches of target and drafter."""
+        # Some targets keep bytes per sequence besides its slots, such as recurrent states.
+        per_sequence = self.target.cache_bytes(self.max_batch_size, 0) - self.target.cache_bytes(1, 0)
+        return self.target.cache_bytes(1, slots) + per_sequence + self.drafter.state_bytes(1, slots)
+
+    def workspace(self, slots: int) -> int:
+        """Return the bytes that a step needs besides the caches.
+
+        These are the largest forward; the logits of all nodes, in the target's dtype and twice in float32; the hidden
+        states, by layer and concatenated, of all nodes, a part of a prompt or a pause in drafting, whichever is most;
+        and the workspaces of drafters.
+        """
+        target, rows, size = self.target, self.max_batch_size, self.target.dtype.itemsize
+        longest = min(slots, self._max_sequence_slots)
+        forward = max(
+            target.forward_bytes(rows, self.nodes, min(longest, slots // rows + 1)),
+            target.forward_bytes(1, min(self.prefill_tokens, longest), longest),
+        )
+        logits = rows * self.nodes * target.vocab_size * (size + 2 * torch.float32.itemsize)
+        tokens = max(self.prefill_tokens, rows * self.nodes)
+        if self.automatic:
+            tokens = max(tokens, rows * min(MAX_PENDING_STEPS, target.max_context))
+        hidden_states = 2 * tokens * len(self.drafter.target_layers) * target.hidden_size * size
+        return forward + logits + hidden_states + sum(self._draft_workspace(part, slots) for part in self.drafter.parts)
+
+    def _draft_workspace(self, part: Drafter, slots: int) -> int:
+        """Return the bytes that a drafter keeps for its calls of `propose` and `observe`."""
+        observed = max(self.prefill_tokens, self.max_batch_size * self.nodes, OBSERVE_TOKENS if self.automatic else 0)
+        return part.workspace_bytes(1, observed, max(min(slots, self._max_sequence_slots), observed))
+
+    def of_one(self, slots: int) -> dict[str, int]:
+        """Return the memory of one request alone, in bytes.
+
+        This is the weights of target and drafter, their caches with so many slots, and the workspace of a step.
+        """
+        alone = replace(self, max_batch_size=1)
+        weights = self.target.weight_bytes() + self.drafter.weight_bytes()
+        return {"weights": weights, "caches": alone.caches(slots), "workspace": alone.workspace(slots)}
+
+    def slots(self, prefix_tokens: int, limit: int | None) -> int:
+        """Return the slots for a full batch of the longest sequences and for kept prefixes, or as many as fit.
+
+        Args:
+            limit: Most bytes to take; None is `SHARE` of the free memory of each device.
+        """
+        wanted = self.max_batch_size * self._max_sequence_slots + prefix_tokens
+        free = {device: SHARE * free_bytes(device) for device in self.by_device(0)} if limit is None else {}
+
+        def suffices(slots: int) -> bool:
+            if limit is not None:
+                return self.bytes(slots) <= limit
+            return all(taken <= int(free[device]) for device, taken in self.by_device(slots).items())
+
+        if suffices(wanted):
+            return wanted
+        fits, too_many = 0, wanted
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            fits, too_many = (middle, too_many) if suffices(middle) else (fits, middle)
+        return fits

@@ -1,0 +1,55 @@
+"""The modules that one decode step enters, as docs/architecture.md lists them."""
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+import blockdraft
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.targets import load_target
+from blockdraft.types import Drafting, SamplingParams
+
+SOURCE = Path(blockdraft.__file__).parent
+PAIR = SOURCE / "pair" / "tiny"
+
+
+def modules_of_a_step(drafter: str | Path, drafting: Drafting) -> set[str]:
+    """Return the files of blockdraft that one greedy step of the tiny pair enters."""
+    target = load_target(PAIR / "target", compile="on")
+    engine = Engine(target, load_drafter(drafter, target=target), drafting=drafting)
+    scheduler, request = engine.scheduler, engine.request("Tom has 3 boxes.", SamplingParams(40, ignore_eos=True))
+    scheduler.add([request])
+    for _ in range(5):
+        scheduler.step()
+    modules = set[str]()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(SOURCE):
+            modules.add(str(path.relative_to(SOURCE)))
+
+    before = len(request.token_ids)
+    profiler = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        scheduler.step()
+    finally:
+        sys.setprofile(profiler)
+    assert len(request.token_ids) > before
+    return modules
+
+
+@pytest.mark.parametrize(
+    ("drafter", "drafting", "limit"),
+    [
+        ("none", Drafting(), 13),
+        (PAIR / "drafter", Drafting(None), 17),
+    ],
+    ids=["plain", "chain"],
+)
+def test_a_step_passes_few_modules(drafter: str | Path, drafting: Drafting, limit: int) -> None:
+    modules = modules_of_a_step(drafter, drafting)
+    assert len(modules) <= limit, sorted(modules)
