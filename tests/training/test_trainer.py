@@ -463,7 +463,7 @@ def test_weights_are_quantized_in_every_other_step(run: Run, tmp_path: Path) -> 
     assert few[2]["held_out_loss"] == pytest.approx(plain[2]["held_out_loss"], rel=0.05)
     weight = weights(tmp_path / "few")["layers.0.self_attn.q_proj.weight"]
     assert len(weight[0].unique()) == weight.size(1)
-    with pytest.raises(ValueError, match="qat_bits is '5'; it must be 4 or 8"):
+    with pytest.raises(ValueError, match="must be 4 or 8, got '5'"):
         run(tmp_path / "odd", qat_bits="5")
 
 
