@@ -45,7 +45,7 @@ def test_the_target_may_write_the_text(tmp_path: Path, blockdraft: Run) -> None:
     sizes = ("--length", 64, "--tokens", 512, "--held-out", 128)
     code, out, err = blockdraft("quantize", "--out", tmp_path / "few", "--calibrate", "own", *sizes)
     assert code == 0, err
-    assert "prompts: 1" in err and "answers: 640 of 640" in err and "calibrated" in out
+    assert "prompts: 1" in err and "responses: 640 of 640" in err and "calibrated" in out
     found = {line.split()[0]: float(line.split()[-2]) for line in out.splitlines()[1:] if line.strip()}
     assert 1 < found["original"] < 40  # it knows what it says, of 4,096 tokens
 
@@ -60,7 +60,7 @@ def test_the_target_may_write_the_text(tmp_path: Path, blockdraft: Run) -> None:
         (["--calibrate", "absent.jsonl"], "absent.jsonl"),
     ],
 )
-def test_bad_input_is_told(
+def test_bad_input_is_reported(
     args: list[object],
     told: str,
     tiny_target_dir: Path,
@@ -71,7 +71,7 @@ def test_bad_input_is_told(
     assert (code, out) == (2, "") and told in err and not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_taken_is_told_before_the_target_writes(
+def test_a_folder_that_is_taken_is_reported_before_the_target_writes(
     tiny_target_dir: Path, tmp_path: Path, blockdraft: Run
 ) -> None:
     (tmp_path / "few").mkdir()

@@ -339,8 +339,8 @@ def test_errors_of_the_hub(hub: dict[str, bytes], model: Model, monkeypatch: pyt
     for error, said in (
         (errors.GatedRepoError("gated", response=response), r"agree to its terms: do so.*hf auth login"),
         (errors.RepositoryNotFoundError("none", response=response), "The hub has no someone/tiny"),
-        (httpx.ConnectError("no route"), r"did not respond for someone/tiny \(ConnectError: no route\); pull again"),
-        (ConnectionResetError(104, "reset"), "did not respond"),
+        (httpx.ConnectError("no route"), r"did not answer for someone/tiny \(ConnectError: no route\); pull again"),
+        (ConnectionResetError(104, "reset"), "did not answer"),
     ):
 
         def raising(*a: Any, error: Exception = error, **k: Any) -> None:

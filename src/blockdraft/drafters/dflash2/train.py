@@ -1,8 +1,9 @@
 """Training of DFlash2: the losses of DFlash v1, which also train the convolutions, and a loss of the selector.
 
-The selector learns with the token of the data before each slot, not with the guess there. A label that is not among the
-candidates replaces the least likely one, as in SpecForge and speculators. So the selector learns from every taught slot
-from the first step on, when few labels are candidates. Guesses and metrics are without that help, as in decoding.
+The selector learns with the token of the data before each position, not with the draft token there. A label that is not
+among the candidates replaces the least likely one, as in SpecForge and speculators. So the selector learns from every
+taught slot from the first step on, when few labels are candidates. Draft tokens and metrics are without that help, as
+in decoding.
 """
 
 from __future__ import annotations

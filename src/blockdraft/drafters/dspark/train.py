@@ -4,8 +4,8 @@ The loss is `0.1 CE + 0.9 L1 + 1.0 BCE(confidence, 1 - L1 / 2)`, with the weight
 section 3; `deepspec/modeling/dspark/loss.py`). L1 is twice the total variation, so half of it is the probability of a
 rejection. The confidence head learns the acceptance of the corrected distribution.
 
-Training may start from a DFlash v1 drafter. Position j of such a drafter guesses the token at its own position, so its
-guesses are one token late until training has moved them.
+Training may start from a DFlash v1 drafter. Position j of such a drafter drafts the token at its own position, so its
+draft tokens are one token late until training has moved them.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Eagle3Recipe(Recipe):
         description="Target layers that the drafter reads: their number, spread over the target (`3`), or a list of "
         "0-based layers. By default the inputs of the layers 2, T // 2 and T - 3 of a target with T "
         'layers, or, for the `init` "last_layer", the layers (T + 2) // 4, 3 * T // 5 and T - 2, or the '
-        "taps of the `init`.",
+        "target layers of the `init`.",
     )
     draft_vocab: Count | None = Field(
         None,
