@@ -246,7 +246,7 @@ def last_layer_fields(target: Target, recipe: Eagle3Recipe, target_layers: tuple
     need(target.architecture.get("hidden_act", "silu") == "silu", "hidden_act of the target", "another", "silu")
     need(
         target_layers[-1] == before,
-        "the last tap",
+        "the last target layer",
         target_layers[-1],
         f"{before}, the last layer's input, for --init {LAST_LAYER}",
     )
