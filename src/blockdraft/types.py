@@ -65,17 +65,16 @@ class Grammar:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded. Values out of range or of a wrong type raise a `UsageError`."""
+    """How one request is decoded. Values out of range or of a wrong type raise a `UsageError`.
+
+    Biases and penalties come first, then temperature, top-k, top-p and min-p, in the order of transformers.
+    """
 
     max_new_tokens: int = described(256, "Maximum length of the answer in tokens.")
     temperature: float = described(0.0, "Divisor of the logits, 1e-30 to 1e30; 0 decodes greedily.")
     top_k: int = described(0, "Keep the k most probable tokens; 0 keeps all.")
     top_p: float = described(1.0, "Keep the most probable tokens that together reach this probability; 1 keeps all.")
-    min_p: float = described(
-        0.0,
-        "Keep tokens of at least this share of the best token's probability; 0 keeps all. The order is that of "
-        "transformers: temperature, top-k, top-p, min-p.",
-    )
+    min_p: float = described(0.0, "Keep tokens of at least this share of the best token's probability; 0 keeps all.")
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = described(
         (), "Added to the logits of these token ids before anything else, -100 to 100, as in OpenAI's API."
     )

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,9 @@ from serving_client import Client
 from blockdraft.engine import Engine
 from blockdraft.serving import streaming
 from blockdraft.serving.request import Chat
+from blockdraft.serving.schemas import GenerationSchema
 from blockdraft.serving.tool_calls import grammar_of
+from blockdraft.types import SamplingParams
 
 USER = {"role": "user", "content": "the ant"}
 # Of Hermes' format; earlier calls and reasoning are of no interest here.
@@ -231,3 +233,8 @@ def test_lone_surrogates_in_arguments_are_refused(client: Client) -> None:
     call = {"type": "function_call", "call_id": "c", "name": "paint", "arguments": '{"a": "\\ud800"}'}
     answer = client.post("/v1/responses", {"model": "tiny", "input": [call], "max_output_tokens": 3})
     assert answer.status_code == 400 and "chat template" in answer.json()["error"]["message"]
+
+
+def test_every_sampling_parameter_can_be_requested() -> None:
+    elsewhere = {"max_new_tokens", "logprobs", "prompt_logprobs", "grammar"}  # named otherwise, or set by other fields
+    assert {field.name for field in fields(SamplingParams)} - elsewhere <= set(GenerationSchema.model_fields)

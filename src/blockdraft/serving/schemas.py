@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
@@ -19,7 +20,6 @@ MAX_CHOICES = 128
 NUM_SEEDS = 2**63
 MAX_ITEMS = 10_000  # entries of a list, token ids aside
 MAX_TABLE = 1024  # entries of `logit_bias` and `stop_token_ids`, which every decoding step goes through
-SAMPLING_FIELDS = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 TEXT_TYPES = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 T = TypeVar("T")
 
@@ -93,7 +93,10 @@ class StreamOptions(Schema):
 
 
 class GenerationSchema(Schema):
-    """Fields that the requests of all APIs share. All APIs take fields that only some of them define."""
+    """Fields of the requests of all APIs, even where an API does not define them itself.
+
+    Fields named as in `SamplingParams` reach the engine.
+    """
 
     unsupported = {
         **dict.fromkeys(("suffix", "functions", "function_call", "audio", "web_search_options", "guided_json"), ()),
@@ -141,7 +144,8 @@ class GenerationSchema(Schema):
             default_temperature: Temperature of requests that name none.
             more: Parameters that other fields set.
         """
-        given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
+        shared = [field.name for field in fields(SamplingParams) if field.name in GenerationSchema.model_fields]
+        given = {name: getattr(self, name) for name in shared if getattr(self, name) is not None}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         for token in self.logit_bias or {}:
             if not (token.isascii() and token.isdecimal() and len(token) < 19):

@@ -243,7 +243,7 @@ def test_a_drafter_begins_as_the_last_layer(family: str, tmp_path: Path) -> None
 
 def test_a_layer_of_another_kind_is_no_beginning(target: Target, tmp_path: Path) -> None:
     for fields, told in [
-        ({"target_layers": (0, 2)}, "the last tap is 2; it must be"),
+        ({"target_layers": (0, 2)}, "the last target layer is 2; it must be"),
         ({"heads": 2}, "heads is 2; it must be the target's, 4, with --init last_layer"),
     ]:
         with pytest.raises(UsageError, match=told):

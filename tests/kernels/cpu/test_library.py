@@ -79,7 +79,7 @@ KIND, CONVOLUTIONS = "a weight is of a kind", ("attention_conv", "mlp_conv")
 LENGTHS, PARENTS, TARGET_LAYERS, LOGITS = (
     "a row begins before",
     "the parent of a node",
-    "a tap lies beyond",
+    "a target layer lies beyond",
     "logits are wanted",
 )
 BOTH = {
@@ -139,8 +139,8 @@ FORWARD = BOTH | {
     "a node that hangs on a later one": (write("parents", 2, at=1), PARENTS),
     "a node of the row before": (write("parents", 2, at=4), PARENTS),
     "a parent of -2": (write("parents", -2), PARENTS),
-    "a tap of -1": (write("target_layers", -1), TARGET_LAYERS),
-    "a tap behind the last": (write("target_layers", 4, at=1), TARGET_LAYERS),
+    "a target layer of -1": (write("target_layers", -1), TARGET_LAYERS),
+    "a target layer behind the last": (write("target_layers", 4, at=1), TARGET_LAYERS),
     "logits of some nodes, which?": (set_call(num_logits=5), LOGITS),
     "logits of more nodes than there are": (set_call(num_logits=7), LOGITS),
     "less than no logits": (set_call(num_logits=-1), LOGITS),
