@@ -1,4 +1,4 @@
-"""Forward of a training step: from a batch to the sums that make up the loss. Logits are computed in chunks.
+"""Forward pass of a training step: from a batch to the sums that make up the loss. Logits are computed in chunks.
 
 Letters: as in `batches.py` and `objectives.py`; T terms of the loss, M counts of the variant.
 """
@@ -18,13 +18,13 @@ from blockdraft.training.variant import Variant
 
 
 class Sums(NamedTuple):
-    """Sums over the taught slots of some rows.
+    """Sums over the taught slots of some sequences.
 
     Attributes:
         terms_T: Weighted loss of each term, with gradient.
-        right_K, taught_K: Number of slots that were guessed right, given all tokens before them, and of all slots.
+        right_K, taught_K: Number of slots that were predicted right, given all tokens before them, and of all slots.
         counts_M: Number of slots for each name that the variant counts.
-        accepted: Number of tokens that decoding would commit at these anchors: leading right guesses and the bonus.
+        accepted: Tokens that decoding would commit at these anchors: leading right draft tokens and the bonus.
         blocks: Number of anchors with a taught slot.
     """
 
@@ -49,16 +49,16 @@ class DraftLoss(nn.Module):
         variant.prepare(network)
         self._run = torch.compile(self._sums, dynamic=False) if variant.recipe.compile else self._sums
 
-    def forward(self, hidden_states_BSF: Tensor, teacher_BSH: Tensor | None, *rows: Tensor) -> Sums:
-        """Compute the sums of some rows.
+    def forward(self, hidden_states_BSF: Tensor, teacher_BSH: Tensor | None, *sequences: Tensor) -> Sums:
+        """Compute the sums of some sequences.
 
         Args:
-            hidden_states_BSF: Outputs of the target at the drafter's taps.
+            hidden_states_BSF: Outputs of the target at the drafter's target layers.
             teacher_BSH: Input of the target's head; None if nothing learns from it.
-            rows: Fields of `Rows` as separate tensors, which wrappers for many devices can pass on.
+            sequences: Fields of `Rows` as separate tensors, which wrappers for many devices can pass on.
         """
-        found: Sums = self._run(hidden_states_BSF, teacher_BSH, Rows(*rows))
-        return found
+        sums: Sums = self._run(hidden_states_BSF, teacher_BSH, Rows(*sequences))
+        return sums
 
     def _sums(self, hidden_states_BSF: Tensor, teacher_BSH: Tensor | None, batch: Rows) -> Sums:
         if not torch.is_autocast_enabled(hidden_states_BSF.device.type):
@@ -75,10 +75,10 @@ class DraftLoss(nn.Module):
             part = slice(begin, begin + size)
             inputs = (hidden[part], tokens[part], taught[part], teacher_BSH, rows[part], places[part])
             whole = len(hidden) <= size  # recomputing a single chunk would save no memory
-            found = self._chunk(*inputs) if whole else checkpoint(self._chunk, *inputs, use_reentrant=False)
-            sums.append(found[0])
-            right.append(found[1])
-            counts.append(found[2])
+            result = self._chunk(*inputs) if whole else checkpoint(self._chunk, *inputs, use_reentrant=False)
+            sums.append(result[0])
+            right.append(result[1])
+            counts.append(result[2])
         right_CK = torch.cat(right)
         accepted = right_CK.long().cumprod(dim=-1).sum(dim=-1) + 1
         blocks = taught[:, 0]
@@ -100,8 +100,7 @@ class DraftLoss(nn.Module):
         rows_C: Tensor,
         places_CK: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted loss of each term over a chunk, the mask of slots that were guessed right, and the variant's
-        counts."""
+        """Return the weighted loss of each term, the mask of right slots, and the variant's counts, over a chunk."""
         variant, target = self._variant, self._target
         logits = variant.logits(self.network, target, hidden_CKH)
         teacher = None
@@ -116,11 +115,11 @@ class DraftLoss(nn.Module):
         ]
         with torch.no_grad():
             right = (variant.draft_tokens(self.network, slots) == slots.labels_CK) & taught_CK
-            found = variant.counts(self.network, slots)
-            counts = [(found[name] & taught_CK).sum() for name in variant.counted]
+            masks = variant.counts(self.network, slots)
+            counts = [(masks[name] & taught_CK).sum() for name in variant.counted]
         return torch.stack(sums), right, torch.stack(counts) if counts else right.new_zeros(0, dtype=torch.int64)
 
 
 def term_weights(variant: Variant[Any, Any, Any], term: str, taught: Tensor) -> Tensor:
-    """Weights of the slots in a term of the loss, with the shape of `taught`."""
+    """Return the weights of the slots in a term of the loss, with the shape of `taught`."""
     return slot_weights(taught, variant.gamma if variant.decayed(term) else None)

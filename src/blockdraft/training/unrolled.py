@@ -1,6 +1,6 @@
-"""Networks that guess a token at a time, run as they draft: step after step, after every anchor at once.
+"""Training passes of networks that draft a token at a time: step after step, after every anchor at once.
 
-Letters: B rows of the batch, S tokens of one, A anchors of one, K steps, H hidden size, F = m * H.
+Letters: B sequences, S tokens of one, A anchors of one, K steps, H hidden size, F = m * H.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from blockdraft.training.batches import Rows
 def unrolled(network: AutoregressiveNetwork, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
     """Unroll the network over K steps from each anchor.
 
-    All steps get the tokens of the data. The first step gets the target's feature of the token before the anchor, and
-    each later one the network's own state of the step before it. A step attends to its document's tokens before the
-    anchor, with the target's features, and to the steps of its own block up to itself.
+    All steps get the tokens of the data. The first step gets the target's hidden state of the token before the anchor,
+    and each later one the network's own state of the step before it. A step attends to its document's tokens before the
+    anchor, with the target's hidden states, and to the steps of its own block up to itself.
 
     Returns:
         States of all steps, `[B, A, K, H]`.
@@ -45,9 +45,9 @@ def unrolled(network: AutoregressiveNetwork, target: Target, hidden_states_BSF: 
 
     hidden_state = before_BSH.gather(1, anchors_BA.unsqueeze(2).expand(-1, -1, before_BSH.size(2)))
     positions_BA = rows.positions_BS.gather(1, anchors_BA) - 1
-    found = []
+    states = []
     for step, tokens_BA in enumerate(rows.tokens_BAL[:, :, :-1].unbind(dim=2)):
         positions = (positions_BA + step).clamp(min=0)
-        found.append(network(target.embed(tokens_BA).float(), hidden_state, positions, attention))
-        hidden_state = network.fed_on(found[-1])
-    return torch.stack(found, dim=2)
+        states.append(network(target.embed(tokens_BA).float(), hidden_state, positions, attention))
+        hidden_state = network.fed_on(states[-1])
+    return torch.stack(states, dim=2)

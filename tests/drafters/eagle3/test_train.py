@@ -23,7 +23,7 @@ from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import Format, export
 from blockdraft.training.loss import term_weights
 from blockdraft.training.objectives import Slots
-from blockdraft.training.trainer import run_folder, train
+from blockdraft.training.trainer import TrainingJob, run_folder, train
 from blockdraft.types import Drafting, SamplingParams
 
 KEPT = [3, 5, 6, 9, 10, 11, 30]
@@ -192,7 +192,7 @@ def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
     recipe = read_settings(Eagle3Recipe, flags=flags)
     out = tmp_path / "drafter"
     accelerator = make_accelerator(recipe, run_folder(out), "cpu")
-    lines = train("eagle3", target, data, out, recipe, accelerator)
+    lines = train(TrainingJob("eagle3", target, data, out, recipe, accelerator))
     assert sum(line["loss"] for line in lines[-5:]) < 0.5 * sum(line["loss"] for line in lines[:5])
     assert 0.5 < lines[-1]["covered"] <= 1 and len(lines[-1]["accuracy"]) == 4
     drafter = load_drafter(out, target=target)

@@ -285,7 +285,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
             for layer in network.layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
-    def is_rounded(self, name: str) -> bool:
+    def is_quantized(self, name: str) -> bool:
         return name == "fc" or name.startswith("layers.")
 
     def _own(self, name: str) -> bool:

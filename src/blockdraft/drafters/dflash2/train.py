@@ -62,8 +62,8 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
         group = self.recipe.conv_group_size or math.gcd(CONV_GROUP, target.hidden_size)
         return {"conv_group_size": group} | {name: getattr(self.recipe, name) for name in names}
 
-    def is_rounded(self, name: str) -> bool:
-        return super().is_rounded(name) and not name.endswith("kernel_projection")
+    def is_quantized(self, name: str) -> bool:
+        return super().is_quantized(name) and not name.endswith("kernel_projection")
 
     def factors(self) -> Mapping[str, float]:
         return {**super().factors(), "selector": self.recipe.selector_weight}

@@ -196,7 +196,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
     def is_matrix(self, name: str, parameter: Tensor) -> bool:
         return super().is_matrix(name, parameter) and name != "lm_head.weight"
 
-    def is_rounded(self, name: str) -> bool:
+    def is_quantized(self, name: str) -> bool:
         return True
 
     def hidden(self, network: Eagle3Network, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:

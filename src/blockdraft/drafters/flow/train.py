@@ -72,7 +72,7 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
     network_class: type[DFlashNetwork] = FlowNetwork
     own_modules = ("state_proj", "time_proj")
 
-    def is_rounded(self, name: str) -> bool:
+    def is_quantized(self, name: str) -> bool:
         return False  # torch's operations run it
 
     def own_config(self, target: Target) -> Mapping[str, Any]:

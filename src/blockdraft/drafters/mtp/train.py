@@ -75,7 +75,7 @@ class MTPVariant(Variant[MTPRecipe, MTPNetwork, MTPConfig]):
         if self.recipe.init is None:
             calm(network.norm.weight, target)
 
-    def is_rounded(self, name: str) -> bool:
+    def is_quantized(self, name: str) -> bool:
         return True
 
     def hidden(self, network: MTPNetwork, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:

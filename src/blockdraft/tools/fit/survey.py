@@ -38,7 +38,7 @@ from blockdraft.timing import telling
 from blockdraft.tools.fit.facts import Machine, Measured, Speeds, TargetFacts
 from blockdraft.tools.fit.plan import anchors, reference, stored_target_layers
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.trainer import Trainer, measuring
+from blockdraft.training.trainer import Trainer, TrainingJob
 from blockdraft.training.variant import find_variant
 from blockdraft.types import Quantize, SamplingParams
 
@@ -312,7 +312,7 @@ def _trainer(
     fields |= {"alone": 0.0} if "alone" in fields else {}  # steps of whole blocks, which take longer
     recipe = find_variant(variant).recipe_class(**fields)
     accelerator = make_accelerator(recipe, folder, "cpu" if target.device.type == "cpu" else None)
-    return measuring(variant, target, data, folder / "run", recipe, accelerator)
+    return Trainer(TrainingJob(variant, target, data, folder / "run", recipe, accelerator))
 
 
 def _step_seconds(trainer: Trainer, seconds: float) -> dict[int, float]:
