@@ -57,12 +57,12 @@ class ClosedError(BlockdraftError, RuntimeError):
 
 
 def describe(error: BaseException) -> str:
-    """An error in a line: its kind, unless it is one of ours, and the first line of what it says."""
+    """Return an error as one line: its kind, unless it is one of ours, and the first line of its message."""
     said = str(error).strip().splitlines()
     kind = "" if isinstance(error, BlockdraftError) else type(error).__name__
     return ": ".join(filter(None, [kind, said[0] if said else ""])) or type(error).__name__
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, in words that fit one too."""
+    """Return a count with its noun, in the singular for 1."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -22,8 +22,9 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # full disk, exceeded quota, f
 
 @contextmanager
 def held(folder: Path, doing: str) -> Iterator[None]:
-    """Context in which no other process may write a folder, which need not exist yet. The operating system ends the
-    lock when this process ends, however it ends.
+    """Context in which no other process may write a folder, which need not exist yet.
+
+    The operating system ends the lock when this process ends, however it ends.
 
     Args:
         doing: Activity of this process, such as "converting", for the message that another process gets.
@@ -60,8 +61,11 @@ def held(folder: Path, doing: str) -> Iterator[None]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Context with a new folder, which takes the place of `path` at the end, whether that exists or not. After an error
-    the new folder is deleted, and `path` is as it was. `clear_remains` tidies up after a process that was killed."""
+    """Context with a new folder, which takes the place of `path` at the end, whether that exists or not.
+
+    After an error the new folder is deleted, and `path` is as it was. `clear_remains` tidies up after a process that
+    was killed.
+    """
     with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         new, old = Path(scratch, "new"), Path(scratch, "old")
         new.mkdir()

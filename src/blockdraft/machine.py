@@ -37,12 +37,12 @@ CACHED = {
 
 
 def cache_folder() -> Path:
-    """The folder that `BLOCKDRAFT_CACHE` names, or else `~/.cache/blockdraft`."""
+    """Return the folder that `BLOCKDRAFT_CACHE` names, or else `~/.cache/blockdraft`."""
     return Path(os.environ.get("BLOCKDRAFT_CACHE") or Path.home() / ".cache" / "blockdraft")
 
 
 def processor() -> str:
-    """Description of this machine's processor and its instructions, for keys of a cache that machines may share."""
+    """Describe this machine's processor and its instructions, for keys of a cache that machines may share."""
     lines = _cpuinfo("model name", "flags", "Features", "CPU part")
     return "\n".join([platform.node(), platform.machine(), platform.processor(), *lines])
 
@@ -54,14 +54,16 @@ def processor_name() -> str:
 
 
 def processor_flags() -> frozenset[str]:
-    """Flags that Linux lists for all processors of this machine; empty on other systems."""
+    """Return the flags that Linux lists for all processors of this machine; empty on other systems."""
     sets = [frozenset(line.partition(":")[2].split()) for line in _cpuinfo("flags", "Features")]
     return frozenset.intersection(*sets) if sets else frozenset()
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether processors of this machine have instructions for products of bfloat16. With them torch's products are
-    faster than in float32; without them they are emulated and much slower."""
+    """Whether processors of this machine have instructions for products of bfloat16.
+
+    With them torch's products are faster than in float32; without them they are emulated and much slower.
+    """
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(processor_flags())
 
 
@@ -73,8 +75,11 @@ def _cpuinfo(*beginnings: str) -> list[str]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """A part of a program that imports and loads. What it makes is not searched for garbage, now or later: nearly
-    all of it stays, and searching it takes a tenth of a start."""
+    """Run a part of a program that imports and loads.
+
+    What it makes is not searched for garbage, now or later: nearly all of it stays, and searching it takes a tenth of a
+    start.
+    """
     gc.disable()
     try:
         yield
@@ -84,8 +89,10 @@ def uncollected() -> Iterator[None]:
 
 
 class PeakMemory:
-    """Peak of this process's memory from now on, beyond what it takes now: all resident pages, those of mapped files
-    included. Only Linux tells, since it can forget earlier peaks."""
+    """Measure the peak of this process's memory from now on, beyond what it takes now.
+
+    It counts all resident pages, those of mapped files included. Only Linux can forget earlier peaks.
+    """
 
     def __init__(self) -> None:
         gc.collect()  # memory that is freed later would hide as much new memory
@@ -121,8 +128,10 @@ def return_freed() -> None:
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """Values from the CPU, or already on the device, on a device. They go to a GPU by pinned memory, so that the host
-    does not wait for the GPU's earlier work."""
+    """Values from the CPU, or already on the device, on a device.
+
+    They go to a GPU by pinned memory, so that the host does not wait for the GPU's earlier work.
+    """
     if device.type != "cuda" or values.device.type != "cpu":
         return values.to(device)
     # Expanded tensors cannot be pinned, so it is made contiguous. Torch keeps the memory until it has been copied.
@@ -149,8 +158,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _cgroup_bytes() -> Iterator[int]:
-    """Bytes that each control group of this process, and each group above it, leaves free; limits of containers are
-    there.
+    """Yield the bytes that each control group of this process leaves free, and each group above it.
+
+    Containers limit memory by control groups.
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html
     """

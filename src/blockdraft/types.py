@@ -248,8 +248,9 @@ class DraftModel:
 
 @dataclass(frozen=True)
 class RequestDrafting:
-    """Draft limits of one request, within those of its engine. Like `Drafting`, it changes the speed and never the
-    distribution of the output.
+    """Draft limits of one request, within those of its engine.
+
+    Like `Drafting`, it changes the speed and never the distribution of the output.
 
     Attributes:
         enabled: False decodes this request plainly.

@@ -10,13 +10,13 @@ import torch
 pytest.importorskip("jax.numpy", reason="JAX is not installed: pip install 'blockdraft[jax]', or make test-jax")
 
 import jax
-from blockdraft.nn.foreign import in_torch
 from tiny_families import write_model
 
 from blockdraft.decode.proposal import chain_parents
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.jax.model import Layout, local_layout
+from blockdraft.nn.foreign_tensor import in_torch
 from blockdraft.targets import Target, backends, load_target
 from blockdraft.targets.base import LoadOptions
 from blockdraft.types import Drafting, SamplingParams

@@ -16,7 +16,7 @@ from rich.text import Text
 from blockdraft.cli.display import new_table
 from blockdraft.drafters import Drafter, hits
 from blockdraft.engine import Chunk, Completion, Engine, Stats
-from blockdraft.engine.adaptive import stored_costs
+from blockdraft.engine.adaptive import costs as stored_costs
 from blockdraft.engine.text import AnswerText
 from blockdraft.errors import counted
 from blockdraft.types import SamplingParams

@@ -66,8 +66,9 @@ def block_acceptance_probs(
 def accept_block(
     p_RNK: Tensor, q_RNK: Tensor, draft_token_p_RN: Tensor, draft_token_q_RN: Tensor, tests_RN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Accept a prefix of each chain, given numbers in [0, 1) for its nodes. Other arguments are as for
-    `block_acceptance_probs`.
+    """Accept a prefix of each chain, given numbers in [0, 1) for its nodes.
+
+    Other arguments are as for `block_acceptance_probs`.
 
     Returns:
         last: `[R]` int64, the last accepted node.
@@ -151,8 +152,10 @@ def _q_of(proposal: Proposal, row: int) -> SparseDistribution:
 
 
 def _dense_q(rows: list[int], proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """Return the tokens `[R, N, K]` that q can offer after each node, and their probabilities; 0 after nodes that are
-    not of the chain."""
+    """Return the tokens that q can offer after each node, `[R, N, K]`, and their probabilities.
+
+    The probabilities are 0 after nodes outside the chain.
+    """
     count = proposal.tokens.size(1)
     q = [_q_of(proposal, row) for row in rows]
     ids_RKN, q_RKN = (

@@ -79,8 +79,11 @@ class Distributions:
         self.argmax = self._best if is_plain else None
 
     def exists(self, row: int, node: int) -> bool:
-        """Return whether there is a distribution after a node. There is none if a logit is NaN or +inf or all are -inf
-        (a single -inf is legal), if the rules leave no token with a finite logit, or if they forbid the node."""
+        """Return whether there is a distribution after a node.
+
+        There is none if a logit is NaN or +inf or all are -inf (a single -inf is legal), if the rules leave no token
+        with a finite logit, or if they forbid the node.
+        """
         return self._best[row][node] != -1 and (row not in self._rules or self._allowed_at(row, node) is not None)
 
     def _allowed_at(self, row: int, node: int) -> Tensor | None:

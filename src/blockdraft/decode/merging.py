@@ -93,8 +93,7 @@ def _acceptance_probs(proposal: Proposal, row: int) -> Sequence[float]:
 def _likeliest(
     trees: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]], budget: int
 ) -> list[tuple[float, int, int]]:
-    """Return nodes `(acceptance_prob, parent, token)` behind the anchor, the likeliest first, so parents precede
-    children.
+    """Return nodes `(acceptance_prob, parent, token)` behind the anchor, best first and parents before children.
 
     Args:
         trees: Tokens, parents and acceptance probabilities of several trees of one sequence; the probabilities begin

@@ -20,8 +20,10 @@ def best_tokens(logits: Tensor) -> Tensor:
 
 
 def best_and_own(logits_BNV: Tensor, tokens_BN: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the best token after each node, and the node's own. The best is -1 where the largest logit is not finite:
-    NaN if any logit is, and -inf if no token is possible."""
+    """Return the best token after each node, and the node's own.
+
+    The best is -1 where the largest logit is not finite: NaN if any logit is, and -inf if no token is possible.
+    """
     if logits_BNV.device.type != "cpu":
         highest, best = logits_BNV.max(dim=-1)
         # In a greedy step the host waits for a GPU only here.

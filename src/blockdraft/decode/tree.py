@@ -62,8 +62,9 @@ def lattice_tree(
     cycle_seconds: Sequence[float] | None = None,
     calibration: float = 1.0,
 ) -> Proposal:
-    """Return the `best_first` tree if the distribution of a draft token depends on the one before: a node's children
-    are scored given the node's own token.
+    """Return the `best_first` tree for draft tokens whose distribution depends on the one before.
+
+    The children of a node are scored given the node's own token.
 
     Args:
         anchor_B: `[B]` int64.
@@ -129,8 +130,10 @@ def _proposal(
     cycle_seconds: Sequence[float] | None,
     calibration: float,
 ) -> Proposal:
-    """Return the proposal of nodes from `_grow`, cut to the number that pays best. Draft token g of a sequence is
-    `tokens_BG[sequence, g]`."""
+    """Return the proposal of nodes from `_grow`, cut to the number that pays best.
+
+    Draft token g of a sequence is `tokens_BG[sequence, g]`.
+    """
     count = max(len(nodes) for nodes in rows)
     expected = acceptance_probs = None
     if cycle_seconds is not None:
@@ -186,8 +189,9 @@ def _paying(build: Callable[[int], Proposal], budget: int) -> Proposal:
 def _grow(
     log_probs: list[float], ranks: int, budget: int, children: Sequence[int] = ()
 ) -> list[tuple[float, int, int]]:
-    """Return nodes `(cost, parent, draft_token)`, best first: minus the log probability of the path, the parent's
-    index, and the index of the draft token.
+    """Return nodes `(cost, parent, draft_token)`, best first.
+
+    The cost is minus the log probability of the path; parent and draft token are indices.
 
     Args:
         log_probs: Log probability of each draft token; index d * ranks + r has rank r at depth d + 1.
@@ -206,8 +210,9 @@ def _grow(
 
 
 def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[float], calibration: float = 1.0) -> int:
-    """Return the number of draft tokens per sequence that yields the most tokens per second (CaDDTree, arXiv
-    2606.01813). Ties go to the smallest.
+    """Return the number of draft tokens per sequence that yields the most tokens per second.
+
+    This is the rule of CaDDTree (arXiv 2606.01813). Ties go to the smallest number.
 
     With n draft tokens a sequence is expected to commit 1 + trust * (sum of its first n path probabilities) tokens,
     bonus included. All sequences share n, since they share a forward. Every n is tried: times need not be convex.

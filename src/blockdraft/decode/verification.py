@@ -66,8 +66,10 @@ def verify(
             paths[row], bonus[row] = path, token
 
     def goes_on(row: int) -> bool:
-        """Descend to the child that holds the token after the path, and return whether there is one. Sampled chains
-        stop before a node without a distribution, which the next step handles."""
+        """Descend to the child that holds the token after the path, and return whether there is one.
+
+        Sampled chains stop before a node without a distribution, which the next step handles.
+        """
         following = children[row].get(paths[row][-1], ())
         matching = [child for child in following if tokens[row][child] == bonus[row]]
         if not matching or (q[row] is not None and not distributions.exists(row, matching[0])):

@@ -156,7 +156,7 @@ def load_drafter(
                 "device out."
             )
         drafters = [drafter for drafter, _ in loaded]
-        whole = drafters[0] if len(drafters) == 1 else entries()["combined"].load(drafters, target)
+        whole = drafters[0] if len(drafters) == 1 else entries()["hybrid"].load(drafters, target)
     except UsageError as error:
         if own_device is not None or (path is not None and str(path) not in bundled()):
             raise

@@ -102,8 +102,9 @@ class Conversation:
         return Turn(text, self.engine.submit(ids, params, listener))
 
     def keep(self, turn: Turn) -> Completion:
-        """Wait for the answer, and add message and answer to the conversation. A cancelled answer is added as far as it
-        got, unless it has no text.
+        """Wait for the answer, and add message and answer to the conversation.
+
+        A cancelled answer is added as far as it got, unless it has no text.
 
         Raises:
             NumbersError, RequestError: The answer failed; the conversation stays as it was.

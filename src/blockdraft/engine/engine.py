@@ -120,7 +120,9 @@ class Engine:
 
     def memory_bytes(self) -> int:
         """Return the most memory that the engine takes: the caches of target and drafter, and the workspace of a step.
-        A CPU hands it out as it is used."""
+
+        A CPU hands it out as it is used.
+        """
         return self.memory.bytes(self.cache_tokens)
 
     @property
@@ -195,8 +197,9 @@ class Engine:
         drafting: RequestDrafting | None = None,
         trace: bool = False,
     ) -> Iterator[Chunk]:
-        """Answer one prompt, one chunk per step. Arguments and errors are those of `submit`; it raises before the first
-        chunk.
+        """Answer one prompt, one chunk per step.
+
+        Arguments and errors are those of `submit`; it raises before the first chunk.
 
         Returns:
             An iterator of chunks. Their texts and tokens, joined, are those of `generate`. Dropping the iterator before
@@ -321,7 +324,9 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all requests, free the memory, and store the learned step times for the next engine of this pair.
-        Closing again does nothing."""
+
+        Closing again does nothing.
+        """
         with self._lock:
             if self._closed:
                 return

@@ -54,8 +54,11 @@ class AnswerGrammar:
         return self._matcher.consume_token(token)
 
     def after(self, tokens: Sequence[int]) -> Tensor | None:
-        """Return the tokens that may follow the answer and `tokens`, `[V]` bool on the CPU, or None if `tokens` may not
-        follow it or nothing may follow them. Only end tokens follow an end token."""
+        """Return the tokens that may follow the answer and `tokens`, `[V]` bool on the CPU.
+
+        Return None if `tokens` may not follow the answer, or if nothing may follow them. Only end tokens follow an end
+        token.
+        """
         matcher = self._matcher.deep_copy()  # an error at a draft token must not end the answer
         for token in tokens:
             if self._ends[token]:

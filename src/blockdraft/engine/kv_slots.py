@@ -148,8 +148,10 @@ class FreeSlots:
 
 
 class PrefixIndex:
-    """Finds the sequence with the longest common prefix, by the hashes of blocks of `BLOCK` tokens. The hash of a block
-    covers all blocks before it."""
+    """Finds the sequence with the longest common prefix, by the hashes of blocks of `BLOCK` tokens.
+
+    The hash of a block covers all blocks before it.
+    """
 
     def __init__(self) -> None:
         self._tokens: dict[int, list[int]] = {}
@@ -170,8 +172,10 @@ class PrefixIndex:
                 del self._starts[key]
 
     def longest(self, tokens: Sequence[int]) -> Prefix | None:
-        """Return the longest prefix of these tokens that a sequence holds, or None if it is shorter than a block. Ties
-        go to the sequence that was indexed first."""
+        """Return the longest prefix of these tokens that a sequence holds, or None if it is shorter than a block.
+
+        Ties go to the sequence that was indexed first.
+        """
         candidates: Iterable[int] = ()
         for key in _hashes(tokens):
             if key not in self._starts:
@@ -268,8 +272,10 @@ class Memory:
         return part.workspace_bytes(1, observed, max(min(slots, self._max_sequence_slots), observed))
 
     def of_one(self, slots: int) -> dict[str, int]:
-        """Return the memory of one request alone: the weights of target and drafter, their caches with so many slots,
-        and the workspace of a step."""
+        """Return the memory of one request alone, in bytes.
+
+        This is the weights of target and drafter, their caches with so many slots, and the workspace of a step.
+        """
         alone = replace(self, max_batch_size=1)
         weights = self.target.weight_bytes() + self.drafter.weight_bytes()
         return {"weights": weights, "caches": alone.caches(slots), "workspace": alone.workspace(slots)}

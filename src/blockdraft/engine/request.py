@@ -121,7 +121,9 @@ class Request:
 
     def extend(self, token_ids: Sequence[int], drafted: Sequence[bool], logprobs: Sequence[TokenLogprob] = ()) -> int:
         """Add committed tokens up to a stop token, a stop string or the length limit, and return how many were added.
-        A tokenizer that fails ends the request."""
+
+        A tokenizer that fails ends the request.
+        """
         for count, (token, is_draft) in enumerate(zip(token_ids, drafted, strict=True), start=1):
             self.token_ids.append(token)
             self.drafted.append(is_draft)

@@ -377,8 +377,10 @@ def _trace(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, index:
 
 
 def token_logprobs(logits_MV: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
-    """Return the log-softmax of each token under its logits, with the `count` likeliest tokens. Ties go to lower
-    ids."""
+    """Return the log-softmax of each token under its logits, with the `count` likeliest tokens.
+
+    Ties go to lower ids.
+    """
     logprobs = []
     size, count = max(1, PART // logits_MV.size(-1)), min(count, logits_MV.size(-1))
     for first in range(0, len(tokens), size):

@@ -101,8 +101,7 @@ class Scheduler:
         return requests
 
     def step(self) -> list[Request]:
-        """Admit requests, read some of their prompts, decode one step of the others, and return the requests that have
-        ended."""
+        """Admit requests, prefill some, decode one step of the others, and return the finished ones."""
         try:
             ended = self._end_cancelled()
             if self._waiting:

@@ -1,5 +1,7 @@
-"""Text to tokens and back: encodes and checks prompts, and decodes answers token by token, with any tokenizer of
-transformers."""
+"""Conversion between text and tokens, with any tokenizer of transformers.
+
+It encodes and checks prompts, and decodes answers token by token.
+"""
 
 from __future__ import annotations
 
@@ -320,8 +322,10 @@ class TextStream:
         return count
 
     def _shortened(self, window: list[int], text: str, given: int) -> tuple[list[int], int]:
-        """Return the window's last tokens, and how many characters of their text were returned already. Return the
-        whole window if its last tokens alone do not end in the same text."""
+        """Return the window's last tokens, and how many characters of their text were returned already.
+
+        Return the whole window if its last tokens alone do not end in the same text.
+        """
         kept = window[-KEPT:]
         short, held = self._decode(kept), len(text) - given
         if len(short) > held and text.endswith(short[-held - 1 :]):

@@ -85,8 +85,10 @@ class Worker:
             yield
 
     def leave_to_parent(self) -> None:
-        """Cancel all requests in a forked process, which has no worker thread. They go on in the parent. Listeners are
-        not called."""
+        """Cancel all requests in a forked process, which has no worker thread.
+
+        They go on in the parent. Listeners are not called.
+        """
         self.thread = None
         for scheduler in self._schedulers:
             for request in scheduler.cancel():

@@ -161,8 +161,10 @@ def write_folder(
 
 
 def check_writable(path: str | Path) -> None:
-    """Raise what `write_folder` would raise: a UsageError if the folder holds something else, an OSError if nothing can
-    be created beside it."""
+    """Raise what `write_folder` would raise.
+
+    This is a UsageError if the folder holds something else, and an OSError if nothing can be created next to it.
+    """
     path = Path(path).resolve()
     free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     need(

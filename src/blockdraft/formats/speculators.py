@@ -171,8 +171,9 @@ def write_checkpoint(
     target_architectures: Sequence[str],
     trained: Trained = UNKNOWN,
 ) -> None:
-    """Write a folder that `speculators` and vLLM load. It appears completely or not at all, and replaces the folder of
-    an earlier drafter.
+    """Write a folder that `speculators` and vLLM load.
+
+    It appears completely or not at all, and replaces the folder of an earlier drafter.
 
     Args:
         path: The folder.

@@ -209,8 +209,9 @@ def read_checkpoint(
 def write_checkpoint(
     path: str | Path, config: DraftConfig, tensors: Mapping[str, Tensor], trained: Trained = UNKNOWN
 ) -> None:
-    """Write a folder that z-lab's `from_pretrained` loads. It appears completely or not at all, and replaces the folder
-    of an earlier drafter.
+    """Write a folder that z-lab's `from_pretrained` loads.
+
+    It appears completely or not at all, and replaces the folder of an earlier drafter.
 
     Raises:
         UsageError: The folder holds something else, or the tensors do not fit the configuration or have several dtypes.

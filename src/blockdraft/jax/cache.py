@@ -90,8 +90,10 @@ def _leading_nodes(index: Any) -> int | None:
 
 
 class JaxCache(KVCache):
-    """A `KVCache` in JAX arrays: keys and values `[layers, kv_heads, KV slots, D]`, and optionally one hidden state per
-    token, `[1, 1, KV slots, H]`. Every write donates them.
+    """A `KVCache` in JAX arrays.
+
+    It holds keys and values `[layers, kv_heads, KV slots, D]`, and optionally one hidden state per token, `[1, 1, KV
+    slots, H]`. Every write donates them.
 
     A forward leaves the keys and values of its nodes in `pending`, and `commit` writes those of the accepted path. So
     rollback is free, and a tree costs a commit no more than a chain.

@@ -11,7 +11,7 @@ from torch import Tensor
 from blockdraft.jax.cache import JaxCache, JaxTensor
 from blockdraft.jax.model import Array, CacheView, Decoder, Memory, Params, angles, as_numpy, bucket, load_params
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
-from blockdraft.nn.foreign import in_torch
+from blockdraft.nn.foreign_tensor import in_torch
 from blockdraft.nn.rotary import rotary_frequencies
 
 NO_LIMIT = np.int32(2**30)  # a draft window that hides nothing

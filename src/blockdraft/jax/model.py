@@ -153,8 +153,9 @@ class CacheView:
     def masks(
         self, memory: Array, positions: Array, within: Array, window: int | None, latest: Array | None = None
     ) -> tuple[Array, Array]:
-        """Return the attention masks of nodes at `positions` `[B, N]`: over KV slots, `[B, N, S]`, and nodes,
-        `[B, N, N]`.
+        """Return the attention masks of nodes at `positions` `[B, N]`.
+
+        One is over KV slots, `[B, N, S]`, the other over nodes, `[B, N, N]`.
 
         Args:
             within: `[B, N, N]`, the nodes that each node attends to, apart from a window.

@@ -127,8 +127,11 @@ def _copied(tensor: Tensor) -> Array:
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight `[out, in]` as `mx.quantize` stores it. Its scales are float32 whatever the arithmetic: rounded to half
-    precision they shift whole groups of weights, and deep drafters lose their acceptance."""
+    """A weight `[out, in]` as `mx.quantize` stores it.
+
+    Its scales are float32 whatever the arithmetic: rounded to half precision they shift whole groups of weights, and
+    deep drafters lose their acceptance.
+    """
 
     weight: Array
     scales: Array

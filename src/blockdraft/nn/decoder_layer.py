@@ -50,7 +50,9 @@ class Norm(nn.Module):
 
     def scale(self, x: Tensor) -> Tensor:
         """Return the factor `[..., 1]` float32 that norms x `[..., size]`, in half of the operations of `F.rms_norm`.
-        On a CPU, an operation costs more than its arithmetic."""
+
+        On a CPU, an operation costs more than its arithmetic.
+        """
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return torch.addcmul(self.eps, size, size, value=1 / x.size(-1)).rsqrt_()
 

@@ -20,8 +20,10 @@ LEAST_NORM = 1e-6  # added to the squared lengths of queries and keys to avoid d
 
 
 class Entering(NamedTuple):
-    """Inputs of the recurrence at some nodes for each value head, `[..., heads, D]` or `[..., heads]`, in float32 or
-    wider."""
+    """Inputs of the recurrence at some nodes for each value head, in float32 or wider.
+
+    Shapes are `[..., heads, D]` or `[..., heads]`.
+    """
 
     queries: Tensor
     keys: Tensor
@@ -218,8 +220,10 @@ class TreeRecurrence:
 
 
 class ExactRecurrence:
-    """Recurrence node by node, each from the state after its parent. All operations have one shape, so the bits of a
-    node do not depend on what else is computed. The nodes come in pieces, as in `forward_in_pieces`.
+    """Recurrence node by node, each from the state after its parent.
+
+    All operations have one shape, so the bits of a node do not depend on what else is computed. The nodes come in
+    pieces, as in `forward_in_pieces`.
 
     Args:
         state: State of the sequences before the nodes.

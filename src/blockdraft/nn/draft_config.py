@@ -22,8 +22,10 @@ class LayerAttention:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """Configuration of a DFlash v1 drafter, from any variant of config.json. Raises ValueError for values out of
-    range."""
+    """Configuration of a DFlash v1 drafter, from any variant of config.json.
+
+    Raises ValueError for values out of range.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -97,8 +99,10 @@ def check_shape(config: Any) -> None:
 
 
 def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Spread `count` target layers over the target like z-lab's `build_target_layer_ids`: halves round to even. Raises
-    ValueError if the target has no layers, or fewer than the four that a spread needs."""
+    """Spread `count` target layers over the target like z-lab's `build_target_layer_ids`: halves round to even.
+
+    Raises ValueError if the target has no layers, or fewer than the four that a spread needs.
+    """
     if whole("the number of taps", count) == 1:
         return (whole("num_target_layers", num_target_layers) // 2,)
     span = whole("num_target_layers", num_target_layers, minimum=4) - 4  # from layer 1 to the third from the end

@@ -31,8 +31,10 @@ class GatedMLP(nn.Module):
 
 
 def rms_factor(x: Tensor, eps: float) -> Tensor:
-    """Return the factor `[..., 1]` float32 of an RMS norm without weight on x `[..., D]`, in fewer operations than
-    `F.rms_norm` on a CPU."""
+    """Return the factor `[..., 1]` float32 of an RMS norm without weight on x `[..., D]`.
+
+    On a CPU it takes fewer operations than `F.rms_norm`.
+    """
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     factor: Tensor = size.square_().mul_(1 / x.size(-1)).add_(eps).rsqrt_()
     return factor

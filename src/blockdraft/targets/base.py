@@ -183,8 +183,11 @@ class Target(Protocol):
 
     @property
     def shape(self) -> Mapping[str, Any]:
-        """Sizes for a new drafter, as far as the model has them: intermediate_size, num_attention_heads,
-        num_key_value_heads, head_dim, rms_norm_eps, rope_theta, rope_scaling (as in `DraftConfig`)."""
+        """Sizes for a new drafter, as far as the model has them.
+
+        They are intermediate_size, num_attention_heads, num_key_value_heads, head_dim, rms_norm_eps, rope_theta and
+        rope_scaling (as in `DraftConfig`).
+        """
         return {}
 
     @cached_property
@@ -222,8 +225,10 @@ class Target(Protocol):
         return DraftHost(dtype=self.dtype, embed=self.embed, target_head=self.head, own_head=head or self.draft_head)
 
     def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
-        """Return the runner of a draft network for this target: the one that `plugins.RUNNERS` names for this backend,
-        or the network's own, which uses torch's operations.
+        """Return the runner of a draft network for this target.
+
+        It is the one that `plugins.RUNNERS` names for this backend, or the network's own, which uses torch's
+        operations.
 
         Args:
             network: Draft network of any device and dtype; it is moved to those of the target.

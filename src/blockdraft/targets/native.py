@@ -186,8 +186,10 @@ class NativeTarget(CheckpointTarget):
         return ", ".join([*parts, *([f"{kind} weights"] if kind else [])])
 
     def _draft_bits(self, network: DraftNetwork) -> int | None:
-        """Return the bits to which a draft network is quantized for this target: those of the target's layers, or fewer
-        where the network was trained with fewer."""
+        """Return the bits to which a draft network is quantized for this target.
+
+        They are those of the target's layers, or fewer if the network was trained with fewer.
+        """
         narrow = self.compiled is not None and self.compiled.library.inputs_dtype == torch.bfloat16
         # Processors without such instructions multiply small integers no faster than bfloat16.
         bits = BESIDE_BFLOAT16 if narrow and not self.bits and multiplies_bfloat16() else self.bits

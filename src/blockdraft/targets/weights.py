@@ -207,8 +207,10 @@ def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel,
 
 
 def _merged(model: PreTrainedModel, path: str | Path, adapter: str | Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Merge an adapter into a model, which is changed, and return both the model and the adapter's weights. Errors as
-    in `load_model`."""
+    """Merge an adapter into a model, which is changed, and return both the model and the adapter's weights.
+
+    Errors as in `load_model`.
+    """
     try:
         from peft import PeftModel, get_peft_model_state_dict
     except ModuleNotFoundError as error:

@@ -141,10 +141,10 @@ def decay(slots: Slots) -> Tensor:
 def dpace(slots: Slots) -> Tensor:
     """Return the cross-entropy, weighted by how much a slot matters for the accepted length (D-PACE).
 
-    In arXiv 2605.18810, with q_k the probability of the k-th label and `s_k = (1 - a) q_k + a`, the first k draft tokens
+    In arXiv 2605.18810, q_k is the probability of the k-th label and `s_k = (1 - a) q_k + a`. The first k draft tokens
     are accepted with probability of about `P_k = s_1 * ... * s_k`, and the expected length is their sum. Its derivative
-    by `log q_k` gives slot k the weight `w_k = P_k + P_{k+1} + ...`. Weights carry no gradient. The sum is divided by the
-    number of taught slots, which keeps its proportion to other objectives.
+    by `log q_k` gives slot k the weight `w_k = P_k + P_{k+1} + ...`. Weights carry no gradient. The sum is divided by
+    the number of taught slots, which keeps its proportion to other objectives.
     """
     entropy, taught = cross_entropy(slots), slots.taught_CK
     with torch.no_grad():
@@ -172,7 +172,7 @@ def total_variation(slots: Slots) -> Tensor:
 
 @objective(decayed=True, needs_teacher=True)
 def acceptance(slots: Slots) -> Tensor:
-    """Return the negative log acceptance, `-log sum_v min(p_v, q_v)`: steep where drafter and target hardly ever agree."""
+    """Return the negative log acceptance, `-log sum_v min(p_v, q_v)`: steep where drafter and target disagree."""
     return -acceptance_rate(slots).clamp(min=LEAST_ACCEPTANCE).log()
 
 

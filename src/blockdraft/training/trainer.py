@@ -353,7 +353,7 @@ class Trainer:
         return Sums(*sums)
 
     def _evaluate_unless_stopped(self, step: int, end: bool) -> dict[str, Any]:
-        """Return the metrics of `_evaluate`, or none if a signal interrupts it. The last evaluation is finished first."""
+        """Return the metrics of `_evaluate`, or none if a signal interrupts it. The last one is finished first."""
         hurried = not end and self.accelerator.num_processes == 1
         if hurried and self.stops.number is not None:
             return {}
@@ -401,7 +401,7 @@ class Trainer:
             export(folder, written, self.config, tensors, self.target, kept, with_embedding, bits)
 
     def _save(self, step: int) -> None:
-        """Write the drafter and then a checkpoint. The order matters: a run with its last checkpoint has nothing to do."""
+        """Write the drafter and then a checkpoint, in this order: a run with its last checkpoint has nothing to do."""
         self._export(self.out, self.written)
         state = checkpoints.gather_state(self.module, self.optimizers)
         if self.accelerator.is_main_process:

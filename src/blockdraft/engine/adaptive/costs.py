@@ -194,8 +194,10 @@ class Probe:
     drafter: Drafter
 
     def rows(self, count: int, context: int, room: int) -> tuple[Runner, list[RunningSequence]]:
-        """Prefill sequences of `context` arbitrary tokens, with slots for `room` more, or for as many as drafters
-        want, even beyond the target's context."""
+        """Prefill sequences of `context` arbitrary tokens, with slots for `room` more.
+
+        Drafters may want more slots, even beyond the target's context.
+        """
         prompt = [(7 * i + 3) % self.target.vocab_size for i in range(context)]
         capacity = self.target.row_slots(context + slots_behind(self.drafter, room))
         runner, params = Runner(self.target, self.drafter, count * capacity), SamplingParams(room, seed=0)

@@ -62,8 +62,10 @@ class Acceptance:
             self._weight /= FADE
 
     def chain_tokens(self) -> list[float]:
-        """Return the expected tokens of a step by draft tokens in its chain, from 0 on. Positions that were seldom
-        reached borrow from the others."""
+        """Return the expected tokens of a step by draft tokens in its chain, from 0 on.
+
+        Positions that were seldom reached borrow from the others.
+        """
         self._chain_tokens = list(accumulate(accumulate(self._rates(), mul), initial=1.0))
         return self._chain_tokens
 
@@ -137,8 +139,7 @@ class Acceptance:
 
 @dataclass
 class Slowdown:
-    """How much slower all steps have become since the first, whatever their size, because of other work on the
-    machine."""
+    """Slowdown of all steps since the first, whatever their size, because of other work on the machine."""
 
     factor: float = 1.0
 
@@ -239,15 +240,19 @@ class StepTimes:
         return result
 
     def affordable(self, seconds: float) -> int:
-        """Return the last entry that takes less than `seconds`, or the next one if it has hardly run, since its
-        estimate may be wrong. One draft token is always affordable."""
+        """Return the last entry that takes less than `seconds`, or the next one if it has hardly run.
+
+        The estimate of a size that has hardly run may be wrong. One draft token is always affordable.
+        """
         entry = sum(time < seconds for time in self.expected())
         entry = max(entry if entry < len(self._counts) and self._counts[entry] <= RARE else entry - 1, 2)
         return min(entry, len(self._counts) - 1)
 
     def learned(self) -> tuple[float, tuple[tuple[int, float], ...]] | None:
-        """Return the seconds without a draft, and the sizes that have run with their seconds, or None before the first
-        step."""
+        """Return the seconds without a draft, and those of each size that has run.
+
+        Return None before the first step.
+        """
         if not any(self._counts):
             return None
         plain, *seconds = self.expected()

@@ -55,8 +55,11 @@ class Decision:
 def controller(
     drafter: Drafter, drafting: Drafting, load_costs: LoadCosts, now: Callable[[], float] = time.time
 ) -> Controller:
-    """Return the policy of an engine. The members of a hybrid drafter take turns where chain lengths are chosen: a tree
-    merges the drafts of all members, and a sampled chain must be chosen by a fixed rule."""
+    """Return the policy of an engine.
+
+    The members of a hybrid drafter take turns where chain lengths are chosen: a tree merges the drafts of all members,
+    and a sampled chain must be chosen by a fixed rule.
+    """
     free_chains = drafting == replace(drafting, block_size="auto", tree_budget=0, sampled=False)
     kind = HybridController if len(drafter.parts) > 1 and free_chains else Controller
     return kind(drafter, drafting, load_costs, now)

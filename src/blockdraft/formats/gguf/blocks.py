@@ -76,8 +76,10 @@ def _q8_0(raw: Tensor) -> QuantizedWeight:
 
 
 def _q2_k(raw: Tensor) -> QuantizedWeight:
-    """Read Q2_K: 16 groups of 16 values per block. Scale and offset of a group are factors of the block times 4-bit
-    numbers."""
+    """Read Q2_K: 16 groups of 16 values per block.
+
+    Scale and offset of a group are factors of the block times 4-bit numbers.
+    """
     units = _halves(raw[..., 80:])
     scale, offset = _nested(raw[..., :16] & 15, units[..., :1]), _nested(raw[..., :16] >> 4, -units[..., 1:])
     return _weight(_numbers(raw[..., 16:80], 2, 32), scale, offset, 4)

@@ -51,8 +51,9 @@ class Parts:
 
 
 class CompiledAutoregressive(CompiledNetwork):
-    """An `AutoregressiveRunner` with one library call per method. The nodes of a draft lie in the KV slots behind their
-    sequence's committed tokens.
+    """An `AutoregressiveRunner` with one library call per method.
+
+    The nodes of a draft lie in the KV slots behind their sequence's committed tokens.
 
     Args:
         network, host, owned: As in `CompiledNetwork`.
@@ -198,8 +199,10 @@ class CompiledAutoregressive(CompiledNetwork):
         hidden_states: Tensor | None = None,
         logits: Tensor | None = None,
     ) -> None:
-        """Run nodes as in `pass_of`, and write to `hidden_states` and `logits`. Without these, compute only keys and
-        values."""
+        """Run nodes as in `pass_of`, and write to `hidden_states` and `logits`.
+
+        Without these, compute only keys and values.
+        """
         tokens, beside = tokens.contiguous(), beside.contiguous()
         call, end = self._call(state, tokens.size(0), tokens.size(1), done)
         call.parents, call.beside, call.reach, call.hidden_slots = address(parents), beside.data_ptr(), window, 1

@@ -184,8 +184,10 @@ class CompiledNetwork(CompiledLayers):
             own.key_norm = self._pointer(attention.k_norm.weight)
 
     def _call(self, state: KVCache, batch: int, count: int, done: int = 0) -> tuple[CallFields, int]:
-        """Return a call on `count` nodes behind each sequence's committed tokens and `done` earlier nodes, and how many
-        KV slots its sequences reach."""
+        """Return a call on `count` nodes per sequence, and how many KV slots its sequences reach.
+
+        The nodes follow the committed tokens of each sequence and `done` earlier nodes.
+        """
         config, end = self.config, state.check_room(done + count)
         size = self.library.slot_size(config.head_dim)
         shape = (len(self._layers), 2 * config.num_key_value_heads, size)

@@ -237,8 +237,10 @@ class Library:
         return self._checked(self._decoder_workspace(byref(model), batch, nodes, slots, threads))
 
     def decoder_forward(self, model: ModelFields, call: CallFields) -> int:
-        """Run the layers and return 0. If the call's workspace is too small, do nothing and return the float32 numbers
-        that it needs."""
+        """Run the layers and return 0.
+
+        If the call's workspace is too small, do nothing and return the float32 numbers that it needs.
+        """
         return self._checked(self._decoder_forward(byref(model), byref(call)))
 
     def draft_chain(self, model: ModelFields, call: CallFields, chain: ChainFields) -> int:
@@ -246,8 +248,7 @@ class Library:
         return self._checked(self._draft_chain(byref(model), byref(call), byref(chain)))
 
     def draft_context_workspace(self, model: ModelFields, batch: int, nodes: int, inputs: int) -> int:
-        """Return the float32 numbers in the workspace of `draft_context`, for hidden states of `inputs` numbers per
-        node."""
+        """Return the size of the workspace of `draft_context` in float32 numbers, for inputs of `inputs` numbers."""
         return self._checked(self._draft_context_workspace(byref(model), batch, nodes, inputs))
 
     def draft_context(self, model: ModelFields, call: CallFields, hidden_states: LinearFields, norm: int) -> int:

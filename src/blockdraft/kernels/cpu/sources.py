@@ -39,8 +39,10 @@ def name_of(*facts: object) -> str:
 
 
 def keep(path: Path, name: str) -> None:
-    """Rename a library so that `whole` finds it. The name holds its digest, because an incomplete library would crash
-    the process."""
+    """Rename a library so that `whole` finds it.
+
+    The name holds its digest, because an incomplete library would crash the process.
+    """
     path.replace(path.with_name(f"{name}-{_digest(path)}.so"))
 
 

@@ -59,8 +59,10 @@ class Origin:
         return os.environ.get(SWITCH) != "0" and sum(file.stat().st_size for file in self.files) >= LEAST_BYTES
 
     def path(self, kernels: Kernels) -> Path:
-        """Return the path of the cached file, one for each checkpoint and set of options. If the checkpoint changes,
-        its file is replaced."""
+        """Return the path of the cached file, one for each checkpoint and set of options.
+
+        If the checkpoint changes, its file is replaced.
+        """
         facts = [[str(file.resolve()) for file in self.files], self.options, self._layout(kernels)]
         key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         return cache_folder() / "weights" / f"{key}.weights"

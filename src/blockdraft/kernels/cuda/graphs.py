@@ -140,8 +140,10 @@ MOST_PADDING = max(bucket(count) - count for count in range(1, MOST_NODES + 1))
 
 
 def room(capacity: int) -> int:
-    """Return the KV slots for a cache of this capacity, with room for padding behind the last nodes. They are rounded
-    up, so that requests of similar lengths have memories of one layout."""
+    """Return the KV slots for a cache of this capacity, with room for padding behind the last nodes.
+
+    They are rounded up, so that requests of similar lengths have memories of one layout.
+    """
     return slot_bucket(capacity + MOST_PADDING)
 
 

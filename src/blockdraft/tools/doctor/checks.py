@@ -1,4 +1,4 @@
-"""Checks of `blockdraft doctor`: would a drafter do better if its checkpoint were read differently?
+"""Checks of `blockdraft doctor`, which read a drafter's checkpoint differently and compare acceptance.
 
 Each kind of drafter has a `checks.py` in its folder that defines `CHECKER`, a subclass of `Checker` for the class of
 its configuration.
