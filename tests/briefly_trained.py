@@ -17,7 +17,8 @@ from blockdraft.plugins import parts
 from blockdraft.settings import read_settings
 from blockdraft.targets import BUNDLED, load_target
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.trainer import TrainingJob, run_folder, train
+from blockdraft.training.job import TrainingJob
+from blockdraft.training.trainer import run_folder, train
 from blockdraft.types import SamplingParams
 
 PROMPTS, TOKENS = 32, 64

@@ -50,7 +50,6 @@ UNFINISHED = (
     "recipes/tiny/bundle.py",
     "src/blockdraft/cli/",
     "src/blockdraft/compat/",
-    "src/blockdraft/data/",
     "src/blockdraft/decode/",
     "src/blockdraft/diffusion/",
     "src/blockdraft/drafters/",

@@ -110,7 +110,7 @@ def test_a_target_with_a_template_continues_where_it_is_asked_to(
     where = [source(tmp_path, [{"text": STORY[:40]}])]
     Preparation(tmp_path / "a", target, where, RecordSettings(), settings(continued=10)).run(engine(target))
     assert read(tmp_path / "a")[0][0] == encode("the cat sat", base)[1:]
-    with pytest.raises(ValueError, match=r"record 1: this is a plain text, which cannot be answered; .* --continue N"):
+    with pytest.raises(ValueError, match=r"record 1: this is a plain text, not a prompt; .* --continue N"):
         Preparation(tmp_path / "b", target, where, RecordSettings(), settings())
     with pytest.raises(ValueError, match="made with continued .*'tokens': 10.* not .*'tokens': 11"):
         Preparation(tmp_path / "a", target, where, RecordSettings(), settings(continued=11))
@@ -206,7 +206,7 @@ def test_only_the_continuation_is_learned_and_loops_are_not(ids: Callable[[str],
     looping = Continuation("the end", None, ids, 100)
     looping.next_prompt()
     looping.take(Answer("", [7] * 30, ended=False))
-    assert (looping.documents, looping.reason) == ([], "answer loops")
+    assert (looping.documents, looping.reason) == ([], "repetitive response")
 
 
 def test_a_server_must_tell_tokens(ids: Callable[[str], list[int]]) -> None:

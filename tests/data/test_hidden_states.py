@@ -75,7 +75,7 @@ def test_a_full_disk_is_refused_before_it_starts(
     usage = namedtuple("usage", "total used free")
     need = sum(LENGTHS) * 2 * target.hidden_size * 2
     monkeypatch.setattr(hidden_states.shutil, "disk_usage", lambda path: usage(0, 0, need - 1))
-    with pytest.raises(ValueError, match=r"need 0\.0 MiB and .* has 0\.0 MiB free; choose fewer taps"):
+    with pytest.raises(ValueError, match=r"need 0\.0 MiB and .* has 0\.0 MiB free; choose fewer target layers"):
         plan_hidden_states(tmp_path / "new/f", target, data, TARGET_LAYERS, HiddenStateSettings()).write()
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr(hidden_states.shutil, "disk_usage", lambda path: usage(0, 0, need))
@@ -92,7 +92,7 @@ def test_anothers_cache_is_refused(tmp_path: Path, target: Target, data: TokenDa
             (target, data, (0, 1)),
             r"target_layers \(2, 0\) instead of \[0, 1\]|target_layers \[2, 0\] instead of \[0, 1\]",
         ),
-        ((target, others, TARGET_LAYERS), "other features: data "),
+        ((target, others, TARGET_LAYERS), "other hidden states: data "),
     ]:
         with pytest.raises(ValueError, match=message + ".*or run `blockdraft hidden-states` with another folder"):
             found.check(*arguments)
@@ -104,7 +104,7 @@ def test_anothers_cache_is_refused(tmp_path: Path, target: Target, data: TokenDa
     weights = load_file(tmp_path / "target/model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"] *= 1.1
     save_file(weights, tmp_path / "target/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="other features: target "):
+    with pytest.raises(ValueError, match="other hidden states: target "):
         found.check(load_target(tmp_path / "target", device="cpu"), data, TARGET_LAYERS)
 
 
@@ -119,7 +119,7 @@ def test_some_of_the_stored_taps_are_read(tmp_path: Path, target: Target, data: 
     ]:
         found.check(target, data, target_layers)
         torch.testing.assert_close(found.of(1, target_layers), torch.cat(expected, dim=-1), atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match=r"other features: target_layers \(2, 0\) instead of \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"other hidden states: target_layers \(2, 0\) instead of \[0, 1\]"):
         found.check(target, data, (0, 1))
 
 
@@ -154,7 +154,7 @@ def test_what_another_process_has_written_since_the_plan_stays(tmp_path: Path, t
     ]
     same = plan_hidden_states(tmp_path / "f", target, data, TARGET_LAYERS, FLOAT)
     plans[0].write()
-    with pytest.raises(ValueError, match=r"holds other features: target_layers \[2, 0\] instead of \[0, 2\]"):
+    with pytest.raises(ValueError, match=r"holds other hidden states: target_layers \[2, 0\] instead of \[0, 2\]"):
         plans[1].write()
     told: list[int] = []
     same.write(lambda done, total: told.append(total))
@@ -170,5 +170,5 @@ def test_batches_hold_like_lengths() -> None:
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="dtype must be 'bfloat16', 'float16' or 'float32', got 'int8'"):
         HiddenStateSettings(dtype="int8")
-    with pytest.raises(ValueError, match="batch_tokens is 0"):
+    with pytest.raises(ValueError, match="batch_tokens must be at least 1, got 0"):
         HiddenStateSettings(batch_tokens=0)

@@ -309,7 +309,7 @@ def test_loops_and_long_prompts_are_left_out_and_counted(
     served = serve(reply)
     rows = [*ONE_TURN, {"prompt": "long " * 60}]
     counts = prepared(tmp_path / "a", target, rows, SERVER).run(ServerAnswerer(served.url, "m", 3, {}))["counts"]
-    assert counts["left_out"] == {"no supervised token": 1, "answer loops": 1, "prompt too long": 1}
+    assert counts["left_out"] == {"no supervised token": 1, "repetitive response": 1, "prompt too long": 1}
     assert (counts["rows"], counts["documents"], len(served.requests)) == (8, 5, 7)
 
 
@@ -343,8 +343,8 @@ def test_many_loops_are_told_once_and_early(
         return told
 
     assert run("a", 3) == [
-        "after 4: 3 of 4 answers loop (75%) and are kept up to where they begin to; --temperature 0.7 (sampling), with "
-        "another --out, makes them fewer."
+        "after 4: 3 of 4 responses are repetitive (75%) and kept up to the repetition; --temperature 0.7 (sampling), "
+        "with another --out, makes them fewer."
     ]
     [told] = run("b", 1, replace(SERVER, sampling=SamplingParams(24, 0.9, seed=5)))
     assert told.endswith("a smaller --max-new-tokens, with another --out, makes them fewer.")

@@ -11,7 +11,8 @@ from blockdraft.data.hidden_states import plan_hidden_states
 from blockdraft.data.settings import HiddenStateSettings
 from blockdraft.settings import read_settings
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.trainer import TrainingJob, run_folder, train
+from blockdraft.training.job import TrainingJob
+from blockdraft.training.trainer import run_folder, train
 from blockdraft.training.variant import find_variant
 from blockdraft.types import Drafting
 

@@ -21,8 +21,9 @@ from blockdraft.tools.doctor.settings import DoctorSettings
 from blockdraft.tools.inspect import inspect
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import Format, convert, export
+from blockdraft.training.job import TrainingJob
 from blockdraft.training.progress import Progress
-from blockdraft.training.trainer import TrainingJob, run_folder, train
+from blockdraft.training.trainer import run_folder, train
 from blockdraft.training.variant import find_variant, variant_names
 from blockdraft.types import Drafting
 

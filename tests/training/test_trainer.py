@@ -34,8 +34,9 @@ from blockdraft.training import checkpoints, hidden_state_sources, preflight, qu
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.graceful_shutdown import FINISH, Stopped, StopSignals
 from blockdraft.training.hidden_state_sources import FOLDER
+from blockdraft.training.job import TrainingJob
 from blockdraft.training.progress import Progress, RunLog
-from blockdraft.training.trainer import Trainer, TrainingJob, run_folder, train
+from blockdraft.training.trainer import Trainer, run_folder, train
 from blockdraft.training.variant import find_variant, variant_names
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -477,7 +478,7 @@ def test_weights_are_rounded_in_every_other_step(run: Run, tmp_path: Path, monke
     assert few[2]["held_out_loss"] == pytest.approx(plain[2]["held_out_loss"], rel=0.05)
     one = weights(tmp_path / "few")["layers.0.self_attn.q_proj.weight"]
     assert len(one[0].unique()) == one.size(1)
-    with pytest.raises(ValueError, match="qat_bits is '5'; it must be 4 or 8"):
+    with pytest.raises(ValueError, match="qat-bits must be 4 or 8, got '5'"):
         run(tmp_path / "odd", qat_bits="5")
 
 

@@ -94,10 +94,10 @@ def train(
         from blockdraft.training.devices import make_accelerator
         from blockdraft.training.export import format_for
         from blockdraft.training.graceful_shutdown import Stopped, finish_on_signal
+        from blockdraft.training.job import TrainingJob
         from blockdraft.training.objectives import find_objective
         from blockdraft.training.progress import Progress, run_folder
         from blockdraft.training.recipe import begun_with
-        from blockdraft.training.trainer import TrainingJob
         from blockdraft.training.trainer import train as train_drafter
     except ModuleNotFoundError as error:
         raise missing_package("Training", error) from error

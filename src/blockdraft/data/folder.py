@@ -1,4 +1,4 @@
-"""Manifests and files of folders with data or features; each file appears whole or not at all."""
+"""Manifests and files of folders with data or hidden states; each file appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from blockdraft.errors import UsageError
 
 
 def fingerprint(value: Any) -> str:
-    """Fingerprint, 16 hexadecimal digits, of a value that can be written as JSON."""
+    """Return the fingerprint, 16 hexadecimal digits, of a value that can be written as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_manifest(path: Path, version: int) -> dict[str, Any] | None:
-    """Read a manifest; None if there is no such file.
+    """Read a manifest, or return None if there is no such file.
 
     Raises:
         UsageError: The file is broken or of another format version.
     """
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found = manifest["format"]
+        number = manifest["format"]
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(f"{path} cannot be read ({error}); copy it again, or make the folder anew.") from error
-    if found != version:
-        raise UsageError(f"{path} is of format {found} and this version reads {version}; make the folder anew.")
+    if number != version:
+        raise UsageError(f"{path} is of format {number} and this version reads {version}; make the folder anew.")
     return manifest
 
 
@@ -67,10 +67,10 @@ def check_writable(folder: Path) -> None:
     Raises:
         UsageError: It cannot.
     """
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "may not be written to" if there.is_dir() else "is no folder"
-        raise UsageError(f"{folder} cannot be written to, since {there} {why}; choose another --out.")
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "may not be written to" if existing.is_dir() else "is no folder"
+        raise UsageError(f"{folder} cannot be written to, since {existing} {why}; choose another --out.")
 
 
 def check_overwrite(folder: Path, names: Iterable[str], overwrite: bool) -> None:

@@ -1,4 +1,4 @@
-"""Data folders from records of conversations or text."""
+"""Preparation of data folders from records of conversations or text."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from blockdraft.errors import UsageError
 from blockdraft.folders import held
 from blockdraft.targets import Target, TargetText, without_tokenizer
 
-CHARACTERS = 4  # average number of characters of a token; sets the size of the pieces of a text that is continued
+CHARACTERS = 4  # average number of characters of a token; sets the size of the pieces of a continued text
 
 
 class RecordReader:
-    """Records, and the way in which they become documents or prompts for a target.
+    """Reader of records, which turns them into documents or prompts for a target.
 
     Args:
         target: Target, of which tokenizer and limits are used, and no weights.
         sources, records: See `read_records`.
-        settings: Way in which records become documents.
+        settings: How records become documents.
 
     Attributes:
         encoder: Encoder of chats and texts.
         length: Maximum number of tokens of a document.
-        continued: Number of tokens of each text that the target continues without a chat template; None if it answers
-            chats or writes nothing.
+        continued: Number of tokens of each text that the target continues without a chat template; None if it responds
+            to chats or writes nothing.
 
     Raises:
         UsageError: The target has no tokenizer, or a length exceeds its limit.
@@ -91,7 +91,7 @@ class RecordReader:
         return f"Without a chat template, the target continues the first {self.continued} tokens of each text{prompts}."
 
     def records(self) -> Iterator[tuple[str, Record]]:
-        """All records with their places.
+        """Yield all records with their places.
 
         Raises:
             UsageError: A source cannot be read, or a record has none of the accepted forms.
@@ -111,12 +111,12 @@ class RecordReader:
             return
         if self._settings.writer != "text" and isinstance(record, str):
             raise UsageError(
-                f"{place}: this is a plain text, which cannot be answered; leave out --regenerate, or have the target "
-                f"continue it with --continue N."
+                f"{place}: this is a plain text, not a prompt; leave out --regenerate, or have "
+                "the target continue it with --continue N."
             )
         if self._settings.writer == "text" and not isinstance(record, str):
             if any(message["content"] is None for message in record):
-                raise UsageError(f"{place}: this is a prompt without a response; add --regenerate to have it answered.")
+                raise UsageError(f"{place}: this is a prompt without a response; add --regenerate to generate one.")
             self.encoder.check()
 
     def check_first(self) -> None:
@@ -138,14 +138,14 @@ class RecordReader:
             raise UsageError(f"{place}: {error}") from error
 
     def task(self, record: Record) -> Task:
-        """Task that has a record answered or continued."""
+        """Return the task that generates the responses of a record, or continues it."""
         if self.continued is not None:
             return self._continuation(record)
         assert not isinstance(record, str)
         return Conversation(prompts_of(record), self.encoder, self.length)
 
     def documents(self, record: Record) -> Iterator[Document]:
-        """Documents of a record's own text, without those that have no supervised token."""
+        """Yield the documents of a record's own text, without those that have no supervised token."""
         if isinstance(record, str):
             ids = self.encoder.text(record)
             for begin in range(0, len(ids), self.length):
@@ -164,8 +164,7 @@ class RecordReader:
         return Continuation(text, most, self.encoder.text, self.length)
 
     def _check_prompt(self, text: Continuation) -> None:
-        """Check that decoding reads a prompt as the same tokens, because a difference would go unnoticed in
-        training."""
+        """Check that decoding reads a prompt as the same tokens. Training would not notice a difference."""
         ours = text.next_prompt()
         tokenizer = self._target.tokenizer
         if ours is None or tokenizer is None or tokenizer.chat_template is not None:
@@ -174,7 +173,7 @@ class RecordReader:
         if ours != theirs:
             raise UsageError(
                 f"a text has the tokens {ours[:8]}... here and {theirs[:8]}... in decoding, so a drafter would learn "
-                f"from texts that it never meets; give the target the tokenizer that it is used with."
+                "from tokens that it never meets; give the target the tokenizer that it is used with."
             )
 
     def _encoded(self, chat: list[Message]) -> Iterator[tuple[list[int], list[bool]]]:
@@ -190,8 +189,8 @@ class Preparation:
     """A data folder that is about to be made. All records are read and checked before anything is computed.
 
     Args:
-        folder: Folder of the data. If it holds a part of them, that part is kept. If it holds finished data, records
-            that have been added at the end of the sources are added.
+        folder: Folder of the data. A part of them that it holds is kept. If it holds finished data, records that were
+            appended to the sources are added.
         target, sources, records, settings: See `RecordReader`.
 
     Attributes:
@@ -220,8 +219,8 @@ class Preparation:
         self.total, self.digest, before = self._check_records(manifest["rows"])
         if manifest["digest"] not in (None, before):
             raise UsageError(
-                f"{folder} was made from {manifest['rows']} records, and the first {manifest['rows']} of these are "
-                f"others (there are {self.total}); choose another folder for --out, or delete this one."
+                f"{folder} was made from {manifest['rows']} records, and the first {manifest['rows']} of these "
+                f"{self.total} differ from them; choose another folder for --out, or delete this one."
             )
         self.missing = self.total - len(self.writer.done)
 
@@ -235,7 +234,7 @@ class Preparation:
         """Make the missing data. Finished parts are kept if the run is interrupted.
 
         Args:
-            answerer: Source of new answers; None keeps those of the records.
+            answerer: Writer of new responses; None keeps those of the records.
             progress: Called with the pace, the records done and the records to do in this run.
             note: Called with sentences that should stay on the screen.
             facts: Further entries of the manifest.
@@ -244,7 +243,7 @@ class Preparation:
             The manifest.
 
         Raises:
-            UsageError: The template refuses a chat, a server does not answer, the disk is full, no token is supervised
+            UsageError: The template refuses a chat, a server does not respond, the disk is full, no token is supervised
                 in the end, or another process makes the same data.
         """
         with held(self.writer.folder, "making data"):
@@ -274,11 +273,11 @@ class Preparation:
             progress("started", 0, self.missing)
         try:
             if answerer is not None:
-                tasks = ((number, self.reader.task(record)) for number, _, record in self._todo())
+                tasks = ((number, self.reader.task(record)) for number, _, record in self._missing_records())
                 length = self.reader.length
                 regenerate(tasks, answerer, self.writer, self.settings.sampling, length, report, note)
             else:
-                for number, place, record in self._todo():
+                for number, place, record in self._missing_records():
                     try:
                         documents = list(self.reader.documents(record))
                     except ValueError as error:
@@ -290,7 +289,7 @@ class Preparation:
         return self.writer.finish()
 
     def _check_records(self, known: int) -> tuple[int, str, str]:
-        """Check all records. Returns their number, their digest, and the digest of the first `known` of them."""
+        """Check all records. Return their number, their digest, and the digest of the first `known` of them."""
         digest, before, count = hashlib.sha256(), "", 0
         for place, record in self.reader.records():
             self.reader.check(place, record)
@@ -299,7 +298,7 @@ class Preparation:
             before = digest.hexdigest()[:16] if count == known else before
         return count, digest.hexdigest()[:16], before
 
-    def _todo(self) -> Iterator[tuple[int, str, Record]]:
+    def _missing_records(self) -> Iterator[tuple[int, str, Record]]:
         for number, (place, record) in enumerate(self.reader.records()):
             if number not in self.writer.done:
                 yield number, place, record

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,9 @@ from blockdraft.training.batches import Documents
 from blockdraft.training.defaults import Resolved, resolve
 from blockdraft.training.export import Format
 from blockdraft.training.hidden_state_sources import FOLDER
+from blockdraft.training.job import TrainingJob
 from blockdraft.training.metrics import encode_prompts
 from blockdraft.training.recipe import Recipe, begun_with
-
-if TYPE_CHECKING:
-    from blockdraft.training.trainer import TrainingJob
 
 FEW_STEPS = 100  # fewer than these get a note
 # Recipe fields that may change when a run resumes, because they do not change what is learned. `Schedule` checks steps

@@ -8,27 +8,25 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
-from accelerate import Accelerator
 from torch.distributed.fsdp import FSDPModule
 
-from blockdraft.data.documents import TokenData
 from blockdraft.drafters import entries
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.folders import clear_remains, held
 from blockdraft.machine import wait_for
 from blockdraft.settings import as_toml
-from blockdraft.targets import Target
 from blockdraft.training import checkpoints, preflight
 from blockdraft.training.batches import Batch, Batches
 from blockdraft.training.devices import begin_trackers, end_processes, track
 from blockdraft.training.export import Format, export
 from blockdraft.training.graceful_shutdown import Stopped, StopSignals, agreed, clear_finish_request, finish_requested
 from blockdraft.training.hidden_state_sources import FOLDER, batch_hidden_states, open_source
+from blockdraft.training.job import TrainingJob
 from blockdraft.training.loss import DraftLoss, Sums
 from blockdraft.training.metrics import (
     held_out_prompts,
@@ -41,41 +39,8 @@ from blockdraft.training.metrics import (
 from blockdraft.training.optimizers import make_optimizers, set_rate
 from blockdraft.training.progress import Progress, RunLog, draw_curves, run_folder
 from blockdraft.training.quantized_weights import quantized_layers, quantized_weights
-from blockdraft.training.recipe import Recipe
 from blockdraft.training.schedule import Schedule
 from blockdraft.training.variant import find_variant
-from blockdraft.types import Prompt
-
-
-@dataclass(frozen=True)
-class TrainingJob:
-    """A training run, new or to be resumed.
-
-    Attributes:
-        variant: Name of the variant.
-        target: Target, on the accelerator's device.
-        data: Documents to train on and to measure on.
-        out: Folder of the drafter; the run's own folder lies beside it, see `run_folder`.
-        recipe: Recipe of the variant's recipe class.
-        accelerator: From `make_accelerator`.
-        prompts: Prompts to measure tau on; None takes the beginnings of held-out documents.
-        progress: Callbacks of the main process.
-        written: Format of the drafter in `out`; None is the first one of its kind.
-        more: Steps to add beyond the end of a run.
-        other_responses: Accept responses that another model wrote.
-    """
-
-    variant: str
-    target: Target
-    data: TokenData
-    out: Path
-    recipe: Recipe
-    accelerator: Accelerator
-    prompts: Sequence[Prompt] | None = None
-    progress: Progress = field(default_factory=Progress)
-    written: Format | None = None
-    more: int = 0
-    other_responses: bool = False
 
 
 def train(job: TrainingJob) -> list[dict[str, Any]]:

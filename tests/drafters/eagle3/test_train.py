@@ -21,9 +21,10 @@ from blockdraft.targets import Target, embedding_and_head
 from blockdraft.training.batches import Rows
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import Format, export
+from blockdraft.training.job import TrainingJob
 from blockdraft.training.loss import term_weights
 from blockdraft.training.objectives import Slots
-from blockdraft.training.trainer import TrainingJob, run_folder, train
+from blockdraft.training.trainer import run_folder, train
 from blockdraft.types import Drafting, SamplingParams
 
 KEPT = [3, 5, 6, 9, 10, 11, 30]

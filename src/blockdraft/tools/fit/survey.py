@@ -38,7 +38,8 @@ from blockdraft.timing import telling
 from blockdraft.tools.fit.facts import Machine, Measured, Speeds, TargetFacts
 from blockdraft.tools.fit.plan import anchors, reference, stored_target_layers
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.trainer import Trainer, TrainingJob
+from blockdraft.training.job import TrainingJob
+from blockdraft.training.trainer import Trainer
 from blockdraft.training.variant import find_variant
 from blockdraft.types import Quantize, SamplingParams
 
