@@ -20,7 +20,7 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
 
 
-def answer_places(messages: Sequence[Message]) -> list[int]:
+def response_indices(messages: Sequence[Message]) -> list[int]:
     """Return the indices of the assistant's messages after the first message of a user."""
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     return [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > min(users, default=i)]
@@ -71,7 +71,7 @@ class ChatEncoder:
         self.check()
         return self._chat(messages)
 
-    def last_answer(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+    def last_response(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
         """Return the token ids of a chat before its last message, a response, and of this response.
 
         Raise as `chat` does.
@@ -126,7 +126,7 @@ class ChatEncoder:
         whole = self._render(messages)
         encoding = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         ids, written = list(encoding["input_ids"]), [False] * len(encoding["input_ids"])
-        for i in answer_places(messages)[-1:] if last_only else answer_places(messages):
+        for i in response_indices(messages)[-1:] if last_only else response_indices(messages):
             before = self._render(messages[:i], add_generation_prompt=True)
             after = self._render(messages[: i + 1])
             if not (after.startswith(before) and whole.startswith(after)):

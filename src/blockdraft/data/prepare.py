@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import tensor
 
-from blockdraft.data.answerers import Answerer
-from blockdraft.data.chats import ChatEncoder, answer_places
+from blockdraft.data.chats import ChatEncoder, response_indices
 from blockdraft.data.documents import FORMAT, MANIFEST, Document, tokenizer_fingerprint
 from blockdraft.data.folder import check_writable, fingerprint, read_manifest
 from blockdraft.data.records import Message, Record, read_records
 from blockdraft.data.regenerate import Continuation, Conversation, Task, prompts_of, regenerate
+from blockdraft.data.responders import Responder
 from blockdraft.data.settings import CONTINUED, LONGEST, DataSettings, RecordSettings
 from blockdraft.data.writer import DataWriter
 from blockdraft.engine.text import encode
@@ -180,9 +180,9 @@ class RecordReader:
         if not self._settings.split_turns:
             yield self.encoder.chat(chat)
             return
-        for i in answer_places(chat):
-            prompt, answer = self.encoder.last_answer(chat[: i + 1])
-            yield prompt + answer, [False] * len(prompt) + [True] * len(answer)
+        for i in response_indices(chat):
+            prompt, response = self.encoder.last_response(chat[: i + 1])
+            yield prompt + response, [False] * len(prompt) + [True] * len(response)
 
 
 class Preparation:
@@ -226,7 +226,7 @@ class Preparation:
 
     def run(
         self,
-        answerer: Answerer | None = None,
+        responder: Responder | None = None,
         progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
         note: Callable[[str], None] = lambda text: None,
         **facts: Any,
@@ -234,7 +234,7 @@ class Preparation:
         """Make the missing data. Finished parts are kept if the run is interrupted.
 
         Args:
-            answerer: Writer of new responses; None keeps those of the records.
+            responder: Writer of new responses; None keeps those of the records.
             progress: Called with the pace, the records done and the records to do in this run.
             note: Called with sentences that should stay on the screen.
             facts: Further entries of the manifest.
@@ -249,11 +249,11 @@ class Preparation:
         with held(self.writer.folder, "making data"):
             if read_manifest(self.writer.folder / MANIFEST, FORMAT) != self.writer.manifest:
                 raise UsageError(f"{self.writer.folder} was changed by another process meanwhile; run this again.")
-            return self._run(answerer, progress, note, facts)
+            return self._run(responder, progress, note, facts)
 
     def _run(
         self,
-        answerer: Answerer | None,
+        responder: Responder | None,
         progress: Callable[[str, int, int], None],
         note: Callable[[str], None],
         facts: dict[str, Any],
@@ -272,10 +272,10 @@ class Preparation:
         if self.missing:
             progress("started", 0, self.missing)
         try:
-            if answerer is not None:
+            if responder is not None:
                 tasks = ((number, self.reader.task(record)) for number, _, record in self._missing_records())
                 length = self.reader.length
-                regenerate(tasks, answerer, self.writer, self.settings.sampling, length, report, note)
+                regenerate(tasks, responder, self.writer, self.settings.sampling, length, report, note)
             else:
                 for number, place, record in self._missing_records():
                     try:

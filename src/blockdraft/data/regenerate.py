@@ -7,18 +7,18 @@ chat template, as base models do.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from torch import arange, tensor
 
-from blockdraft.data.answerers import Answer, Answerer
-from blockdraft.data.chats import ChatEncoder, answer_places
+from blockdraft.data.chats import ChatEncoder, response_indices
 from blockdraft.data.documents import LOOPS, Document
 from blockdraft.data.loops import before_loop
 from blockdraft.data.records import Message
+from blockdraft.data.responders import Responder, Response
 from blockdraft.data.writer import DataWriter
 from blockdraft.errors import UsageError
 from blockdraft.types import SamplingParams
@@ -29,7 +29,7 @@ SAMPLING = 0.7  # a temperature at which few responses are repetitive
 TOKEN_CHARACTERS = 32  # upper bound on the characters of a token
 
 
-class Task(Protocol):
+class Task(ABC):
     """A record whose responses are to be generated.
 
     Attributes:
@@ -39,24 +39,34 @@ class Task(Protocol):
         looped: Whether the last response is repetitive. It is kept up to where the repetition begins.
     """
 
-    messages: list[Message]
-    documents: list[Document]
-    reason: str | None
-    looped: bool
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.documents: list[Document] = []
+        self.reason: str | None = None
+        self.looped = False
 
+    @abstractmethod
     def next_prompt(self) -> list[int] | None:
         """Return the token ids of the next prompt, or None if no prompt is left."""
 
-    def take(self, answer: Answer) -> None:
+    @abstractmethod
+    def take(self, response: Response) -> None:
         """Add the response to the last prompt.
 
         Raises:
             UsageError: A server and we disagree about the tokens.
         """
 
+    def _before_loop(self, token_ids: list[int]) -> list[int]:
+        """Return the useful tokens of a response. Record whether it is repetitive, and why no token is useful."""
+        useful, self.looped = before_loop(token_ids)
+        if not useful:
+            self.reason = LOOPS if self.looped else "no supervised token"
+        return useful
 
-class Conversation:
-    """A chat whose responses are generated turn by turn; a `Task`.
+
+class Conversation(Task):
+    """A chat whose responses are generated turn by turn.
 
     Attributes:
         documents: Finished documents. Turns share a document as long as the template's next prompt begins with exactly
@@ -65,10 +75,7 @@ class Conversation:
     """
 
     def __init__(self, prompts: list[list[Message]], encoder: ChatEncoder, length: int) -> None:
-        self.messages: list[Message] = []
-        self.documents: list[Document] = []
-        self.reason: str | None = None
-        self.looped = False
+        super().__init__()
         self._parts, self._encoder, self._length = prompts, encoder, length
         self._ids: list[int] = []
         self._written: list[bool] = []
@@ -84,36 +91,35 @@ class Conversation:
         self._close()
         return None
 
-    def take(self, answer: Answer) -> None:
-        message = {"role": "assistant", "content": answer.text}
-        if answer.reasoning:
-            message["reasoning_content"] = answer.reasoning
+    def take(self, response: Response) -> None:
+        message = {"role": "assistant", "content": response.text}
+        if response.reasoning:
+            message["reasoning_content"] = response.reasoning
         self.messages.append(message)
-        prompt, ids = self._prompt, answer.token_ids
-        if answer.prompt_ids is not None and answer.prompt_ids != prompt:
+        prompt, ids = self._prompt, response.token_ids
+        if response.prompt_ids is not None and response.prompt_ids != prompt:
             raise UsageError(
-                f"The server reads a prompt as {len(answer.prompt_ids)} tokens and the target's chat template makes "
+                f"The server reads a prompt as {len(response.prompt_ids)} tokens and the target's chat template makes "
                 f"{len(prompt)} other ones; have it use the same model, or give --chat-template or --template-args."
             )
         if ids is None:
-            prompt, ids = self._encoder.last_answer(self.messages)
-            if answer.reasoning and answer.reasoning.strip() not in self._encoder.decode(ids):
+            prompt, ids = self._encoder.last_response(self.messages)
+            if response.reasoning and response.reasoning.strip() not in self._encoder.decode(ids):
                 raise UsageError(
                     "The server reports reasoning apart from the response, and the target's chat template drops it; "
                     "start the server without its reasoning parser."
                 )
-            if not answer.ended:
+            if not response.ended:
                 ids = self._encoder.without_end(ids)
-        ids, self.looped = before_loop(ids)
+        ids = self._before_loop(ids)
         if not ids:
-            self.reason = LOOPS if self.looped else "no supervised token"
             self._parts.clear()
             return
         if prompt[: len(self._ids)] != self._ids:
             self._close()
         self._written += [False] * (len(prompt) - len(self._written)) + [True] * len(ids)
         self._ids = prompt + ids
-        if self.looped or not answer.ended:
+        if self.looped or not response.ended:
             self._parts.clear()  # a chat does not go on after half a response
 
     def _close(self) -> None:
@@ -130,7 +136,7 @@ def prompts_of(messages: Sequence[Message]) -> list[list[Message]]:
     The last message of a user gets a response too.
     """
     parts: list[list[Message]] = [[]]
-    replaced = answer_places(messages)
+    replaced = response_indices(messages)
     for i, message in enumerate(messages):
         if i not in replaced:
             parts[-1].append(message)
@@ -139,8 +145,8 @@ def prompts_of(messages: Sequence[Message]) -> list[list[Message]]:
     return [part for part in parts if part]
 
 
-class Continuation:
-    """A text that is continued; a `Task`.
+class Continuation(Task):
+    """A text that is continued.
 
     Args:
         text: The text. A blank text has nothing to continue.
@@ -153,10 +159,7 @@ class Continuation:
     """
 
     def __init__(self, text: str, most: int | None, encode: Callable[[str], list[int]], length: int) -> None:
-        self.messages: list[Message] = []
-        self.documents: list[Document] = []
-        self.reason: str | None = None
-        self.looped = False
+        super().__init__()
         self._text, self._most, self._encode, self._length = text, most, encode, length
         self._prompt: list[int] | None = None
         self.begun = ""
@@ -176,25 +179,22 @@ class Continuation:
         self.reason = "prompt too long"
         return None
 
-    def take(self, answer: Answer) -> None:
+    def take(self, response: Response) -> None:
         assert self._prompt is not None
-        prompt, ids = self._prompt, answer.token_ids
+        prompt, ids = self._prompt, response.token_ids
         if ids is None:
             raise UsageError(
                 "The server does not report the ids of the tokens that it writes (`return_token_ids`, as vLLM does), "
                 "and the text of a continuation does not determine them; use another server, or leave out --server."
             )
-        if answer.prompt_ids is not None and answer.prompt_ids != prompt:
+        if response.prompt_ids is not None and response.prompt_ids != prompt:
             raise UsageError(
-                f"The server reads a text as {len(answer.prompt_ids)} tokens that differ from the {len(prompt)} that "
+                f"The server reads a text as {len(response.prompt_ids)} tokens that differ from the {len(prompt)} that "
                 "were sent; have it use the same model."
             )
-        ids, self.looped = before_loop(ids)
-        if not ids:
-            self.reason = LOOPS if self.looped else "no supervised token"
-            return
-        whole = tensor(prompt + ids)
-        self.documents.append(Document(whole, arange(len(whole)) >= len(prompt)))
+        if ids := self._before_loop(ids):
+            whole = tensor(prompt + ids)
+            self.documents.append(Document(whole, arange(len(whole)) >= len(prompt)))
 
 
 def beginning(text: str, most: int, encode: Callable[[str], list[int]]) -> str:
@@ -233,7 +233,7 @@ def loops_note(looped: int, total: int, temperature: float) -> str | None:
 
 def regenerate(
     tasks: Iterable[tuple[int, Task]],
-    answerer: Answerer,
+    responder: Responder,
     writer: DataWriter,
     params: SamplingParams,
     length: int,
@@ -252,18 +252,18 @@ def regenerate(
     """
     running: dict[int, Task] = {}
     waiting = iter(tasks)
-    answered = looped = 0
+    finished = looped = 0
     noted = False
 
-    def advance(key: int, answer: Answer | None = None) -> None:
+    def advance(key: int, response: Response | None = None) -> None:
         task = running[key]
         try:
-            if answer is not None:
-                task.take(answer)
+            if response is not None:
+                task.take(response)
             prompt = task.next_prompt()
         except ValueError as error:
             raise UsageError(f"Record {key + 1}: {error}") from error
-        if answer is not None:
+        if response is not None:
             count(task)
         if prompt is None:
             writer.add(key, task.documents, None if task.documents else task.reason)
@@ -272,24 +272,24 @@ def regenerate(
             return
         seed = (((params.seed or 0) * 1_000_003 + key) * 1_009 + len(task.messages)) % 2**31
         most = min(params.max_new_tokens, length - len(prompt))
-        answerer.ask(key, task.messages, prompt, replace(params, max_new_tokens=most, seed=seed))
+        responder.submit(key, task.messages, prompt, replace(params, max_new_tokens=most, seed=seed))
 
     def count(task: Task) -> None:
-        nonlocal answered, looped, noted
-        answered, looped = answered + 1, looped + task.looped
-        text = loops_note(looped, answered, params.temperature) if answered >= LOOPS_AFTER and not noted else None
+        nonlocal finished, looped, noted
+        finished, looped = finished + 1, looped + task.looped
+        text = loops_note(looped, finished, params.temperature) if finished >= LOOPS_AFTER and not noted else None
         if text is not None:
             noted = True
             note(text)
 
     try:
         while True:
-            while len(running) < answerer.at_once and (new := next(waiting, None)) is not None:
+            while len(running) < responder.at_once and (new := next(waiting, None)) is not None:
                 running[new[0]] = new[1]
                 advance(new[0])
             if not running:
                 return
-            for key, answer in answerer.answers():
-                advance(key, answer)
+            for key, response in responder.responses():
+                advance(key, response)
     finally:
-        answerer.close()
+        responder.close()

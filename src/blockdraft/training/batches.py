@@ -32,7 +32,7 @@ def generator(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state >> np.uint64(1)))
 
 
-class Rows(NamedTuple):
+class PackedSequences(NamedTuple):
     """Packed sequences and their anchors, as a variant sees them.
 
     Attributes:
@@ -51,13 +51,13 @@ class Rows(NamedTuple):
     taught_BAK: Tensor
 
 
-def hidden_states_before(hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
+def hidden_states_before(hidden_states_BSF: Tensor, sequences: PackedSequences) -> Tensor:
     """Return the hidden states of the token before each anchor, `[B, A, F]`.
 
     They are 0 where the anchor is the first token of its document.
     """
-    before_BA = (rows.anchors_BA - 1).clamp(min=0)
-    first_BA = rows.positions_BS.gather(1, rows.anchors_BA.clamp(min=0)) == 0
+    before_BA = (sequences.anchors_BA - 1).clamp(min=0)
+    first_BA = sequences.positions_BS.gather(1, sequences.anchors_BA.clamp(min=0)) == 0
     before_BAF = hidden_states_BSF.gather(1, before_BA.unsqueeze(-1).expand(-1, -1, hidden_states_BSF.size(2)))
     return before_BAF.masked_fill(first_BA.unsqueeze(-1), 0)
 
@@ -71,14 +71,14 @@ class Batch:
         contents: Documents of each sequence, as indices into the data.
     """
 
-    tensors: Rows
+    tensors: PackedSequences
     contents: tuple[tuple[int, ...], ...]
 
     def part(self, begin: int, end: int) -> Batch:
-        return Batch(Rows(*(tensor[begin:end] for tensor in self.tensors)), self.contents[begin:end])
+        return Batch(PackedSequences(*(tensor[begin:end] for tensor in self.tensors)), self.contents[begin:end])
 
-    def on(self, device: torch.device) -> Rows:
-        return Rows(*(tensor.to(device, non_blocking=True) for tensor in self.tensors))
+    def on(self, device: torch.device) -> PackedSequences:
+        return PackedSequences(*(tensor.to(device, non_blocking=True) for tensor in self.tensors))
 
 
 class Documents:
@@ -280,4 +280,4 @@ class Batches:
         taught = (anchors >= 0).unsqueeze(-1) & (places < size[1]) & same
         taught = taught & supervised.gather(1, inside).view_as(places)
         blocks = tokens.gather(1, inside).view_as(places)
-        return Batch(Rows(tokens, positions, documents, anchors, blocks, taught[:, :, 1:]), tuple(sequences))
+        return Batch(PackedSequences(tokens, positions, documents, anchors, blocks, taught[:, :, 1:]), tuple(sequences))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blockdraft.targets import Target
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.objectives import Slots, slot_weights
 from blockdraft.training.variant import Variant
 
@@ -55,12 +55,12 @@ class DraftLoss(nn.Module):
         Args:
             hidden_states_BSF: Outputs of the target at the drafter's target layers.
             teacher_BSH: Input of the target's head; None if nothing learns from it.
-            sequences: Fields of `Rows` as separate tensors, which wrappers for many devices can pass on.
+            sequences: Fields of `PackedSequences` as separate tensors, which wrappers for many devices can pass on.
         """
-        sums: Sums = self._run(hidden_states_BSF, teacher_BSH, Rows(*sequences))
+        sums: Sums = self._run(hidden_states_BSF, teacher_BSH, PackedSequences(*sequences))
         return sums
 
-    def _sums(self, hidden_states_BSF: Tensor, teacher_BSH: Tensor | None, batch: Rows) -> Sums:
+    def _sums(self, hidden_states_BSF: Tensor, teacher_BSH: Tensor | None, batch: PackedSequences) -> Sums:
         if not torch.is_autocast_enabled(hidden_states_BSF.device.type):
             hidden_states_BSF = hidden_states_BSF.float()
         hidden = self._variant.hidden(self.network, self._target, hidden_states_BSF, batch).flatten(0, 1)
@@ -68,12 +68,12 @@ class DraftLoss(nn.Module):
         # The target's logits for the k-th token come from the token before it.
         count, slots = batch.taught_BAK.shape[1:]
         places = (batch.anchors_BA.unsqueeze(-1) + torch.arange(slots, device=taught.device)).flatten(0, 1)
-        rows = torch.arange(len(batch.anchors_BA), device=taught.device).repeat_interleave(count)
+        batch_index = torch.arange(len(batch.anchors_BA), device=taught.device).repeat_interleave(count)
         places = places.clamp(0, batch.documents_BS.size(1) - 1)
         size, sums, right, counts = self._variant.recipe.chunk, [], [], []
         for begin in range(0, len(hidden), size):
             part = slice(begin, begin + size)
-            inputs = (hidden[part], tokens[part], taught[part], teacher_BSH, rows[part], places[part])
+            inputs = (hidden[part], tokens[part], taught[part], teacher_BSH, batch_index[part], places[part])
             whole = len(hidden) <= size  # recomputing a single chunk would save no memory
             result = self._chunk(*inputs) if whole else checkpoint(self._chunk, *inputs, use_reentrant=False)
             sums.append(result[0])
@@ -97,7 +97,7 @@ class DraftLoss(nn.Module):
         tokens_CL: Tensor,
         taught_CK: Tensor,
         teacher_BSH: Tensor | None,
-        rows_C: Tensor,
+        batch_index_C: Tensor,
         places_CK: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weighted loss of each term, the mask of right slots, and the variant's counts, over a chunk."""
@@ -106,7 +106,7 @@ class DraftLoss(nn.Module):
         teacher = None
         if teacher_BSH is not None:
             with torch.no_grad():
-                teacher = target.head(teacher_BSH[rows_C.unsqueeze(-1), places_CK].to(target.dtype))
+                teacher = target.head(teacher_BSH[batch_index_C.unsqueeze(-1), places_CK].to(target.dtype))
         slots = Slots(hidden_CKH, logits, tokens_CL, taught_CK, teacher)
         losses = variant.losses(self.network, slots)
         sums = [

@@ -16,7 +16,7 @@ yet when a drafter drafts.
 
         def config(self, target): return MyConfig(...)
         def new_network(self, config, vocabulary): return MyNetwork(config)
-        def hidden(self, network, target, hidden_states_BSF, rows): ...
+        def hidden(self, network, target, hidden_states_BSF, sequences): ...
         def factors(self): return {**super().factors(), "mine": self.recipe.my_weight}
         def losses(self, network, slots): return {**super().losses(network, slots), "mine": ...}
 
@@ -49,7 +49,7 @@ from blockdraft.formats import read_drafter
 from blockdraft.nn.draft_config import need
 from blockdraft.plugins import DRAFTERS, part_names
 from blockdraft.targets import Target
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.objectives import Slots, default_gamma, find_objective
 from blockdraft.training.recipe import Recipe
 
@@ -225,14 +225,14 @@ class Variant(ABC, Generic[R, N, C]):
         return self.recipe.block_size - 1
 
     @abstractmethod
-    def hidden(self, network: N, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
+    def hidden(self, network: N, target: Target, hidden_states_BSF: Tensor, sequences: PackedSequences) -> Tensor:
         """Compute the hidden states of all taught slots, `[B, A, K, H]`, of all blocks at once.
 
         Args:
             network: The draft network itself, not its wrapper.
             hidden_states_BSF: Outputs of the target at `config.target_layers`, concatenated. Those of the anchor and
                 of later tokens are included and must not be used.
-            rows: Tokens, documents and anchors, on the target's device. Blocks of negative anchors are meaningless.
+            sequences: Tokens, documents and anchors, on the target's device. Negative anchors have no block.
         """
 
     def logits(self, network: N, target: Target, hidden_CKH: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from blockdraft.errors import Complaints, UsageError
 from blockdraft.formats import read_drafter
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, embedding_and_head
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import Format, export
 from blockdraft.training.job import TrainingJob
@@ -235,7 +235,9 @@ def test_a_drafter_begins_as_the_last_layer(family: str, tmp_path: Path) -> None
     anchors = torch.arange(1, 12)[None]
     blocks = torch.stack([anchors, anchors.roll(-1)], dim=2)
     documents = torch.zeros(1, 12, dtype=torch.int64)
-    rows = Rows(tokens, torch.arange(12)[None], documents, anchors, blocks, torch.ones(1, 11, 1, dtype=torch.bool))
+    rows = PackedSequences(
+        tokens, torch.arange(12)[None], documents, anchors, blocks, torch.ones(1, 11, 1, dtype=torch.bool)
+    )
     states = variant.hidden(network, target, hidden_states[:, :, :width], rows)
     found = variant.logits(network, target, states[0])[:, 0]
     theirs = target.head(hidden_states[0, :-1, width:].to(target.dtype)).float()[:, kept]
@@ -244,7 +246,7 @@ def test_a_drafter_begins_as_the_last_layer(family: str, tmp_path: Path) -> None
 
 def test_a_layer_of_another_kind_is_no_beginning(target: Target, tmp_path: Path) -> None:
     for fields, told in [
-        ({"target_layers": (0, 2)}, "the last tap is 2; it must be"),
+        ({"target_layers": (0, 2)}, "the last target layer is 2; it must be"),
         ({"heads": 2}, "heads is 2; it must be the target's, 4, with --init last_layer"),
     ]:
         with pytest.raises(UsageError, match=told):

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import torch
 
-from blockdraft.data.answerers import CHECKED_TOKENS
 from blockdraft.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
 from blockdraft.data.hidden_states import plan_hidden_states
 from blockdraft.data.loops import before_loop
+from blockdraft.data.responders import CHECKED_TOKENS
 from blockdraft.data.settings import HiddenStateSettings
 from blockdraft.data.target_layers import target_hidden_states
 from blockdraft.data.writer import DataWriter
@@ -279,7 +279,7 @@ def _answer(
 
 
 def _noticed(answer: list[int]) -> int:
-    """Return the number of tokens after which `EngineAnswerer` notices that a response is repetitive."""
+    """Return the number of tokens after which `EngineResponder` notices that a response is repetitive."""
     places = range(CHECKED_TOKENS, len(answer), CHECKED_TOKENS)
     return next((place for place in places if loops(answer[:place])), len(answer))
 

@@ -25,7 +25,7 @@ CHECKED_TOKENS = 32  # tokens of a response between checks for repetition
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """Response to a prompt.
 
     Attributes:
@@ -43,7 +43,7 @@ class Answer:
     reasoning: str | None = None
 
 
-class Answerer(Protocol):
+class Responder(Protocol):
     """Writer of responses.
 
     Attributes:
@@ -52,23 +52,23 @@ class Answerer(Protocol):
 
     at_once: int
 
-    def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
+    def submit(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
         """Submit a prompt.
 
         Args:
-            key: Identifies the response in `answers`.
+            key: Identifies the response in `responses`.
             messages: Chat of the prompt; empty if the prompt is a text that is continued without a chat template.
             prompt: Token ids of the prompt.
         """
 
-    def answers(self) -> list[tuple[int, Answer]]:
+    def responses(self) -> list[tuple[int, Response]]:
         """Wait until at least one response is complete, and return the keys and responses of all that are."""
 
     def close(self) -> None:
         """Drop the prompts whose responses are not complete."""
 
 
-class EngineAnswerer:
+class EngineResponder:
     """Writes responses with our own engine. A response that becomes repetitive is cancelled."""
 
     def __init__(self, engine: Engine) -> None:
@@ -78,7 +78,7 @@ class EngineAnswerer:
         self._loops: dict[int, int] = {}  # number of tokens after which a response was repetitive
         self._ended: SimpleQueue[int] = SimpleQueue()
 
-    def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
+    def submit(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
         token_ids, checked = list[int](), 0
 
         def receive(chunk: Chunk) -> None:
@@ -95,7 +95,7 @@ class EngineAnswerer:
 
         self._requests[key] = self._engine.submit(prompt, params, receive)
 
-    def answers(self) -> list[tuple[int, Answer]]:
+    def responses(self) -> list[tuple[int, Response]]:
         keys = [self._ended.get()]
         while not self._ended.empty():
             keys.append(self._ended.get())
@@ -103,7 +103,7 @@ class EngineAnswerer:
         for key in keys:
             completion, end = self._requests.pop(key).result().checked(), self._loops.pop(key, None)
             ended = end is None and completion.finish_reason == "stop"
-            responses.append((key, Answer(completion.text, completion.token_ids[:end], ended)))
+            responses.append((key, Response(completion.text, completion.token_ids[:end], ended)))
         return responses
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class EngineAnswerer:
             request.cancel()
 
 
-class ServerAnswerer:
+class ServerResponder:
     """Writes responses with a server that has OpenAI's chat completions, such as vLLM or SGLang.
 
     Prompts without a chat go to its completions, as token ids. The API key is read from the environment variable
@@ -135,10 +135,10 @@ class ServerAnswerer:
         )
         self._pool = ThreadPoolExecutor(at_once)
         self._extra = {"chat_template_kwargs": template_args} if template_args else {}
-        self._running: dict[Future[Answer], int] = {}
+        self._running: dict[Future[Response], int] = {}
         self._closing = Event()
 
-    def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
+    def submit(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
         body = {
             "model": self._model,
             "max_tokens": params.max_new_tokens,
@@ -151,7 +151,7 @@ class ServerAnswerer:
         }
         self._running[self._pool.submit(self._request, "chat/completions" if messages else "completions", body)] = key
 
-    def answers(self) -> list[tuple[int, Answer]]:
+    def responses(self) -> list[tuple[int, Response]]:
         done, _ = wait(self._running, return_when=FIRST_COMPLETED)
         return [(self._running.pop(future), future.result()) for future in done]
 
@@ -160,7 +160,7 @@ class ServerAnswerer:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
-    def _request(self, path: str, body: dict[str, Any]) -> Answer:
+    def _request(self, path: str, body: dict[str, Any]) -> Response:
         """Send a request, and repeat it while the server is busy or absent."""
         reason = "closed"
         for attempt in range(RETRIES + 1):
@@ -182,7 +182,7 @@ class ServerAnswerer:
         )
 
 
-def _parsed(response: Any, url: str) -> Answer:
+def _parsed(response: Any, url: str) -> Response:
     try:
         body = response.json()
         [choice] = body["choices"]
@@ -192,7 +192,7 @@ def _parsed(response: Any, url: str) -> Answer:
         if finish_reason not in ("stop", "length"):
             raise UsageError(f"a response has the finish reason {finish_reason!r}")
         ids, prompt_ids = choice.get("token_ids"), choice.get("prompt_token_ids") or body.get("prompt_token_ids")
-        return Answer(message["content"] or "", ids, finish_reason == "stop", prompt_ids, reasoning)
+        return Response(message["content"] or "", ids, finish_reason == "stop", prompt_ids, reasoning)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{url} does not answer as OpenAI's chat completions do ({error}): {response.text[:300]}; check --server."
