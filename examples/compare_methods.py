@@ -1,4 +1,4 @@
-"""Decode the same prompts plainly, with chains and with trees of guesses: equal tokens, different speeds.
+"""Decode the same prompts plainly, with chains and with trees of draft tokens: equal tokens, different speeds.
 
     python examples/compare_methods.py [TARGET DRAFTER]
 
@@ -27,14 +27,14 @@ def main(path: str | None = None, drafter: str | None = None) -> None:
     target = load_target(path)
     params = SamplingParams(max_new_tokens=128)
     tokens = []
-    for name, (other, drafting) in METHODS.items():
-        engine = Engine(target, load_drafter(other or drafter, target=target), drafting=drafting)
+    for name, (method_drafter, drafting) in METHODS.items():
+        engine = Engine(target, load_drafter(method_drafter or drafter, target=target), drafting=drafting)
         engine.generate(PROMPTS[:1], params)  # warm-up
         answers = [engine.generate([prompt], params)[0] for prompt in PROMPTS]
         tokens.append([answer.token_ids for answer in answers])
         stats = merge(answer.stats for answer in answers)
         print(f"{name:15} {stats.tokens_per_second:8.1f} tokens/s, tau {stats.tau:.2f}")
-    print("same tokens:", all(each == tokens[0] for each in tokens))
+    print("same tokens:", all(other == tokens[0] for other in tokens))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ PARAMS = blockdraft.SamplingParams(max_new_tokens=96)
 
 
 async def answer(engine: blockdraft.Engine, number: int, prompt: str) -> str:
-    """One user's request; the engine decodes concurrent requests together."""
+    """Send one user's request; the engine decodes concurrent requests together."""
     await asyncio.sleep(0.01 * number)  # users do not arrive all at once
     parts = [chunk.text async for chunk in engine.astream(prompt, PARAMS)]
     return "".join(parts)

@@ -2,7 +2,7 @@
 
     python examples/own_drafter.py FOLDER [TARGET]
 
-The settings are tiny, so that it takes a minute with the bundled target, and the drafter guesses little. A real run
+The settings are tiny, so that it takes a minute with the bundled target, and the drafter predicts little. A real run
 takes thousands of prompts, more layers and more steps; docs/training.md says which settings matter.
 """
 
@@ -14,10 +14,10 @@ from pathlib import Path
 PROMPTS = [f"Ann has {n} apples and buys {n + 3} more. How many apples does she have now?" for n in range(2, 34)]
 RECIPE = """
 layers = 1
-taps = 2
+target_layers = 2
 block_size = 4
-length = 128      # tokens of a row
-anchors = 32      # blocks of a row: about length / block_size
+length = 128      # tokens of a training sequence
+anchors = 32      # blocks of a sequence: about length / block_size
 batch = 4
 held_out = 4      # documents to measure on
 eval_prompts = 2
@@ -35,7 +35,7 @@ def main(folder: Path, target: str | None = None, steps: int = 30) -> None:
     of = ["--target", target] if target else []
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     (folder / "recipe.toml").write_text(RECIPE)
-    # The drafter learns to guess the target's own answers.
+    # The drafter learns to predict the target's own responses.
     blockdraft("data", folder / "prompts.jsonl", *of, "--regenerate", "--out", folder / "data")
     blockdraft(
         *("train", "dflash", folder / "recipe.toml", *of, "--data", folder / "data"),

@@ -1,4 +1,4 @@
-"""Answer a question, and see how many tokens the drafter saved the target.
+"""Answer a question, and see how many tokens were drafted.
 
 python examples/quickstart.py
 """
@@ -9,14 +9,14 @@ QUESTION = "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?
 
 
 def main() -> None:
-    target = blockdraft.load_target()  # the bundled one; or a folder or hub name
-    drafter = blockdraft.load_drafter(target=target)  # the one that was trained for it
+    target = blockdraft.load_target()  # the default model; or a folder, hub name or GGUF file
+    drafter = blockdraft.load_drafter(target=target)  # its bundled drafter
     engine = blockdraft.Engine(target, drafter)
     params = blockdraft.SamplingParams(max_new_tokens=128)
 
     [answer] = engine.generate([QUESTION], params)
     print(answer.text)
-    print(f"{len(answer.token_ids)} tokens, {sum(answer.drafted)} of them guessed, tau {answer.tau:.2f}")
+    print(f"{len(answer.token_ids)} tokens, {sum(answer.drafted)} of them drafted, tau {answer.tau:.2f}")
 
     # The same without a drafter gives the same tokens.
     plain = blockdraft.Engine(target, blockdraft.load_drafter("none", target=target))

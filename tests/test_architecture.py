@@ -263,7 +263,6 @@ def test_a_kind_that_is_asked_for_is_reported() -> None:
 # What is called like a kind: a value in z-lab's files, a layout, and the kind that is advised.
 NAMING = {
     "blockdraft.plugins",  # the registry
-    "blockdraft.evaluation.methods",
     "blockdraft.formats.zlab",
     "blockdraft.radar.drafting",
     "blockdraft.tools.inspect.drafters",

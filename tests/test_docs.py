@@ -1,4 +1,4 @@
-"""What the docs tell people to type works, word for word.
+"""What the docs tell readers to type works, word for word.
 
 Every `blockdraft` command of the docs, be it in a block or in a sentence, is parsed by the command line. Those in
 blocks, and the Python blocks, are run as well, page by page, in a folder that holds what they name: hub names are
@@ -41,20 +41,35 @@ PAGES = sorted(
 )
 
 # Commands and Python blocks (by their first line) that are parsed and not run, and why.
-PICTURE = "a picture of the decode loop; its names are those of the engine's inside"
+INSIDE = "an excerpt of the engine, with its names"
 PROCESSES = "starts several processes of accelerate; tests/training/test_devices.py does that"
-ASKS = "asks running servers; tests/cli/test_bench_server.py has such"
-SUITE = "takes datasets of the hub; tests/cli/test_bench_suite.py has a few rows of some"
-SERVE = "serves until it is told to end; tests/serving/test_run.py does that"
-TWO_DEVICES = "takes a second GPU; tests/cli/test_bench.py does that on a CPU"
+SERVER = "needs a running server; tests/cli/test_bench_server.py has one"
+SUITE = "downloads datasets; tests/cli/test_bench_suite.py has a few rows of some"
+SERVE = "serves until it is stopped; tests/serving/test_run.py does that"
+TWO_DEVICES = "needs a second GPU; tests/cli/test_bench.py does that on a CPU"
 FIT = "takes hours; tests/tools/fit/test_run.py runs the steps"
 PULLS = "downloads a model; tests/models/test_pull.py has an index of its own"
+PULLED = "needs SmolLM2; tests/models runs it"
+GPU = "needs a GPU and a model of the hub"
 NOT_RUN = {
     "blockdraft pull smollm2": PULLS,
-    "blockdraft chat --target smollm2": PULLS,
+    "blockdraft pull qwen2.5-coder-1.5b": PULLS,
     "blockdraft demo": PULLS,
+    'blockdraft generate --backend jax "Tom has 3 boxes."': "needs JAX; tests/jax decodes with it",
+    'blockdraft generate --backend mlx "Tom has 3 boxes."': "needs mlx-lm; tests/mlx decodes with it",
+    "blockdraft chat --target smollm2": PULLED,
+    "blockdraft chat --target qwen2.5-coder-1.5b": PULLED,
+    "blockdraft chat --target model.gguf": "needs a GGUF file; tests/targets/test_gguf.py has such",
+    "blockdraft serve --target smollm2": SERVE,
+    'blockdraft generate --target smollm2 "Write a Python function that adds two numbers." --compare': PULLED,
+    "blockdraft serve --target Qwen/Qwen3-4B --drafter Qwen3-4B-DFlash": SERVE,
+    "from blockdraft import Engine, load_drafter, load_target": "needs SmolLM2, or a model of the hub",
+    "blockdraft fit --target MODEL --data prompts.jsonl --hours 1 --out drafter --dry-run": FIT,
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 2 --out drafter": FIT,
     'blockdraft generate --target MODEL --drafter drafter "..."': FIT,
+    'blockdraft generate --target MODEL --drafter DRAFTER --compare "..."': FIT,
+    'blockdraft generate --target Qwen/Qwen3-8B --drafter Qwen3-8B-DFlash --compile on --compare "What is 17 plus '
+    '25?"': GPU,
     'blockdraft generate --target DIR --drafter mtp --block-size 4 "..."': "the target that stands in has no MTP head; "
     "tests/drafters/mtp/test_target_network.py has such",
     "blockdraft train dflash ... --trackers wandb": "sends figures to a service; tests/training/test_trainer.py has a "
@@ -67,11 +82,11 @@ NOT_RUN = {
     "--prompts PROMPTS.jsonl": TWO_DEVICES,
     "blockdraft serve --host 0.0.0.0 --allow-host box.local": SERVE,
     "blockdraft bench server http://localhost:8000 --prompts gsm8k.jsonl --concurrency 1,8,64 --temperature 0,1 --out "
-    "results": ASKS,
-    "blockdraft bench server http://localhost:8000 --against http://localhost:8001 --prompts gsm8k.jsonl": ASKS,
-    "from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig": PULLS,
-    "blockdraft export bundled --target smollm2 --out smollm2-drafter": PULLS,
-    "blockdraft inspect smollm2-drafter --target smollm2-dense": PULLS,
+    "results": SERVER,
+    "blockdraft bench server http://localhost:8000 --against http://localhost:8001 --prompts gsm8k.jsonl": SERVER,
+    "from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig": PULLED,
+    "blockdraft export bundled --target smollm2 --out smollm2-drafter": PULLED,
+    "blockdraft inspect smollm2-drafter --target smollm2-dense": PULLED,
     "import openvino_genai as ov": "tests/engines/test_openvino.py runs that engine",
     "blockdraft bench suite --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 --temperature 0,1 --out "
     "paper": SUITE,
@@ -82,14 +97,15 @@ NOT_RUN = {
     "output = base_model.generate(": "writes into the cache of transformers; tests/compat/test_generate.py has its own",
     "blockdraft doctor --target MODEL --drafter DRAFTER --prompts chats.jsonl": "takes half a minute; "
     "tests/tools/doctor/test_doctor.py examines the same pair",
-    "from openai import OpenAI": "asks a running server, by a package of others; tests/clients does that",
-    "proposal = drafter.propose(state, anchor, plan)": PICTURE,
+    "from openai import OpenAI": "needs a running server; tests/clients has one",
+    "proposal = drafter.propose(state, anchor, plan)": INSIDE,
     "blockdraft train dflash recipe.toml --target DIR --data DIR --out DIR --layers 3 --learning-rate 1e-3 "
     "--target-layers 1,9,17": "names layers that the target that stands in, of 8 layers, does not have",
     "accelerate launch --multi_gpu --num_processes 8 -m blockdraft train dflash recipe.toml --target DIR --data DIR "
     "--out DIR": PROCESSES,
     "accelerate launch --use_fsdp --num_processes 8 -m blockdraft train ...": PROCESSES,
-    "accelerate launch --multi_gpu --num_processes 2 -m blockdraft train ... --device cpu": PROCESSES,
+    "accelerate launch --multi_gpu --num_processes 2 -m blockdraft train dflash recipe.toml --target DIR --data DIR "
+    "--out DIR --device cpu": PROCESSES,
     "accelerate launch --multi_gpu -m blockdraft diffusion train ...": PROCESSES,
 }
 # Appended where the command is run: a handful of prompts instead of a corpus, and a run of seconds instead of hours.
@@ -140,21 +156,24 @@ class Block(NamedTuple):
 
 def blocks_of(page: str) -> list[Block]:
     text = (ROOT / page).read_text(encoding="utf-8")
-    return [Block(*found) for found in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+    return [Block(*parts) for parts in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
 
 
 def commands_of_block(page: str, block: Block) -> Iterator[Command]:
-    for line in block.text.replace("\\\n", " ").splitlines():
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if any(line.startswith("$ ") for line in lines):  # the others are output
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    for line in lines:
         line = re.sub(r"\s+#.*", "", line).strip()
         if block.language != "python" and re.match(r"(accelerate launch .* -m )?blockdraft ", line):
             yield Command(page, line, in_block=True)
 
 
 def commands_of(page: str) -> list[Command]:
-    found = [command for block in blocks_of(page) for command in commands_of_block(page, block)]
+    commands = [command for block in blocks_of(page) for command in commands_of_block(page, block)]
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     inline = re.findall(r"`((?:accelerate launch [^`]*?)?blockdraft\s+[a-z-][^`]*)`", text)
-    return found + [Command(page, " ".join(command.split()), in_block=False) for command in inline]
+    return commands + [Command(page, " ".join(command.split()), in_block=False) for command in inline]
 
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
@@ -185,7 +204,7 @@ def parse(command: Command) -> None:
     arguments = command.arguments
     group = command_line()
     if arguments[0].startswith("-"):
-        assert arguments[0] in [option for parameter in group.params for option in parameter.opts]
+        assert arguments[0] in ["--help", *(option for parameter in group.params for option in parameter.opts)]
         return
     arguments = [argument for argument in arguments if not re.fullmatch(r"\[[A-Z]+\]|[A-Z]+\.\.\.", argument)]
     context = typer.Context(group, info_name="blockdraft")
@@ -224,9 +243,11 @@ def test_what_is_not_run_is_in_the_docs() -> None:
 
 def test_commands_are_found() -> None:
     """The reader of the docs itself."""
-    block = Block("", 'blockdraft generate \\\n  "..."   # comment\npip install blockdraft\n$ ls\n')
+    block = Block("", 'blockdraft generate \\\n  "..."   # comment\npip install blockdraft\n')
     [command] = commands_of_block("x", block)
     assert command.text.split() == ["blockdraft", "generate", '"..."'] and command.arguments == ["generate", "..."]
+    [command] = commands_of_block("x", Block("", "$ blockdraft models\nblockdraft is output here\n"))
+    assert command.text == "blockdraft models"
     launched = Command("x", "accelerate launch --use_fsdp -m blockdraft train ... --device cpu", True)
     assert launched.arguments == ["train", "--device", "cpu"]
     assert len(COMMANDS) >= 20 and "README.md" in PAGES and "docs/training.md" in PAGES
@@ -282,7 +303,7 @@ def test_metrics_are_documented() -> None:
     """Each of the server's metrics stands in the docs, and nothing else does."""
     gauges = ("num_requests_running", "num_requests_waiting", "drafting_on")
     families = list(Metrics({name: ("", lambda: 0.0) for name in gauges}).collect())
-    known = {each.name.removeprefix(PREFIX) + "_total" * (each.type == "counter") for each in families}
+    known = {family.name.removeprefix(PREFIX) + "_total" * (family.type == "counter") for family in families}
     section = (ROOT / "docs/serve.md").read_text(encoding="utf-8").split("## Metrics")[1].split("\n## ")[0]
     first_cells = "".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))
     assert set(re.findall(r"`(\w+)(?:\{\w+\})?`", first_cells)) == known

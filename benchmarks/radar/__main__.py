@@ -1,6 +1,6 @@
 """How near projections of `blockdraft radar` come to speeds that others published.
 
-Prints hits and misses, and writes docs/radar-accuracy.md. With --fit, the constants of the classes of devices
+Prints hits and misses, and writes benchmarks/radar/accuracy.md. With --fit, the constants of the classes of devices
 (src/blockdraft/radar/constants.toml) are first fitted on the half of the figures that does not judge.
 """
 
@@ -30,7 +30,7 @@ def constants_toml(head: str, fitted: Mapping[str, Constants]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(__doc__, prog="python -m benchmarks.radar")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs", metavar="DIR", help="folder of the page (docs)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/radar", metavar="DIR", help="folder of the page")
     parser.add_argument("--fit", action="store_true", help="fit the constants first, and write them")
     options = parser.parse_args(arguments)
     if options.fit:
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     judged = [verdict for verdict in found if not verdict.figure.measured.fitted]
     for name, share in shares(judged).items():
         print(f"{name}: {percent(share)} of {len(judged)} figures that judge ({percent(ASKED[name])} asked for)")
-    print(f"Written: {write_files(options.out, {'radar-accuracy.md': page()})[0]}")
+    print(f"Written: {write_files(options.out, {'accuracy.md': page()})[0]}")
     return 0
 
 

@@ -163,10 +163,14 @@ def claims() -> Iterator[Sequence[str]]:
     for claim in CLAIMS:
         shape, machine = read_shape(claim["model"]), machine_of(find(claim["device"]))
         alone = project(shape, machine, claim["weights"], context=1024)
-        texts = batch_for(claim["speed"], shape, machine, weights=claim["weights"], context=1024)
+        count = batch_for(claim["speed"], shape, machine, weights=claim["weights"], context=1024)
         assert alone.drafted is not None
         takes = (
-            "do not fit its memory" if not alone.fits else "no batch that fits" if texts is None else f"{texts} texts"
+            "do not fit its memory"
+            if not alone.fits
+            else "no batch that fits"
+            if count is None
+            else f"{count} sequences"
         )
         yield (
             f"{claim['speed']:,} tokens/s",
@@ -179,21 +183,19 @@ def claims() -> Iterator[Sequence[str]]:
         )
 
 
-INTRODUCTION = """# How near radar comes
+INTRODUCTION = """# How accurate radar is
 
-What radar projects, beside {figures} speeds that others published, of {devices} devices. The published
-figures, with their sources, are [published.toml](../benchmarks/radar/published.toml); this page is written by
-`python -m benchmarks.radar`.
+`python -m benchmarks.radar` writes this page. It compares radar's projections with {figures} published speeds of
+{devices} devices; [published.toml](published.toml) holds the figures and their sources.
 
-One half of them, chosen by a hash of source, device and model, is what the constants of each class of devices are
-fitted on (`python -m benchmarks.radar --fit`); the other half judges. tau is the source's where it tells it, and
-radar's own otherwise: what is judged is what a forward costs. Near is within {near} of the published figure; inside
-is between the ends of the interval that radar prints.
+One half, chosen by a hash of source, device and model, fits the constants of each device class (`--fit`). The other
+half judges. tau is the source's where it states one, else radar's own. Near is within {near} of the published figure;
+inside is within the interval that radar prints.
 """
 
 
 def page() -> str:
-    """Return the page of the docs."""
+    """Return the page."""
     rows = published()
     judged = list(verdicts(row for row in rows if not row.fitted))
     fitted = list(verdicts(row for row in rows if row.fitted))
@@ -205,12 +207,12 @@ def page() -> str:
         "Of the classes of devices, in the half that judges:",
         table(("class", "number", "near", "inside"), _by_class(judged), left=1),
         "## Where it misses",
-        "Figures outside of their interval, of both halves.",
+        "Figures outside their interval, of both halves.",
         _figures(verdict for verdict in (*judged, *fitted) if not verdict.inside),
-        "## Speeds that no single text gets",
-        "What is told of a card is often the sum over many texts. Tokens per second at a context of 1024, and the\n"
-        "least power of two of texts that reach what is told, together and drafted:",
-        table(("told", "model", "weights", "device", "one text", "drafted", "it takes"), claims(), left=4),
+        "## Speeds that no single sequence reaches",
+        "Claims about a card are often sums over many sequences. Tokens per second at a context of 1024, and the\n"
+        "smallest power of two of drafted sequences that reaches the claim:",
+        table(("claim", "model", "weights", "device", "one sequence", "drafted", "it takes"), claims(), left=4),
         "## The half that judges",
         _figures(judged),
         "## The half that constants were fitted on",

@@ -197,8 +197,9 @@ def from_text(kind: type, name: str, text: str | Sequence[str], none: bool = Tru
         table = {key.strip(): value.strip() for key, _, value in (part.partition("=") for part in parts)}
         readings = [None if none and text.lower() == "none" else text, parts, table]
         is_number = text.strip().isdecimal()
-        union = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if is_number and any(get_args(option)[:1] == (int,) for option in get_args(union)):
+        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        options = get_args(plain) if get_origin(plain) in (Union, types.UnionType) else ()
+        if is_number and any(get_args(option)[:1] == (int,) for option in options):
             del readings[1:]  # where the field takes a number too, a list of one needs a comma or brackets
         if is_number:
             readings.append(int(text))  # pydantic does not read a literal number from text

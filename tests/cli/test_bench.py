@@ -135,7 +135,7 @@ def test_ctrl_c(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("args", "message"),
     [
         (["--methods", "abacus"], "Method 'abacus': abacus is no drafter"),
-        (["--methods", "chain:9"], "blocks hold at most 8"),
+        (["--methods", "chain:9"], "must be at most 8"),
         (["--methods", "chain,chain"], "names 'chain' twice"),
         (["--block-size", "many"], "--block-size must be a whole number or 'auto', got 'many'"),
         (["--tree-budget", "1.5"], "--tree-budget must be a whole number or 'auto', got '1.5'"),

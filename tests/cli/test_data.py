@@ -40,7 +40,11 @@ def test_from_rows_to_features(run: Run, tiny_target_dir: Path, tmp_path: Path) 
         out == f"data: 6 documents of 6 records, {sum(data.lengths)} tokens, {supervised} of them supervised {share}\n"
     )
     code, out, err = run("hidden-states", "--data", "data", "--out", "hidden_states", "--target-layers", "0,2")
-    assert code == 0 and "layers 0, 2: 0.0 MiB to write, " in err and out.startswith("features: hidden states of 6 doc")
+    assert (
+        code == 0
+        and "layers 0, 2: 0.0 MiB to write, " in err
+        and out.startswith("hidden_states: hidden states of 6 doc")
+    )
     found = read_hidden_states(tmp_path / "hidden_states")
     found.check(load_target(tiny_target_dir, device="cpu"), data, (0, 2))
     assert len(found) == 6

@@ -148,12 +148,8 @@ def test_a_reduced_vocabulary_stays_reduced(
     hidden_states = torch.randn(4, 9, 2 * target.hidden_size, generator=torch.Generator().manual_seed(1))
     drafter.observe(state, torch.zeros(4, 9, dtype=torch.long), hidden_states, [9] * 4)
     proposal = drafter.propose(state, torch.tensor([7, 8, 9, 10]), ChainPlan(8, [SamplingParams()] * 4))
-    assert not (proposal.tokens[:, 1:] % 2).any()  # nothing but kept tokens is guessed
+    assert not (proposal.tokens[:, 1:] % 2).any()  # only tokens of the draft vocabulary
     assert drafted(tmp_path / "half", target)[0] == drafted(tiny_drafter_dir, target)[0]
-    hidden = torch.randn(1, 2, target.hidden_size, generator=torch.Generator().manual_seed(0))
-    logits = drafter.reduced_head(hidden)  # type: ignore[attr-defined]
-    torch.testing.assert_close(logits[..., kept], 2 * target.head(hidden)[..., kept])
-    assert logits[..., 1::2].isneginf().all()
     assert export(tmp_path / "half", "--format", "speculators", "--out", tmp_path / "again") == 0
     _, _, again = speculators.read_checkpoint(tmp_path / "again", target.num_layers)
     assert again.kept is not None and torch.equal(again.kept, kept)

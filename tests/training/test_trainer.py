@@ -478,7 +478,7 @@ def test_weights_are_rounded_in_every_other_step(run: Run, tmp_path: Path, monke
     assert few[2]["held_out_loss"] == pytest.approx(plain[2]["held_out_loss"], rel=0.05)
     one = weights(tmp_path / "few")["layers.0.self_attn.q_proj.weight"]
     assert len(one[0].unique()) == one.size(1)
-    with pytest.raises(ValueError, match="qat-bits must be 4 or 8, got '5'"):
+    with pytest.raises(ValueError, match="--qat-bits must be 4 or 8, got '5'"):
         run(tmp_path / "odd", qat_bits="5")
 
 

@@ -103,7 +103,7 @@ def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]
 
     Raises ValueError if the target has no layers, or fewer than the four that a spread needs.
     """
-    if whole("the number of taps", count) == 1:
+    if whole("the number of target layers", count) == 1:
         return (whole("num_target_layers", num_target_layers) // 2,)
     span = whole("num_target_layers", num_target_layers, minimum=4) - 4  # from layer 1 to the third from the end
     return tuple(round(1 + i * span / (count - 1)) for i in range(count))

@@ -61,7 +61,7 @@ def test_speeds_that_no_single_text_gets(claim: dict[str, object]) -> None:
 def test_a_70b_on_one_card_takes_a_batch_for_9000_tokens_a_second() -> None:
     taken = {f"{line[3]} {line[2]}": line[-1] for line in claims()}
     assert taken["RTX 5090 int4"] == "its weights do not fit its memory"
-    assert re.fullmatch(r"\d+ texts", taken["B200 SXM nvfp4"])
+    assert re.fullmatch(r"\d+ sequences", taken["B200 SXM nvfp4"])
 
 
 @pytest.mark.slow
@@ -96,7 +96,8 @@ def test_constants_are_written_as_they_are_read() -> None:
 def test_the_page_shows_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path)]) == 0
     assert "figures that judge" in capsys.readouterr().out
-    written, kept = ((place / "radar-accuracy.md").read_text(encoding="utf-8") for place in (tmp_path, ROOT / "docs"))
+    folders = (tmp_path, ROOT / "benchmarks/radar")
+    written, kept = ((folder / "accuracy.md").read_text(encoding="utf-8") for folder in folders)
     for page in (written, kept):
         for row in published():
             assert f"({row.source})" in page and f"| {row.device} | {row.model} |" in page

@@ -133,5 +133,5 @@ def test_without_a_confidence_head(target: Target) -> None:
 
 @pytest.mark.parametrize("field", ["markov_rank", "confidence"])
 def test_recipes_are_checked(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is -1"):
+    with pytest.raises(ValueError, match=f"{field} must be .*, got -1"):
         DSparkRecipe(**{field: -1})  # type: ignore[arg-type]

@@ -120,7 +120,7 @@ def test_what_llama_cpp_is_told_of_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("differences", "said"),
     [
-        ({"target_layers": (1, 4)}, "the number of target_layers is 2; it must be 3 in llama.cpp"),
+        ({"target_layers": (1, 4)}, "the number of target layers is 2; it must be 3 in llama.cpp"),
         ({"target_layers": (1, 4, 9)}, "a tap is 9; it must be below the target's last layer, 9"),
         ({"qk_norm": True}, "qk_norm is True; it must be false in llama.cpp; use another engine"),
         ({"norm_output": True}, "norm_output is True; it must be false in llama.cpp"),

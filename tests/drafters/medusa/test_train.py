@@ -75,7 +75,7 @@ def test_heads_weigh_less_the_farther_they_look() -> None:
 
 @pytest.mark.parametrize("field", ["block_size", "layers"])
 def test_recipes_are_checked(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is 0"):
+    with pytest.raises(ValueError, match=f"{field} must be at least .*, got 0"):
         MedusaRecipe(**{field: 0})
 
 

@@ -416,7 +416,7 @@ def test_eagle3(tiny_eagle3_dir: Path, tiny_target_dir: Path, tmp_path: Path) ->
     assert "--speculative-algorithm EAGLE3 " in str(found.starts["SGLang"].line)
     assert "--speculative-num-steps 5 " in str(found.starts["SGLang"].line)
     assert str(found.starts["SGLang"].line).endswith("--speculative-num-draft-tokens 6")
-    assert "the number of target_layers is 2; it must be 3" in str(found.starts["llama.cpp"].reason)
+    assert "the number of target layers is 2; it must be 3" in str(found.starts["llama.cpp"].reason)
     beside = inspect(tiny_eagle3_dir, tiny_target_dir)
     assert (
         verdicts(beside)["layers"] is verdicts(beside)["target_layers"] is True

@@ -165,7 +165,7 @@ def test_what_calibration_makes_worse_is_not_taken(
         return moments(forward, layer, states)
 
     plain = quantize(models["llama"], tmp_path / "plain")
-    monkeypatch.setattr(run, "compensated", spoilt)
+    monkeypatch.setattr(run, "quantize_weight_gptq", spoilt)
     monkeypatch.setattr(run, "moments", watched)
     monkeypatch.setattr(model_folder, "SHARD", 4000)  # some were written before that was known
     done = quantize(models["llama"], tmp_path / "few", text=text_of(models["llama"]))

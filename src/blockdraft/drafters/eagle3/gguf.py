@@ -40,7 +40,7 @@ class Eagle3:
     def written(self, config: Eagle3Config) -> dict[str, Any]:
         need(
             len(config.target_layers) == TARGET_LAYERS,
-            "the number of taps",
+            "the number of target layers",
             len(config.target_layers),
             f"{TARGET_LAYERS} {LIMIT}",
         )
