@@ -10,7 +10,7 @@ progress of making them.
     left_out             [K, 2]   records that gave no document, each with its reason, an index into `REASONS`
 
 The folder passes through states: one after each shard, and one whenever it is finished. Each state has a fingerprint.
-The manifest lists them with their counts, so a reader of an earlier state can tell how much was added since.
+The manifest lists them with their counts, so a reader of an earlier state can count what was added since.
 """
 
 from __future__ import annotations
@@ -99,11 +99,7 @@ class TokenData(Sequence[Document]):
         return _open, (self.folder, self.manifest)  # another process maps the same files itself
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Check that this tokenizer made the tokens. None, of a target without a tokenizer, passes.
-
-        Raises:
-            UsageError: Another tokenizer made them.
-        """
+        """Raise UsageError unless this tokenizer made the tokens. None, of a target without a tokenizer, passes."""
         if tokenizer is not None and tokenizer_fingerprint(tokenizer) != self.tokenizer:
             raise UsageError(
                 f"{self.folder} was made with the tokenizer {self.tokenizer} and the target's is "
@@ -130,7 +126,7 @@ def read_data(folder: str | Path, unfinished: bool = False) -> TokenData:
     if not manifest["finished"] and not manifest["counts"].get("supervised"):
         raise UsageError(
             f"{folder} is unfinished and holds nothing to learn from yet; wait until `blockdraft data` has written its "
-            f"first documents, about {SHARD_SECONDS:.0f} s after it began to make them."
+            f"first documents, about {SHARD_SECONDS:.0f} s after it starts."
         )
     if not manifest["counts"]["supervised"]:
         raise UsageError(
@@ -151,11 +147,7 @@ def _open(folder: Path, manifest: dict[str, Any]) -> TokenData:
 
 
 def read_state(folder: Path, manifest: dict[str, Any]) -> TokenData:
-    """Open a folder as it was when it had this manifest, even if it has grown since.
-
-    Raises:
-        UsageError: Shards of that state are missing.
-    """
+    """Open a folder as it was when it had this manifest. Raise UsageError if shards of that state are missing."""
     return _open(folder, {**manifest, "finished": False})
 
 
@@ -191,11 +183,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def read_shards(folder: Path) -> dict[str, dict[str, Tensor]]:
-    """Map the shards of a folder into memory, by file name.
-
-    Raises:
-        UsageError: A shard is broken.
-    """
+    """Map the shards of a folder into memory, by file name. Raise UsageError if one is broken."""
     shards = {}
     for path in sorted(folder.glob("tokens-*.safetensors")):
         try:

@@ -20,8 +20,7 @@ def fingerprint(value: Any) -> str:
 def read_manifest(path: Path, version: int) -> dict[str, Any] | None:
     """Read a manifest, or return None if there is no such file.
 
-    Raises:
-        UsageError: The file is broken or of another format version.
+    Raises UsageError if the file is broken or of another format version.
     """
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -38,8 +37,7 @@ def read_manifest(path: Path, version: int) -> dict[str, Any] | None:
 def write_file(path: Path, content: bytes) -> None:
     """Write a file under another name and rename it, so that it appears whole or not at all.
 
-    Raises:
-        UsageError: It cannot be written, for instance because the disk is full.
+    Raises UsageError if it cannot be written, for instance because the disk is full.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -52,21 +50,13 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Check that a folder is empty or absent. Remains of a killed `write_file` do not count.
-
-    Raises:
-        UsageError: It holds files.
-    """
+    """Raise UsageError unless a folder is empty or absent. Remains of a killed `write_file` do not count."""
     if folder.exists() and (not folder.is_dir() or any(path.suffix != ".tmp" for path in folder.iterdir())):
         raise UsageError(f"{folder} holds other files; choose another folder for --out.")
 
 
 def check_writable(folder: Path) -> None:
-    """Check that a folder can be written to or made, without making it.
-
-    Raises:
-        UsageError: It cannot.
-    """
+    """Raise UsageError unless a folder can be written to or made. Nothing is made."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         why = "may not be written to" if existing.is_dir() else "is no folder"
@@ -74,14 +64,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_overwrite(folder: Path, names: Iterable[str], overwrite: bool) -> None:
-    """Check that files can be written to a folder, without making it.
-
-    Args:
-        overwrite: Whether existing files may be replaced.
-
-    Raises:
-        UsageError: The folder cannot be written to, or holds one of the files and `overwrite` is False.
-    """
+    """Raise UsageError unless these files can be written to a folder, or replaced with `overwrite`. Nothing is made."""
     check_writable(folder)
     for name in names:
         if (folder / name).exists() and not overwrite:
@@ -89,11 +72,7 @@ def check_overwrite(folder: Path, names: Iterable[str], overwrite: bool) -> None
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, or clear an existing one of the remains of killed calls of `write_file`.
-
-    Raises:
-        UsageError: It cannot be written to.
-    """
+    """Make a folder, or clear an existing one of the remains of killed calls of `write_file`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob(".*.tmp"):

@@ -70,11 +70,7 @@ class HiddenStates(Sequence[Tensor]):
         return read_hidden_states, (self.folder,)  # another process maps the files itself
 
     def check(self, target: Target, data: TokenData, target_layers: Sequence[int]) -> None:
-        """Check that these are hidden states of this target and these data, and include these target layers.
-
-        Raises:
-            UsageError: They are not.
-        """
+        """Raise UsageError unless these are hidden states of this target and data, and include these target layers."""
         theirs, ours = vars(self), _identity(target, data, target_layers)
         _check_same(self.folder, theirs, ours, ("target", "data"))
         if not set(target_layers) <= set(self.target_layers):
@@ -92,8 +88,7 @@ class HiddenStates(Sequence[Tensor]):
 def read_hidden_states(folder: str | Path) -> HiddenStates:
     """Open a cache of hidden states, which are read from disk when they are accessed.
 
-    Raises:
-        UsageError: The folder is absent, unfinished or broken.
+    Raises UsageError if the folder is absent, unfinished or broken.
     """
     folder = Path(folder)
     manifest = read_manifest(folder / MANIFEST, FORMAT)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from blockdraft.engine.stats import LOOP_SIZE, LOOP_TIMES
 
-KEPT_TOKENS = 16  # minimum number of tokens before the repetition that are worth keeping
+KEPT_TOKENS = 16  # fewer tokens before the repetition are dropped
 
 
 def loop_begin(token_ids: Sequence[int], size: int = LOOP_SIZE, times: int = LOOP_TIMES) -> int | None:

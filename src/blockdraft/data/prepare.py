@@ -91,22 +91,14 @@ class RecordReader:
         return f"Without a chat template, the target continues the first {self.continued} tokens of each text{prompts}."
 
     def records(self) -> Iterator[tuple[str, Record]]:
-        """Yield all records with their places.
-
-        Raises:
-            UsageError: A source cannot be read, or a record has none of the accepted forms.
-        """
+        """Yield all records with their places. Raise as `read_records` does."""
         piece = None
         if self.continued is not None:
             piece = CHARACTERS * (self.continued + min(self._settings.sampling.max_new_tokens, self.length))
         return read_records(self._sources, self._records, piece)
 
     def check(self, place: str, record: Record) -> None:
-        """Check that a record can become a document or a prompt.
-
-        Raises:
-            UsageError: It cannot.
-        """
+        """Raise UsageError unless a record can become a document or a prompt."""
         if self.continued is not None:
             return
         if self._settings.writer != "text" and isinstance(record, str):
@@ -122,8 +114,7 @@ class RecordReader:
     def check_first(self) -> None:
         """Check and encode the first record, to find faults of all records before anything takes long.
 
-        Raises:
-            UsageError: It cannot be read or encoded, or decoding would read it as other tokens.
+        Raises UsageError if it cannot be read or encoded, or if decoding would read it as other tokens.
         """
         place, record = next(self.records())
         self.check(place, record)

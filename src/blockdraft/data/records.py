@@ -57,8 +57,7 @@ def read_records(
 def check_sources(sources: Sequence[str], settings: RecordSettings) -> None:
     """Check the first record of each source that is a file or a folder. Sources on the hub are not checked.
 
-    Raises:
-        UsageError: As `read_records` does, with the faults of all sources together.
+    Raises UsageError as `read_records` does, with the faults of all sources together.
     """
     complaints = Complaints()
     for source in filter(_names_file, sources):
@@ -68,12 +67,9 @@ def check_sources(sources: Sequence[str], settings: RecordSettings) -> None:
 
 
 def parse_record(raw: dict[str, Any], settings: RecordSettings) -> Record:
-    """Parse the fields of a record into a text or a chat.
+    """Parse the fields of a record into a text or a chat. Raise UsageError if it has none of the accepted forms.
 
     Fields that are None count as absent, because `datasets` fills absent fields with None.
-
-    Raises:
-        UsageError: The record has none of the accepted forms.
     """
     present = {name: value for name, value in raw.items() if value is not None}
     if settings.text_field is not None:
@@ -100,8 +96,7 @@ def parse_record(raw: dict[str, Any], settings: RecordSettings) -> Record:
 def parse_for_continuation(raw: dict[str, Any], settings: RecordSettings) -> Record:
     """Parse a record whose text will be continued as it is: a text, or a prompt as the only message of a user.
 
-    Raises:
-        UsageError: The record has none of the accepted forms, or is a chat.
+    Raises UsageError if the record has none of the accepted forms, or is a chat.
     """
     record = parse_record(raw, settings)
     if isinstance(record, str):

@@ -51,11 +51,7 @@ class Task(ABC):
 
     @abstractmethod
     def take(self, response: Response) -> None:
-        """Add the response to the last prompt.
-
-        Raises:
-            UsageError: A server and we disagree about the tokens.
-        """
+        """Add the response to the last prompt. Raise UsageError if a server and we disagree about the tokens."""
 
     def _before_loop(self, token_ids: list[int]) -> list[int]:
         """Return the useful tokens of a response. Record whether it is repetitive, and why no token is useful."""

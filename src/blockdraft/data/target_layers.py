@@ -95,11 +95,7 @@ def chosen_target_layers(target_layers: int | tuple[int, ...] | None, num_layers
 
 
 def check_target_layers(target: Target, target_layers: Sequence[int]) -> None:
-    """Check that there are target layers and that the target has them.
-
-    Raises:
-        UsageError: There are none, or the target lacks one.
-    """
+    """Raise UsageError unless there are target layers and the target has them."""
     outside = [layer for layer in target_layers if not 0 <= layer <= target.num_layers]
     if outside or not target_layers:
         raise UsageError(

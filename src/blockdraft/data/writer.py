@@ -118,11 +118,7 @@ class DataWriter:
         return some
 
     def finish(self) -> dict[str, Any]:
-        """Mark the folder as finished, and return its manifest.
-
-        Raises:
-            UsageError: The folder holds no supervised token.
-        """
+        """Mark the folder as finished, and return its manifest. Raise UsageError if it holds no supervised token."""
         self._write_shard()
         counts = self._counts()
         if not counts["supervised"]:

@@ -27,8 +27,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
     """Write a checkpoint, then delete all but the `keep` newest. A file appears whole or not at all.
 
-    Raises:
-        UsageError: The file cannot be written, for instance because the disk is full. Older checkpoints stay.
+    Raises UsageError if it cannot be written, for instance because the disk is full. Older checkpoints stay.
     """
     path = folder / f"step-{step:08}.pt"
     partial = path.with_suffix(".partial")
@@ -47,11 +46,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
 
 
 def newest(folder: Path) -> dict[str, Any] | None:
-    """Return the state in the newest checkpoint, on the CPU, or None if there is no checkpoint.
-
-    Raises:
-        UsageError: The checkpoint cannot be read.
-    """
+    """Return the state in the newest checkpoint, on the CPU, or None if there is none. Raise UsageError if broken."""
     paths = _checkpoints(folder)
     if not paths:
         return None

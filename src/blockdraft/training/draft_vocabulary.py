@@ -50,6 +50,6 @@ def reduced_losses(
     known_CK = {False: tokens[:, 1:] >= 0}
     if teacher is not None:
         known_CK[True], teacher = ids[teacher.argmax(dim=-1)] >= 0, teacher[..., kept]
-    taught = slots.taught_CK & known_CK[False]  # skips tokens that the drafter cannot propose, not those behind them
+    taught = slots.taught_CK & known_CK[False]  # skips tokens that the drafter cannot propose, not those after them
     reduced = losses(replace(slots, tokens_CL=tokens.clamp(min=0), taught_CK=taught, teacher_CKV=teacher))
     return {n: loss.masked_fill(~known_CK[objectives[n].needs_teacher], 0) for n, loss in reduced.items()}

@@ -26,7 +26,7 @@ from blockdraft.formats import (
     read_drafter,
 )
 from blockdraft.formats.engines import llama_cpp_line
-from blockdraft.formats.gguf import GGUFFile, is_gguf, new_files, open_gguf
+from blockdraft.formats.gguf import is_gguf, new_files, open_gguf
 from blockdraft.formats.gguf.drafter import write_drafter
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.models import located, model_of
@@ -63,19 +63,11 @@ class Format:
 
     @property
     def layout(self) -> Layout:
-        """Layout of this name.
-
-        Raises:
-            UsageError: No such layout exists.
-        """
+        """Layout of this name. Raises UsageError if there is none."""
         return find_layout(self.name)
 
     def check(self, config: Any) -> None:
-        """Check that the format can express this configuration.
-
-        Raises:
-            UsageError: It cannot.
-        """
+        """Raise UsageError unless the format can express this configuration."""
         self.layout.check(config, self.target_name, self.target_architectures)
 
     def write(self, out: str | Path, checkpoint: Checkpoint) -> None:
@@ -102,11 +94,7 @@ def format_for(
 
 
 def usual_format(drafter: str | Path) -> str:
-    """Return the format in which training writes drafters of this kind.
-
-    Raises:
-        UsageError: The drafter has no config.json that can be read.
-    """
+    """Return the format in which training writes drafters of this kind. Raise UsageError if it cannot be read."""
     if is_gguf(drafter):
         return kind_in(open_gguf(drafter)).layout
     named = read_config(drafter).get("architectures")
@@ -222,11 +210,7 @@ class GGUFSource:
     note: str | None
 
     def read_drafter(self, path: str | Path) -> Checkpoint:
-        """Read a drafter of this target, in any format.
-
-        Raises:
-            UsageError: It cannot be read or does not fit the target.
-        """
+        """Read a drafter of this target, in any format. Raise UsageError if it does not fit."""
         wanted = self.checkpoint.wanted
         layers = len(wanted.layers)
         drafter = read_drafter(path, self.text.tokenizer.get_vocab() if self.text.tokenizer else None, layers)
@@ -256,15 +240,11 @@ def gguf_source(
     text = load_target_text(target, revision)
     with open_checkpoint(target, revision, adapter, "exported") as checkpoint:
         if is_gguf(target):
-            tokenizer, note = own_tokenizer(open_gguf(target)), None
+            metadata = open_gguf(target).metadata
+            tokenizer, note = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}, None
         else:
             tokenizer, note = tokenizer_metadata(text, checkpoint.wanted.vocab_size, gguf_architecture(checkpoint))
         yield GGUFSource(name=Path(target).name, checkpoint=checkpoint, text=text, tokenizer=tokenizer, note=note)
-
-
-def own_tokenizer(file: GGUFFile) -> dict[str, Any]:
-    """Return the metadata of a file's tokenizer, by their keys."""
-    return {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
 
 
 @dataclass(frozen=True)

@@ -87,11 +87,7 @@ def objective(*, decayed: bool, needs_teacher: bool) -> Callable[[Losses], Losse
 
 
 def find_objective(name: str) -> Objective:
-    """Return the objective of this name.
-
-    Raises:
-        UsageError: It does not exist.
-    """
+    """Return the objective of this name, or raise UsageError."""
     if name not in OBJECTIVES:
         raise UsageError(f"The objective {name!r} is unknown; there are {', '.join(sorted(OBJECTIVES))}.")
     return OBJECTIVES[name]

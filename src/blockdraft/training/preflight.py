@@ -121,11 +121,7 @@ def resolve_and_check(
 
 
 def check_author(data: TokenData, target: Target) -> None:
-    """Check that no other model wrote the responses.
-
-    Raises:
-        UsageError: Another model did.
-    """
+    """Raise UsageError if another model wrote the responses."""
     written = data.manifest.get("written_by", {})
     if written.get("writer") == "target" and written["author"] != target_fingerprint(target):
         raise UsageError(
@@ -153,7 +149,7 @@ def steps_note(begin: int, end: int, planned: int, recipe: Recipe, folder: Path)
         planned: Number of steps that follows from data and recipe.
     """
     if begin == end:
-        return f"The run has done its {counted(begin, 'step')}; a larger --steps or --epochs, or --extend N, goes on."
+        return f"The run has done its {counted(begin, 'step')}; a larger --steps or --epochs, or --extend N, adds some."
     if begin:
         return f"Resuming from step {begin}; delete {folder} to start over."
     if recipe.steps is None and planned < FEW_STEPS:
@@ -174,11 +170,7 @@ def loss_note(loss: float, target: Target) -> str | None:
 
 
 def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) -> None:
-    """Check the folders of the drafter and of the run.
-
-    Raises:
-        UsageError: `out` holds something else, one of them cannot be written, or the disk is too small.
-    """
+    """Raise UsageError if `out` holds something else, a folder cannot be written, or the disk is too small."""
     if out.exists() and not folder.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is no run of this command; choose another --out, or delete it.")
     try:
@@ -230,28 +222,21 @@ def identity(
 
 
 def check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Check that a run with the identity `theirs` can resume with the identity `ours`.
-
-    Raises:
-        UsageError: The identities differ.
-    """
+    """Raise UsageError unless a run with the identity `theirs` can resume with the identity `ours`."""
     changed = [f"{name} = {theirs.get(name)!r} (now {ours[name]!r})" for name in ours if theirs.get(name) != ours[name]]
     if changed:
         raise UsageError(
-            f"{folder} holds a run with {', '.join(changed)}; give the former to go on with it, choose another --out, "
-            "or delete the folder."
+            f"{folder} holds a run with {', '.join(changed)}; give the former values to resume it, choose another "
+            "--out, or delete the folder."
         )
 
 
 @torch.no_grad()
 def check_teacher(target: Target, tokens: Tensor) -> None:
-    """Check that the target's head on its last hidden state gives its logits, as objectives with a teacher assume.
+    """Raise UsageError unless the target's head on its last hidden state gives its logits, as teachers assume.
 
     Args:
         tokens: `[S]` int64; some text to check it on.
-
-    Raises:
-        UsageError: The target changes what its head gives.
     """
     tokens = tokens[:32].to(target.device)
     [hidden] = target_hidden_states(target, (target.num_layers,), [tokens])

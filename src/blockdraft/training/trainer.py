@@ -89,19 +89,21 @@ class Trainer:
         self.evaluation_format = Format(only or entries()[job.variant].layouts[0])
         self.written = job.written or self.evaluation_format
         self.out, self.folder = out, run_folder(out)
-        state = checkpoints.newest(self.folder / "checkpoints")
-        if state is not None:
+        state = checkpoints.newest(self.folder / "checkpoints") or {}
+        if state:
             data = preflight.data_of_run(data, state["data"], out, progress.note)
-        earlier = None if state is None else state["identity"]
-        resolved, self.config, self.prompts = preflight.resolve_and_check(job, data, self.written, earlier)
+        resolved, self.config, self.prompts = preflight.resolve_and_check(
+            job, data, self.written, state.get("identity")
+        )
         documents, self.variant = resolved.documents, resolved.variant
         self.recipe = recipe = self.variant.recipe
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         network = self.variant.network(self.config, vocabulary).to(target.device)
         self.variant.fit_data(network, data)
         self.variant.fit_head(network, target)
-        bits = recipe.qat_bits
-        self.quantized = [] if bits is None else quantized_layers(network, self.variant.is_quantized, bits)
+        self.quantized = []
+        if recipe.qat_bits is not None:
+            self.quantized = quantized_layers(network, self.variant.is_quantized, recipe.qat_bits)
         if note := preflight.init_note(recipe, target):
             progress.note(note)
         if accelerator.is_main_process:
@@ -110,7 +112,7 @@ class Trainer:
         self.is_new = not self.folder.exists()
         preflight.check_folder(out, self.folder, network, recipe)
         identity = preflight.identity(job.variant, target, data, recipe, self.variant.free_fields)
-        if state is not None:
+        if state:
             preflight.check_same(self.folder, state["identity"], identity)
         self.identity, self.manifest = identity, data.manifest
         notes = preflight.data_notes(documents, len(resolved.trained), len(resolved.held_out))
@@ -118,20 +120,20 @@ class Trainer:
             progress.note(note)
         slots = self.variant.taught_slots
         self.batches = Batches(documents, resolved.trained, recipe, slots, self.variant.alone)
-        self.begin = 0 if state is None else int(state["step"])
-        self.schedule = Schedule(self.batches.steps(), recipe, None if state is None else state["schedule"])
+        self.begin = int(state.get("step", 0))
+        self.schedule = Schedule(self.batches.steps(), recipe, state.get("schedule"))
         self._plan_steps(job.more)
         assert recipe.batch is not None
         self.sequences = recipe.batch // (accelerator.num_processes * recipe.accumulation)  # on a device at a time
         self.fixed = Batches(documents, resolved.held_out, recipe, slots).fixed(self.sequences)
         if self.prompts is None:
             self.prompts = held_out_prompts(documents, resolved.held_out, recipe.eval_prompts)
-        self.target_layers = target_layers = self.config.target_layers
+        self.target_layers = self.config.target_layers
         if self.variant.needs_teacher:
-            if target.num_layers not in target_layers:
-                self.target_layers = target_layers = (*target_layers, target.num_layers)
+            if target.num_layers not in self.target_layers:
+                self.target_layers = (*self.target_layers, target.num_layers)
             preflight.check_teacher(target, documents[resolved.trained[0]].tokens)
-        self.width = len(target_layers) * target.hidden_size
+        self.width = len(self.target_layers) * target.hidden_size
         alone = accelerator.num_processes == 1
         if self.begin < self.schedule.end:
             self.source = open_source(
@@ -139,7 +141,7 @@ class Trainer:
                 target,
                 data,
                 documents,
-                target_layers,
+                self.target_layers,
                 beside=self.folder,
                 reserved=preflight.disk_bytes(network, recipe) if alone else None,
                 progress=progress,
@@ -154,7 +156,7 @@ class Trainer:
         progress.note(f"{size:,} parameters, target layers {layers}, {processes}")
         self.module, *wrapped = accelerator.prepare(module, *optimizers)
         self.optimizers = [cast(torch.optim.Optimizer, getattr(wrap, "optimizer", wrap)) for wrap in wrapped]
-        if state is not None:
+        if state:
             checkpoints.restore_state(self.module, self.optimizers, state)
         self.log = RunLog(self.folder, self.begin) if accelerator.is_main_process else None
 
@@ -164,7 +166,7 @@ class Trainer:
         if accelerator.is_main_process:
             (self.folder / "recipe.toml").write_text(as_toml(recipe), encoding="utf-8")
             begin_trackers(accelerator, self.out.name, self.folder, recipe)
-        if self.begin == self.schedule.end:  # a finished run may be asked for another format
+        if self.begin == self.schedule.end:  # a finished run may be exported in another format
             self._export(self.out, self.written)
         with self.stops.deferred():
             self._train()
@@ -250,7 +252,7 @@ class Trainer:
         set_rate(self.optimizers, share)
         weights = total_weights(self.variant, [batch])
         stopped = False
-        with self._quantization(done):  # outside of `try`: quantized weights are never saved after a second signal
+        with self._quantization(done):  # ends outside of `try`, so that a signal then saves no quantized weights
             try:
                 with self.stops.deferred(processes > 1):  # several processes stop together, between steps
                     sums = self._gradients(batch, weights)

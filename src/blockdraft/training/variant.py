@@ -280,11 +280,7 @@ def variant_names() -> list[str]:
 
 
 def find_variant(name: str) -> type[Variant[Any, Any, Any]]:
-    """Return the variant of the drafter with this name.
-
-    Raises:
-        UsageError: It does not exist.
-    """
+    """Return the variant of the drafter with this name, or raise UsageError."""
     if name not in variant_names():
         raise UsageError(f"The variant {name!r} is unknown; there are {', '.join(variant_names())}.")
     variant: type[Variant[Any, Any, Any]] = import_module(f"{DRAFTERS}.{name}.train").VARIANT
