@@ -1,4 +1,4 @@
-"""Drafters for the bundled target that learn for about a minute, so that some of their guesses are right."""
+"""Drafters for the bundled target that learn for about a minute, so that some of their draft tokens are right."""
 
 from __future__ import annotations
 

@@ -34,11 +34,13 @@ PHRASES = {
     r"hopes": "upper bounds",
     r"wip(e|es|ed)": "zero",
     r"round_bits": "qat_bits",
-    r"in turns": "interleaved",
+    r"in turns(?![)(\]}:]| if | for )": "interleaved",
     r"(answers? (that )?loops?|looping answers?)": "repetitive output",
     r"(weights? )?of few bits": "quantized",
     r"features of (the )?(nodes?|layers?|tokens?|target)": "hidden states",
 }
+# Where a tap is a weight of a short convolution.
+CONVOLUTIONS = ("src/blockdraft/drafters/dflash2/", "src/blockdraft/kernels/cpu/", "src/blockdraft/nn/delta_net.py")
 # Files that are still to be rewritten, by the beginning of their path; delete a line when its files pass.
 UNFINISHED = (
     "CHANGELOG.md",
@@ -121,8 +123,10 @@ def retired(text: str) -> Iterator[tuple[int, str, str]]:
 @pytest.mark.parametrize("file", [file for file in FILES if not file.startswith(UNFINISHED)])
 def test_no_retired_words(file: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")
-    found = [f"{file}:{number}: {word!r}; write {instead!r}" for number, word, instead in retired(text)]
-    assert not found, "\n".join(found)
+    if file.startswith(CONVOLUTIONS):
+        text = re.sub(r"\btaps\b", "", text)
+    lines = [f"{file}:{number}: {word!r}; write {instead!r}" for number, word, instead in retired(text)]
+    assert not lines, "\n".join(lines)
 
 
 @pytest.mark.parametrize("line", ["num_guesses = 4", "class TapLayers:", "# all answers loop", "They run in turns."])

@@ -119,7 +119,7 @@ def test_bad_files(text: str, told: str, tmp_path: Path) -> None:
         read_settings(DFlashRecipe, tmp_path / "r.toml")
 
 
-def test_all_that_is_wrong_is_told_together(tmp_path: Path) -> None:
+def test_all_that_is_wrong_is_reported_together(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text("final = 2.0\nepochs = 0\n")
     flags = {"gamma": "x", "epochs": "y", "block-size": "1", "nonsense": "3"}
     with pytest.raises(SettingsError) as caught:

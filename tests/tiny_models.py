@@ -190,7 +190,7 @@ EAGLE_SHAPE: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def tiny_eagle3_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """A random EAGLE-3 drafter for `tiny_target_dir` that guesses 5 tokens at most, among 120 of the vocabulary."""
+    """A random EAGLE-3 drafter for `tiny_target_dir` that drafts at most 5 tokens, among 120 of the vocabulary."""
     folder = tmp_path_factory.mktemp("tiny") / "eagle3"
     _write_eagle(folder, Eagle3Config(**EAGLE_SHAPE, block_size=6), 5)
     return folder
@@ -198,8 +198,8 @@ def tiny_eagle3_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: P
 
 @pytest.fixture(scope="session")
 def eagle3_of_three_target_layers(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """As `tiny_eagle3_dir`, with as many taps as llama.cpp reads."""
-    folder = tmp_path_factory.mktemp("tiny") / "eagle3-taps"
+    """As `tiny_eagle3_dir`, with as many target layers as llama.cpp reads."""
+    folder = tmp_path_factory.mktemp("tiny") / "eagle3-target layers"
     _write_eagle(folder, Eagle3Config(**EAGLE_SHAPE | {"target_layers": (0, 1, 1)}, block_size=6), 5)
     return folder
 

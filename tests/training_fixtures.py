@@ -53,7 +53,7 @@ def interrupted_at(step: int) -> Iterator[None]:
 
 
 class Drafted(NamedTuple):
-    """What a drafter guesses behind an anchor, and its state before it."""
+    """What a drafter draft tokens behind an anchor, and its state before it."""
 
     anchor: int
     draft_tokens: list[int]
@@ -77,7 +77,7 @@ def drafted(drafter: Drafter, target: Target, tokens: Tensor, anchor: int) -> Dr
 def check_parity(
     variant: Variant[Any, Any, Any], network: Any, drafter: Drafter, target: Target
 ) -> tuple[Tensor, list[Drafted]]:
-    """The training forward at an anchor guesses what the drafter drafts at that anchor.
+    """The training forward at an anchor drafts what the drafter drafts at that anchor.
 
     The tokens behind each anchor count as the drafter's own draft tokens, because `Variant.draft_tokens` looks at a
     position as if all draft tokens before it had been accepted.

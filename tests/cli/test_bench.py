@@ -190,7 +190,9 @@ def test_profile(bench: Run, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results.json").read_text())["profiles"] is None
 
 
-def test_bits_of_drafters_are_told(bench: Run, tmp_path: Path, tiny_drafter_dir: Path, tiny_eagle3_dir: Path) -> None:
+def test_bits_of_drafters_are_reported(
+    bench: Run, tmp_path: Path, tiny_drafter_dir: Path, tiny_eagle3_dir: Path
+) -> None:
     few, four = tmp_path / "results.json", tmp_path / "four"
     shutil.copytree(tiny_eagle3_dir, four)
     raw = json.loads((four / "config.json").read_text())

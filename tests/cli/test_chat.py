@@ -175,7 +175,7 @@ def test_a_path_is_no_command(chat: Chat, answers: Callable[..., list[str]]) -> 
 def test_a_terminal_shows_colours_speeds_and_what_was_read(
     chat: Chat, answers: Callable[..., list[str]], tiny_target_dir: Path
 ) -> None:
-    # The target as its own drafter guesses everything right.
+    # The target as its own drafter draft tokens everything right.
     code, out, err = chat("--drafter", tiny_target_dir, "--block-size", 4, typed=["hello", "and then?"])
     first, second = answers("hello", "and then?")
     shown = ESCAPES.sub("", out)
@@ -192,7 +192,7 @@ def test_a_terminal_shows_colours_speeds_and_what_was_read(
     assert int(reused) >= int(read) and int(more) + int(reused) + 20 == int(longer)
 
 
-def test_in_a_terminal_what_goes_wrong_is_told_and_the_message_stays(
+def test_in_a_terminal_what_goes_wrong_is_reported_and_the_message_stays(
     chat: Chat, answers: Callable[..., list[str]]
 ) -> None:
     drafts: list[str] = []
@@ -208,7 +208,7 @@ def test_in_a_terminal_what_goes_wrong_is_told_and_the_message_stays(
     assert shown.count(answers("hello")[0]) == 2 and "Ctrl-D or /exit" in shown
 
 
-def test_a_full_context_is_told(chat: Chat) -> None:
+def test_a_full_context_is_reported(chat: Chat) -> None:
     _, out, _ = chat("--max-new-tokens", 500, "--repetition-penalty", 1.2, typed=["hello" * 30])
     assert "The context is full, so the answer is cut. /drop drops" in ESCAPES.sub("", out)
     _, out, _ = chat(typed=["hello"])

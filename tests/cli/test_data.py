@@ -187,7 +187,7 @@ def test_what_is_wrong_is_said_before_the_weights_are_loaded(
         assert "Traceback" not in err and not (tmp_path / "data").exists()
 
 
-def test_bad_files_are_told_together_before_anything_of_the_target_is_read(
+def test_bad_files_are_reported_together_before_anything_of_the_target_is_read(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets, "load_target_text", lambda *_: pytest.fail("the target is read"))

@@ -178,7 +178,7 @@ def test_refusals(export: Run, tmp_path: Path, tiny_drafter_dir: Path, capsys: p
     assert {path.name for path in tmp_path.iterdir()} == {"last", "deep", "taken"}
 
 
-def test_a_checkpoint_of_another_target_is_told(
+def test_a_checkpoint_of_another_target_is_reported(
     export: Run, tmp_path: Path, target: Target, tiny_drafter_dir: Path
 ) -> None:
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)

@@ -58,7 +58,7 @@ def test_prompts_of_a_file(run: Run, tmp_path: Path, tiny_target_dir: Path) -> N
     assert len({*held_out, *chosen}) == 6
 
 
-def test_bad_files_of_prompts_are_told_before_the_target_is_read(
+def test_bad_files_of_prompts_are_reported_before_the_target_is_read(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(targets, "load_target_text", lambda *_: pytest.fail("the target is read"))

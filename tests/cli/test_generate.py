@@ -114,7 +114,7 @@ def test_an_exact_target_says_so(generate: Run, expected: dict[str, Any], backen
     assert (answer["running"], answer["token_ids"]) == (f"{backend}, exact", expected["token_ids"])
 
 
-def test_why_the_native_decoder_does_not_run_the_target_is_told(
+def test_why_the_native_decoder_does_not_run_the_target_is_reported(
     generate: Run, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
     for file in tiny_target_dir.iterdir():
@@ -178,7 +178,7 @@ def test_how_far_is_drafted_is_left_to_the_engine_unless_a_size_is_named(
     assert made == [expected]
 
 
-def test_it_is_told_when_drafting_is_slower(
+def test_it_is_reported_when_drafting_is_slower(
     tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
@@ -265,7 +265,7 @@ def test_a_comparison_says_how_many_cycles_drafted(capsys: pytest.CaptureFixture
     assert "speed-up: 1.00 (2 of 4 steps drafted); tokens: identical\n" in capsys.readouterr().out
 
 
-def test_a_draft_vocabulary_is_told(generate: Run) -> None:
+def test_a_draft_vocabulary_is_reported(generate: Run) -> None:
     few = ("hello", "--draft-vocab", 40)
     assert "proposes" not in generate("hello", terminal=True).out
     assert ", the drafter proposes 40 of 265 tokens" in generate(*few, terminal=True).out.replace("\n", "")
@@ -273,7 +273,7 @@ def test_a_draft_vocabulary_is_told(generate: Run) -> None:
     assert [json.loads(generate(*words, "--json").out)["draft_vocab"] for words in (few, few[:1])] == [40, None]
 
 
-def test_bits_of_the_drafter_are_told(generate: Run) -> None:
+def test_bits_of_the_drafter_are_reported(generate: Run) -> None:
     rounded = ("hello", "--quantize", "int8")
     assert "weights of" not in generate("hello", terminal=True).out
     assert ", the drafter has weights of 8 bits" in generate(*rounded, terminal=True).out.replace("\n", "")
@@ -293,7 +293,7 @@ def test_bits_of_the_drafter_are_told(generate: Run) -> None:
         (("--top-k", -1), "error: --top-k is -1"),
     ],
 )
-def test_what_only_sampling_heeds_is_told_where_decoding_is_greedy(
+def test_what_only_sampling_heeds_is_reported_where_decoding_is_greedy(
     generate: Run, args: tuple[object, ...], told: str
 ) -> None:
     assert generate("hello", "--max-new-tokens", 2, "--block-size", 4, *args).err.startswith(told)
@@ -317,7 +317,7 @@ def test_compare_in_a_terminal(generate: Run) -> None:
     assert "speed-up: " in result.out and "tokens: identical" in result.out
 
 
-def test_guessed_tokens_are_coloured_and_characters_stay_whole(
+def test_drafted_tokens_are_coloured_and_characters_stay_whole(
     tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")

@@ -99,7 +99,7 @@ def test_pull(blockdraft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert blockdraft("pull", "gemma3-270m", "--from", "disk").code == 2
 
 
-def test_terms_are_told(blockdraft: Run) -> None:
+def test_terms_are_reported(blockdraft: Run) -> None:
     done = blockdraft("pull", "gemma3-270m")
     assert done.code == 2 and "https://ai.google.dev/gemma/terms" in done.err and "--accept-licence" in done.err
 

@@ -60,7 +60,7 @@ def test_the_target_may_write_the_text(tmp_path: Path, blockdraft: Run) -> None:
         (["--calibrate", "absent.jsonl"], "absent.jsonl"),
     ],
 )
-def test_bad_input_is_told(
+def test_bad_input_is_reported(
     args: list[object],
     told: str,
     tiny_target_dir: Path,
@@ -71,7 +71,7 @@ def test_bad_input_is_told(
     assert (code, out) == (2, "") and told in err and not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_taken_is_told_before_the_target_writes(
+def test_a_folder_that_is_taken_is_reported_before_the_target_writes(
     tiny_target_dir: Path, tmp_path: Path, blockdraft: Run
 ) -> None:
     (tmp_path / "few").mkdir()

@@ -89,7 +89,7 @@ def test_how_a_target_is_run_reaches_the_loader(command: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("command", ["bench", "calibrate"])
-def test_a_target_without_a_drafter_is_told_how_to_get_one(
+def test_a_target_without_a_drafter_is_reported_how_to_get_one(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = [str(tmp_path) if arg == "PROMPTS" else arg for arg in COMMANDS[command]]
@@ -109,7 +109,7 @@ def test_the_remedy_for_a_gguf_file_fits_a_drafter_to_it(tmp_path: Path, monkeyp
         need_drafter("model.gguf", None, "or none")
 
 
-def test_a_broken_gguf_file_is_told_before_a_drafter_is_asked_for(tmp_path: Path) -> None:
+def test_a_broken_gguf_file_is_reported_before_a_drafter_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(UsageError, match="is GGUF of version 0"):
         drafter_or_lookup(str(tmp_path / "model.gguf"), None)
@@ -120,7 +120,7 @@ def test_the_bundled_target_by_name() -> None:
     assert load_target_text("bundled").max_context == load_target_text().max_context
 
 
-def test_a_folder_that_is_not_there_is_told_before_a_drafter_is_asked_for(
+def test_a_folder_that_is_not_there_is_reported_before_a_drafter_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for absent in (str(tmp_path / "absent"), "absent"):
@@ -147,7 +147,9 @@ def test_an_adapter_has_no_part_in_what_a_server_writes(
     assert exit_info.value.code == 2 and "--adapter is for our own engine" in capsys.readouterr().err
 
 
-def test_loading_that_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loading_that_takes_long_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def slow(*_: object, **__: object) -> SimpleNamespace:
         time.sleep(0.1)
         return SimpleNamespace(backend_reason=None, chosen_for=None)

@@ -75,7 +75,9 @@ def test_bad_input(arguments: list[str], told: str, tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-def test_all_that_is_wrong_is_told_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_is_wrong_is_reported_before_the_target_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli_target, "load", lambda *_, **__: pytest.fail("the target is loaded"))
     options = ["--data", "a", "--prompts", "b", "--hidden-states", "c", "--init", "d", "--objective", "decay=1,e=1,f=1"]

@@ -98,7 +98,7 @@ def greedy(model: PreTrainedModel) -> Callable[[list[int], int], list[int]]:
 
 @pytest.fixture
 def good_draft_tokens(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafters guess the token that the target predicts from one token alone, which is often right in context too."""
+    """Drafters that propose what the target predicts from one token alone, which is often right in context too."""
     with torch.inference_mode():
         follower = model(torch.arange(VOCAB)[:, None]).logits[:, 0].argmax(dim=-1)
     draft = DFlashDrafter._draft_pass

@@ -130,7 +130,7 @@ def test_each_cycle_takes_that_many_draft_passes(model, config, steps):
     assert passes == steps * sum(drafted > 0 for drafted in stats.drafted)
 
 
-# Of 7 guesses, those still masked before each pass; by hand from 1 - cos(pi t / 2) and t.
+# Of 7 draft tokens, those still masked before each pass; by hand from 1 - cos(pi t / 2) and t.
 MASKED = {
     (1, "cosine"): [7],
     (2, "cosine"): [7, 5],  # 0.293 * 7 = 2.05 are settled
@@ -150,7 +150,7 @@ def test_each_pass_settles_its_share(model, config, monkeypatch, steps, schedule
     def look(state: object, tokens: Tensor, first: int = 0, window: int | None = None) -> tuple[Tensor, Tensor]:
         seen.append(tokens.clone())
         hidden, logits = draft(state, tokens, first, window)
-        logits[..., drafter.config.mask_token_id] = -1e9  # so that a mask is an unsettled slot and no guess
+        logits[..., drafter.config.mask_token_id] = -1e9  # so that a mask is an unsettled slot and no draft token
         return hidden, logits
 
     monkeypatch.setattr(drafter, "_draft_pass", look)
@@ -251,7 +251,7 @@ def test_the_base_model_shows_through(model, mixin):
 
 
 def test_a_drafter_keeps_its_reduced_head(model, config, monkeypatch):
-    """The drafter guesses among part of the vocabulary; all other tokens have a logit of minus infinity."""
+    """The drafter drafts among part of the vocabulary; all other tokens have a logit of minus infinity."""
     kept, loaded = torch.arange(0, 97, 3), []
 
     def reduced(path: Path | None = None, *, target: HFTarget) -> object:

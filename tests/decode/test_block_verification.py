@@ -27,7 +27,7 @@ def random_distributions(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def chains(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
-    """All chains that q can offer after token 0: their tokens and probability, chances and factors, and q."""
+    """All chains that q can offer after token 0: tokens, probability, acceptance probabilities, factors, and q."""
     tokens = torch.tensor([(0, *rest) for rest in product(range(V), repeat=DRAFT_TOKENS)])
     tokens = tokens[(q[tokens[:, :-1], tokens[:, 1:]] > 0).all(1)]
     before, after = tokens[:, :-1], tokens[:, 1:]
@@ -79,12 +79,12 @@ def test_block_verification_accepts_at_least_as_much_as_token_by_token(seed: int
     one_by_one = (p[before, after] / q[before, after]).clamp(max=1).cumprod(1).sum(1)
     assert float(block) >= float(sampled @ one_by_one) - 1e-12
     if seed == 0:
-        # And more where later guesses make up for earlier ones.
+        # And more where later draft tokens make up for earlier ones.
         assert float(block) > float(sampled @ one_by_one) + 0.01
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_chances_are_those_of_the_paper(seed: int) -> None:
+def test_acceptance_probs_are_those_of_the_paper(seed: int) -> None:
     p, q = random_distributions(seed)
     tokens, _, (acceptance_probs, c), _ = chains(p, q)
     for row in range(len(tokens)):
@@ -175,7 +175,7 @@ def test_agrees_with_the_readable_twin(seed: int) -> None:
 
 @pytest.mark.slow
 def test_a_node_without_a_distribution_changes_no_distribution_before_it() -> None:
-    """Guess 0 is followed by no numbers. The tokens up to it have the target's distribution, and with it the path
+    """Draft token 0 is followed by no numbers. The tokens up to it have the target's distribution, and with it the path
     ends."""
     count, generator = 20_000, torch.Generator().manual_seed(0)
     q = torch.tensor([[0.6, 0.3, 0.1], [0.3, 0.4, 0.3], [0.2, 0.5, 0.3]])

@@ -1,4 +1,4 @@
-"""Trees of several drafters in one: which guesses it takes, and how likely they are."""
+"""Trees of several drafters in one: which drafts it takes, and how likely they are."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from two_trees import LOOKUP, MODEL, plan, proposal
 from blockdraft.decode.merging import merged
 
 
-def test_equal_guesses_are_one_node_and_the_likeliest_are_taken() -> None:
+def test_equal_draft_tokens_are_one_node_and_the_likeliest_are_taken() -> None:
     """Node 5 gets the model's higher probability; those of prompt lookup behind it, given the node, stay the same."""
     found = merged(torch.tensor([3]), [proposal(LOOKUP), proposal(MODEL)], plan(7, cycle_seconds=[1.0] * 8))
     assert found.tokens.tolist() == [[3, 5, 6, 7, 8, 9, 6]]
@@ -24,7 +24,7 @@ def test_equal_guesses_are_one_node_and_the_likeliest_are_taken() -> None:
         assert fewer.parents.tolist() == [found.parents[0, : 1 + budget].tolist()]
 
 
-def test_guesses_without_chances_are_accepted_half_of_the_time() -> None:
+def test_draft_tokens_without_acceptance_probs_are_accepted_half_of_the_time() -> None:
     unknown = replace(proposal([(5, 0, 1), (8, 0, 1), (9, 1, 1)], [(5, 0, 1)]), acceptance_probs=None)
     lookup = proposal([(4, 0, 0.3)], [])
     found = merged(torch.tensor([3, 3]), [unknown, lookup], plan(3, 2, cycle_seconds=[1.0] * 4))

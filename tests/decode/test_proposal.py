@@ -80,14 +80,16 @@ def test_sampled_chains_keep_the_distributions_of_what_stays() -> None:
     sampled = Proposal(tokens, chain(tokens).parents, (*dists, None))
     found = cut(sampled, [RequestDrafting(block_size=3), RequestDrafting(enabled=False), RequestDrafting(block_size=2)])
     assert found.parent_lists == [[-1, 0, 1], [-1, -1, -1], [-1, 0, -1]]
-    assert found.q is not None and found.q[1:] == (None, None)  # without guesses there is no distribution
+    assert found.q is not None and found.q[1:] == (None, None)  # without draft tokens there is no distribution
     assert found.q[0] is not None and torch.equal(found.q[0].probs, dists[0].probs[:3])
     none = cut(sampled, [RequestDrafting(enabled=False)] * 3)
     assert none.q is None and none.tokens.tolist() == [[0], [4], [8]]
 
 
-def test_chosen_guesses_beside_a_sampled_chain_get_none_of_its_distributions() -> None:
-    dist = SparseDistribution(torch.arange(4).expand(3, 4), torch.rand(3, 4))  # of the anchor and two sampled guesses
+def test_chosen_draft_tokens_beside_a_sampled_chain_get_none_of_its_distributions() -> None:
+    dist = SparseDistribution(
+        torch.arange(4).expand(3, 4), torch.rand(3, 4)
+    )  # of the anchor and two sampled draft tokens
     beside = Proposal(torch.tensor([[0, 1, 2, 3, 4]]), torch.tensor([[-1, 0, 1, 0, 3]]), (dist,))
     found = cut(beside, [RequestDrafting(block_size=2)])
     assert (found.tokens.tolist(), found.parent_lists) == ([[0, 1, 3]], [[-1, 0, 0]])

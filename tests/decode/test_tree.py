@@ -27,7 +27,7 @@ def build(log_probs: Tensor, budget: int, cycle_seconds: list[float] | None = No
 
 
 def path_probs(proposal: Proposal, log_probs: Tensor, row: int = 0) -> list[float]:
-    """Probability of the path of each guess, without anchor and padding."""
+    """Probability of the path of each draft token, without anchor and padding."""
     parents, tokens = proposal.parents[row].tolist(), proposal.tokens[row].tolist()
     scores, depth = [1.0], depths(proposal.parents)[row].tolist()
     for node in range(1, len(tokens)):
@@ -133,7 +133,7 @@ def test_as_many_ranks_as_the_budget_are_enough(spread: float, budget: int) -> N
 @pytest.mark.parametrize("cost", [1e-5, 0.003, 0.03, 0.3, 10.0])
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 def test_a_tree_that_pays_is_the_one_cut_from_the_whole_budget(cost: float, spread: float) -> None:
-    """From no guess at all to the whole budget."""
+    """From no draft token at all to the whole budget."""
     log_probs = dists(depth=9, vocabulary=60, seed=3, spread=spread, batch=2)
     seconds = [1 + cost * draft_tokens for draft_tokens in range(301)]
     expected = build(log_probs, 300, seconds)
@@ -148,7 +148,7 @@ def test_a_best_tree_keeps_to_its_budget_where_more_would_pay() -> None:
 
 
 def test_a_larger_tree_is_not_grown_where_a_quarter_of_a_small_one_does_not_pay() -> None:
-    seconds = [1.0] * 17 + [9.0] * 20 + [0.1] * 463  # 16 guesses pay, and from 37 on far more would
+    seconds = [1.0] * 17 + [9.0] * 20 + [0.1] * 463  # 16 draft tokens pay, and from 37 on far more would
     log_probs = dists(6, 20, seed=7, spread=0.5)
     assert best_tree(ANCHOR, log_probs, 200, seconds).tokens.shape == (1, 17)
     assert best_first(ANCHOR, *log_probs.topk(20), 200, seconds).tokens.shape == (1, 201)
@@ -221,7 +221,7 @@ def test_impossible_candidates_of_a_lattice_are_left_out() -> None:
 
 
 def grown(depth: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Candidates of two rows, grown level by level: each has `width` children of random chances."""
+    """Candidates of two rows, grown level by level: each has `width` children of random acceptance probabilities."""
     generator = torch.Generator().manual_seed(seed)
     log_probs, parents, begin = torch.zeros(2, 0), [-1], 0
     places: list[int] = []
@@ -235,7 +235,7 @@ def grown(depth: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("budget", [1, 5, 12, 99])
-def test_of_grown_guesses_the_likeliest_are_taken_with_their_parents(budget: int) -> None:
+def test_of_grown_draft_tokens_the_likeliest_are_taken_with_their_parents(budget: int) -> None:
     log_probs, parents, tokens = grown(depth=3, width=3, seed=1)
     log_probs[1, 4:] = -torch.inf
     log_probs[1, 3] = torch.nan
@@ -250,7 +250,7 @@ def test_of_grown_guesses_the_likeliest_are_taken_with_their_parents(budget: int
         assert before[1 + count :] == [-1] * (len(before) - 1 - count)
 
 
-def test_grown_guesses_are_cut_to_those_that_pay() -> None:
+def test_grown_draft_tokens_are_cut_to_those_that_pay() -> None:
     log_probs, parents, tokens = grown(depth=3, width=3, seed=2)
     seconds = [1 + 0.1 * n for n in range(40)]
     cut = best_of(torch.tensor([7, 8]), log_probs, parents, tokens, 39, seconds, calibration=0.8)
@@ -277,7 +277,7 @@ def test_best_count_is_the_best_of_all_counts_whatever_the_times() -> None:
     assert {0, 1, 4, 7} <= chosen
 
 
-def test_best_count_of_a_free_of_a_costly_and_of_an_even_guess() -> None:
+def test_best_count_of_a_free_of_a_costly_and_of_an_even_draft_token() -> None:
     assert best_count([[0.9, 0.5, 0.1]], [1.0, 1.0, 1.0, 1.0]) == 3
     assert best_count([[0.9, 0.5, 0.1]], [1.0, 2.0, 3.0, 4.0]) == 0
     assert best_count([[0.9, 0.5, 0.1]], [1.0, 1.1, 1.5, 3.0]) == 1
@@ -293,7 +293,7 @@ def test_rows_share_a_count() -> None:
     assert best_count([sure, unsure, unsure, unsure], seconds) == 0
 
 
-def test_trust_scales_what_is_expected() -> None:
+def test_calibration_scales_what_is_expected() -> None:
     rows, seconds = [[0.9, 0.5, 0.1], [0.8, 0.7]], [1.0, 1.2, 1.5, 1.9]
     for calibration in (0.3, 0.7, 1.3):
         rates = [(2 + calibration * sum(sum(row[:n]) for row in rows)) / seconds[n] for n in range(4)]
@@ -301,9 +301,9 @@ def test_trust_scales_what_is_expected() -> None:
     assert best_count(rows, seconds, 0.1) == 0 < best_count(rows, seconds, 1.0)
 
 
-def test_another_guess_pays_if_its_tokens_are_worth_its_time() -> None:
-    expected, following = torch.tensor([0.5, 0.0]), torch.tensor([0.25, 0.0])  # the second row gets no guesses
-    # Of one guess a row 2.5 tokens, of two 2.75.
+def test_another_draft_token_pays_if_its_tokens_are_worth_its_time() -> None:
+    expected, following = torch.tensor([0.5, 0.0]), torch.tensor([0.25, 0.0])  # the second row gets no draft tokens
+    # Of one draft token a row 2.5 tokens, of two 2.75.
     assert next_pays(expected, following, 1, [1.0, 1.0, 1.09])
     assert not next_pays(expected, following, 1, [1.0, 1.0, 1.1])
     assert not next_pays(expected, following, 1, [1.0, 1.0, 1.09], calibration=0.5)

@@ -42,8 +42,8 @@ def drafting(
 ) -> Drafter:
     """A drafter of trees of this shape, whose distributions keep so many tokens.
 
-    Ragged proposals have fewer nodes in every second row, mixed ones have chosen guesses there. A drafter that
-    `claims` chooses its guesses and says that it drew them.
+    Ragged proposals have fewer nodes in every second row, mixed ones have chosen draft tokens there. A drafter that
+    `claims` chooses its draft tokens and says that it drew them.
     """
 
     def propose(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Proposal:
@@ -74,8 +74,8 @@ def drafting(
 
 
 def beside(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Proposal:
-    """Sampled chains with chosen guesses around them, which depend on what was sampled: some hold another token than a
-    sampled guess, some follow the end of the chain, and some each other."""
+    """Sampled chains with chosen draft tokens around them, which depend on what was sampled: some hold another token
+    than a sampled draft token, some follow the end of the chain, and some each other."""
     chain = drafting(CHAIN, is_sampled=True)(earlier, anchor, numbers)
     own = chain.tokens
     others = [(own[:, 1] + 1) % V, (own[:, 2] + 2) % V, (own[:, 3] + own[:, 1]) % V, own[:, 1], (own[:, 1] + 1) % V]
@@ -84,7 +84,7 @@ def beside(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Proposal:
 
 
 def only_the_likeliest(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Proposal:
-    """Sampled chains, but none where the first guess is not the likeliest: what was sampled decides whether it
+    """Sampled chains, but none where the first draft token is not the likeliest: what was sampled decides whether it
     stays."""
     chain = drafting(CHAIN, is_sampled=True)(earlier, anchor, numbers)
     likeliest = drafting(CHAIN, is_sampled=False)(earlier, anchor, numbers).tokens[:, 1]
@@ -164,7 +164,7 @@ def test_output_has_the_target_distribution(name: str, setting: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["temperature 1", "penalty"])
-def test_chosen_guesses_beside_sampled_ones_leave_the_distribution(setting: str) -> None:
+def test_chosen_draft_tokens_beside_sampled_ones_leave_the_distribution(setting: str) -> None:
     assert abs(surprise(decode(beside, SETTINGS[setting]), SETTINGS[setting])) < NOISE
 
 
@@ -205,7 +205,7 @@ def q_of_the_wrong_node(proposal: Proposal, distributions: Distributions, unifor
 
 
 def reused_numbers(proposal: Proposal, distributions: Distributions, uniforms: Tensor, tests: Tensor) -> Verdict:
-    return verify(proposal, distributions, uniforms, tests)  # `decode` passes the numbers that drew the guesses
+    return verify(proposal, distributions, uniforms, tests)  # `decode` passes the numbers that drew the draft tokens
 
 
 def broken(name: str, rule: Callable[..., tuple[Tensor, Tensor]]) -> Judge:
@@ -219,7 +219,7 @@ def broken(name: str, rule: Callable[..., tuple[Tensor, Tensor]]) -> Judge:
 def block_with_ratios(
     p: Tensor, q: Tensor, draft_token_p: Tensor, draft_token_q: Tensor, tests: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Takes the last guess whose test is below the ratio r instead of the chance h."""
+    """Takes the last draft token whose test is below the ratio r instead of the chance h."""
     _, c = block_verification.block_acceptance_probs(p, q, draft_token_p, draft_token_q)
     last = torch.where(tests < 1 / c, torch.arange(tests.size(1)), 0).amax(1)
     return last, c.gather(1, last[:, None])[:, 0]
@@ -228,7 +228,7 @@ def block_with_ratios(
 def block_up_to_first_rejection(
     p: Tensor, q: Tensor, draft_token_p: Tensor, draft_token_q: Tensor, tests: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Tests the guesses one by one as plain rejection sampling does, then draws from the residual of the block."""
+    """Tests the draft tokens one by one as plain rejection sampling does, then draws from the residual of the block."""
     _, c = block_verification.block_acceptance_probs(p, q, draft_token_p, draft_token_q)
     accepted = tests * draft_token_q < draft_token_p
     accepted[:, 0] = True
@@ -342,7 +342,7 @@ def test_a_row_without_a_distribution_leaves_the_others_alone(shape: list[int], 
 
 
 def test_the_walk_goes_on_beside_a_sampled_chain() -> None:
-    """The sampled guess 1 is impossible, the chosen guess 2 is certain, and so is what follows it."""
+    """The sampled draft token 1 is impossible, the chosen draft token 2 is certain, and so is what follows it."""
     dist = SparseDistribution(torch.tensor([[1], [1]]), torch.ones(2, 1))
     proposal = Proposal(torch.tensor([[0, 1, 2, 0]]), torch.tensor([[-1, 0, 0, 2]]), (dist,))
     following = torch.tensor([2, 1, 0, 1])  # after each node
@@ -361,7 +361,7 @@ def test_the_walk_goes_on_beside_a_sampled_chain() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_node_without_a_distribution_counts_where_the_walk_comes_by_only(temperature: float) -> None:
-    """Two guesses follow the anchor, one of which has no distribution."""
+    """Two draft tokens follow the anchor, one of which has no distribution."""
     proposal = Proposal(torch.tensor([[0, 1, 2]]), torch.tensor([[-1, 0, 0]]))
     logits = torch.full((1, 3, V), -20.0)
     logits[0, 0, 1] = logits[0, 1, 0] = logits[0, 2, 0] = 20.0  # the target goes to token 1, which node 1 holds
@@ -377,7 +377,7 @@ def test_a_node_without_a_distribution_counts_where_the_walk_comes_by_only(tempe
     assert judged(1) == judged(0) == Verdict([[]], [-1])
 
 
-def test_sampled_guesses_form_chains() -> None:
+def test_sampled_draft_tokens_form_chains() -> None:
     start, draws = torch.zeros(1).long(), torch.full((1, 8), 0.5, dtype=torch.float64)
     proposal = drafting(TREE, is_sampled=True)(start, start, draws)
     probs = torch.full((1, len(TREE), V), 1 / V)
@@ -385,7 +385,7 @@ def test_sampled_guesses_form_chains() -> None:
         verify(proposal, distributions_of(probs, proposal), draws, draws)
 
 
-def test_a_guess_that_its_distribution_cannot_offer_is_refused() -> None:
+def test_a_draft_token_that_its_distribution_cannot_offer_is_refused() -> None:
     proposal = chain(torch.tensor([[0, 2]]))
     dist = SparseDistribution(torch.tensor([[0, 1]] * 2), torch.tensor([[0.5, 0.5]] * 2))
     numbers = torch.zeros(1, 2, dtype=torch.float64)

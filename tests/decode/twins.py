@@ -52,7 +52,7 @@ def block_ratios(tokens: Sequence[int], p: Sequence[Distribution], q: Sequence[D
 def block_acceptance_prob(
     i: int, ratios: Sequence[float], p: Sequence[Distribution], q: Sequence[Distribution]
 ) -> float:
-    """`h_i` of arXiv 2403.10444: the probability that guess i is accepted, whatever happens to later ones."""
+    """`h_i` of arXiv 2403.10444: the probability that draft token i is accepted, whatever happens to later ones."""
     ratio = ratios[i]
     if i == len(ratios) - 1 or ratio == 1:
         return ratio
@@ -67,7 +67,7 @@ def verify_block(
     uniforms: Sequence[float],
     tests: Sequence[float],
 ) -> Accepted:
-    """Block verification of a chain of sampled guesses (arXiv 2403.10444, algorithm 2)."""
+    """Block verification of a chain of sampled draft tokens (arXiv 2403.10444, algorithm 2)."""
     ratios = block_ratios(tokens, p, q)
     last = 0
     for i in range(1, len(tokens)):

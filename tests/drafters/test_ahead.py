@@ -65,7 +65,7 @@ class Pace:
         assert self._waits.acquire(timeout=20)
         self._waits.release()
 
-    def hurry_when_told_to_stop(self, state: AheadState) -> None:
+    def hurry_when_reported_to_stop(self, state: AheadState) -> None:
         """Let the delayed forward, and those after it, run as soon as the thread is told to stop."""
         assert self._waits.acquire(timeout=20)
         stop = state.work._stop
@@ -124,7 +124,7 @@ def observe(drafter: Any, state: Any, rows: list[list[int]]) -> None:
 
 
 def foreseen_of(state: AheadState, row: int = 0) -> list[tuple[int, int]]:
-    """Outcomes that were drafted for, best first: number of accepted guesses, and bonus token."""
+    """Outcomes that were drafted for, best first: number of accepted draft tokens, and bonus token."""
     _, outcomes = state.work.found[row]
     return [(len(path) - 2, path[-1]) for path in outcomes][-COUNT:]
 
@@ -137,18 +137,18 @@ def begun(drafter: AheadDrafter, block_size: int = 5) -> tuple[AheadState, Tenso
 
 
 def expected_after(usual: DraftLMDrafter, text: list[int], block_size: int = 5) -> list[int]:
-    """Anchor and guesses behind a text whose last token is the anchor, without drafting ahead."""
+    """Anchor and draft tokens behind a text whose last token is the anchor, without drafting ahead."""
     state = usual.new_state(1, 60)
     observe(usual, state, [text[:-1]])
     made: list[int] = usual.propose(state, torch.tensor(text[-1:]), ChainPlan(block_size, [GREEDY])).tokens[0].tolist()
     return made
 
 
-# The guesses are those of the same model without drafting ahead.
+# The draft tokens are those of the same model without drafting ahead.
 
 
 @pytest.mark.parametrize("seconds", [None, [1.0, 1.1, 1.2, 1.4, 1.7]])
-def test_guesses_are_those_of_usual_drafting(
+def test_draft_tokens_are_those_of_usual_drafting(
     drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace, seconds: list[float] | None
 ) -> None:
     """Also with rows that leave, come or commit nothing, outcomes drafted for or not, and unfinished drafts."""
@@ -198,7 +198,7 @@ def test_guesses_are_those_of_usual_drafting(
     assert 8 <= drafter.foreseen < drafter.tried
 
 
-def test_sampled_guesses_are_not_drafted_ahead(drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace) -> None:
+def test_sampled_draft_tokens_are_not_drafted_ahead(drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace) -> None:
     """Random numbers come with the plan. Rows at temperature 0 beside sampled ones are not drafted ahead either."""
     params = [SamplingParams(temperature=0.8), GREEDY]
     states: list[tuple[Any, Any]] = [(drafter, drafter.new_state(2, 60)), (usual, usual.new_state(2, 60))]
@@ -235,7 +235,7 @@ def test_the_likeliest_outcomes_are_drafted_for(drafter: AheadDrafter, usual: Dr
 
 
 def test_a_request_with_shorter_blocks_finds_its_outcomes_on_the_chain(drafter: AheadDrafter, pace: Pace) -> None:
-    """If fewer guesses are verified than were made, the likeliest bonus after them is the next guess."""
+    """If fewer draft tokens are verified than were made, the likeliest bonus after them is the next draft token."""
     state, chain = begun(drafter)
     finish(state)
     observe(drafter, state, [chain[:2].tolist()])
@@ -247,7 +247,7 @@ def test_a_request_with_shorter_blocks_finds_its_outcomes_on_the_chain(drafter: 
 # Drafts that are not ready.
 
 
-@pytest.mark.parametrize("passes", range(1, 6))  # one for the outcomes, and one for each of four guesses
+@pytest.mark.parametrize("passes", range(1, 6))  # one for the outcomes, and one for each of four draft tokens
 def test_what_is_not_ready_is_drafted_as_usual(
     drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace, passes: int
 ) -> None:
@@ -259,7 +259,7 @@ def test_what_is_not_ready_is_drafted_as_usual(
     pace.let(passes - 1)
     place, token = foreseen_of(state, 60)[1]
     if passes < 5:
-        pace.hurry_when_told_to_stop(state)
+        pace.hurry_when_reported_to_stop(state)
     committed = chain[: 1 + place].tolist()
     observe(drafter, state, [committed])
     ready = min(passes, 4)
@@ -297,7 +297,7 @@ def test_a_longer_block_goes_on_where_what_was_drafted_ends(
 
 
 @pytest.mark.parametrize("fails_at", [1, 3])
-def test_after_an_error_ahead_missing_guesses_are_drafted_as_usual(
+def test_after_an_error_ahead_missing_draft_tokens_are_drafted_as_usual(
     drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace, fails_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     pace.fails_at = fails_at
@@ -356,7 +356,7 @@ def test_changes_to_a_state_wait_for_the_draft_on_it(
     pace.let(2)
     thread = state.work._thread
     assert thread is not None and thread.is_alive()
-    pace.hurry_when_told_to_stop(state)
+    pace.hurry_when_reported_to_stop(state)
     meanwhile(state)
     assert not thread.is_alive() and pace.ahead == 3
     pace.held = False
@@ -384,10 +384,10 @@ def test_a_row_that_takes_the_place_of_another_finds_nothing(drafter: AheadDraft
 # Too few slots or positions.
 
 
-def test_near_the_end_of_its_slots_fewer_guesses_are_drafted_ahead(
+def test_near_the_end_of_its_slots_fewer_draft_tokens_are_drafted_ahead(
     drafter: AheadDrafter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A branch has a node for each of its guesses except the last."""
+    """A branch has a node for each of its draft tokens except the last."""
     caplog.clear()
     for slots, draft_tokens in ((30, 4), (8 + 3 * COUNT, 3), (8 + COUNT, 1), (7 + COUNT, 0), (8, 0), (7, None)):
         state = drafter.new_state(1, 60)
@@ -430,7 +430,7 @@ def test_near_the_end_of_its_context_nothing_is_drafted_ahead(
 def test_an_engine_decodes_the_same_in_the_same_cycles(
     target: Target, drafter: AheadDrafter, usual: DraftLMDrafter, temperature: float
 ) -> None:
-    """Guesses do not depend on when the target is done, also with requests that come, go and limit drafting."""
+    """Draft tokens do not depend on when the target is done, also with requests that come, go and limit drafting."""
     params = [SamplingParams(20 + 3 * i, temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
     bounds = [None, RequestDrafting(block_size=3), None, RequestDrafting(enabled=False), None]
     found = []

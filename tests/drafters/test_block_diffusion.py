@@ -1,4 +1,4 @@
-"""Block-diffusion model as drafter: its guesses are those of a model without a cache."""
+"""Block-diffusion model as drafter: its draft tokens are those of a model without a cache."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def dists(drafter: BlockDiffusionDrafter, text: list[int], settled: dict[int, in
 
 
 def slow_draft_tokens(drafter: BlockDiffusionDrafter, text: list[int], passes: int) -> list[int]:
-    """Guesses that are fixed pass by pass, the surest first, by the cosine schedule."""
+    """Drafts that are fixed pass by pass, the surest first, by the cosine schedule."""
     settled: dict[int, int] = {}
     count = len(dists(drafter, text))
     for step in range(1, passes):
@@ -78,10 +78,10 @@ def slow_draft_tokens(drafter: BlockDiffusionDrafter, text: list[int], passes: i
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_guesses_equal_those_of_a_model_without_a_cache(
+def test_draft_tokens_equal_those_of_a_model_without_a_cache(
     drafter: BlockDiffusionDrafter, passes: int, scatter: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With any number of committed guesses, and rows that leave, come, are cut and copied."""
+    """With any number of committed draft tokens, and rows that leave, come, are cut and copied."""
     monkeypatch.setattr(block_diffusion, "PIECE", 8)  # prompts are read in several pieces
     generator = torch.Generator().manual_seed(4)
     texts: dict[int, list[int]] = {90: [9, 8, 7], 5: [4] * 22, 170: [30]}
@@ -135,9 +135,9 @@ def test_half_a_block_is_not_kept(drafter: BlockDiffusionDrafter) -> None:
     assert state.cache.lengths == [12]
 
 
-def test_sampled_guesses_follow_their_distributions(drafter: BlockDiffusionDrafter) -> None:
+def test_sampled_draft_tokens_follow_their_distributions(drafter: BlockDiffusionDrafter) -> None:
     state = drafter.new_state(2, 40)
-    texts = [[5, 6, 7, 8, 9], [10, 11]]  # three and one to guess
+    texts = [[5, 6, 7, 8, 9], [10, 11]]  # three and one to draft
     observe(drafter, state, texts)
     params = [SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=5)]
     draws = torch.rand(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -156,8 +156,8 @@ def test_sampled_guesses_follow_their_distributions(drafter: BlockDiffusionDraft
             assert proposal.tokens[row, depth + 1] == dist.ids[depth, index]
 
 
-def test_more_passes_change_guesses_and_no_token(drafter: BlockDiffusionDrafter, target: Target) -> None:
-    """Holds for greedy and sampled answers, and for chosen and sampled guesses."""
+def test_more_passes_change_draft_tokens_and_no_token(drafter: BlockDiffusionDrafter, target: Target) -> None:
+    """Holds for greedy and sampled answers, and for chosen and sampled draft tokens."""
     prompts = [[(7 * i + row) % 60 + 4 for i in range(3 + row)] for row in range(3)]
     params = [SamplingParams(20, (0.0, 0.8, 0.8)[row], seed=row, ignore_eos=True) for row in range(3)]
     plain = Engine(target, load_drafter("none", target=target)).generate(prompts, params)
@@ -171,7 +171,7 @@ def test_more_passes_change_guesses_and_no_token(drafter: BlockDiffusionDrafter,
 
 
 def test_blocks_of_one_token_are_the_target_itself(tiny_target_dir: Path, target: Target, tmp_path: Path) -> None:
-    """A token shift makes it a plain language model, so every guess is right."""
+    """A token shift makes it a plain language model, so every draft token is right."""
     convert(tiny_target_dir, tmp_path / "one", ConvertSettings(block_size=1))
     drafter = load_drafter(tmp_path / "one", target=target)
     [found] = Engine(target, drafter, drafting=Drafting(2)).generate([[5, 6, 7]], GREEDY)

@@ -76,7 +76,7 @@ def reference(folder: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("block_size", [2, 5, BLOCK_SIZE])
 def test_the_target_as_its_own_drafter_is_always_right(target: Target, block_size: int) -> None:
-    """A mistake in rollback would make guesses wrong. Rows of different lengths come and go meanwhile."""
+    """A mistake in rollback would make draft tokens wrong. Rows of different lengths come and go meanwhile."""
     engine = Engine(target, DraftLMDrafter(target, target), max_batch_size=4, drafting=Drafting(block_size))
     scheduler, requests = engine.scheduler, [engine.request(prompt, GREEDY) for prompt in PROMPTS]
     for request in requests:
@@ -92,14 +92,14 @@ def test_the_target_as_its_own_drafter_is_always_right(target: Target, block_siz
 def test_a_similar_model_is_sometimes_right(target: Target, drafter: DraftLMDrafter) -> None:
     completions = Engine(target, drafter, drafting=Drafting(None)).generate(PROMPTS[4:], GREEDY)
     taken = {count for completion in completions for count in completion.stats.committed[:-1]}
-    assert len(taken) >= 3, "the tests below need guesses that are right and guesses that are wrong"
+    assert len(taken) >= 3, "the tests below need drafts that are right and drafts that are wrong"
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_guesses_equal_those_of_a_model_without_a_cache(
+def test_draft_tokens_equal_those_of_a_model_without_a_cache(
     drafter: DraftLMDrafter, sampled: bool, scatter: Callable[..., Any]
 ) -> None:
-    """With any number of committed guesses, and rows that leave, come, or commit nothing."""
+    """With any number of committed draft tokens, and rows that leave, come, or commit nothing."""
     generator = torch.Generator().manual_seed(4)
     params = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=5, top_p=0.9)]
     texts = [[9, 8, 7], [4] * 12, [30]]
@@ -144,7 +144,7 @@ def test_guesses_equal_those_of_a_model_without_a_cache(
                 assert dist.ids.shape == dist.probs.shape == (5, SPARSE_SIZE)
                 torch.testing.assert_close(dist.probs.sum(-1), torch.ones(5))
                 assert all(len(set(node)) == SPARSE_SIZE for node in dist.ids.tolist())
-            new.append(ids[: (cycle + 2 * row) % 6])  # from nothing to all guesses
+            new.append(ids[: (cycle + 2 * row) % 6])  # from nothing to all draft tokens
         observe(drafter, state, new)
         texts = [text + more for text, more in zip(texts, new, strict=True)]
 
@@ -169,13 +169,17 @@ def test_no_token_is_read_twice_for_nothing(drafter: DraftLMDrafter, monkeypatch
     assert calls == [(20, 1)]  # a prompt, here and not in `propose`
     assert nodes([6]) == [(1, 1)] * 3
     observe(drafter, state, [state.held[0][20:22]])
-    assert nodes([7]) == [(1, 1)] * 3  # one guess was right
+    assert nodes([7]) == [(1, 1)] * 3  # one draft token was right
     observe(drafter, state.of([60]), [[8] * 11])
     state = state.of([0, 60])
     observe(drafter, state, [state.held[0][22:25], []])
     assert nodes([9, 9]) == [(1, 1)] * 3  # nor is anything read again when a row joins
     observe(drafter, state, [[*state.held[0][25:28], 9], []])
-    assert nodes([9, 9]) == [(2, 2), (1, 1), (1, 1)]  # all guesses were right, and the last of them was not read yet
+    assert nodes([9, 9]) == [
+        (2, 2),
+        (1, 1),
+        (1, 1),
+    ]  # all draft tokens were right, and the last of them was not read yet
 
 
 def test_a_copy_is_the_state_of_a_shorter_text(drafter: DraftLMDrafter, scatter: Callable[..., Any]) -> None:
@@ -278,7 +282,7 @@ def test_no_more_is_drafted_than_pays(drafter: DraftLMDrafter) -> None:
             expected += survival
             text.append(int(token))
         following += survival * float(prob)
-    # If the third guess is as likely as the second, it costs just too much, or just little enough.
+    # If the third draft token is as likely as the second, it costs just too much, or just little enough.
     dear = 1 + following / expected
     assert count([1.0, 1.0, 1.0, dear + 1e-3, 9.0, 9.0]) == 2
     assert count([1.0, 1.0, 1.0, dear - 1e-3, 9.0, 9.0]) == 3
@@ -295,7 +299,7 @@ def test_embeddings_padded_to_different_sizes(
     params = SamplingParams(20, ignore_eos=True)
     [completion] = Engine(target, drafter, drafting=Drafting(None)).generate([PROMPTS[2]], params)
     [plain] = Engine(target, load_drafter("none", target=target)).generate([PROMPTS[2]], params)
-    assert completion.token_ids == plain.token_ids  # a guess past 265 would have no embedding in the target
+    assert completion.token_ids == plain.token_ids  # a draft token past 265 would have no embedding in the target
     wide_target = load_target(altered(tiny_target_dir, tmp_path / "target", vocab_size=300))
     narrow = load_drafter(tiny_lm_dir, target=wide_target)
     [completion] = Engine(wide_target, narrow, drafting=Drafting(None)).generate([[299, 5]], params)

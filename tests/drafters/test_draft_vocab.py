@@ -59,7 +59,7 @@ def proposal(drafter: Drafter, target: Target, plan: Plan) -> Proposal:
 
 
 def masked(target: Target) -> Target:
-    """The target for drafters that score all tokens, and then forget those that they may not guess."""
+    """The target for drafters that score all tokens, and then forget those that they may not draft."""
     found, others = copy(target), torch.ones(target.vocab_size, dtype=torch.bool)
     others[KEPT] = False
     head: Any = lambda hidden: target.head(hidden).masked_fill(others, -torch.inf)  # noqa: E731
@@ -70,7 +70,7 @@ def masked(target: Target) -> Target:
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("way", ["compiled", "uncompiled", "hf"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_guesses_what_the_whole_head_would_among_these_tokens(
+def test_it_draft_tokens_what_the_whole_head_would_among_these_tokens(
     kind: str, way: str, plan: Plan, tiny_target_dir: Path, load: Callable[[str, Target], Drafter]
 ) -> None:
     plain = load_target(tiny_target_dir, "float32", "cpu", "native", compile="off")
@@ -219,7 +219,7 @@ def test_arrays_are_lists_and_their_numbers_are_numbers(tiny_target_dir: Path) -
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_needs_no_target_is_told_without_one(name: str, tmp_path: Path) -> None:
+def test_what_needs_no_target_is_reported_without_one(name: str, tmp_path: Path) -> None:
     text, told = BROKEN[name]
     if text is not None:
         (tmp_path / name).write_text(text)
@@ -249,7 +249,7 @@ def test_numbers_without_a_target() -> None:
         (3, ""),
     ],
 )
-def test_vocabularies_that_help_no_one_are_told(
+def test_vocabularies_that_help_no_one_are_reported(
     given: Any, told: str, tiny_target_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = copy(load_target(tiny_target_dir, "float32", "cpu"))

@@ -161,7 +161,7 @@ def test_a_bundled_drafter_that_does_not_fit_is_refused_as_bundled(target: Targe
             load_drafter(name, target=target)
 
 
-def test_a_target_like_one_of_the_catalogue_is_told_of_its_drafter(
+def test_a_target_like_one_of_the_catalogue_is_reported_of_its_drafter(
     target: Target, tiny_eagle3_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

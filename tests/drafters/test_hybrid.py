@@ -1,4 +1,4 @@
-"""Combinations: which drafter's guesses a tree or chain takes, and that a bad choice never changes the output."""
+"""Combinations: which drafter's drafts a tree or chain takes, and that a bad choice never changes the output."""
 
 import shutil
 from collections.abc import Sequence
@@ -125,7 +125,7 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     assert three.propose(three.new_state(2, 20), anchors, in_turn((1.0, 0.5, 2.3))).part == 2
 
 
-def test_a_drafter_that_is_not_asked_is_told_later() -> None:
+def test_a_drafter_that_is_not_asked_is_reported_later() -> None:
     none = replace(proposal([], []), expected=(0.0, 0.0))
     cheap, dear = Scripted(none), Scripted(none, target_layers=(0,))
     drafter = HybridDrafter([cheap, dear])
@@ -211,8 +211,8 @@ def test_a_sampled_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
     assert drafter.propose(state, torch.tensor([3, 4]), asked).tokens[1].tolist() == [4, 9, 0, 0]
 
 
-def test_chosen_guesses_stand_beside_a_sampled_chain() -> None:
-    """The whole chain comes first; guesses of prompt lookup follow its nodes where both agree."""
+def test_chosen_draft_tokens_stand_beside_a_sampled_chain() -> None:
+    """The whole chain comes first; draft tokens of prompt lookup follow its nodes where both agree."""
     dist = SparseDistribution(torch.tensor([[5, 9]] * 3), torch.tensor([[0.5, 0.5]] * 3))
     sampled = Proposal(
         torch.tensor([[0, 5, 9], [0, 4, 9]]), torch.tensor([[-1, 0, 1], [-1, 0, -1]]), (dist, None)
@@ -310,7 +310,7 @@ def test_its_kind_names_those_of_its_parts(target: Target, tiny_drafter_dir: Pat
     [
         ("prompt_lookup+", r"drafter is 'prompt_lookup\+'; put a folder or a name on each side of \+"),
         ("prompt_lookup+prompt_lookup", "names prompt_lookup twice"),
-        ("prompt_lookup+none", "guesses nothing .as the drafter none.; leave it out"),
+        ("prompt_lookup+none", "drafts nothing .as the drafter none.; leave it out"),
         ("prompt_lookup+nowhere", "nowhere is no drafter"),
         ("hybrid", "hybrid is no drafter"),
     ],

@@ -43,4 +43,4 @@ def test_heads_learn_the_targets_answers_and_decode_them_losslessly(
             answered.prompts, answered.params
         )
         assert [one.token_ids for one in drafted] == answered.answers
-        assert sum(one.tau for one in drafted) > 1.25 * len(drafted)  # of guesses at random, hardly any stand
+        assert sum(one.tau for one in drafted) > 1.25 * len(drafted)  # of draft tokens at random, hardly any stand

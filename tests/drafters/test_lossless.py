@@ -1,4 +1,4 @@
-"""Tests of every drafter, whatever it guesses. A new one in `drafters/` needs a line in `FOLDERS`."""
+"""Tests of every drafter, whatever it draft tokens. A new one in `drafters/` needs a line in `FOLDERS`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -86,7 +86,7 @@ class Recorder(Drafter):
 
     Attributes:
         texts: Observed tokens of each row, in the order in which rows were opened.
-        proposals: What was guessed.
+        proposals: What was drafted.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -183,7 +183,7 @@ def test_answers_are_those_of_plain_decoding(
 
 
 def check_tree(tokens: list[int], parents: list[int], most: int, block_size: int) -> None:
-    """Check for at most `most` guesses, paths of at most `block_size` tokens, and siblings of different tokens."""
+    """Check for at most `most` draft tokens, paths of at most `block_size` tokens, and siblings of different tokens."""
     draft_tokens = [(parent, token) for parent, token in zip(parents, tokens, strict=True) if parent >= 0]
     assert len(set(draft_tokens)) == len(draft_tokens) <= most
     depths = [0] * len(parents)

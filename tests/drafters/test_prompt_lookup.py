@@ -75,7 +75,7 @@ def test_the_longest_and_then_latest_match_is_continued() -> None:
     assert lengths == {0, 1, 2, 3, 4}
 
 
-def test_a_repeating_text_is_guessed_to_go_on_repeating() -> None:
+def test_a_repeating_text_is_drafted_to_go_on_repeating() -> None:
     assert draft_tokens(observed([[5, 6, 7, 5, 6, 7, 5]]), 6, block_size=8) == [7, 5, 6, 7, 5, 6, 7]
     assert draft_tokens(observed([[9, 4, 4, 4, 4]]), 4) == [4] * 15
 
@@ -151,7 +151,7 @@ def test_how_often_matches_come_true_is_learned_from_the_text_alone() -> None:
     assert text(parts).rates == text(observed([whole[:30]])).rates
 
 
-def test_chances_are_those_of_matches_that_grow_and_of_what_siblings_leave() -> None:
+def test_acceptance_probs_are_those_of_matches_that_grow_and_of_what_siblings_leave() -> None:
     state = observed([[8, 1, 2, 3, 4, 9, 2, 3, 5]])
     draft_tokens(state, 2)  # has read the text
     one, two, three, _ = state.texts[0].rates = [0.1, 0.4, 0.5, 0.8]
@@ -165,7 +165,7 @@ def test_chances_are_those_of_matches_that_grow_and_of_what_siblings_leave() -> 
     assert chain.acceptance_probs == (pytest.approx((first, first * two)),)
 
 
-def test_a_chain_ends_where_a_further_guess_would_not_save_time() -> None:
+def test_a_chain_ends_where_a_further_draft_token_would_not_save_time() -> None:
     state = observed([[1, 2, 3, 4, 1, 2], [7, 8, 7, 9]])
     anchors = torch.tensor([3, 5])
     DRAFTER.propose(state, anchors, plan(rows=2))  # has read the texts

@@ -1,4 +1,5 @@
-"""Decoding without models: machines whose cycles have known times, texts whose guesses have known chances.
+"""Decoding without models: machines whose cycles have known times, texts whose draft tokens have known acceptance
+probabilities.
 
 What a controller achieves is counted in expected tokens and true times, and so are the fixed sizes that it is compared
 with; what it learns from is sampled at random and noisy. So figures of a few hundred cycles mean something.
@@ -25,7 +26,7 @@ from blockdraft.engine.runner import Outcome
 from blockdraft.types import Drafting, SamplingParams
 
 BLOCK_SIZE = 16
-MOST = 128  # guesses of a tree that are compared
+MOST = 128  # draft tokens of a tree that are compared
 TREE = Drafting("auto", MOST)
 NOW = 1e9  # seconds since 1970
 
@@ -105,10 +106,10 @@ KINDS = ("right", "halved", "doubled", "shuffled", "another", "absent")
 
 @dataclass(frozen=True)
 class DraftTokens:
-    """What a drafter can guess in one cycle of one row, best first.
+    """What a drafter can draft in one cycle of one row, best first.
 
     Attributes:
-        path_probs: The chance of each guess that it is accepted, together with those before it on its path.
+        path_probs: The chance of each draft token that it is accepted, together with those before it on its path.
         depths: How deep each lies.
     """
 
@@ -117,11 +118,11 @@ class DraftTokens:
 
     @cached_property
     def accepted(self) -> tuple[float, ...]:
-        """The expected number of accepted guesses among the first none, 1, 2, ... of them."""
+        """The expected number of accepted drafts among the first none, 1, 2, ... of them."""
         return (0.0, *accumulate(self.path_probs))
 
     def survival(self, count: int) -> list[float]:
-        """Of the first guesses: the chance that the walk gets to a depth of 1, 2, ..."""
+        """Of the first draft tokens: the chance that the walk gets to a depth of 1, 2, ..."""
         found = [0.0] * max(self.depths[:count], default=0)
         for acceptance_prob, depth in zip(self.path_probs[:count], self.depths[:count], strict=True):
             found[depth - 1] += acceptance_prob
@@ -135,7 +136,7 @@ def chain(acceptance_probs: tuple[float, ...]) -> DraftTokens:
 
 @cache
 def tree(acceptance_probs: tuple[float, ...]) -> DraftTokens:
-    """At each depth the best guess has the chance of a chain's, and the others share half of the rest, and so on."""
+    """At each depth the best draft token is as likely as a chain's; the others share half of the rest, and so on."""
     found: list[tuple[float, int]] = []
     heap = [(-acceptance_probs[0], 1, 0, acceptance_probs[0], 1.0)]
     while len(found) < MOST:
@@ -149,7 +150,9 @@ def tree(acceptance_probs: tuple[float, ...]) -> DraftTokens:
     return DraftTokens(tuple(p for p, _ in found), tuple(d for _, d in found))
 
 
-Text = Callable[[int], tuple[float, ...]]  # by cycle, the chance of a guess at each depth if all before it were right
+Text = Callable[
+    [int], tuple[float, ...]
+]  # by cycle, the chance of a draft token at each depth if all before it were right
 
 
 def constant(acceptance_prob: float, fade: float = 1.0) -> Text:
@@ -193,7 +196,7 @@ def request(tokens: int = 10**9) -> Request:
 
 @dataclass
 class Account:
-    """Tokens and time of a stretch of cycles, as planned and with each fixed number of guesses."""
+    """Tokens and time of a stretch of cycles, as planned and with each fixed number of draft tokens."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -215,7 +218,7 @@ class Decoding:
     Args:
         kind: One of `DRAFTERS` or `COSTLESS`.
         rows: By cycle.
-        slower: By cycle and guesses, what the machine's times are multiplied by.
+        slower: By cycle and draft tokens, what the machine's times are multiplied by.
         answer: Cycles after which all requests are new ones; None lets them go on for ever.
     """
 
@@ -288,7 +291,7 @@ class Decoding:
         self.chosen.append(draft_tokens)
 
     def _offered(self) -> tuple[float, ...]:
-        """Chances of a cycle. Some cycles are easier than others, and a drafter may know which."""
+        """Acceptance in a step. Some steps are easier than others, and a drafter may know which."""
         acceptance_probs = self.text(len(self.chosen))
         if self.drafter.knows_probabilities:
             power = self.rng.choice((0.5, 1.0, 2.0))

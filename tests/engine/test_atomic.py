@@ -115,7 +115,7 @@ def test_a_request_whose_numbers_break_ends_alone(target: Target, drafter: Draft
 
 
 class Guesser:
-    """Guesses one token, at every slot, whatever the text."""
+    """Draft tokens one token, at every slot, whatever the text."""
 
     path, target_layers, block_size, knows_probabilities, knows_lengths = None, (), 4, False, False
 
@@ -131,7 +131,7 @@ class Guesser:
         return Proposal(tokens, torch.tensor([[-1, *[0] * (plan.block_size - 1)]] * len(anchor)))
 
 
-def test_a_guess_that_breaks_the_numbers_hurts_no_one(target: Target) -> None:
+def test_a_draft_token_that_breaks_the_numbers_hurts_no_one(target: Target) -> None:
     """It is never reached, though its keys and values lie beside those of other rows."""
     none = load_drafter("none", target=target)
     expected = answers(Engine(target, none))
@@ -252,7 +252,7 @@ def test_numbers_that_are_none_in_company_only_are_computed_again_for_each_alone
     assert broken > 10  # prompts and cycles
 
 
-def test_sampled_guesses_without_numbers_end_no_request(target: Target, drafter: Drafter) -> None:
+def test_sampled_draft_tokens_without_numbers_end_no_request(target: Target, drafter: Drafter) -> None:
     warm = SamplingParams(30, 1.0, seed=3, ignore_eos=True)
     none = load_drafter("none", target=target)
     expected = [completion.token_ids for completion in Engine(target, none).generate(PROMPTS, warm)]
@@ -278,10 +278,10 @@ def test_sampled_guesses_without_numbers_end_no_request(target: Target, drafter:
     assert asked > 3
 
 
-def test_a_drafter_without_numbers_is_told_of_once(
+def test_a_drafter_without_numbers_is_reported_of_once(
     target: Target, drafter: Drafter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It can sample no guess in any cycle, and the answers are those of the target alone."""
+    """It can sample no draft token in any cycle, and the answers are those of the target alone."""
     warm = SamplingParams(30, 1.0, seed=3, ignore_eos=True)
     none = load_drafter("none", target=target)
     expected = [completion.token_ids for completion in Engine(target, none).generate(PROMPTS, warm)]
@@ -429,7 +429,7 @@ def test_what_a_broken_request_held_is_not_remembered(target: Target, drafter: D
         assert completion.stats.remembered == remembered
 
 
-def test_what_a_drafter_could_not_be_told_of_is_not_remembered(
+def test_what_a_drafter_could_not_be_reported_of_is_not_remembered(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(target, drafter, drafting=Drafting(block_size=1), prefix_tokens=100)
@@ -462,7 +462,7 @@ def test_a_bug_of_ours_in_a_step_ends_the_requests_and_no_one_waits_for_ever(
     assert len(answers(engine)) == 3
 
 
-def test_rows_of_sampled_guesses_end_where_a_distribution_is_missing(target: Target, drafter: Drafter) -> None:
+def test_rows_of_sampled_draft_tokens_end_where_a_distribution_is_missing(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter, drafting=Drafting(sampled=True))
     warm = SamplingParams(30, 1.0, seed=3, ignore_eos=True)
     poison(target, 99)

@@ -1,4 +1,4 @@
-"""Decoding with any drafter equals decoding plainly, whatever it guesses."""
+"""Decoding with any drafter equals decoding plainly, whatever it draft tokens."""
 
 import time
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ def random_drafter(tiny_drafter_dir: Path, target: Target) -> DFlashDrafter:
 
 
 class Oracle(NoDrafter):
-    """Knows the answers of single-row decoding; `wrong_after` lets it err at that guess. With `fork` it proposes a
-    tree whose first branch is wrong."""
+    """Knows the answers of single-row decoding; `wrong_after` lets it err at that draft token. With `fork` it proposes
+    a tree whose first branch is wrong."""
 
     block_size = 8
 
@@ -257,7 +257,7 @@ def test_what_earlier_cycles_left_to_do_does_not_count_as_this_ones_time(
 
 @pytest.mark.parametrize("params", [SamplingParams(60, ignore_eos=True), SamplingParams(60, 0.9, seed=2)])
 @pytest.mark.parametrize("tree_budget", [0, 12])
-def test_a_draft_window_changes_guesses_and_no_token(
+def test_a_draft_window_changes_draft_tokens_and_no_token(
     target: Target, random_drafter: DFlashDrafter, params: SamplingParams, tree_budget: int
 ) -> None:
     from_draft: list[list[int]] = []

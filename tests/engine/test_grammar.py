@@ -80,8 +80,8 @@ def follows(grammar: Grammar, text: str) -> bool:
     ],
 )
 def test_drafting_changes_no_token(target: Target, tiny_drafter_dir: Path, grammar: Grammar, shape: Any) -> None:
-    """In batches of random guesses, beside a row without a grammar; and where most guesses are right, in chains and
-    trees."""
+    """In batches of random draft tokens, beside a row without a grammar; and where most draft tokens are right, in
+    chains and trees."""
     each = [params(grammar, **shape), params(None, ignore_eos=True), params(PERSON), params(grammar, logprobs=2)]
     expected = Engine(target).generate(PROMPTS, each)
     for one, own in zip(expected, each, strict=True):
@@ -102,7 +102,7 @@ def test_drafting_changes_no_token(target: Target, tiny_drafter_dir: Path, gramm
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_sampled_guesses_follow_it_too(target: Target, tiny_drafter_dir: Path, temperature: float) -> None:
+def test_sampled_draft_tokens_follow_it_too(target: Target, tiny_drafter_dir: Path, temperature: float) -> None:
     drafter = load_drafter(tiny_drafter_dir, target=target)
     with Engine(target, drafter, drafting=Drafting(sampled=True)) as engine:
         each = [params(LETTERS, temperature=temperature, seed=seed) for seed in range(12)]
@@ -111,7 +111,7 @@ def test_sampled_guesses_follow_it_too(target: Target, tiny_drafter_dir: Path, t
 
 
 class NotTwice:
-    """No token may follow itself. `broken` forgets the guesses on the path."""
+    """No token may follow itself. `broken` forgets the draft tokens on the path."""
 
     def __init__(self, broken: bool = False) -> None:
         self.last, self.broken = -1, broken
@@ -198,7 +198,7 @@ def test_a_complete_grammar_lets_the_end_follow_alone(target: Target) -> None:
     assert after(a, a) is None and after(b) is None and after(a, a, b) is None
     assert after(a, b, ends[0]) == after(a, b, ends[0], c) == ends
     assert state.advance(a) and after() == [b, c] and after(b) == ends
-    assert after(a) is None and after(c) == ends  # guesses leave no trace
+    assert after(a) is None and after(c) == ends  # draft tokens leave no trace
     assert state.advance(b) and after() == ends and state.dead_end() is None
 
 
@@ -323,7 +323,7 @@ def test_where_no_allowed_token_has_a_finite_logit_the_request_alone_fails(
     assert len(free.token_ids) == 120 and follows(LETTERS, other.text) and "b" not in other.text
 
 
-def test_a_dead_end_is_told_as_such(target: Target) -> None:
+def test_a_dead_end_is_reported_as_such(target: Target) -> None:
     class DeadEnd(NotTwice):
         def after(self, tokens: Sequence[int]) -> Tensor | None:
             return None if self.last >= 0 else torch.arange(target.vocab_size) == 9

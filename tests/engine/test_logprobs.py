@@ -72,8 +72,8 @@ def test_logprobs_are_those_of_transformers(
             check(one.prompt_logprobs[1:], prompt[1:], dists[: len(prompt) - 1], each.prompt_logprobs)
 
 
-def test_accepted_guesses_have_theirs_and_an_end_cuts_them(target: Target, reference: torch.nn.Module) -> None:
-    """The oracle's guesses are all accepted; the stop token lies in the middle of a path."""
+def test_accepted_draft_tokens_have_theirs_and_an_end_cuts_them(target: Target, reference: torch.nn.Module) -> None:
+    """The oracle's draft tokens are all accepted; the stop token lies in the middle of a path."""
     [plain] = Engine(target).generate(PROMPTS[:1], SamplingParams(20, ignore_eos=True))
     stop = next(token for at, token in enumerate(plain.token_ids) if at > 6 and token not in plain.token_ids[:at])
     params = SamplingParams(20, ignore_eos=True, logprobs=2, stop_token_ids=[stop])  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def test_a_request_that_is_done_again_alone_has_each_logprob_once(
     engine.close()
 
 
-def test_logprobs_of_a_request_without_guesses_beside_others(target: Target) -> None:
+def test_logprobs_of_a_request_without_draft_tokens_beside_others(target: Target) -> None:
     params = SamplingParams(12, ignore_eos=True, logprobs=1)
     off = RequestDrafting(enabled=False)
     with Engine(target, Oracle(target, 3), drafting=Drafting(tree_budget=12)) as engine:  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ def test_bounds_change_no_token(target: Target, tiny_drafter_dir: Path, drafting
         assert max(found[2].stats.drafted) <= 2
 
 
-def test_guesses_are_no_more_than_allowed_and_no_fewer(target: Target) -> None:
+def test_draft_tokens_are_no_more_than_allowed_and_no_fewer(target: Target) -> None:
     params = SamplingParams(24, ignore_eos=True)
     with Engine(target, Oracle(target, 0), drafting=Drafting(tree_budget=12)) as engine:  # type: ignore[arg-type]
         for bounds in (None, RequestDrafting(block_size=99, tree_budget=99)):
@@ -75,7 +75,7 @@ def test_guesses_are_no_more_than_allowed_and_no_fewer(target: Target) -> None:
         assert set(drafted(engine, OFF, params)) == set(drafted(engine, RequestDrafting(block_size=1), params)) == {0}
 
 
-def test_without_guesses_the_drafter_is_not_asked(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_draft_tokens_the_drafter_is_not_asked(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = Oracle(target, 0)
     monkeypatch.setattr(drafter, "propose", None)
     with Engine(target, drafter, drafting=Drafting(tree_budget=12)) as engine:  # type: ignore[arg-type]
@@ -83,8 +83,8 @@ def test_without_guesses_the_drafter_is_not_asked(target: Target, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_sampled_guesses_that_are_cut_keep_the_distribution(tmp_path: Path) -> None:
-    """As in test_sampled_distribution, with a third of the requests undrafted and a third drafted for by one guess."""
+def test_sampled_draft_tokens_that_are_cut_keep_the_distribution(tmp_path: Path) -> None:
+    """As in test_sampled_distribution, with a third of the requests undrafted and a third with one draft token."""
     target = load_target(write_model(tmp_path / "target", 2))
     drafter = load_drafter(write_model(tmp_path / "drafter", 3), target=target)
     bounds = [None, OFF, RequestDrafting(block_size=2)]
@@ -151,7 +151,7 @@ def test_bad_bounds_are_refused(bad: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 12])
-def test_a_trace_tells_what_was_guessed_and_accepted(target: Target, budget: int, tiny_drafter_dir: Path) -> None:
+def test_a_trace_tells_what_was_drafted_and_accepted(target: Target, budget: int, tiny_drafter_dir: Path) -> None:
     drafters = [load_drafter(tiny_drafter_dir, target=target)]
     if budget:
         drafters.append(Oracle(target, 2))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Through a whole engine, answers with sampled guesses have the target's distribution, and not only a plausible one."""
+"""Answers of an engine with sampled draft tokens have the target's distribution, not just a plausible one."""
 
 from pathlib import Path
 
@@ -39,10 +39,10 @@ def write_flow(folder: Path, steps: int) -> Path:
     [("", 0, False), ("prompt_lookup+", 0, False), ("prompt_lookup+", 12, False), ("", 0, True)],
     ids=["alone", "chain", "tree", "flow map"],
 )
-def test_answers_with_sampled_guesses_have_the_distribution_of_the_target(
+def test_answers_with_sampled_draft_tokens_have_the_distribution_of_the_target(
     tmp_path: Path, others: str, budget: int, flow: bool
 ) -> None:
-    """The drafter is another model, so that many guesses are rejected; which ones must not depend on how they were
+    """The drafter is another model, so that many draft tokens are rejected; which ones must not depend on how they were
     sampled, so the numbers that test them are others than those that drew them. Combined with another drafter, whose
     chain is proposed must not depend on it either."""
     target = load_target(write_model(tmp_path / "target", 2))

@@ -20,7 +20,7 @@ BLOCK_SIZE, RANKS = 8, 4
 
 
 class Oracle(Drafter):
-    """Asks the target for its next tokens, and hides each at a random rank among wrong guesses of its depth."""
+    """Asks the target for its next tokens, and hides each at a random rank among wrong draft tokens of its depth."""
 
     target_layers: tuple[int, ...] = ()
     block_size = BLOCK_SIZE

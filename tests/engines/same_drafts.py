@@ -60,8 +60,8 @@ def ours(
 
     Args:
         cut_last: Whether the last blocks before the limit of an answer are as short as what is left of it, as our
-            engine has them; a drafter that looks at all of its block guesses otherwise in a shorter one. Otherwise they
-            are whole, as vLLM's are.
+            engine has them; a drafter that looks at all of its block draft tokens otherwise in a shorter one. Otherwise
+            they are whole, as vLLM's are.
     """
     loaded = load_target(target, dtype, "cpu", backend="native", compile="off")
     drafter_here = load_drafter(drafter, target=loaded)

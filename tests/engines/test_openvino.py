@@ -1,4 +1,4 @@
-"""OpenVINO GenAI as outside judge: it decodes to the same tokens, and accepts as many guesses for each prompt."""
+"""OpenVINO GenAI as outside judge: it decodes to the same tokens, and accepts as many draft tokens for each prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.openvino, pytest.mark.filterwarnings("ignore")]
 PROGRAM = Path(__file__).parent / "openvino_pair.py"
 
 
-def test_tokens_and_accepted_guesses(tmp_path: Path) -> None:
+def test_tokens_and_accepted_draft_tokens(tmp_path: Path) -> None:
     target, drafter = BUNDLED, bundled()[BUNDLED_DFLASH]
     asked = prompts(target)
     config, _ = zlab.read_checkpoint(drafter)
@@ -37,7 +37,7 @@ def test_tokens_and_accepted_guesses(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     theirs, own = json.loads(done.stdout.splitlines()[-1]), ours(asked, target, drafter)
     assert [one["tokens"] for one in theirs] == [one.tokens for one in own]
-    # An answer's first token needs no draft, and each draft gives one token beside the accepted guesses.
+    # An answer's first token needs no draft, and each draft gives one token beside the accepted draft tokens.
     drafts = [len(one["tokens"]) - 1 - one["accepted"] for one in theirs]
     assert len({*drafts}) > 2  # so that equal counts mean something
     assert drafts == [one.drafts for one in own]

@@ -1,4 +1,4 @@
-"""vLLM's own configuration classes read what we write: causality, windows, taps, mask token and block."""
+"""vLLM's own configuration classes read what we write: causality, windows, target layers, mask token and block."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ else:
 layers = [qwen3_dflash._resolve_layer_attention(config, i) for i in range(config.num_hidden_layers)]
 print(json.dumps({
     "layers": layers,
-    "taps": config.dflash_config["target_layer_ids"],
+    "target layers": config.dflash_config["target_layer_ids"],
     "mask": config.dflash_config["mask_token_id"],
     "rope": config.rope_parameters["rope_theta"],
-    "guesses": said.get("num_speculative_tokens"),
+    "draft tokens": said.get("num_speculative_tokens"),
 }))
 """
 

@@ -53,7 +53,7 @@ def test_other_drafters_join_the_one_at_hand() -> None:
     assert parse_methods("prompt_lookup+tree", None, None, 16)[1].drafter == "prompt_lookup+bundled"
 
 
-def test_sampled_guesses_come_in_chains() -> None:
+def test_sampled_draft_tokens_come_in_chains() -> None:
     [_, sampled] = parse_methods("none,chain-sampled:4", "folder", None, 32)
     assert (sampled.drafter, sampled.drafting) == ("folder", Drafting(4, sampled=True))
 

@@ -28,7 +28,7 @@ def test_tables(found: Results, capsys: pytest.CaptureFixture[str]) -> None:
     assert ["x", "2.0", "2.0-2.0", "2.00", "2.00", "1.00", "67", "33", "0", "100", "0"] in lines
 
 
-def test_guesses_sampled_at_random_promise_no_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_draft_tokens_sampled_at_random_promise_no_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     trials = [trial(name, "a", None, 6.0, PLAIN_TRIAL) for name in ("none", "chosen", "sampled")]
     for temperature, expected in ((1.0, None), (0.0, 1.0)):
         arguments = ARGUMENTS | {"temperature": temperature}

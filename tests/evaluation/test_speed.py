@@ -16,7 +16,7 @@ from blockdraft.evaluation import speed
 from blockdraft.evaluation.methods import parse_methods
 from blockdraft.evaluation.prompts import PromptSet
 from blockdraft.evaluation.settings import Settings
-from blockdraft.evaluation.speed import Trial, figures, identical_share, load_methods, looping_share, measure
+from blockdraft.evaluation.speed import Trial, figures, identical_share, load_methods, measure, repetitive_share
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -101,7 +101,7 @@ def test_each_prompt_has_a_seed_of_its_own_that_all_methods_share(target: Target
     answers = {i: {tuple(t.completions[0].token_ids) for t in trials if t.prompts == (i,)} for i in range(3)}
     assert [len(each) for each in answers.values()] == [1, 1, 1]
     assert answers[0] != answers[1]
-    assert figures(trials)["chain"].identical == 1  # a seed gives the same tokens, whatever is chosen to guess
+    assert figures(trials)["chain"].identical == 1  # a seed gives the same tokens, whatever is chosen to draft
     assert figures(trials, {"chain"})["chain"].identical is None
 
 
@@ -111,7 +111,7 @@ def test_an_engine_that_is_not_lossless_is_found_out(
     faults = 0
 
     def gullible(proposal: Proposal, distributions: Distributions, uniforms: Tensor, tests: Tensor | None) -> Verdict:
-        """Walk that accepts one wrong guess, in one of all cycles."""
+        """Walk that accepts one wrong draft token, in one of all cycles."""
         nonlocal faults
         verdict = verify(proposal, distributions, uniforms, tests)
         if proposal.tokens.size(1) > 1 and verdict.path[0] == [0] and faults == 0:
@@ -227,4 +227,4 @@ def test_a_prompt_is_identical_if_all_of_its_answers_are() -> None:
 
 
 def test_a_prompt_loops_if_one_of_its_answers_does() -> None:
-    assert looping_share({"a": [[1], LOOP], "b": [[1]], "c": [[2]], "d": [[3]]}) == 0.25
+    assert repetitive_share({"a": [[1], LOOP], "b": [[1]], "c": [[2]], "d": [[3]]}) == 0.25

@@ -81,7 +81,7 @@ def test_part_of_the_vocabulary(name: str, make: Make, tmp_path: Path) -> None:
     assert all(torch.equal(found.tensors[key], tensors[key]) for key in tensors)
 
 
-def test_what_llama_cpp_is_told(make: Make, tmp_path: Path) -> None:
+def test_what_llama_cpp_is_reported(make: Make, tmp_path: Path) -> None:
     file = open_gguf(write(tmp_path / "d.gguf", make(KINDS[0], layers=(NEAR, FAR))))
     told = {key: value for key, value in file.metadata.items() if key.startswith(("dflash.", "general.architecture"))}
     assert told == {
@@ -100,7 +100,7 @@ def test_what_llama_cpp_is_told(make: Make, tmp_path: Path) -> None:
         "dflash.attention.sliding_window_pattern": [True, False],
         "dflash.rope.freq_base": 10000.0,
         "dflash.block_size": 8,
-        "dflash.target_layers": [1, 2],  # the layers that the taps enter
+        "dflash.target_layers": [1, 2],  # the layers that the target layers enter
         "dflash.target_hidden_size": 32,
     }
     assert file.metadata["tokenizer.ggml.mask_token_id"] == 3
@@ -109,7 +109,7 @@ def test_what_llama_cpp_is_told(make: Make, tmp_path: Path) -> None:
     assert set(file.tensors) == own | {"fc.weight", "enc.output_norm.weight", "output_norm.weight"}
 
 
-def test_what_llama_cpp_is_told_of_the_others(make: Make, tmp_path: Path) -> None:
+def test_what_llama_cpp_is_reported_of_the_others(make: Make, tmp_path: Path) -> None:
     first = set(open_gguf(write(tmp_path / "v1.gguf", make(KINDS[0]))).tensors)
     second = open_gguf(write(tmp_path / "d.gguf", make(KINDS[1])))
     own = {

@@ -88,7 +88,7 @@ def test_a_reduced_vocabulary_is_stored_as_offsets(tmp_path: Path, config: Draft
     found, tensors, own = read_checkpoint(tmp_path / "draft", 8)
     assert found == config and own.kept is not None and own.kept.tolist() == KEPT.tolist()
     assert own.head is not None and own.head.shape == (5, 16)
-    if config is SPARK:  # scores of successors that cannot be guessed are not stored
+    if config is SPARK:  # scores of successors that cannot be drafted are not stored
         expected = tensors_of(config)["markov_head.markov_w2.weight"]
         assert torch.equal(stored["markov_head.markov_w2.weight"], expected[KEPT])
         assert torch.equal(tensors["markov_head.markov_w2.weight"][KEPT], expected[KEPT])

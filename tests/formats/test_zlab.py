@@ -74,12 +74,12 @@ def put(folder: Path, raw: Any, *shards: dict[str, Tensor]) -> Path:
         (4, 3, (1, 1, 1)),
     ],
 )
-def test_default_taps(num_target_layers: int, count: int, target_layers: tuple[int, ...]) -> None:
+def test_default_target_layers(num_target_layers: int, count: int, target_layers: tuple[int, ...]) -> None:
     assert default_target_layers(num_target_layers, count) == target_layers
 
 
 @pytest.mark.parametrize(("num_target_layers", "count"), [(0, 1), (3, 2), (36, 0), (36.0, 5)])
-def test_default_taps_refuses(num_target_layers: Any, count: int) -> None:
+def test_default_target_layers_refuses(num_target_layers: Any, count: int) -> None:
     with pytest.raises(ValueError, match="whole number of at least"):
         default_target_layers(num_target_layers, count)
 
@@ -504,7 +504,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, most: int) -> None:
 
 
 def test_what_tpu_inference_looks_for_stands_at_the_top() -> None:
-    """vLLM's plug-in for TPUs reads these there alone, and guesses badly without the drafter's window."""
+    """vLLM's plug-in for TPUs reads these there alone, and draft tokens badly without the drafter's window."""
     sliding = replace(CONFIG, layers=(LayerAttention(causal=True, window=9), BIDIRECTIONAL))
     raw = config_dict(sliding)
     assert raw["mask_token_id"] == raw["dflash_config"]["mask_token_id"] == 63

@@ -1,5 +1,6 @@
 """The schemas of published drafters in z-lab's layout: each loads, and means what its makers mean. Widths are shrunk;
-keys and where they stand, depths, taps, block sizes, windows, rotary bases and vocabularies are as published."""
+keys and where they stand, depths, target layers, block sizes, windows, rotary bases and vocabularies are as
+published."""
 
 import json
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ def with_draft(raw: dict[str, Any], **draft: Any) -> dict[str, Any]:
 CODER = with_draft(QWEN3 | {"num_hidden_layers": 8, "num_target_layers": 48, "layer_types": [FULL] * 8})
 CASES = {
     "Qwen3-8B": Case(QWEN3, (1, 9, 17, 25, 33), (EVERY,) * 5, 1e6, 151669, 16, {"rope_scaling": None}),
-    "Qwen3-Coder-30B, more layers than taps": Case(
+    "Qwen3-Coder-30B, more layers than target layers": Case(
         with_draft(CODER, target_layer_ids=[1, 12, 23, 34, 45]), (1, 12, 23, 34, 45), (EVERY,) * 8, 1e6, 151669, 16
     ),
     "Qwen3.5-27B": Case(QWEN35, (1, 16, 31, 46, 61), (EVERY,) * 5, 1e7, 248070, 16, {"rope_scaling": None}),

@@ -28,7 +28,7 @@ class Outcome:
 
     Attributes:
         near_ties: Answers that left their twin at two nearly equal logits.
-        cycles: Of all requests; with `committed` this says how often guesses stood.
+        cycles: Of all requests; with `committed` this says how often draft tokens stood.
     """
 
     requests: int = 0

@@ -124,7 +124,7 @@ def write_target(number: int, folder: Path, disturbed: float = 0.0) -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, mean=0.2 * (parameter.ndim == 1), std=0.25)
-        if number % 4:  # few words are loud, for the drafters too: guesses at random then come true often enough
+        if number % 4:  # few words are loud, for the drafters too: draft tokens at random then come true often enough
             quiet = torch.ones(fields["vocab_size"], 1)
             quiet[LOUD:] = 0.1
             model.get_output_embeddings().weight.data *= quiet
@@ -137,7 +137,7 @@ def write_target(number: int, folder: Path, disturbed: float = 0.0) -> None:
 
 
 def write_eagle3(number: int, folder: Path) -> None:
-    """Write a random EAGLE-3 drafter for a model, which guesses among the loud words and some others."""
+    """Write a random EAGLE-3 drafter for a model, which drafts among the loud words and some others."""
     random, (_, fields) = Random(f"{number} eagle3"), target_fields(number)
     kv_heads, target_layers, size = random.randint(1, 2), fields["num_hidden_layers"], fields["vocab_size"]
     kept = sorted({*range(LOUD), *random.sample(range(size), random.randint(1, size))})
@@ -269,7 +269,7 @@ class Models:
 
     def _drafter(self, number: int, way: str, kind: str) -> Drafter:
         path = self._path(number, kind) if kind == "draft_lm" or kind in TRAINED else kind
-        # Half of the language models draft ahead, which is to change no guess.
+        # Half of the language models draft ahead, which is to change no draft token.
         own: dict[str, Any] = {"device": "cpu", "ahead": 3} if kind == "draft_lm" and number % 2 else {}
         return load_drafter(path, target=self.target(number, way), **own)
 

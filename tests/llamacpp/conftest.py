@@ -6,7 +6,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "targets")]
-FEW = (20, 60)  # the tokens that answers are made of, so that random guesses are often right
+FEW = (20, 60)  # the tokens that answers are made of, so that random draft tokens are often right
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "reduced": {},
     "residual": {"norm_before_residual": True},
-    "normed taps": {"norm_before_fc": True},
+    "normed target layers": {"norm_before_fc": True},
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "yarn": {"rope_scaling": YARN},
     "llama3": {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 16}},
@@ -37,8 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant(variant: str, eagle3_of_three_target_layers: Path, few_words: Path, tmp_path: Path) -> None:
-    """Random layers below the target's own head, so that guesses are often right. Each goes on from the state of the
-    one before and carries its rounding along."""
+    """Random layers below the target's own head, so that draft tokens are often right. Each goes on from the state of
+    the one before and carries its rounding along."""
     found = read_drafter(eagle3_of_three_target_layers, None, 3)
     head = Qwen3ForCausalLM.from_pretrained(few_words).lm_head.weight.detach()
     kept = torch.arange(0, len(head), 20 if variant == "reduced" else 1)
@@ -64,7 +64,7 @@ def trained(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) 
     return briefly_trained.briefly_trained("eagle3", folder, prompts, **{"draft-vocab": "1500"})
 
 
-def test_guesses_of_a_trained_one(prompts: list[list[int]], trained: Path, tmp_path: Path) -> None:
+def test_draft_tokens_of_a_trained_one(prompts: list[list[int]], trained: Path, tmp_path: Path) -> None:
     ours = Ours(prompts, TARGET, trained)
     assert ours.tau > 1.3  # so that equal counts mean something; a brief training differs by machine
     done = export_gguf(trained, tmp_path, TARGET, "f32")

@@ -1,4 +1,4 @@
-"""llama.cpp as outside judge of the GGUF files that we write: its tokens, and how many guesses it accepts, are ours."""
+"""llama.cpp as outside judge of the GGUF files that we write: its tokens, and how many drafts it accepts, are ours."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_tokens(files: tuple[Path, Path], prompts: list[list[int]], ours: Ours, 
             assert answer["tokens"] == tokens
 
 
-def test_guesses(files: tuple[Path, Path], prompts: list[list[int]], ours: Ours, tmp_path: Path) -> None:
+def test_draft_tokens(files: tuple[Path, Path], prompts: list[list[int]], ours: Ours, tmp_path: Path) -> None:
     answers = []
     with peer(files[0], tmp_path / "log", files[1]) as theirs:
         for prompt in prompts:
@@ -80,8 +80,8 @@ def test_guesses(files: tuple[Path, Path], prompts: list[list[int]], ours: Ours,
 
 
 def test_its_speculative_tool(files: tuple[Path, Path], prompts: list[list[int]]) -> None:
-    """It begins to guess with the last token of the prompt and ends behind so many tokens, and so does the count here.
-    Answers that end earlier are left out: it also counts what is guessed after the end."""
+    """It begins to draft with the last token of the prompt and ends behind so many tokens, and so does the count here.
+    Answers that end earlier are left out: it also counts what is drafted after the end."""
     need(TOOL, "llama_tool")
     wanted = 32
     long = Ours(prompts, TARGET, DRAFTER, wanted + DRAFT_TOKENS + 1)
@@ -186,7 +186,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_kind_of_drafter(variant: str, few_words: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Random models: that as many guesses are right as with us says that all is read as it was meant."""
+    """Random models: that as many draft tokens are right as with us says that all is read as it was meant."""
     name, differences = VARIANTS[variant]
     found = read_drafter(request.getfixturevalue(name), None, 3)
     found = Checkpoint(replace(found.config, **differences), found.tensors)

@@ -48,7 +48,7 @@ def dflash_mlx(target: str, drafter: str, tokens: int, prompts: Sequence[Sequenc
     from dflash_mlx.runtime.bundle import load_runtime_bundle
     from dflash_mlx.runtime.context import build_offline_runtime_context
 
-    CopySpecIndex.draft_after = lambda *_, **__: None  # its guesses by n-grams
+    CopySpecIndex.draft_after = lambda *_, **__: None  # its drafts by n-grams
     context = build_offline_runtime_context(verify_mode="dflash")
     loaded = load_runtime_bundle(
         model_ref=target, draft_ref=drafter, draft_quant="none", verify_config=context.verify, lazy=False

@@ -32,7 +32,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def ours(prompts: list[list[int]]) -> dict[str, list[tuple[list[int], list[int]]]]:
-    """Tokens and accepted guesses of each prompt, by backend."""
+    """Tokens and accepted draft tokens of each prompt, by backend."""
     found = {}
     for backend in ("mlx", "native"):
         target = load_target(TARGET, "float32", "cpu", backend=backend)

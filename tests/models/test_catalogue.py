@@ -54,7 +54,7 @@ def test_an_entry_holds_together(model: Model) -> None:
         assert (drafter.hub == BUNDLED) == (drafter.source == f"pair/{model.id}/drafter/README.md")
         assert drafter.hub != BUNDLED or (bundled_drafter(model) and (PAIRS.parent / drafter.source).is_file())
         for measured in drafter.measured:
-            most = None if measured.block_size is None else measured.block_size + 1  # DSpark's anchor guesses too
+            most = None if measured.block_size is None else measured.block_size + 1  # DSpark's anchor draft tokens too
             assert all(most is None or tau <= most for tau in measured.tau.values())
     if model.file:
         assert model.file.bytes > 0.9 * sum(wheel.bytes for wheel in model.file.wheels)

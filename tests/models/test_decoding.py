@@ -122,7 +122,7 @@ def test_perplexity(target: Target, exact: NativeTarget) -> None:
 
 @pytest.fixture(scope="module")
 def drafter(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random drafter, whose guesses are mostly wrong."""
+    """A random drafter, whose draft tokens are mostly wrong."""
     folder, shape = tmp_path_factory.mktemp("drafter"), target.shape
     config = DraftConfig(
         hidden_size=target.hidden_size,

@@ -1,4 +1,4 @@
-"""Weights of few bits: what they stand for, and products with rounded inputs."""
+"""Weights quantized: what they stand for, and products with rounded inputs."""
 
 import pytest
 import torch

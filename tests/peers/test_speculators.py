@@ -132,7 +132,7 @@ def test_we_read_what_they_write(
     "flags", [{}, {"norm_before_residual": True}, {"norm_before_fc": True}, {"qk_norm": True, "draft_vocab_size": 265}]
 )
 def test_eagle3(tmp_path: Path, target: Target, tiny_target_dir: Path, flags: dict[str, Any]) -> None:
-    """The guesses that they make in their unrolled training are those that ours makes in drafting; and back."""
+    """The drafts that they make in their unrolled training are those that ours makes in drafting; and back."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_target_layers": target.num_layers}
     sizes |= {"hidden_size": target.hidden_size, "intermediate_size": 48, "vocab_size": target.vocab_size}
     config = Eagle3Config(**{**sizes, "draft_vocab_size": 60, "target_layers": (1, 0), "rope_theta": 5e4, **flags})
@@ -166,7 +166,7 @@ def test_eagle3(tmp_path: Path, target: Target, tiny_target_dir: Path, flags: di
 
 
 def first_draft_tokens(drafter: Any, target: Target, tokens: Tensor, hidden_states: Tensor) -> Tensor:
-    """Logits of the first guess behind every token of a text but the first."""
+    """Logits of the first draft token behind every token of a text but the first."""
     count = tokens.size(1) - 1
     alone = CachedAttention(lambda keys, values: (keys, values), torch.ones(1, count, count).tril().bool())
     states = drafter.network(target.embed(tokens[:, 1:]), hidden_states[:, :-1], torch.arange(count)[None], alone)

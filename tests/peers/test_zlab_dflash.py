@@ -58,7 +58,7 @@ def both(
 
 @pytest.fixture(scope="module")
 def bundled_dflash2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled drafter as DFlash2, its new modules disturbed so little that it still guesses well."""
+    """The bundled drafter as DFlash2, its new modules disturbed so little that it still draft tokens well."""
     folder = tmp_path_factory.mktemp("peers") / "dflash2"
     v1, tensors = read_checkpoint(PAIR / "drafter")
     config = DFlash2Config(**vars(v1), conv_kernel_size=2, conv_group_size=16, selector_rank=8, selector_top_k=16)

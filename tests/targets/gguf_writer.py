@@ -20,7 +20,7 @@ ROUNDED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # by t
 
 
 def random_blocks(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
-    """Bytes of a matrix of random codes in a type of few bits, `[outputs, bytes]`, of numbers of about
+    """Bytes of a matrix of random codes in a type quantized, `[outputs, bytes]`, of numbers of about
     0.1 in size."""
     values, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     random = np.random.default_rng(seed)

@@ -32,7 +32,7 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("online")
 @pytest.mark.parametrize("load", [load_target, load_target_text])
-def test_a_hub_that_cannot_be_reached_is_told_at_once(load: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_cannot_be_reached_is_reported_at_once(load: object, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and nobody listens
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")

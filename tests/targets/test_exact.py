@@ -59,7 +59,7 @@ GREEDY = SamplingParams(16, ignore_eos=True)
 
 
 class Oracle(PromptLookupDrafter):
-    """Guesses what comes next, four times of five, among wrong guesses at random places of the tree."""
+    """Drafts what comes next, four times of five, among wrong draft tokens at random places of the tree."""
 
     block_size = 6
 
@@ -101,7 +101,7 @@ def answers(target: Target, drafter: Drafter, rows: int = 1, drafting: Drafting 
         turns = [prompt + answer[:9] for prompt, answer in zip(PROMPTS, first, strict=True)]
         completions = engine.generate(turns, GREEDY)
         most = max(max(completion.stats.committed) for completion in completions)
-        assert (most > 1) == (drafting is None or drafting.block_size != 1)  # guesses are accepted
+        assert (most > 1) == (drafting is None or drafting.block_size != 1)  # draft tokens are accepted
         return first + [completion.token_ids for completion in completions]
 
 

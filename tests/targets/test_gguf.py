@@ -251,8 +251,8 @@ def test_refused_types(tmp_path: Path) -> None:
             load_target(path, device="cpu")
 
 
-def test_products_of_few_bits_and_floats(tmp_path: Path) -> None:
-    """What is computed at once keeps its numbers where some of it is of few bits and some is not."""
+def test_products_quantized_and_floats(tmp_path: Path) -> None:
+    """What is computed at once keeps its numbers where some of it is quantized and some is not."""
     model, path = model_of("llama", **WIDE), tmp_path / "m.gguf"
     write_gguf(path, model, {"attn_q": "Q8_0", "blk": "BF16"})
     plain, compiled = (load_target(path, device="cpu", compile=mode) for mode in ("off", "on"))
@@ -327,7 +327,7 @@ def test_refused_options(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kinds", ["Q4_1", "F32"])
 def test_a_gpu_gets_numbers(kinds: str, tmp_path: Path) -> None:
-    """A GPU has the numbers that weights of few bits stand for; a CPU also rounds what they are multiplied with."""
+    """A GPU has the numbers that quantized weights stand for; a CPU also rounds what they are multiplied with."""
     path = tmp_path / "m.gguf"
     options: dict[str, Any] = {"dtype": "float32", "backend": "native", "compile": "off"}
     write_gguf(path, model_of("llama", **WIDE), kinds)

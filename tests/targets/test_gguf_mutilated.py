@@ -61,7 +61,7 @@ def damaged(content: bytes, acceptance_prob: random.Random) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_damage_is_told(seed: int, whole: bytes, tmp_path: Path) -> None:
+def test_damage_is_reported(seed: int, whole: bytes, tmp_path: Path) -> None:
     acceptance_prob, path, refused = random.Random(seed), tmp_path / "damaged.gguf", 0
     for number in range(TIMES):
         path.write_bytes(damaged(whole, acceptance_prob))

@@ -119,7 +119,7 @@ def test_forward_after_truncation_equals_forward_from_scratch(family: str) -> No
         torch.testing.assert_close(output.logits[row], exact.logits[0, length:], atol=2e-5, rtol=1e-4)
 
 
-def test_only_tapped_layers_are_hooked_and_only_for_the_forward() -> None:
+def test_only_target_layers_are_hooked_and_only_for_the_forward() -> None:
     target = make("qwen3")
     layers = target.model.model.layers
     during: list[list[bool]] = []

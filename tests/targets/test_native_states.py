@@ -79,7 +79,7 @@ def test_exact_states_have_the_same_bits_however_they_came_about(folder: Path) -
     def in_tree() -> Any:
         cache = read(pieces=[2])
         tokens, parents = torch.randint(3, 61, (1, 44), generator=random), torch.zeros(1, 44, dtype=torch.int64)
-        path = range(0, 44, 2)  # wrong guesses between the right ones
+        path = range(0, 44, 2)  # wrong draft tokens between the right ones
         tokens[:, path], parents[:, path] = text[:, 2:], torch.tensor([-1, *path[:-1]])
         target.forward(tokens, parents, cache)
         cache.commit([path])

@@ -40,7 +40,9 @@ def test_auto_asks_those_with_a_rank_the_lowest_first(monkeypatch: pytest.Monkey
     assert [name for name, _ in asked] == ["early", "native", "hf", "late"]
 
 
-def test_why_a_better_backend_did_not_run_it_is_told(monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path) -> None:
+def test_why_a_better_backend_did_not_run_it_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path
+) -> None:
     use(monkeypatch, first=-2, second=-1)
     target = load_target(tiny_target_dir)
     assert isinstance(target, NativeTarget) and target.backend_reason == "first does not know it"

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB_SIZE = 265
-LOUD = 7  # words that are said far more often than others, so that guesses at random come true now and then
+LOUD = 7  # words that are said far more often than others, so that draft tokens at random come true now and then
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,

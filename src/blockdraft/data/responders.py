@@ -125,7 +125,6 @@ class ServerResponder:
     """
 
     def __init__(self, url: str, model: str, at_once: int, template_args: dict[str, Any]) -> None:
-        self._connection_errors: tuple[type[Exception], ...] = (httpx.TransportError, httpx.InvalidURL)
         key = os.environ.get(SERVER_KEY)
         self._url, self._model, self.at_once = url.rstrip("/"), model, at_once
         self._client = httpx.Client(
@@ -168,7 +167,7 @@ class ServerResponder:
                 break
             try:
                 response = self._client.post(f"{self._url}/{path}", json=body)
-            except self._connection_errors as error:
+            except (httpx.TransportError, httpx.InvalidURL) as error:
                 reason = f"{type(error).__name__}: {error}"
                 continue
             reason = f"status {response.status_code}: {response.text[:300]}"

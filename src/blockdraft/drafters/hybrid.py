@@ -172,7 +172,9 @@ class HybridDrafter(Drafter):
             raise UsageError(f"A combination has {len(parts)} drafters; join two or more, as in prompt_lookup+bundled.")
         for part in parts:
             if part.block_size == 1:
-                raise UsageError("A drafter of a combination guesses nothing (as the drafter none); leave it out.")
+                raise UsageError(
+                    "A member of the hybrid drafter drafts nothing, as the drafter none does; leave it out."
+                )
         self._parts = tuple(parts)
         self.path: Path | None = next((part.path for part in parts if part.path is not None), None)
         self.target_layers = tuple(sorted({target_layer for part in parts for target_layer in part.target_layers}))

@@ -357,7 +357,7 @@ def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict
             cycle_cost=_median(list(map(truediv, cycles, plain_cycles))),
             batch_seconds=_median([sum(t.seconds for t in each) / len(each) for each in repeats]),
             identical=None if method in incomparable else identical_share(answers, reference),
-            looping=looping_share(answers),
+            looping=repetitive_share(answers),
         )
     return found
 
@@ -368,7 +368,7 @@ def identical_share(answers: Mapping[Key, Sequence[Tokens]], reference: Mapping[
     return sum(same) / len(same)
 
 
-def looping_share(answers: Mapping[Key, Sequence[Tokens]]) -> float:
+def repetitive_share(answers: Mapping[Key, Sequence[Tokens]]) -> float:
     """Return the share of prompts for which a response loops."""
     return sum(any(map(loops, each)) for each in answers.values()) / len(answers)
 

@@ -77,7 +77,7 @@ class Layout(Protocol):
     ) -> tuple[Any, bool]:
         """Return the configuration of a parsed config.json, and whether its number of target layers is known.
 
-        If it is unknown, it is the minimum that the tapped target layers need.
+        If it is unknown, it is the minimum that the target layers need.
 
         Args:
             raw: Parsed config.json.

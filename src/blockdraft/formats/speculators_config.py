@@ -81,7 +81,9 @@ def target_layers_of(raw: Mapping[str, Any], key: str, num_target_layers: int) -
 def ids_of(config: Any) -> list[int]:
     """Return the layers after the target layers of a configuration. Raise a UsageError if one is the last layer."""
     last = config.num_target_layers - 1
-    remedy = f"below the last target layer, {last}, which this format cannot list; train with other --taps for it, or "
+    remedy = (
+        f"below the last target layer, {last}, which this format cannot list; train with other --target-layers, or "
+    )
     remedy += "keep the layout that training writes"
     need(max(config.target_layers) < last, "a tap", max(config.target_layers), remedy)
     return [target_layer + 1 for target_layer in config.target_layers]

@@ -269,7 +269,7 @@ def test_a_context_that_does_not_fit_is_refused(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_guesses_are_the_pass_and_the_head_in_one_call(
+def test_draft_tokens_are_the_pass_and_the_head_in_one_call(
     dtype: str, first: int, kind: str, tiny_target_dir: Path
 ) -> None:
     target = load_target(tiny_target_dir, dtype, "cpu", "native", compile="on")

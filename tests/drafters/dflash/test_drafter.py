@@ -1,4 +1,4 @@
-"""Proposals of a DFlash drafter: chains, trees, sampled guesses, and their number."""
+"""Proposals of a DFlash drafter: chains, trees, sampled draft tokens, and their number."""
 
 import dataclasses
 from pathlib import Path
@@ -15,7 +15,7 @@ from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 
 GREEDY = SamplingParams()
-DEPTH = 7  # guesses of a whole block
+DEPTH = 7  # draft tokens of a whole block
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_an_extreme_temperature_makes_sound_trees(drafter: DFlashDrafter) -> Non
 
 
 @pytest.mark.parametrize("budget", [0, 20])
-def test_cycle_seconds_decide_how_many_guesses_there_are(drafter: DFlashDrafter, budget: int) -> None:
+def test_cycle_seconds_decide_how_many_draft_tokens_there_are(drafter: DFlashDrafter, budget: int) -> None:
     params = [GREEDY, SamplingParams(temperature=0.4)]
     whole, logits = propose(drafter, ChainPlan(8, params).as_tree(budget))
     draft_tokens = budget or DEPTH
@@ -116,7 +116,7 @@ def test_cycle_seconds_decide_how_many_guesses_there_are(drafter: DFlashDrafter,
         assert rates[cut.tokens.size(1) - 1] == pytest.approx(max(rates))
 
 
-def test_sampled_guesses_have_the_distributions_that_are_handed_over(drafter: DFlashDrafter) -> None:
+def test_sampled_draft_tokens_have_the_distributions_that_are_handed_over(drafter: DFlashDrafter) -> None:
     rows = 400
     params = [SamplingParams(temperature=0.7, top_k=90)] * rows
     grid = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
@@ -166,12 +166,12 @@ def test_how_many_are_sampled_does_not_depend_on_what_is_sampled(drafter: DFlash
     assert counts[0.0] == 8 and 1 < counts[0.1] < 8 and counts[10.0] == 1
 
 
-def test_refinement_settles_the_surest_guesses_for_chains_trees_and_samples(
+def test_refinement_settles_the_surest_draft_tokens_for_chains_trees_and_samples(
     target: Target, tiny_drafter_dir: Path
 ) -> None:
     drafter = make(target, tiny_drafter_dir, diffusion_steps=2)
     chain, first = propose(drafter, ChainPlan(8, [SamplingParams(temperature=1.0)]))
-    # 1 - cos(45 degrees) of 7 guesses are 2.
+    # 1 - cos(45 degrees) of 7 draft tokens are 2.
     surest = sorted(first[0].softmax(dim=-1).amax(dim=-1).topk(2).indices.tolist())
     block = torch.full((1, 8), drafter.config.mask_token_id)
     block[0, 0] = 7

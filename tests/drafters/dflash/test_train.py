@@ -23,14 +23,14 @@ RECIPE = DFlashRecipe(layers=2, target_layers=(0, 1), block_size=6, draft_vocab=
 def test_the_training_pass_equals_the_draft_pass(
     parity: Callable[..., Any], tiny_target_dir: Path, tiny_data_dir: Path, tmp_path: Path
 ) -> None:
-    """The drafter that is written guesses among the same tokens, with the target's own head."""
+    """The drafter that is written drafts among the same tokens, with the target's own head."""
     target, variant, data = load_target(tiny_target_dir), DFlashVariant(RECIPE), read_data(tiny_data_dir)
     config = variant.config(target)
     network = variant.network(config)
     variant.fit_data(network, data)
     variant.fit_head(network, target)
     with torch.no_grad():
-        network.norm.weight.fill_(1.0)  # so that guesses differ
+        network.norm.weight.fill_(1.0)  # so that draft tokens differ
         random = torch.Generator().manual_seed(5)
         for parameter in network.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=random)

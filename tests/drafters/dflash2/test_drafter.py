@@ -76,7 +76,7 @@ def test_walk(depth: int) -> None:
         assert walk(table)[row].tolist() == path
 
 
-def test_a_chain_follows_the_best_candidate_after_each_guess(drafter: DFlash2Drafter) -> None:
+def test_a_chain_follows_the_best_candidate_after_each_draft_token(drafter: DFlash2Drafter) -> None:
     proposal, hidden, logits = propose(drafter, ChainPlan(8, [GREEDY, SamplingParams(temperature=0.7), GREEDY]))
     assert proposal.parents.tolist() == [list(range(-1, DEPTH))] * 3 and proposal.q is None
     for row in range(3):
@@ -147,7 +147,7 @@ def test_an_extreme_temperature_makes_sound_trees(drafter: DFlash2Drafter) -> No
 
 
 @pytest.mark.parametrize("budget", [0, 20])
-def test_cycle_seconds_decide_how_many_guesses_there_are(drafter: DFlash2Drafter, budget: int) -> None:
+def test_cycle_seconds_decide_how_many_draft_tokens_there_are(drafter: DFlash2Drafter, budget: int) -> None:
     params = [GREEDY, SamplingParams(temperature=0.4)]
     whole, _, _ = propose(drafter, ChainPlan(8, params).as_tree(budget))
     draft_tokens = budget or DEPTH
@@ -164,7 +164,7 @@ def test_cycle_seconds_decide_how_many_guesses_there_are(drafter: DFlash2Drafter
 
 
 @pytest.mark.parametrize("more", [{}, {"top_k": 3, "top_p": 0.9}])
-def test_sampled_guesses_have_the_distributions_that_are_handed_over(
+def test_sampled_draft_tokens_have_the_distributions_that_are_handed_over(
     drafter: DFlash2Drafter, more: dict[str, float]
 ) -> None:
     rows = 600

@@ -88,7 +88,7 @@ def test_loss_and_counts(network: DFlash2Network) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_chooses_as_decoding_does(kind: str, network: DFlash2Network, target: Target) -> None:
-    """If the data hold the drafter's guesses, the training pass guesses the same at every slot."""
+    """If the data hold the drafter's draft tokens, the training pass drafts the same at every slot."""
     config, tensors = replace(network.config, layers=KINDS[kind]), network.state_dict()
     network = DFlash2Network(config)
     network.load_state_dict(tensors)

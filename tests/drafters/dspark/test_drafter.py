@@ -15,7 +15,7 @@ from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 
 GREEDY = SamplingParams()
-DEPTH = 8  # guesses of a whole block: as many as slots
+DEPTH = 8  # draft tokens of a whole block: as many as slots
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def dist(drafter: DSparkDrafter, logits: Tensor, before: int, temperature: float
     return ((logits + bias(drafter, before)) / temperature).softmax(dim=-1)
 
 
-def test_a_chain_follows_the_best_token_after_each_guess(drafter: DSparkDrafter) -> None:
+def test_a_chain_follows_the_best_token_after_each_draft_token(drafter: DSparkDrafter) -> None:
     assert drafter.block_size == DEPTH + 1
     proposal, _, logits = propose(drafter, ChainPlan(DEPTH + 1, [GREEDY] * 3))
     assert proposal.q is None and proposal.parents.tolist() == [list(range(-1, DEPTH))] * 3
@@ -119,7 +119,7 @@ def acceptance_probs(drafter: DSparkDrafter, hidden: Tensor, tokens: list[int]) 
 
 
 @pytest.mark.parametrize("temperatures", [None, (4.0, 0.5, 2.0, 1.0, 1.0, 3.0, 1.0, 1.0)])
-def test_the_confidence_decides_how_many_guesses_there_are(
+def test_the_confidence_decides_how_many_draft_tokens_there_are(
     target: Target, tiny_dspark_dir: Path, temperatures: tuple[float, ...] | None
 ) -> None:
     drafter = make(target, tiny_dspark_dir, confidence_temperatures=temperatures)
@@ -159,7 +159,7 @@ def test_the_length_of_a_sampled_chain_does_not_depend_on_what_is_sampled(
     params, lengths, firsts = [SamplingParams(temperature=1.0)], set(), set()
     costs = (0.3 * 0.8**n for n in range(40))
     times = ([1 + cost * n for n in range(DEPTH + 1)] for cost in costs)
-    # With these times, some of the guesses pay, but not all.
+    # With these times, some of the draft tokens pay, but not all.
     seconds = next(
         t for t in times if 1 < propose(drafter, ChainPlan(9, params, cycle_seconds=t))[0].tokens.size(1) < DEPTH + 1
     )
@@ -171,7 +171,7 @@ def test_the_length_of_a_sampled_chain_does_not_depend_on_what_is_sampled(
     assert len(lengths) == 1 and len(firsts) > 1
 
 
-def test_sampled_guesses_have_the_distributions_that_are_handed_over(drafter: DSparkDrafter) -> None:
+def test_sampled_draft_tokens_have_the_distributions_that_are_handed_over(drafter: DSparkDrafter) -> None:
     rows = 300
     params = [SamplingParams(temperature=0.7)] * rows
     grid = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows

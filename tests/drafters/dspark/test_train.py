@@ -86,12 +86,12 @@ def test_losses_are_those_of_the_paper(target: Target, drafter: DSparkDrafter) -
     assert float(total) == pytest.approx(expected, rel=1e-4)
 
 
-def test_training_guesses_what_the_drafter_guesses(target: Target, drafter: DSparkDrafter) -> None:
+def test_training_draft_tokens_what_the_drafter_draft_tokens(target: Target, drafter: DSparkDrafter) -> None:
     tokens, hidden_states = inputs(target, drafter)
     state = drafter.new_state(1, 40)
     drafter.observe(state, tokens[:, :ANCHOR], hidden_states[:, :ANCHOR], [ANCHOR])
     proposal = drafter.propose(state, tokens[:, ANCHOR], ChainPlan(drafter.block_size, [SamplingParams()]))
-    assert proposal.tokens.shape == (1, 9)  # the anchor and a guess of each of the 8 slots
+    assert proposal.tokens.shape == (1, 9)  # the anchor and a draft token of each of the 8 slots
     tokens[:, ANCHOR : ANCHOR + 9] = proposal.tokens  # so that the tokens before each slot are the drafter's own
     slots = slots_of(target, drafter, tokens, hidden_states)
     from_draft = DSparkVariant(DSparkRecipe(block_size=8)).draft_tokens(drafter.network, slots)

@@ -1,4 +1,4 @@
-"""Guesses of EAGLE-3, compared with a twin without a cache, which computes every entry of a text anew."""
+"""Draft tokens of EAGLE-3, compared with a twin without a cache, which computes every entry of a text anew."""
 
 import json
 import shutil
@@ -112,7 +112,7 @@ class Twin:
     def logits(
         self, text: Sequence[int], target_layers: Tensor, path: Sequence[int], window: int | None = None
     ) -> list[Tensor]:
-        """Draft-vocabulary logits after the anchor and each guess of `path`, behind a text with these features."""
+        """Draft-vocabulary logits after the anchor and each draft token of `path`, given these hidden states."""
         hidden_states, seen = [self.fused(one) for one in target_layers], list[tuple[Tensor, Tensor]]()
         for place in range(1, len(text)):
             self.row(text[place], hidden_states[place - 1], place - 1, seen)
@@ -142,7 +142,7 @@ def observe(drafter: Eagle3Drafter, state: Any, texts: list[list[int]], target_l
 def test_chains_equal_those_of_the_twin(
     flags: dict[str, Any], sampled: bool, drafter: Eagle3Drafter, target: Target, scatter: Callable[..., Any]
 ) -> None:
-    """With any number of accepted guesses, and rows of different lengths at any slots."""
+    """With any number of accepted draft tokens, and rows of different lengths at any slots."""
     drafter = with_flags(drafter, target, **flags) if flags else drafter
     twin, kept = Twin(drafter, target), drafter.network.kept
     params = [SamplingParams(), SamplingParams(temperature=0.8), SamplingParams(temperature=1.2, top_k=6)]
@@ -173,7 +173,7 @@ def test_chains_equal_those_of_the_twin(
                 torch.testing.assert_close(dense[kept], probs / probs.sum(), atol=1e-5, rtol=1e-3)
                 [[rank]] = draw(dist.probs[None, depth : depth + 1], draws[row : row + 1, depth : depth + 1]).tolist()
                 assert ids[depth + 1] == dist.ids[depth, rank]
-            accepted = (cycle + 2 * row) % 6  # tokens of the path, from none to the anchor and four guesses
+            accepted = (cycle + 2 * row) % 6  # tokens of the path, from none to the anchor and four draft tokens
             new.append(ids[:accepted])
             more.append(target_layers_of(accepted, 10 * cycle + row))
         observe(drafter, state, new, more)
@@ -185,7 +185,7 @@ def test_chains_equal_those_of_the_twin(
 def test_trees_are_those_of_the_twin(
     budget: int, drafter: Eagle3Drafter, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The likeliest guesses of each level are continued, and the likeliest of all are proposed."""
+    """The likeliest draft tokens of each level are continued, and the likeliest of all are proposed."""
     monkeypatch.setattr(eagle3, "WIDTH", 3)
     twin, kept, anchors = Twin(drafter, target), drafter.network.kept, [40, 41]
     texts, target_layers = [[9, 8, 7, 20], [31, 5]], [target_layers_of(4, 3), target_layers_of(2, 4)]

@@ -76,7 +76,7 @@ def test_rounded(tmp_path: Path) -> None:
         assert not torch.equal(found["midlayer.self_attn.q_proj.weight"], expected["midlayer.self_attn.q_proj.weight"])
 
 
-def test_what_llama_cpp_is_told(tmp_path: Path) -> None:
+def test_what_llama_cpp_is_reported(tmp_path: Path) -> None:
     file = open_gguf(write(tmp_path / "d.gguf", drafter()))
     told = {key: value for key, value in file.metadata.items() if key.startswith(("eagle3.", "general.architecture"))}
     assert told == {
@@ -91,7 +91,7 @@ def test_what_llama_cpp_is_told(tmp_path: Path) -> None:
         "eagle3.attention.value_length": 8,
         "eagle3.attention.layer_norm_rms_epsilon": 1e-6,
         "eagle3.rope.freq_base": 10000.0,
-        "eagle3.target_layers": [2, 5, 7],  # the layers that the taps enter
+        "eagle3.target_layers": [2, 5, 7],  # the layers that the target layers enter
         "eagle3.target_hidden_size": 32,
         "eagle3.norm_before_residual": False,
         "eagle3.norm_before_fc": False,
@@ -108,7 +108,7 @@ def test_what_llama_cpp_is_told(tmp_path: Path) -> None:
     assert torch.equal(turned, ours["midlayer.self_attn.k_proj.weight"][order])  # type: ignore[arg-type]
 
 
-def test_what_llama_cpp_is_told_of_the_others(tmp_path: Path) -> None:
+def test_what_llama_cpp_is_reported_of_the_others(tmp_path: Path) -> None:
     whole = open_gguf(write(tmp_path / "w.gguf", drafter(WHOLE)))
     assert "d2t" not in whole.tensors and whole.tensors["output.weight"].shape == (64, 32)
     normed = open_gguf(write(tmp_path / "n.gguf", drafter(CONFIGS[2])))

@@ -107,7 +107,7 @@ def test_keys_and_names(tmp_path: Path) -> None:
     assert raw["speculators_model_type"] == raw["speculators_config"]["algorithm"] == "eagle3"
     assert raw["speculators_config"]["verifier"]["name_or_path"] == "some/target"
     assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
-    assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 6, 7]  # of the layers that the taps enter
+    assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 6, 7]  # of the layers that the target layers enter
     assert raw["transformer_layer_config"]["vocab_size"] == 64 and raw["draft_vocab_size"] == 5
     assert "layers.0.hidden_norm.weight" in stored and stored["embed_tokens.weight"].dtype == torch.bfloat16
 
@@ -115,8 +115,8 @@ def test_keys_and_names(tmp_path: Path) -> None:
     assert not {"t2d", "d2t"} & {*load_file(tmp_path / "whole" / "model.safetensors")}
 
 
-def test_taps_in_one_place_alone(tmp_path: Path) -> None:
-    """vLLM numbers taps by the layers that they enter, and takes those of eagle_config so too."""
+def test_target_layers_in_one_place_alone(tmp_path: Path) -> None:
+    """vLLM numbers target layers by the layers that they enter, and takes those of eagle_config so too."""
 
     def start(folder: Path) -> Start:
         return eagle3.LAYOUT.starts(CONFIG, str(folder), "target", lambda to: f"export {to}")["vLLM"]
@@ -125,7 +125,7 @@ def test_taps_in_one_place_alone(tmp_path: Path) -> None:
     assert start(tmp_path / "draft").line and start(Path("some/repository")).line
     change(tmp_path / "draft", eagle_aux_hidden_state_layer_ids=None)
     assert start(tmp_path / "draft") == Start(
-        None, "it takes taps that are in eagle_config alone one layer off", "export eagle3"
+        None, "it takes target layers that are in eagle_config alone one layer off", "export eagle3"
     )
     write(tmp_path / "other")
     change(tmp_path / "other", eagle_config=None)
@@ -135,13 +135,13 @@ def test_taps_in_one_place_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3_speculators"])
 @pytest.mark.parametrize(("layers", "target_layers"), [(36, (1, 17, 32)), (61, (1, 29, 57))])
-def test_a_file_without_taps_reads_what_enters_the_usual_layers(
+def test_a_file_without_target_layers_reads_what_enters_the_usual_layers(
     name: str, layers: int, target_layers: tuple[int, ...], tmp_path: Path
 ) -> None:
     write(tmp_path / "draft", CONFIG, layouts()[name])
     change(tmp_path / "draft", eagle_config=None, eagle_aux_hidden_state_layer_ids=None)
     assert read_drafter(tmp_path / "draft", None, layers).config.target_layers == target_layers
-    with pytest.raises(UsageError, match="num_target_layers is 6; it must be 7 or more, or the taps be named"):
+    with pytest.raises(UsageError, match="num_target_layers is 6; it must be 7 or more, or the target layers be named"):
         read_drafter(tmp_path / "draft", None, 6)
 
 

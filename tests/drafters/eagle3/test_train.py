@@ -75,7 +75,7 @@ def test_losses_are_taken_over_the_draft_vocabulary(target: Target) -> None:
 
 
 @pytest.mark.parametrize("objective", ["dpace", "block_verification"])
-def test_a_token_that_it_cannot_guess_does_not_count_for_the_slots_behind(target: Target, objective: str) -> None:
+def test_a_token_that_it_cannot_draft_token_does_not_count_for_the_slots_behind(target: Target, objective: str) -> None:
     variant, network = made(target, draft_vocab=len(KEPT), block_size=4, objective={objective: 1.0})
     network.keep(torch.tensor(KEPT))
     slots = slots_of(network, target.vocab_size)
@@ -103,7 +103,7 @@ def test_the_draft_vocabulary_is_what_the_answers_say_most(target: Target, tmp_p
     assert saved["d2t"].dtype == torch.int64 and saved["fc.weight"].dtype == torch.bfloat16
 
 
-def test_shapes_and_taps(target: Target) -> None:
+def test_shapes_and_target_layers(target: Target) -> None:
     recipe = Eagle3Recipe(heads=2, kv_heads=1, head_dim=16, intermediate_size=24, target_layers=(0, 2), block_size=5)
     config = Eagle3Variant(recipe).config(target)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (2, 1, 16)
@@ -116,7 +116,7 @@ def test_shapes_and_taps(target: Target) -> None:
     assert "draft_vocab_size is 999" in complaints.messages[0]
 
 
-def test_usual_taps_of_a_target_with_enough_layers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usual_target_layers_of_a_target_with_enough_layers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "num_layers", 36)
     assert Eagle3Variant(Eagle3Recipe()).config(target).target_layers == (1, 17, 32)
 
@@ -177,7 +177,7 @@ def answers(target: Target, tmp_path: Path) -> Iterator[tuple[TokenData, list[An
 def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
     answers: tuple[TokenData, list[Any], list[Any], list[Any]], target: Target, tmp_path: Path
 ) -> None:
-    """Trained from a folder of features; decodes with chains, trees and sampled guesses."""
+    """Trained from a folder of features; decodes with chains, trees and sampled draft tokens."""
     data, prompts, params, plain = answers
     plan_hidden_states(
         tmp_path / "hidden_states", target, data, (0, 1, 2, 3), HiddenStateSettings(dtype="float32")
@@ -201,7 +201,7 @@ def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
         found = Engine(target, drafter, max_batch_size=5, drafting=drafting).generate(prompts, params)
         assert [one.token_ids for one in found] == [one.token_ids for one in plain]
         tau = sum(one.tau for one in found) / len(found)
-        assert tau > 1.6  # by chance a guess among 100 tokens is right once in a hundred times
+        assert tau > 1.6  # by chance a draft token among 100 tokens is right once in a hundred times
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -1,4 +1,4 @@
-"""Proposals of a flow map: passes, noise, and that q is the distribution that guesses are sampled from."""
+"""Proposals of a flow map: passes, noise, and that q is the distribution that draft tokens are sampled from."""
 
 from pathlib import Path
 
@@ -72,12 +72,12 @@ def test_code_written_for_others_gets_the_passes_of_the_checkpoint(tiny_target_d
         assert mixin.drafter.diffusion_steps == steps  # type: ignore[attr-defined]
 
 
-def test_guesses_repeat_and_depend_on_the_noise_of_their_positions(drafter: FlowDrafter) -> None:
+def test_draft_tokens_repeat_and_depend_on_the_noise_of_their_positions(drafter: FlowDrafter) -> None:
     first = logits_of(drafter)
     assert torch.equal(first, logits_of(drafter))
     noise = drafter._noise.clone()
     try:
-        drafter._noise[CONTEXT + 1] += 1.0  # that of the first guess; the others see it
+        drafter._noise[CONTEXT + 1] += 1.0  # that of the first draft token; the others see it
         changed = (logits_of(drafter) - first).abs().amax(dim=-1)
         assert (changed > 1e-4).all()
         drafter._noise.copy_(noise)
@@ -93,15 +93,15 @@ def test_a_shorter_plan_runs_fewer_positions(drafter: FlowDrafter) -> None:
 
 
 def sampled(drafter: FlowDrafter, rows: int) -> Proposal:
-    """Sampled chains of rows with the same context, with evenly spread random numbers for their first guesses."""
+    """Sampled chains of rows with the same context, with evenly spread random numbers for their first draft tokens."""
     draws = torch.rand(rows, drafter.block_size - 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     draws[:, 0] = (torch.arange(rows) + 0.5) / rows
     plan = SampledPlan(drafter.block_size, [SAMPLED] * rows, draws)
     return drafter.propose(observed(drafter, rows), torch.full((rows,), 7), plan)  # type: ignore[arg-type]
 
 
-def test_q_is_the_distribution_that_guesses_are_sampled_from(drafter: FlowDrafter) -> None:
-    """The distribution of a position given the noise does not depend on guesses at other positions."""
+def test_q_is_the_distribution_that_draft_tokens_are_sampled_from(drafter: FlowDrafter) -> None:
+    """The distribution of a position given the noise does not depend on draft tokens at other positions."""
     rows = 200
     proposal, expected = sampled(drafter, rows), (logits_of(drafter) / 0.7).softmax(dim=-1)
     assert proposal.q is not None

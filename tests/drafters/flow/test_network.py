@@ -80,7 +80,7 @@ def test_the_mean_embedding_is_that_of_the_likeliest_tokens() -> None:
 
 @pytest.mark.parametrize("passes", [1, 2, 5])
 def test_a_block_goes_from_noise_to_tokens_by_as_many_passes(passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If all passes guess the same, the states are on the line from the noise to that guess."""
+    """If all passes draft token the same, the states are on the line from the noise to that draft token."""
     network, seen = FlowNetwork(CONFIG), list[tuple[float, float]]()
     noise, clean = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
 
@@ -96,7 +96,7 @@ def test_a_block_goes_from_noise_to_tokens_by_as_many_passes(passes: int, monkey
     assert out.shape == noise.shape
 
 
-def test_each_pass_sees_what_the_one_before_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_pass_sees_what_the_one_before_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     network, from_draft = FlowNetwork(CONFIG), list[Tensor]()
     monkeypatch.setattr(network, "entering", lambda state, begin, end: state)
 

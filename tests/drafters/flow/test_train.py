@@ -1,4 +1,4 @@
-"""Training of flow maps: guesses of the data's tokens, and jumps as far as two shorter ones."""
+"""Training of flow maps: draft tokens of the data's tokens, and jumps as far as two shorter ones."""
 
 from collections.abc import Callable
 from dataclasses import replace

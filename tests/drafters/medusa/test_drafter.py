@@ -1,4 +1,4 @@
-"""Guesses of Medusa's heads: the hidden state they read, the token each guesses, and trees."""
+"""Draft tokens of Medusa's heads: the hidden state they read, the token each draft tokens, and trees."""
 
 from itertools import product
 from math import prod
@@ -75,7 +75,7 @@ class Watched(MedusaDrafter):
 
 
 @pytest.mark.parametrize("backend", ["native", "hf"])
-def test_each_head_reads_the_last_state_and_guesses_its_own_token(
+def test_each_head_reads_the_last_state_and_draft_tokens_its_own_token(
     backend: str, distributions: Distributions, tiny_medusa_dir: Path, tiny_target_dir: Path
 ) -> None:
     target = load_target(tiny_target_dir, backend=backend)
@@ -106,8 +106,8 @@ def test_the_network_of_a_folder_drafts_like_its_drafter(
     assert answers[0].token_ids == answers[1].token_ids and answers[0].stats.committed == answers[1].stats.committed
 
 
-def test_guesses_are_those_of_heads_that_know_the_answer(target: Target) -> None:
-    """Heads that guess what the target's head says k tokens later: all their guesses are accepted."""
+def test_draft_tokens_are_those_of_heads_that_know_the_answer(target: Target) -> None:
+    """Heads that draft token what the target's head says k tokens later: all their draft tokens are accepted."""
     [plain] = Engine(target, load_drafter("none", target=target)).generate(
         [PROMPT], SamplingParams(13, ignore_eos=True)
     )

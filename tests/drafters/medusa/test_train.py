@@ -39,7 +39,7 @@ def test_training_pass_equals_draft_pass(
     parity(variant, network.eval(), load_drafter(tmp_path / "heads", target=target), target)
 
 
-def test_new_heads_guess_what_the_targets_head_guesses(target: Target) -> None:
+def test_new_heads_draft_token_what_the_targets_head_draft_tokens(target: Target) -> None:
     """New residual blocks change little, so the first loss is not high."""
     variant = MedusaVariant(RECIPE)
     network = variant.network(variant.config(target))

@@ -1,4 +1,4 @@
-"""Guesses of an MTP head, compared with its formula in plain loops over the files."""
+"""Draft tokens of an MTP head, compared with its formula in plain loops over the files."""
 
 import json
 import shutil
@@ -56,7 +56,7 @@ class Twin:
 
     @torch.no_grad()
     def __call__(self, text: list[int], count: int, normed_feedback: bool = True) -> list[int]:
-        """Guesses behind the last token of a text, which is the anchor."""
+        """Draft tokens behind the last token of a text, which is the anchor."""
         ids = torch.tensor([text[:-1]])
         states = list(self._model.model(ids).last_hidden_state[0])  # of the tokens before each pair's own
         text, draft_tokens = list(text), list[int]()
@@ -120,7 +120,7 @@ def network(folder: Path, normed_feedback: bool = True) -> MTPNetwork:
 
 
 @pytest.mark.parametrize(("backend", "normed_feedback"), [("native", True), ("native", False), ("hf", True)])
-def test_guesses_are_those_of_the_formula(
+def test_draft_tokens_are_those_of_the_formula(
     backend: str, normed_feedback: bool, twin: Twin, target_dir: Path, tiny_mtp_dir: Path
 ) -> None:
     target = load_target(target_dir, backend=backend)

@@ -1,4 +1,4 @@
-"""MTP heads in the target's folder: guesses compared with transformers' layers run over whole texts, and refused
+"""MTP heads in the target's folder: draft tokens compared with transformers' layers run over whole texts, and refused
 folders."""
 
 import json
@@ -145,7 +145,7 @@ class Watched(MTPDrafter):
 
 @torch.no_grad()
 def expected(published: Published, text: list[int], count: int) -> Tensor:
-    """Logits of `count` guesses behind a text, from runs of the head's layer over the whole text without a cache."""
+    """Logits of `count` draft tokens after a text, from uncached runs of the head's layer over the whole text."""
     target: Any = AutoModelForCausalLM.from_pretrained(published.folder).eval()
     whole, around = published.whole, published.around
 
@@ -215,7 +215,7 @@ def test_answers_are_those_of_plain_decoding(
     assert all(sum(one.stats.drafted) > 0 for one in drafted)
 
 
-def test_a_head_of_few_bits_of_precision(publish: Callable[[str], Published]) -> None:
+def test_a_head_quantized_of_precision(publish: Callable[[str], Published]) -> None:
     """With weights of 16 bits, the router's bias and the rotary angles stay in 32."""
     target = load_target(publish("deepseek_v3").folder, "bfloat16", backend="hf")
     drafter = load_drafter("mtp", target=target)

@@ -128,7 +128,7 @@ def test_measuring_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Recorder(4096, 16).measured(rows=64).rows == (1,)
 
 
-def test_a_drafter_without_guesses_has_plain_cycles_only() -> None:
+def test_a_drafter_without_draft_tokens_has_plain_cycles_only() -> None:
     found = Recorder(64, 1).measured()
     assert (found.plain, found.chain, found.tree) == ((1.0,), ((),), ((),))
 
@@ -208,7 +208,7 @@ def test_times_that_are_none_are_not_read(file: Path, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(("rows", "draft_tokens", "tree"), [(1, 0, False), (3, 5, False), (2, 30, True)])
-def test_cycles_have_the_guesses_that_are_asked_for(
+def test_cycles_have_the_draft_tokens_that_are_asked_for(
     tiny_target_dir: Path, tiny_drafter_dir: Path, rows: int, draft_tokens: int, tree: bool
 ) -> None:
     target = load_target(tiny_target_dir)

@@ -18,7 +18,7 @@ def request() -> Request:
 
 
 def fed(accepted: int, cycles: int = 300) -> tuple[Acceptance, Request]:
-    """What is known after cycles of a request of which so many of three guesses were accepted."""
+    """What is known after cycles of a request of which so many of three draft tokens were accepted."""
     found, row = Acceptance(4), request()
     for _ in range(cycles):
         found.age()
@@ -38,7 +38,7 @@ def test_what_was_never_reached_borrows_from_the_others() -> None:
     assert fed(0)[0].chain_tokens()[4] < 1.1
 
 
-def test_a_few_new_guesses_say_much_after_a_long_pause() -> None:
+def test_a_few_new_draft_tokens_say_much_after_a_long_pause() -> None:
     found, row = fed(0)
     for _ in range(1000):
         found.age()
@@ -47,7 +47,7 @@ def test_a_few_new_guesses_say_much_after_a_long_pause() -> None:
     assert before < 1.1 and 1.3 < found.chain_tokens()[3] < 3
 
 
-def test_hopes_are_above_what_is_expected_and_rise_as_evidence_fades() -> None:
+def test_upper_bounds_are_above_what_is_expected_and_rise_as_evidence_fades() -> None:
     found, _ = fed(1, cycles=60)
     upper_bound, expected = found.upper_bounds(), found.chain_tokens()
     assert all(more > less + 0.05 for more, less in zip(upper_bound[1:], expected[1:], strict=True))
@@ -56,7 +56,7 @@ def test_hopes_are_above_what_is_expected_and_rise_as_evidence_fades() -> None:
     assert found.upper_bounds()[1] - found.chain_tokens()[1] > 1.5 * (upper_bound[1] - expected[1])
 
 
-def test_trust_is_the_share_of_what_was_expected() -> None:
+def test_calibration_is_the_share_of_what_was_expected() -> None:
     for expected, length, calibration in ((4.0, 2, 0.5), (2.0, 3, 1.5)):
         found = Acceptance(4)
         for _ in range(300):
@@ -77,7 +77,7 @@ def test_what_a_drafter_expects_that_computed_nonsense_is_forgotten() -> None:
     assert found.calibration == 1.0
 
 
-def test_what_is_known_of_a_request_is_told_apart_from_what_is_known_of_all() -> None:
+def test_what_is_known_of_a_request_is_reported_apart_from_what_is_known_of_all() -> None:
     found, good = fed(3)
     bad = request()
     assert found.share(bad) == 1.0
@@ -148,7 +148,7 @@ def test_noise_is_averaged() -> None:
 def test_more_work_never_takes_less_time() -> None:
     found = times()
     found.learn(4, 9.0, 1)
-    found.learn(7, 2.0, 2)  # so what was measured of four guesses was a delay, and five take no longer
+    found.learn(7, 2.0, 2)  # so what was measured of four draft tokens was a delay, and five take no longer
     seconds = found.expected()
     assert seconds == sorted(seconds) and seconds[FOUR] == seconds[FIVE] == pytest.approx(2.0)
     found.learn(15, 1.0, 3)
@@ -188,7 +188,7 @@ def test_curves_are_interpolated() -> None:
 
 def test_what_takes_too_long_is_tried_in_steps_only() -> None:
     found = StepTimes(SIZES, [1.0, *(9.0 + 0.1 * n for n in SIZES)])
-    assert found.affordable(2.5) == 2  # one guess, whatever is expected
+    assert found.affordable(2.5) == 2  # one draft token, whatever is expected
     for cycle in range(3):
         found.learn(1, 1.3, cycle)
     found.expected()
@@ -196,7 +196,7 @@ def test_what_takes_too_long_is_tried_in_steps_only() -> None:
     for cycle in range(3):
         found.learn(4, 9.0, cycle)
     found.expected()
-    assert found.affordable(2.4) == 3  # two guesses, of which little is known
+    assert found.affordable(2.4) == 3  # two draft tokens, of which little is known
     assert found.affordable(99.0) == len(SIZES)
 
 

@@ -32,8 +32,8 @@ class Turns:
     """Decoding of one row by two drafters, of which the first has no network.
 
     Args:
-        easy: Share of the cycles in which the first drafter's guesses are as likely as `first`; else it has none.
-        first, second: Chance of each guess of the drafters if all before it were right.
+        easy: Share of the cycles in which the first drafter's draft tokens are as likely as `first`; else it has none.
+        first, second: Chance of each draft token of the drafters if all before it were right.
     """
 
     def __init__(self, easy: float, first: float, second: float, machine: Machine = PAIR) -> None:
@@ -113,7 +113,7 @@ def test_repetition_that_does_not_pay_costs_next_to_nothing() -> None:
     assert found.drafted[0] < 50
 
 
-def test_text_that_nobody_can_guess_is_decoded_plainly() -> None:
+def test_text_that_nobody_can_draft_token_is_decoded_plainly() -> None:
     found = Turns(easy=0.0, first=0.5, second=0.02)
     found.run(200)
     assert found.run(1000) > 0.97

@@ -122,17 +122,17 @@ def test_a_first_cycle_without_luck_is_soon_forgotten(draft: float) -> None:
     assert sum(found) / len(found) >= 0.9
 
 
-def test_more_guesses_are_tried_though_they_are_thought_to_take_too_long() -> None:
+def test_more_draft_tokens_are_tried_though_they_are_thought_to_take_too_long() -> None:
     machine = Machine(draft=0.2, flat=4, node=0.1)
     plain, points = (0.5e-3,), (tuple((n, machine.seconds(1, n) * (0.5 if n < 2 else 1.3)) for n in range(1, 16)),)
-    wrong = Costs((1,), plain, points, points, NOW)  # a step from one guess to two that is not there
+    wrong = Costs((1,), plain, points, points, NOW)  # a step from one draft token to two that is not there
     decoding = Decoding("chain", machine, constant(0.78, 0.95), wrong)
     decoding.run(500)
     assert decoding.run(500).against_best > 0.98
 
 
 @pytest.mark.parametrize(("kind", "machine"), thinned(DRAFTERS, MACHINES, keep=3))
-def test_text_that_cannot_be_guessed_costs_two_percent_at_most(kind: str, machine: str) -> None:
+def test_text_that_cannot_be_drafted_costs_two_percent_at_most(kind: str, machine: str) -> None:
     decoding = Decoding(kind, MACHINES[machine], constant(0.0), stored(MACHINES[machine]), seed=1)
     decoding.run(200)
     assert decoding.run(1500).against_plain >= 0.98
@@ -155,7 +155,7 @@ def test_drafting_comes_back_when_the_text_becomes_easy(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_other_work_of_the_machine_is_followed(kind: str) -> None:
-    """From cycle 500 on each guess takes longer: the best number of guesses is another, or none."""
+    """From cycle 500 on each draft token takes longer: the best number of draft tokens is another, or none."""
 
     def slower(cycle: int, draft_tokens: int | None) -> float:
         return 1.0 + (0.4 * (draft_tokens or 0) if cycle >= 500 else 0.0)
@@ -201,7 +201,7 @@ def test_one_decision_serves_the_whole_batch() -> None:
     easy, hard = request(), request()
 
     def drafts(requests: list[Request]) -> int:
-        """Of a hundred cycles; all that is guessed for the easy request is right."""
+        """Of a hundred cycles; all that is drafted for the easy request is right."""
         found_drafts = 0
         for _ in range(100):
             plan = found.plan(requests)
@@ -254,7 +254,7 @@ def test_who_knows_probabilities_of_trees_alone_does_not_choose_the_length_of_ch
     assert [plan.cycle_seconds is None for plan in plans] == [True, False]
 
 
-def test_who_knows_no_probabilities_gets_trees_of_as_many_guesses_as_pay() -> None:
+def test_who_knows_no_probabilities_gets_trees_of_as_many_draft_tokens_as_pay() -> None:
     plan = Controller(Lookup(), TREE, lambda drafter: stored(PAIR)).plan([request()])  # type: ignore[arg-type]
     assert plan.tree_budget == MOST and plan.cycle_seconds is None
     drafting = Drafting(None, "auto")
@@ -262,7 +262,7 @@ def test_who_knows_no_probabilities_gets_trees_of_as_many_guesses_as_pay() -> No
     assert plan.tree_budget == plan.block_size - 1 < BLOCK_SIZE
 
 
-def test_guesses_past_the_length_limit_are_not_asked_for() -> None:
+def test_draft_tokens_past_the_length_limit_are_not_asked_for() -> None:
     found = Controller(Lookup(), Drafting(None), lambda drafter: None)  # type: ignore[arg-type]
     one, two = request(5), request(3)
     one.token_ids = [1]
@@ -270,7 +270,7 @@ def test_guesses_past_the_length_limit_are_not_asked_for() -> None:
 
 
 def drafted(found: Controller, requests: list[Request]) -> Plan:
-    """The next plan that is no trial and drafts, while cycles without guesses take their time."""
+    """The next plan that is no trial and drafts, while cycles without draft tokens take their time."""
     for _ in range(100):
         plan = found.plan(requests)
         assert found._decision is not None
@@ -304,7 +304,7 @@ def test_an_overconfident_drafter_is_trusted_less_and_a_modest_one_more() -> Non
         assert drafted(found, requests).calibration == pytest.approx(calibration, rel=0.02)
 
 
-def test_the_draft_pass_is_as_long_as_the_guesses_that_pay() -> None:
+def test_the_draft_pass_is_as_long_as_the_draft_tokens_that_pay() -> None:
     found = controller("chain", stored(GPU))
     requests = [request()]
     assert found.plan(requests).block_size == BLOCK_SIZE
@@ -396,8 +396,8 @@ class Trials:
             self.cycle()
 
     def cycle(self, accepted: float = 0.0, slower: float = 1.0, late: float = 0.0) -> int:
-        """Runs a cycle in which this share of guesses is accepted, and which takes longer if it is a trial, after so
-        many seconds to catch up; returns the guesses."""
+        """Runs a cycle in which this share of draft tokens is accepted, and which takes longer if it is a trial, after
+        so many seconds to catch up; returns the draft tokens."""
         plan = self.found.plan(self.requests)
         assert self.found._decision is not None
         draft_tokens = plan.block_size - 1
@@ -416,7 +416,7 @@ def test_what_trials_lose_is_made_up_for_before_the_next() -> None:
     assert 0.5 * TRIAL_SHARE * 2000 < lost < 1.2 * TRIAL_SHARE * 2000 + MAX_CREDIT
 
 
-def test_what_a_drafter_is_told_before_a_trial_is_part_of_its_loss() -> None:
+def test_what_a_drafter_is_reported_before_a_trial_is_part_of_its_loss() -> None:
     plain = PAIR.seconds(1, None)
     at_once, later = Trials(), Trials()
     tried = [sum(trials.cycle(late=late) > 0 for _ in range(2000)) for trials, late in ((at_once, 0.0), (later, plain))]
@@ -457,7 +457,7 @@ def test_a_delay_during_a_trial_is_no_loss() -> None:
 
 def test_times_that_are_thought_to_be_far_too_long_are_approached_step_by_step() -> None:
     machine = Machine(draft=0.2, flat=64, node=0.1)
-    wrong = stored(machine, lambda: 8.0)  # drafting would not pay even if all guesses were right
+    wrong = stored(machine, lambda: 8.0)  # drafting would not pay even if all draft tokens were right
     decoding = Decoding("lookup", machine, constant(0.9), wrong)
     decoding.run(100)
     assert decoding.run(100).against_best > 0.9

@@ -112,7 +112,7 @@ class FakeServer:
             if "BREAK" in prompt:
                 self.running -= 1
                 return
-        if self.drafts:  # two cycles, of which one accepts two guesses and the other one
+        if self.drafts:  # two cycles, of which one accepts two draft tokens and the other one
             self.counts.update(cycles=2, accepted=3, first=2, second=1)
         yield event({"choices": [choice(body, "") | {"finish_reason": "stop"}]})
         usage = {"completion_tokens": len(words), "prompt_tokens": 12}

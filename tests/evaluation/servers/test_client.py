@@ -205,7 +205,7 @@ def test_cached_tokens() -> None:
     assert cached_tokens(parse(text.format(3)), parse(text.format(20))) == ("sglang:cached_tokens_total", 17)
 
 
-def test_vllm_counts_guesses_behind_the_end_of_an_answer() -> None:
+def test_vllm_counts_draft_tokens_behind_the_end_of_an_answer() -> None:
     """10 answers of 521 tokens in 143 drafts, of which the first tokens needed none."""
     text = """# TYPE vllm:spec_decode_num_drafts counter
 vllm:spec_decode_num_drafts_total {}

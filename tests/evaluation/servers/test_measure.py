@@ -41,7 +41,7 @@ def test_levels(engine: str, name: str) -> None:
     assert fake.most_at_once == 3
     for level in found.levels:
         assert (level.requests, level.failed, level.speedup) == (6, 0, None)
-        assert level.tau == 2.5  # two cycles with three accepted guesses, or as the gauge has it
+        assert level.tau == 2.5  # two cycles with three accepted draft tokens, or as the gauge has it
         assert level.acceptance_by_position == (() if engine == "sglang" else (1.0, 0.5))
         assert level.tokens_per_second and level.first_median and level.token_median and level.token_p95
         assert level.first_p95 and 0.001 < level.first_median <= level.first_p95
@@ -98,7 +98,7 @@ def test_cached_prefixes_are_refused_unless_allowed(engine: str | None) -> None:
     assert about.prefix_caching is True and how in about.seen_by and about.engine != "blockdraft"
 
 
-def test_failed_requests_are_counted_and_told() -> None:
+def test_failed_requests_are_counted_and_reported() -> None:
     sets = (PromptSet("first", ("long enough to be asked first", "BREAK", "FAIL")),)
     with FakeServer().served() as url:
         found = load(url, sets=sets, concurrency=(2,))

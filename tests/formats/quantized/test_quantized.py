@@ -1,4 +1,4 @@
-"""Weights of few bits as other programs write them, against packing done value by value."""
+"""Weights quantized as other programs write them, against packing done value by value."""
 
 import json
 import shutil
@@ -303,7 +303,7 @@ PROJECTIONS = {
 def quantized_model(
     folder: Path, plain: Path, raw: dict[str, Any], pack: Callable[[Drawn, str], Parts], keep: str = "none"
 ) -> dict[str, Tensor]:
-    """Copy a model with all linear layers replaced by random ones of few bits. Returns their numbers by name."""
+    """Copy a model with all linear layers replaced by random ones quantized. Returns their numbers by name."""
     shutil.copytree(plain, folder)
     tensors, numbers = load_file(plain / "model.safetensors"), {}
     for name in [name for name in tensors if name.endswith("proj.weight") and keep not in name]:
@@ -372,7 +372,7 @@ def test_what_cannot_be_done_with_a_quantized_checkpoint(tiny_target_dir: Path, 
         load_target(tmp_path / "model", device="cpu")
 
 
-def test_parts_of_one_product_are_all_of_few_bits_or_none(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_parts_of_one_product_are_all_quantized_or_none(tiny_target_dir: Path, tmp_path: Path) -> None:
     raw, pack = PACKS["compressed"]
     quantized_model(tmp_path / "model", tiny_target_dir, raw, pack, keep="layers.1.self_attn.k_proj")
     with pytest.raises(ValueError, match=r"q_proj, .*v_proj are quantized and .*layers.1.self_attn.k_proj are not"):

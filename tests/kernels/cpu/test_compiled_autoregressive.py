@@ -115,9 +115,9 @@ def test_logits_are_torchs(name: str, window: int | None, store: str, tiny_targe
         assert ours.shape == theirs.shape and float((ours - theirs).abs().max()) < STORES[store][1] * scale
 
 
-# Seconds of cycles by guesses, and how far expectations are trusted.
+# Seconds of cycles by draft tokens, and how far expectations are trusted.
 COSTS: dict[str, tuple[list[float] | None, float]] = {
-    "all guesses": (None, 1.0),
+    "all draft tokens": (None, 1.0),
     "cheap ones": ([1.0, 1.01, 1.02, 1.03, 1.04, 1.05], 1.0),
     "one that costs": ([1.0, 1.03, 1.06, 1.5, 1.6, 1.7], 1.0),
     "none that pays": ([1.0, 3.0, 6.0, 9.0, 12.0, 15.0], 1.0),
@@ -129,7 +129,7 @@ COSTS: dict[str, tuple[list[float] | None, float]] = {
 def from_draft(
     run: Any, state: KVCache, anchor: Tensor, window: int | None, seconds: list[float] | None, calibration: float
 ) -> tuple[Tensor, Tensor]:
-    """A chain of up to five guesses, node by node, and how many right ones are expected."""
+    """A chain of up to five draft tokens, node by node, and how many right ones are expected."""
     nodes, tokens = run.nodes(state, 8, 1, window), [anchor]
     expected, survival, following = torch.zeros(2), torch.ones(2), torch.ones(2)
     for made in range(5):
@@ -296,7 +296,7 @@ def test_tokens_must_be_known(run: CompiledAutoregressive) -> None:
             run.nodes(KVCache(1, 16), 8, 1)(torch.tensor([[wrong]]))
 
 
-def test_what_the_library_refuses_is_told_in_its_own_words(run: CompiledAutoregressive) -> None:
+def test_what_the_library_refuses_is_reported_in_its_own_words(run: CompiledAutoregressive) -> None:
     with pytest.raises(AssertionError, match="the parent of a node is neither -1 nor a node before it"):
         run._run_nodes(KVCache(1, 16), torch.tensor([[4, 5]]), torch.zeros(1, 2, 32), array("q", [-1, 5]))
 
@@ -347,7 +347,7 @@ def test_a_tree_has_slots_until_the_last_token(
 
 
 def test_chains_of_rows_of_different_kinds_are_those_alone(tiny_target_dir: Path, tiny_eagle3_dir: Path) -> None:
-    """A batch gives each row what it gets alone, bit for bit, since guesses may decide near ties otherwise."""
+    """A batch gives each row what it gets alone, bit for bit, since draft tokens may decide near ties otherwise."""
     target: Any = load_target(tiny_target_dir, backend="native", compile="on")
     drafter: Any = load_drafter(tiny_eagle3_dir, target=target)
 

@@ -141,7 +141,7 @@ def test_the_prompt_has_the_bits_of_its_tokens_one_by_one(target: Target) -> Non
 
 
 def test_it_computes_what_the_decoder_computes(tiny_target_dir: Path) -> None:
-    """Weights of few bits are in tests/kernels/cpu/test_odd_shapes.py."""
+    """Weights quantized are in tests/kernels/cpu/test_odd_shapes.py."""
     ways: list[Literal["on", "off"]] = ["on", "off"]
     ours, theirs = (load_target(tiny_target_dir, "float32", "cpu", "native", way) for way in ways)
     (cache, a), (other, b) = read(ours, PROMPTS), read(theirs, PROMPTS)
@@ -275,7 +275,7 @@ def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_node_without_numbers_harms_none_that_do_not_see_it(target: Any, value: float) -> None:
-    """One guess has no numbers; its siblings, what came before it and other rows are as without it."""
+    """One draft token has no numbers; its siblings, what came before it and other rows are as without it."""
     tokens, parents = torch.tensor([[9, 10, 11, 12, 13, 14]] * 2), torch.tensor([[-1, 0, 0, 1, 2, 4]] * 2)
     cache, _ = read(target, PROMPTS[:2])
     right = target.forward(tokens, parents, cache, TARGET_LAYERS)

@@ -89,7 +89,10 @@ BOTH = {
     **{f"inputs of {name}": (set_layer(name, inputs=7), SIZES) for name in library.PROJECTIONS},
     **{f"outputs of {name}": (set_layer(name, outputs=7), SIZES) for name in library.PROJECTIONS},
     **{f"{name} 0": (set_model(**{name: 0}), SIZES) for name in ("num_layers", "hidden", "inner", "heads", "kv_heads")},
-    **{f"{name} of -1 taps": (set_layer(name, target_layers=-1, groups=1, base=8), SIZES) for name in CONVOLUTIONS},
+    **{
+        f"{name} of -1 target layers": (set_layer(name, target_layers=-1, groups=1, base=8), SIZES)
+        for name in CONVOLUTIONS
+    },
     **{
         f"{name} without end": (set_layer(name, target_layers=1 << 62, groups=1, base=8), SIZES)
         for name in CONVOLUTIONS
@@ -99,7 +102,7 @@ BOTH = {
         f"{name} of uneven groups": (set_layer(name, target_layers=1, groups=5, base=8), SIZES) for name in CONVOLUTIONS
     },
     **{
-        f"{name} without taps": (set_layer(name, target_layers=1, groups=1, base=None), POINTER)
+        f"{name} without target layers": (set_layer(name, target_layers=1, groups=1, base=None), POINTER)
         for name in CONVOLUTIONS
     },
     **{f"{name} uncorrected": (set_layer(name, target_layers=1, groups=1, base=8), POINTER) for name in CONVOLUTIONS},
@@ -128,7 +131,7 @@ BOTH = {
 }
 FORWARD = BOTH | {
     **{f"no {name}": (set_call(**{name: None}), POINTER) for name in ("parents", "tokens", "hidden_states", "logits")},
-    "taps that are nowhere": (set_call(target_layers=None), POINTER),
+    "target layers that are nowhere": (set_call(target_layers=None), POINTER),
     "no embedding": (set_model(embedding=LinearFields()), POINTER),
     "no head": (set_model(head=LinearFields()), POINTER),
     "no norm": (set_model(norm=None), POINTER),
@@ -141,7 +144,7 @@ FORWARD = BOTH | {
     "logits of some nodes, which?": (set_call(num_logits=5), LOGITS),
     "logits of more nodes than there are": (set_call(num_logits=7), LOGITS),
     "less than no logits": (set_call(num_logits=-1), LOGITS),
-    "less than no taps": (set_call(num_target_layer_ids=-1), TARGET_LAYERS),
+    "less than no target layers": (set_call(num_target_layer_ids=-1), TARGET_LAYERS),
     "logits of a node that is not there": (
         lambda model, call: [set_call(logits_at=call.tokens)(model, call), write("tokens", 6, at=5)(model, call)][0],
         LOGITS,
@@ -292,7 +295,7 @@ def test_sizes_of_workspaces_are_asked_for_sensible_shapes() -> None:
     assert SIZES in outcome(lambda: made().draft_context_workspace(model, 1, 1, 0))
 
 
-def test_weights_of_few_bits_are_checked() -> None:
+def test_weights_quantized_are_checked() -> None:
     """A library that knows them, and one that does not."""
     few = build(torch.float32, torch.float32, 8, True).library()
     assert few is not None and few.has_integers and not made().has_integers

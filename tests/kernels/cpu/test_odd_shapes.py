@@ -75,7 +75,7 @@ def test_it_computes_what_transformers_computes(tmp_path: Path, family: str, hea
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_weights_of_few_bits_give_what_torch_gives(tmp_path: Path, family: str, quantize: Any) -> None:
+def test_weights_quantized_give_what_torch_gives(tmp_path: Path, family: str, quantize: Any) -> None:
     write_model(tmp_path, family, 8, 17, sizes=SIZES | {"hidden_size": 48, "intermediate_size": 24})
     ours, theirs = (load_target(tmp_path, "float32", "cpu", "native", way, quantize) for way in ("on", "off"))  # type: ignore[arg-type]
     assert f"{quantize} weights" in ours.running and f"{quantize} weights" in theirs.running
@@ -89,7 +89,7 @@ def test_weights_of_few_bits_give_what_torch_gives(tmp_path: Path, family: str, 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 def test_bits_do_not_depend_on_the_number_of_threads(tmp_path: Path, family: str, quantize: Any) -> None:
-    """Of few bits, with more groups than nodes, so that threads share groups when they round."""
+    """Quantized weights, with more groups than nodes, so that threads share groups when they round."""
     shape = {"hidden_size": 168, "intermediate_size": 184, "num_attention_heads": 21, "num_key_value_heads": 3}
     write_model(tmp_path, family, 8, 17, sizes=SIZES | shape)
     target = load_target(tmp_path, "float32", "cpu", "native", "on", quantize)

@@ -226,7 +226,7 @@ def test_small_checkpoints_and_those_that_are_not_to_be_kept_are_not(
     assert open_kept(origin, Maker()) is None
 
 
-def test_a_full_disk_is_told_of_once_and_leaves_nothing(
+def test_a_full_disk_is_reported_of_once_and_leaves_nothing(
     origin: Origin, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     add, written = weight_cache._add, []
@@ -245,7 +245,7 @@ def test_a_full_disk_is_told_of_once_and_leaves_nothing(
     assert weight_cache.SWITCH in record.message and not list(folder.iterdir())
 
 
-def test_a_folder_that_cannot_be_made_is_told_of(
+def test_a_folder_that_cannot_be_made_is_reported_of(
     origin: Origin, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.parent.write_text("a file")

@@ -38,7 +38,7 @@ def test_chat_of_several_turns(visit: Visit, app: FastAPI) -> None:
     visit.chat(QUESTION)
     answer = visit.page.locator(".turn").nth(1)
     expect(answer.locator(".answer")).to_have_text(TEXT)
-    assert answer.locator(".guess").first.inner_text() == " baker"
+    assert answer.locator(".draft token").first.inner_text() == " baker"
     assert answer.locator(".fixed").first.inner_text() == " *"
     expect(answer).to_contain_text("23 tokens, 14 of them accepted draft tokens, 400 tokens/s, tau 2.75")
     visit.chat("And then?")

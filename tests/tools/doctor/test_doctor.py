@@ -67,7 +67,7 @@ def test_a_good_pair(target: Target) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, -1])
-def test_taps_off_by_one(
+def test_target_layers_off_by_one(
     target: Target, broken: Callable[..., Path], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Signs flipped at random in each layer: layers of the bundled target are so alike that a neighbour would do."""
@@ -152,7 +152,7 @@ def test_attention_that_was_trained_otherwise(
 
 @pytest.mark.slow
 def test_a_shift_by_one(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each slot guesses what the slot before it guesses in the bundled drafter, as when DSpark is read as DFlash."""
+    """Each position drafts what the one before it drafts in the bundled drafter, as when DSpark is read as DFlash."""
     through = DFlashNetwork.through_layers
 
     def late(self: DFlashNetwork, *given: Any) -> Tensor:
@@ -160,7 +160,7 @@ def test_a_shift_by_one(target: Target, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(DFlashNetwork, "through_layers", late)
     found = diagnosis(target, DRAFTER)
-    assert found.fault == "shift" and "slot 0 guesses the token behind the anchor" in found.finding
+    assert found.fault == "shift" and "position 0 drafts the token after the anchor" in found.finding
 
 
 @pytest.mark.slow

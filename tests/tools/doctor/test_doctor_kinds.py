@@ -62,7 +62,7 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
 
     Args (of what it returns):
         lag: Of the features, as in `Check`.
-        early: By how many tokens each guess comes too early.
+        early: By how many tokens each draft token comes too early.
         target_layers: That are read.
         changes: Fields of its configuration.
     """
@@ -163,7 +163,7 @@ LEARNED = [
     ("mtp", {"target_layers": (2,)}, "target_layers", "before its norm"),
     ("medusa", {"target_layers": (2,)}, "target_layers", "before its norm"),
     pytest.param("medusa", {"lag": 1}, "shift", "hidden state of two tokens before", marks=pytest.mark.long),
-    ("medusa", {"early": 1}, "shift", "head 1 guesses the token behind the anchor"),
+    ("medusa", {"early": 1}, "shift", "head 1 drafts the token after the anchor"),
 ]
 
 

@@ -87,7 +87,7 @@ def test_prompts_that_the_target_writes_take_time() -> None:
     assert own.answers < plan().answers
 
 
-def test_looping_answers_are_sampled() -> None:
+def test_repetitive_answers_are_sampled() -> None:
     looping = plan(measured=replace(MEASURED, looping=0.7))
     assert looping.temperature > 0 and plan().temperature == 0
     assert any("70 % of the greedy ones are repetitive" in reason for reason in looping.reasons)
@@ -169,7 +169,7 @@ def test_what_does_not_suffice_is_refused(changes: dict[str, Any], told: str) ->
         plan(**changes)
 
 
-def test_all_reasons_are_told_together() -> None:
+def test_all_reasons_are_reported_together() -> None:
     with pytest.raises(ValueError, match=r"(?s)hours leave time.*of disk.*of memory"):
         plan(0.05, machine=replace(MACHINE, memory=10, device_memory=10, disk=10))
 
@@ -209,13 +209,13 @@ def test_a_plan_is_shown_with_its_reasons() -> None:
 
 
 @pytest.mark.parametrize("layers", range(1, 81))
-def test_taps_are_layers_of_the_target(layers: int) -> None:
+def test_target_layers_are_layers_of_the_target(layers: int) -> None:
     found = target_layers(layers)
     assert 1 <= len(found) <= 5 and sorted(set(found)) == list(found)
     assert found[0] >= 0 and found[-1] < layers
 
 
-def test_taps_of_usual_targets() -> None:
+def test_target_layers_of_usual_targets() -> None:
     of_few, of_qwen3_8b = target_layers(2), target_layers(36)
     assert of_few == (0, 1)
     assert of_qwen3_8b == (1, 9, 17, 25, 33)  # as z-lab's drafter has them

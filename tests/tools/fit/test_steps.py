@@ -58,7 +58,7 @@ def test_what_the_plan_says_is_what_the_commands_get(make_plan: MakePlan) -> Non
     assert "--hidden-states" not in looped["train"].line
 
 
-def test_one_tap_is_a_layer_and_no_number(make_plan: MakePlan) -> None:
+def test_one_target_layer_is_a_layer_and_no_number(make_plan: MakePlan) -> None:
     plan = make_plan()
     plan.recipe["target_layers"] = [0]
     made = {step.name: step for step in make_steps(plan, WHERE, [], [])}
@@ -150,14 +150,14 @@ def test_a_training_ends_early_where_all_steps_take_too_long(
     assert any("step 1 of 2: data takes longer than planned; about 30 s for the steps" in line for line in told)
 
 
-def test_a_failing_command_is_told(tmp_path: Path) -> None:
+def test_a_failing_command_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BlockdraftError, match="generate ended with status 2"):
         run_steps([Step("generate", ("generate", "--block-size", "x", "hello"), 1.0)], tmp_path, lambda text: None)
     assert done_steps(tmp_path) == {}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
-def test_a_command_is_told_of_a_signal_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_reported_of_a_signal_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started, script = tmp_path / "started", tmp_path / "command.sh"
     script.write_text(f"#!/bin/sh\ntrap 'exit 143' TERM\ntouch {started}\nwhile :; do sleep 0.05; done\n")
     script.chmod(0o755)

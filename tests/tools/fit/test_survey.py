@@ -42,7 +42,7 @@ def test_a_measurement_is_made_once_in_any_case(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("tokens", [20, 100])
-def test_looping_answers_count_as_far_as_they_would_be_written(tokens: int) -> None:
+def test_repetitive_answers_count_as_far_as_they_would_be_written(tokens: int) -> None:
     assert survey._noticed([*range(tokens), *([7] * 200)]) == (tokens + 11 + CHECKED_TOKENS - 1) // 32 * 32
 
 

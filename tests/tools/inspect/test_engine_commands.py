@@ -162,6 +162,6 @@ def test_shell_command_writes_the_configuration_file(
     assert json.loads((tmp_path / "trtllm.yaml").read_text()) == json.loads(start.files["trtllm.yaml"])
 
 
-def test_eagle3_with_the_usual_taps_names_none(drafters: dict[str, Path], tiny_target_dir: Path) -> None:
+def test_eagle3_with_the_usual_target_layers_names_none(drafters: dict[str, Path], tiny_target_dir: Path) -> None:
     said = inspect(drafters["eagle3"], tiny_target_dir).starts["TensorRT-LLM"]
     assert '"eagle3_layers_to_capture": [0, 1, 1]' in said.files["trtllm.yaml"]  # the target has too few for the usual

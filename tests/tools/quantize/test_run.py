@@ -1,4 +1,4 @@
-"""Checkpoints of few bits: content, perplexity, and failures of writing."""
+"""Checkpoints quantized: content, perplexity, and failures of writing."""
 
 import errno
 import json

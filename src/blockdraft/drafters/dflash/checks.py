@@ -116,10 +116,10 @@ def checks(
     yield Check(config)
     yield from neighbour_target_layers(config)
     for slot in {0, 1, 2} - {first_slot}:
-        told = f"slot {slot} guesses the token behind the anchor, in place of slot {first_slot}"
+        told = f"position {slot} drafts the token after the anchor, instead of position {first_slot}"
         remedy = (
             "Give the drafter the architecture, or the shift_label and sample_from_anchor, that it was trained with: "
-            "slot 0 guesses in DSpark, slot 1 in DFlash."
+            "position 0 drafts first in DSpark, position 1 in DFlash."
         )
         yield Check(config, fault="shift", told=told, remedy=remedy, shift=first_slot - slot)
     yield from _attention(config, longest)

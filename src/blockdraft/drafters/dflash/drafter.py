@@ -224,7 +224,7 @@ def sampled_chain(anchor: Tensor, logits: Tensor, plan: SampledPlan) -> Proposal
     """Sample draft tokens with `plan.uniforms`, each from the distribution of its position.
 
     A sequence at temperature 0 gets the argmax, and no distributions. With `plan.cycle_seconds`, the length is
-    that of the chain of the most probable guesses: if it depended on what was sampled, the output's distribution would
+    that of the chain of the most probable draft tokens: if it depended on the sample, the output's distribution would
     change.
 
     Args:

@@ -52,7 +52,7 @@ INIT_STD = 0.02  # standard deviation of new matrices, except `fc`, which preser
 
 @settings
 class DFlashRecipe(Recipe):
-    """Recipe of DFlash, with the layers and target layers of arXiv 2602.06036."""
+    """Recipe of DFlash, with the layers of arXiv 2602.06036."""
 
     layers: Count | None = Field(
         None,
@@ -177,7 +177,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         init, of_init = None, "that of the drafter to begin with"
         if recipe.draft_vocab is not None:
             most = target.vocab_size if self.reducible else 0
-            limit = f"at most the target's {most}" if most else "left out, since only dflash has draft vocabularies"
+            limit = f"at most the target's {most}" if most else "left out: only dflash has a draft vocabulary"
             with complaints.noting():
                 need(recipe.draft_vocab <= most, "draft_vocab", recipe.draft_vocab, limit)
         if recipe.init is not None:

@@ -70,8 +70,8 @@ class Eagle3Checker(VariantChecker):
             self.config.target_layers,
             *(check.target_layers for check in neighbour_target_layers(self.config)),
         }:
-            told = f"the usual taps, {list(target_layers)}, in place of {list(self.config.target_layers)}"
-            remedy = "Leave the taps out of config.json, or write these."
+            told = f"the usual target layers, {list(target_layers)}, in place of {list(self.config.target_layers)}"
+            remedy = "Leave the target layers out of config.json, or write these."
             yield Check(self.config, fault="target_layers", told=told, remedy=remedy, target_layers=target_layers)
 
     def _vocabularies(self) -> Iterator[Check]:

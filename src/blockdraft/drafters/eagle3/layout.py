@@ -232,11 +232,11 @@ class Eagle3(EagleLayout):
                 layers is not None,
                 IDS,
                 None,
-                "given; or name the target (--target) for the default taps",
+                "given; or name the target (--target) for the default target layers",
             )
             ids = default_target_layers(layers or 0)
         need(isinstance(ids, list | tuple), IDS, ids, "a list of target layers")
-        layers = layers or least_layers(ids) + 1  # a guess: few drafters read the last layer's output
+        layers = layers or least_layers(ids) + 1  # an estimate: few drafters read the last layer's output
         block_size = raw.get("block_size") or BLOCK_SIZE
         config = network_config(raw, renamed(tensors), ids, layers or 0, block_size)
         return config, num_target_layers is not None
@@ -248,7 +248,7 @@ class Eagle3(EagleLayout):
         chain = {"--speculative-num-steps": draft_tokens, "--speculative-eagle-topk": 1}
         start = vllm(target, "eagle3", drafter, draft_tokens)
         if _misread_by_vllm(drafter):
-            start = Start(None, "it takes taps that are in eagle_config alone one layer off", export("eagle3"))
+            start = Start(None, "it reads target layers that are in eagle_config alone one layer off", export("eagle3"))
         return {
             VLLM: start,
             SGLANG: sglang(target, "EAGLE3", drafter, config.block_size, chain),

@@ -168,6 +168,6 @@ def default_target_layers(num_target_layers: int) -> tuple[int, ...]:
         target_layers[0] < target_layers[1] < target_layers[2],
         "num_target_layers",
         num_target_layers,
-        "7 or more, or the taps be named",
+        "7 or more, or the target layers be named",
     )
     return target_layers

@@ -42,7 +42,7 @@ def configured_target_layers(raw: Mapping[str, Any], num_target_layers: int | No
     these need."""
     ids, layers = raw.get(IDS), num_target_layers
     if ids is None:
-        need(layers is not None, IDS, None, "given; or name the target (--target) for the default taps")
+        need(layers is not None, IDS, None, "given; or name the target (--target) for the default target layers")
         return default_target_layers(layers or 0), layers or 0
     layers = layers or least_layers(ids if isinstance(ids, list) else ())
     return target_layers_of(raw, IDS, layers), layers

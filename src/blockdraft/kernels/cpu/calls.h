@@ -96,7 +96,7 @@ const Field *fields(void) {
     P(THREADS, "there are fewer threads than 1 or too many")                                              \
     P(LENGTHS, "a row begins before the store, has fewer than 0 tokens, or its nodes end beyond the store") \
     P(PARENTS, "the parent of a node is neither -1 nor a node before it")                                 \
-    P(TAPS, "a tap lies beyond the layers")                                                               \
+    P(TARGET_LAYERS, "a target layer lies beyond the layers")                                                               \
     P(LOGITS, "logits are wanted of a node that is not there, or of more nodes than there are")           \
     P(TOKENS, "a token lies outside the embedding")                                                       \
     P(KIND, "a weight is of a kind that this library was not built for, or its scales or offsets are, or it has no scale") \
@@ -201,7 +201,7 @@ static i64 check_nodes(const Model *m, const Call *call) {
     const i64 rows = call->batch * call->nodes, all = call->done + call->nodes;
     REFUSE(rows && (!call->parents || !(call->tokens || call->embedded) || !m->norm), POINTER);
     REFUSE(rows && m->pairs && !call->beside, POINTER);
-    REFUSE(call->num_target_layer_ids < 0, TAPS);
+    REFUSE(call->num_target_layer_ids < 0, TARGET_LAYERS);
     REFUSE(call->num_logits < 0 || call->num_logits > rows, LOGITS);
     REFUSE(call->num_target_layer_ids && rows && (!call->target_layers || !call->hidden_states), POINTER);
     REFUSE(call->num_logits && !call->logits, POINTER);
@@ -210,7 +210,7 @@ static i64 check_nodes(const Model *m, const Call *call) {
     REFUSE(wrong, -wrong);
     for (i64 node = 0; rows && node < call->batch * all; node++)
         REFUSE(call->parents[node] < -1 || call->parents[node] >= node % all, PARENTS);
-    for (i64 k = 0; k < call->num_target_layer_ids; k++) REFUSE(call->target_layers[k] < 0 || call->target_layers[k] > m->num_layers, TAPS);
+    for (i64 k = 0; k < call->num_target_layer_ids; k++) REFUSE(call->target_layers[k] < 0 || call->target_layers[k] > m->num_layers, TARGET_LAYERS);
     REFUSE(call->num_logits && call->num_logits != rows && !call->logits_at, LOGITS);
     for (i64 k = 0; k < call->num_logits && call->logits_at; k++)
         REFUSE(call->logits_at[k] < 0 || call->logits_at[k] >= rows, LOGITS);

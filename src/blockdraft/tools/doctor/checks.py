@@ -40,8 +40,8 @@ class Check:
 
     Attributes:
         config: Configuration of the network under this assumption.
-        fault: Name of the fault if the drafter does better, such as "taps". Empty for the first check, which follows
-            the configuration.
+        fault: Name of the fault if the drafter does better, such as "target_layers". Empty for the first check, which
+            follows the configuration.
         told: The assumption in words.
         remedy: What to do if the drafter does better.
         shift: Number of tokens by which draft tokens are later than the configuration says.

@@ -61,8 +61,8 @@ class Diagnosis:
         own: S_1, S_2, ... over the same steps for the drafter alone, on the finished text.
         alike: Share of the steps in which both numbers of accepted tokens are equal.
         tried: Results of all checks; the first follows the configuration.
-        fault: "decoding", "target", or the fault of the check that is clearly better, such as "taps"; None if nothing
-            is wrong.
+        fault: "decoding", "target", or the fault of the check that is clearly better, such as "target_layers"; None if
+            nothing is wrong.
         finding: The fault in a sentence.
         remedy: What to do.
     """

@@ -1,4 +1,4 @@
-"""Checks of the toy: taps that are one layer off."""
+"""Checks of the toy: target layers that are one layer off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The toy as drafter: chains, with a small pass for each guess."""
+"""The toy as drafter: chains, with a small pass for each draft token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The toy's network, which guesses one token after the other from the target's feature before the anchor."""
+"""The toy's network, which draft tokens one token after the other from the target's feature before the anchor."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ class ToyNetwork(nn.Module):
         return cast(Tensor, self.fc(hidden_state))
 
     def step(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """Hidden state that guesses the token after the embedded one, `[..., H]` each."""
+        """Hidden state that drafts the token after the embedded one, `[..., H]` each."""
         mixed = hidden + torch.tanh(self.mix(torch.cat([hidden, embedded], dim=-1)))
         return cast(Tensor, self.norm(mixed.float()))  # under autocast the sum may be in bfloat16

@@ -1,4 +1,4 @@
-"""Training of the toy: unrolled over the K guesses, each given the token of the data before it."""
+"""Training of the toy: unrolled over the K draft tokens, each given the token of the data before it."""
 
 from __future__ import annotations
 
