@@ -104,7 +104,7 @@ class Writer:
                 if prompt is None or unfit(prompt, self._measured, self._asked):
                     break
             self._asked.add(key(prompt))
-            chat.submit(prompt)
+            chat.ask(prompt)
             found = yield from self._answer(chat, number, turn)
             turns.append(found if "sha" in row and not turn else {"prompt": prompt} | found)
             if found.get("open"):
