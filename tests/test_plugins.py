@@ -29,9 +29,13 @@ def test_every_file_of_a_drafter_is_registered() -> None:
     assert set(FILES) == registered
 
 
-def test_every_compiled_runner_is_there() -> None:
-    for architecture in RUNNERS["compiled"] | RUNNERS["captured"]:
-        network = SimpleNamespace(architecture=architecture)
-        assert isinstance(runner_class(network, "compiled"), type)
+@pytest.mark.parametrize("backend", RUNNERS)
+def test_every_runner_can_be_imported(backend: str) -> None:
+    """Also without the packages of its backend."""
+    for architecture in RUNNERS[backend]:
+        assert isinstance(runner_class(SimpleNamespace(architecture=architecture), backend), type)
+
+
+def test_other_networks_have_no_runner() -> None:
     assert runner_class(SimpleNamespace(architecture=None), "compiled") is None
     assert runner_class(SimpleNamespace(), "captured") is None

@@ -11,7 +11,7 @@ from benchmarks.harness.report import table
 from benchmarks.radar.published import Figure, Measured, published
 from blockdraft.models import Drafter
 from blockdraft.radar.devices import find, machine_of
-from blockdraft.radar.project import Interval, Row, batch_for, project
+from blockdraft.radar.project import Interval, Projection, batch_for, project
 from blockdraft.radar.shape import Shape, read_shape
 from blockdraft.radar.step import Constants, constants
 
@@ -48,7 +48,7 @@ class Verdict:
         return self.projected.low <= self.figure.value <= self.projected.high
 
 
-def projection(measured: Measured, constant: Constants | None = None) -> Row:
+def projection(measured: Measured, constant: Constants | None = None) -> Projection:
     """Project a measurement, with the source's tau if it states one.
 
     Args:
@@ -83,7 +83,7 @@ def verdicts(table: Iterable[Measured], constant: Constants | None = None) -> It
             yield Verdict(figure, _interval(row, figure.what))
 
 
-def _interval(row: Row, what: str) -> Interval:
+def _interval(row: Projection, what: str) -> Interval:
     if what == "plain":
         return row.plain
     assert row.drafted is not None

@@ -44,7 +44,7 @@ def test_from_a_target_to_an_answer(tiny_target_dir: Path, run: Run) -> None:
     assert (code, out) == (0, "")
     assert "step 3 of 3, loss " in err and "The model is in trained, " in err and "bits per held-out token" in err
     code, out, err = run(*given, "--steps", 4)
-    assert code == 0 and "Going on from step 3" in err and "step 4 of 4" in err
+    assert code == 0 and "Resuming from step 3" in err and "step 4 of 4" in err
     code, out, err = run("perplexity", "text.txt", "--model", "trained", "--json", "--draws", 4, "--length", 16)
     found = json.loads(out)
     assert code == 0 and found["low"] < found["perplexity"] < found["high"] and not found["exact"]
@@ -150,7 +150,7 @@ def test_interrupted(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         (["generate", "--model", "MODEL", "--infill", "a \udcff[GAP]"], "The prompt is not valid UTF-8 text"),
         (
             ["generate", "--model", "MODEL", "--block-size", "300", "hi"],
-            "--block-size is 300 and the model's context 256",
+            "--block-size must be at most 256",
         ),
         (["generate", "--model", "MODEL", "--seed", str(2**70), "hi"], "--seed must be at most"),
         (
@@ -164,21 +164,21 @@ def test_interrupted(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> 
             ["generate", "--model", "MODEL", "--prompts", "f", "--steps-file", "a.gif"],
             "--prompts f and --steps-file exclude",
         ),
-        (["generate", "--model", "MODEL", "--steps-file", "a.jpg", "hi"], "can be drawn as .gif or .png"),
+        (["generate", "--model", "MODEL", "--steps-file", "a.jpg", "hi"], "must be a .gif or .png file"),
         (["new", "--out", "x", "--heads", "3"], "--hidden-size is 256 and heads 3"),
         (["train", "--model", "MODEL", "--steps", "3"], "--data and --out are missing"),
         (["train", "--schedul", "linear"], "--schedul is unknown; did you mean schedule or seed?"),
         (["perplexity", "absent.txt", "--model", "MODEL"], "There is no absent.txt"),
         (["perplexity", "text.txt", "--model", "MODEL", "--draws", "2"], "--draws must be at least 4, got '2'"),
         (["convert", "MODEL", "--out", "x"], "holds a block-diffusion model, which is no target"),
-        (["convert", "--mask-token-id", "0", "--out", "x"], "--mask-token-id is 0, which ends texts; name a token"),
+        (["convert", "--mask-token-id", "0", "--out", "x"], "--mask-token-id is 0, an end token; give a token"),
         (
             ["train", "--model", "MODEL", "--data", "text.txt", "--steps", "1", "--out", "x", "--high", "2"],
             "--high must be at most 1, got '2'",
         ),
         (
             ["train", "--model", "MODEL", "--data", "text.txt", "--steps", "1", "--out", "x", "--block-size", "999"],
-            "block_size is 999",
+            "block_size must be at most 256",
         ),
     ],
 )

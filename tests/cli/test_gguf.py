@@ -121,7 +121,7 @@ def test_looking_at_it(
     fingerprint = load_target(file, device="cpu", compile="off").source_fingerprint
     assert fingerprint is not None and fingerprint in capsys.readouterr().out
     assert run(monkeypatch, "doctor", "--target", file, "--drafter", tiny_drafter_dir) == 1
-    assert "or not trained" in capsys.readouterr().out
+    assert "not trained" in " ".join(capsys.readouterr().out.split())
     assert run(monkeypatch, "push", tiny_drafter_dir, "--target", file, "--out", tmp_path / "repository") == 0
     assert "# A drafter for m.gguf" in (tmp_path / "repository" / "README.md").read_text()
 

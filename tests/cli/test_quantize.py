@@ -45,7 +45,7 @@ def test_the_target_may_write_the_text(tmp_path: Path, blockdraft: Run) -> None:
     sizes = ("--length", 64, "--tokens", 512, "--held-out", 128)
     code, out, err = blockdraft("quantize", "--out", tmp_path / "few", "--calibrate", "own", *sizes)
     assert code == 0, err
-    assert "prompts: 1" in err and "answers: 640 of 640" in err and "calibrated" in out
+    assert "prompts: 1" in err and "responses: 640 of 640" in err and "calibrated" in out
     found = {line.split()[0]: float(line.split()[-2]) for line in out.splitlines()[1:] if line.strip()}
     assert 1 < found["original"] < 40  # it knows what it says, of 4,096 tokens
 

@@ -97,17 +97,17 @@ def test_training(blockdraft: Run) -> None:
     [
         (("--device", "RTX 4091"), "did you mean RTX 4090"),
         ((*CARD, "--model", "qwen3-8"), "did you mean qwen3-8b"),
-        ((*CARD, "--model", "qwen3-8b", "--context", 10**6), "made for 40960 tokens"),
+        ((*CARD, "--model", "qwen3-8b", "--context", 10**6), "at most 40960"),
         (("--device", "Ryzen 9 9950X", "--ram", 0), "more than 0"),
         (("--ram", 0), "more than 0"),
-        ((*CARD, "--task", "poetry"), "no task with published tau"),
-        ((*CARD, "--weights", "int1"), "no kind of weights"),
+        ((*CARD, "--task", "poetry"), "got 'poetry'"),
+        ((*CARD, "--weights", "int1"), "got 'int1'"),
         ((*CARD, "--licence", "nothing such"), "licence"),
         ((*CARD, "--model", "qwen3-8b", "--drafter", "z-lab/Qwen3-4B-DFlash-b16"), "is a drafter of qwen3-4b"),
         ((*CARD, "--model", "qwen3-8b", "--drafter", "nobody/nothing"), "no published drafter"),
-        (("--device", "0x RTX 4090"), "give 1 or more"),
+        (("--device", "0x RTX 4090"), "must be 1 or more"),
         ((*CARD, "--train"), "--train takes one --model"),
-        ((*CARD, "--train", "--model", "qwen3-8b", "--samples", 0), "samples is 0"),
+        ((*CARD, "--train", "--model", "qwen3-8b", "--samples", 0), "samples must be at least 1"),
     ],
 )
 def test_bad_input(blockdraft: Run, words: tuple[str, ...], said: str) -> None:

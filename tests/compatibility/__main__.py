@@ -14,11 +14,12 @@ class Outcomes:
     """Collects the outcomes that the tests record."""
 
     def __init__(self) -> None:
-        self.found: list[Any] = []
+        self.cells: list[Any] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
-            self.found += [each for name, value in report.user_properties if name == "cells" for each in value]  # type: ignore[attr-defined]
+            properties: Any = report.user_properties
+            self.cells += [cell for name, value in properties if name == "cells" for cell in value]
 
 
 OUTCOMES = Path(__file__).parents[2] / "build" / "compatibility.json"
@@ -29,9 +30,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tar
 from compatibility_cells import DOCUMENT, Cell, document  # noqa: E402
 
 known = json.loads(OUTCOMES.read_text(encoding="utf-8")) if OUTCOMES.exists() else []
-known += outcomes.found
+known += outcomes.cells
 OUTCOMES.parent.mkdir(exist_ok=True)
 OUTCOMES.write_text(json.dumps(known), encoding="utf-8")
 DOCUMENT.write_text(document({Cell(*cell): outcome for cell, outcome in known}), encoding="utf-8")
-print(f"{DOCUMENT}: {len(outcomes.found)} cells")
+print(f"{DOCUMENT}: {len(outcomes.cells)} cells")
 raise SystemExit(code)

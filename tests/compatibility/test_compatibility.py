@@ -27,7 +27,7 @@ from blockdraft.types import Drafting, RequestDrafting, SamplingParams
 
 PROMPTS = [[5, 9, 3, 5, 9], [4, 60, 33, 12, 9, 4, 60], [6]]
 PARAMS = [SamplingParams(7, temperature, seed=7, ignore_eos=True) for temperature in (0.0, 0.0, 0.8)]
-BOUNDS = [None, RequestDrafting(tree_budget=0), None]  # a tree, a chain, a tree
+LIMITS = [None, RequestDrafting(tree_budget=0), None]  # a tree, a chain, a tree
 QUICK_FAMILIES = ("gpt_oss", "deepseek_v3", "qwen3_moe")
 QUICK = {Cell(family, "dflash", "transformers") for family in QUICK_FAMILIES}
 
@@ -85,9 +85,11 @@ def test_drafting_changes_no_output(
     path = folders(own, for_mlx) if cell.drafter == "draft_lm" else cell.drafter
     drafter = load_drafter(request.getfixturevalue(fixture) if fixture else path, target=target)
     with Engine(target, drafter, 3, Drafting(tree_budget=6)) as engine:
-        asked = zip(PROMPTS, PARAMS, BOUNDS, strict=True)
-        requests = [engine.submit(prompt, params, drafting=bound) for prompt, params, bound in asked]
-        completions = [each.result().checked() for each in requests]
+        requests = [
+            engine.submit(prompt, params, drafting=limits)
+            for prompt, params, limits in zip(PROMPTS, PARAMS, LIMITS, strict=True)
+        ]
+        completions = [request.result().checked() for request in requests]
     assert [completion.token_ids for completion in completions] == plain(target)
     assert any(drafted for completion in completions for drafted in completion.stats.drafted)
     if cell.drafter == "draft_lm" and own == cell.family:

@@ -30,4 +30,4 @@ def write(folder: Path, order: list[list[int]]) -> DataWriter:
 
 
 def ids(folder: Path) -> list[list[int]]:
-    return [one.tokens.tolist() for one in read_data(folder)]
+    return [document.tokens.tolist() for document in read_data(folder)]

@@ -30,8 +30,8 @@ def alone(target: Target, data: TokenData, i: int) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(target.path)
     states = model(data[i].tokens[None], output_hidden_states=True).hidden_states
     last = model.model.layers[2]
-    kept = []
-    hook = last.register_forward_hook(lambda module, args, output: kept.append(output))
+    outputs = []
+    hook = last.register_forward_hook(lambda module, args, output: outputs.append(output))
     model(data[i].tokens[None])
     hook.remove()
-    return torch.cat([kept[0][0] if isinstance(kept[0], tuple) else kept[0], states[1]], dim=-1)[0]
+    return torch.cat([outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0], states[1]], dim=-1)[0]

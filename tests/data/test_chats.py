@@ -83,8 +83,8 @@ def test_a_template_that_changes_earlier_turns_is_refused(tokenizer: PreTrainedT
     prompt, answer = chats.last_response(CHAT)  # nor is the last of several
     assert tokenizer.decode(answer) == "<t>Why not.<|im_end|>"
     assert prompt == chats.prompt(CHAT[:-1])
-    told = encoder(tokenizer, FORGETFUL, '{"think": false}')
-    assert written(tokenizer, *told.chat(CHAT)) == [" ünd the end<|im_end|>", "Why not.<|im_end|>"]
+    configured = encoder(tokenizer, FORGETFUL, '{"think": false}')
+    assert written(tokenizer, *configured.chat(CHAT)) == [" ünd the end<|im_end|>", "Why not.<|im_end|>"]
 
 
 @pytest.mark.parametrize("template", [MARKED.replace("== 'assistant'", "== 'nobody'"), "{{ messages[0]['content'] }}"])

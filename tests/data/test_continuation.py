@@ -65,9 +65,10 @@ def engine(target: Target) -> EngineResponder:
 
 
 def read(folder: Path) -> list[tuple[list[int], list[int]]]:
-    found = [(one.tokens[~one.supervised].tolist(), one.tokens[one.supervised].tolist()) for one in read_data(folder)]
-    assert all(one.tokens.tolist() == p + a for one, (p, a) in zip(read_data(folder), found, strict=True))
-    return found
+    documents = read_data(folder)
+    pairs = [(doc.tokens[~doc.supervised].tolist(), doc.tokens[doc.supervised].tolist()) for doc in documents]
+    assert all(doc.tokens.tolist() == prompt + text for doc, (prompt, text) in zip(documents, pairs, strict=True))
+    return pairs
 
 
 def test_the_target_goes_on_as_decoding_would(tmp_path: Path, base: Target) -> None:
@@ -121,7 +122,9 @@ def test_what_cannot_be_continued_is_refused_at_the_first_row(
 ) -> None:
     seen = []
     records = RecordReader.records
-    monkeypatch.setattr(RecordReader, "records", lambda self: (seen.append(one) or one for one in records(self)))
+    monkeypatch.setattr(
+        RecordReader, "records", lambda self: (seen.append(record) or record for record in records(self))
+    )
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     where = [source(tmp_path, [{"messages": chat}] * 3)]
     with pytest.raises(ValueError, match=r"record 1: this is a chat, whose roles only a chat template can spell"):
@@ -159,10 +162,10 @@ def ids(base_dir: Path) -> Callable[[str], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("text", "most", "found"),
+    ("text", "max_tokens", "expected"),
     [
         ("the end", 9, "the end"),
-        ("the end\n\n", 8, "the end\n\n"),  # as it is where it is short enough
+        ("the end\n\n", 8, "the end\n\n"),  # unchanged if short enough
         ("the end\n\n", 7, "the end"),
         ("the then there", 6, "the then"),
         ("the then there", 5, "the then"),
@@ -172,9 +175,9 @@ def ids(base_dir: Path) -> Callable[[str], list[int]]:
         ("日本語の文章です", 8, "日本"),  # three bytes a character
     ],
 )
-def test_beginnings(ids: Callable[[str], list[int]], text: str, most: int, found: str) -> None:
-    assert beginning(text, most, ids) == found
-    assert len(ids(found)) <= most
+def test_beginnings(ids: Callable[[str], list[int]], text: str, max_tokens: int, expected: str) -> None:
+    assert beginning(text, max_tokens, ids) == expected
+    assert len(ids(expected)) <= max_tokens
 
 
 def test_a_beginning_of_no_tokens_is_refused(ids: Callable[[str], list[int]]) -> None:

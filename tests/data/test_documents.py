@@ -17,8 +17,8 @@ def test_documents_come_in_the_order_of_their_records(tmp_path: Path) -> None:
     manifest = write(tmp_path / "a", [[3, 1], [0, 2]]).finish()
     read = read_data(tmp_path / "a")
     assert ids(tmp_path / "a") == [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
-    assert [one.supervised.tolist() for one in read] == [[i % 2 == 1 for i in row] for row in ids(tmp_path / "a")]
-    assert [one.cut for one in read] == [False, False, True, False]
+    assert [doc.supervised.tolist() for doc in read] == [[i % 2 == 1 for i in row] for row in ids(tmp_path / "a")]
+    assert [doc.cut for doc in read] == [False, False, True, False]
     assert (read[0].tokens.dtype, read[0].supervised.dtype) == (torch.int64, torch.bool)
     assert (len(read), read.lengths, read.tokenizer, read.folder) == (4, [3, 2, 4, 2], "abc", tmp_path / "a")
     assert read[-1].tokens.tolist() == [10, 11] and len(read[1:3]) == 2
@@ -42,7 +42,7 @@ def test_the_fingerprint_is_of_the_contents(tmp_path: Path) -> None:
     others = DataWriter(tmp_path / "c", IDENTITY)
     others.begin()
     for record, made in DOCUMENTS.items():
-        others.add(record, [Document(one.tokens, ~one.supervised) for one in made])
+        others.add(record, [Document(doc.tokens, ~doc.supervised) for doc in made])
     assert others.finish()["fingerprint"] != first["fingerprint"]
 
 
@@ -104,7 +104,7 @@ def test_data_that_are_being_made(tmp_path: Path) -> None:
     writer.flush()
     writer.add(1, DOCUMENTS[1])  # not on disk yet
     view = read_data(tmp_path, unfinished=True)
-    assert [one.tokens.tolist() for one in view] == [[10, 11]] and not view.finished and view.fingerprint
+    assert [doc.tokens.tolist() for doc in view] == [[10, 11]] and not view.finished and view.fingerprint
     writer.flush()
     later = read_data(tmp_path, unfinished=True)
     assert later.lengths == [2, 4, 2] and later.fingerprint != view.fingerprint

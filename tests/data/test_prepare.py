@@ -30,8 +30,8 @@ def prepared(
 
 def texts(target: TargetText, data: TokenData, supervised_only: bool = False) -> list[str]:
     assert target.tokenizer is not None
-    kept = [one.tokens[one.supervised] if supervised_only else one.tokens for one in data]
-    return [str(target.tokenizer.decode(tokens)) for tokens in kept]
+    tokens = [document.tokens[document.supervised] if supervised_only else document.tokens for document in data]
+    return [str(target.tokenizer.decode(ids)) for ids in tokens]
 
 
 def test_chats_and_texts(tmp_path: Path, target: TargetText) -> None:
@@ -44,11 +44,11 @@ def test_chats_and_texts(tmp_path: Path, target: TargetText) -> None:
     ]
     counts = prepared(tmp_path / "a", target, records, length=40)[0].run()["counts"]
     data = read_data(tmp_path / "a")
-    found = texts(target, data, supervised_only=True)
-    assert found[0] == "the answer<|im_end|>"
-    parts = found[1:-1]
+    decoded = texts(target, data, supervised_only=True)
+    assert decoded[0] == "the answer<|im_end|>"
+    parts = decoded[1:-1]
     assert "".join(parts) == LONG and len(parts) == 3  # 100 tokens, all of them supervised
-    assert max(data.lengths) == 40 and data[-1].cut and LONG.startswith(found[-1])
+    assert max(data.lengths) == 40 and data[-1].cut and LONG.startswith(decoded[-1])
     assert counts["left_out"] == {"no supervised token": 2} and counts["cut"] == 1
 
 
@@ -63,7 +63,7 @@ def test_split_turns(tmp_path: Path, target: TargetText) -> None:
     assert "1<|im_end|>" in texts(target, split)[1]
 
 
-def test_all_rows_are_checked_before_the_first_is_encoded(tmp_path: Path, target: TargetText) -> None:
+def test_all_records_are_checked_first(tmp_path: Path, target: TargetText) -> None:
     records: list[dict[str, Any]] = [{"text": "fine"}] * 3
     with pytest.raises(ValueError, match=r"records\.jsonl, record 4: it has the fields"):
         prepared(tmp_path / "a", target, [*records, {"nothing": 1}])
@@ -74,7 +74,7 @@ def test_all_rows_are_checked_before_the_first_is_encoded(tmp_path: Path, target
     assert not (tmp_path / "a").exists()
 
 
-def test_other_rows_are_refused_and_further_ones_added(tmp_path: Path, target: TargetText) -> None:
+def test_more_records_are_added_and_other_records_refused(tmp_path: Path, target: TargetText) -> None:
     records = [{"text": "one"}, {"text": "two"}]
     first = prepared(tmp_path / "a", target, records)[0].run()
     assert prepared(tmp_path / "a", target, records)[0].run() == first
@@ -87,7 +87,7 @@ def test_other_rows_are_refused_and_further_ones_added(tmp_path: Path, target: T
         prepared(tmp_path / "a", target, records, length=100)
 
 
-def test_interrupted_it_goes_on(tmp_path: Path, target: TargetText) -> None:
+def test_interrupted_preparation_resumes(tmp_path: Path, target: TargetText) -> None:
     records = [{"text": f"row {i}"} for i in range(5)]
 
     def stop(stage: str, done: int, total: int) -> None:
@@ -102,7 +102,7 @@ def test_interrupted_it_goes_on(tmp_path: Path, target: TargetText) -> None:
     assert texts(target, read_data(tmp_path / "a")) == [f"row {i}" for i in range(5)]
 
 
-def test_one_process_at_a_time_makes_data(tmp_path: Path, target: TargetText) -> None:
+def test_one_process_at_a_time(tmp_path: Path, target: TargetText) -> None:
     folder = tmp_path / "a"
     first, _ = prepared(folder, target, [{"text": "one"}])
     late, _ = prepared(folder, target, [{"text": "one"}])
@@ -119,7 +119,7 @@ def test_no_usable_token_is_refused(tmp_path: Path, target: TargetText) -> None:
         prepared(tmp_path / "a", target, records)[0].run()
 
 
-def test_a_refused_chat_is_named(tmp_path: Path, target: TargetText) -> None:
+def test_chat_that_the_template_refuses(tmp_path: Path, target: TargetText) -> None:
     assert target.tokenizer is not None
     target.tokenizer.chat_template = "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}" + str(
         target.tokenizer.chat_template

@@ -80,9 +80,9 @@ def test_kinds_of_sources(tmp_path: Path) -> None:
     (tmp_path / "f").mkdir()
     (tmp_path / "f/train.jsonl").write_text('{"text": "six"}\n')
     names = ["a.jsonl", "b.json", "c.parquet", "d", "e", "f"]
-    found = list(read_records([str(tmp_path / name) for name in names], PLAIN))
-    assert [record for _, record in found] == ["one", CHAT, "zwei \u2028 ü", "three", "four", "four", "four", "six"]
-    assert found[2][0] == f"{lines}, record 3" and found[3][0].endswith("b.json, record 1")
+    result = list(read_records([str(tmp_path / name) for name in names], PLAIN))
+    assert [record for _, record in result] == ["one", CHAT, "zwei \u2028 ü", "three", "four", "four", "four", "six"]
+    assert result[2][0] == f"{lines}, record 3" and result[3][0].endswith("b.json, record 1")
     assert [record for _, record in read_records([str(tmp_path / "d")], RecordSettings(split="test"))] == ["five"]
     assert len(list(read_records([str(lines), str(tmp_path / "b.json")], RecordSettings(limit=2)))) == 2
 
@@ -148,10 +148,10 @@ def test_text_files(tmp_path: Path) -> None:
 def test_texts_that_are_continued_come_in_pieces(tmp_path: Path) -> None:
     raws = [{"text": "one two three four"}, {"prompt": "one two three four", "response": "x"}, {"text": " "}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(raw) + "\n" for raw in raws))
-    found = list(read_records([str(tmp_path / "a.jsonl")], PLAIN, piece=8))
+    result = list(read_records([str(tmp_path / "a.jsonl")], PLAIN, piece=8))
     prompt = [{"role": "user", "content": "one two three four"}]
-    assert [record for _, record in found] == ["one two ", "three ", "four", prompt, " "]
-    assert [place.partition("a.jsonl, ")[2] for place, _ in found[:3]] == [
+    assert [record for _, record in result] == ["one two ", "three ", "four", prompt, " "]
+    assert [place.partition("a.jsonl, ")[2] for place, _ in result[:3]] == [
         "record 1",
         "record 1, piece 2",
         "record 1, piece 3",

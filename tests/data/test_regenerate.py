@@ -53,13 +53,13 @@ def engine(target: Target, drafter: str | Path = "none") -> EngineResponder:
 
 
 def contents(data: TokenData) -> list[tuple[list[int], list[int]]]:
-    """Prompts and answers of documents that hold one of each."""
-    found = []
-    for one in data:
-        at = one.supervised.long().argmax()
-        assert one.supervised[at:].all()
-        found.append((one.tokens[:at].tolist(), one.tokens[at:].tolist()))
-    return found
+    """Return the prompt and the response of each document."""
+    pairs = []
+    for document in data:
+        at = document.supervised.long().argmax()
+        assert document.supervised[at:].all()
+        pairs.append((document.tokens[:at].tolist(), document.tokens[at:].tolist()))
+    return pairs
 
 
 def chat_ids(target: Target, *messages: str) -> list[int]:
@@ -70,18 +70,18 @@ def chat_ids(target: Target, *messages: str) -> list[int]:
 
 def test_generated_ids_are_kept(tmp_path: Path, ending: Target) -> None:
     manifest = prepared(tmp_path / "a", ending, ONE_TURN, SAMPLED).run(engine(ending))
-    found = contents(read_data(tmp_path / "a"))
+    results = contents(read_data(tmp_path / "a"))
     prompts = [chat_ids(ending, f"say {i}") for i in range(7)]
-    assert [prompt for prompt, _ in found] == prompts
+    assert [prompt for prompt, _ in results] == prompts
     ended = 0
-    for row, (prompt, answer) in enumerate(found):
+    for row, (prompt, answer) in enumerate(results):
         seed = ((5 * 1_000_003 + row) * 1_009 + 1) % 2**31
         [completion] = Engine(ending, load_drafter("none", target=ending)).generate(
             [prompt], SamplingParams(24, temperature=1.0, seed=seed)
         )
         assert answer == completion.token_ids  # an end token only where the target wrote it
         ended += answer[-1] in ending.eos_token_ids
-    assert 0 < sum(len(answer) < 24 for _, answer in found) <= ended
+    assert 0 < sum(len(answer) < 24 for _, answer in results) <= ended
     assert manifest["written_by"] == {
         "writer": "target",
         "author": "x",
@@ -142,10 +142,10 @@ def spied(inner: Responder) -> Spy:
 def test_later_turns_see_the_answers_before(tmp_path: Path, ending: Target) -> None:
     prepared(tmp_path / "a", ending, TWO_TURNS, SAMPLED).run(engine(ending))
     assert ending.tokenizer is not None
-    found = contents(read_data(tmp_path / "a"))
+    results = contents(read_data(tmp_path / "a"))
     prompts = [chat_ids(ending, f"say {row}") for row in range(6)]
     row, first, later = 0, list[int](), 0
-    for prompt, answer in found:
+    for prompt, answer in results:
         if "again" in ending.tokenizer.decode(prompt):
             later += 1
             text = ending.tokenizer.decode(first, skip_special_tokens=True)
@@ -178,7 +178,7 @@ def test_turns_share_a_document_where_their_tokens_go_on(target: Target) -> None
         expected = list(range(begin, begin + len(ids) + 1))
         assert first_answer[: len(expected)] == expected
         assert chat.documents[0].tokens[begin : begin + len(ids) + 1].tolist() == [*ids, end]
-        assert int(sum(one.supervised.sum() for one in chat.documents)) == len(ids) + 3
+        assert int(sum(document.supervised.sum() for document in chat.documents)) == len(ids) + 3
 
 
 def test_nobody_goes_on_behind_half_an_answer(target: Target) -> None:
@@ -188,7 +188,7 @@ def test_nobody_goes_on_behind_half_an_answer(target: Target) -> None:
     chat.next_prompt()
     chat.take(Response("half", [5, 6], ended=False))
     assert chat.next_prompt() is None
-    assert [one.tokens.tolist() for one in chat.documents] == [[*chat_ids(target, "q"), 5, 6]]
+    assert [document.tokens.tolist() for document in chat.documents] == [[*chat_ids(target, "q"), 5, 6]]
 
 
 def test_answers_are_cut_at_the_length(tmp_path: Path, target: Target) -> None:
@@ -196,7 +196,9 @@ def test_answers_are_cut_at_the_length(tmp_path: Path, target: Target) -> None:
     settings = DataSettings(writer="target", sampling=SamplingParams(50, 1.0, seed=5), length=len(prompt) + 4)
     prepared(tmp_path / "a", target, ONE_TURN, settings).run(engine(target))
     data = read_data(tmp_path / "a")
-    assert max(data.lengths) == len(prompt) + 4 and not any(one.cut for one in data)  # nothing written in vain
+    assert max(data.lengths) == len(prompt) + 4 and not any(
+        document.cut for document in data
+    )  # nothing written in vain
 
 
 def test_what_comes_before_each_answer() -> None:
@@ -261,9 +263,9 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
         return running[-1]
 
     yield start
-    for one in running:
-        one.server.shutdown()
-        one.server.server_close()
+    for served in running:
+        served.server.shutdown()
+        served.server.server_close()
 
 
 def completion(text: str, reason: str = "stop", **choice: Any) -> tuple[int, Any]:
@@ -281,7 +283,7 @@ def test_a_server_writes_the_answers(
 
     def reply(number: int, body: dict[str, Any]) -> tuple[int, Any]:
         if number < 2:
-            barrier.wait(20)  # so the first two are there at once
+            barrier.wait(20)  # the first two requests run at once
         asked = body["messages"][-1]["content"]
         return completion(f"ünd {asked}", "length" if asked == "say 3" else "stop")
 
@@ -291,12 +293,12 @@ def test_a_server_writes_the_answers(
     answers = [target.tokenizer.decode(answer) for _, answer in contents(read_data(tmp_path / "a"))]
     assert answers == [f"ünd say {i}" + ("" if i == 3 else "<|im_end|>") for i in range(7)]
     assert (len(served.requests), served.most) == (7, 2)
-    first = next(one for one in served.requests if one["messages"][0]["content"] == "say 0")
+    first = next(request for request in served.requests if request["messages"][0]["content"] == "say 0")
     assert first["path"] == "/v1/chat/completions" and first["headers"]["Authorization"] == "Bearer secret"
     expected = {"model": "m", "max_tokens": 24, "temperature": 0.5, "top_p": 0.9}
     assert {name: first[name] for name in expected} == expected
     assert first["chat_template_kwargs"] == {"think": False} and "top_k" not in first
-    assert len({one["seed"] for one in served.requests}) == 7
+    assert len({request["seed"] for request in served.requests}) == 7
 
 
 def test_loops_and_long_prompts_are_left_out_and_counted(
@@ -315,39 +317,39 @@ def test_loops_and_long_prompts_are_left_out_and_counted(
 
 def test_a_looping_answer_is_written_no_further_and_kept_up_to_its_loop(target: Target) -> None:
     """How many tokens a cycle commits makes no difference."""
-    found = []
+    results = []
     for drafter in ("none", "prompt_lookup"):
         responder = engine(target, drafter)
         responder.submit(0, [], [5, 6, 7, 8], SamplingParams(max_new_tokens=200, logit_bias={7: 100.0}))
         [(_, answer)] = responder.responses()
         assert answer.token_ids is not None and not answer.ended
-        found.append(answer.token_ids)
-    assert found == 2 * [[7] * CHECKED_TOKENS]
+        results.append(answer.token_ids)
+    assert results == 2 * [[7] * CHECKED_TOKENS]
 
 
-def test_many_loops_are_told_once_and_early(
+def test_many_loops_are_reported_once_and_early(
     tmp_path: Path, target: Target, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(regenerate, "LOOPS_AFTER", 4)
 
     def run(folder: str, looping: int, settings: DataSettings = SERVER) -> list[str]:
         served = serve(lambda number, body: completion("la " * 40 if number < looping else "yes", "length"))
-        told: list[str] = []
+        notes: list[str] = []
         done = list[int]()
 
         def note(text: str) -> None:
-            told.append(f"after {len(done)}: {text}")
+            notes.append(f"after {len(done)}: {text}")
 
-        one = prepared(tmp_path / folder, target, ONE_TURN, settings)
-        one.run(ServerResponder(served.url, "m", 1, {}), lambda stage, count, total: done.append(count), note)
-        return told
+        preparation = prepared(tmp_path / folder, target, ONE_TURN, settings)
+        preparation.run(ServerResponder(served.url, "m", 1, {}), lambda stage, count, total: done.append(count), note)
+        return notes
 
     assert run("a", 3) == [
         "after 4: 3 of 4 responses are repetitive (75%) and kept up to the repetition; --temperature 0.7 (sampling), "
         "with another --out, makes them fewer."
     ]
-    [told] = run("b", 1, replace(SERVER, sampling=SamplingParams(24, 0.9, seed=5)))
-    assert told.endswith("a smaller --max-new-tokens, with another --out, makes them fewer.")
+    [note] = run("b", 1, replace(SERVER, sampling=SamplingParams(24, 0.9, seed=5)))
+    assert note.endswith("a smaller --max-new-tokens, with another --out, makes them fewer.")
     assert run("c", 0) == []
     assert loops_note(2, 10, 0.0) is None
 
@@ -358,8 +360,8 @@ def test_a_server_continues_texts(tmp_path: Path, target: Target, serve: Callabl
     choice = {"text": "x", "finish_reason": "length", "token_ids": [7, 8], "prompt_token_ids": prompt}
     served = serve(lambda number, body: (200, {"choices": [choice]}))
     settings = replace(SERVER, continued=20)
-    one = prepared(tmp_path / "a", target, ONE_TURN[:1], settings)
-    one.run(ServerResponder(served.url, "m", 2, {"think": False}))
+    preparation = prepared(tmp_path / "a", target, ONE_TURN[:1], settings)
+    preparation.run(ServerResponder(served.url, "m", 2, {"think": False}))
     assert contents(read_data(tmp_path / "a")) == [(prompt, [7, 8])]
     [request] = served.requests
     assert (request["path"], request["prompt"]) == ("/v1/completions", prompt)
@@ -370,11 +372,13 @@ def test_a_servers_own_token_ids_are_kept(tmp_path: Path, target: Target, serve:
     assert target.tokenizer is not None
     odd = [*(target.tokenizer(letter)["input_ids"][0] for letter in "the"), next(iter(target.eos_token_ids))]
     prompt = chat_ids(target, "say 0")
-    told = [prompt]
-    served = serve(lambda number, body: (200, completion("the", token_ids=odd)[1] | {"prompt_token_ids": told[0]}))
+    server_prompt = [prompt]
+    served = serve(
+        lambda number, body: (200, completion("the", token_ids=odd)[1] | {"prompt_token_ids": server_prompt[0]})
+    )
     prepared(tmp_path / "a", target, ONE_TURN[:1], SERVER).run(ServerResponder(served.url, "m", 2, {}))
     assert contents(read_data(tmp_path / "a")) == [(prompt, odd)]
-    told[0] = prompt[1:]
+    server_prompt[0] = prompt[1:]
     with pytest.raises(
         ValueError, match=r"Record 1: The server reads a prompt as \d+ tokens and the target's chat template"
     ):

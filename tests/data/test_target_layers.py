@@ -1,4 +1,4 @@
-"""Choice of tapped layers, and their states."""
+"""Choice of target layers, and their hidden states."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +18,11 @@ from blockdraft.settings import from_text
 from blockdraft.targets import Target, TargetOutput, load_target
 
 
-def test_tapped_features_are_the_layers_outputs(target: Target, data: TokenData) -> None:
-    found = target_hidden_states(target, TARGET_LAYERS, [one.tokens for one in data])
-    assert [tuple(one.shape) for one in found] == [(length, 2 * target.hidden_size) for length in LENGTHS]
-    for i, one in enumerate(found):
-        torch.testing.assert_close(one, alone(target, data, i), atol=1e-4, rtol=1e-4)
+def test_hidden_states_are_the_layers_outputs(target: Target, data: TokenData) -> None:
+    outputs = target_hidden_states(target, TARGET_LAYERS, [document.tokens for document in data])
+    assert [tuple(states.shape) for states in outputs] == [(length, 2 * target.hidden_size) for length in LENGTHS]
+    for i, states in enumerate(outputs):
+        torch.testing.assert_close(states, alone(target, data, i), atol=1e-4, rtol=1e-4)
 
 
 def test_forwards_on_a_cpu_take_few_documents_of_like_length(
@@ -36,8 +36,8 @@ def test_forwards_on_a_cpu_take_few_documents_of_like_length(
         return forward(tokens, *rest, **named)
 
     monkeypatch.setattr(target, "forward", watched)
-    found = target_hidden_states(target, TARGET_LAYERS, [one.tokens for one in data])
-    assert [len(one) for one in found] == list(LENGTHS)
+    outputs = target_hidden_states(target, TARGET_LAYERS, [document.tokens for document in data])
+    assert [len(states) for states in outputs] == list(LENGTHS)
     assert len(shapes) > 1 and all(rows == 1 or rows * width <= 25 for rows, width in shapes), shapes
     assert sum(rows for rows, _ in shapes) == len(LENGTHS)
 
@@ -51,13 +51,13 @@ def test_a_forward_on_a_gpu_takes_all_documents(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(target_layers, "_of_one_forward", forward)
     target: Any = SimpleNamespace(device=torch.device("cuda"), num_layers=3, max_context=1000)
-    found = target_hidden_states(target, TARGET_LAYERS, documents)
-    assert calls == [3] and all(one is other for one, other in zip(found, documents, strict=True))
+    outputs = target_hidden_states(target, TARGET_LAYERS, documents)
+    assert calls == [3] and all(states is document for states, document in zip(outputs, documents, strict=True))
 
 
-def test_how_many_taps_and_which_a_small_target_has() -> None:
-    found = {layers: chosen_target_layers(None, layers) for layers in (1, 2, 3, 4, 6, 7, 8, 36)}
-    assert found == {
+def test_default_target_layers() -> None:
+    outputs = {layers: chosen_target_layers(None, layers) for layers in (1, 2, 3, 4, 6, 7, 8, 36)}
+    assert outputs == {
         1: (0,),
         2: (0, 1),
         3: (0, 1, 2),
@@ -79,7 +79,7 @@ def test_how_many_taps_and_which_a_small_target_has() -> None:
             chosen_target_layers(count, 6)
 
 
-def test_taps(target: Target, data: TokenData) -> None:
+def test_chosen_target_layers(target: Target, data: TokenData) -> None:
     for text, layers in (("2", (1, 5)), ("1,3,5", (1, 3, 5)), ("3,", (3,)), ("[3]", (3,)), ("0,", (0,))):
         assert chosen_target_layers(from_text(HiddenStateSettings, "target_layers", text), 8) == layers
     for text in ("", "x", "1,x", ","):
@@ -92,7 +92,7 @@ def test_taps(target: Target, data: TokenData) -> None:
         target_hidden_states(target, TARGET_LAYERS, [torch.zeros(300, dtype=torch.int64)])
 
 
-def test_the_input_of_the_head_can_be_tapped(tiny_target_dir: Path) -> None:
+def test_last_layer_is_the_input_of_the_head(tiny_target_dir: Path) -> None:
     target = load_target(tiny_target_dir)
     tokens = torch.arange(5, 25)
     [hidden] = target_hidden_states(target, (0, target.num_layers), [tokens])

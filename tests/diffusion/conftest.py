@@ -1,4 +1,4 @@
-"""Tiny random block-diffusion models, made of the tiny target."""
+"""Tiny block-diffusion models, converted from the tiny target."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,22 +17,22 @@ MakeModel: TypeAlias = Callable[..., DiffusionModel]
 
 @pytest.fixture(scope="session")
 def folder_of(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeFolder:
-    """`folder_of(block_size=4, token_shift=True)` is the folder of such a model."""
-    made: dict[tuple[int, bool], Path] = {}
+    """Return a function that converts the tiny target, and returns the model's folder."""
+    folders: dict[tuple[int, bool], Path] = {}
 
     def folder(block_size: int = 4, token_shift: bool = True) -> Path:
         key = block_size, token_shift
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("diffusion") / "model"
-            convert(tiny_target_dir, made[key], ConvertSettings(*key))
-        return made[key]
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("diffusion") / "model"
+            convert(tiny_target_dir, folders[key], ConvertSettings(*key))
+        return folders[key]
 
     return folder
 
 
 @pytest.fixture(scope="session")
 def model_of(folder_of: MakeFolder) -> MakeModel:
-    """`model_of(block_size=4, token_shift=True)` is such a model, on the CPU in float32."""
+    """Return a function that loads such a model on the CPU in float32."""
 
     def model(block_size: int = 4, token_shift: bool = True) -> DiffusionModel:
         return load_model(folder_of(4, token_shift), "cpu", block_size=block_size)
@@ -42,4 +42,4 @@ def model_of(folder_of: MakeFolder) -> MakeModel:
 
 @pytest.fixture(autouse=True)
 def _own_accelerator(fresh_accelerator: None) -> None:
-    """Accelerate's global state is reset after each test."""
+    """Reset Accelerate's global state after each test."""

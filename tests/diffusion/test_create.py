@@ -1,4 +1,4 @@
-"""New block-diffusion models, and their folders read back."""
+"""Creation of block-diffusion models, and reading and writing their folders."""
 
 import json
 import shutil
@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.diffusion import create
-from blockdraft.diffusion.create import convert, new_model
+from blockdraft import targets
+from blockdraft.diffusion.create import Created, convert, new_model
 from blockdraft.diffusion.folder import load_model, write_model
 from blockdraft.diffusion.likelihood import likelihood
 from blockdraft.diffusion.model import DiffusionConfig, DiffusionModel
@@ -27,12 +27,12 @@ from blockdraft.targets import TargetText, load_target
 
 @pytest.fixture
 def source(tiny_target_dir: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny target to change."""
+    """Return a copy of the tiny target."""
     return Path(shutil.copytree(tiny_target_dir, tmp_path / "source"))
 
 
 def change(file: Path, **values: Any) -> None:
-    """Change values of a JSON file; None deletes a key."""
+    """Change values of a JSON file; None deletes the key."""
     raw = json.loads(file.read_text())
     file.write_text(json.dumps({name: value for name, value in (raw | values).items() if value is not None}))
 
@@ -43,54 +43,52 @@ def without_mask_token(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def test_weights_stay_and_the_folder_loads(tiny_target_dir: Path, tmp_path: Path) -> None:
-    found = convert(tiny_target_dir, tmp_path / "out", ConvertSettings(block_size=8, token_shift=False))
-    assert (found.mask_token, found.config.mask_token_id, found.is_new) == ("<|mask|>", 3, False)
+def test_convert_keeps_the_weights(tiny_target_dir: Path, tmp_path: Path) -> None:
+    created = convert(tiny_target_dir, tmp_path / "out", ConvertSettings(block_size=8, token_shift=False))
+    assert (created.mask_token, created.config.mask_token_id, created.is_new) == ("<|mask|>", 3, False)
     raw = json.loads((tmp_path / "out/config.json").read_text())
     assert (raw["model_type"], raw["architectures"]) == ("a2d-qwen3", ["A2DQwen3LMHeadModel"])
     assert (raw["block_size"], raw["mask_token_id"], raw["token_shift"]) == (8, 3, False)
     model = load_model(tmp_path / "out", "cpu")
-    assert model.config == found.config
+    assert model.config == created.config
     theirs = Qwen3ForCausalLM.from_pretrained(tiny_target_dir).state_dict()
     ours = model.network.state_dict()
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
     assert model.text.tokenizer is not None and model.text.eos_token_ids == {2}
     assert model.text.tokenizer.chat_template is not None
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]  # nothing beside it
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]  # no other files
 
 
-def test_nobody_takes_it_for_a_causal_model(folder_of: Any) -> None:
+def test_converted_model_is_not_a_target(folder_of: Any) -> None:
     with pytest.raises(UsageError, match="holds a block-diffusion model, which is no target"):
         load_target(folder_of())
 
 
-def test_a_tokenizer_without_mask_token_gets_one(source: Path, tmp_path: Path) -> None:
+def test_mask_token_is_added_to_the_tokenizer(source: Path, tmp_path: Path) -> None:
     without_mask_token(source)
-    found = convert(source, tmp_path / "out")
-    assert (
-        found.is_new and found.mask_token == "<|mask_0|>" and found.config.mask_token_id == 265
-    )  # behind the last one
+    created = convert(source, tmp_path / "out")
+    assert (created.is_new, created.mask_token, created.config.mask_token_id) == (True, "<|mask_0|>", 265)
     model = load_model(tmp_path / "out", "cpu")
     assert model.network.vocab_size == 266 and model.text.tokenizer.mask_token_id == 265
     table = load_file(tmp_path / "out/model.safetensors")["model.embed_tokens.weight"]
     before = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(table[:265], before)
-    assert 0.5 < table[265].norm() / before.norm(dim=1).mean() < 2  # no row that gradients explode at
+    assert 0.5 < table[265].norm() / before.norm(dim=1).mean() < 2  # not close to zero
     again = convert(source, tmp_path / "again")
-    assert found == again
+    assert created == again
     assert torch.equal(load_file(tmp_path / "again/model.safetensors")["model.embed_tokens.weight"], table)
 
 
-def test_a_new_mask_token_takes_a_spare_row(source: Path, tmp_path: Path) -> None:
+def test_new_mask_token_uses_a_spare_embedding(source: Path, tmp_path: Path) -> None:
     without_mask_token(source)
     config = Qwen3Config.from_pretrained(source, vocab_size=280)
     with torch.random.fork_rng():
         Qwen3ForCausalLM(config).save_pretrained(source)
-    found = convert(source, tmp_path / "out")
-    assert found.config.mask_token_id == 265 and load_model(tmp_path / "out", "cpu").network.vocab_size == 280
+    created = convert(source, tmp_path / "out")
+    assert created.config.mask_token_id == 265 and load_model(tmp_path / "out", "cpu").network.vocab_size == 280
 
 
-def test_an_embedding_next_to_nothing_is_drawn_anew(source: Path, tmp_path: Path) -> None:
+def test_mask_embedding_close_to_zero_is_sampled_again(source: Path, tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     tensors["model.embed_tokens.weight"][3] *= 1e-6
     save_file(tensors, source / "model.safetensors")
@@ -100,30 +98,30 @@ def test_an_embedding_next_to_nothing_is_drawn_anew(source: Path, tmp_path: Path
     assert torch.equal(table[4:], tensors["model.embed_tokens.weight"][4:])
 
 
-def test_a_mask_token_that_pads_is_replaced(source: Path, tmp_path: Path) -> None:
+def test_mask_token_that_is_the_padding_token_is_replaced(source: Path, tmp_path: Path) -> None:
     change(source / "tokenizer_config.json", pad_token="<|mask|>")
-    found = convert(source, tmp_path / "out")
-    assert found.is_new and found.config.mask_token_id == 265
+    created = convert(source, tmp_path / "out")
+    assert created.is_new and created.config.mask_token_id == 265
 
 
-def test_padding_may_be_the_end_token(source: Path, tmp_path: Path) -> None:
+def test_padding_token_may_be_the_end_token(source: Path, tmp_path: Path) -> None:
     change(source / "tokenizer_config.json", pad_token="<|im_end|>")
-    found = convert(source, tmp_path / "out")
-    assert not found.is_new and load_model(tmp_path / "out", "cpu").text.eos_token_ids == {2}
+    created = convert(source, tmp_path / "out")
+    assert not created.is_new and load_model(tmp_path / "out", "cpu").text.eos_token_ids == {2}
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
-        ({"mask_token_id": 0}, "mask_token_id is 0, which is the padding token; name a token that no text holds"),
-        ({"mask_token_id": 2}, "mask_token_id is 2, which ends texts"),
-        ({"mask_token_id": 265}, "mask_token_id is 265, and the model has 265 tokens, 0 to 264"),
-        ({"block_size": 300}, "block_size is 300, and .* has a context of 256 tokens"),
+        ({"mask_token_id": 0}, "mask_token_id is 0, the padding token; give a token that no text contains"),
+        ({"mask_token_id": 2}, "mask_token_id is 2, an end token"),
+        ({"mask_token_id": 265}, "mask_token_id must be between 0 and 264, got 265"),
+        ({"block_size": 300}, "block_size must be at most 256, the context of .*, got 300"),
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
     ],
 )
-def test_bad_settings(settings: dict[str, Any], told: str, tiny_target_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_bad_settings(settings: dict[str, Any], message: str, tiny_target_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
         convert(tiny_target_dir, tmp_path / "out", ConvertSettings(**settings))
     assert not list(tmp_path.iterdir())
 
@@ -148,10 +146,10 @@ def folder(folder_of: Any, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder_of(), tmp_path / "model"))
 
 
-def test_written_and_read_back(model_of: Any, folder: Path) -> None:
+def test_write_and_load(model_of: Any, folder: Path) -> None:
     model = load_model(folder, "cpu", block_size=2)
     tensors = {name: weight + 1 for name, weight in model.network.state_dict().items()}
-    write_model(model, tensors, folder)  # in place of what is there
+    write_model(model, tensors, folder)  # replaces the folder
     again = load_model(folder, "cpu")
     assert again.config.block_size == 2 and again.text.eos_token_ids == model.text.eos_token_ids
     assert all(torch.equal(weight, tensors[name]) for name, weight in again.network.state_dict().items())
@@ -160,47 +158,43 @@ def test_written_and_read_back(model_of: Any, folder: Path) -> None:
     assert load_model(folder, "cpu", "bfloat16").network.model.norm.weight.dtype == torch.bfloat16
 
 
-def test_a_failing_disk_leaves_what_was_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_model(folder, "cpu")
-    with monkeypatch.context() as patch, pytest.raises(UsageError, match="cannot be written .*no space"):
-        patch.setattr(
-            "blockdraft.formats.model_folder.save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("no space"))
-        )
-        write_model(model, model.network.state_dict(), folder)
-    with monkeypatch.context() as patch, pytest.raises(UsageError, match="cannot be written .*no more"):
-        rename = Path.rename
+@pytest.mark.parametrize("failing", ["write_bytes", "rename"])
+def test_failing_disk_keeps_the_old_folder(folder: Path, failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "generation_config.json").write_text("{}")
+    model, call = load_model(folder, "cpu"), getattr(Path, failing)
 
-        def fail(path: Path, to: Path) -> Path:
-            if path.name == "new":
-                raise OSError("no more")
-            return rename(path, to)
+    def fail(path: Path, *args: Any) -> Any:
+        if failing == "write_bytes" or path.name == "new":
+            raise OSError("no space")
+        return call(path, *args)
 
-        patch.setattr(Path, "rename", fail)
+    monkeypatch.setattr(Path, failing, fail)
+    with pytest.raises(UsageError, match="cannot be written .*no space"):
         write_model(model, model.network.state_dict(), folder)
+    monkeypatch.undo()
     assert load_model(folder, "cpu").config == model.config
     assert [file.name for file in folder.parent.iterdir()] == ["model"]
 
 
-def test_a_folder_that_another_process_made_meanwhile_stays(
-    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("make", "loader"), [(convert, "load_target_text"), (new_model, "load_text_with")])
+def test_folder_of_another_process_is_kept(
+    make: Any, loader: str, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder that appears after the first check is left alone."""
-    for make, name in ((convert, "load_target_text"), (new_model, "load_text_with")):
-        out, real = tmp_path / name, getattr(create, name)
+    """Another process may create the folder while the tokenizer loads."""
+    out, load = tmp_path / "out", getattr(targets, loader)
 
-        def other(*given: Any, out: Path = out, real: Any = real) -> Any:
-            out.mkdir()
-            (out / "file").touch()
-            return real(*given)
+    def load_slowly(*args: Any) -> Any:
+        out.mkdir()
+        (out / "file").touch()
+        return load(*args)
 
-        monkeypatch.setattr(create, name, other)
-        with pytest.raises(UsageError, match=f"{name} exists already; choose another folder"):
-            make(tiny_target_dir, out)
-        assert [file.name for file in out.iterdir()] == ["file"]
+    monkeypatch.setattr(f"blockdraft.diffusion.create.{loader}", load_slowly)
+    with pytest.raises(UsageError, match="out exists already; choose another folder"):
+        make(tiny_target_dir, out)
+    assert [file.name for file in out.iterdir()] == ["file"]
 
 
-def test_copies_beside_a_folder_stay(folder: Path) -> None:
-    """Folders beside the model's are left alone, whatever their names."""
+def test_neighbouring_folders_are_kept(folder: Path) -> None:
     model = load_model(folder, "cpu")
     copies = [folder.with_name(f"model.{kind}") for kind in ("old", "partial")]
     for copy in copies:
@@ -209,8 +203,8 @@ def test_copies_beside_a_folder_stay(folder: Path) -> None:
     assert sorted(folder.parent.iterdir()) == sorted([folder, *copies])
 
 
-def test_the_layouts_of_others(folder: Path) -> None:
-    """dllm does not write the block size, SDAR writes it; neither knows the other keys."""
+def test_layouts_of_other_projects(folder: Path) -> None:
+    """SDAR writes the block size, dllm does not; neither writes the other keys."""
     change(folder / "config.json", block_size=None, mask_token_id=None, token_shift=None)
     with pytest.raises(UsageError, match="config.json lacks block_size; write it there, or give --block-size"):
         load_model(folder, "cpu")
@@ -220,7 +214,7 @@ def test_the_layouts_of_others(folder: Path) -> None:
     assert load_model(folder, "cpu").config.block_size == 16
 
 
-def test_weights_that_do_not_all_load_are_no_model(folder: Path) -> None:
+def test_missing_or_unknown_weights(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     for wrong in ({name: None}, {name: tensors[name][:-1].clone()}, {"model.extra": tensors[name].clone()}):
@@ -236,27 +230,27 @@ def test_weights_that_do_not_all_load_are_no_model(folder: Path) -> None:
         load_model(folder, "cpu")
 
 
-def test_padding_by_the_mask_token_is_no_matter(folder: Path) -> None:
-    """The paper's own tokenizer has such a mask token. Texts are never padded, so nothing is mistaken."""
+def test_mask_token_may_be_the_padding_token(folder: Path) -> None:
+    """The paper's tokenizer has such a mask token. Texts are never padded."""
 
-    def answer() -> tuple[int, ...]:
+    def completion() -> tuple[int, ...]:
         sampler = Sampler(load_model(folder, "cpu"), SampleSettings(max_new_tokens=8, ignore_eos=True))
         chunks = sampler.stream([[20, 21, 22, 23, 24], [30, 31]])
         return tuple(token for chunk in chunks for token in chunk.token_ids)
 
-    before = answer()
+    before = completion()
     change(folder / "tokenizer_config.json", pad_token="<|mask|>")
-    assert answer() == before and 3 not in before
+    assert completion() == before and 3 not in before
 
 
-def test_other_folders(folder: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds a model of the type 'qwen3', which is no block-diffusion model"):
+def test_invalid_folders(folder: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has a model of type 'qwen3', which is not a block-diffusion model"):
         load_model(tiny_target_dir)
     with pytest.raises(UsageError, match="has no config.json of a model"):
         load_model(tmp_path / "nowhere")
     size = json.loads((folder / "config.json").read_text())["hidden_size"]
     change(folder / "config.json", hidden_size="a")
-    with pytest.raises(UsageError, match="config.json cannot be used: .*'hidden_size'"):
+    with pytest.raises(UsageError, match="config.json is invalid: .*'hidden_size'"):
         load_model(folder, "cpu")
     change(folder / "config.json", hidden_size=size, mask_token_id=400)
     with pytest.raises(UsageError, match="mask_token_id is 400 in .*, and the model has 265 tokens"):
@@ -285,7 +279,7 @@ PAPER = {
 
 @pytest.fixture
 def paper(tiny_target_dir: Path, tmp_path: Path) -> DiffusionModel:
-    """A model of this layout, written by us; its tokenizer has no mask token, and pads with the end token."""
+    """Write a model of this layout. Its tokenizer has no mask token, and the padding token is the end token."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
     tokenizer.mask_token, tokenizer.pad_token = None, tokenizer.eos_token
     with torch.random.fork_rng():
@@ -294,36 +288,36 @@ def paper(tiny_target_dir: Path, tmp_path: Path) -> DiffusionModel:
         for parameter in network.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     text = TargetText(None, tokenizer, 32, frozenset([tokenizer.eos_token_id]))
-    made = DiffusionModel(network.eval().requires_grad_(False), DiffusionConfig(4, 269, False), text, PAPER)
-    write_model(made, network.state_dict(), tmp_path / "paper")
-    return made
+    model = DiffusionModel(network.eval().requires_grad_(False), DiffusionConfig(4, 269, False), text, PAPER)
+    write_model(model, network.state_dict(), tmp_path / "paper")
+    return model
 
 
-def test_the_papers_layout_reads_back(paper: DiffusionModel, tmp_path: Path) -> None:
-    found = load_model(tmp_path / "paper", "cpu")
-    assert found.config == paper.config and found.text.max_context == 32 and found.text.eos_token_ids == {2}
+def test_paper_layout_loads(paper: DiffusionModel, tmp_path: Path) -> None:
+    model = load_model(tmp_path / "paper", "cpu")
+    assert model.config == paper.config and model.text.max_context == 32 and model.text.eos_token_ids == {2}
     tokens, positions = torch.arange(12)[None] + 20, torch.arange(12)[None]
-    one, other = (model.network.logits(model.network.hidden(tokens, positions)) for model in (paper, found))
-    assert torch.equal(one, other)
-    [chunk] = list(Sampler(found, SampleSettings(max_new_tokens=4, ignore_eos=True)).stream([[20, 21, 22, 23]]))
+    expected, actual = (m.network.logits(m.network.hidden(tokens, positions)) for m in (paper, model))
+    assert torch.equal(expected, actual)
+    [chunk] = list(Sampler(model, SampleSettings(max_new_tokens=4, ignore_eos=True)).stream([[20, 21, 22, 23]]))
     assert len(chunk.token_ids) == 4 and 269 not in chunk.token_ids
-    bits = likelihood(found, [Tokens(tokens[0], tokens[0] > 0)]).bits_per_token
+    bits = likelihood(model, [Tokens(tokens[0], tokens[0] > 0)]).bits_per_token
     assert 0 < bits < 1000
 
 
-def test_what_the_paper_leaves_to_its_code(paper: DiffusionModel, tmp_path: Path) -> None:
-    """The published folders have no mask token and no token shift; the former is the last token."""
+def test_paper_layout_has_defaults(paper: DiffusionModel, tmp_path: Path) -> None:
+    """The published folders have no mask token and no token shift. The mask token is the last token."""
     change(tmp_path / "paper/config.json", mask_token_id=None, token_shift=None)
     assert load_model(tmp_path / "paper", "cpu").config == paper.config
     change(tmp_path / "paper/config.json", time_conditioning=True)
-    with pytest.raises(UsageError, match="time_conditioning is True, which this network does not know"):
+    with pytest.raises(UsageError, match="time_conditioning is True, which is not supported"):
         load_model(tmp_path / "paper", "cpu")
     change(tmp_path / "paper/config.json", time_conditioning=False, n_blocks=3)
     with pytest.raises(UsageError, match="10 tensors do not fit the configuration"):
         load_model(tmp_path / "paper", "cpu")
     for file in (tmp_path / "paper").glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(UsageError, match="has no tokenizer; copy that of GPT-2 there"):
+    with pytest.raises(UsageError, match="has no tokenizer; copy the tokenizer of GPT-2 there"):
         load_model(tmp_path / "paper", "cpu")
 
 
@@ -331,54 +325,47 @@ SMALL = {"layers": 2, "hidden_size": 24, "heads": 3, "context": 32, "block_size"
 
 
 @pytest.mark.parametrize(("kind", "network"), [("dit", DiT), ("causal", CausalDenoiser)])
-def test_new_models_load_and_write(kind: str, network: type, tiny_target_dir: Path, tmp_path: Path) -> None:
-    for name in ("one", "same"):
-        found = new_model(tiny_target_dir, tmp_path / name, NewSettings(kind=kind, **SMALL))  # type: ignore[arg-type]
-    assert (found.mask_token, found.is_new, found.config.block_size, found.config.token_shift) == (
-        "<|mask|>",
-        False,
-        4,
-        False,
-    )
-    model, same = (load_model(tmp_path / name, "cpu") for name in ("one", "same"))
-    assert isinstance(model.network, network) and model.config == found.config
+def test_new_model(kind: str, network: type, tiny_target_dir: Path, tmp_path: Path) -> None:
+    for name, seed in (("first", 0), ("same", 0), ("other", 1)):
+        settings = NewSettings(kind=kind, seed=seed, **SMALL)  # type: ignore[arg-type]
+        created = new_model(tiny_target_dir, tmp_path / name, settings)
+        assert created == Created(DiffusionConfig(4, 3, False), "<|mask|>", False)
+    model, same, other = (load_model(tmp_path / name, "cpu") for name in ("first", "same", "other"))
+    assert isinstance(model.network, network) and model.config == created.config
     assert (model.network.vocab_size, model.text.max_context, model.text.eos_token_ids) == (265, 32, {2})
-    other = new_model(tiny_target_dir, tmp_path / "other", NewSettings(kind=kind, seed=1, **SMALL))  # type: ignore[arg-type]
-    assert other == found
-    theirs, others = same.network.state_dict(), load_model(tmp_path / "other", "cpu").network.state_dict()
-    ours = model.network.state_dict()
-    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
-    assert not all(torch.equal(weight, others[name]) for name, weight in ours.items())
+    weights, same_weights, other_weights = (m.network.state_dict() for m in (model, same, other))
+    assert all(torch.equal(weight, same_weights[name]) for name, weight in weights.items())
+    assert not all(torch.equal(weight, other_weights[name]) for name, weight in weights.items())
     [chunk] = list(Sampler(model, SampleSettings(max_new_tokens=4, seed=0, ignore_eos=True)).stream([[5, 6, 7, 8]]))
     assert len(chunk.token_ids) == 4 and 3 not in chunk.token_ids
 
 
-def test_the_papers_layout(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_new_model_in_the_paper_layout(tiny_target_dir: Path, tmp_path: Path) -> None:
     new_model(tiny_target_dir, tmp_path / "out", NewSettings(**SMALL))  # type: ignore[arg-type]
     raw = json.loads((tmp_path / "out/config.json").read_text())
     assert raw["model_type"] == "bd3lm" and raw["n_blocks"] == 2 and raw["cond_dim"] == 64 and raw["vocab_size"] == 265
     weights = load_model(tmp_path / "out", "cpu").network.state_dict()
-    assert not weights["backbone.output_layer.linear.weight"].any()  # all tokens are as likely
+    assert not weights["backbone.output_layer.linear.weight"].any()  # all tokens are equally likely
     assert weights["backbone.vocab_embed.embedding"].any()
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"hidden_size": 30, "heads": 4}, "hidden_size is 30 and heads 4; .*a multiple of 8, such as 24"),
         ({"block_size": 64}, "block_size is 64 and context 32"),
         ({"kind": "rnn"}, "kind must be 'dit' or 'causal', got 'rnn'"),
-        ({"mask_token_id": 2}, "mask_token_id is 2, which ends texts"),
+        ({"mask_token_id": 2}, "mask_token_id is 2, an end token"),
         ({"layers": 0}, "layers must be at least 1, got 0"),
     ],
 )
-def test_bad_shapes(changes: dict[str, Any], told: str, tiny_target_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_bad_new_settings(changes: dict[str, Any], message: str, tiny_target_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
         new_model(tiny_target_dir, tmp_path / "out", NewSettings(**SMALL | changes))
     assert not list(tmp_path.iterdir())
 
 
 def test_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
-    with pytest.raises(UsageError, match="bare has no tokenizer; name a folder with one"):
+    with pytest.raises(UsageError, match="bare has no tokenizer; give a folder with one"):
         new_model(tmp_path / "bare", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Sampling, block by block."""
+"""Block-by-block sampling."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,36 +20,34 @@ from blockdraft.types import SamplingParams
 PROMPTS = [[40, 41, 42], [50, 51, 52, 53, 54, 55, 56, 57], [60], [70, 71, 72, 73, 74, 75]]
 
 
-def answers(
+def completions(
     model: DiffusionModel, prompts: list[Any], stop: tuple[str, ...] = (), **settings: Any
 ) -> list[tuple[list[int], str, Chunk]]:
-    """Tokens, text and last chunk of each answer."""
-    found: list[Any] = [([], "", None) for _ in prompts]
+    """Return the tokens, text and last chunk of each completion."""
+    results: list[Any] = [([], "", None) for _ in prompts]
     for chunk in Sampler(model, SampleSettings(**settings), stop=stop).stream(prompts):
-        tokens, text, _ = found[chunk.row]
-        found[chunk.row] = tokens + list(chunk.token_ids), text + chunk.text, chunk
-    return found
+        tokens, text, _ = results[chunk.index]
+        results[chunk.index] = tokens + list(chunk.token_ids), text + chunk.text, chunk
+    return results
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_blocks_of_one_token_answer_as_the_causal_model(
-    model_of: Any, tiny_target_dir: Path, temperature: float
-) -> None:
+def test_blocks_of_one_token_match_the_causal_model(model_of: Any, tiny_target_dir: Path, temperature: float) -> None:
     target = load_target(tiny_target_dir, device="cpu", compile="off")
     engine = Engine(target, load_drafter("none", target=target))
     params = SamplingParams(max_new_tokens=24, ignore_eos=True, logit_bias={3: -100})
-    [ours] = answers(model_of(1), [PROMPTS[1]], max_new_tokens=24, ignore_eos=True)
+    [ours] = completions(model_of(1), [PROMPTS[1]], max_new_tokens=24, ignore_eos=True)
     [theirs] = engine.generate([PROMPTS[1]], params)
     engine.close()
     if temperature == 0:
         assert ours[0] == list(theirs.token_ids) and ours[1] == theirs.text
-        assert ours[2].forwards == 23  # a pass for each token but the last one
+        assert ours[2].forwards == 23  # one pass per token, except the last
     else:
-        [one], [two], [other] = (
-            answers(model_of(1), [PROMPTS[1]], max_new_tokens=24, ignore_eos=True, temperature=1.0, seed=seed)
+        [first], [same], [other] = (
+            completions(model_of(1), [PROMPTS[1]], max_new_tokens=24, ignore_eos=True, temperature=1.0, seed=seed)
             for seed in (1, 1, 2)
         )
-        assert one[0] == two[0] != other[0] != ours[0]
+        assert first[0] == same[0] != other[0] != ours[0]
 
 
 @pytest.mark.slow
@@ -61,41 +59,39 @@ def test_blocks_of_one_token_answer_as_the_causal_model(
         for shift in (True, False)
     ],
 )
-def test_rows_are_what_they_are_alone(model_of: Any, strategy: str, shift: bool) -> None:
-    """Batches of prompts of any length give each row the tokens it gets alone; row i has the seed + i."""
-    how = {"max_new_tokens": 13, "temperature": 0.7, "strategy": strategy, "ignore_eos": True}
+def test_tokens_do_not_depend_on_the_batch(model_of: Any, strategy: str, shift: bool) -> None:
+    """A batch of prompts of any length gives each prompt the tokens that it gets alone; prompt i has the seed + i."""
+    settings = {"max_new_tokens": 13, "temperature": 0.7, "strategy": strategy, "ignore_eos": True}
     model = model_of(4, shift)
-    together = answers(model, PROMPTS, seed=5, **how)
-    for row, prompt in enumerate(PROMPTS):
-        [alone] = answers(model, [prompt], seed=5 + row, **how)
-        assert alone[:2] == together[row][:2] and len(alone[0]) == 13
+    batch = completions(model, PROMPTS, seed=5, **settings)
+    for index, prompt in enumerate(PROMPTS):
+        [alone] = completions(model, [prompt], seed=5 + index, **settings)
+        assert alone[:2] == batch[index][:2] and len(alone[0]) == 13
         assert alone[2].finish_reason == "length" and 3 not in alone[0]
 
 
 @pytest.mark.parametrize("shift", [True, False])
-def test_passes(model_of: Any, shift: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes are one for each token and one for each block to commit, if each settles one token."""
+def test_number_of_passes(model_of: Any, shift: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If each pass unmasks one token, there is one pass per token and one per block to commit."""
     model = model_of(4, shift)
     calls, hidden = [], model.network.hidden
-    monkeypatch.setattr(model.network, "hidden", lambda *given: calls.append(given[0].shape) or hidden(*given))
+    monkeypatch.setattr(model.network, "hidden", lambda *args: calls.append(args[0].shape) or hidden(*args))
     seen: list[tuple[int, ...]] = []
-    how = SampleSettings(max_new_tokens=8, strategy="left_to_right", ignore_eos=True)
-    *_, last = Sampler(model, how).stream([PROMPTS[1]], lambda row, block: seen.append(tuple(block)))
-    known_at_once = 0  # with a shift the first token is known without a pass, but only if it is the only one that lacks
-    assert last.forwards == 8 + 1 - known_at_once == len(calls) - 1  # and one over the prompt
-    lacking = [block.count(None) for block in seen]
-    assert lacking == [3, 2, 1, 0] * 2
+    settings = SampleSettings(max_new_tokens=8, strategy="left_to_right", ignore_eos=True)
+    *_, last = Sampler(model, settings).stream([PROMPTS[1]], lambda index, block: seen.append(tuple(block)))
+    assert last.forwards == 8 + 1 == len(calls) - 1  # and one over the prompt
+    assert [block.count(None) for block in seen] == [3, 2, 1, 0] * 2
     calls.clear()
-    [fast] = answers(model, [PROMPTS[1]], max_new_tokens=8, strategy="threshold=0", ignore_eos=True)
+    [fast] = completions(model, [PROMPTS[1]], max_new_tokens=8, strategy="threshold=0", ignore_eos=True)
     assert fast[2].forwards == 3 == len(calls) - 1 and len(fast[0]) == 8
 
 
-def test_prompts_fill_the_first_block(model_of: Any) -> None:
+def test_prompt_fills_part_of_the_first_block(model_of: Any) -> None:
     seen: list[tuple[int | None, ...]] = []
     sampler = Sampler(model_of(4), SampleSettings(max_new_tokens=2, strategy="left_to_right", ignore_eos=True))
-    [chunk] = sampler.stream([[40, 41, 42, 43, 44]], lambda row, block: seen.append(tuple(block)))
+    [chunk] = sampler.stream([[40, 41, 42, 43, 44]], lambda index, block: seen.append(tuple(block)))
     assert [block[0] for block in seen] == [44, 44] and seen[-1][3] is None
-    assert chunk.token_ids == seen[-1][1:3]  # cut in the middle of a block, which need not be whole
+    assert chunk.token_ids == seen[-1][1:3]  # cut within a block
 
 
 def ending(model: DiffusionModel, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,73 +102,73 @@ def ending(model: DiffusionModel, token: int, monkeypatch: pytest.MonkeyPatch) -
         states = hidden(tokens, positions, *rest)
         return torch.cat([states, (positions >= 10).float().expand(len(states), -1)[..., None]], dim=-1)
 
-    def said(states: Any) -> Any:
-        found = logits(states[..., :-1])
-        found[..., token] = torch.where(states[..., -1] > 0, 1e4, -1e4)
-        return found
+    def biased(states: Any) -> Any:
+        values = logits(states[..., :-1])
+        values[..., token] = torch.where(states[..., -1] > 0, 1e4, -1e4)
+        return values
 
     monkeypatch.setattr(model.network, "hidden", marked)
-    monkeypatch.setattr(model.network, "logits", said)
+    monkeypatch.setattr(model.network, "logits", biased)
 
 
 @pytest.mark.parametrize("strategy", ["left_to_right", "threshold=0"])
-def test_each_row_ends_where_it_ends(model_of: Any, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row ends at the end token, which is in the tokens and not in the text; other rows go on."""
+def test_each_sequence_ends_at_its_end_token(model_of: Any, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end token is in the tokens but not in the text; other sequences continue."""
     model = model_of(4, False)
     ending(model, 2, monkeypatch)
-    found = answers(model, PROMPTS, max_new_tokens=16, strategy=strategy)
-    for prompt, (tokens, text, chunk) in zip(PROMPTS, found, strict=True):
+    results = completions(model, PROMPTS, max_new_tokens=16, strategy=strategy)
+    for prompt, (tokens, text, chunk) in zip(PROMPTS, results, strict=True):
         assert len(prompt) + len(tokens) == 11 and tokens[-1] == 2 and chunk.finish_reason == "stop"
         assert text == model.text.tokenizer.decode(tokens[:-1])
-    on = answers(model, PROMPTS, max_new_tokens=16, strategy=strategy, ignore_eos=True)
-    assert all(len(tokens) == 16 and chunk.finish_reason == "length" for tokens, _, chunk in on)
+    longer = completions(model, PROMPTS, max_new_tokens=16, strategy=strategy, ignore_eos=True)
+    assert all(len(tokens) == 16 and chunk.finish_reason == "length" for tokens, _, chunk in longer)
 
 
-def test_padding_means_nothing(model_of: Any) -> None:
-    """Prompts that hold the end token are read whole where it is the padding token too."""
+def test_end_token_as_padding_token(model_of: Any) -> None:
+    """Prompts may contain the end token, even if it is the padding token too."""
     model = model_of(4, False)
     model.text.tokenizer.pad_token = "<|im_end|>"
     prompts = [[2, 40, 2], [40, 2, 41, 42, 2, 43]]
-    together = answers(model, prompts, max_new_tokens=9, seed=0, ignore_eos=True)
-    for row, prompt in enumerate(prompts):
-        [alone] = answers(model, [prompt], max_new_tokens=9, seed=row, ignore_eos=True)
-        assert alone[0] == together[row][0]
+    batch = completions(model, prompts, max_new_tokens=9, seed=0, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        [alone] = completions(model, [prompt], max_new_tokens=9, seed=index, ignore_eos=True)
+        assert alone[0] == batch[index][0]
 
 
-def test_stop_texts(model_of: Any) -> None:
-    [plain] = answers(model_of(4), [PROMPTS[1]], max_new_tokens=24, ignore_eos=True)
+def test_stop_strings(model_of: Any) -> None:
+    [plain] = completions(model_of(4), [PROMPTS[1]], max_new_tokens=24, ignore_eos=True)
     part = plain[1][5:7]
-    [cut] = answers(model_of(4), [PROMPTS[1]], (part,), max_new_tokens=24, ignore_eos=True)
+    [cut] = completions(model_of(4), [PROMPTS[1]], (part,), max_new_tokens=24, ignore_eos=True)
     assert cut[1] == plain[1][: plain[1].index(part)] and cut[2].finish_reason == "stop"
     assert plain[0][: len(cut[0])] == cut[0]
 
 
-def test_texts_become_chats(model_of: Any) -> None:
+def test_text_prompts_use_the_chat_template(model_of: Any) -> None:
     model = model_of(4)
     chat = model.text.tokenizer.apply_chat_template(
         [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_dict=True
     )["input_ids"]
-    [one], [two] = (answers(model, [prompt], max_new_tokens=6) for prompt in ("hi", chat))
-    assert one[0] == two[0]
+    [from_text], [from_chat] = (completions(model, [prompt], max_new_tokens=6) for prompt in ("hi", chat))
+    assert from_text[0] == from_chat[0]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "told"),
+    ("prompt", "message"),
     [
         ([], "The prompt is empty"),
-        ([40, 3], r"The prompt holds the mask token \(id 3\)"),
-        ([40, 9999], "The prompt holds the token id 9999"),
+        ([40, 3], r"The prompt contains the mask token \(id 3\)"),
+        ([40, 9999], "The prompt contains the token id 9999"),
         ([40] * 250, "The prompt's 250 tokens and max_new_tokens 8, in blocks of 4, exceed .* 256; ask for at most 6"),
         ([40] * 256, "exceed the model's context of 256; shorten the prompt"),
     ],
 )
-def test_bad_prompts(model_of: Any, prompt: list[int], told: str) -> None:
-    """Wrong prompts are refused before anything is sampled."""
-    with pytest.raises(UsageError, match=told):
+def test_bad_prompts(model_of: Any, prompt: list[int], message: str) -> None:
+    """Invalid prompts raise before anything is sampled."""
+    with pytest.raises(UsageError, match=message):
         Sampler(model_of(4), SampleSettings(max_new_tokens=8)).stream([[40], prompt])
 
 
-def test_bad_numbers(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_numbers(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(4)
     monkeypatch.setattr(model.network, "logits", lambda states: states.new_full((len(states), 265), torch.nan))
     with pytest.raises(NumbersError, match="computes numbers that are not finite; its weights are too large"):
@@ -181,38 +177,38 @@ def test_bad_numbers(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NumbersError, match="computes numbers that are not finite; load it as float32"):
         list(Sampler(model, SampleSettings()).stream([[40]]))
     model.network.model.norm.weight.data[0] = torch.inf
-    with pytest.raises(NumbersError, match="weight model.norm.weight is not finite; copy its files again"):
+    with pytest.raises(NumbersError, match="weight model.norm.weight is not finite; copy or create the model again"):
         list(Sampler(model, SampleSettings()).stream([[40]]))
     with pytest.raises(UsageError, match="strategy is 'x'"):
         Sampler(model, SampleSettings(strategy="x"))
 
 
-def test_texts_that_wait_are_what_they_are_alone(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A waiting text takes the place of one that ends at once."""
+def test_waiting_prompts_get_the_same_tokens(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiting prompt takes the place of a sequence as soon as that ends."""
     model = model_of(4)
-    hidden, rows = model.network.hidden, []
-    monkeypatch.setattr(model.network, "hidden", lambda *given: rows.append(len(given[0])) or hidden(*given))
-    how = {"max_new_tokens": 9, "seed": 5, "temperature": 0.7, "ignore_eos": True}
-    together = answers(model, PROMPTS, **how)
-    assert max(rows) == 4
-    rows.clear()
-    waiting = answers(model, PROMPTS, batch_size=2, **how)
-    assert max(rows) == 2
-    assert [each[:2] for each in waiting] == [each[:2] for each in together]
-    sampler = Sampler(model, SampleSettings(batch_size=1, **how))
-    ended = [chunk.row for chunk in sampler.stream(PROMPTS) if chunk.finish_reason]
+    hidden, sizes = model.network.hidden, []
+    monkeypatch.setattr(model.network, "hidden", lambda *args: sizes.append(len(args[0])) or hidden(*args))
+    settings = {"max_new_tokens": 9, "seed": 5, "temperature": 0.7, "ignore_eos": True}
+    batch = completions(model, PROMPTS, **settings)
+    assert max(sizes) == 4
+    sizes.clear()
+    queued = completions(model, PROMPTS, batch_size=2, **settings)
+    assert max(sizes) == 2
+    assert [result[:2] for result in queued] == [result[:2] for result in batch]
+    sampler = Sampler(model, SampleSettings(batch_size=1, **settings))
+    ended = [chunk.index for chunk in sampler.stream(PROMPTS) if chunk.finish_reason]
     assert ended == [0, 1, 2, 3] and all(sampler.history)
 
 
-def test_streams_of_one_sampler_know_nothing_of_each_other(model_of: Any) -> None:
-    """Streams may be read in turns, or by threads of their own."""
+def test_streams_of_one_sampler_are_independent(model_of: Any) -> None:
+    """Streams may be interleaved."""
     sampler = Sampler(model_of(4), SampleSettings(max_new_tokens=12, seed=1, ignore_eos=True))
     alone = [[chunk.token_ids for chunk in sampler.stream([prompt])] for prompt in PROMPTS[:2]]
-    one, two = sampler.stream(PROMPTS[:1]), sampler.stream(PROMPTS[1:2])
-    found: list[Any] = [[next(one).token_ids], [next(two).token_ids]]
-    found[0] += [chunk.token_ids for chunk in one]
-    found[1] += [chunk.token_ids for chunk in two]
-    assert found == alone
+    streams = sampler.stream(PROMPTS[:1]), sampler.stream(PROMPTS[1:2])
+    interleaved: list[Any] = [[next(stream).token_ids] for stream in streams]
+    for tokens, stream in zip(interleaved, streams, strict=True):
+        tokens += [chunk.token_ids for chunk in stream]
+    assert interleaved == alone
 
 
 # Gaps
@@ -220,10 +216,10 @@ def test_streams_of_one_sampler_know_nothing_of_each_other(model_of: Any) -> Non
 
 def filled(model: DiffusionModel, texts: list[list[int | None]], **settings: Any) -> tuple[list[list[int]], Sampler]:
     sampler = Sampler(model, SampleSettings(seed=3, **settings))
-    found: list[list[int]] = [[] for _ in texts]
+    results: list[list[int]] = [[] for _ in texts]
     for chunk in sampler.fill(texts):
-        found[chunk.row] += chunk.token_ids
-    return found, sampler
+        results[chunk.index] += chunk.token_ids
+    return results, sampler
 
 
 GAPPED = [
@@ -235,21 +231,21 @@ GAPPED = [
 
 @pytest.mark.parametrize("shift", [True, False])
 @pytest.mark.parametrize("strategy", ["left_to_right", "threshold=0", "first_hitting"])
-def test_gaps_are_filled_and_nothing_else(model_of: Any, shift: bool, strategy: str) -> None:
-    """Texts of any lengths are filled together, exactly to their ends."""
+def test_only_gaps_are_filled(model_of: Any, shift: bool, strategy: str) -> None:
+    """Texts of any length are filled in one batch, and keep their lengths."""
     model = model_of(4, shift)
-    together, sampler = filled(model, GAPPED, strategy=strategy)  # type: ignore[arg-type]
-    for row, (given, found) in enumerate(zip(GAPPED, together, strict=True)):
-        assert len(found) == len(given) and not {2, 3} & {*found}  # no gap ends the text
-        assert all(before in (None, after) for before, after in zip(given, found, strict=True))
-        alone = Sampler(model, SampleSettings(seed=3 + row, strategy=strategy))
-        assert [token for chunk in alone.fill([given]) for token in chunk.token_ids] == found  # type: ignore[list-item]
-        assert sampler.given[row] == given and all(step.settled for step in sampler.history[row])
-        assert all(step.begin + place < len(given) for step in sampler.history[row] for place in step.settled)
+    results, sampler = filled(model, GAPPED, strategy=strategy)  # type: ignore[arg-type]
+    for index, (inputs, tokens) in enumerate(zip(GAPPED, results, strict=True)):
+        assert len(tokens) == len(inputs) and not {2, 3} & {*tokens}  # no end token, no mask token
+        assert all(before in (None, after) for before, after in zip(inputs, tokens, strict=True))
+        alone = Sampler(model, SampleSettings(seed=3 + index, strategy=strategy))
+        assert [token for chunk in alone.fill([inputs]) for token in chunk.token_ids] == tokens  # type: ignore[list-item]
+        assert sampler.inputs[index] == inputs and all(step.unmasked for step in sampler.history[index])
+        assert all(step.begin + i < len(inputs) for step in sampler.history[index] for i in step.unmasked)
 
 
-def test_no_gap_ends_the_text(model_of: Any) -> None:
-    """Also where the likeliest token of each gap would."""
+def test_gaps_get_no_end_token(model_of: Any) -> None:
+    """No end token is sampled, even if it is the most probable token of each gap."""
     model = model_of(4)
     [[_, *likeliest]] = filled(model, [[40, None, None]])[0]
     ending = replace(model, text=replace(model.text, eos_token_ids=frozenset(likeliest)))
@@ -257,8 +253,8 @@ def test_no_gap_ends_the_text(model_of: Any) -> None:
     assert len(others) == 2 and not {*likeliest} & {*others}
 
 
-def test_end_tokens_that_the_model_lacks_are_no_matter(model_of: Any) -> None:
-    """Generation configurations of cut models name end tokens outside of the vocabulary."""
+def test_end_tokens_outside_the_vocabulary_are_ignored(model_of: Any) -> None:
+    """Generation configurations of models with a cut vocabulary have such tokens."""
     model = model_of(4)
     whole = filled(model, [[40, None, None]])[0]
     more = replace(model, text=replace(model.text, eos_token_ids=frozenset({2, 100_000})))
@@ -266,53 +262,51 @@ def test_end_tokens_that_the_model_lacks_are_no_matter(model_of: Any) -> None:
 
 
 @pytest.mark.parametrize("shift", [True, False])
-def test_a_gap_sees_its_block_and_what_is_before(model_of: Any, shift: bool) -> None:
-    """A gap does not depend on what follows its block."""
+def test_gap_depends_on_its_block_and_the_blocks_before(model_of: Any, shift: bool) -> None:
     model = model_of(4, shift)
 
-    def said(text: list[int | None]) -> list[Any]:
-        seen = []
-        logits = model.network.logits
-        model.network.logits = lambda states: seen.append(logits(states)) or seen[-1]  # type: ignore[func-returns-value]
-        try:
+    def logits_of(text: list[int | None]) -> Any:
+        calls = []
+        with pytest.MonkeyPatch.context() as patch:
+            logits = model.network.logits
+            patch.setattr(model.network, "logits", lambda states: calls.append(logits(states)) or calls[-1])  # type: ignore[func-returns-value]
             filled(model, [text], strategy="left_to_right")
-        finally:
-            del model.network.logits
-        return seen
+        [values] = calls
+        return values
 
-    [one] = said([40, 41, 42, 43, 44, None, 45, 46, 47, 48])
-    [behind] = said([40, 41, 42, 43, 44, None, 45, 46, 90, 91])
-    [within] = said([40, 41, 42, 43, 44, None, 45, 90, 47, 48])
-    [before] = said([90, 41, 42, 43, 44, None, 45, 46, 47, 48])
-    assert torch.equal(one, behind)
-    assert not torch.allclose(one, within) and not torch.allclose(one, before)
+    original = logits_of([40, 41, 42, 43, 44, None, 45, 46, 47, 48])
+    after_block = logits_of([40, 41, 42, 43, 44, None, 45, 46, 90, 91])
+    within_block = logits_of([40, 41, 42, 43, 44, None, 45, 90, 47, 48])
+    before_block = logits_of([90, 41, 42, 43, 44, None, 45, 46, 47, 48])
+    assert torch.equal(original, after_block)
+    assert not torch.allclose(original, within_block) and not torch.allclose(original, before_block)
 
 
-def test_the_history_of_an_answer(model_of: Any) -> None:
-    """History keeps each pass, and the last ones hold the answer."""
+def test_history_of_a_completion(model_of: Any) -> None:
+    """The history has each pass; the last passes of the blocks have the completion."""
     sampler = Sampler(model_of(4), SampleSettings(max_new_tokens=8, strategy="left_to_right", ignore_eos=True))
     seen: list[tuple[int | None, ...]] = []
-    chunks = list(sampler.stream([PROMPTS[1]], lambda row, block: seen.append(tuple(block))))
+    chunks = list(sampler.stream([PROMPTS[1]], lambda index, block: seen.append(tuple(block))))
     [steps] = sampler.history
     assert [step.block for step in steps] == seen and [step.begin for step in steps] == [8] * 4 + [12] * 4
-    assert [step.settled for step in steps] == [(0,), (1,), (2,), (3,)] * 2
+    assert [step.unmasked for step in steps] == [(0,), (1,), (2,), (3,)] * 2
     assert steps[3].block + steps[7].block == tuple(token for chunk in chunks for token in chunk.token_ids)
     list(sampler.stream([PROMPTS[0]]))
-    assert len(sampler.history) == 1 and sampler.given == [PROMPTS[0]]  # of the last call alone
+    assert len(sampler.history) == 1 and sampler.inputs == [PROMPTS[0]]  # of the last call
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ([40, 41], "The text has no gap, or begins with one"),
         ([None, 41], "The text has no gap, or begins with one"),
-        ([3, None], r"The text holds the mask token \(id 3\)"),
+        ([3, None], r"The text contains the mask token \(id 3\)"),
         (
             [40, *[None] * 260],
             "The text's 261 tokens, gaps included, in blocks of 4, exceed the model's context of 256; shorten it",
         ),
     ],
 )
-def test_texts_that_cannot_be_filled(model_of: Any, text: list[int | None], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_invalid_texts_with_gaps(model_of: Any, text: list[int | None], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         filled(model_of(4), [text])

@@ -1,4 +1,4 @@
-"""Strategies: choices of guesses that become tokens."""
+"""Unmasking strategies."""
 
 from typing import Any
 
@@ -41,23 +41,23 @@ def test_chosen(name: str, chosen: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_one_guess_at_least(name: str) -> None:
+def test_at_least_one_token_is_chosen(name: str) -> None:
     unsure = DraftTokens(*(torch.full((3,), value) for value in (0.0, 9.0, 0.0)))
     assert read_strategy(name).choose(unsure).any()
 
 
-def test_steps_are_equally_likely() -> None:
-    """Each step of the ancestral strategy settles about as many tokens."""
-    left, sizes = torch.rand(9000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), []
-    while len(left):
-        chosen = read_strategy("ancestral=3").choose(DraftTokens(left, left, left))
+def test_ancestral_steps_are_equal() -> None:
+    """Each step of the ancestral strategy unmasks about the same number of tokens."""
+    masked, sizes = torch.rand(9000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), []
+    while len(masked):
+        chosen = read_strategy("ancestral=3").choose(DraftTokens(masked, masked, masked))
         sizes.append(int(chosen.sum()))
-        left = left[~chosen]
+        masked = masked[~chosen]
     assert sizes == pytest.approx([3000] * 3, rel=0.05)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("treshold", "strategy is 'treshold'; did you mean threshold?"),
         ("xyz", "use one of first_hitting, ancestral, static, threshold, entropy, left_to_right"),
@@ -68,12 +68,12 @@ def test_steps_are_equally_likely() -> None:
         ("static=", "tokens must be a whole number, got ''"),
     ],
 )
-def test_bad_names(text: str, told: str) -> None:
+def test_bad_names(text: str, message: str) -> None:
     with pytest.raises(UsageError) as raised:
         read_strategy(text)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_values_have_defaults() -> None:
-    found: Any = read_strategy("threshold")
-    assert found.threshold == 0.9
+    strategy: Any = read_strategy("threshold")
+    assert strategy.threshold == 0.9

@@ -1,4 +1,4 @@
-"""Texts and chats as tokens to predict."""
+"""Texts and chats as token ids, and packed training sequences."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,15 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from blockdraft.data.settings import RecordSettings
-from blockdraft.diffusion.text import Rows, Tokens, gapped, read_texts, row_length, spelled, unseen
+from blockdraft.diffusion.text import (
+    PackedTexts,
+    Tokens,
+    count_unseen,
+    encode_gaps,
+    read_texts,
+    sequence_length,
+    token_text,
+)
 from blockdraft.errors import UsageError
 
 
@@ -28,108 +36,111 @@ def test_texts_and_chats(model_of: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("record", "message"),
     [
-        ({"text": "so <|mask|> it is"}, r"record 1 holds the mask token \(id 3\), .* take it out"),
+        ({"text": "so <|mask|> it is"}, r"record 1 contains the mask token \(id 3\), .* remove it"),
         ({"prompt": "hi"}, "record 1: this is a prompt without a response"),
     ],
 )
-def test_rows_that_cannot_be_used(row: Any, told: str, model_of: Any, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    with pytest.raises(UsageError, match=told):
+def test_invalid_records(record: Any, message: str, model_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(record))
+    with pytest.raises(UsageError, match=message):
         read_texts([str(tmp_path / "rows.jsonl")], RecordSettings(), model_of())
 
 
-def test_length_of_rows(model_of: Any) -> None:
-    assert row_length(model_of(), None) == 256 and row_length(model_of(), 10) == 10
-    with pytest.raises(UsageError, match="length is 257"):
-        row_length(model_of(), 257)
+def test_sequence_length(model_of: Any) -> None:
+    assert sequence_length(model_of(), None) == 256 and sequence_length(model_of(), 10) == 10
+    with pytest.raises(UsageError, match="length must be at most 256"):
+        sequence_length(model_of(), 257)
 
 
 def test_texts_with_gaps(model_of: Any) -> None:
     model = model_of(4)
-    plain = model.text.tokenizer
-    found = gapped("the [GAP] in[GAP]", 3, model)
-    first, second = plain("the ")["input_ids"], plain(" in")["input_ids"]
-    assert found == [*first, None, None, None, *second, None, None, None]
+    tokenizer = model.text.tokenizer
+    tokens = encode_gaps("the [GAP] in[GAP]", 3, model)
+    first, second = tokenizer("the ")["input_ids"], tokenizer(" in")["input_ids"]
+    assert tokens == [*first, None, None, None, *second, None, None, None]
     for text in ("no gap", "[GAP] text"):
         with pytest.raises(UsageError, match=r"has no \[GAP\], or no text before it"):
-            gapped(text, 3, model)
+            encode_gaps(text, 3, model)
 
 
-def test_tokens_are_spelled_as_behind_others() -> None:
-    """A token keeps its space, which many decoders omit at the beginning of a text."""
-    made = Tokenizer(models.WordLevel({"▁the": 0, "inn": 1, "▁": 2}))
-    made.decoder = decoders.Metaspace()
-    model: Any = SimpleNamespace(text=SimpleNamespace(tokenizer=PreTrainedTokenizerFast(tokenizer_object=made)))
-    assert [spelled(token, model) for token in (0, 1, 2)] == [" the", "inn", " "]
+def test_token_text_keeps_its_space() -> None:
+    """Many decoders omit the space at the beginning of a text."""
+    tokenizer = Tokenizer(models.WordLevel({"▁the": 0, "inn": 1, "▁": 2}))
+    tokenizer.decoder = decoders.Metaspace()
+    model: Any = SimpleNamespace(text=SimpleNamespace(tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer)))
+    assert [token_text(token, model) for token in (0, 1, 2)] == [" the", "inn", " "]
 
 
-def test_bytes_of_a_character_are_spelled_each(model_of: Any) -> None:
+def test_token_text_of_incomplete_characters(model_of: Any) -> None:
     model = model_of()
     ids = model.text.tokenizer("é in")["input_ids"]
-    assert len(ids) > 3 and "".join(spelled(token, model) for token in ids).startswith("\ufffd\ufffd")
+    assert len(ids) > 3 and "".join(token_text(token, model) for token in ids).startswith("\ufffd\ufffd")
 
 
-def test_what_cannot_be_seen_from_a_gap() -> None:
+def test_count_unseen() -> None:
     tokens = [1, 2, None, None, None, 3, 4, 5, 6, 7]
-    assert unseen(tokens, 4) == (5, 2)  # 3, 4 and 5 share the second block with the gap
-    assert unseen(tokens, 1) == (5, 5) and unseen(tokens, 16) == (5, 0)
-    assert unseen([1, None], 4) == (0, 0)
+    assert count_unseen(tokens, 4) == (5, 2)  # 3, 4 and 5 share the second block with the gap
+    assert count_unseen(tokens, 1) == (5, 5) and count_unseen(tokens, 16) == (5, 0)
+    assert count_unseen([1, None], 4) == (0, 0)
 
 
-def text(length: int, begin: int = 0, learned: int = 0) -> Tokens:
-    """Tokens, of which those from `learned` on are to be learned."""
+def text(length: int, begin: int = 0, first_eligible: int = 0) -> Tokens:
     ids = torch.arange(length) + begin
-    return Tokens(ids, ids - begin >= learned)
+    return Tokens(ids, ids - begin >= first_eligible)
 
 
-def test_texts_are_joined_and_cut() -> None:
-    """The first token of a row is given, and the rest at the end is dropped."""
-    found = Rows([text(7, learned=3), text(4, 20, learned=9)], 5, 0.0, 0)
-    assert found.all.ids.tolist() == [[0, 1, 2, 3, 4], [5, 6, 20, 21, 22]]
-    assert found.all.eligible.int().tolist() == [[0, 0, 0, 1, 1], [0, 1, 0, 0, 0]]
-    assert (found.trained, found.held_out, found.idle) == (2, 0, 0)
+def test_texts_are_packed() -> None:
+    """The first token of a sequence is given, and the rest at the end is dropped."""
+    data = PackedTexts([text(7, first_eligible=3), text(4, 20, first_eligible=9)], 5, 0.0, 0)
+    assert data.all.ids.tolist() == [[0, 1, 2, 3, 4], [5, 6, 20, 21, 22]]
+    assert data.all.eligible.int().tolist() == [[0, 0, 0, 1, 1], [0, 1, 0, 0, 0]]
+    assert (data.num_train, data.num_held_out, data.num_skipped) == (2, 0, 0)
 
 
-def test_rows_without_a_token_to_learn_are_left_out() -> None:
-    """A row in the middle of a long question holds nothing to learn, and its first token never counts."""
-    found = Rows([text(11, learned=10), text(9, 20, learned=0)], 5, 0.5, 0)
-    assert found.all.ids.tolist() == [[10, 20, 21, 22, 23], [24, 25, 26, 27, 28]] and found.idle == 2
-    assert (found.trained, found.held_out) == (1, 1)
+def test_sequences_without_a_token_to_learn_are_skipped() -> None:
+    """The first token of a sequence never counts as a token to learn."""
+    data = PackedTexts([text(11, first_eligible=10), text(9, 20, first_eligible=0)], 5, 0.5, 0)
+    assert data.all.ids.tolist() == [[10, 20, 21, 22, 23], [24, 25, 26, 27, 28]] and data.num_skipped == 2
+    assert (data.num_train, data.num_held_out) == (1, 1)
 
 
-def test_held_out_rows_are_the_last_ones() -> None:
-    found = Rows([text(50)], 5, 0.25, 0)
-    assert (found.trained, found.held_out) == (7, 3)
-    assert [row.ids[0].item() for row in found.held_out_rows()] == [35, 40, 45]
-    seen = {int(row[0]) for step in range(7) for row in found.batch(step, 2).ids}
+def test_last_sequences_are_held_out() -> None:
+    data = PackedTexts([text(50)], 5, 0.25, 0)
+    assert (data.num_train, data.num_held_out) == (7, 3)
+    assert [sequence.ids[0].item() for sequence in data.held_out()] == [35, 40, 45]
+    seen = {int(row[0]) for step in range(7) for row in data.batch(step, 2).ids}
     assert seen == {*range(0, 35, 5)}
-    assert found.held_out_batch(0, 4).ids[:, 0].tolist() == [35, 40, 45, 35]
-    assert found.held_out_batch(1, 4).ids[:, 0].tolist() == [40, 45, 35, 40]
-    assert Rows([text(10)], 5, 0.0, 0).held_out_batch(0, 3).ids[:, 0].tolist() == [0, 5, 0]
+    assert data.held_out_batch(0, 4).ids[:, 0].tolist() == [35, 40, 45, 35]
+    assert data.held_out_batch(1, 4).ids[:, 0].tolist() == [40, 45, 35, 40]
+    assert PackedTexts([text(10)], 5, 0.0, 0).held_out_batch(0, 3).ids[:, 0].tolist() == [0, 5, 0]
 
 
-def test_all_rows_once_in_each_epoch() -> None:
-    """The order differs by epoch and seed, also where an epoch ends in the middle of a step."""
+def test_each_epoch_has_all_sequences_once() -> None:
+    """The order differs by epoch and seed, even if an epoch ends within a step."""
     orders = []
     for seed in (0, 1):
-        rows = Rows([text(50)], 5, 0.0, seed)
-        drawn = [int(row[0]) for step in range(5) for row in rows.batch(step, 4).ids]
-        assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(0, 50, 5))
-        orders += [drawn[:10], drawn[10:]]
+        data = PackedTexts([text(50)], 5, 0.0, seed)
+        order = [int(ids[0]) for step in range(5) for ids in data.batch(step, 4).ids]
+        assert sorted(order[:10]) == sorted(order[10:]) == list(range(0, 50, 5))
+        orders += [order[:10], order[10:]]
     assert len({*map(tuple, orders)}) == 4
 
 
 @pytest.mark.parametrize(
-    ("texts", "held_out", "told"),
+    ("texts", "held_out", "message"),
     [
-        ([], 0.0, "There are 0 tokens, which make 0 rows of 5 with something to learn, 0 of them held out; give more"),
-        ([text(4)], 0.0, "There are 4 tokens, which make 0 rows"),
-        ([text(20, learned=20)], 0.0, "There are 20 tokens, which make 0 rows"),
-        ([text(20)], 0.9, "which make 4 rows of 5 with something to learn, 4 of them held out"),
+        (
+            [],
+            0.0,
+            "There are 0 tokens, which make 0 sequences of 5 with something to learn, 0 of them held out; give more",
+        ),
+        ([text(4)], 0.0, "There are 4 tokens, which make 0 sequences"),
+        ([text(20, first_eligible=20)], 0.0, "There are 20 tokens, which make 0 sequences"),
+        ([text(20)], 0.9, "which make 4 sequences of 5 with something to learn, 4 of them held out"),
     ],
 )
-def test_nothing_to_learn(texts: Any, held_out: float, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
-        Rows(texts, 5, held_out, 0)
+def test_nothing_to_learn(texts: Any, held_out: float, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        PackedTexts(texts, 5, held_out, 0)

@@ -11,7 +11,7 @@ pytest.importorskip("jax.numpy", reason="JAX is not installed: pip install 'bloc
 
 import jax
 
-from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, SampledPlan, TreePlan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.jax
 SECONDS = [1.0 + 0.02 * count for count in range(41)]
 GREEDY = [SamplingParams()] * 3
 MIXED = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=0.7)]
-DRAWS = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+UNIFORMS = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 PLANS = [
-    Plan(4, MIXED),
-    Plan(5, GREEDY, draft_window=3),
-    Plan(6, GREEDY, cycle_seconds=SECONDS),
-    Plan(5, MIXED, draws=DRAWS),
-    Plan(5, MIXED, tree_budget=9),
-    Plan(5, GREEDY, tree_budget=40, cycle_seconds=SECONDS),
+    ChainPlan(4, MIXED),
+    ChainPlan(5, GREEDY, draft_window=3),
+    ChainPlan(6, GREEDY, cycle_seconds=SECONDS),
+    SampledPlan(5, MIXED, UNIFORMS),
+    TreePlan(5, MIXED, 9),
+    TreePlan(5, GREEDY, 40, cycle_seconds=SECONDS),
 ]
 EAGLE3 = [
     {"qk_norm": True, "norm_before_residual": True, "norm_output": True, "attention_bias": True},
@@ -93,7 +93,7 @@ def test_dflash(targets: tuple[Target, Target], tiny_drafter_dir: Path) -> None:
     changed |= {"output_multiplier": 0.5, "final_logit_softcapping": 3.0, "block_size": 6}
     config = type(loaded.config)(**{**vars(loaded.config), **changed})
     ours, theirs = (DFlashDrafter(randomized(loaded.network_class(config)), target) for target in targets)
-    assert_same_drafts(ours, theirs, [*PLANS, Plan(5, GREEDY, draft_passes=3)])
+    assert_same_drafts(ours, theirs, [*PLANS, ChainPlan(5, GREEDY, draft_passes=3)])
     assert ours.state_bytes(2, 50) == theirs.state_bytes(2, 50)
 
 

@@ -1,4 +1,4 @@
-"""Other programs for MLX as outside judges: on the bundled pair they say the same tokens in the same cycles."""
+"""Other programs for MLX generate the same tokens in the same steps with the bundled pair."""
 
 import importlib.util
 import json
@@ -26,24 +26,24 @@ TARGET, DRAFTER, TOKENS = str(PAIR / "target"), str(PAIR / "drafter"), 40
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    every = [[{"role": "user", "content": text}] for text in chats(10)]
-    return [tokenizer.apply_chat_template(each, add_generation_prompt=True)["input_ids"] for each in every]
+    messages = [[{"role": "user", "content": text}] for text in chats(10)]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in messages]
 
 
 @pytest.fixture(scope="module")
 def ours(prompts: list[list[int]]) -> dict[str, list[tuple[list[int], list[int]]]]:
-    """Tokens and accepted draft tokens of each prompt, by backend."""
-    found = {}
+    """Tokens of each output and how many each step committed, by backend."""
+    outputs = {}
     for backend in ("mlx", "native"):
         target = load_target(TARGET, "float32", "cpu", backend=backend)
         with Engine(target, load_drafter(DRAFTER, target=target), 1, Drafting(None)) as engine:
-            every = [engine.generate([each], SamplingParams(TOKENS))[0] for each in prompts]
-        found[backend] = [(each.token_ids, each.stats.committed) for each in every]
-    return found
+            completions = [engine.generate([prompt], SamplingParams(TOKENS))[0] for prompt in prompts]
+        outputs[backend] = [(completion.token_ids, completion.stats.committed) for completion in completions]
+    return outputs
 
 
 @pytest.mark.parametrize("peer", PEERS)
-def test_the_bundled_pair_takes_the_same_cycles(
+def test_the_bundled_pair_takes_the_same_steps(
     peer: str, prompts: list[list[int]], ours: dict[str, list[tuple[list[int], list[int]]]]
 ) -> None:
     if importlib.util.find_spec(peer) is None:
@@ -53,8 +53,8 @@ def test_the_bundled_pair_takes_the_same_cycles(
     run = subprocess.run(command, input=json.dumps(prompts), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     theirs = json.loads(run.stdout.splitlines()[-1])
-    for [tokens, cycles], [their_tokens, their_cycles] in zip(ours["mlx"], theirs, strict=True):
-        assert their_tokens[:TOKENS] == tokens  # a last block may go on behind the end
-        assert their_cycles[:-1] == cycles[:-1] and len(their_cycles) == len(cycles)
-        assert their_cycles[-1] >= cycles[-1]
-    assert sum(len(cycles) for _, cycles in theirs) < 0.5 * sum(len(tokens) for tokens, _ in theirs)
+    for [tokens, steps], [their_tokens, their_steps] in zip(ours["mlx"], theirs, strict=True):
+        assert their_tokens[:TOKENS] == tokens  # their last block may exceed the limit
+        assert their_steps[:-1] == steps[:-1] and len(their_steps) == len(steps)
+        assert their_steps[-1] >= steps[-1]
+    assert sum(len(steps) for _, steps in theirs) < 0.5 * sum(len(tokens) for tokens, _ in theirs)

@@ -1,4 +1,4 @@
-"""Import paths of radar_configs.py beside this file, and of gguf_writer.py."""
+"""Add the import paths of radar_configs.py and gguf_writer.py."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Configurations of models, as their makers publish them."""
+"""Published configurations of models."""
 
 QWEN3_8B = {
     "hidden_size": 4096,

@@ -1,4 +1,4 @@
-"""Cycle times that were measured on this machine stand for the roofline."""
+"""Step times measured on this machine replace the roofline model."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ HERE = machine_of(find("M4"))
 
 @pytest.fixture
 def smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where SmolLM2's file lies once it is pulled."""
+    """Return the path of SmolLM2's pulled file."""
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     models_folder().mkdir(parents=True)
-    place = file_place(known("smollm2"))
-    assert place is not None
-    place.touch()
-    return place
+    path = file_place(known("smollm2"))
+    assert path is not None
+    path.touch()
+    return path
 
 
-def keep(target: Path, drafter: Path | None, weights: str = "file", date: float = 0.0, threads: int = 0) -> None:
+def store_costs(target: Path, drafter: Path | None, weights: str = "file", date: float = 0.0, threads: int = 0) -> None:
     costs = Costs(COSTS.rows, COSTS.plain, COSTS.chain, COSTS.tree, date)
     pair = Pair(str(target), drafter and str(drafter), weights, threads or torch.get_num_threads())
     store(target.parent.parent / "costs" / f"{date}.json", costs, pair)
 
 
-def test_those_of_the_bundled_drafter(smollm2: Path) -> None:
+def test_costs_of_the_bundled_drafter(smollm2: Path) -> None:
     shape = read_shape("smollm2")
-    keep(smollm2, bundled_drafter(known("smollm2")))
-    found = calibrated(shape, "Q4_1")
-    assert found is not None and found[0] == COSTS and found[1] in shape.drafters
+    store_costs(smollm2, bundled_drafter(known("smollm2")))
+    result = calibrated(shape, "Q4_1")
+    assert result is not None and result[0] == COSTS and result[1] in shape.drafters
     assert calibrated(shape, "bf16") is None  # other weights
 
 
-def test_those_of_other_drafters_are_of_plain_cycles(smollm2: Path) -> None:
-    keep(smollm2, None, date=1.0)
-    keep(smollm2, bundled_drafter(known("smollm2")), threads=64, date=2.0)
-    found = calibrated(read_shape("smollm2"), "Q4_1")
-    assert found is not None and found[1] is None
-    assert found[0].plain == COSTS.plain and not found[0].knows(tree=False)
+def test_costs_of_other_drafters_have_plain_steps_only(smollm2: Path) -> None:
+    store_costs(smollm2, None, date=1.0)
+    store_costs(smollm2, bundled_drafter(known("smollm2")), threads=64, date=2.0)
+    result = calibrated(read_shape("smollm2"), "Q4_1")
+    assert result is not None and result[1] is None
+    assert result[0].plain == COSTS.plain and not result[0].knows(tree=False)
 
 
-def test_those_of_a_folder(tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_of_a_folder(tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     shape = read_shape(str(tiny_target_dir))
     assert calibrated(shape, "int8") is None
@@ -67,7 +67,7 @@ def bundled() -> tuple[Shape, ...]:
 
 @pytest.mark.parametrize("shape", bundled(), ids=lambda shape: shape.name)
 @pytest.mark.parametrize("batch", [1, 4])
-def test_they_are_the_projection(shape: Shape, batch: int) -> None:
+def test_projection_uses_the_costs(shape: Shape, batch: int) -> None:
     [drafter] = shape.drafters
     row = project(shape, HERE, "Q4_1", CONTEXT, batch, drafter=drafter, block_size=5, tau=2.0, costs=COSTS)
     assert row.confidence == "calibrated" and row.drafted is not None
@@ -77,10 +77,10 @@ def test_they_are_the_projection(shape: Shape, batch: int) -> None:
     assert longer.plain.mid < row.plain.mid and longer.drafted.mid < row.drafted.mid  # type: ignore[union-attr]
 
 
-def test_what_was_not_measured_is_scaled() -> None:
+def test_drafted_steps_without_costs_are_scaled() -> None:
     [shape, *_] = bundled()
     plain = Costs(COSTS.rows, COSTS.plain, ((), ()), ((), ()))
-    asked = {"weights": "Q4_1", "context": CONTEXT, "block_size": 5, "tau": 2.0}
-    told, scaled = project(shape, HERE, **asked), project(shape, HERE, **asked, costs=plain)  # type: ignore[arg-type]
-    assert told.drafted is not None and scaled.drafted is not None
-    assert scaled.drafted.mid / scaled.plain.mid == pytest.approx(told.drafted.mid / told.plain.mid)
+    options = {"weights": "Q4_1", "context": CONTEXT, "block_size": 5, "tau": 2.0}
+    roofline, scaled = project(shape, HERE, **options), project(shape, HERE, **options, costs=plain)  # type: ignore[arg-type]
+    assert roofline.drafted is not None and scaled.drafted is not None
+    assert scaled.drafted.mid / scaled.plain.mid == pytest.approx(roofline.drafted.mid / roofline.plain.mid)

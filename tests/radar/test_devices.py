@@ -1,4 +1,4 @@
-"""The table of devices: every row follows the schema and is plausible, and names find their devices."""
+"""The table of devices: schema, plausible values, and lookup by name."""
 
 import re
 from typing import Any
@@ -19,7 +19,7 @@ ROW = {
     "source": "https://example.org",
 }
 
-# Least and most of: memory (GB), bandwidth (GB/s), bf16 (teraflops), operations a byte (bf16 over bandwidth).
+# Ranges of memory (GB), bandwidth (GB/s), bf16 (teraflops), and operations per byte (bf16 over bandwidth).
 PLAUSIBLE = {
     "nvidia-datacentre": ((16, 300), (300, 8000), (60, 2500), (100, 500)),
     "nvidia-consumer": ((6, 128), (150, 1800), (15, 500), (45, 400)),
@@ -32,24 +32,26 @@ PLAUSIBLE = {
 
 
 def toml(*rows: dict[str, Any]) -> str:
-    """A table of some rows; what is None is left out."""
+    """Return a table in TOML, without values that are None."""
     lines = [[f"{key} = {value!r}" for key, value in row.items() if value is not None] for row in rows]
     return "\n".join("[[device]]\n" + "\n".join(line) for line in lines)
 
 
-def test_the_table_is_wide() -> None:
+def test_table_covers_all_classes() -> None:
     assert devices() == read_devices(FILE.read_text(encoding="utf-8"))
     assert len(devices()) >= 140 and {device.kind for device in devices()} == set(PLAUSIBLE)
-    named = "RTX 2060, RTX 3090, RTX 4090 Laptop, RTX 5090, H100 SXM, H200 SXM, B200 SXM, MI300X, TPU v5p, M1, M5"
-    assert all(find(name).name == name for name in named.split(", "))
+    names = "RTX 2060, RTX 3090, RTX 4090 Laptop, RTX 5090, H100 SXM, H200 SXM, B200 SXM, MI300X, TPU v5p, M1, M5"
+    assert all(find(name).name == name for name in names.split(", "))
 
 
-def test_rows_are_plausible() -> None:
+@pytest.mark.parametrize("kind", PLAUSIBLE)
+def test_values_are_plausible(kind: str) -> None:
     for device in devices():
-        plausible(device)
+        if device.kind == kind:
+            check_values(device)
 
 
-def plausible(device: Device) -> None:
+def check_values(device: Device) -> None:
     assert all(find(name) == device for name in device.names)
     memory, bandwidth, bf16, ridge = PLAUSIBLE[device.kind]
     assert memory[0] <= (device.memory_gb or 0) <= memory[1]
@@ -59,7 +61,7 @@ def plausible(device: Device) -> None:
         assert bf16[0] <= device.bf16 <= bf16[1]
         assert ridge[0] <= 1000 * device.bf16 / device.bandwidth_gbs <= ridge[1]
         assert device.bf16 >= (device.fp32 or 0)
-    # Every halving of the bits doubles the rate at most; GeForce halves the rates of sums in 32 bits, not of int8.
+    # Halving the bits at most doubles the rate; GeForce halves the rate of float32 accumulation, but not of int8.
     if device.bf16 and device.fp8:
         assert device.fp8 == pytest.approx(2 * device.bf16, rel=0.03)
     if device.fp8 and device.fp4:
@@ -69,7 +71,7 @@ def plausible(device: Device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("query", "name"),
     [
         ("rtx 4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
@@ -80,26 +82,26 @@ def plausible(device: Device) -> None:
         ("Intel(R) Core(TM) i9-13900K", "Core i9-13900K"),
     ],
 )
-def test_drivers_names_find_their_devices(said: str, name: str) -> None:
-    assert find(said).name == name
+def test_find_by_driver_name(query: str, name: str) -> None:
+    assert find(query).name == name
 
 
 @pytest.mark.parametrize(
-    ("name", "offered"),
+    ("name", "hint"),
     [
         ("RTX 4091", "RTX 4090"),
         ("4080", "RTX 4080"),
         ("M4 Max 41-core", "M4 Max 40-core"),
-        ("abacus", "devices.toml lists those"),
+        ("abacus", "devices.toml lists the known devices"),
     ],
 )
-def test_an_unknown_device_is_answered_with_near_names(name: str, offered: str) -> None:
-    with pytest.raises(UsageError, match=rf"(?s){re.escape(repr(name))}.*{re.escape(offered)}"):
+def test_unknown_device_suggests_similar_names(name: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=rf"(?s){re.escape(repr(name))}.*{re.escape(hint)}"):
         find(name)
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         ([{**ROW, "class": "abacus"}], "class"),
         ([{**ROW, "bandwidth_gbs": 0.0}], "greater than 0"),
@@ -110,6 +112,6 @@ def test_an_unknown_device_is_answered_with_near_names(name: str, offered: str) 
         ([ROW, {**ROW, "name": "NVIDIA a"}], "several devices are named a"),
     ],
 )
-def test_a_table_with_faults_is_refused(rows: list[dict[str, Any]], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_invalid_table(rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         read_devices(toml(*rows))

@@ -1,4 +1,4 @@
-"""This machine: what drivers tell, and what is measured."""
+"""This machine: GPUs as reported by drivers, and measured processors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 from blockdraft.kernels.cpu.build import begun
 from blockdraft.machine import multiplies_bfloat16
 from blockdraft.radar import machine
+from blockdraft.radar.devices import find, machine_of
 
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder of commands in the place of the machine's."""
+    """Return an empty folder of commands that hides the machine's own."""
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
     monkeypatch.setattr(
         machine.shutil, "which", lambda name: str(tmp_path / name) if (tmp_path / name).exists() else None
@@ -27,7 +28,7 @@ def put(tools: Path, name: str, script: str) -> None:
     (tools / name).chmod(0o755)
 
 
-def test_gpus_by_their_tools(tools: Path) -> None:
+def test_gpus_from_drivers(tools: Path) -> None:
     assert machine.gpus() == []
     put(tools, "nvidia-smi", "echo NVIDIA GeForce RTX 4090; echo NVIDIA GeForce RTX 4090")
     put(
@@ -36,20 +37,21 @@ def test_gpus_by_their_tools(tools: Path) -> None:
     assert machine.gpus() == ["NVIDIA GeForce RTX 4090"] * 2 + ["AMD Instinct MI300X"]
 
 
-def test_tool_that_fails_tells_no_gpu(tools: Path) -> None:
+def test_failing_driver_reports_no_gpu(tools: Path) -> None:
     put(tools, "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
     assert machine.gpus() == []
 
 
-@pytest.mark.slow
-def test_several_gpus_of_a_kind_are_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpus", lambda: ["NVIDIA GeForce RTX 4090"] * 2 + ["Voodoo 2"])
-    monkeypatch.setattr(machine, "_fastest", lambda call: 1e-3)
-    told: list[str] = []
-    first, processors = machine.here(told.append)
-    assert (first.name, first.count, first.measured) == ("2x RTX 4090", 2, False)
-    assert processors.kind == "cpu"
-    assert "Voodoo 2" in told[0]
+def test_equal_gpus_are_one_machine(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is not in the table is reported and skipped."""
+    put(tools, "nvidia-smi", "echo NVIDIA GeForce RTX 4090; echo NVIDIA GeForce RTX 4090; echo Voodoo 2")
+    processors = machine_of(find("Ryzen 9 9950X"))
+    monkeypatch.setattr(machine, "measured", lambda ram_gb: processors)
+    reports: list[str] = []
+    gpus, cpu = machine.here(reports.append)
+    assert (gpus.name, gpus.count, gpus.measured) == ("2x RTX 4090", 2, False) and cpu is processors
+    [report] = reports
+    assert "Voodoo 2" in report
 
 
 @pytest.mark.slow
@@ -58,10 +60,9 @@ def test_processors_are_measured(monkeypatch: pytest.MonkeyPatch, compiler: bool
     if not compiler:
         monkeypatch.setenv("CC", "no-such-compiler")
     begun.cache_clear()
-    found, cut = machine.measured(), machine.measured(ram_gb=32)
+    measured = machine.measured(ram_gb=32)
     begun.cache_clear()
-    assert found.measured and found.note is not None and "4 bits" in found.note
-    assert 0.2 < found.bandwidth_gbs < 5000
-    assert found.fp32 and found.int8 and min(found.fp32, found.int8) > 0.0005
-    assert (found.bf16 is not None) == multiplies_bfloat16()
-    assert cut.memory_gb == 32
+    assert measured.measured and measured.note is not None and "4 bits" in measured.note
+    assert 0.2 < measured.bandwidth_gbs < 5000 and measured.memory_gb == 32
+    assert measured.fp32 and measured.int8 and min(measured.fp32, measured.int8) > 0.0005
+    assert (measured.bf16 is not None) == multiplies_bfloat16()

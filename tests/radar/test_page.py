@@ -1,4 +1,4 @@
-"""The page: the same projections as Python's, and how it looks and is used in a Chromium without a window."""
+"""The radar page: the same projections as in Python, and its use in headless Chromium."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blockdraft.errors import UsageError
 from blockdraft.radar.devices import find, machine_of
 from blockdraft.radar.page import export_page, page
 from blockdraft.radar.project import project
-from blockdraft.radar.shape import known_shapes, of_config, read_shape
+from blockdraft.radar.shape import known_shapes, read_shape, shape_of_config
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NODE = shutil.which("node")
@@ -32,58 +32,66 @@ PROJECTIONS = [
     ("llama-3.3-70b", "RTX 4090", "Q4_K_M", 512, 64, "alpaca"),
     ("gpt-oss-120b", "B200 SXM", "mxfp4", 5, 1, "humaneval"),
 ]
-USED = ["fits", "memory_bytes", "first_token_seconds", "plain", "drafted", "block_size", "confidence"]
+COMPARED = ["fits", "memory_bytes", "first_token_seconds", "plain", "drafted", "block_size", "confidence"]
 
 
 def run(script: str) -> Any:
-    """What a script prints as JSON, with `radar` and `DATA` of the page."""
-    begin, end = "<script>", "const own = []"
-    source = page().split(begin)[1].split(end)[0].replace("get = (id) => document.getElementById(id)", "get = null")
-    done = subprocess.run([NODE or "node", "-"], input=source + script, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    """Run a script with `radar` and `DATA` of the page, and return the JSON that it prints."""
+    source = (
+        page()
+        .split("<script>")[1]
+        .split("const own = []")[0]
+        .replace("get = (id) => document.getElementById(id)", "get = null")
+    )
+    process = subprocess.run([NODE or "node", "-"], input=source + script, capture_output=True, text=True, check=True)
+    return json.loads(process.stdout)
 
 
 @pytest.mark.skipif(NODE is None, reason="needs node")
-def test_projections_are_those_of_python() -> None:
-    found = run(
+def test_projections_match_python() -> None:
+    rows = run(
         f"const all = {json.dumps(PROJECTIONS)};"
         "console.log(JSON.stringify(all.map(([model, device, ...rest]) => radar.project("
-        "DATA.models.find((one) => one.name === model), DATA.machines.find((one) => one.name === device), ...rest))));"
+        "DATA.models.find((shape) => shape.name === model),"
+        "DATA.machines.find((machine) => machine.name === device), ...rest))));"
     )
-    for (model, device, *rest), row in zip(PROJECTIONS, found, strict=True):
-        wanted = project(read_shape(model), machine_of(find(device)), *rest).as_dict()  # type: ignore[arg-type]
-        assert {name: row[name] for name in USED} == close({name: wanted[name] for name in USED}), (model, device)
+    for (model, device, *rest), row in zip(PROJECTIONS, rows, strict=True):
+        expected = project(read_shape(model), machine_of(find(device)), *rest).as_dict()  # type: ignore[arg-type]
+        assert {name: row[name] for name in COMPARED} == close({name: expected[name] for name in COMPARED}), (
+            model,
+            device,
+        )
 
 
 def close(value: Any) -> Any:
-    """The value, with numbers to a millionth."""
+    """Return the value for a comparison with a relative tolerance of 1e-6."""
     if isinstance(value, dict):
-        return {name: close(each) for name, each in value.items()}
+        return {name: close(item) for name, item in value.items()}
     return pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
 
 
 @pytest.mark.skipif(NODE is None, reason="needs node")
-def test_shapes_are_those_of_python() -> None:
+def test_shapes_match_python() -> None:
     kinds = ["sliding_attention", "linear_attention", "full_attention"] * 12
     mixed = {"text_config": {**QWEN3_8B, "layer_types": kinds, "sliding_window": 512}}
     configs = [QWEN3_8B, QWEN3_30B_A3B, DEEPSEEK_V3, mixed]
-    found = run(f"console.log(JSON.stringify({json.dumps(configs)}.map((one) => radar.shapeOf(one, 'x'))));")
-    for config, shape in zip(configs, found, strict=True):
-        wanted = of_config(config, "x").__dict__
-        ours = {name: value for name, value in wanted.items() if name not in ("drafters", "place")}
-        assert {name: shape[name] for name in ours} == ours
+    shapes = run(f"console.log(JSON.stringify({json.dumps(configs)}.map((config) => radar.shapeOf(config, 'x'))));")
+    for config, shape in zip(configs, shapes, strict=True):
+        fields = shape_of_config(config, "x").__dict__
+        expected = {name: value for name, value in fields.items() if name not in ("drafters", "path")}
+        assert {name: shape[name] for name in expected} == expected
 
 
 def test_export(tmp_path: Path) -> None:
     file = export_page(tmp_path / "web")
     assert file.read_text() == page()
-    assert [each.name for each in file.parent.iterdir()] == ["index.html"]
+    assert [path.name for path in file.parent.iterdir()] == ["index.html"]
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written to"):
         export_page(tmp_path / "file")
 
 
-def test_page_loads_nothing() -> None:
+def test_page_is_self_contained() -> None:
     assert "src=" not in page()
     assert page().count("<script>") == page().count("</script>") == 1
 
@@ -102,13 +110,13 @@ def browser() -> Iterator[Browser]:
 def opened(browser: Browser, tmp_path: Path) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 1100, "height": 900})
     tab = context.new_page()
-    complaints: list[str] = []
-    tab.on("console", lambda message: complaints.append(message.text))
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    errors: list[str] = []
+    tab.on("console", lambda message: errors.append(message.text))
+    tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.goto(export_page(tmp_path / "web").as_uri())
     yield tab
     context.close()
-    assert complaints == []
+    assert errors == []
 
 
 @pytest.mark.slow
@@ -125,7 +133,7 @@ def test_models_of_a_device(opened: Page) -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_asked_for_where_it_is_bought_apart(opened: Page) -> None:
+def test_memory_of_a_cpu_is_an_input(opened: Page) -> None:
     expect(opened.locator("#ram")).to_be_hidden()
     opened.locator("#device").select_option("Ryzen 9 9950X")
     opened.locator("#ram").fill("0")
@@ -141,38 +149,38 @@ def test_own_model(opened: Page, tmp_path: Path) -> None:
     expect(opened.locator("#rows li").first).to_contain_text("config.json, bf16")
     (tmp_path / "broken.json").write_text("{")
     opened.locator("#file").set_input_files(tmp_path / "broken.json")
-    expect(opened.locator("#problem")).to_contain_text("broken.json is no JSON")
+    expect(opened.locator("#problem")).to_contain_text("broken.json is not JSON")
     (tmp_path / "other.json").write_text("{}")
     opened.locator("#file").set_input_files(tmp_path / "other.json")
-    expect(opened.locator("#problem")).to_contain_text("says no hidden_size")
+    expect(opened.locator("#problem")).to_contain_text("lacks hidden_size")
 
 
 @pytest.mark.slow
-def test_keyboard(opened: Page) -> None:
-    reached = []
+def test_keyboard_navigation(opened: Page) -> None:
+    focused = []
     for _ in range(12):
         opened.keyboard.press("Tab")
-        reached.append(opened.evaluate("document.activeElement.id || document.activeElement.tagName"))
-    assert reached[:3] == ["device", "count", "weights"]
-    assert "file" in reached and "SUMMARY" in reached
+        focused.append(opened.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    assert focused[:3] == ["device", "count", "weights"]
+    assert "file" in focused and "SUMMARY" in focused
     opened.keyboard.press("Enter")
     expect(opened.locator("details[open]")).to_have_count(1)
 
 
 @pytest.mark.slow
-def test_scale(opened: Page) -> None:
-    """Equal lengths of bars are equal factors, and a tenth of the speed is one step of the scale less."""
+def test_logarithmic_scale(opened: Page) -> None:
+    """The scale of the bars is logarithmic, with a tick at each power of ten."""
     ticks = [float(tick.replace(",", "")) for tick in opened.locator("#axis text").all_text_contents()]
     assert ticks == [10**power for power in range(round(math.log10(ticks[0])), round(math.log10(ticks[-1])) + 1)]
     for bar in opened.locator("#rows .bar").all():
-        told = float((bar.locator(".num").text_content() or "").split(" ")[0].replace(",", ""))
+        speed = float((bar.locator(".num").text_content() or "").split(" ")[0].replace(",", ""))
         width = float((bar.locator("rect").get_attribute("width") or "").removesuffix("%")) / 100
-        assert ticks[0] * (ticks[-1] / ticks[0]) ** width == pytest.approx(told, rel=0.06)
+        assert ticks[0] * (ticks[-1] / ticks[0]) ** width == pytest.approx(speed, rel=0.06)
     opened.locator("#batch").fill("0")
     expect(opened.locator("#axis")).to_be_hidden()
 
 
 @pytest.mark.slow
-def test_narrow(opened: Page) -> None:
+def test_narrow_window(opened: Page) -> None:
     opened.set_viewport_size({"width": 340, "height": 700})
     assert opened.evaluate("document.documentElement.scrollWidth") <= 340

@@ -15,31 +15,31 @@ from radar_configs import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blockdraft.errors import UsageError
-from blockdraft.radar.shape import known_shapes, of_config, read_shape
+from blockdraft.radar.shape import known_shapes, read_shape, shape_of_config
 
 
 @pytest.mark.parametrize(
     ("name", "config"), [("qwen3-8b", QWEN3_8B), ("qwen3-30b-a3b", QWEN3_30B_A3B), ("deepseek-v3", DEEPSEEK_V3)]
 )
-def test_configuration_says_what_the_catalogue_says(name: str, config: dict[str, Any]) -> None:
-    listed, counted = read_shape(name), of_config(config, name)
-    assert counted.parameters == pytest.approx(listed.parameters, rel=0.001)
-    assert counted.active == pytest.approx(listed.active, rel=0.01)
+def test_configuration_agrees_with_the_catalogue(name: str, config: dict[str, Any]) -> None:
+    from_catalogue, from_config = read_shape(name), shape_of_config(config, name)
+    assert from_config.parameters == pytest.approx(from_catalogue.parameters, rel=0.001)
+    assert from_config.active == pytest.approx(from_catalogue.active, rel=0.01)
     for field in ("full_layers", "full_numbers", "experts", "experts_per_token", "vocabulary", "context", "tied"):
-        assert getattr(counted, field) == getattr(listed, field), field
+        assert getattr(from_config, field) == getattr(from_catalogue, field), field
 
 
 def test_windows_and_recurrent_layers_of_a_configuration() -> None:
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 12
-    windowed = of_config({**QWEN3_8B, "layer_types": kinds, "sliding_window": 1024}, "x")
+    windowed = shape_of_config({**QWEN3_8B, "layer_types": kinds, "sliding_window": 1024}, "x")
     assert (windowed.window_layers, windowed.full_layers, windowed.window) == (24, 12, 1024)
     kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 9
-    recurrent = of_config({"text_config": {**QWEN3_8B, "layer_types": kinds}}, "x")
+    recurrent = shape_of_config({"text_config": {**QWEN3_8B, "layer_types": kinds}}, "x")
     assert (recurrent.recurrent_layers, recurrent.full_layers) == (27, 9)
     assert recurrent.state_numbers > 0
 
 
-def test_most_of_the_catalogue_is_known() -> None:
+def test_most_models_of_the_catalogue_have_shapes() -> None:
     assert len(known_shapes()) >= 65
 
 
@@ -49,7 +49,7 @@ def test_folder_and_file(tmp_path: Path) -> None:
     assert read_shape(str(tmp_path / "config.json")).layers == 36
 
 
-def test_gguf_file_has_its_own_size(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_gguf_file(tiny_target_dir: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
     file = tmp_path / "model.gguf"
     write_gguf(file, model, tokenizer=AutoTokenizer.from_pretrained(tiny_target_dir))
@@ -60,19 +60,19 @@ def test_gguf_file_has_its_own_size(tiny_target_dir: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "cannot be read as JSON"),
-        ("[1]", "no JSON object"),
-        ("{}", "says no hidden_size"),
-        (json.dumps({**QWEN3_8B, "hidden_size": -1}), "hidden_size is -1"),
-        (json.dumps({**QWEN3_8B, "num_hidden_layers": "36"}), "has to be a positive whole number"),
+        ("[1]", "is not a JSON object"),
+        ("{}", "lacks hidden_size"),
+        (json.dumps({**QWEN3_8B, "hidden_size": -1}), "hidden_size must be a positive integer, got -1"),
+        (json.dumps({**QWEN3_8B, "num_hidden_layers": "36"}), "must be a positive integer"),
         (json.dumps({**QWEN3_8B, "num_experts": 4, "num_experts_per_tok": 8}), "there are 4 experts"),
     ],
 )
-def test_broken_configuration(tmp_path: Path, text: str, said: str) -> None:
+def test_broken_configuration(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         read_shape(str(tmp_path))
 
 
@@ -89,7 +89,7 @@ def test_unknown_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             read_shape(name)
 
 
-def test_a_file_on_the_hub_is_known_by_its_header(
+def test_gguf_on_the_hub_reads_only_the_header(
     tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "somebody" / "models" / "model.gguf"
@@ -98,14 +98,14 @@ def test_a_file_on_the_hub_is_known_by_its_header(
     write_gguf(file, model, tokenizer=AutoTokenizer.from_pretrained(tiny_target_dir))
     header = GGUFReader(file).data_offset
     monkeypatch.setattr("blockdraft.radar.shape.HEADER_BYTES", header)
-    taken: list[int] = []
+    block_sizes: list[int] = []
 
     class Hub(LocalFileSystem):
         def open(self, name: str, mode: str, block_size: int) -> Any:
-            taken.append(block_size)
+            block_sizes.append(block_size)
             return super().open(str(tmp_path / name), mode)
 
     monkeypatch.setattr("huggingface_hub.HfFileSystem", Hub)
-    found = read_shape("somebody/models/model.gguf")
-    assert taken == [header] and header < file.stat().st_size / 2
-    assert replace(found, name="", place=None) == replace(read_shape(str(file)), name="", place=None)
+    shape = read_shape("somebody/models/model.gguf")
+    assert block_sizes == [header] and header < file.stat().st_size / 2
+    assert replace(shape, name="", path=None) == replace(read_shape(str(file)), name="", path=None)

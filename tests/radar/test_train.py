@@ -1,4 +1,4 @@
-"""What making a drafter costs, beside published runs."""
+"""Cost of training a drafter, compared with published runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QWEN = read_shape("qwen3-8b")
     ("device", "count", "anchors", "samples_per_second"),
     [
         ("H200 SXM", 8, 256, 50.1),  # Domino's trainer, on 7 of them
-        ("H100 SXM", 4, 512, 15.0),  # TorchSpec, with its target beside it
+        ("H100 SXM", 4, 512, 15.0),  # TorchSpec, with the target on the same devices
     ],
 )
 def test_published_speeds(device: str, count: int, anchors: int, samples_per_second: float) -> None:
@@ -31,19 +31,19 @@ def test_operations_of_a_sample() -> None:
     assert cost.flops == pytest.approx(45e12, rel=0.15)
 
 
-def test_features_on_disk() -> None:
+def test_hidden_states_on_disk() -> None:
     cost = train_cost(QWEN, machine_of(find("H100 SXM")), TrainPlan(samples=10, tokens=100))
     assert cost.hidden_state_bytes == 10 * 100 * 5 * 4096 * 2
 
 
 def test_more_devices_are_faster() -> None:
-    one, eight = (train_cost(QWEN, machine_of(find("H100 SXM"), count), TrainPlan()) for count in (1, 8))
-    assert 5 < one.training_hours / eight.training_hours < 8
-    assert one.hours == pytest.approx(one.answer_hours + one.hidden_state_hours + one.training_hours)
-    assert one.fits
+    single, eight = (train_cost(QWEN, machine_of(find("H100 SXM"), count), TrainPlan()) for count in (1, 8))
+    assert 5 < single.training_hours / eight.training_hours < 8
+    assert single.hours == pytest.approx(single.response_hours + single.hidden_state_hours + single.training_hours)
+    assert single.fits
 
 
-def test_target_of_a_trillion_takes_a_cluster() -> None:
+def test_target_of_a_trillion_parameters() -> None:
     kimi = read_shape("kimi-k2")
     small = train_cost(kimi, machine_of(find("H100 SXM"), 8), TrainPlan())
     assert not small.fits
@@ -51,6 +51,6 @@ def test_target_of_a_trillion_takes_a_cluster() -> None:
     assert train_cost(kimi, machine_of(find("H100 SXM"), 40), TrainPlan()).fits
 
 
-def test_plan_of_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match="epochs is 0"):
+def test_invalid_plan() -> None:
+    with pytest.raises(UsageError, match="epochs must be at least 1"):
         TrainPlan(epochs=0)

@@ -30,10 +30,10 @@ def build(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path, tiny_ds
         rates = {f"{backend}, {way}": 7.5 for backend in ("native", "hf") for way in ("plain", *DRAFTERS)}
         own = {"tau": 3.4, "tau_mean_over_answers": 3.6, "tree": {"tau": 4.1}, "sampled": {"tau": 2.2}}
         own |= {"acceptance_by_position": [0.5, 0.25], "identical_to_plain": 9}
-        one = {"prompts": 9, "ended_by_themselves": 0.9, "looping": 0.1, "mean_tokens": 50.5, "right_answers": 0.02}
-        one |= {"tree_budget": 32, "temperature": 1.0, "tokens_per_second": rates}
-        one |= {"drafters": dict.fromkeys(DRAFTERS, own)}
-        figures = {"max_new_tokens": 256, "sets": {"gsm8k": one, "humaneval": one}}
+        entry = {"prompts": 9, "ended_by_themselves": 0.9, "looping": 0.1, "mean_tokens": 50.5, "right_answers": 0.02}
+        entry |= {"tree_budget": 32, "temperature": 1.0, "tokens_per_second": rates}
+        entry |= {"drafters": dict.fromkeys(DRAFTERS, own)}
+        figures = {"max_new_tokens": 256, "sets": {"gsm8k": entry, "humaneval": entry}}
         figures["problems"] = {"problems": 500, "solved": {"1": 0.5, "3": 0.1}, "solved_of_one_or_two_steps": 0.42}
         figures["weights"] = {folder.name: digest(folder) for folder in folders}
         if over is not None:
@@ -56,10 +56,12 @@ def test_a_clearly_faster_second_drafter_comes_along(
         log.write_text(steps * '{"tokens": 600000, "tokens_per_second": 10000}\n')
     (folder / "answers.jsonl").write_text('{"ids": [1, 2]}\n')
     (folder / "hard_answers.jsonl").write_text('{"ids": [3]}\n{}\n')
-    said = bundle.bundle(folder, out)
-    assert "drafter-dspark is bundled too and drafts by default" in said and "1.10 times as fast as drafter" in said
-    assert {each.name for each in out.iterdir()} == {"target", *DRAFTERS}
-    assert said.endswith("drafter-dflash2 was removed.")
+    summary = bundle.bundle(folder, out)
+    assert (
+        "drafter-dspark is bundled too and drafts by default" in summary and "1.10 times as fast as drafter" in summary
+    )
+    assert {path.name for path in out.iterdir()} == {"target", *DRAFTERS}
+    assert summary.endswith("drafter-dflash2 was removed.")
     monkeypatch.setattr(drafters, "PAIR", out)
     assert load_drafter(target=load_target(tiny_target_dir)).path == out / "drafter-dspark"
     target, dflash, dspark = ((out / name / "README.md").read_text() for name in ("target", *DRAFTERS))
@@ -82,11 +84,13 @@ def test_a_card_says_what_the_second_drafter_has_besides(tiny_dflash2_dir: Path,
         bundle.second_facts(zlab.read_config(tiny_drafter_dir))
 
 
-@pytest.mark.parametrize(("over", "told"), [(1.09, "drafter-dspark 1.09 times as fast"), (None, "compares no other")])
-def test_others_stay_behind(over: float | None, told: str, build: Build, tmp_path: Path) -> None:
-    said = bundle.bundle(build(over), tmp_path / "pair")
-    assert "only drafter is bundled" in said and told in said
-    assert {each.name for each in (tmp_path / "pair").iterdir()} == {"target", "drafter"}
+@pytest.mark.parametrize(
+    ("over", "message"), [(1.09, "drafter-dspark 1.09 times as fast"), (None, "compares no other")]
+)
+def test_others_stay_behind(over: float | None, message: str, build: Build, tmp_path: Path) -> None:
+    summary = bundle.bundle(build(over), tmp_path / "pair")
+    assert "only drafter is bundled" in summary and message in summary
+    assert {path.name for path in (tmp_path / "pair").iterdir()} == {"target", "drafter"}
 
 
 def test_nothing_is_copied_that_is_too_large_or_was_not_measured(
@@ -105,7 +109,7 @@ def test_nothing_is_copied_that_is_too_large_or_was_not_measured(
         file.write(b"x")
     with pytest.raises(SystemExit, match="with other weights of drafter than .*; delete it and measure again"):
         bundle.bundle(folder, tmp_path / "pair")
-    assert [each.relative_to(tmp_path / "pair") for each in (tmp_path / "pair").rglob("*.*")] == [] and old.exists()
+    assert [path.relative_to(tmp_path / "pair") for path in (tmp_path / "pair").rglob("*.*")] == [] and old.exists()
 
 
 def test_each_drafter_is_judged_by_its_fastest_way() -> None:
@@ -132,9 +136,9 @@ def test_figures_that_are_measured_make_cards(build: Build, tmp_path: Path, monk
     monkeypatch.setattr(sys, "argv", list(map(str, command)))
     measure.main()
     figures = json.loads((folder / "figures.json").read_text())
-    for each in figures["sets"].values():
-        assert [own["identical_to_plain"] for own in each["drafters"].values()] == [2, 2]
-        assert each["drafters"]["drafter"]["tau"] >= 1 and each["tokens_per_second"].keys() >= {"hf, plain"}
+    for result in figures["sets"].values():
+        assert [own["identical_to_plain"] for own in result["drafters"].values()] == [2, 2]
+        assert result["drafters"]["drafter"]["tau"] >= 1 and result["tokens_per_second"].keys() >= {"hf, plain"}
     assert figures["wide"]["over_first"]["drafter-dspark"] > 0 and figures["wide"]["prompts"] > 0
     monkeypatch.setattr(bundle, "FASTER", 0.0)
     assert "drafter-dspark is bundled" in bundle.bundle(folder, tmp_path / "pair")

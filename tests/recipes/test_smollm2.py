@@ -31,9 +31,9 @@ def recipe() -> Iterator[Any]:
         modules = {name: __import__(name) for name in names}
     finally:
         sys.path.remove(str(RECIPE))
-    found = ModuleType("recipe")
-    vars(found).update(modules)
-    yield found
+    package = ModuleType("recipe")
+    vars(package).update(modules)
+    yield package
     for name in names:
         del sys.modules[name]
 
@@ -72,8 +72,8 @@ def written(recipe: Any, target: Target, folder: Path, numbers: range, stop: Cal
     lengths = recipe.write_chats.Lengths(prompt=24, first=60, further=40)
     writer = recipe.write_chats.Writer(target, recipe.prompts.PublicPrompts(folder), set(), 1, lengths)
     with Engine(target, max_batch_size=4) as engine:
-        found = recipe.write_chats.write(EngineResponder(engine), writer, numbers, stop)
-        rows = [row for _, row in found if row is not None]
+        chats = recipe.write_chats.write(EngineResponder(engine), writer, numbers, stop)
+        rows = [row for _, row in chats if row is not None]
     return sorted(rows, key=lambda row: row["task"])
 
 
@@ -139,9 +139,9 @@ def test_answers_come_back_token_for_token(recipe: Any, target: Target, folder: 
             assert shown.endswith(f"<|im_start|>user\n{turn.get('prompt', first)}<|im_end|>\n<|im_start|>assistant\n")
             greedy = prefixes[0] if "looped" in turn and prefixes else None if "looped" in turn else chat
             if greedy is not None and len(row["turns"]) == 1:
-                wanted = greedy.tokens[greedy.supervised].tolist()
-                params = recipe.write_chats.SamplingParams(len(wanted))
-                assert engine.generate([chat.tokens[:prompt].tolist()], params)[0].token_ids == wanted
+                expected = greedy.tokens[greedy.supervised].tolist()
+                params = recipe.write_chats.SamplingParams(len(expected))
+                assert engine.generate([chat.tokens[:prompt].tolist()], params)[0].token_ids == expected
 
 
 def test_tokens_that_their_text_does_not_give_are_kept(recipe: Any, target: Target) -> None:
@@ -218,16 +218,16 @@ def test_rows_of_a_batch_answer_as_each_would_alone(
     responder = recipe.batched.BatchedResponder(target, rows=2, slots=60)
     prompts = [[7 * row + i for i in range(3 + 9 * row)] for row in range(4)]
     params = [SamplingParams(5 + 20 * row) for row in range(4)]
-    for key, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        responder.submit(key, (), prompt, one)
-    found = dict[int, Any]()
-    while len(found) < len(prompts):
-        found |= dict(responder.responses())
+    for key, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        responder.submit(key, (), prompt, param)
+    answers = dict[int, Any]()
+    while len(answers) < len(prompts):
+        answers |= dict(responder.responses())
     with Engine(target, max_batch_size=2) as engine:
-        whole = [one.token_ids for one in engine.generate(prompts, params)]
+        whole = [completion.token_ids for completion in engine.generate(prompts, params)]
     expected = [ids[: 60 - len(prompt)] for ids, prompt in zip(whole, prompts, strict=True)]  # a row is as long as that
-    assert [found[key].token_ids for key in range(4)] == expected
-    assert all(one.ended == (one.token_ids[-1] == target.tokenizer.eos_token_id) for one in found.values())
+    assert [answers[key].token_ids for key in range(4)] == expected
+    assert all(answer.ended == (answer.token_ids[-1] == target.tokenizer.eos_token_id) for answer in answers.values())
     assert all(contiguous), "the kernel reads queries as if they were"
     with pytest.raises(ValueError, match="A prompt has 60 tokens, and a row has 60 slots"):
         responder.submit(9, (), [1] * 60, params[0])
@@ -239,10 +239,10 @@ def test_a_row_that_loops_is_free_again(recipe: Any, tiny_target_dir: Path, monk
     responder = recipe.batched.BatchedResponder(target, rows=1, slots=300)
     for key in range(2):
         responder.submit(key, (), [1, 2, 3], SamplingParams(200))
-    assert [key for _ in range(2) for key, one in responder.responses() if set(one.token_ids) == {9}] == [0, 1]
+    assert [key for _ in range(2) for key, answer in responder.responses() if set(answer.token_ids) == {9}] == [0, 1]
     responder.submit(2, (), [1, 2, 3], SamplingParams(200))
-    [(_, one)] = responder.responses()
-    assert len(one.token_ids) <= recipe.batched.CHECKED + recipe.batched.STEPS
+    [(_, answer)] = responder.responses()
+    assert len(answer.token_ids) <= recipe.batched.CHECKED + recipe.batched.STEPS
 
 
 def test_draws_are_of_the_most_probable_tokens(recipe: Any) -> None:

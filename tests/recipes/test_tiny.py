@@ -137,45 +137,45 @@ def test_what_loops_is_asked_again_and_given_up_in_the_end() -> None:
         for number in prompts
         for before in range(4)
     }
-    found = sorted(answers(engine, prompts, lambda number, before: params[number, before], again=3))
+    results = sorted(answers(engine, prompts, lambda number, before: params[number, before], again=3))
     loop = [7] * 80
-    assert found == [(0, [0, 0], []), (1, [1, 12], [loop] * 2), (2, loop, [loop] * 3)]
+    assert results == [(0, [0, 0], []), (1, [1, 12], [loop] * 2), (2, loop, [loop] * 3)]
     assert engine.looping["always"] == 5
 
 
 def test_only_whole_numbers_change() -> None:
     prompt = "def f2(x: int = 50): 1,200 apples, 3.5 pens, 20% of $80. >>> f2(7)"
-    found = {with_other_numbers(prompt, random.Random(seed)) for seed in range(100)}
+    results = {with_other_numbers(prompt, random.Random(seed)) for seed in range(100)}
     form = re.compile(r"def f2\(x: int = (\d+)\): 1,200 apples, 3.5 pens, (\d+)% of \$(\d+)\. >>> f2\((\d+)\)")
-    drawn = [[int(number) for number in form.fullmatch(one).groups()] for one in found]  # type: ignore[union-attr]
-    assert len(found) > 90
+    drawn = [[int(number) for number in form.fullmatch(variant).groups()] for variant in results]  # type: ignore[union-attr]
+    assert len(results) > 90
     for place, number in enumerate((50, 20, 80, 7)):
-        values = [one[place] for one in drawn]
+        values = [numbers[place] for numbers in drawn]
         assert number // 2 <= min(values) < number < max(values) <= 2 * number + 3
 
 
 def test_hard_prompts_are_drawn_as_they_are_and_answered_with_other_numbers(tmp_path: Path) -> None:
-    said = {"gsm8k": "How much is 12 * 30?", "algorithms": "def f(n: int = 40)", "problem": "How much is 2 + 2?"}
-    rows = [json.dumps({"kind": kind, "messages": [{"content": text}]}) for kind, text in said.items()]
+    solutions = {"gsm8k": "How much is 12 * 30?", "algorithms": "def f(n: int = 40)", "problem": "How much is 2 + 2?"}
+    rows = [json.dumps({"kind": kind, "messages": [{"content": text}]}) for kind, text in solutions.items()]
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("\n".join(rows), encoding="utf-8")
-    found = hard_prompts(corpus, 1, sampled_share=1.0)
-    assert found == hard_prompts(corpus, 1, sampled_share=1.0) != hard_prompts(corpus, 2, sampled_share=1.0)
+    results = hard_prompts(corpus, 1, sampled_share=1.0)
+    assert results == hard_prompts(corpus, 1, sampled_share=1.0) != hard_prompts(corpus, 2, sampled_share=1.0)
     kinds = ["gsm8k", *2 * ["gsm8k_other"], "algorithms", *6 * ["algorithms_other"]]
-    assert sorted(kind for kind, _, _ in found) == sorted(kinds)
-    for kind, prompt, sampled in found:
+    assert sorted(kind for kind, _, _ in results) == sorted(kinds)
+    for kind, prompt, sampled in results:
         if not kind.endswith("_other"):
-            assert prompt == said[kind] and sampled
+            assert prompt == solutions[kind] and sampled
         else:
-            assert (kind, prompt, not sampled) in found, "each is answered greedily and with sampling"
-    assert any(prompt not in said.values() for _, prompt, _ in found)
+            assert (kind, prompt, not sampled) in results, "each is answered greedily and with sampling"
+    assert any(prompt not in solutions.values() for _, prompt, _ in results)
 
 
 def test_hard_prompts_without_numbers_are_answered_greedily_once(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"kind": "algorithms", "messages": [{"content": "def f()"}]}), encoding="utf-8")
-    found = hard_prompts(corpus, 1, sampled_share=0.0)
-    assert sorted(found) == [("algorithms", "def f()", True), ("algorithms_other", "def f()", False)]
+    results = hard_prompts(corpus, 1, sampled_share=0.0)
+    assert sorted(results) == [("algorithms", "def f()", True), ("algorithms_other", "def f()", False)]
 
 
 def test_tasks_count_that_are_written_as_their_solution_and_that_no_corpus_holds(
@@ -199,18 +199,18 @@ def test_tasks_count_that_are_written_as_their_solution_and_that_no_corpus_holds
         """Knows every task, and is wrong about the first."""
 
         def generate(self, prompts: list[str], params: SamplingParams) -> list[Any]:
-            return [SimpleNamespace(text="\n" + said[prompt] * (n > 0)) for n, prompt in enumerate(prompts)]
+            return [SimpleNamespace(text="\n" + solutions[prompt] * (n > 0)) for n, prompt in enumerate(prompts)]
 
     target: Any = None
-    said = dict[str, str]()
+    solutions = dict[str, str]()
     chat = solve.python_chat
 
-    def kept(*given: Any) -> Any:
-        found = chat(*given)
-        said[found["messages"][0]["content"]] = found["messages"][1]["content"]
-        return found
+    def recorded(*args: Any) -> Any:
+        task = chat(*args)
+        solutions[task["messages"][0]["content"]] = task["messages"][1]["content"]
+        return task
 
-    monkeypatch.setattr(solve, "python_chat", kept)
+    monkeypatch.setattr(solve, "python_chat", recorded)
     monkeypatch.setattr(solve, "Engine", Wrong)
     assert written(target, 20, 0.0, None) == 0 and len(set(asked)) == 20
     monkeypatch.setattr(solve, "Engine", Knows)

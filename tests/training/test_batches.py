@@ -33,7 +33,7 @@ def batches(recipe: Recipe = RECIPE, slots: int = 3) -> Batches:
 def test_documents_are_cut_and_counted() -> None:
     documents = Documents(DATA, 24)
     assert documents.cut == 1 and len(documents[31].tokens) == documents.lengths[31] == 24
-    assert documents.useless == 1 and 30 not in documents.usable  # one supervised token alone teaches nothing
+    assert documents.useless == 1 and 30 not in documents.usable  # one supervised token alone is not usable
     assert documents.supervised == sum(int(documents[i].supervised.sum()) for i in documents.usable)
 
 
@@ -51,7 +51,7 @@ def test_what_was_trained_on_is_never_held_out_when_data_grow() -> None:
     for seed in range(5):
         known = [few[i].tokens for i in split(Documents(few, 24), 5, seed)[0]]
         later = [many[i].tokens for i in split(Documents(many, 24), 5, seed)[1]]
-        assert later and not any(torch.equal(one, other) for one in known for other in later)
+        assert later and not any(torch.equal(first_run, other) for first_run in known for other in later)
 
 
 def test_packing_keeps_every_document_once_and_wastes_little() -> None:
@@ -100,18 +100,18 @@ def check_batch(batch: Batch) -> None:
     assert batch.tensors.tokens_BS.shape == (4, 24) and batch.tensors.taught_BAK.shape[::2] == (4, 3)
     documents = Documents(DATA, 24)
     for row, contents in enumerate(batch.contents):
-        held = [(n, p, i) for n, i in enumerate(contents) for p in range(documents.lengths[i])]
-        for place, (number, position, index) in enumerate(held):
+        expected_slots = [(n, p, i) for n, i in enumerate(contents) for p in range(documents.lengths[i])]
+        for place, (number, position, index) in enumerate(expected_slots):
             assert (
                 batch.tensors.documents_BS[row, place] == number and batch.tensors.positions_BS[row, place] == position
             )
             assert batch.tensors.tokens_BS[row, place] == documents[index].tokens[position]
-        assert (batch.tensors.documents_BS[row, len(held) :] == -1).all()
+        assert (batch.tensors.documents_BS[row, len(expected_slots) :] == -1).all()
         for block, anchor in enumerate(batch.tensors.anchors_BA[row].tolist()):
             if anchor < 0:
                 assert not batch.tensors.taught_BAK[row, block].any()
                 continue
-            _, position, index = held[anchor]
+            _, position, index = expected_slots[anchor]
             assert batch.tensors.tokens_BAL[row, block, 0] == documents[index].tokens[position]
             assert batch.tensors.taught_BAK[row, block, 0]
             for k in (1, 2, 3):
@@ -123,9 +123,9 @@ def check_batch(batch: Batch) -> None:
 
 
 def test_an_epoch_takes_every_document_once_and_the_next_one_draws_anew() -> None:
-    run, one = batches(), batches()
-    counts = [one.steps_of(0), one.steps_of(1)]
-    assert one.steps() == sum(counts)
+    run, first_run = batches(), batches()
+    counts = [first_run.steps_of(0), first_run.steps_of(1)]
+    assert first_run.steps() == sum(counts)
     steps = list(islice(run.run(0), sum(counts)))
     for epoch, part in ((0, steps[: counts[0]]), (1, steps[counts[0] :])):
         assert {e for e, _ in part} == {epoch}

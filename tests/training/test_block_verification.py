@@ -89,7 +89,7 @@ def test_the_gradients_mean_is_the_gradient_of_the_expected_length(kind: str) ->
     texts = list(product(range(VOCAB), repeat=DEPTH))
     for dist in {seen(path) for path in q if len(path) < DEPTH}:
         at = [(t, k) for t, text in enumerate(texts) for k in range(DEPTH) if seen(text[:k]) == dist]
-        found = torch.stack([q_TKV.grad[place] for place in at]).sum(dim=0)
+        gradient_V = torch.stack([q_TKV.grad[place] for place in at]).sum(dim=0)
         for token in range(VOCAB):
             sides = []
             for change in (step, -step):
@@ -98,7 +98,7 @@ def test_the_gradients_mean_is_the_gradient_of_the_expected_length(kind: str) ->
                     if seen(path) == dist:
                         logits[token] += change
                 sides.append(expected_length(TARGET, moved, DEPTH))
-            assert float(found[token]) == pytest.approx((sides[0] - sides[1]) / (2 * step), rel=1e-3, abs=1e-5)
+            assert float(gradient_V[token]) == pytest.approx((sides[0] - sides[1]) / (2 * step), rel=1e-3, abs=1e-5)
 
 
 def test_going_uphill_makes_a_drafter_that_sees_the_path_the_target() -> None:

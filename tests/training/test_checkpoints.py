@@ -15,8 +15,8 @@ def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         checkpoints.save(tmp_path, step, {"step": step, "weights": torch.ones(2)}, keep=2)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["step-00000010.pt", "step-00000015.pt"]
-    found = checkpoints.newest(tmp_path)
-    assert found is not None and found["step"] == 15
+    state = checkpoints.newest(tmp_path)
+    assert state is not None and state["step"] == 15
 
 
 @pytest.mark.parametrize("kind", [OSError, RuntimeError])
@@ -36,8 +36,8 @@ def test_a_full_disk_leaves_the_old_one(kind: type[Exception], tmp_path: Path, m
 def test_what_was_cut_short_is_no_checkpoint(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, 5, {"step": 5}, keep=1)
     (tmp_path / "step-00000010.partial").write_bytes(b"half of it")
-    found = checkpoints.newest(tmp_path)
-    assert found is not None and found["step"] == 5
+    state = checkpoints.newest(tmp_path)
+    assert state is not None and state["step"] == 5
 
 
 def test_a_broken_one_is_named(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_what_was_gathered_goes_on_as_it_would_have() -> None:
     for state in states[1:]:
         stepped(module, *optimizers[:1])
         stepped(module, *optimizers[1:])
-        found = gather_state(module, optimizers)
+        state = gather_state(module, optimizers)
         for name, weight in state["network"].items():
-            assert torch.equal(found["network"][name], weight)
+            assert torch.equal(state["network"][name], weight)
             assert torch.equal(gather_weights(module)[name], weight)

@@ -31,25 +31,25 @@ def data(folder: Path, count: int, length: int) -> TokenData:
 
 def resolved(target: Target, documents: TokenData, processes: int = 1, earlier: Any = None, **given: Any) -> Resolved:
     complaints = Complaints()
-    found = resolve("dflash", DFlashRecipe(**given), target, documents, processes, complaints, earlier)
+    result = resolve("dflash", DFlashRecipe(**given), target, documents, processes, complaints, earlier)
     complaints.check()
-    assert found is not None
-    return found
+    assert result is not None
+    return result
 
 
 def test_a_small_target_and_few_data(target: Target, tmp_path: Path) -> None:
-    found = resolved(target, data(tmp_path, 30, 20))
-    values = asdict(found.variant.recipe)
+    result = resolved(target, data(tmp_path, 30, 20))
+    values = asdict(result.variant.recipe)
     expected = {"length": 256, "anchors": 42, "held_out": 3, "batch": 3, "target_layers": (0, 1, 2), "layers": 5}
     assert {name: values[name] for name in expected} == expected and values["mask_token_id"] == 3
-    assert len(found.trained) == 27 and len(found.held_out) == 3
-    assert found.notes == [
+    assert len(result.trained) == 27 and len(result.held_out) == 3
+    assert result.notes == [
         "length 256: the target's context is 256 tokens",
         "held out 3: a tenth of the 30 documents",
         "batch 3: the documents fill 3 sequences of 256 tokens",
         "target layers 0, 1, 2: the target has 3 layers",
     ]
-    assert found.variant.config(target).target_layers == (0, 1, 2)
+    assert result.variant.config(target).target_layers == (0, 1, 2)
 
 
 def test_where_there_is_enough_of_all_they_are_the_papers(
@@ -57,10 +57,10 @@ def test_where_there_is_enough_of_all_they_are_the_papers(
 ) -> None:
     monkeypatch.setattr(target, "max_context", 40960)
     monkeypatch.setattr(target, "num_layers", 36)
-    found = resolved(target, data(tmp_path, 700, 60))
-    recipe = found.variant.recipe
+    result = resolved(target, data(tmp_path, 700, 60))
+    recipe = result.variant.recipe
     assert (recipe.length, recipe.batch, recipe.anchors, recipe.held_out) == (3072, 8, 512, 64)
-    assert recipe.target_layers == (1, 9, 17, 25, 33) and found.notes == []
+    assert recipe.target_layers == (1, 9, 17, 25, 33) and result.notes == []
 
 
 def test_what_is_given_stays(target: Target, tmp_path: Path) -> None:
@@ -73,10 +73,10 @@ def test_what_is_given_stays(target: Target, tmp_path: Path) -> None:
         "mask_token_id": 260,
         "layers": 1,
     }
-    found = resolved(target, data(tmp_path, 30, 20), **given)
-    values = asdict(found.variant.recipe)
+    result = resolved(target, data(tmp_path, 30, 20), **given)
+    values = asdict(result.variant.recipe)
     assert {name: values[name] for name in given} == {**given, "target_layers": (1,)}
-    assert found.notes == [] and len(found.trained) == 30
+    assert result.notes == [] and len(result.trained) == 30
 
 
 def test_what_a_run_began_with_stays_where_it_is_left_open(target: Target, tmp_path: Path) -> None:
@@ -89,15 +89,15 @@ def test_what_a_run_began_with_stays_where_it_is_left_open(target: Target, tmp_p
         "mask_token_id": 200,
         "layers": 2,
     }
-    found = resolved(target, data(tmp_path, 30, 20), earlier=earlier, anchors=4)
-    values = asdict(found.variant.recipe)
-    assert {name: values[name] for name in earlier} == {**earlier, "anchors": 4} and found.notes == []
+    result = resolved(target, data(tmp_path, 30, 20), earlier=earlier, anchors=4)
+    values = asdict(result.variant.recipe)
+    assert {name: values[name] for name in earlier} == {**earlier, "anchors": 4} and result.notes == []
 
 
 def test_a_drafter_to_begin_with_decides_its_shape(target: Target, tmp_path: Path, tiny_drafter_dir: Path) -> None:
-    found = resolved(target, data(tmp_path, 30, 20), init=str(tiny_drafter_dir))
-    assert (found.variant.recipe.layers, found.variant.recipe.target_layers) == (2, (0, 1))
-    found.variant.network(found.variant.config(target))
+    result = resolved(target, data(tmp_path, 30, 20), init=str(tiny_drafter_dir))
+    assert (result.variant.recipe.layers, result.variant.recipe.target_layers) == (2, (0, 1))
+    result.variant.network(result.variant.config(target))
 
 
 def test_a_batch_is_shared_evenly(target: Target, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_all_that_does_not_fit_is_told_together(target: Target, tmp_path: Path) 
     complaints = Complaints()
     recipe = DFlashRecipe(length=1000, target_layers=(0, target.num_layers), mask_token_id=99_999, held_out=99, batch=3)
     assert resolve("dflash", recipe, target, data(tmp_path, 30, 20), 2, complaints) is None
-    assert sorted(one.split()[0] for one in complaints.messages) == [
+    assert sorted(text.split()[0] for text in complaints.messages) == [
         "batch",
         "held_out",
         "length",
@@ -123,5 +123,5 @@ def test_all_that_does_not_fit_is_told_together(target: Target, tmp_path: Path) 
 
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_one_document_is_enough(count: int, target: Target, tmp_path: Path) -> None:
-    found = resolved(target, data(tmp_path, count, 20))
-    assert len(found.trained) == max(count - 1, 1) and len(found.held_out) == min(count - 1, 1)
+    result = resolved(target, data(tmp_path, count, 20))
+    assert len(result.trained) == max(count - 1, 1) and len(result.held_out) == min(count - 1, 1)

@@ -51,12 +51,12 @@ def test_a_device_that_is_not_there_is_not_exchanged_for_another(device: str, tm
         make_accelerator(Recipe(), tmp_path, device)
 
 
-@pytest.mark.parametrize(("device", "told"), [("cuda:1", "CUDA_VISIBLE_DEVICES=1"), ("mps", "Give cpu")])
+@pytest.mark.parametrize(("device", "message"), [("cuda:1", "CUDA_VISIBLE_DEVICES=1"), ("mps", "Give cpu")])
 def test_devices_that_training_cannot_use(
-    device: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "device_and_dtype", lambda name, dtype: (torch.device(name), dtype))
-    with pytest.raises(UsageError, match=f"device is {device}; training takes the CPU or the first NVIDIA GPU.*{told}"):
+    with pytest.raises(UsageError, match=f"device is {device}; training takes the CPU or the first .*{message}"):
         make_accelerator(Recipe(), tmp_path, device)
 
 
@@ -70,10 +70,10 @@ def test_trackers_are_told_figures_and_recipe(tmp_path: Path, monkeypatch: pytes
     """Weights & Biases, by a module of that name which notes what it is told."""
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "__init__.py").write_text(
-        "told, config = [], {}\n"
+        "calls, config = [], {}\n"
         "def init(**kwargs):\n    import wandb\n    wandb.init_args = kwargs\n    return wandb\n"
-        "def log(values, step=None):\n    told.append((step, values))\n"
-        "def finish(): told.append('finished')\n"
+        "def log(values, step=None):\n    calls.append((step, values))\n"
+        "def finish(): calls.append('finished')\n"
     )
     monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.WANDB])
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -86,5 +86,5 @@ def test_trackers_are_told_figures_and_recipe(tmp_path: Path, monkeypatch: pytes
     assert wandb.config["length"] == 40 and wandb.config["objective"].startswith("{'")
     track(accelerator, {"step": 3, "loss": 0.5, "accuracy": [0.25, None, 0.125], "epoch": 1})
     accelerator.end_training()
-    assert wandb.told == [(3, {"loss": 0.5, "accuracy/1": 0.25, "accuracy/3": 0.125}), "finished"]
+    assert wandb.calls == [(3, {"loss": 0.5, "accuracy/1": 0.25, "accuracy/3": 0.125}), "finished"]
     monkeypatch.delitem(sys.modules, "wandb")

@@ -19,9 +19,9 @@ def test_what_finds_room_is_computed_once() -> None:
         asked.append(list(chosen))
         return [torch.full((2, 3), float(i)) for i in chosen]
 
-    kept = StoredHiddenStates(source, room=3 * 2 * 3 * 4)  # three documents
+    stored = StoredHiddenStates(source, room=3 * 2 * 3 * 4)  # three documents
     for chosen in ([4, 1], [1, 2, 4], [3, 2, 1], [3, 4]):
-        assert [int(each[0, 0]) for each in kept(chosen)] == chosen
+        assert [int(hidden[0, 0]) for hidden in stored(chosen)] == chosen
     assert asked == [[4, 1], [2], [3], [3]]
 
 
@@ -32,10 +32,10 @@ def test_features_in_memory_stay_on_a_gpu(monkeypatch: Any) -> None:
     monkeypatch.setattr(
         hidden_state_sources,
         "target_hidden_states",
-        lambda target, target_layers, tokens: [each * 2 for each in tokens],
+        lambda target, target_layers, tokens: [hidden * 2 for hidden in tokens],
     )
     documents: Any = [SimpleNamespace(tokens=torch.tensor([i])) for i in range(3)]
     given: Any = {"target_layers": (1,), "beside": None, "reserved": None, "progress": Progress(note=notes.append)}
     source = open_source("memory", target, None, documents, **given)  # type: ignore[arg-type]
-    assert [int(each) for each in source([2, 1])] == [4, 2] and isinstance(source, StoredHiddenStates)
+    assert [int(hidden) for hidden in source([2, 1])] == [4, 2] and isinstance(source, StoredHiddenStates)
     assert notes == ["The target's hidden states stay on cuda:0 once computed, up to 1.0 GiB."]

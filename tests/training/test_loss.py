@@ -153,8 +153,8 @@ def test_losses_of_slots_that_are_not_taught_may_be_infinite(
     original = DFlashVariant.losses
 
     def wild(self: DFlashVariant, network: object, slots: Slots) -> dict[str, torch.Tensor]:
-        found = original(self, network, slots)  # type: ignore[arg-type]
-        return {name: losses.masked_fill(~slots.taught_CK, torch.inf) for name, losses in found.items()}
+        values = original(self, network, slots)  # type: ignore[arg-type]
+        return {name: losses.masked_fill(~slots.taught_CK, torch.inf) for name, losses in values.items()}
 
     monkeypatch.setattr(DFlashVariant, "losses", wild)
     sums, others = run(RECIPE, tiny_target_dir, tiny_data_dir)

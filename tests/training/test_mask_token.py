@@ -26,8 +26,8 @@ def data(folder: Path, tokens: torch.Tensor) -> TokenData:
 
 def test_the_one_named(target: Target, tiny_data_dir: Path) -> None:
     assert mask_token(target, 260) == (260, None)
-    found = mask_token(target, 100, read_data(tiny_data_dir))
-    assert found.id == 100 and found.why is not None and "times in the data; outputs stay the same" in found.why
+    choice = mask_token(target, 100, read_data(tiny_data_dir))
+    assert choice.id == 100 and choice.why is not None and "times in the data; outputs stay the same" in choice.why
     with pytest.raises(ValueError, match=r"mask_token_id is 5000 and the target's vocabulary has 265 tokens, 0 to 264"):
         mask_token(target, 5000)
     with pytest.raises(ValueError, match="mask_token_id is 2, which ends outputs"):
@@ -45,9 +45,9 @@ def test_an_unused_row_unless_it_is_nil(nil: bool, target: Target, monkeypatch: 
     target.tokenizer.mask_token = None
     target.vocab_size += 1  # an entry of the embedding that no token uses
     monkeypatch.setattr(target, "embed", lambda tokens: torch.full((*tokens.shape, 32), 0.0 if nil else 1.0))
-    found = mask_token(target)
-    assert (found.why == "an entry of the embedding that no token uses") != nil
-    assert nil or found.id == 265
+    choice = mask_token(target)
+    assert (choice.why == "an entry of the embedding that no token uses") != nil
+    assert nil or choice.id == 265
 
 
 def test_a_reserved_token_then_the_padding_then_the_rarest(
@@ -65,7 +65,8 @@ def test_a_reserved_token_then_the_padding_then_the_rarest(
     assert mask_token(target) == (40, "'<|reserved_7|>', which the data do not hold")
     assert mask_token(target, None, data(tmp_path / "a", torch.tensor([40, 41]))).id == tokenizer.pad_token_id == 0
     every = torch.arange(265).repeat(2)
-    found = mask_token(target, None, data(tmp_path / "b", every[every != 77]))
-    assert found.id == 77 and found.why is not None and "which the data do not hold, because every entry" in found.why
-    found = mask_token(target, None, data(tmp_path / "c", torch.cat([every, every[every != 99]])))
-    assert found.id == 99 and found.why is not None and "the rarest in the data, 2 times" in found.why
+    choice = mask_token(target, None, data(tmp_path / "b", every[every != 77]))
+    assert choice.id == 77 and choice.why is not None
+    assert "which the data do not hold, because every entry" in choice.why
+    choice = mask_token(target, None, data(tmp_path / "c", torch.cat([every, every[every != 99]])))
+    assert choice.id == 99 and choice.why is not None and "the rarest in the data, 2 times" in choice.why

@@ -28,7 +28,7 @@ class Variant:
 
 def sums(terms: list[float], right: list[int], taught: list[int], lucky: int, accepted: int, blocks: int) -> Sums:
     counts = [right, taught, [lucky], accepted, blocks]
-    return Sums(torch.tensor(terms), *(torch.tensor(one) for one in counts))
+    return Sums(torch.tensor(terms), *(torch.tensor(count) for count in counts))
 
 
 def test_the_figures_are_those_of_all_parts_together() -> None:
@@ -47,8 +47,8 @@ def test_the_figures_are_those_of_all_parts_together() -> None:
 
 def test_what_there_is_none_of_has_no_figure() -> None:
     variant: Any = Variant(near=1.0)
-    found = step_metrics(variant, [sums([0.0], [0, 0], [0, 0], 0, 0, 0)], [1e-9], Accelerator(cpu=True))
-    assert found == {"loss": 0.0, "accuracy": [None, None], "accepted_length": None}
+    metrics = step_metrics(variant, [sums([0.0], [0, 0], [0, 0], 0, 0, 0)], [1e-9], Accelerator(cpu=True))
+    assert metrics == {"loss": 0.0, "accuracy": [None, None], "accepted_length": None}
 
 
 def test_a_prompt_ends_before_the_first_supervised_token() -> None:

@@ -64,7 +64,7 @@ def block_verification(s: Slots, c: int, k: int) -> float:
     w = least = 1.0
     for i in range(k):
         if s.taught_CK[c, i]:
-            p, q = (one[int(s.tokens_CL[c, i + 1])] for one in dists(s, c, i))
+            p, q = (dist[int(s.tokens_CL[c, i + 1])] for dist in dists(s, c, i))
             w *= q / p
             least = min(least, w)
     return 1 - sum(min(least * p, w * q) for p, q in zip(*dists(s, c, k), strict=True))
@@ -88,12 +88,12 @@ def test_every_objective_has_a_twin() -> None:
 @pytest.mark.parametrize("name", sorted(TWINS))
 def test_objective_equals_its_twin(name: str) -> None:
     s = slots()
-    found = find_objective(name).losses(s)
-    assert found.dtype == torch.float32
+    actual = find_objective(name).losses(s)
+    assert actual.dtype == torch.float32
     for c in range(BLOCKS):
         for k in range(SLOTS):
             if s.taught_CK[c, k]:
-                assert float(found[c, k]) == pytest.approx(TWINS[name](s, c, k), rel=1e-4)
+                assert float(actual[c, k]) == pytest.approx(TWINS[name](s, c, k), rel=1e-4)
 
 
 # What block verification accepts of one text says little of a distribution: it is taught on many, in its own file.
@@ -123,9 +123,9 @@ def test_weights_carry_no_gradient(name: str) -> None:
     logits = s.logits_CKV.clone().requires_grad_()
     moved = Slots(s.hidden_CKH, logits, s.tokens_CL, s.taught_CK, s.teacher_CKV)
     find_objective(name).losses(moved)[0].sum().backward()
-    found, logits.grad = logits.grad, None
+    actual, logits.grad = logits.grad, None
     entropies = find_objective("decay").losses(moved)[0]
-    kls, rejected = (find_objective(one).losses(moved)[0] for one in ("forward_kl", "total_variation"))
+    kls, rejected = (find_objective(objective).losses(moved)[0] for objective in ("forward_kl", "total_variation"))
     total = torch.zeros(())
     for k in range(SLOTS):
         share = math.exp(-3 * alpha(s, 0, k))
@@ -134,7 +134,7 @@ def test_weights_carry_no_gradient(name: str) -> None:
         else:
             total = total + share * kls[k] + (1 - share) * rejected[k]
     total.backward()
-    torch.testing.assert_close(found, logits.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual, logits.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_acceptance_of_a_hopeless_slot_is_finite() -> None:

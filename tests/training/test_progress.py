@@ -24,15 +24,15 @@ def test_what_came_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # imports matplotlib
 def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = RunLog(tmp_path, 0)
-    found.add({"step": 1, "loss": 2.0, "accepted_length": None})
-    found.add({"step": 2, "loss": 1.0, "held_out_loss": 1.5, "held_out_accuracy": [0.5, None], "tau": 1.5})
-    assert draw_curves(found, tmp_path / "curves.png")
+    log = RunLog(tmp_path, 0)
+    log.add({"step": 1, "loss": 2.0, "accepted_length": None})
+    log.add({"step": 2, "loss": 1.0, "held_out_loss": 1.5, "held_out_accuracy": [0.5, None], "tau": 1.5})
+    assert draw_curves(log, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
     def absent(name: str) -> Any:
         raise ImportError(name)
 
     monkeypatch.setattr(progress, "import_module", absent)
-    assert not draw_curves(found, tmp_path / "none.png")
+    assert not draw_curves(log, tmp_path / "none.png")
     assert importlib.import_module is not absent

@@ -20,11 +20,11 @@ def some_network(seed: int = 0) -> nn.Sequential:
 
 
 def linear(network: nn.Module) -> list[nn.Linear]:
-    return [each for each in network.modules() if isinstance(each, nn.Linear)]
+    return [module for module in network.modules() if isinstance(module, nn.Linear)]
 
 
 def own(network: nn.Module) -> list[Tensor]:
-    return [each.detach().clone() for each in network.parameters()]
+    return [parameter.detach().clone() for parameter in network.parameters()]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -59,10 +59,10 @@ def test_an_error_leaves_the_weights_as_they_were() -> None:
 def test_learning_with_rounded_weights_makes_them_bear_it() -> None:
     torch.manual_seed(0)
     x = torch.randn(256, 6) @ torch.randn(6, 48)  # related inputs, among which errors of rounding can cancel out
-    wanted = x @ torch.randn(48, 32) / 7
+    expected = x @ torch.randn(48, 32) / 7
 
     def loss(network: nn.Module) -> Tensor:
-        return (network(x) - wanted).square().mean()
+        return (network(x) - expected).square().mean()
 
     unrounded, then_rounded, steps = {}, {}, 400
     for every in (None, 2, 1):
@@ -115,8 +115,8 @@ def beside_four_bits() -> Target:
 def test_what_is_rounded_in_training_is_what_is_rounded_where_a_drafter_is_loaded(
     kind: str, beside_four_bits: Target
 ) -> None:
-    found = find_variant(kind)
-    variant = found(found.recipe_class())
+    variant_class = find_variant(kind)
+    variant = variant_class(variant_class.recipe_class())
     network = variant.network(variant.config(beside_four_bits))
     for parameter in network.parameters():
         if parameter.ndim == 2 and not bool(parameter.any()):

@@ -24,14 +24,14 @@ def test_told_to_finish_the_rates_fall_within_a_tenth_of_the_steps() -> None:
     before = rates(schedule)
     schedule.finish(200)
     assert schedule.finishing and schedule.end == 220
-    found = rates(schedule)
-    assert found[:200] == before[:200]
-    falls = [one - other for one, other in zip(found[199:], found[200:], strict=False)]
-    assert min(falls) > 0 and max(falls) == pytest.approx(min(falls)) and found[-1] == pytest.approx(0.05)
-    schedule.finish(210)  # told twice
+    shortened = rates(schedule)
+    assert shortened[:200] == before[:200]
+    falls = [rate - other for rate, other in zip(shortened[199:], shortened[200:], strict=False)]
+    assert min(falls) > 0 and max(falls) == pytest.approx(min(falls)) and shortened[-1] == pytest.approx(0.05)
+    schedule.finish(210)  # a second request
     assert schedule.end == 220
     again = Schedule(1000, RECIPE, schedule.saved())
-    assert again.finishing and rates(again) == found
+    assert again.finishing and rates(again) == shortened
 
 
 def test_a_fall_is_short_and_never_longer_than_the_run() -> None:

@@ -94,9 +94,13 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
 
 
-def same(one: Path, two: Path) -> bool:
-    ours, theirs = weights(one), weights(two)
+def same(first: Path, second: Path) -> bool:
+    ours, theirs = weights(first), weights(second)
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def without_speed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
 
 
 # Of heads, a test in `variants/` says so at less expense.
@@ -150,22 +154,13 @@ def test_a_run_that_stopped_goes_on_to_the_same_weights(
     lines = run(tmp_path / "stopped", optimizer=optimizer, notes=notes)  # type: ignore[arg-type]
     assert saved == [2, 4, 6] and any("Resuming from step 4" in note for note in notes)
     assert same(tmp_path / "whole", tmp_path / "stopped")
-    timeless = [[{k: v for k, v in line.items() if k != "tokens_per_second"} for line in one] for one in (whole, lines)]
-    assert timeless[0] == timeless[1]
+    assert without_speed(whole) == without_speed(lines)
 
 
-def test_checkpoints_are_written_by_time_too(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, saved = checkpoints.save, []
-
-    def save(folder: Path, step: int, *rest: Any) -> None:
-        original(folder, step, *rest)
-        saved.append(step)
-
-    monkeypatch.setattr(checkpoints, "save", save)
-    run(tmp_path / "hourly", steps="3", save_every="0", save_minutes="60", eval_prompts="0")
-    assert saved == [3]
-    run(tmp_path / "always", steps="3", save_every="0", save_minutes="1e-9", eval_prompts="0")
-    assert saved == [3, 1, 2, 3]
+@pytest.mark.parametrize(("minutes", "count"), [("60", 1), ("1e-9", 3)])
+def test_checkpoints_by_time(run: Run, tmp_path: Path, minutes: str, count: int) -> None:
+    run(tmp_path / "drafter", steps="3", save_every="0", save_minutes=minutes, eval_prompts="0", keep="9")
+    assert len(list((run_folder(tmp_path / "drafter") / "checkpoints").glob("step-*.pt"))) == count
 
 
 @pytest.mark.slow
@@ -198,8 +193,7 @@ def test_a_signal_saves_what_was_learned(
     assert state is not None and state["step"] == (1 if place == "forward" else 2)
     lines = run(tmp_path / "stopped", **rare)
     assert same(tmp_path / "whole", tmp_path / "stopped")
-    timeless = [[{k: v for k, v in line.items() if k != "tokens_per_second"} for line in one] for one in (whole, lines)]
-    assert timeless[0] == timeless[1]
+    assert without_speed(whole) == without_speed(lines)
 
 
 def test_a_second_signal_saves_no_rounded_weights(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,8 +417,8 @@ def test_data_that_grow_leave_a_run_as_it_was(
         writer.add(row, [documents[row]])
     writer.finish()
     run(out, data=tmp_path / "data", **small, notes=notes)
-    [told] = [note for note in notes if "grown" in note]
-    assert re.search(rf"has grown by 20 documents \(\d+ tokens\) since .* --init {out} --out FOLDER", told)
+    [note] = [note for note in notes if "grown" in note]
+    assert re.search(rf"has grown by 20 documents \(\d+ tokens\) since .* --init {out} --out FOLDER", note)
     assert any(note.startswith("14 documents to train on, 6 held out") for note in notes)
     assert same(tmp_path / "whole", out)
     with pytest.raises(ValueError, match="holds a run with data = .*choose another --out"):
@@ -445,7 +439,7 @@ def test_data_that_grow_leave_a_run_as_it_was(
 def test_how_a_step_is_computed_does_not_matter(changes: dict[str, str], run: Run, tmp_path: Path) -> None:
     plain = run(tmp_path / "plain", objective="decay=0.5,forward_kl=0.5")
     other = run(tmp_path / "other", objective="decay=0.5,forward_kl=0.5", **changes)
-    tolerance = 2e-2 if "hidden_states" in changes else 2e-4  # features in memory are rounded
+    tolerance = 2e-2 if "hidden_states" in changes else 2e-4  # hidden states in memory are rounded
     for ours, theirs in zip(plain, other, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=tolerance)
         assert ours["held_out_loss" if "held_out_loss" in ours else "loss"] > 0
@@ -459,31 +453,24 @@ def test_bfloat16_trains_float32_weights(run: Run, tmp_path: Path) -> None:
     assert state is not None and {tensor.dtype for tensor in state["network"].values()} == {torch.float32}
 
 
-def test_weights_are_rounded_in_every_other_step(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, original = list[int](), trainer.quantized_weights
-
-    def watched(layers: Any, bits: int) -> Any:
-        asked.append(bits)
-        return original(layers, bits)
-
-    monkeypatch.setattr(trainer, "quantized_weights", watched)
+def test_weights_are_quantized_in_every_other_step(run: Run, tmp_path: Path) -> None:
+    """Here the second step of three."""
     changes = {"steps": "3", "eval_prompts": "0", "dtype": "float32"}
     plain = run(tmp_path / "plain", **changes)
     few = run(tmp_path / "few", **changes, qat_bits="4")
     many = run(tmp_path / "many", **changes, qat_bits="8")
-    assert asked == [4, 8]  # in the second step of three
     assert few[0]["loss"] == many[0]["loss"] == plain[0]["loss"]
     assert abs(few[1]["loss"] - plain[1]["loss"]) > 4 * abs(many[1]["loss"] - plain[1]["loss"]) > 0
-    # What is measured and written is not rounded.
+    # Evaluated and written weights are not quantized.
     assert few[2]["held_out_loss"] == pytest.approx(plain[2]["held_out_loss"], rel=0.05)
-    one = weights(tmp_path / "few")["layers.0.self_attn.q_proj.weight"]
-    assert len(one[0].unique()) == one.size(1)
-    with pytest.raises(ValueError, match="--qat-bits must be 4 or 8, got '5'"):
+    weight = weights(tmp_path / "few")["layers.0.self_attn.q_proj.weight"]
+    assert len(weight[0].unique()) == weight.size(1)
+    with pytest.raises(ValueError, match="must be 4 or 8, got '5'"):
         run(tmp_path / "odd", qat_bits="5")
 
 
 @pytest.mark.parametrize("clip", [0.01, 0.0])
-def test_the_optimiser_gets_clipped_gradients_and_the_scheduled_rate(
+def test_the_optimizer_gets_clipped_gradients_and_the_scheduled_rate(
     clip: float, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     norms, rates, original = list[float](), list[float](), torch.optim.AdamW.step
@@ -560,8 +547,8 @@ def test_a_drafter_says_what_it_was_trained_for(run: Run, tmp_path: Path, tiny_t
     assert "qat_bits" not in json.loads((tmp_path / "second" / "config.json").read_text())
     file.write_text(json.dumps(config | {"target_fingerprint": "0123456789abcdef"}))
     run(tmp_path / "third", **short, init=str(tmp_path / "first"), notes=others)
-    told = [note for note in others if note not in own]
-    assert len(told) == 1 and "was trained for another target (fingerprint 0123456789abcdef)" in told[0]
+    warnings = [note for note in others if note not in own]
+    assert len(warnings) == 1 and "was trained for another target (fingerprint 0123456789abcdef)" in warnings[0]
 
 
 def test_a_gguf_file_says_what_it_was_trained_for(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,8 +565,8 @@ def test_what_does_not_fit_is_refused_at_the_start(
 ) -> None:
     out = tmp_path / "drafter"
 
-    def refused(told: str, **changes: Any) -> None:
-        with pytest.raises(ValueError, match=told):
+    def refused(message: str, **changes: Any) -> None:
+        with pytest.raises(ValueError, match=message):
             run(out, **changes)
         assert not (out / "config.json").exists()
 
@@ -667,7 +654,7 @@ def command(target: Path, data: Path, out: Path, launch: tuple[str, ...] = ("-m"
     return [sys.executable, *launch, "blockdraft", "train", "dflash", *folders, *given]
 
 
-def told_by(started: list[str], **environment: str) -> str:
+def stderr_of(started: list[str], **environment: str) -> str:
     """What it wrote to stderr."""
     ended = subprocess.run(started, env=ENVIRONMENT | environment, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 0, ended.stderr
@@ -686,11 +673,11 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_weights(
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     changes = {"steps": "40", "save_every": "1", "eval_every": "0", "eval_prompts": "0", "length": "80"}
     subprocess.run(command(tiny_target_dir, tiny_data_dir, whole, **changes), check=True, env=ENVIRONMENT)
-    found = run_folder(killed) / "checkpoints"
+    folder = run_folder(killed) / "checkpoints"
     for least in (3, 11, 24):
         process = subprocess.Popen(command(tiny_target_dir, tiny_data_dir, killed, **changes), env=ENVIRONMENT)
         deadline = time.monotonic() + 240
-        while not any(int(path.stem[5:]) >= least for path in found.glob("step-*.pt")):
+        while not any(int(path.stem[5:]) >= least for path in folder.glob("step-*.pt")):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
@@ -742,10 +729,10 @@ def test_ended_by_a_signal_a_command_goes_on_to_the_same_weights(
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM, told
+    _, stderr = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, stderr
     [saved] = (run_folder(stopped) / "checkpoints").iterdir()
-    assert f"Interrupted; the same command resumes from step {int(saved.stem[5:])}" in told
+    assert f"Interrupted; the same command resumes from step {int(saved.stem[5:])}" in stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stopped", "stopped.run", "whole", "whole.run"]
     subprocess.run(started, check=True, env=ENVIRONMENT)
     assert same(whole, stopped)
@@ -784,25 +771,24 @@ def test_two_processes_have_the_loss_of_one(
     changes |= {"qat_bits": "8"}
     if kind == "fsdp2":  # nothing is written between an evaluation and a step of rounded weights
         changes |= {"eval_prompts": "0"}
-    # On CPUs too, Accelerate's launcher starts several processes when told that they are many "GPUs".
+    # With --multi_gpu, Accelerate's launcher starts several processes on CPUs too.
     kinds = {"ddp": ("--multi_gpu",), "fsdp2": ("--use_fsdp", "--fsdp_version", "2")}
     # Some free port: two of these tests may run at once.
     launch = ("-m", "accelerate.commands.launch", *kinds[kind], "--num_processes", "2", "--main_process_port", "0")
-    one, two = tmp_path / "one", tmp_path / "two"
-    subprocess.run(command(tiny_target_dir, tiny_data_dir, one, **changes), check=True, env=ENVIRONMENT)
-    started = command(tiny_target_dir, tiny_data_dir, two, (*launch, "-m"), accumulation="2", **changes)
-    told = told_by(started, **writing_threads(tmp_path / "ends", ENVIRONMENT))
-    assert f"2 processes ({'fsdp' if kind == 'fsdp2' else 'multi_cpu'})" in told.lower()
-    logs = [
-        [json.loads(line) for line in (run_folder(out) / "log.jsonl").read_text().splitlines()] for out in (one, two)
-    ]
+    single, double = tmp_path / "single", tmp_path / "double"
+    subprocess.run(command(tiny_target_dir, tiny_data_dir, single, **changes), check=True, env=ENVIRONMENT)
+    started = command(tiny_target_dir, tiny_data_dir, double, (*launch, "-m"), accumulation="2", **changes)
+    stderr = stderr_of(started, **writing_threads(tmp_path / "ends", ENVIRONMENT))
+    assert f"2 processes ({'fsdp' if kind == 'fsdp2' else 'multi_cpu'})" in stderr.lower()
+    texts = [(run_folder(out) / "log.jsonl").read_text() for out in (single, double)]
+    logs = [[json.loads(line) for line in text.splitlines()] for text in texts]
     assert len(logs[0]) == len(logs[1]) == 6
     for ours, theirs in zip(*logs, strict=True):
         for name in ("loss", "gradient_norm", "accepted_length", "held_out_loss", "held_out_accepted_length"):
             if name in ours:
                 assert theirs[name] == pytest.approx(ours[name], rel=1e-3)
-    theirs = weights(two)
-    for name, tensor in weights(one).items():
+    theirs = weights(double)
+    for name, tensor in weights(single).items():
         if optimizer == "muon":
             # It iterates in bfloat16 on processors that multiply it, so sums in another order move single weights far.
             assert float((theirs[name] - tensor).abs().mean()) < 5e-4, name
@@ -810,9 +796,9 @@ def test_two_processes_have_the_loss_of_one(
             torch.testing.assert_close(theirs[name], tensor, rtol=2e-2, atol=2e-4)
     assert_no_process_group(tmp_path / "ends", processes=2)
     # And they go on from a checkpoint to the same weights.
-    (run_folder(two) / "checkpoints" / "step-00000006.pt").unlink()
-    shutil.copytree(two, tmp_path / "before")
-    assert "Resuming from step 4" in told_by(started) and same(tmp_path / "before", two)
+    (run_folder(double) / "checkpoints" / "step-00000006.pt").unlink()
+    shutil.copytree(double, tmp_path / "before")
+    assert "Resuming from step 4" in stderr_of(started) and same(tmp_path / "before", double)
 
 
 def test_tokenizer_fingerprint_is_what_the_data_hold(tiny_target_dir: Path, tiny_data_dir: Path) -> None:

@@ -41,11 +41,11 @@ def test_initial_weights_follow_from_the_seed(tiny_target_dir: Path) -> None:
     target = load_target(tiny_target_dir)
     config = DFlashVariant(RECIPE).config(target)
     before = torch.random.get_rng_state()
-    one, two = (DFlashVariant(RECIPE).network(config).state_dict() for _ in range(2))
+    first, second = (DFlashVariant(RECIPE).network(config).state_dict() for _ in range(2))
     other = DFlashVariant(dataclasses.replace(RECIPE, seed=1)).network(config).state_dict()
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert not torch.equal(one["fc.weight"], other["fc.weight"])
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["fc.weight"], other["fc.weight"])
 
 
 @pytest.mark.parametrize("factor", [1, 20])
@@ -91,8 +91,8 @@ def test_warm_start_takes_the_weights_and_allows_another_block_size(
     variant = DFlashVariant(recipe)
     cold = DFlashVariant(RECIPE)
     config = variant.config(target)
-    found = variant.network(config).state_dict()
-    assert not torch.equal(found["fc.weight"], cold.network(cold.config(target)).state_dict()["fc.weight"])
+    warm = variant.network(config).state_dict()
+    assert not torch.equal(warm["fc.weight"], cold.network(cold.config(target)).state_dict()["fc.weight"])
     with pytest.raises(
         ValueError, match=r"target_layers of .* is \(0, 1\); it must be that of the recipe and target, \(0, 2\)"
     ):

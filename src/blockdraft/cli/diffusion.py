@@ -254,7 +254,7 @@ def generate(*, prompt: PromptArgument = None, model: Model, settings: SampleSet
     texts = [] if infill is not None else read_prompts(how.prompts) if how.prompts else [read_prompt(prompt)]
 
     from blockdraft.diffusion.sampler import Sampler
-    from blockdraft.diffusion.text import gapped, spelled, unseen
+    from blockdraft.diffusion.text import count_unseen, encode_gaps, token_text
 
     if how.steps_file is not None:
         from blockdraft.diffusion.pictures import check_picture, draw_steps
@@ -264,8 +264,8 @@ def generate(*, prompt: PromptArgument = None, model: Model, settings: SampleSet
     sampler = Sampler(loaded, settings, stop=how.stop)
     run: Callable[[Watch | None], Iterable[Chunk]] = lambda watch: sampler.stream(texts, watch)  # noqa: E731
     if infill is not None:
-        tokens = gapped(infill, settings.max_new_tokens, loaded)
-        num_after, num_unseen = unseen(tokens, loaded.config.block_size)
+        tokens = encode_gaps(infill, settings.max_new_tokens, loaded)
+        num_after, num_unseen = count_unseen(tokens, loaded.config.block_size)
         if num_unseen:
             tell(
                 f"{num_unseen} of the {num_after} tokens after the gap are in other blocks, so it does not see them; "
@@ -279,26 +279,26 @@ def generate(*, prompt: PromptArgument = None, model: Model, settings: SampleSet
             for chunk in run(watch):
                 write(chunk)
     if how.steps_file is not None:
-        draw_steps(how.steps_file, sampler.given[0], sampler.history[0], lambda token: spelled(token, loaded))
+        draw_steps(how.steps_file, sampler.inputs[0], sampler.history[0], lambda token: token_text(token, loaded))
 
 
 def _print_json(sampler: Sampler, run: Callable[[Watch | None], Iterable[Chunk]], count: int, keep_steps: bool) -> None:
     """Print a line per answer, in the order in which they end."""
     answers = [{"index": i, "text": "", "token_ids": list[int]()} for i in range(count)]
     for chunk in run(None):
-        answer: dict[str, Any] = answers[chunk.row]
+        answer: dict[str, Any] = answers[chunk.index]
         answer["text"] += chunk.text
         answer["token_ids"] += chunk.token_ids
         if chunk.finish_reason is None:
             continue
-        given, new = sampler.given[chunk.row], list(answer["token_ids"])
+        given, new = sampler.inputs[chunk.index], list(answer["token_ids"])
         if None in given:
             new = [token for token, before in zip(new, given, strict=True) if before is None]
             answer["gap_token_ids"] = new
         answer |= {"finish_reason": chunk.finish_reason, "forwards": chunk.forwards}
         answer["tokens_per_forward"] = len(new) / max(chunk.forwards, 1)
         if keep_steps:
-            answer["steps"] = [step.block for step in sampler.history[chunk.row]]
+            answer["steps"] = [step.block for step in sampler.history[chunk.index]]
         print(json.dumps(answer), flush=True)
 
 
@@ -317,10 +317,10 @@ def _shown_steps(model: DiffusionModel) -> Iterator[tuple[Watch, Callable[[Chunk
 
     from blockdraft.cli.answers import DRAFTED
     from blockdraft.diffusion.pictures import UNKNOWN
-    from blockdraft.diffusion.text import spelled
+    from blockdraft.diffusion.text import token_text
 
     def spell(block: Sequence[int | None]) -> str:
-        return "".join(UNKNOWN if token is None else spelled(token, model) for token in block)
+        return "".join(UNKNOWN if token is None else token_text(token, model) for token in block)
 
     if not sys.stdout.isatty():
         with _plain() as (_, write_plain):

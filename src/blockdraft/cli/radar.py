@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from blockdraft.models import Drafter
     from blockdraft.radar.devices import Machine
-    from blockdraft.radar.project import Interval, Row
+    from blockdraft.radar.project import Interval, Projection
     from blockdraft.radar.shape import Shape
 
 WIDTH = 140  # characters of a table in a file or pipe
@@ -78,7 +78,7 @@ def radar(*, what: RadarSettings) -> None:
     Speeds are intervals, from the device's bandwidth and arithmetic and from published tau. Where drafting is slower,
     that is shown. `blockdraft serve` offers the same as a page at /radar.
     """
-    from blockdraft.radar.acceptance import checked_task
+    from blockdraft.radar.drafting import checked_task
     from blockdraft.radar.shape import known_shapes, read_shape
 
     console = standard(WIDTH)
@@ -152,7 +152,7 @@ def _machines(names: Sequence[str], ram: float | None) -> Iterator[Machine]:
         yield machine_of(find(device), count, ram)
 
 
-def _rows(shape: Shape, machine: Machine, what: RadarSettings, drafter: Drafter | None) -> Iterator[Row]:
+def _rows(shape: Shape, machine: Machine, what: RadarSettings, drafter: Drafter | None) -> Iterator[Projection]:
     """Yield projections with each kind of weights. Unnamed models are left out if their context is too short."""
     from blockdraft.radar.calibrated import calibrated
     from blockdraft.radar.project import project
@@ -167,14 +167,14 @@ def _rows(shape: Shape, machine: Machine, what: RadarSettings, drafter: Drafter 
         yield project(shape, machine, kind, what.context, what.batch, what.task, drafter=chosen, costs=costs)
 
 
-def fastest(row: Row) -> float:
+def fastest(row: Projection) -> float:
     """Return the likely tokens per second, drafted or plain; 0 if the model does not fit."""
     if not row.fits:
         return 0.0
     return max(row.plain.mid, row.drafted.mid if row.drafted else 0.0)
 
 
-def needed(row: Row, what: RadarSettings, shapes: list[Shape], machines: list[Machine]) -> str:
+def needed(row: Projection, what: RadarSettings, shapes: list[Shape], machines: list[Machine]) -> str:
     """Say what a speed would take that a row does not reach."""
     from blockdraft.radar.project import batch_for
 
@@ -190,14 +190,14 @@ def needed(row: Row, what: RadarSettings, shapes: list[Shape], machines: list[Ma
     return f"{reached}; {speed:,.0f} tokens/s are a batch of {batch}, about {speed / batch:,.0f} per sequence."
 
 
-def with_commands(row: Row) -> dict[str, Any]:
+def with_commands(row: Projection) -> dict[str, Any]:
     """Return a row as `--json` prints it, with the commands that run what it shows."""
     entry = row.as_dict()
     entry["why"]["commands"] = commands(row)
     return entry
 
 
-def commands(row: Row) -> list[str]:
+def commands(row: Projection) -> list[str]:
     """Return the commands that run what a row shows, here and in other engines."""
     from blockdraft.models import known
     from blockdraft.models.catalogue import BUNDLED
@@ -218,17 +218,17 @@ def commands(row: Row) -> list[str]:
     return [shlex.join(line) for line in lines]
 
 
-def show_rows(console: Console, rows: list[Row], what: RadarSettings) -> None:
+def show_rows(console: Console, rows: list[Projection], what: RadarSettings) -> None:
     """Print the list: models that fit, the largest first."""
     from blockdraft.models import known
 
-    def parameters(row: Row) -> int:
+    def parameters(row: Projection) -> int:
         with suppress(UsageError):
             return known(row.model).parameters or 0
         return 0
 
     if not what.weights:  # show the finest weights that fit, by model and device
-        best: dict[tuple[str, str], Row] = {}
+        best: dict[tuple[str, str], Projection] = {}
         for row in rows:
             current = best.get((row.model, row.device))
             if current is None or (not current.fits and row.fits):
@@ -237,7 +237,7 @@ def show_rows(console: Console, rows: list[Row], what: RadarSettings) -> None:
     fitting = sorted((row for row in rows if row.fits), key=lambda row: (-parameters(row), -fastest(row)))
     shown = fitting[: what.limit] if what.limit else fitting
     several = len({row.device for row in rows}) != 1
-    columns: dict[str, Callable[[Row], str]] = {
+    columns: dict[str, Callable[[Projection], str]] = {
         "device": lambda row: row.device,
         "model": lambda row: row.model,
         "weights": lambda row: row.weights,
@@ -269,7 +269,7 @@ def show_rows(console: Console, rows: list[Row], what: RadarSettings) -> None:
         console.print(f"{len(fitting) - len(shown)} more fit; --limit 0 shows all.", soft_wrap=True)
 
 
-def show_row(console: Console, row: Row) -> None:
+def show_row(console: Console, row: Projection) -> None:
     """Print a projection with its reasons."""
     why = row.why
 
@@ -307,7 +307,7 @@ def show_row(console: Console, row: Row) -> None:
         line("" if number else "run", command)
 
 
-def gain(row: Row) -> str:
+def gain(row: Projection) -> str:
     """Return what drafting gains, in words; "" if the row has no drafted speed."""
     if not row.drafted:
         return ""
@@ -366,7 +366,7 @@ def show_training(console: Console, shapes: list[Shape], machines: list[Machine]
         target, trainer = gigabytes(cost.target_bytes), gigabytes(cost.training_bytes)
         for name, value in {
             "samples": f"{plan.samples:,} of {plan.tokens:,} tokens, {plan.epochs} epochs",
-            "responses": f"{hours(cost.answer_hours)} of the target",
+            "responses": f"{hours(cost.response_hours)} of the target",
             "hidden states": f"{hours(cost.hidden_state_hours)}, {gigabytes(cost.hidden_state_bytes)} if stored",
             "training": f"{hours(cost.training_hours)}, {cost.samples_per_second:.3g} samples/s",
             "all": hours(cost.hours),

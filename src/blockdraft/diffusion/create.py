@@ -1,4 +1,4 @@
-"""New block-diffusion models: from the weights of a causal language model, or with random weights."""
+"""Creation of block-diffusion models: from a causal language model, or with random weights."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MASK_TOKEN = "<|mask|>"  # as in dllm
-LEAST_NORM = 0.1  # of the mask token's embedding, relative to the mean of all
-INITIAL_STD = 0.02  # of the first weights of a causal shape, as usual
+MIN_NORM = 0.1  # of the mask token's embedding, relative to the mean over all tokens
+INITIAL_STD = 0.02  # of the random weights of a causal network
 
 
 @dataclass(frozen=True)
 class Created:
-    """A model that was written.
+    """Description of a model that was written.
 
     Attributes:
-        is_new: Whether the mask token was added to the tokenizer, which had none that could be used.
+        is_new: Whether the mask token was added to the tokenizer, which had no usable one.
     """
 
     config: DiffusionConfig
@@ -64,28 +64,32 @@ def convert(
     adapter: str | Path | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Created:
-    """Write a causal language model as a block-diffusion model. All weights stay. The model must be trained afterwards,
-    unless blocks have one token and are predicted with a token shift: that is the causal model itself.
+    """Convert a causal language model into a block-diffusion model with the same weights.
+
+    The model must be trained afterwards. The exception is a block size of 1 with a token shift, which is the causal
+    model itself.
 
     Args:
-        path: A Hugging Face model folder or hub name of the Llama or Qwen families; None is the bundled target.
-        out: A new or empty folder, which appears whole or not at all.
+        path: A Hugging Face model folder or hub name of the Llama or Qwen families; None uses the bundled target.
+        out: A new or empty folder, written atomically.
         revision, adapter: As for `load_target`.
 
     Raises:
-        UsageError: The model cannot be read or has parts that this network lacks, the mask token cannot be used, blocks
-            are longer than the context, or `out` cannot be written.
+        UsageError: The model cannot be read or is not supported, the mask token is not usable, blocks are longer than
+            the context, or `out` cannot be written.
     """
     path = BUNDLED if path is None else located(path)
     check_free(out)
     text = load_target_text(path, revision)
     if text.tokenizer is None:
-        raise UsageError(f"{path} has no tokenizer, and a block-diffusion model needs one; copy it there.")
+        raise UsageError(f"{path} has no tokenizer, which a block-diffusion model needs; copy it there.")
     if settings.block_size > text.max_context:
-        raise UsageError(f"block_size is {settings.block_size}, and {path} has a context of {text.max_context} tokens.")
+        raise UsageError(
+            f"block_size must be at most {text.max_context}, the context of {path}, got {settings.block_size}."
+        )
     with _only_writer(out, "converting"), open_checkpoint(path, revision, adapter, "converted") as source:
-        if refused := why_not_denoiser(source.wanted):
-            raise UsageError(f"{path} cannot be converted: {refused}.")
+        if reason := why_not_denoiser(source.wanted):
+            raise UsageError(f"{path} cannot be converted: {reason}.")
         mask, is_new = _mask_token(text, settings.mask_token_id, source.wanted.vocab_size)
         tensors = _tensors(source, mask, is_new, settings.seed, progress)
         with torch.device("meta"):
@@ -108,22 +112,20 @@ def new_model(
     out: Path,
     settings: NewSettings = NewSettings(),  # noqa: B008 (frozen)
 ) -> Created:
-    """Write a new model with random weights, which predicts each token at its own position, without a token shift.
+    """Create a model with random weights and without a token shift.
 
     Args:
-        like: A folder with a tokenizer, or the hub name of a model, whose tokenizer is taken; None is the bundled
-            target's.
-        out: A new or empty folder, which appears whole or not at all.
+        like: A folder, or the hub name of a model, whose tokenizer is used; None uses the bundled target's.
+        out: A new or empty folder, written atomically.
 
     Raises:
-        UsageError: There is no tokenizer, the mask token cannot be used, or `out` cannot be written.
+        UsageError: There is no tokenizer, the mask token is not usable, or `out` cannot be written.
     """
     like = BUNDLED if like is None else like
     check_free(out)
-    described = ModelConfig(max_position_embeddings=settings.context)
-    text = load_text_with(described, like)
+    text = load_text_with(ModelConfig(max_position_embeddings=settings.context), like)
     if text.tokenizer is None:
-        raise UsageError(f"{like} has no tokenizer; name a folder with one, or a model on the hub.")
+        raise UsageError(f"{like} has no tokenizer; give a folder with one, or a model on the hub.")
     size = 1 + max(text.tokenizer.get_vocab().values())
     mask, is_new = _mask_token(text, settings.mask_token_id, size)
     config = DiffusionConfig(settings.block_size, mask, token_shift=False)
@@ -137,74 +139,76 @@ def new_model(
 
 @contextmanager
 def _only_writer(out: Path, doing: str) -> Iterator[None]:
-    """Context in which no other process may write this new or empty folder."""
+    """Lock this new or empty folder against other processes."""
     with held(out, doing):
-        check_free(out)  # again, now that no other process writes there
+        check_free(out)  # again, now that the folder is locked
         yield
 
 
-def _mask_token(text: TargetText, wanted: int | None, size: int) -> tuple[int, bool]:
-    """The mask token's id, and whether it was added to the tokenizer just now.
+def _mask_token(text: TargetText, requested: int | None, vocab_size: int) -> tuple[int, bool]:
+    """Return the mask token's id, and whether it was added to the tokenizer.
 
     Args:
-        wanted: Id that was asked for; None takes the tokenizer's own, or else adds one.
-        size: Tokens that the model's table has rows for.
+        requested: Id to use; None uses the tokenizer's mask token, or else adds one.
+        vocab_size: Number of tokens in the model's embedding.
 
     Raises:
-        UsageError: The wanted one lies outside the vocabulary, is for padding, or ends texts.
+        UsageError: `requested` is outside the vocabulary, or is the padding token or an end token.
     """
     tokenizer = text.tokenizer
     assert tokenizer is not None
-    if wanted is not None:
-        if wanted >= size:
-            raise UsageError(f"mask_token_id is {wanted}, and the model has {size} tokens, 0 to {size - 1}.")
-        if use := _other_use(wanted, text, tokenizer):
+    if requested is not None:
+        if requested >= vocab_size:
+            raise UsageError(f"mask_token_id must be between 0 and {vocab_size - 1}, got {requested}.")
+        if use := _other_use(requested, text, tokenizer):
             raise UsageError(
-                f"mask_token_id is {wanted}, {use}; name a token that no text holds, or leave it out to get a new one."
+                f"mask_token_id is {requested}, {use}; give a token that no text contains, or omit it to add one."
             )
-        return wanted, False
+        return requested, False
     own = tokenizer.mask_token_id
-    if own is not None and own < size and _other_use(own, text, tokenizer) is None:
+    if own is not None and own < vocab_size and _other_use(own, text, tokenizer) is None:
         return own, False
     names = tokenizer.get_vocab()
-    name = next(name for name in (MASK_TOKEN, *(f"<|mask_{i}|>" for i in range(size))) if name not in names)
+    name = next(name for name in (MASK_TOKEN, *(f"<|mask_{i}|>" for i in range(vocab_size))) if name not in names)
     tokenizer.add_special_tokens({"mask_token": name})
     return tokenizer.get_vocab()[name], True
 
 
 def _other_use(token: int, text: TargetText, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Another use of a token, which rules it out as mask token."""
+    """Return a use of the token that rules it out as mask token, else None."""
     if token in text.eos_token_ids:
-        return "which ends texts"
-    return "which is the padding token" if token == tokenizer.pad_token_id else None
+        return "an end token"
+    return "the padding token" if token == tokenizer.pad_token_id else None
 
 
 def _tensors(
     source: OpenCheckpoint, mask: int, is_new: bool, seed: int, progress: Callable[[str, int, int], None]
 ) -> dict[str, Tensor]:
-    """All weights, with a row for the mask token in embedding and head. That row is sampled like the others if the
-    token is new or its row is close to zero, as causal models leave rows of tokens that they never see: gradients would
-    explode there."""
-    found, names = dict[str, Tensor](), list(source.wanted.tensor_shapes())
+    """Return all weights, with a row for the mask token in the embedding and the output head.
+
+    The row is sampled with the mean and deviation of the other rows if the token is new or the row is close to zero.
+    Causal models leave rows of unused tokens close to zero, where gradients would explode.
+    """
+    tensors, names = dict[str, Tensor](), list(source.wanted.tensor_shapes())
     for done, name in enumerate(names):
         progress("weights", done, len(names))
-        found[name] = source.tensors[name].tensor().clone()
+        tensors[name] = source.tensors[name].tensor().clone()
     progress("weights", len(names), len(names))
-    norms = found[TABLE].float().norm(dim=1)
-    if not is_new and norms[mask] >= LEAST_NORM * norms.mean():
-        return found
+    norms = tensors[TABLE].float().norm(dim=1)
+    if not is_new and norms[mask] >= MIN_NORM * norms.mean():
+        return tensors
     generator = torch.Generator().manual_seed(seed)
     for name in (TABLE, HEAD):
-        if (table := found.get(name)) is not None:
+        if (table := tensors.get(name)) is not None:
             deviation, mean = torch.std_mean(table.float(), dim=0)
             table = F.pad(table, (0, 0, 0, max(0, mask + 1 - len(table))))
             table[mask] = (mean + deviation * torch.randn(len(mean), generator=generator)).to(table.dtype)
-            found[name] = table
-    return found
+            tensors[name] = table
+    return tensors
 
 
 def _random_network(settings: NewSettings, vocab_size: int) -> tuple[Denoiser, dict[str, Any]]:
-    """The network, and its part of config.json."""
+    """Return the network and its part of config.json."""
     if settings.kind == "dit":
         config = DiTConfig(
             vocab_size=vocab_size,
@@ -236,5 +240,5 @@ def _random_network(settings: NewSettings, vocab_size: int) -> tuple[Denoiser, d
     for module in network.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=INITIAL_STD)
-    named = {"model_type": f"{PREFIX}qwen3", "architectures": ["A2DQwen3LMHeadModel"]}
-    return network, causal.to_dict() | named
+    names = {"model_type": f"{PREFIX}qwen3", "architectures": ["A2DQwen3LMHeadModel"]}
+    return network, causal.to_dict() | names

@@ -1,8 +1,8 @@
 """Block-diffusion models on disk.
 
-A converted model has the folder of its causal language model, with a few more keys in config.json and `a2d-` before the
-`model_type`, as in dllm, so that it is not mistaken for a causal language model. SDAR's folders (`model_type` sdar) and
-the paper's own models (`model_type` bd3lm) are read as well.
+A converted model has the folder of its causal language model, with a few more keys in config.json. As in dllm, its
+`model_type` begins with `a2d-`, so that nothing loads it as a causal language model. SDAR's folders (`model_type` sdar)
+and the paper's own models (`model_type` bd3lm) are read as well.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def load_model(
 
     Args:
         device, dtype: As for `load_target`.
-        block_size: Tokens of a block; None is the size in config.json.
+        block_size: Tokens of a block; None uses the size in config.json.
 
     Raises:
-        UsageError: There is no such folder, it holds another kind of model, weights are missing or unknown, or device
-            or dtype are invalid.
+        UsageError: There is no such folder, it has another kind of model, weights are missing or unknown, or device or
+            dtype are invalid.
     """
     folder = Path(path)
     try:
@@ -65,34 +65,34 @@ def load_model(
         raise UsageError(f"{folder} has no config.json of a model ({error}); give a block-diffusion model.") from error
     if family is None:
         raise UsageError(
-            f"{folder} holds a model of the type {raw['model_type']!r}, which is no block-diffusion model; make one of "
-            "it by blockdraft diffusion convert."
+            f"{folder} has a model of type {raw['model_type']!r}, which is not a block-diffusion model; convert it "
+            "with blockdraft diffusion convert."
         )
-    placed, kind = device_and_dtype(device, dtype)
-    network, described = _paper(raw, folder) if family == PAPER else _converted(raw, family, folder)
-    text = load_text_with(described, folder)
+    device, dtype = device_and_dtype(device, dtype)
+    network, model_config = _paper(raw, folder) if family == PAPER else _converted(raw, family, folder)
+    text = load_text_with(model_config, folder)
     if text.tokenizer is None:
-        remedy = "that of GPT-2" if family == PAPER else "that of the model it was made of"
-        raise UsageError(f"{folder} has no tokenizer; copy {remedy} there.")
-    given = {**raw, "block_size": raw.get("block_size") if block_size is None else block_size}
-    given.setdefault("token_shift", False)  # which other projects do not write
-    given.setdefault("mask_token_id", network.vocab_size - 1 if family == PAPER else text.tokenizer.mask_token_id)
+        origin = "GPT-2" if family == PAPER else "the model it was converted from"
+        raise UsageError(f"{folder} has no tokenizer; copy the tokenizer of {origin} there.")
+    values = {**raw, "block_size": raw.get("block_size") if block_size is None else block_size}
+    values.setdefault("token_shift", False)  # other projects do not write it
+    values.setdefault("mask_token_id", network.vocab_size - 1 if family == PAPER else text.tokenizer.mask_token_id)
     for name, remedy in (("block_size", "write it there, or give --block-size"), ("mask_token_id", "write it there")):
-        if given[name] is None:
+        if values[name] is None:
             raise UsageError(f"{folder / 'config.json'} lacks {name}; {remedy}.")
-    config = DiffusionConfig(**{each.name: given[each.name] for each in fields(DiffusionConfig)})
+    config = DiffusionConfig(**{field.name: values[field.name] for field in fields(DiffusionConfig)})
     if config.mask_token_id >= network.vocab_size:
         raise UsageError(
             f"mask_token_id is {config.mask_token_id} in {folder}, and the model has {network.vocab_size} tokens; "
             "use the config.json that belongs to these weights."
         )
     _load_weights(network, folder)
-    network.to(placed, kind).eval().requires_grad_(False)
+    network.to(device, dtype).eval().requires_grad_(False)
     return DiffusionModel(network, config, text, raw, other_files(folder))
 
 
 def other_files(folder: Path) -> dict[str, bytes]:
-    """`DiffusionModel.files` of a folder; empty if there is no such folder."""
+    """Return `DiffusionModel.files` of a folder, empty if there is no such folder."""
     return {file.name: file.read_bytes() for file in [folder / "generation_config.json"] if file.is_file()}
 
 
@@ -100,30 +100,30 @@ def _converted(raw: Mapping[str, Any], family: str, folder: Path) -> tuple[Denoi
     try:
         config = make_config({**raw, "model_type": family})
     except Exception as error:  # transformers raises many kinds
-        told = " ".join(str(error).split())
-        raise UsageError(f"{folder / 'config.json'} cannot be used: {told}; use the one of these weights.") from error
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{folder / 'config.json'} is invalid: {reason}; use the one of these weights.") from error
     try:
-        wanted = decoder_config(config)
-        if refused := why_not_denoiser(wanted):
-            raise NotCovered(refused)
-    except NotCovered as refused_too:
-        raise UsageError(f"{folder} cannot be loaded: {refused_too}.") from refused_too
+        decoder = decoder_config(config)
+        if unsupported := why_not_denoiser(decoder):
+            raise NotCovered(unsupported)
+    except NotCovered as error:
+        raise UsageError(f"{folder} cannot be loaded: {error}.") from error
     with torch.device("meta"):
-        return CausalDenoiser(wanted), config
+        return CausalDenoiser(decoder), config
 
 
 def _paper(raw: Mapping[str, Any], folder: Path) -> tuple[Denoiser, AnyConfig]:
-    others = {"time_conditioning": False, "causal": False, "adaln": True}
-    if wrong := [name for name, usual in others.items() if raw.get(name, usual) != usual]:
-        raise UsageError(f"{folder} cannot be loaded: {wrong[0]} is {raw[wrong[0]]}, which this network does not know.")
-    config = DiTConfig(**{each.name: raw[each.name] for each in fields(DiTConfig) if each.name in raw})
+    supported = {"time_conditioning": False, "causal": False, "adaln": True}
+    if wrong := [name for name, value in supported.items() if raw.get(name, value) != value]:
+        raise UsageError(f"{folder} cannot be loaded: {wrong[0]} is {raw[wrong[0]]}, which is not supported.")
+    config = DiTConfig(**{field.name: raw[field.name] for field in fields(DiTConfig) if field.name in raw})
     with torch.device("meta"):
         network = DiT(config)
     return network, ModelConfig(max_position_embeddings=config.model_length)
 
 
 def _load_weights(network: Denoiser, folder: Path) -> None:
-    """Load a network's weights. Raises a UsageError if some are missing or unknown."""
+    """Load a network's weights. Raise a UsageError if some are missing or unknown."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UsageError(f"{folder} has no *.safetensors; copy the model's weights there.")
@@ -131,21 +131,21 @@ def _load_weights(network: Denoiser, folder: Path) -> None:
         stored = open_tensors(list(map(str, files)))
         check_floats(stored)
         # Copied, so that the model does not change when its files are overwritten.
-        tensors = {name: each.tensor().to(torch.float32, copy=True) for name, each in stored.items()}
+        tensors = {name: entry.tensor().to(torch.float32, copy=True) for name, entry in stored.items()}
     except (OSError, SafetensorError) as error:
         raise UsageError(f"The weights in {folder} are corrupt or cut short ({error}); copy them again.") from error
-    expected = {name: tuple(weight.shape) for name, weight in network.state_dict().items()}
-    if HEAD not in expected:
-        tensors.pop(HEAD, None)  # written although it is tied to the embedding
-    check_tensors(expected, tensors)
+    shapes = {name: tuple(weight.shape) for name, weight in network.state_dict().items()}
+    if HEAD not in shapes:
+        tensors.pop(HEAD, None)  # some files have it although it is tied to the embedding
+    check_tensors(shapes, tensors)
     network.load_state_dict(tensors, assign=True)
 
 
 def write_model(model: DiffusionModel, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a model with these weights, whole or not at all, to a folder, which is replaced if it exists.
+    """Write a model with these weights to a folder, atomically, and replace the folder if it exists.
 
     Raises:
-        UsageError: The folder cannot be written. What was there stays.
+        UsageError: The folder cannot be written. Its old content stays.
     """
     assert model.text.tokenizer is not None
     folder = folder.absolute()

@@ -1,4 +1,4 @@
-"""Training's attention mask, and a block-diffusion model's losses on noisy text."""
+"""Attention mask of training, and the losses of a block-diffusion model on noisy text."""
 
 from __future__ import annotations
 
@@ -19,45 +19,50 @@ from blockdraft.nn.denoiser import Denoiser
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-CHUNK = 2048  # masked tokens whose logits exist at once
+CHUNK = 2048  # masked tokens whose logits are in memory at once
 
 
 def block_causal(length: int, block_size: int, device: torch.device | None = None) -> Tensor:
-    """Attention mask of a clean text, `[length, length]` bool: a token sees its own block and those before it."""
+    """Return the attention mask of a clean text: a token attends to its own block and the blocks before it.
+
+    Returns:
+        `[length, length]` bool.
+    """
     blocks = torch.arange(length, device=device) // block_size
     return blocks[:, None] >= blocks[None, :]
 
 
 def training_mask(length: int, block_size: int, device: torch.device | None = None) -> Tensor:
-    """Attention mask of `[x_t ; x_0]`, a noisy text followed by the same text without noise (arXiv 2503.09573).
+    """Return the attention mask of `[x_t ; x_0]`, a noisy text followed by the same clean text (arXiv 2503.09573).
 
-    A noisy token sees its own noisy block and the clean blocks before it, which is what it sees when the block is
-    sampled. A clean token sees its own clean block and those before it, and nothing noisy. Token i of both halves has
+    A noisy token attends to its own noisy block and the clean blocks before it, as during sampling. A clean token
+    attends to its own clean block and the clean blocks before it, and to nothing noisy. Token i of both halves has
     position i. The last block may be shorter.
 
     Returns:
         `[2 * length, 2 * length]` bool.
     """
     clean = block_causal(length, block_size, device)
-    own = clean & clean.T
-    return torch.cat([torch.cat([own, clean & ~own], dim=1), torch.cat([torch.zeros_like(own), clean], dim=1)])
+    same_block = clean & clean.T
+    noisy_rows = torch.cat([same_block, clean & ~same_block], dim=1)
+    return torch.cat([noisy_rows, torch.cat([torch.zeros_like(clean), clean], dim=1)])
 
 
 def training_rule(length: int, block_size: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """`training_mask` as a function of row, head, query and key, which FlexAttention takes."""
+    """Return `training_mask` as a function of batch, head, query and key indices, for FlexAttention."""
 
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own, other = query % length // block_size, key % length // block_size
-        is_noisy, other_is_noisy = query < length, key < length
-        to_clean = ~other_is_noisy & ((other < own) | (~is_noisy & (other == own)))
-        return to_clean | (is_noisy & other_is_noisy & (other == own))
+    def may_attend(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query_block, key_block = query % length // block_size, key % length // block_size
+        is_noisy, key_is_noisy = query < length, key < length
+        to_clean = ~key_is_noisy & ((key_block < query_block) | (~is_noisy & (key_block == query_block)))
+        return to_clean | (is_noisy & key_is_noisy & (key_block == query_block))
 
-    return sees
+    return may_attend
 
 
-@lru_cache(maxsize=4)  # since making one takes longer than attending with it
+@lru_cache(maxsize=4)  # building a mask takes longer than the attention
 def flex_mask(length: int, block_size: int, device: torch.device) -> BlockMask:
-    """`training_mask` for FlexAttention, which skips tiles that are wholly masked."""
+    """Return `training_mask` for FlexAttention, which skips fully masked tiles."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     rule = training_rule(length, block_size)
@@ -65,11 +70,10 @@ def flex_mask(length: int, block_size: int, device: torch.device) -> BlockMask:
 
 
 def shifted(states_BLH: Tensor, before_BKH: Tensor, block_size: int) -> Tensor:
-    """Hidden states moved to the positions that they predict, for a model with a token shift, where the state at a
-    position predicts the next one.
+    """Move hidden states to the positions that they predict, for a model with a token shift.
 
     Args:
-        states_BLH: States of whole blocks, of which the last may be shorter.
+        states_BLH: States of whole blocks; the last block may be shorter. Each predicts the next position.
         before_BKH: States of the clean token right before each of the K blocks.
 
     Returns:
@@ -80,12 +84,16 @@ def shifted(states_BLH: Tensor, before_BKH: Tensor, block_size: int) -> Tensor:
     return moved
 
 
-def states_about(model: DiffusionModel, noisy_BL: Tensor, clean_BL: Tensor) -> Tensor:
-    """Hidden states that predict each token, `[B, L, H]`, given its noisy block and the clean blocks before it. With a
-    token shift nothing predicts the first token of a row, and its state is without meaning.
+def predicting_states(model: DiffusionModel, noisy_BL: Tensor, clean_BL: Tensor) -> Tensor:
+    """Return the hidden states that predict each token, given its noisy block and the clean blocks before it.
+
+    With a token shift nothing predicts the first token of a sequence, and its state is meaningless.
 
     Args:
         noisy_BL, clean_BL: Token ids, int64.
+
+    Returns:
+        `[B, L, H]`.
     """
     length, size = clean_BL.size(1), model.config.block_size
     positions = torch.arange(length, device=clean_BL.device).repeat(2)[None]
@@ -103,18 +111,24 @@ def states_about(model: DiffusionModel, noisy_BL: Tensor, clean_BL: Tensor) -> T
 
 
 def losses(model: DiffusionModel, clean_BL: Tensor, noise: Noise) -> Tensor:
-    """Weighted losses, `[B, L]` float32: for each masked token its weight times -log p, given its noisy block and the
-    clean blocks before it; 0 for tokens that are not masked, which the model is given (SUBS, arXiv 2406.07524)."""
+    """Compute the weighted losses: the weight of each masked token times its -log p.
+
+    Each token is predicted from its noisy block and the clean blocks before it. Unmasked tokens have loss 0 (SUBS,
+    arXiv 2406.07524).
+
+    Returns:
+        `[B, L]` float32.
+    """
     mask = model.config.mask_token_id
-    masked, weights = (each.to(clean_BL.device) for each in noise)
-    states_MH = states_about(model, clean_BL.masked_fill(masked, mask), clean_BL)[masked]
-    found = []
+    masked, weights = (values.to(clean_BL.device) for values in noise)
+    states_MH = predicting_states(model, clean_BL.masked_fill(masked, mask), clean_BL)[masked]
+    chunks = []
     for states, tokens in zip(states_MH.split(CHUNK), clean_BL[masked].split(CHUNK), strict=True):
-        if torch.is_grad_enabled():  # the backward pass computes logits again, which saves their memory
-            found.append(checkpoint(_nlls, model.network, mask, states, tokens, use_reentrant=False))
+        if torch.is_grad_enabled():  # recompute the logits in the backward pass, to save memory
+            chunks.append(checkpoint(_nlls, model.network, mask, states, tokens, use_reentrant=False))
         else:
-            found.append(_nlls(model.network, mask, states, tokens))
-    nlls = torch.cat(found) if found else states_MH.sum(dim=-1).float()
+            chunks.append(_nlls(model.network, mask, states, tokens))
+    nlls = torch.cat(chunks) if chunks else states_MH.sum(dim=-1).float()
     return torch.zeros_like(weights).masked_scatter(masked, nlls * weights[masked])
 
 

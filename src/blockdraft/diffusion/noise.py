@@ -1,4 +1,4 @@
-"""Noise: which tokens of a block are masked, and their weights in the bound on the likelihood."""
+"""Noise: which tokens of a block are masked, and the weights of their losses in the likelihood bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from blockdraft.diffusion.text import Tokens
 
 ALL_TIMES = (0.001, 1.0)
 WIDTHS, STEP = (0.5, 0.6, 0.7, 0.8, 0.9), 0.05
-LEAST = 8  # blocks that an interval must hold for its variance to count
+MIN_BLOCKS = 8  # an interval with fewer blocks is ignored by `steadiest`
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Schedule:
 
     Attributes:
         rate: m.
-        weight: m' / m, the weight of a masked token's loss with which the mean over uniform t is the bound.
+        weight: m' / m, the weight of a masked token's loss. With it, the mean over uniform t is the bound.
     """
 
     rate: Callable[[Tensor], Tensor]
@@ -45,10 +45,10 @@ SCHEDULES = {
 
 
 class Noise(NamedTuple):
-    """Noise of B rows of L tokens.
+    """Noise of B sequences of L tokens.
 
     Attributes:
-        masked: Tokens that are hidden, `[B, L]` bool.
+        masked: Masked tokens, `[B, L]` bool.
         weights: Weights of their losses, `[B, L]` float32; 0 elsewhere.
     """
 
@@ -57,13 +57,13 @@ class Noise(NamedTuple):
 
 
 def stratified(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Stratified random numbers in (0, 1], float64: one in each of as many equal parts of the interval, shuffled.
+    """Sample stratified random numbers in (0, 1], float64: one per equal part of the interval, shuffled.
 
-    Without the shuffle, the blocks of one row would all have about the same noise level.
+    Without the shuffle, the blocks of one sequence would all have about the same noise level.
     """
     count = math.prod(shape)
-    places = torch.randperm(count, generator=generator)
-    return (1 - (places + torch.rand(count, generator=generator, dtype=torch.float64)) / count).view(shape)
+    strata = torch.randperm(count, generator=generator)
+    return (1 - (strata + torch.rand(count, generator=generator, dtype=torch.float64)) / count).view(shape)
 
 
 def training_noise(
@@ -74,13 +74,13 @@ def training_noise(
     generator: torch.Generator,
     complementary: bool = False,
 ) -> Noise:
-    """Noise of a training step: each block samples a time t, and masks each of its tokens with probability m(t).
+    """Sample the noise of a training step: a time t per block, and each token masked with probability m(t).
 
     Args:
         eligible_BL: Tokens that may be masked, bool.
         schedule: A key of `SCHEDULES`.
-        clip: Least and largest time. Narrower than (0, 1), the loss is no longer a bound on the likelihood, but has
-            less variance.
+        clip: Minimum and maximum time. An interval narrower than (0, 1) has less variance, but its loss no longer
+            bounds the likelihood.
         complementary: As in `noise_at`.
     """
     low, high = clip
@@ -97,16 +97,16 @@ def noise_at(
     generator: torch.Generator,
     complementary: bool = False,
 ) -> Noise:
-    """Noise of blocks at given times.
+    """Sample the noise of blocks at given times.
 
     Args:
-        times_BK: Float64 in (0, 1], one for each block.
+        times_BK: Time of each block, float64 in (0, 1].
         eligible_BL, schedule: As in `training_noise`.
-        complementary: Append as many rows in which exactly the other tokens are masked, at time 1 - t, so that each
+        complementary: Append B sequences in which exactly the other tokens are masked, at time 1 - t, so that each
             token is learned once. Needs the linear schedule.
 
     Returns:
-        Noise of B rows, or of 2 * B if `complementary`.
+        Noise of B sequences, or of 2 * B if `complementary`.
     """
     assert not complementary or schedule == "linear"
     length = eligible_BL.size(1)
@@ -120,38 +120,37 @@ def noise_at(
 
 
 def counted_noise(eligible_BL: Tensor, block_size: int, generator: torch.Generator) -> Noise:
-    """Noise that masks k of the n eligible tokens of each block, k from 1 to n equally likely, with weights n / k.
+    """Mask k of the n eligible tokens of each block, k uniform from 1 to n, with weights n / k.
 
-    The expectation of the weighted losses is the same bound as over continuous times of any schedule, where the time
-    only decides how many tokens are masked, but with less variance. In blocks of one token there is no choice, and the
-    bound is the likelihood itself.
+    The weighted losses have the same expectation as under any schedule with continuous times, where the time only
+    decides how many tokens are masked, but less variance. With blocks of one token the bound is the exact likelihood.
     """
     batch, length = eligible_BL.shape
     blocks = -(-length // block_size)
     eligible = F.pad(eligible_BL, (0, blocks * block_size - length)).view(batch, blocks, block_size)
-    able = eligible.sum(dim=-1)
-    count = (stratified((batch, blocks), generator) * able).ceil().long()
+    num_eligible = eligible.sum(dim=-1)
+    count = (stratified((batch, blocks), generator) * num_eligible).ceil().long()
     keys = torch.rand(eligible.shape, generator=generator, dtype=torch.float64).masked_fill(~eligible, 2.0)
     masked = keys.argsort(dim=-1).argsort(dim=-1) < count[..., None]
-    weights = (able / count.clamp(min=1))[..., None] * masked
-    masked, weights = (each.reshape(batch, -1)[:, :length] for each in (masked, weights))
+    weights = (num_eligible / count.clamp(min=1))[..., None] * masked
+    masked, weights = (values.reshape(batch, -1)[:, :length] for values in (masked, weights))
     return Noise(masked, weights.float())
 
 
 def intervals() -> list[tuple[float, float]]:
-    """Intervals that are compared: all times first, then windows of each width."""
-    found = [ALL_TIMES]
+    """Return the intervals of times that `steadiest` compares: all times first, then windows of each width."""
+    windows = [ALL_TIMES]
     for width in WIDTHS:
-        starts = (STEP * place for place in range(round((1 - width) / STEP) + 1))
-        found += [(max(round(start, 2), ALL_TIMES[0]), round(start + width, 2)) for start in starts]
-    return found
+        starts = (STEP * i for i in range(round((1 - width) / STEP) + 1))
+        windows += [(max(round(start, 2), ALL_TIMES[0]), round(start + width, 2)) for start in starts]
+    return windows
 
 
 def steadiest(times: Tensor, losses: Tensor) -> tuple[float, float]:
-    """Interval of times in which the losses of blocks vary least (arXiv 2503.09573).
+    """Return the interval of times in which the losses of blocks vary least (arXiv 2503.09573).
 
-    The paper samples times anew for each interval. One uniform sample serves all of them, since its times inside an
-    interval are uniform there too.
+    The paper samples new times for each interval. Here one uniform sample serves all intervals, since its times are
+    uniform within each of them too.
 
     Args:
         times: Time of each block, `[K]` float64, uniform from 0 to 1.
@@ -160,7 +159,7 @@ def steadiest(times: Tensor, losses: Tensor) -> tuple[float, float]:
     variances = dict[tuple[float, float], float]()
     for low, high in intervals():
         inside = losses[(times >= low) & (times <= high)].double()
-        if len(inside) >= LEAST:
+        if len(inside) >= MIN_BLOCKS:
             variances[low, high] = torch.var(inside).item()
     return min(variances, key=variances.__getitem__, default=ALL_TIMES)
 
@@ -172,7 +171,7 @@ def steadiest_of(
     generator: torch.Generator,
     compute: Callable[[DiffusionModel, Tensor, Noise], Tensor],
 ) -> tuple[float, float]:
-    """`steadiest` over the blocks of some batches.
+    """Return `steadiest` over the blocks of some batches.
 
     Args:
         batches: Batches of `[B, L]` tokens.
@@ -180,13 +179,13 @@ def steadiest_of(
         generator: Source of the noise.
         compute: `losses`, or a function with the same results.
     """
-    size, found_times, found_losses = model.config.block_size, [], []
+    size, block_times, block_losses = model.config.block_size, [], []
     for ids, eligible in batches:
         times = stratified((len(ids), -(-ids.size(1) // size)), generator)
         noise = noise_at(times, eligible, size, schedule, generator)
         blocks = torch.arange(ids.size(1)) // size
         sums = torch.zeros(times.shape).index_add(1, blocks, compute(model, ids, noise).float().cpu())
-        able = torch.zeros(times.shape).index_add(1, blocks, eligible.float())
-        found_times.append(times[able > 0])
-        found_losses.append((sums / able)[able > 0])
-    return steadiest(torch.cat(found_times), torch.cat(found_losses))
+        num_eligible = torch.zeros(times.shape).index_add(1, blocks, eligible.float())
+        block_times.append(times[num_eligible > 0])
+        block_losses.append((sums / num_eligible)[num_eligible > 0])
+    return steadiest(torch.cat(block_times), torch.cat(block_losses))

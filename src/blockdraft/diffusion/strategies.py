@@ -1,4 +1,4 @@
-"""Strategies: choices of the tokens of a block that a pass settles."""
+"""Unmasking strategies: which tokens of a block a forward pass unmasks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from blockdraft.settings import Amount, Count, Share, from_text, settings
 
 @dataclass(frozen=True)
 class DraftTokens:
-    """Guesses of the M unknown tokens of one block, from left to right.
+    """Draft tokens of the M masked positions of one block, from left to right.
 
     Attributes:
-        confidence: Probability of each guess under the model's own distribution, before temperature and cuts, `[M]`.
+        confidence: Probability of each token under the model, before temperature, top-k and top-p, `[M]`.
         entropy: Entropy of that distribution in nats, `[M]`.
-        order: Uniform random numbers, `[M]`, one for each position of the block, the same in all its passes.
+        order: Uniform random number of each position, the same in all passes over the block, `[M]`.
     """
 
     confidence: Tensor
@@ -30,21 +30,22 @@ class DraftTokens:
 
 class Strategy(Protocol):
     def choose(self, draft_tokens: DraftTokens) -> Tensor:
-        """Guesses that become tokens in this pass, `[M]` bool, at least one of them true."""
+        """Return the draft tokens to unmask, `[M]` bool, at least one of them true."""
 
 
 @settings
 class FirstHitting:
-    """One token a pass, at random: time jumps to the moment at which the reverse process unmasks the next token."""
+    """Unmasks one random token per pass: time jumps to the next unmasking of the reverse process."""
 
     def choose(self, draft_tokens: DraftTokens) -> Tensor:
-        return _one(draft_tokens.order.argmax(), draft_tokens)
+        return _only(draft_tokens.order.argmax(), draft_tokens)
 
 
 @settings
 class Ancestral:
-    """The reverse process in steps of equal length, each of which unmasks a token with the same probability. Steps that
-    unmask nothing need no pass, since the network's input stays the same.
+    """Runs the reverse process in equal time steps, each of which unmasks a token with the same probability.
+
+    Steps that unmask nothing need no pass, since the network's input stays the same.
 
     Attributes:
         steps: Steps from noise to text, of each block.
@@ -59,7 +60,7 @@ class Ancestral:
 
 @settings
 class Static:
-    """The likeliest tokens, as many in each pass.
+    """Unmasks a fixed number of tokens per pass, the most probable ones.
 
     Attributes:
         tokens: Tokens of a pass.
@@ -75,22 +76,23 @@ class Static:
 
 @settings
 class Threshold:
-    """All tokens with a certain probability, and the likeliest one in any case.
+    """Unmasks all tokens above a probability, and always the most probable one.
 
     Attributes:
-        threshold: Least probability.
+        threshold: Minimum probability.
     """
 
     threshold: Share = 0.9
 
     def choose(self, draft_tokens: DraftTokens) -> Tensor:
-        return (draft_tokens.confidence >= self.threshold) | _one(draft_tokens.confidence.argmax(), draft_tokens)
+        return (draft_tokens.confidence >= self.threshold) | _only(draft_tokens.confidence.argmax(), draft_tokens)
 
 
 @settings
 class EntropyBounded:
-    """As many tokens as a bound on their entropies allows, those of least entropy first. The sum of the entropies
-    without the largest bounds the error of sampling the tokens independently of each other (arXiv 2505.24857).
+    """Unmasks the tokens of least entropy, as many as a bound on the sum of entropies allows.
+
+    The sum without the largest entropy bounds the error of sampling the tokens independently (arXiv 2505.24857).
 
     Attributes:
         bound: Largest sum, in nats.
@@ -99,17 +101,17 @@ class EntropyBounded:
     bound: Amount = 0.3
 
     def choose(self, draft_tokens: DraftTokens) -> Tensor:
-        entropies, places = draft_tokens.entropy.sort()
-        enough = entropies.cumsum(dim=0) - entropies <= self.bound  # the last one has the largest entropy
-        return torch.zeros_like(enough).index_copy(0, places, enough)
+        entropies, order = draft_tokens.entropy.sort()
+        within_bound = entropies.cumsum(dim=0) - entropies <= self.bound  # the last one has the largest entropy
+        return torch.zeros_like(within_bound).index_copy(0, order, within_bound)
 
 
 @settings
 class LeftToRight:
-    """The first unknown token."""
+    """Unmasks the first masked token."""
 
     def choose(self, draft_tokens: DraftTokens) -> Tensor:
-        return _one(torch.zeros((), dtype=torch.int64), draft_tokens)
+        return _only(torch.zeros((), dtype=torch.int64), draft_tokens)
 
 
 STRATEGIES: dict[str, type[Any]] = {
@@ -123,7 +125,7 @@ STRATEGIES: dict[str, type[Any]] = {
 
 
 def read_strategy(text: str) -> Strategy:
-    """Strategy from its name, with its value after an equals sign if it has one, such as "threshold=0.9".
+    """Parse a strategy: its name, optionally followed by `=` and its value, such as "threshold=0.9".
 
     Raises:
         UsageError: The name is unknown, or the value invalid.
@@ -131,15 +133,15 @@ def read_strategy(text: str) -> Strategy:
     name, equals, value = text.partition("=")
     if name not in STRATEGIES:
         near = difflib.get_close_matches(name, STRATEGIES, n=1)
-        told = f"did you mean {near[0]}?" if near else f"use one of {', '.join(STRATEGIES)}."
-        raise UsageError(f"strategy is {text!r}; {told}")
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(STRATEGIES)}."
+        raise UsageError(f"strategy is {text!r}; {hint}")
     kind = STRATEGIES[name]
     names = [field.name for field in fields(kind)]
     if equals and not names:
         raise UsageError(f"strategy is {text!r}; {name} takes no value.")
-    found: Strategy = kind(**{names[0]: from_text(kind, names[0], value)}) if equals else kind()
-    return found
+    strategy: Strategy = kind(**{names[0]: from_text(kind, names[0], value)}) if equals else kind()
+    return strategy
 
 
-def _one(place: Tensor, draft_tokens: DraftTokens) -> Tensor:
-    return torch.arange(len(draft_tokens.order)) == place
+def _only(position: Tensor, draft_tokens: DraftTokens) -> Tensor:
+    return torch.arange(len(draft_tokens.order)) == position

@@ -1,4 +1,4 @@
-"""Training of a block-diffusion model: steps, measurements, checkpoints."""
+"""Training loop of block-diffusion models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from blockdraft.diffusion.losses import losses
 from blockdraft.diffusion.model import DiffusionModel
 from blockdraft.diffusion.noise import Noise, steadiest_of, training_noise
 from blockdraft.diffusion.settings import DiffusionRecipe, LikelihoodSettings
-from blockdraft.diffusion.text import Rows, Tokens, row_length, seed_of
+from blockdraft.diffusion.text import PackedTexts, Tokens, seed_of, sequence_length
 from blockdraft.errors import NumbersError, UsageError, counted
 from blockdraft.folders import held
 from blockdraft.settings import as_toml
@@ -38,9 +38,9 @@ from blockdraft.training.progress import Progress, RunLog, run_folder
 BETAS = (0.9, 0.999)
 EVAL_DRAWS = 4
 GPU_BATCH, CPU_BATCH = 16, 4
-TIMED = 3  # steps after which the duration of the run is estimated, from all but the first, which is slow
-# Fields that may change when a run is resumed, since they do not change what is learned.
-FREE = {"eval_every", "save_every", "save_minutes", "keep", "dtype", "save_dtype", "trackers"}
+TIMED = 3  # steps after which the remaining time is estimated; the first, slow step is not counted
+# Recipe fields that may change when a run resumes, since they do not affect the weights.
+MUTABLE = {"eval_every", "save_every", "save_minutes", "keep", "dtype", "save_dtype", "trackers"}
 
 
 def train(
@@ -52,26 +52,26 @@ def train(
     progress: Progress = Progress(),  # noqa: B008 (frozen)
     accelerator: Accelerator | None = None,
 ) -> list[dict[str, Any]]:
-    """Train a model, or resume a run that was interrupted, or that has ended if more steps are asked for now.
+    """Train a model, or resume a run that was interrupted or needs more steps.
 
-    A resumed run comes to the same weights as one that was never interrupted: the order of the rows and the noise of a
-    step depend on the seed and the step's number alone. A file `finish` in the run's folder ends the run after the
-    present step, with a whole model and a checkpoint.
+    A resumed run reaches the same weights as an uninterrupted one: the order of the sequences and the noise of a step
+    depend only on the seed and the step number. Creating the file `finish` in the run's folder ends the run after the
+    current step, with a complete model and a checkpoint.
 
     Args:
-        model: In float32, on the accelerator's device. Its network is changed.
-        texts: Texts that are joined in this order and cut into rows.
-        steps: Optimizer steps from the beginning of the run, those of earlier calls included.
-        out: Folder of the trained model; log and checkpoints lie beside it, in `out`.run.
-        accelerator: From `make_accelerator`; None is this process alone, on the model's device.
+        model: Float32 model on the accelerator's device. Its network is trained in place.
+        texts: Texts, packed in this order into sequences.
+        steps: Total number of optimizer steps, including those of earlier calls.
+        out: Folder of the trained model. The log and checkpoints are next to it, in `out`.run.
+        accelerator: From `make_accelerator`; None uses this process alone, on the model's device.
 
     Returns:
-        Metrics of all steps, as in log.jsonl; empty in all processes but the main one.
+        Metrics of all steps, as in log.jsonl; empty except in the main process.
 
     Raises:
-        UsageError: The text is too short, blocks or rows are longer than the context, the processes cannot share the
-            batch or hold shards of the weights (FSDP), the folder holds another run or something else, another process
-            trains there, or the disk is full.
+        UsageError: The text is too short, blocks or sequences are longer than the context, the batch is not divisible
+            by the number of processes, the weights are sharded (FSDP), the folder has another run or other files,
+            another process trains there, or the disk is full.
         NumbersError: The loss, or a weight of the model, is not finite.
     """
     accelerator = accelerator or make_accelerator(recipe, run_folder(out), model.network.device.type)
@@ -91,11 +91,11 @@ def train(
 
 
 class MovingAverage:
-    """Exponential moving average (EMA) of a network's parameters, which a training measures and writes.
+    """Exponential moving average (EMA) of a network's parameters, which training evaluates and saves.
 
     Args:
-        decay: Share of the average that a step keeps; with 0 it is the parameters themselves.
-        weights: Average to go on with, by the names of the parameters; None begins with the parameters.
+        decay: Decay per step; 0 tracks the parameters themselves.
+        weights: Average to resume from, by parameter name; None begins with the parameters.
     """
 
     def __init__(self, network: nn.Module, decay: float, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -106,24 +106,24 @@ class MovingAverage:
                 weight.copy_(weights[name])
 
     def update(self, step: int) -> None:
-        """Include the parameters after a step, counted from 0. Early steps, which are soon out of date, count less."""
+        """Add the parameters after a step, counted from 0. The decay is smaller in early steps."""
         decay = min(self._decay, (1 + step) / (10 + step)) if self._decay else 0.0
         for name, weight in self._network.named_parameters():
             self.weights[name].lerp_(weight.detach(), 1 - decay)
 
     def load_into_network(self) -> None:
-        """Make the average the network's parameters."""
+        """Copy the average into the network's parameters."""
         _load(self._network, self.weights)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Context in which the network computes with the average, in evaluation mode."""
-        own = _copied(self._network)
+        """Use the average as the network's parameters within the context, in evaluation mode."""
+        parameters = _copied(self._network)
         self.load_into_network()
         self._network.eval()
         yield
         self._network.train()
-        _load(self._network, own)
+        _load(self._network, parameters)
 
 
 def _copied(network: nn.Module) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ def _load(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 class _Losses(nn.Module):
-    """`losses` as the forward of a module, which Accelerate can distribute over processes."""
+    """Module whose forward computes `losses`, so that Accelerate can distribute it over processes."""
 
     def __init__(self, model: DiffusionModel) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class _Losses(nn.Module):
 
 
 class _Training:
-    """State of a run; arguments as in `train`."""
+    """State of a training run; see `train` for the arguments."""
 
     def __init__(
         self,
@@ -162,36 +162,38 @@ class _Training:
         accelerator: Accelerator,
     ) -> None:
         self.steps, self.out, self.progress, self.accelerator = steps, out, progress, accelerator
-        size, length = recipe.block_size or model.config.block_size, row_length(model, recipe.length)
+        size, length = recipe.block_size or model.config.block_size, sequence_length(model, recipe.length)
         if size > length:
-            raise UsageError(f"block_size is {size} and rows have {length} tokens; make blocks smaller or rows longer.")
+            raise UsageError(f"block_size must be at most {length}, the length of sequences, got {size}.")
         self.batch = recipe.batch or (GPU_BATCH if model.network.device.type == "cuda" else CPU_BATCH)
         if self.batch % accelerator.num_processes:
             raise UsageError(
-                f"batch is {self.batch}; {accelerator.num_processes} processes share it, so give a multiple of these."
+                f"batch must be a multiple of the number of processes, {accelerator.num_processes}, got {self.batch}."
             )
         self.recipe = recipe = replace(recipe, batch=self.batch)
         self.model = replace(model, config=replace(model.config, block_size=size))
         self.model.check_weights()
-        self.rows = Rows(texts, length, recipe.held_out, recipe.seed)
+        self.data = PackedTexts(texts, length, recipe.held_out, recipe.seed)
         self.network = self.model.network.train().requires_grad_(True)
         self.folder = run_folder(out)
         self.fresh = not self.folder.exists()
         if out.exists() and self.fresh and (not out.is_dir() or any(out.iterdir())):
-            raise UsageError(f"{out} exists and is no run of this command; choose another --out, or delete it.")
+            raise UsageError(f"{out} exists and was not written by this command; choose another --out, or delete it.")
         state = checkpoints.newest(self.folder / "checkpoints")
         self.begin = self.saved = 0 if state is None else int(state["step"])
         self.saved_at = time.monotonic()
         self.identity = {
             "model": weights_fingerprint(self.network.named_parameters()),
-            "data": hashlib.sha256(self.rows.all.ids.numpy().tobytes()).hexdigest()[:16],
-            **{name: value for name, value in asdict(recipe).items() if name not in FREE},
+            "data": hashlib.sha256(self.data.all.ids.numpy().tobytes()).hexdigest()[:16],
+            **{name: value for name, value in asdict(recipe).items() if name not in MUTABLE},
         }
         if state is not None:
             check_same(self.folder, state["identity"], self.identity)
         if self.begin > steps:
-            raise UsageError(f"The run in {self.folder} has done {self.begin} steps, and {steps} are asked for.")
-        # With blocks of one token, times below 1 add nothing but variance.
+            raise UsageError(
+                f"steps must be at least {self.begin}, the steps of the run in {self.folder}, got {steps}."
+            )
+        # With blocks of one token, times below 1 only add variance.
         self.clip = (1.0, 1.0) if recipe.search_every and size == 1 else (recipe.low, recipe.high)
         optimizer = torch.optim.AdamW(
             self.network.parameters(), recipe.learning_rate, BETAS, weight_decay=recipe.weight_decay
@@ -216,31 +218,31 @@ class _Training:
         self._report_start()
         measured, began, step, finish = "", time.monotonic(), self.begin, False
         while step < self.steps and not finish:
-            moment, step = time.monotonic(), step + 1
-            figures: dict[str, Any] = {"step": step, **self._step(step - 1)}
-            figures["tokens_per_second"] = self.batch * self.rows.length / (time.monotonic() - moment)
+            step_began, step = time.monotonic(), step + 1
+            metrics: dict[str, Any] = {"step": step, **self._step(step - 1)}
+            metrics["tokens_per_second"] = self.batch * self.data.length / (time.monotonic() - step_began)
             if step == self.begin + 1:
                 began = time.monotonic()
             finish = finish_requested(self.folder, accelerator)
             end = step == self.steps or finish
-            if self.rows.held_out and (end or (recipe.eval_every and step % recipe.eval_every == 0)):
-                figures["held_out_bits"] = self._measure()
-                measured = f", held out {figures['held_out_bits']:.3f} bits a token"
+            if self.data.num_held_out and (end or (recipe.eval_every and step % recipe.eval_every == 0)):
+                metrics["held_out_bits"] = self._measure()
+                measured = f", held out {metrics['held_out_bits']:.3f} bits a token"
             if recipe.search_every and step % recipe.search_every == 0 and self.model.config.block_size > 1:
-                self.clip = figures["low"], figures["high"] = self._search(step)
+                self.clip = metrics["low"], metrics["high"] = self._search(step)
             if self.log is not None:
-                self.log.add(figures)
-                accelerator.log({name: value for name, value in figures.items() if name != "step"}, step=step)
-            late = recipe.save_minutes > 0 and time.monotonic() - self.saved_at >= 60 * recipe.save_minutes
-            [late] = agreed(accelerator, late)
-            if end or late or (recipe.save_every and step % recipe.save_every == 0):
+                self.log.add(metrics)
+                accelerator.log({name: value for name, value in metrics.items() if name != "step"}, step=step)
+            is_due = recipe.save_minutes > 0 and time.monotonic() - self.saved_at >= 60 * recipe.save_minutes
+            [is_due] = agreed(accelerator, is_due)
+            if end or is_due or (recipe.save_every and step % recipe.save_every == 0):
                 self._save(step)
             if step == self.begin + TIMED and not end:
                 self._report_speed((time.monotonic() - began) / (TIMED - 1), self.steps - step)
-            line = f"step {step} of {self.steps}, loss {figures['loss']:.3f}{measured}"
+            line = f"step {step} of {self.steps}, loss {metrics['loss']:.3f}{measured}"
             self.progress.report(line, step - self.begin, self.steps - self.begin)
         if finish:
-            self.progress.note(f"Told to finish at step {step}; the same command goes on.")
+            self.progress.note(f"Finished early at step {step}, as requested; the same command resumes the run.")
         clear_finish_request(self.folder, accelerator)
         self.average.load_into_network()
         self.network.eval().requires_grad_(False)
@@ -249,43 +251,43 @@ class _Training:
         return self.log.lines if self.log is not None else []
 
     def _report_start(self) -> None:
-        note, rows = self.progress.note, self.rows
+        note, data = self.progress.note, self.data
         size = sum(weight.numel() for weight in self.network.parameters())
         processes = self.accelerator.num_processes
         share = f", {processes} processes ({self.accelerator.distributed_type.value})" if processes > 1 else ""
         note(
-            f"{rows.trained} rows of {rows.length} tokens to train on, {rows.held_out} held out; {size:,} parameters; "
-            f"{counted(self.batch, 'row')} a step{share}"
+            f"{data.num_train} training sequences of {data.length} tokens, {data.num_held_out} held out; "
+            f"{size:,} parameters; {counted(self.batch, 'sequence')} a step{share}"
         )
-        if rows.idle:
-            note(f"{counted(rows.idle, 'row')} without a token to learn, left out")
+        if data.num_skipped:
+            note(f"{counted(data.num_skipped, 'sequence')} without a token to learn, left out")
         if self.begin == self.steps:
-            note(f"The run has done its {self.steps} steps; more --steps go on.")
+            note(f"The run has done its {self.steps} steps; increase --steps to continue.")
         elif self.begin:
-            note(f"Going on from step {self.begin}; delete {self.folder} to begin afresh.")
+            note(f"Resuming from step {self.begin}; delete {self.folder} to start over.")
 
     def _report_speed(self, seconds: float, left: int) -> None:
         minutes = seconds * left / 60
         time_left = f"{minutes / 60:.1f} hours" if minutes > 90 else f"{math.ceil(minutes)} min"
         self.progress.note(
             f"{seconds:.2f} s a step, so about {time_left} for the {left} steps left; touch {self.folder / 'finish'} "
-            "to end earlier, with a whole model. --batch and --length make steps shorter."
+            "to end earlier, with a complete model. A smaller --batch or --length makes steps shorter."
         )
 
     def _step(self, step: int) -> dict[str, float]:
         recipe, accelerator = self.recipe, self.accelerator
-        ids, eligible = self.rows.batch(step, self.batch)
+        ids, eligible = self.data.batch(step, self.batch)
         generator = torch.Generator().manual_seed(seed_of(recipe.seed, 1, step))
         block_size = self.model.config.block_size
         noise = training_noise(eligible, block_size, recipe.schedule, self.clip, generator, recipe.complementary)
         times = 2 if recipe.complementary else 1
-        # Each process samples the noise of all rows and takes its share, so that the seed alone decides the noise.
-        part = self.batch // accelerator.num_processes
-        own = torch.arange(part) + accelerator.process_index * part
-        places = torch.cat([own + self.batch * again for again in range(times)])
-        found = self._losses(self.model, ids.repeat(times, 1)[places], Noise(*(each[places] for each in noise)))
-        # Distributed wrappers average the gradients of the processes, and their sum is wanted.
-        total = found.sum() / max(int(eligible.sum()) * times, 1)
+        # Each process samples the noise of the whole batch and uses its share, so that only the seed decides the noise.
+        share = self.batch // accelerator.num_processes
+        own = torch.arange(share) + accelerator.process_index * share
+        indices = torch.cat([own + self.batch * i for i in range(times)])
+        own_losses = self._losses(self.model, ids.repeat(times, 1)[indices], Noise(*(part[indices] for part in noise)))
+        # Distributed wrappers average the gradients over processes, but the loss needs their sum.
+        total = own_losses.sum() / max(int(eligible.sum()) * times, 1)
         accelerator.backward(total * accelerator.num_processes)
         norm = float(accelerator.clip_grad_norm_(self.module.parameters(), recipe.clip or math.inf))
         loss = float(cast(Tensor, accelerator.reduce(total.detach(), "sum")))
@@ -300,48 +302,49 @@ class _Training:
         return {"loss": loss, "rate": rate, "gradient_norm": norm}
 
     def _not_finite(self, step: int, loss: float, norm: float) -> NumbersError:
-        """The error of a failed step. If it was the first of a new run, the run's folder is deleted."""
-        told = f"Loss {loss} and gradient norm {norm} at step {step + 1} are not both finite"
-        rounded = self.accelerator.mixed_precision == "bf16"
+        """Return the error of a failed step. Delete the run's folder if this was the first step of a new run."""
+        problem = f"Loss {loss} and gradient norm {norm} at step {step + 1} are not both finite"
+        is_bfloat16 = self.accelerator.mixed_precision == "bf16"
         if step == 0:
             if self.fresh and self.accelerator.is_main_process:
                 shutil.rmtree(self.folder)
-            remedy = "use dtype float32, or another model" if rounded else "begin with another model"
-            return NumbersError(f"{told} before anything was learned: the model computes such numbers; {remedy}.")
-        kept = f" The checkpoint of step {self.saved} stays as it is." if self.saved else ""
-        return NumbersError(f"{told}; lower the learning rate{', or use dtype float32' if rounded else ''}.{kept}")
+            remedy = "use dtype float32, or another model" if is_bfloat16 else "begin with another model"
+            return NumbersError(f"{problem} before any training, so the model itself is at fault; {remedy}.")
+        checkpoint = f" The checkpoint of step {self.saved} is intact." if self.saved else ""
+        remedy = "lower the learning rate" + (", or use dtype float32" if is_bfloat16 else "")
+        return NumbersError(f"{problem}; {remedy}.{checkpoint}")
 
     def _losses(self, model: DiffusionModel, ids: Tensor, noise: Noise) -> Tensor:
-        """`losses`, computed by the module that may be distributed over processes."""
+        """Compute `losses` with the module that may be distributed over processes."""
         device = self.network.device
-        found: Tensor = self.module(ids.to(device), *(each.to(device) for each in noise))
-        return found
+        values: Tensor = self.module(ids.to(device), *(part.to(device) for part in noise))
+        return values
 
     def _measure(self) -> float:
-        """Bits per token of the held-out rows with the averaged weights."""
-        settings = LikelihoodSettings(length=self.rows.length, draws=EVAL_DRAWS, batch=self.batch)
+        """Return the bits per token of the held-out sequences with the averaged weights."""
+        settings = LikelihoodSettings(length=self.data.length, draws=EVAL_DRAWS, batch=self.batch)
         with self.average.applied():
-            return likelihood(self.model, self.rows.held_out_rows(), settings, compute=self._losses).bits_per_token
+            return likelihood(self.model, self.data.held_out(), settings, compute=self._losses).bits_per_token
 
     @torch.no_grad()
     def _search(self, step: int) -> tuple[float, float]:
-        """Interval of times for the next steps: the one in which the loss of held-out blocks varies least."""
+        """Return the interval of times in which the loss of held-out blocks varies least."""
         recipe, generator = self.recipe, torch.Generator().manual_seed(seed_of(self.recipe.seed, 2, step))
-        batches = (self.rows.held_out_batch(number, self.batch) for number in range(recipe.search_batches))
+        batches = (self.data.held_out_batch(number, self.batch) for number in range(recipe.search_batches))
         with self.average.applied():
             low, high = steadiest_of(self.model, batches, recipe.schedule, generator, self._losses)
-        self.progress.note(f"Step {step}: noise levels from {low:g} to {high:g} now, where the loss varies least")
+        self.progress.note(f"Step {step}: sampling noise levels from {low:g} to {high:g}, where the loss varies least")
         return low, high
 
     def _save(self, step: int) -> None:
-        """Write the model and then a checkpoint, so that a checkpoint implies that its model is written."""
+        """Write the model, then the checkpoint, so that every checkpoint has its model."""
         ema = {name: weight.to("cpu", copy=True) for name, weight in self.average.weights.items()}
         state = gather_state(self.module, self.optimizer)
         if self.log is not None:
             dtype = getattr(torch, self.recipe.save_dtype)
-            buffers = {name: one.detach().cpu() for name, one in self.network.named_buffers()}
+            buffers = {name: buffer.detach().cpu() for name, buffer in self.network.named_buffers()}
             for name, end in zip(("sampling_eps_min", "sampling_eps_max"), self.clip, strict=True):
-                if name in buffers:  # where the paper's checkpoints keep it
+                if name in buffers:  # as in the paper's checkpoints
                     buffers[name] = torch.tensor(end)
             write_model(self.model, buffers | {name: weight.to(dtype) for name, weight in ema.items()}, self.out)
             state |= {"step": step, "identity": self.identity, "clip": list(self.clip), "ema": ema}

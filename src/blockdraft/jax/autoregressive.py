@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blockdraft.decode.tree import next_pays
 from blockdraft.jax.cache import JaxCache, JaxTensor
-from blockdraft.jax.draft_runner import Context, JaxDraftRunner, draft_window, padded
+from blockdraft.jax.draft_runner import Context, JaxDraftRunner, JaxHost, draft_window, padded
 from blockdraft.jax.model import Array, Memory, Params, as_numpy, attend, bucket, embed, jax, jnp
 from blockdraft.nn.autoregressive import AutoregressiveNetwork
 from blockdraft.timing import PASS, mark
@@ -38,16 +38,15 @@ class JaxAutoregressive(JaxDraftRunner, ABC):
 
     Args:
         network: Network in the target's dtype; its parameters are copied to the devices.
-        target: The `JaxTarget`.
-        tensors: Its parameters by name, those of the layer with the prefix `layers.0.`.
+        tensors: The network's parameters by name, those of the layer with the prefix `layers.0.`.
         qk_norm: Whether queries and keys are normed.
     """
 
     def __init__(
-        self, network: AutoregressiveNetwork, target: Any, tensors: Mapping[str, Tensor], qk_norm: bool = True
+        self, network: AutoregressiveNetwork, host: JaxHost, tensors: Mapping[str, Tensor], qk_norm: bool = True
     ) -> None:
         tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        super().__init__(network.config, target, tensors, qk_norm=qk_norm, hidden_size=network.config.hidden_size)
+        super().__init__(network.config, host, tensors, qk_norm=qk_norm, hidden_size=network.config.hidden_size)
         self.params["kept"] = self._layout.put(as_numpy(network.kept).astype(np.int32))
         self.jax_observe, self.jax_level = jax.jit(self._observe), jax.jit(self._level)
         self.jax_first = jax.jit(self._first, static_argnums=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,10 +12,24 @@ from torch import Tensor
 from blockdraft.jax.cache import JaxCache, JaxTensor
 from blockdraft.jax.model import Array, CacheView, Decoder, Memory, Params, angles, as_numpy, bucket, load_params
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
+from blockdraft.nn.draft_network import DraftHost
 from blockdraft.nn.foreign_tensor import in_torch
 from blockdraft.nn.rotary import rotary_frequencies
 
 NO_LIMIT = np.int32(2**30)  # a draft window that hides nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxHost(DraftHost):
+    """What a draft network in JAX borrows from its target.
+
+    Attributes:
+        decoder: The target's decoder.
+        params: The target's weights by their checkpoint names.
+    """
+
+    decoder: Decoder
+    params: Params
 
 
 class Context(NamedTuple):
@@ -31,7 +46,6 @@ class JaxDraftRunner:
 
     Args:
         config: Configuration of the network.
-        target: The `JaxTarget`.
         tensors: Weights by the names that they have in a decoder's checkpoint.
         windows: Sliding window of each layer.
         qk_norm: Whether queries and keys are normed.
@@ -44,7 +58,7 @@ class JaxDraftRunner:
     def __init__(
         self,
         config: Any,
-        target: Any,
+        host: JaxHost,
         tensors: Mapping[str, Tensor],
         windows: Sequence[int | None] = (None,),
         qk_norm: bool = True,
@@ -55,7 +69,7 @@ class JaxDraftRunner:
         )
         rope = Rope(tuple(frequencies.tolist()), scale)
         layers = DecoderConfig(
-            vocab_size=target.vocab_size,
+            vocab_size=host.decoder.config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             num_heads=config.num_attention_heads,
@@ -68,9 +82,9 @@ class JaxDraftRunner:
             tied_head=True,
             qk_norm=qk_norm,
         )
-        self.config, self._target, self._hidden_size = config, target, hidden_size
-        self._layout, self._dtype = target.layout, target.params["model.norm.weight"].dtype
-        self.decoder, self.target_decoder = Decoder(layers, self._layout), target.decoder
+        self.config, self._host, self._hidden_size = config, host, hidden_size
+        self._layout, self._dtype = host.decoder.layout, host.params["model.norm.weight"].dtype
+        self.decoder, self.target_decoder = Decoder(layers, self._layout), host.decoder
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         heads = layers.num_heads, layers.num_kv_heads
         self.params = load_params(shapes, tensors.__getitem__, self._dtype, self._layout, *heads)
@@ -90,7 +104,7 @@ class JaxDraftRunner:
         return 0
 
     def context(self, state: JaxCache) -> Context:
-        return Context(self._target.params, self.params, state.arrays, state.view_of_batch())
+        return Context(self._host.params, self.params, state.arrays, state.view_of_batch())
 
     def rotation(self, positions: Array) -> tuple[Array, Array]:
         return angles(self.decoder.config.ropes[0], positions, self._dtype)

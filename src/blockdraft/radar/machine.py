@@ -1,4 +1,4 @@
-"""This machine as a device: what its drivers tell, and two seconds of measuring its processors."""
+"""This machine: its GPUs as reported by drivers, and its processors, measured in about two seconds."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import psutil
 
 from blockdraft.errors import UsageError
 from blockdraft.machine import processor_flags, processor_name
-from blockdraft.radar.devices import Device, Machine, find, machine_of
+from blockdraft.radar.devices import Device, Machine, check_ram, find, machine_of
 
-CACHES, OWN_SHARE = Path("/sys/devices/system/cpu/cpu0/cache"), 0.5  # the largest cache is shared with others
-HERE = "here"  # name of this machine's processors for `--device`
-COMMAND_SECONDS = 10.0  # that a driver's tool may take
-LARGE, SMALL = 2**28, 2**22  # bytes that are read to measure memory, and a cache
-SIDE, ROWS = 1024, 16  # of the matrix that is multiplied, and tokens
-GROUP = 32  # weights that share a scale, as in most files of few bits
+CACHES, OWN_SHARE = Path("/sys/devices/system/cpu/cpu0/cache"), 0.5  # the largest cache is shared with other programs
+HERE = "here"  # name of this machine for `--device`
+COMMAND_SECONDS = 10.0  # timeout of a driver's tool
+LARGE, SMALL = 2**28, 2**22  # bytes to read for measuring memory and cache bandwidth
+SIDE, TOKENS = 1024, 16  # size of the square matrix that is multiplied, and number of tokens
+GROUP = 32  # weights that share a scale, as in most quantized files
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
 
 
 def gpus() -> list[str]:
-    """Names of this machine's GPUs, as NVIDIA's and AMD's tools and Apple's system tell them, one for each."""
+    """Return the names of this machine's GPUs, from nvidia-smi, rocm-smi and macOS."""
     return [*_nvidia(), *_amd(), *_apple()]
 
 
@@ -34,7 +34,7 @@ def _nvidia() -> Iterator[str]:
 
 
 def _amd() -> Iterator[str]:
-    # Lines are such as "GPU[0] : Card Series: AMD Instinct MI300X", older ones "Card series".
+    # Example: "GPU[0] : Card Series: AMD Instinct MI300X"; older versions print "Card series".
     for line in _lines("rocm-smi", "--showproductname"):
         if "card series" in line.lower():
             yield line.rsplit(":", 1)[1].strip()
@@ -47,41 +47,41 @@ def _apple() -> Iterator[str]:
 
 
 def _lines(*command: str) -> list[str]:
-    """Lines that a tool prints; none where there is no such tool, or it fails."""
+    """Return the lines that a tool prints, or nothing if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return []
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return [line.strip() for line in process.stdout.splitlines() if line.strip()]
 
 
-def here(tell: Callable[[str], None] = lambda line: None, ram_gb: float | None = None) -> list[Machine]:
-    """This machine: its GPUs that the table knows, and its processors, measured.
+def here(report: Callable[[str], None] = lambda line: None, ram_gb: float | None = None) -> list[Machine]:
+    """Return this machine's GPUs that are in the table, and its processors.
 
     Args:
-        tell: Called with what is not in the table.
-        ram_gb: Memory to reckon with, in GB; None is all there is.
+        report: Called with a message for each GPU that is not in the table.
+        ram_gb: Memory to assume, in GB; None uses all memory.
 
     Raises:
-        UsageError: The memory is not positive.
+        UsageError: `ram_gb` is not positive.
     """
-    found: list[Machine] = []
+    machines: list[Machine] = []
     names = gpus()
     for name in dict.fromkeys(names):
         try:
-            found.append(machine_of(device_here(name), names.count(name), ram_gb))
+            machines.append(machine_of(device_here(name), names.count(name), ram_gb))
         except UsageError as error:
-            tell(f"This machine's {name} is left out: {error}")
-    return [*found, measured(ram_gb)]
+            report(f"This machine's {name} is skipped: {error}")
+    return [*machines, measured(ram_gb)]
 
 
 def device_here(name: str) -> Device:
-    """Device of the table that a driver names, with the number of graphics cores for Apple's.
+    """Return the device for a driver's name, with the number of GPU cores for Apple's chips.
 
     Raises:
-        UsageError: The table has none.
+        UsageError: The table has no such device.
     """
     if name.startswith("Apple"):
         cores = [line.rsplit(":", 1)[1] for line in _lines("system_profiler", "SPDisplaysDataType") if "Cores" in line]
@@ -89,26 +89,25 @@ def device_here(name: str) -> Device:
             try:
                 return find(f"{name} {cores[0].strip()}-core")
             except UsageError:
-                pass  # the plain name stands for the only size of some chips
+                pass  # chips with only one number of cores have the plain name
     return find(name)
 
 
 def measured(ram_gb: float | None = None) -> Machine:
-    """This machine's processors, with bandwidth and arithmetic as they are measured in about two seconds.
+    """Measure the bandwidth and arithmetic of this machine's processors, in about two seconds.
 
     Args:
-        ram_gb: Memory to reckon with, in GB; None is all there is.
+        ram_gb: Memory to assume, in GB; None uses all memory.
 
     Raises:
-        UsageError: The memory is not positive.
+        UsageError: `ram_gb` is not positive.
     """
-    if ram_gb is not None and not ram_gb > 0:
-        raise UsageError(f"ram is {ram_gb:g} GB; it has to be more than 0.")
+    check_ram(ram_gb)
     import torch
 
-    rates = {name: 2.0 * ROWS * SIDE**2 / _fastest(product) for name, product in _products().items()}
+    rates = {name: 2.0 * TOKENS * SIDE**2 / _fastest(product) for name, product in _products().items()}
     large, small = torch.ones(LARGE // 4), torch.ones(SMALL // 4)
-    # Sums run on several threads for large tensors only, so the cache is read by one.
+    # Sums of small tensors run on one thread, so this is the cache bandwidth of one core.
     memory, cached = LARGE / _fastest(lambda: large.dot(large)), SMALL / _fastest(lambda: small.sum())
     cache = _cache_mb()
     flags = processor_flags()
@@ -132,7 +131,7 @@ def measured(ram_gb: float | None = None) -> Machine:
 
 
 def _products() -> dict[str, Callable[[], object]]:
-    """Products as the decoder computes them, by the kind of weights and inputs."""
+    """Return the decoder's matrix products by the kind of weights and inputs."""
     import torch
 
     from blockdraft.kernels.cpu.build import build
@@ -140,27 +139,28 @@ def _products() -> dict[str, Callable[[], object]]:
     from blockdraft.nn.packed import PackedLinear
     from blockdraft.nn.quantization import QuantizedWeight
 
-    weight, x = torch.rand(SIDE, SIDE).bfloat16(), torch.rand(ROWS, SIDE)
+    weight, x = torch.rand(SIDE, SIDE).bfloat16(), torch.rand(TOKENS, SIDE)
     codes = torch.randint(-8, 8, (SIDE, SIDE), dtype=torch.int8)
-    few = QuantizedWeight(codes, torch.rand(SIDE, SIDE // GROUP).half(), None, 4)
+    quantized = QuantizedWeight(codes, torch.rand(SIDE, SIDE // GROUP).half(), None, 4)
     kinds: dict[str, tuple[torch.Tensor | QuantizedWeight, torch.dtype]]
-    kinds = {"float32": (weight, torch.float32), "4 bits": (few, torch.float32)}
+    kinds = {"float32": (weight, torch.float32), "4 bits": (quantized, torch.float32)}
     if multiplies_bfloat16():
         kinds["bfloat16"] = weight, torch.bfloat16
 
     def product(weight: torch.Tensor | QuantizedWeight, inputs: torch.dtype) -> Callable[[], object]:
-        layer, given = PackedLinear(weight.to(inputs) if isinstance(weight, torch.Tensor) else weight), x.to(inputs)
+        layer = PackedLinear(weight.to(inputs) if isinstance(weight, torch.Tensor) else weight)
         library = build(torch.bfloat16, inputs, integers=True, inputs=inputs).library()
-        if library is None:  # torch's operations, as the decoder then runs
-            return lambda: layer(given)
-        packed, out = layer.pack(library), torch.empty(ROWS, SIDE)
+        if library is None:  # then the decoder uses torch too
+            converted = x.to(inputs)
+            return lambda: layer(converted)
+        packed, out = layer.pack(library), torch.empty(TOKENS, SIDE)
         return lambda: packed(x, out)
 
     return {name: product(*kind) for name, kind in kinds.items()}
 
 
 def _fastest(run: Callable[[], object], seconds: float = 0.35) -> float:
-    """Least seconds of a call among those that fit the time, three at least."""
+    """Return the minimum duration of a call, over at least three calls and this many seconds."""
     run()
     best, calls, end = float("inf"), 0, time.perf_counter() + seconds
     while calls < 3 or time.perf_counter() < end:
@@ -171,6 +171,6 @@ def _fastest(run: Callable[[], object], seconds: float = 0.35) -> float:
 
 
 def _cache_mb() -> float:
-    """Size of this program's share of the largest cache in MB, as Linux tells it; 0 elsewhere."""
+    """Return this program's share of the largest cache in MB on Linux, or 0."""
     sizes = [file.read_text().strip().removesuffix("K") for file in CACHES.glob("index*/size")]
     return OWN_SHARE * max((int(size) * 1024 / 1e6 for size in sizes if size.isdigit()), default=0.0)

@@ -1,4 +1,4 @@
-"""Memory of an engine that is not there, as the engine itself plans it."""
+"""Memory of an engine, computed from a model's dimensions by the engine's own `Memory`."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ import torch
 from blockdraft.drafters import DraftCost
 from blockdraft.engine.kv_slots import Memory
 from blockdraft.radar.drafting import draft_weights, head_weights
-from blockdraft.radar.shape import Shape, cache_of
+from blockdraft.radar.shape import Shape, kv_cache_bytes
 from blockdraft.radar.step import PREFILL_TOKENS
 
 
 def memory_of(shape: Shape, bits: float, context: int, batch: int, size: int, cost: DraftCost | None) -> dict[str, int]:
-    """Bytes of an engine that decodes so many texts, by the sums of `Engine.memory_bytes`.
+    """Return the bytes of weights, drafter, caches and workspace of an engine.
 
     Args:
-        bits: Of a weight.
-        size: Nodes of a text in a forward.
-        cost: Of the drafter; None for none.
+        bits: Bits per weight.
+        size: Nodes per sequence in a forward pass.
+        cost: Cost of the drafter; None without a drafter.
     """
     target: Any = _Target(shape, context)
     drafter: Any = _Drafter(shape, cost)
     memory = Memory(target, drafter, batch, size, min(PREFILL_TOKENS, context), False)
     slots = batch * (context + size)
-    weights = int(shape.parameters * bits / 8)
-    extra = 0 if cost is None else 2 * draft_weights(shape, cost)
-    extra += 2 * head_weights(shape, cost) if cost is not None and cost.head_vocabulary is not None else 0
+    draft_bytes = 0
+    if cost is not None:
+        own_head = head_weights(shape, cost) if cost.head_vocabulary is not None else 0
+        draft_bytes = 2 * (draft_weights(shape, cost) + own_head)
     return {
-        "weights": weights,
-        "drafter": extra,
+        "weights": int(shape.parameters * bits / 8),
+        "drafter": draft_bytes,
         "caches": memory.caches(slots),
         "workspace": memory.workspace(slots),
     }
 
 
 class _Target:
-    """What `Memory` asks of a target, of one that is not there."""
+    """The part of the target protocol that `Memory` reads, for a model that is not loaded."""
 
     def __init__(self, shape: Shape, context: int) -> None:
         self.shape, self.max_context = shape, context
@@ -48,9 +49,9 @@ class _Target:
         return tokens
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
-        rows = -(-capacity // self.max_context) if capacity else 0
-        of_slots = rows * cache_of(self.shape, -(-capacity // rows)) if rows else 0
-        return batch * (of_slots + 4 * self.shape.recurrent_layers * self.shape.state_numbers)
+        count = -(-capacity // self.max_context) if capacity else 0
+        slot_bytes = count * kv_cache_bytes(self.shape, -(-capacity // count)) if count else 0
+        return batch * (slot_bytes + 4 * self.shape.recurrent_layers * self.shape.state_numbers)
 
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         shape = self.shape
@@ -60,7 +61,7 @@ class _Target:
 
 
 class _Drafter:
-    """What `Memory` asks of a drafter, of one that is not there."""
+    """The part of the drafter protocol that `Memory` reads, for a drafter that is not loaded."""
 
     device = None
 

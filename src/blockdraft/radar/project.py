@@ -1,7 +1,7 @@
-"""Projection of memory and speed, plain and drafted, of a model on a device.
+"""Projection of the memory and speed of a model on a machine, with and without a drafter.
 
-A cycle that drafts is a forward of a block and a pass of the drafter (`step.py`), and yields tau tokens
-(`acceptance.py`). `page/projection.js` is the same in JavaScript; a test holds them together.
+A drafted step is a forward pass over a block and a pass of the drafter (`step.py`), and yields tau tokens
+(`drafting.py`). `page/projection.js` is the same in JavaScript; a test compares them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from blockdraft.drafters import DraftCost
 from blockdraft.engine.adaptive.costs import CONTEXT, Costs
 from blockdraft.errors import UsageError
 from blockdraft.models import Drafter
-from blockdraft.radar.acceptance import Tau, tau_of
 from blockdraft.radar.devices import Machine
-from blockdraft.radar.drafting import cost_for, kind_of
+from blockdraft.radar.drafting import Tau, cost_for, kind_of, tau_of
 from blockdraft.radar.memory import memory_of
 from blockdraft.radar.shape import Shape
-from blockdraft.radar.step import Constants, Step, bits_of, constants
+from blockdraft.radar.step import Constants, Roofline, bits_of, constants
 
-SHARE = 0.9  # of a device's memory that may be taken
-SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # blocks that are tried
-LOSES, WINS = 0.98, 1.02  # of plain decoding, within which nothing is told
+SHARE = 0.9  # usable share of a device's memory
+SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # candidate block sizes
+LOSES, WINS = 0.98, 1.02  # speed-ups between these are reported as neither
 
 Confidence = Literal["calibrated", "measured", "device", "class", "extrapolated"]
-# Interval of plain decoding around its projection, by what it rests on. Drafted speed adds that of tau.
+# Relative interval of plain speed by confidence. The interval of drafted speed includes tau's as well.
 BANDS = {
     "calibrated": (0.72, 1.45),
     "measured": (0.52, 1.9),
@@ -38,7 +37,7 @@ BANDS = {
 
 @dataclass(frozen=True)
 class Interval:
-    """A projection: the likely value, and what it lies between nine times of ten."""
+    """A projected value with its 90 % interval."""
 
     low: float
     mid: float
@@ -46,16 +45,16 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One projection. Speeds are tokens per second of all texts of the batch together, as if the memory sufficed.
+class Projection:
+    """Projected memory and speed. Speeds are tokens per second of the whole batch, even if the memory is too small.
 
     Attributes:
-        fits: Whether it fits the device's memory, with its drafter.
+        fits: Whether target and drafter fit the device's memory.
         memory_bytes: Weights, caches and workspace of target and drafter.
-        first_token_seconds: For a prompt that fills the context, alone.
-        drafted: None if nothing is drafted, as with a context of one block.
-        block_size: Tokens of a block that are fastest, anchor included; 1 if nothing is drafted.
-        why: What the figures come from.
+        first_token_seconds: Time to first token of a single prompt that fills the context.
+        drafted: None if the context is too short for a block.
+        block_size: Fastest block size, anchor included; 1 if nothing is drafted.
+        why: Details of the computation.
     """
 
     device: str
@@ -74,7 +73,7 @@ class Row:
     why: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return the JSON object that `--json` prints."""
         return asdict(self)
 
 
@@ -92,42 +91,36 @@ def project(
     eager: bool = False,
     constant: Constants | None = None,
     costs: Costs | None = None,
-) -> Row:
-    """Projection of a model on a machine.
+) -> Projection:
+    """Project the memory and speed of a model on a machine.
 
     Args:
-        weights: One of `BITS`, or "file" for those of a GGUF file.
-        context: Tokens of each text.
-        batch: Texts that are decoded together.
-        task: One of `acceptance.TASKS`.
-        drafter: By default the fastest of the published ones, or one that is still to be trained.
-        block_size: Tokens of a block; by default the fastest.
-        tau: tau that was measured with `block_size`, in the place of published ones.
-        eager: Whether operations are started one by one, as by transformers.
-        constant: What the class reaches, in the place of `constants`.
-        costs: Seconds of cycles that were measured on the machine, of these weights with this drafter.
+        weights: One of `BITS`, or "file" for the weights of a GGUF file.
+        context: Tokens per sequence.
+        batch: Number of sequences.
+        task: One of `drafting.TASKS`.
+        drafter: Drafter; by default the fastest published one, or else one that is still to be trained.
+        block_size: Block size; by default the fastest.
+        tau: Measured tau at `block_size`, used instead of published values.
+        eager: Whether the engine runs operations eagerly, as transformers does.
+        constant: Constants of the device, used instead of `constants`.
+        costs: Step times measured on the machine with these weights and this drafter.
 
     Raises:
         UsageError: The context is longer than the model's, or an argument is not positive.
     """
     for name, value in (("context", context), ("batch", batch)):
         if value < 1:
-            raise UsageError(f"{name} is {value}; it has to be 1 or more.")
+            raise UsageError(f"{name} must be at least 1, got {value}.")
     if shape.context and context > shape.context:
-        raise UsageError(
-            f"context is {context}, but {shape.name} was made for {shape.context} tokens; give {shape.context} or less."
-        )
-    own = constant or constants()[machine.kind]
+        raise UsageError(f"context must be at most {shape.context}, the context of {shape.name}, got {context}.")
+    constant = constant or constants()[machine.kind]
     bits = bits_of(shape, weights)
-    step = Step(shape, machine, own, bits, weights, context, batch, eager)
+    step = Roofline(shape, machine, constant, bits, weights, context, batch, eager)
     plain = _seconds(step, costs, 1)
     candidates: Sequence[Drafter | None] = [drafter] if drafter else (shape.drafters or (None,))
-    best: _Choice | None = None
-    for each in candidates:
-        found = _choose(step, each, task, block_size, tau, costs)
-        if best is None or found.speed > best.speed:
-            best = found
-    assert best is not None
+    choices = (_choose(step, candidate, task, block_size, tau, costs) for candidate in candidates)
+    best = max(choices, key=lambda choice: choice.speed)
     drafting = best.size <= context
     memory = memory_of(shape, bits, context, batch, best.size if drafting else 1, best.cost if drafting else None)
     confidence: Confidence = "extrapolated"
@@ -135,30 +128,31 @@ def project(
         confidence = "calibrated"
     elif machine.measured:
         confidence = "measured"
-    elif machine.name.split("x ")[-1] in own.devices:
+    elif machine.name.split("x ")[-1] in constant.devices:
         confidence = "device"
-    elif own.reported:
+    elif constant.reported:
         confidence = "class"
     low, high = BANDS[confidence]
     speed = batch / plain
     drafted = None
     if drafting:
-        # The two sides of an interval are independent of each other: that of the machine, and that of tau.
+        # The errors of the machine's speed and of tau are independent, so they add in quadrature.
         low_tau, mid_tau, high_tau = best.taus
         down = ((1 - low) ** 2 + (1 - low_tau / mid_tau) ** 2) ** 0.5
         up = ((high - 1) ** 2 + (high_tau / mid_tau - 1) ** 2) ** 0.5
         drafted = Interval(best.speed * max(1 - down, 0.1), best.speed, best.speed * (1 + up))
     gain = best.speed / speed if drafting else 1.0
-    read, flops = step.read_bytes(1), step.flops(1)
+
+    def bound(size: int) -> str:
+        return "memory" if step.memory_seconds(size) >= step.arithmetic_seconds(size) else "arithmetic"
+
     why = {
         "step_seconds": plain,
         "cycle_seconds": best.seconds if drafting else None,
-        "read_bytes": int(read),
-        "flops": flops,
-        "bound": "memory" if step.memory_seconds(1) >= step.arithmetic_seconds(1) else "arithmetic",
-        "block_bound": "memory"
-        if step.memory_seconds(best.size) >= step.arithmetic_seconds(best.size)
-        else "arithmetic",
+        "read_bytes": int(step.read_bytes(1)),
+        "flops": step.flops(1),
+        "bound": bound(1),
+        "block_bound": bound(best.size),
         "experts_read": None if not shape.experts else [round(step.experts(1), 1), round(step.experts(best.size), 1)],
         "weight_bytes": memory["weights"],
         "drafter_bytes": memory["drafter"],
@@ -172,7 +166,7 @@ def project(
         "drafting": "loses" if gain < LOSES else "wins" if gain > WINS else "neither",
         "note": machine.note,
     }
-    return Row(
+    return Projection(
         device=machine.name,
         model=shape.name,
         weights=weights,
@@ -190,14 +184,14 @@ def project(
     )
 
 
-def batch_for(speed: float, shape: Shape, machine: Machine, most: int = 4096, **options: Any) -> int | None:
-    """Smallest power of two of texts that reach a speed together, drafted or plain, and fit; None if none do."""
+def batch_for(speed: float, shape: Shape, machine: Machine, max_batch: int = 4096, **options: Any) -> int | None:
+    """Return the smallest power of two as batch size that reaches a speed, or None if none fits and does."""
     batch = 1
-    while batch <= most:
-        row = project(shape, machine, batch=batch, **options)
-        if not row.fits:
+    while batch <= max_batch:
+        projection = project(shape, machine, batch=batch, **options)
+        if not projection.fits:
             return None
-        if max(row.plain.mid, row.drafted.mid if row.drafted else 0.0) >= speed:
+        if max(projection.plain.mid, projection.drafted.mid if projection.drafted else 0.0) >= speed:
             return batch
         batch *= 2
     return None
@@ -205,7 +199,7 @@ def batch_for(speed: float, shape: Shape, machine: Machine, most: int = 4096, **
 
 @dataclass(frozen=True)
 class _Choice:
-    """A drafter and the block size that is fastest with it."""
+    """A drafter with its fastest block size."""
 
     drafter: Drafter | None
     cost: DraftCost
@@ -216,11 +210,11 @@ class _Choice:
     speed: float
 
 
-def _seconds(step: Step, costs: Costs | None, size: int, cost: DraftCost | None = None) -> float:
-    """Seconds of a cycle over so many tokens of each text, that drafts if a drafter's cost is given."""
+def _seconds(step: Roofline, costs: Costs | None, size: int, cost: DraftCost | None = None) -> float:
+    """Return the seconds of a step over `size` tokens per sequence. It drafts if the cost of a drafter is given."""
 
-    def roofline(step: Step) -> float:
-        drafting = 0.0 if cost is None else step.draft(cost, size) + step.own.cycle_ms / 1e3
+    def roofline(step: Roofline) -> float:
+        drafting = 0.0 if cost is None else step.draft(cost, size) + step.constant.cycle_ms / 1e3
         return step.forward(size) + drafting
 
     if costs is None:
@@ -233,11 +227,11 @@ def _seconds(step: Step, costs: Costs | None, size: int, cost: DraftCost | None 
         measured = costs.cycle(step.batch, size - 1, tree=False)[-1]
     else:
         measured = plain * roofline(short) / short.forward(1)
-    return measured * roofline(step) / roofline(short)  # costs are of short texts
+    return measured * roofline(step) / roofline(short)  # measured at a short context
 
 
 def _choose(
-    step: Step,
+    step: Roofline,
     drafter: Drafter | None,
     task: str,
     block_size: int | None,
@@ -248,14 +242,9 @@ def _choose(
     if measured is not None:
         size = block_size or tau.block_size
         tau = Tau(measured, measured, measured, size, "published", None)
-    most = max(tau.block_size, (drafter.block_size if drafter else None) or 0)
-    sizes = [block_size] if block_size else [size for size in SIZES if size <= most]
-    best: _Choice | None = None
-    for size in sizes:
-        taus = tau.at(size)
-        seconds = _seconds(step, costs, size, cost)
-        found = _Choice(drafter, cost, tau, taus, size, seconds, step.batch * taus[1] / seconds)
-        if best is None or found.speed > best.speed:
-            best = found
-    assert best is not None
-    return best
+    max_size = max(tau.block_size, (drafter.block_size if drafter else None) or 0)
+    choices = []
+    for size in [block_size] if block_size else [size for size in SIZES if size <= max_size]:
+        taus, seconds = tau.at(size), _seconds(step, costs, size, cost)
+        choices.append(_Choice(drafter, cost, tau, taus, size, seconds, step.batch * taus[1] / seconds))
+    return max(choices, key=lambda choice: choice.speed)

@@ -1,4 +1,4 @@
-"""Dimensions of a model, as far as a projection needs them: from the catalogue, a `config.json` or a GGUF header."""
+"""Dimensions of a model: from the catalogue, a `config.json` or a GGUF header."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 from blockdraft.errors import UsageError
 from blockdraft.models import Drafter, Model, catalogue, known, model_of
 
-STATE_SIZE = 128  # numbers that a channel of a recurrent layer keeps, where the configuration does not say
-STATE_WIDTH = 1.25  # channels of a recurrent layer over the hidden size, likewise
-HEADER_BYTES = 2**25  # of a GGUF file on the hub; vocabularies of 250,000 tokens take about 12 MB
+STATE_SIZE = 128  # default numbers per channel of a recurrent layer's state
+STATE_WIDTH = 1.25  # default channels of a recurrent layer, relative to the hidden size
+HEADER_BYTES = 2**25  # fetched from a GGUF file on the hub; vocabularies of 250,000 tokens take about 12 MB
 KEYS_OF_MOE = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 RECURRENT = {"linear_attention", "mamba", "recurrent", "conv"}
 
@@ -26,19 +26,20 @@ class Shape:
     """A model's dimensions.
 
     Attributes:
-        name: Name that commands take.
-        parameters: Weights of the text model, a tied head once.
-        active: Weights that one token meets; `parameters` without routed experts.
+        name: Name for commands.
+        parameters: Weights of the text model; a tied head counts once.
+        active: Weights used per token; equal to `parameters` without routed experts.
         hidden, intermediate, layers, heads, head_size, vocabulary, context: As in the model's configuration.
-        tied: Whether embedding and head are one matrix.
-        experts, experts_per_token: Routed experts of a layer, and those that a token meets; 0 without.
-        full_layers, full_numbers: Layers that keep all tokens, and the numbers that each keeps for a token.
-        window_layers, window_numbers, window: The same of layers that keep the last `window` tokens only.
-        recurrent_layers, state_numbers: Layers with a state of fixed size, and its numbers in each of them.
-        stored_bytes: Bytes of its weights, where they lie in a file that was given; else 0.
-        licence: Licence of its weights; None if unknown.
+        tied: Whether embedding and head share a matrix.
+        experts, experts_per_token: Routed experts per layer, and those that a token uses; 0 for dense models.
+        full_layers, full_numbers: Layers with full attention, and the cached numbers per token in each.
+        window_layers, window_numbers, window: Layers with a sliding window, their cached numbers per token, and the
+            window in tokens.
+        recurrent_layers, state_numbers: Recurrent layers, and the numbers of the state in each.
+        stored_bytes: Size of the weights if a file was given, else 0.
+        licence: Licence of the weights; None if unknown.
         drafters: Published drafters.
-        place: Folder or GGUF file of its weights, if it was given.
+        path: Folder or GGUF file of the weights, if given.
     """
 
     name: str
@@ -64,23 +65,24 @@ class Shape:
     stored_bytes: int = 0
     licence: str | None = None
     drafters: tuple[Drafter, ...] = ()
-    place: str | None = None
+    path: str | None = None
 
 
-def of_model(model: Model) -> Shape | None:
-    """Shape of a model of the catalogue; None where too little of it is known."""
+def shape_of_model(model: Model) -> Shape | None:
+    """Return the shape of a model of the catalogue, or None if its dimensions are unknown."""
     if not (model.parameters and model.layers and model.hidden_size and model.vocabulary):
         return None
     heads = model.heads or max(model.hidden_size // 128, 1)
     head_size = model.head_size or model.hidden_size // heads
     kv_heads = model.kv_heads or (None if model.latent_size else heads)
-    attending = model.attention_layers if model.attention_layers is not None else model.layers
-    windowed = model.sliding_layers or (attending if model.sliding_window and model.sliding_layers is None else 0)
-    window = model.sliding_window or 0
+    attention_layers = model.attention_layers if model.attention_layers is not None else model.layers
+    windowed = model.sliding_layers or (
+        attention_layers if model.sliding_window and model.sliding_layers is None else 0
+    )
     numbers = model.latent_size or 2 * (kv_heads or 0) * head_size
-    everywhere = numbers
+    full_numbers = numbers
     if model.global_kv_heads or model.global_head_size:
-        everywhere = 2 * (model.global_kv_heads or kv_heads or 0) * (model.global_head_size or head_size)
+        full_numbers = 2 * (model.global_kv_heads or kv_heads or 0) * (model.global_head_size or head_size)
     return Shape(
         name=model.id,
         parameters=model.parameters,
@@ -95,11 +97,11 @@ def of_model(model: Model) -> Shape | None:
         tied=bool(model.tied_head),
         experts=(model.experts or 0) if model.active_parameters else 0,
         experts_per_token=(model.experts_per_token or 0) if model.active_parameters else 0,
-        full_layers=attending - windowed,
-        full_numbers=everywhere,
+        full_layers=attention_layers - windowed,
+        full_numbers=full_numbers,
         window_layers=windowed,
         window_numbers=numbers,
-        window=window,
+        window=model.sliding_window or 0,
         recurrent_layers=model.recurrent_layers or 0,
         state_numbers=int(STATE_WIDTH * model.hidden_size) * STATE_SIZE if model.recurrent_layers else 0,
         licence=model.licence,
@@ -107,11 +109,11 @@ def of_model(model: Model) -> Shape | None:
     )
 
 
-def of_config(config: Mapping[str, Any], name: str) -> Shape:
-    """Shape of a model by its `config.json`. Weights are counted from the dimensions.
+def shape_of_config(config: Mapping[str, Any], name: str) -> Shape:
+    """Return the shape for a `config.json`. Computes the number of weights from the dimensions.
 
     Raises:
-        UsageError: A dimension is missing, or is no positive number.
+        UsageError: A dimension is missing, or is not a positive integer.
     """
     inner = config.get("text_config")
     text: Mapping[str, Any] = {**config, **inner} if isinstance(inner, Mapping) else config
@@ -122,10 +124,10 @@ def of_config(config: Mapping[str, Any], name: str) -> Shape:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0 or (value == 0 and default is None):
-                raise UsageError(f"{name}: {key} is {value!r}; it has to be a positive whole number.")
+                raise UsageError(f"{name}: {key} must be a positive integer, got {value!r}.")
             return value
         if default is None:
-            raise UsageError(f"{name} says no {keys[0]}; give the config.json of a language model.")
+            raise UsageError(f"{name} lacks {keys[0]}; give the config.json of a language model.")
         return default
 
     hidden, layers = number("hidden_size", "n_embd", "d_model"), number("num_hidden_layers", "n_layer")
@@ -191,54 +193,57 @@ def of_config(config: Mapping[str, Any], name: str) -> Shape:
     )
 
 
-def read_shape(given: str) -> Shape:
-    """Shape of a model by its name in the catalogue, folder, `config.json`, GGUF file, or name on the hub: of a model,
-    or of a GGUF file, of which the header alone is fetched, as in "owner/name/file.gguf".
+def read_shape(name: str) -> Shape:
+    """Return the shape of a model.
+
+    Args:
+        name: Name in the catalogue, folder, `config.json`, GGUF file, name of a model on the hub, or GGUF file on the
+            hub, such as "owner/name/file.gguf", of which only the header is fetched.
 
     Raises:
-        UsageError: Nobody knows it, or what is there cannot be read.
+        UsageError: The model is unknown, or its files cannot be read.
     """
-    place = folder = Path(given).expanduser()
-    if place.suffix == ".gguf" and place.is_file():
-        return _of_gguf(place)
-    if place.is_dir():
-        place = place / "config.json"
-        if not place.is_file():
-            raise UsageError(f"{given} has no config.json; give a model's folder, its config.json or a GGUF file.")
-    if place.is_file():
-        return replace(of_config(_json(place), given), place=str(folder) if folder.is_dir() else None)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+/.+\.gguf", given):
-        return _gguf_on_hub(given)
-    if place.suffix in (".json", ".gguf"):
-        raise UsageError(f"{given} does not exist; give a model's folder, its config.json or a GGUF file.")
+    path = folder = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return _shape_of_gguf(path)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise UsageError(f"{name} has no config.json; give a model's folder, its config.json or a GGUF file.")
+    if path.is_file():
+        return replace(shape_of_config(_read_json(path), name), path=str(folder) if folder.is_dir() else None)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+/.+\.gguf", name):
+        return _shape_of_hub_gguf(name)
+    if path.suffix in (".json", ".gguf"):
+        raise UsageError(f"{name} does not exist; give a model's folder, its config.json or a GGUF file.")
     try:
-        model = known(given)
+        model = known(name)
     except UsageError:
-        if "/" not in given:
+        if "/" not in name:
             raise
-        return of_config(_json(_from_hub(given)), given)
-    shape = of_model(model)
+        return shape_of_config(_read_json(_config_from_hub(name)), name)
+    shape = shape_of_model(model)
     if shape is None:
-        raise UsageError(f"Dimensions of {model.id} are not in the catalogue; give its config.json in the place of it.")
+        raise UsageError(f"The catalogue lacks the dimensions of {model.id}; give its config.json instead.")
     return shape
 
 
 def known_shapes() -> tuple[Shape, ...]:
-    """Shapes of all models of the catalogue whose dimensions are known."""
-    return tuple(shape for model in catalogue() if (shape := of_model(model)))
+    """Return the shapes of all models of the catalogue with known dimensions."""
+    return tuple(shape for model in catalogue() if (shape := shape_of_model(model)))
 
 
-def _json(file: Path) -> Mapping[str, Any]:
+def _read_json(file: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
         raise UsageError(f"{file} cannot be read as JSON ({error}); copy or fetch it again.") from error
-    if not isinstance(found, Mapping):
-        raise UsageError(f"{file} holds no JSON object; give the config.json of a language model.")
-    return found
+    if not isinstance(config, Mapping):
+        raise UsageError(f"{file} is not a JSON object; give the config.json of a language model.")
+    return config
 
 
-def _from_hub(name: str) -> Path:
+def _config_from_hub(name: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -254,44 +259,44 @@ def _from_hub(name: str) -> Path:
         raise UsageError(f"{name} is neither in the catalogue nor on the hub ({reason}).") from error
 
 
-def _of_gguf(file: Path) -> Shape:
+def _shape_of_gguf(file: Path) -> Shape:
     from blockdraft.targets import describe_target
 
-    found = describe_target(file)
-    shape = of_config(found.config.to_dict(), str(file))
-    count = sum(found.kinds.values())
+    target = describe_target(file)
+    shape = shape_of_config(target.config.to_dict(), str(file))
+    count = sum(target.kinds.values())
     active = max(count - (shape.parameters - shape.active), 1)
     model = model_of(file)
     return replace(
         shape,
         parameters=count,
         active=active,
-        stored_bytes=found.bytes,
-        place=str(file),
+        stored_bytes=target.bytes,
+        path=str(file),
         drafters=model.drafters if model else (),
     )
 
 
-def _gguf_on_hub(given: str) -> Shape:
+def _shape_of_hub_gguf(name: str) -> Shape:
     from huggingface_hub import HfFileSystem
 
     try:
-        with HfFileSystem().open(given, "rb", block_size=HEADER_BYTES) as remote:
+        with HfFileSystem().open(name, "rb", block_size=HEADER_BYTES) as remote:
             header, size = remote.read(HEADER_BYTES), int(remote.size)
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"{given} cannot be read from the hub ({str(error) or type(error).__name__}); give a file of this machine, "
-            "or a name that `blockdraft models` lists."
+            f"{name} cannot be read from the hub ({str(error) or type(error).__name__}); give a local file, or a "
+            "name that `blockdraft models` lists."
         ) from error
     with tempfile.TemporaryDirectory() as folder:
-        # A file with a hole in the place of the weights, of which nothing is read.
-        file = Path(folder) / Path(given).name
+        # A sparse file: only the header is read, not the weights.
+        file = Path(folder) / Path(name).name
         file.write_bytes(header)
         os.truncate(file, size)
-        return replace(_of_gguf(file), name=given, place=None)
+        return replace(_shape_of_gguf(file), name=name, path=None)
 
 
-def cache_of(shape: Shape, tokens: int) -> int:
-    """Bytes of the keys and values of a text in bf16, without recurrent states."""
+def kv_cache_bytes(shape: Shape, tokens: int) -> int:
+    """Return the bytes of the keys and values of one sequence in bf16, without recurrent states."""
     full = shape.full_layers * shape.full_numbers * tokens
     return 2 * (full + shape.window_layers * shape.window_numbers * min(tokens, shape.window))

@@ -1,4 +1,4 @@
-"""What a drafter for a model costs to make on some devices: answers, features on disk, hours and memory."""
+"""Cost of training a drafter: hours for responses, hidden states and training, disk space and memory."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any
 
 from blockdraft.errors import UsageError
 from blockdraft.radar.devices import Machine
-from blockdraft.radar.drafting import LIKELY, cost_of, draft_weights
+from blockdraft.radar.drafting import DEFAULT_KIND, cost_of, draft_weights
 from blockdraft.radar.project import SHARE, project
 from blockdraft.radar.shape import Shape
 
-MOST_BATCH = 256  # answers that are written together, for each device
-TRAINING_SHARE = 0.43  # of the dense bfloat16 arithmetic (Domino's trainer on H200: 43.5 to 44.1 %)
-FORWARD_BACKWARD = 6  # operations for each trained weight and slot; a frozen head takes as many, being computed twice
-OPTIMISER_BYTES = 16  # of a trained weight: bfloat16 and float32 copies, gradient, AdamW's two moments
-ACTIVATIONS = (16, 6)  # numbers that a slot of a layer leaves behind, in hidden sizes and in widths of the MLP
+MAX_BATCH = 256  # responses generated at once per device
+TRAINING_SHARE = 0.43  # efficiency relative to dense bfloat16 arithmetic (Domino's trainer on H200: 43.5 to 44.1 %)
+FORWARD_BACKWARD = 6  # operations per trained weight and position; the frozen head takes as many, computed twice
+OPTIMIZER_BYTES = 16  # per trained weight: bfloat16 and float32 copies, gradient, AdamW's two moments
+ACTIVATIONS = (16, 6)  # numbers kept per position and layer, in multiples of the hidden size and of the MLP width
 HIDDEN_STATE_BYTES = 2
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """How much a drafter is trained.
+    """Size of a training run.
 
     Attributes:
-        samples: Prompts that the target answers.
-        tokens: Tokens of a prompt with its answer.
-        epochs: Times that each is trained on.
-        anchors: Blocks of a sample.
+        samples: Number of prompts.
+        tokens: Tokens of a prompt and its response.
+        epochs: Passes over the samples.
+        anchors: Blocks per sample.
         block_size: Tokens of a block.
-        target_layers: Layers of the target that are read.
-        batch: Samples that a device holds at once.
+        target_layers: Number of target layers whose hidden states the drafter reads.
+        batch: Samples per device and step.
     """
 
     samples: int = 100_000
@@ -44,31 +44,31 @@ class TrainPlan:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if value < 1:
-                raise UsageError(f"{name} is {value}; it has to be 1 or more.")
+                raise UsageError(f"{name} must be at least 1, got {value}.")
 
 
 @dataclass(frozen=True)
 class TrainCost:
-    """What making a drafter costs.
+    """Cost of training a drafter.
 
     Attributes:
-        trained: Weights that are trained.
-        answer_hours: Of the target, to answer all prompts.
-        hidden_state_hours: Of the target, to read the answers and keep features.
-        hidden_state_bytes: Of features on disk; none are kept where the target runs beside the trainer.
-        training_hours: Of all epochs.
-        hours: Of all three.
-        flops: Operations of the training.
-        samples_per_second: Of the training, on all devices.
-        target_bytes, training_bytes: Memory that the target takes on all devices, and the trainer on each.
+        trained: Number of trained weights.
+        response_hours: Time of the target to generate all responses.
+        hidden_state_hours: Time of the target to compute the hidden states.
+        hidden_state_bytes: Hidden states on disk; none are stored if the target runs next to the trainer.
+        training_hours: Time of all epochs.
+        hours: Sum of the three.
+        flops: Arithmetic operations of training.
+        samples_per_second: Training speed on all devices.
+        target_bytes, training_bytes: Memory of the target on all devices, and of the trainer on each device.
         fits: Whether both fit.
-        devices_needed: Least number of these devices that hold the target.
+        devices_needed: Number of these devices that the target needs.
     """
 
     model: str
     device: str
     trained: int
-    answer_hours: float
+    response_hours: float
     hidden_state_hours: float
     hidden_state_bytes: int
     training_hours: float
@@ -81,56 +81,55 @@ class TrainCost:
     devices_needed: int
 
     def as_dict(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return the JSON object that `--json` prints."""
         return asdict(self)
 
 
 def train_cost(shape: Shape, machine: Machine, plan: TrainPlan, weights: str = "bf16") -> TrainCost:
-    """What a DFlash drafter for a model costs.
+    """Return the cost of training a DFlash drafter for a model.
 
     Args:
-        machine: One device, or several, which share the target and each train on samples of their own.
-        weights: Of the target.
+        machine: One device, or several, which share the target and train with data parallelism.
+        weights: Kind of weights of the target.
     """
     context = min(plan.tokens, shape.context or plan.tokens)
-    batch = MOST_BATCH * machine.count
+    batch = MAX_BATCH * machine.count
     alone = project(shape, machine, weights, context, 1)
-    while batch > 1 and not (row := project(shape, machine, weights, context, batch)).fits:
+    while not (projection := project(shape, machine, weights, context, batch)).fits and batch > 1:
         batch //= 2
-    row = project(shape, machine, weights, context, batch) if batch == 1 else row
     rate = 1e12 * (machine.bf16 or machine.fp32 or 0.0)
     rate *= 0.5 if machine.measured else TRAINING_SHARE
     tokens = plan.samples * plan.tokens
-    cost = cost_of(LIKELY)
+    cost = cost_of(DEFAULT_KIND)
     trained = draft_weights(shape, cost)
     slots = plan.anchors * plan.block_size
     head = shape.vocabulary * shape.hidden
-    # Each layer turns all tokens of the text into keys and values, a part of its weights, and so does the fusion.
+    # Each layer computes keys and values of all tokens with a part of its weights, and the fusion runs on all tokens.
     fused = plan.target_layers * shape.hidden**2 + cost.layers * shape.hidden**2 // 2
-    a_sample = FORWARD_BACKWARD * (slots * (trained + head) + plan.tokens * fused)
-    per_second = rate / a_sample
+    flops_per_sample = FORWARD_BACKWARD * (slots * (trained + head) + plan.tokens * fused)
+    per_second = rate / flops_per_sample
     hidden, width = ACTIVATIONS
-    left = hidden * shape.hidden + width * min(shape.intermediate, 4 * shape.hidden)
-    activations = 2 * plan.batch * cost.layers * (slots + plan.tokens) * left
+    numbers = hidden * shape.hidden + width * min(shape.intermediate, 4 * shape.hidden)
+    activations = 2 * plan.batch * cost.layers * (slots + plan.tokens) * numbers
     frozen = 2 * head * (1 if shape.tied else 2)
-    training = OPTIMISER_BYTES * trained // machine.count + frozen + activations  # sharded, as by FSDP
-    a_device = SHARE * machine.memory_gb * 1e9 / machine.count
-    answers = tokens / row.plain.mid / 3600
+    training = OPTIMIZER_BYTES * trained // machine.count + frozen + activations  # sharded, as by FSDP
+    device_bytes = SHARE * machine.memory_gb * 1e9 / machine.count
+    responses = tokens / projection.plain.mid / 3600
     hidden_states = 2 * shape.active * tokens / rate / 3600
-    trains = plan.samples * plan.epochs / per_second / 3600
+    training_hours = plan.samples * plan.epochs / per_second / 3600
     return TrainCost(
         model=shape.name,
         device=machine.name,
         trained=trained,
-        answer_hours=answers,
+        response_hours=responses,
         hidden_state_hours=hidden_states,
         hidden_state_bytes=HIDDEN_STATE_BYTES * plan.target_layers * shape.hidden * tokens,
-        training_hours=trains,
-        hours=answers + hidden_states + trains,
-        flops=float(a_sample) * plan.samples * plan.epochs,
+        training_hours=training_hours,
+        hours=responses + hidden_states + training_hours,
+        flops=float(flops_per_sample) * plan.samples * plan.epochs,
         samples_per_second=per_second,
         target_bytes=alone.memory_bytes,
         training_bytes=training,
-        fits=alone.fits and training <= a_device,
-        devices_needed=-(-alone.memory_bytes // int(a_device)),
+        fits=alone.fits and training <= device_bytes,
+        devices_needed=-(-alone.memory_bytes // int(device_bytes)),
     )

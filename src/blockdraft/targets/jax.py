@@ -21,6 +21,7 @@ from torch import Tensor
 from blockdraft.decode.proposal import depths, tree_mask
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.jax.cache import JaxCache, JaxTensor
+from blockdraft.jax.draft_runner import JaxHost
 from blockdraft.jax.model import Array, Decoder, Layout, as_numpy, bucket, embed, jax, jnp, load_params, local_layout
 from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.plugins import runner_class
@@ -196,12 +197,12 @@ class JaxTarget(CheckpointTarget):
 
     def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
         network.to(device=self.device, dtype=self.dtype)
-        make = runner_class(network, "jax")
-        if make is not None:
-            return make(network, self, head or self.draft_head)
+        runner, host = runner_class(network, "jax"), self.draft_host(head)
+        if runner is not None:
+            return runner(network, JaxHost(**vars(host), decoder=self.decoder, params=self.params))
         reason = f"JAX knows no networks of the kind {type(network).__name__}, and torch runs it on the CPU"
         logging.getLogger(__name__).warning("The drafter is not run by JAX: %s.", reason)
-        return network.runner(replace(self.draft_host(head), compile_reason=reason))
+        return network.runner(replace(host, compile_reason=reason))
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         for name, weight in self.params.items():

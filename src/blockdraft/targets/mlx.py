@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +30,7 @@ from blockdraft.formats.gguf import is_gguf
 from blockdraft.mlx.cache import MLXCache
 from blockdraft.mlx.tensor import Array, MLXTensor, computing, dtypes, in_mlx, mx, quantize_weight
 from blockdraft.nn.attention import visible_slots
-from blockdraft.nn.draft_network import DraftHost, DraftNetwork
+from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.nn.foreign_tensor import in_torch
 from blockdraft.plugins import runner_class
 from blockdraft.targets.base import LoadOptions, NotCovered, TargetOutput
@@ -366,19 +367,18 @@ class MLXTarget(CheckpointTarget):
 
     def runner(self, network: DraftNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> Any:
         network.to(device=self.device, dtype=self.dtype)
-        head = head or self.draft_head
-        make = runner_class(network, "mlx")
-        if make is None:
+        runner, host = runner_class(network, "mlx"), self.draft_host(head)
+        if runner is None:
             reason = f"MLX knows no networks of the kind {type(network).__name__}, and torch runs it on the CPU"
             log.warning("The drafter is not run by MLX: %s.", reason)
-            host = DraftHost(
-                dtype=self.dtype,
-                embed=lambda x: in_torch(self.embed(x)),
-                target_head=lambda x: in_torch((head or self.head)(x)),
+            host = replace(
+                host,
+                embed=lambda tokens: in_torch(self.embed(tokens)),
+                target_head=lambda hidden: in_torch(self.head(hidden)),
                 compile_reason=reason,
             )
             return InTorch(network.runner(host))
-        run = make(network, self.embed, head or self.head)
+        run = runner(network, host)
         if owned and self._bits and self._round_drafters:
             run.bits = self._bits
             for module in network.modules():

@@ -107,7 +107,7 @@ def test_the_network_of_a_folder_drafts_like_its_drafter(
 
 
 def test_draft_tokens_are_those_of_heads_that_know_the_answer(target: Target) -> None:
-    """Heads that draft token what the target's head says k tokens later: all their draft tokens are accepted."""
+    """Heads that draft what the target's head says k tokens later: all their draft tokens are accepted."""
     [plain] = Engine(target, load_drafter("none", target=target)).generate(
         [PROMPT], SamplingParams(13, ignore_eos=True)
     )

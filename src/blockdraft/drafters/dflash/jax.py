@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from torch import Tensor
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.jax.cache import JaxCache, JaxTensor
-from blockdraft.jax.draft_runner import Context, JaxDraftRunner, draft_window, padded
+from blockdraft.jax.draft_runner import Context, JaxDraftRunner, JaxHost, draft_window, padded
 from blockdraft.jax.model import Array, Memory, Params, as_numpy, bucket, embed, jax, jnp, linear
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.layers import ReducedHead
@@ -22,18 +21,16 @@ class JaxDraftPass(JaxDraftRunner):
 
     Args:
         network: Network in the target's dtype; its parameters are copied to the devices.
-        target: The `JaxTarget`.
-        own_head: Output head of the drafter; None uses the target's.
     """
 
     config: DraftConfig
 
-    def __init__(self, network: DFlashNetwork, target: Any, own_head: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(self, network: DFlashNetwork, host: JaxHost) -> None:
         own = ("fc.", "hidden_norm.", "layers.", "norm.")  # the heads of networks that extend DFlash stay in torch
         tensors = {f"model.{name}": tensor for name, tensor in network.state_dict().items() if name.startswith(own)}
-        super().__init__(network.config, target, tensors, [layer.window for layer in network.config.layers])
-        if own_head is not None:
-            head = cast(ReducedHead, own_head)
+        super().__init__(network.config, host, tensors, [layer.window for layer in network.config.layers])
+        if host.own_head is not None:
+            head = cast(ReducedHead, host.own_head)
             self.params["reduced"] = self._layout.put(as_numpy(head.weight))
             self.params["kept"] = self._layout.put(as_numpy(head.kept).astype(np.int32))
         self.jax_forward, self.jax_observe = jax.jit(self._forward, static_argnums=0), jax.jit(self._observe)
@@ -85,5 +82,5 @@ class JaxDraftPass(JaxDraftRunner):
         if "reduced" not in params:
             return hidden, self.target_decoder.head(context.target_params, hidden)
         logits = jnp.einsum("...h,vh->...v", hidden, params["reduced"])
-        everywhere = jnp.full((*logits.shape[:-1], self._target.vocab_size), -jnp.inf, logits.dtype)
+        everywhere = jnp.full((*logits.shape[:-1], self.decoder.config.vocab_size), -jnp.inf, logits.dtype)
         return hidden, everywhere.at[..., params["kept"]].set(logits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -13,7 +12,7 @@ from blockdraft.mlx.cache import MLXCache
 from blockdraft.mlx.tensor import Array, MLXTensor, computing, in_mlx, mx
 from blockdraft.nn.attention import visible_slots
 from blockdraft.nn.draft_config import LayerAttention
-from blockdraft.nn.draft_network import DraftLayer
+from blockdraft.nn.draft_network import DraftHost, DraftLayer
 from blockdraft.nn.layers import rotate
 from blockdraft.timing import PASS, mark
 
@@ -23,17 +22,13 @@ class MLXDraftPass:
 
     Args:
         network: Network in the target's dtype.
-        embed: The target's embedding.
-        head: The target's output projection, or the drafter's own.
     """
 
     compile_reason: str | None = None
     bits = None
 
-    def __init__(
-        self, network: DFlashNetwork, embed: Callable[[Tensor], Tensor], head: Callable[[Tensor], Tensor]
-    ) -> None:
-        self.network, self.config, self._embed, self._head = network, network.config, embed, head
+    def __init__(self, network: DFlashNetwork, host: DraftHost) -> None:
+        self.network, self.config, self._embed, self._head = network, network.config, host.embed, host.head
 
     def new_state(self, batch: int, capacity: int) -> MLXCache:
         return MLXCache(batch, capacity)

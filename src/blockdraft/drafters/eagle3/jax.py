@@ -1,22 +1,17 @@
 """EAGLE-3's network in JAX."""
 
-from collections.abc import Callable
-from typing import Any
-
-from torch import Tensor
-
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from blockdraft.jax.autoregressive import JaxAutoregressive
-from blockdraft.jax.draft_runner import Context
+from blockdraft.jax.draft_runner import Context, JaxHost
 from blockdraft.jax.model import Array, Params, jnp, linear
 
 
 class JaxEagle3(JaxAutoregressive):
     config: Eagle3Config
 
-    def __init__(self, network: Eagle3Network, target: Any, head: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(self, network: Eagle3Network, host: JaxHost) -> None:
         tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in network.named_parameters()}
-        super().__init__(network, target, tensors, network.config.qk_norm)
+        super().__init__(network, host, tensors, network.config.qk_norm)
 
     def fuse(self, params: Params, hidden: Array) -> Array:
         if self.config.fc_norm:

@@ -1,24 +1,19 @@
 """MTP heads in JAX that were trained here. Those of a target's folder have the target's layer, and run in torch."""
 
-from collections.abc import Callable
-from typing import Any
-
-from torch import Tensor
-
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.errors import UsageError
 from blockdraft.jax.autoregressive import JaxAutoregressive
-from blockdraft.jax.draft_runner import Context
+from blockdraft.jax.draft_runner import Context, JaxHost
 from blockdraft.jax.model import Array, Params, jnp, linear
 
 
 class JaxMTP(JaxAutoregressive):
     config: MTPConfig
 
-    def __init__(self, network: MTPNetwork, target: Any, head: Callable[[Tensor], Tensor] | None) -> None:
-        if head is not None:
+    def __init__(self, network: MTPNetwork, host: JaxHost) -> None:
+        if host.own_head is not None:
             raise UsageError("JAX runs an MTP head over the target's whole vocabulary only; omit draft_vocab.")
-        super().__init__(network, target, dict(network.named_parameters()))
+        super().__init__(network, host, dict(network.named_parameters()))
 
     def fuse(self, params: Params, hidden: Array) -> Array:
         return hidden

@@ -22,9 +22,9 @@
 #else
 #define LANES 4
 #endif
-/* Macros given on the command line: WEIGHT, the kind of weights that are no integers; NARROW, 1 to round what these are
-   multiplied with to bfloat16, which they have to be of, too; STORE, the kind of keys and values; MOST_LANES; and
-   INTEGERS, 1 to accept weights of few bits, too, which takes the compiler longer. */
+/* Macros of the command line. WEIGHT: type of the floating-point weights. NARROW: 1 to round their inputs to bfloat16,
+   which the weights must then have. STORE: type of keys and values. MOST_LANES: maximum vector width. INTEGERS: 1 to
+   accept quantized weights as well, which takes longer to compile. */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));

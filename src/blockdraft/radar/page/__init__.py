@@ -1,4 +1,4 @@
-"""The page: one file that loads no others, and computes what `project.py` does by `projection.js`."""
+"""The radar page: one self-contained HTML file, which computes projections with `projection.js`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 
 from blockdraft.errors import UsageError
 from blockdraft.models import Drafter
-from blockdraft.radar.acceptance import TASKS, tau_of
 from blockdraft.radar.devices import DEFAULT_RAM_GB, LINKED, Machine, devices, machine_of
-from blockdraft.radar.drafting import cost_for
+from blockdraft.radar.drafting import TASKS, cost_for, tau_of
 from blockdraft.radar.project import BANDS, LOSES, SHARE, SIZES, WINS
 from blockdraft.radar.shape import KEYS_OF_MOE, RECURRENT, Shape, known_shapes
 from blockdraft.radar.step import ARITHMETIC, BITS, LINK_US, OF_KERNELS, ON_CPUS, PREFILL_TOKENS, UNPACKING, constants
@@ -35,7 +34,7 @@ NUMBERS = {
 
 @cache
 def page() -> str:
-    """The whole page, with the models and devices of the tables."""
+    """Return the HTML page, with all models and devices."""
     folder = files(__name__)
     data = data_of_page(known_shapes(), [machine_of(device) for device in devices()])
     text = folder.joinpath(NAME).read_text(encoding="utf-8")
@@ -44,10 +43,7 @@ def page() -> str:
 
 
 def export_page(folder: Path) -> Path:
-    """Write the page to a folder, for any web server.
-
-    Returns:
-        The file.
+    """Write the page to a folder, and return the file.
 
     Raises:
         UsageError: The folder cannot be written to.
@@ -59,19 +55,18 @@ def export_page(folder: Path) -> Path:
         partial.write_text(page(), encoding="utf-8")
         partial.replace(file)
     except OSError as error:
-        raise UsageError(f"{folder} cannot be written to ({error.strerror}); name another folder.") from error
+        raise UsageError(f"{folder} cannot be written to ({error.strerror}); give another folder.") from error
     return file
 
 
 def data_of_page(shapes: Iterable[Shape], machines: Iterable[Machine]) -> str:
-    """What the page computes with, in JSON."""
-    drafting = []
+    """Return the data of the page as JSON."""
+    models = []
     for shape in shapes:
         choices: Sequence[Drafter | None] = shape.drafters or (None,)
-        held = {
-            field.name: getattr(shape, field.name) for field in fields(shape) if field.name not in ("drafters", "place")
-        }
-        drafting.append({**held, "drafters": [_of_page(each) for each in choices]})
+        names = [field.name for field in fields(shape) if field.name not in ("drafters", "path")]
+        model = {name: getattr(shape, name) for name in names}
+        models.append({**model, "drafters": [_drafter_data(drafter) for drafter in choices]})
     return json.dumps(
         {
             "numbers": NUMBERS,
@@ -83,15 +78,15 @@ def data_of_page(shapes: Iterable[Shape], machines: Iterable[Machine]) -> str:
             "keys_of_moe": KEYS_OF_MOE,
             "recurrent": sorted(RECURRENT),
             "tasks": TASKS,
-            "constants": {name: asdict(each) for name, each in constants().items()},
-            "machines": [asdict(each) for each in machines],
-            "models": drafting,
-            "unknown": _of_page(None),
+            "constants": {name: asdict(constant) for name, constant in constants().items()},
+            "machines": [asdict(machine) for machine in machines],
+            "models": models,
+            "unknown": _drafter_data(None),
         }
     )
 
 
-def _of_page(drafter: Drafter | None) -> dict[str, Any]:
+def _drafter_data(drafter: Drafter | None) -> dict[str, Any]:
     return {
         "hub": drafter.hub if drafter else None,
         "cost": asdict(cost_for(drafter)),

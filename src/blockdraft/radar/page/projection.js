@@ -1,10 +1,10 @@
-// `step.py`, `memory.py` and `project.py` in JavaScript. Names are those of Python; a test compares the two.
+// `step.py`, `memory.py` and `project.py` in JavaScript, with the same names. A test compares the results.
 function makeRadar(data) {
   const N = data.numbers;
 
-  const expected = (chance, size) => (chance === 1 ? size : (1 - chance ** size) / (1 - chance));
+  const expected = (prob, size) => (prob === 1 ? size : (1 - prob ** size) / (1 - prob));
 
-  function chanceOf(tau, size) {
+  function acceptanceProb(tau, size) {
     let low = 0, high = 1;
     for (let i = 0; i < 40; i++) {
       const middle = (low + high) / 2;
@@ -13,10 +13,10 @@ function makeRadar(data) {
     return low;
   }
 
-  const tauAt = (tau, size) => [tau.low, tau.mid, tau.high].map((one) =>
-    size === tau.block_size ? one : expected(chanceOf(one, tau.block_size), size));
+  const tauAt = (tau, size) => [tau.low, tau.mid, tau.high].map((value) =>
+    size === tau.block_size ? value : expected(acceptanceProb(value, tau.block_size), size));
 
-  const cacheOf = (s, tokens) => 2 * (s.full_layers * s.full_numbers * tokens +
+  const kvCacheBytes = (s, tokens) => 2 * (s.full_layers * s.full_numbers * tokens +
     s.window_layers * s.window_numbers * Math.min(tokens, s.window));
 
   function draftWeights(s, cost) {
@@ -27,41 +27,41 @@ function makeRadar(data) {
 
   const headWeights = (s, cost) => s.hidden * Math.min(cost.head_vocabulary || s.vocabulary, s.vocabulary);
 
-  function makeStep(s, m, own, bits, weights, context, batch) {
+  function makeRoofline(s, m, constant, bits, weights, context, batch) {
     const step = {};
     step.experts = (size) => s.experts * (1 - (1 - s.experts_per_token / s.experts) ** (size * batch));
-    step.metWeights = (size) => {
+    step.weightsRead = (size) => {
       const outside = s.tied ? s.parameters : s.parameters - s.vocabulary * s.hidden;
       if (!s.experts || s.experts === s.experts_per_token) return outside;
       return outside - (s.experts - step.experts(size)) * (s.parameters - s.active) / (s.experts - s.experts_per_token);
     };
-    step.readBytes = (size) => step.metWeights(size) * bits / 8 +
-      batch * (cacheOf(s, context) + s.recurrent_layers * s.state_numbers * 4 * (1 + size));
+    step.readBytes = (size) => step.weightsRead(size) * bits / 8 +
+      batch * (kvCacheBytes(s, context) + s.recurrent_layers * s.state_numbers * 4 * (1 + size));
     step.flops = (size, rows = batch) => {
       const tokens = size * rows;
-      const met = s.tied ? s.active : s.active - s.vocabulary * s.hidden;
-      const seen = s.full_layers * context + s.window_layers * Math.min(context, s.window);
-      return 2 * tokens * met + 4 * tokens * seen * s.heads * s.head_size;
+      const used = s.tied ? s.active : s.active - s.vocabulary * s.hidden;
+      const attended = s.full_layers * context + s.window_layers * Math.min(context, s.window);
+      return 2 * tokens * used + 4 * tokens * attended * s.heads * s.head_size;
     };
     const reading = (read, resident) => {
       if (m.cache_gbs && resident < 1e6 * m.cache_mb) return read / (1e9 * m.cache_gbs);
-      return read / (1e9 * m.bandwidth_gbs * (m.measured ? 1 : own.bandwidth));
+      return read / (1e9 * m.bandwidth_gbs * (m.measured ? 1 : constant.bandwidth));
     };
     step.memorySeconds = (size) => reading(step.readBytes(size), s.parameters * bits / 8);
-    const rate = (some) => {
-      const packed = (some || bits) < 16;
-      const wide = m.kind === "cpu" ? (m.measured ? ["bf16", "fp32"] : ["fp32", "bf16"]) : data.arithmetic[some ? "" : weights] || ["bf16", "fp32"];
+    const rate = (draftBits) => {
+      const packed = (draftBits || bits) < 16;
+      const wide = m.kind === "cpu" ? (m.measured ? ["bf16", "fp32"] : ["fp32", "bf16"]) : data.arithmetic[draftBits ? "" : weights] || ["bf16", "fp32"];
       const kinds = packed && m.kind === "cpu" ? data.on_cpus : wide;
-      const kind = [...kinds, "fp32", "bf16"].find((one) => m[one] !== null);
+      const kind = [...kinds, "fp32", "bf16"].find((name) => m[name] !== null);
       if (m.measured) return 1e12 * m[kind] * N.OF_KERNELS;
-      return 1e12 * m[kind] * own.arithmetic * (packed && kind !== "fp8" && kind !== "fp4" ? N.UNPACKING : 1);
+      return 1e12 * m[kind] * constant.arithmetic * (packed && kind !== "fp8" && kind !== "fp4" ? N.UNPACKING : 1);
     };
     step.arithmeticSeconds = (size) => step.flops(size) / rate();
-    const together = (one, other) => Math.max(one, other) + (1 - own.overlap) * Math.min(one, other);
-    const layersOf = (layers) => layers * (own.layer_us + (m.count > 1 ? N.LINK_US : 0)) / 1e6;
-    step.forward = (size) => together(step.memorySeconds(size), step.arithmeticSeconds(size)) +
-      layersOf(s.layers) + own.step_ms / 1e3 + batch * own.text_us / 1e6 + (s.experts ? s.layers * own.expert_us / 1e6 : 0) +
-      s.recurrent_layers * (size - 1) * own.recurrent_us / 1e6;
+    const overlapped = (reading, computing) => Math.max(reading, computing) + (1 - constant.overlap) * Math.min(reading, computing);
+    const overhead = (layers) => layers * (constant.layer_us + (m.count > 1 ? N.LINK_US : 0)) / 1e6;
+    step.forward = (size) => overlapped(step.memorySeconds(size), step.arithmeticSeconds(size)) +
+      overhead(s.layers) + constant.step_ms / 1e3 + batch * constant.text_us / 1e6 + (s.experts ? s.layers * constant.expert_us / 1e6 : 0) +
+      s.recurrent_layers * (size - 1) * constant.recurrent_us / 1e6;
     step.draft = (cost, size) => {
       const [passes, tokens] = cost.serial ? [size - 1, batch] : [1, size * batch];
       const layers = cost.layers, network = draftWeights(s, cost), head = headWeights(s, cost);
@@ -69,12 +69,12 @@ function makeRadar(data) {
       const headBytes = head * (cost.head_vocabulary === null ? bits / 8 : width);
       const window = Math.floor(batch * context * layers * 2 * s.hidden / 4) * 2;
       const read = reading(width * network + headBytes + window, width * network);
-      return passes * (together(read, 2 * tokens * (network / rate(8 * width) + head / rate())) + layersOf(layers));
+      return passes * (overlapped(read, 2 * tokens * (network / rate(8 * width) + head / rate())) + overhead(layers));
     };
     step.prompt = () => {
-      const alone = makeStep(s, m, own, bits, weights, context, 1);
-      return together(alone.memorySeconds(Math.min(context, 256)), alone.flops(context) / 2 / rate()) +
-        (layersOf(s.layers) + own.step_ms / 1e3) * Math.ceil(context / N.PREFILL_TOKENS);
+      const alone = makeRoofline(s, m, constant, bits, weights, context, 1);
+      return overlapped(alone.memorySeconds(Math.min(context, 256)), alone.flops(context) / 2 / rate()) +
+        (overhead(s.layers) + constant.step_ms / 1e3) * Math.ceil(context / N.PREFILL_TOKENS);
     };
     return step;
   }
@@ -82,28 +82,28 @@ function makeRadar(data) {
   function memoryOf(s, bits, context, batch, size, cost) {
     const prefill = Math.min(N.PREFILL_TOKENS, context), slots = batch * (context + size);
     const states = 4 * s.recurrent_layers * s.state_numbers, layers = cost === null ? 0 : cost.layers;
-    const rows = Math.ceil(slots / context);
-    const caches = rows * cacheOf(s, Math.ceil(slots / rows)) + batch * states +
+    const count = Math.ceil(slots / context);
+    const caches = count * kvCacheBytes(s, Math.ceil(slots / count)) + batch * states +
       slots * layers * 2 * Math.floor(s.hidden / 4) * 2;
     const widths = 4 * s.hidden + 3 * s.intermediate + 3 * s.heads * s.head_size;
-    const forwardBytes = (many, nodes) => 2 * many * nodes * widths + states * many * Math.min(nodes, 64);
+    const forwardBytes = (sequences, nodes) => 2 * sequences * nodes * widths + states * sequences * Math.min(nodes, 64);
     const longest = Math.min(slots, context + size);
     const forward = Math.max(forwardBytes(batch, size), forwardBytes(1, Math.min(prefill, longest)));
     const logits = batch * size * s.vocabulary * (2 + 2 * 4);
     const tokens = Math.max(prefill, batch * size);
-    const features = 2 * tokens * (cost === null ? 0 : cost.target_layers) * s.hidden * 2;
-    const workspace = forward + logits + features + (cost === null ? 0 : 2 * tokens * 4 * s.hidden);
+    const hiddenStates = 2 * tokens * (cost === null ? 0 : cost.target_layers) * s.hidden * 2;
+    const workspace = forward + logits + hiddenStates + (cost === null ? 0 : 2 * tokens * 4 * s.hidden);
     let drafter = cost === null ? 0 : 2 * draftWeights(s, cost);
     if (cost !== null && cost.head_vocabulary !== null) drafter += 2 * headWeights(s, cost);
     return { weights: Math.floor(s.parameters * bits / 8), drafter, caches, workspace };
   }
 
-  function choose(step, drafter, task, batch, own) {
-    const tau = drafter.tau[task], most = Math.max(tau.block_size, drafter.block_size || 0);
+  function choose(step, drafter, task, batch, constant) {
+    const tau = drafter.tau[task], maxSize = Math.max(tau.block_size, drafter.block_size || 0);
     let best = null;
-    for (const size of data.sizes.filter((one) => one <= most)) {
+    for (const size of data.sizes.filter((size) => size <= maxSize)) {
       const taus = tauAt(tau, size);
-      const seconds = step.forward(size) + step.draft(drafter.cost, size) + own.cycle_ms / 1e3;
+      const seconds = step.forward(size) + step.draft(drafter.cost, size) + constant.cycle_ms / 1e3;
       const speed = batch * taus[1] / seconds;
       if (best === null || speed > best.speed) best = { drafter, tau, taus, size, seconds, speed };
     }
@@ -111,19 +111,19 @@ function makeRadar(data) {
   }
 
   function project(s, m, weights, context, batch, task) {
-    const own = data.constants[m.kind], bits = data.bits[weights];
-    const step = makeStep(s, m, own, bits, weights, context, batch), plain = step.forward(1);
+    const constant = data.constants[m.kind], bits = data.bits[weights];
+    const step = makeRoofline(s, m, constant, bits, weights, context, batch), plain = step.forward(1);
     let best = null;
     for (const drafter of s.drafters) {
-      const found = choose(step, drafter, task, batch, own);
-      if (best === null || found.speed > best.speed) best = found;
+      const choice = choose(step, drafter, task, batch, constant);
+      if (best === null || choice.speed > best.speed) best = choice;
     }
     const drafting = best.size <= context;
     const memory = memoryOf(s, bits, context, batch, drafting ? best.size : 1, drafting ? best.drafter.cost : null);
     const total = memory.weights + memory.drafter + memory.caches + memory.workspace;
-    const one = m.name.split("x ").pop();
-    const confidence = m.measured ? "measured" : own.devices.includes(one) ? "device" :
-      own.reported ? "class" : "extrapolated";
+    const device = m.name.split("x ").pop();
+    const confidence = m.measured ? "measured" : constant.devices.includes(device) ? "device" :
+      constant.reported ? "class" : "extrapolated";
     const [low, high] = data.bands[confidence], speed = batch / plain;
     let drafted = null;
     if (drafting) {
@@ -148,10 +148,10 @@ function makeRadar(data) {
     };
   }
 
-  // `of_config` of shape.py.
+  // `shape_of_config` of shape.py.
   function shapeOf(config, name) {
     if (typeof config !== "object" || config === null || Array.isArray(config)) {
-      throw new Error(`${name} holds no JSON object; give the config.json of a language model.`);
+      throw new Error(`${name} is not a JSON object; give the config.json of a language model.`);
     }
     const inner = config.text_config, text = inner && typeof inner === "object" ? { ...config, ...inner } : config;
     const number = (keys, fallback = null) => {
@@ -159,11 +159,11 @@ function makeRadar(data) {
         const value = text[key];
         if (value === undefined || value === null) continue;
         if (!Number.isInteger(value) || value < 0 || (value === 0 && fallback === null)) {
-          throw new Error(`${name}: ${key} is ${JSON.stringify(value)}; it has to be a positive whole number.`);
+          throw new Error(`${name}: ${key} must be a positive integer, got ${JSON.stringify(value)}.`);
         }
         return value;
       }
-      if (fallback === null) throw new Error(`${name} says no ${keys[0]}; give the config.json of a language model.`);
+      if (fallback === null) throw new Error(`${name} lacks ${keys[0]}; give the config.json of a language model.`);
       return fallback;
     };
     const hidden = number(["hidden_size", "n_embd", "d_model"]), layers = number(["num_hidden_layers", "n_layer"]);
@@ -193,8 +193,8 @@ function makeRadar(data) {
     let attention = 2 * hidden * headSize * (heads + kvHeads);
     if (latent) {
       const nope = number(["qk_nope_head_dim"], 128), values = number(["v_head_dim"], 128);
-      const lora = number(["q_lora_rank"], 0), each = heads * (nope + rotated);
-      attention = (lora ? (hidden + each) * lora : hidden * each) + hidden * (latent + rotated) +
+      const lora = number(["q_lora_rank"], 0), queries = heads * (nope + rotated);
+      attention = (lora ? (hidden + queries) * lora : hidden * queries) + hidden * (latent + rotated) +
         latent * heads * (nope + values) + heads * values * hidden;
     }
     const stateWidth = number(["linear_num_value_heads"], 0) * number(["linear_value_head_dim"], 128) ||
