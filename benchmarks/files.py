@@ -41,7 +41,7 @@ QUESTIONS = (
     "Write a Python function that returns the largest number in a list.",
 )
 PROMPT = 512  # tokens of the long prompt
-DRAFT_TOKENS = (1, 2, 3)  # of llama.cpp's drafts; 3 is its default
+DRAFT_CHOICE = (1, 2, 3)  # of llama.cpp's drafts; 3 is its default
 OURS, THEIRS = "blockdraft", "llama.cpp"
 
 
@@ -121,7 +121,7 @@ def their_ways(drafter: Path | None) -> dict[str, dict[str, Any]]:
     for name in ("ngram-simple", "ngram-cache"):
         found[f"{THEIRS} {name}"] = {"speculator": name, "draft": None, "draft_tokens": None}
     speculator = f"draft-{open_gguf(drafter).metadata['general.architecture']}"
-    for count in DRAFT_TOKENS:
+    for count in DRAFT_CHOICE:
         way = {"speculator": speculator, "draft": str(drafter), "draft_tokens": count}
         found[f"{THEIRS} {speculator}:{count}"] = way
     return found

@@ -29,7 +29,7 @@ ALLOWED_NAMES = {"trust_remote_code", "require_tap"}  # of other projects
 # Phrases of prose, in comments, strings and docs.
 PHRASES = {
     r"guess(es|ed)?": "draft token",
-    r"taps|tapped": "target layers",
+    r"(an? |the |last |first )tap|taps|tapped": "target layers",
     r"chances": "acceptance probabilities",
     r"hopes": "upper bounds",
     r"wip(e|es|ed)": "zero",
@@ -39,7 +39,7 @@ PHRASES = {
     r"(weights? )?of few bits": "quantized",
     r"features of (the )?(nodes?|layers?|tokens?|target)": "hidden states",
 }
-# Where a tap is a weight of a short convolution.
+# Where a target layer is a weight of a short convolution.
 CONVOLUTIONS = ("src/blockdraft/drafters/dflash2/", "src/blockdraft/kernels/cpu/", "src/blockdraft/nn/delta_net.py")
 # Files that are still to be rewritten, by the beginning of their path; delete a line when its files pass.
 UNFINISHED = (

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 # Parts in the order of a step. Time that a drafter does not mark counts as its choice of draft tokens.
-PASS, HEAD, DRAFT_TOKENS = "draft pass", "draft head", "draft_tokens"
+PASS, HEAD, DRAFT_CHOICE = "draft pass", "draft head", "draft choice"
 FORWARD, VERIFICATION, COMMIT = "target forward", "verification", "commit"
 CONTEXT, OBSERVE, BOOKKEEPING = "draft context", "observe", "bookkeeping"
-PARTS = (PASS, HEAD, DRAFT_TOKENS, FORWARD, VERIFICATION, COMMIT, CONTEXT, OBSERVE, BOOKKEEPING)
-DRAFTING = (PASS, HEAD, DRAFT_TOKENS, CONTEXT, OBSERVE)
+PARTS = (PASS, HEAD, DRAFT_CHOICE, FORWARD, VERIFICATION, COMMIT, CONTEXT, OBSERVE, BOOKKEEPING)
+DRAFTING = (PASS, HEAD, DRAFT_CHOICE, CONTEXT, OBSERVE)
 NETWORKS = {PASS, HEAD, FORWARD, CONTEXT}  # the rest is host time
 TELL_SECONDS = 10.0  # between reports on what takes long
 

@@ -168,7 +168,10 @@ def test_refusals(export: Run, tmp_path: Path, tiny_drafter_dir: Path, capsys: p
     for args, told in (
         ((tmp_path / "nowhere", "--out", tmp_path / "out"), "nowhere/config.json cannot be read"),
         ((tiny_drafter_dir, "--format", "onnx", "--out", tmp_path / "out"), "format is 'onnx'; it must be one of zlab"),
-        ((tmp_path / "last", "--format", "speculators", "--out", tmp_path / "out"), "a tap is 2; it must be below"),
+        (
+            (tmp_path / "last", "--format", "speculators", "--out", tmp_path / "out"),
+            "a target layer is 2; it must be below",
+        ),
         ((tmp_path / "deep", "--out", tmp_path / "out"), "num_target_layers is 4; it must be the target's, 3"),
         ((tiny_drafter_dir, "--format", "speculators", "--out", tmp_path / "taken"), "new, empty or a draft model's"),
         ((tiny_drafter_dir, "--out", tiny_drafter_dir), "is the drafter's own folder; choose another"),
@@ -263,7 +266,10 @@ def test_refusals_of_gguf(
     (tmp_path / "file").touch()
     out = tmp_path / "out"
     for args, told in (
-        ((tmp_path / "last", "--format", "gguf", "--out", out), "a tap is 2; it must be below the target's last layer"),
+        (
+            (tmp_path / "last", "--format", "gguf", "--out", out),
+            "a target layer is 2; it must be below the target's last layer",
+        ),
         ((tiny_mtp_dir, "--format", "gguf", "--out", out), "The kind of drafter is 'MTP'; llama.cpp drafts with files"),
         (("mtp", "--format", "gguf", "--out", out), "DRAFTER is mtp, which has no files of its own to write"),
         ((tmp_path / "deep", "--format", "gguf", "--out", out), "num_target_layers is 4; it must be the target's, 3"),

@@ -11,7 +11,7 @@ from blockdraft.decode.proposal import Proposal, SparseDistribution
 from blockdraft.decode.verification import verify
 from blockdraft.types import SamplingParams
 
-V, DRAFT_TOKENS = 3, 3
+V, DRAFT_CHOICE = 3, 3
 
 
 def random_distributions(seed: int) -> tuple[Tensor, Tensor]:
@@ -28,7 +28,7 @@ def random_distributions(seed: int) -> tuple[Tensor, Tensor]:
 
 def chains(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
     """All chains that q can offer after token 0: tokens, probability, acceptance probabilities, factors, and q."""
-    tokens = torch.tensor([(0, *rest) for rest in product(range(V), repeat=DRAFT_TOKENS)])
+    tokens = torch.tensor([(0, *rest) for rest in product(range(V), repeat=DRAFT_CHOICE)])
     tokens = tokens[(q[tokens[:, :-1], tokens[:, 1:]] > 0).all(1)]
     before, after = tokens[:, :-1], tokens[:, 1:]
     zeros = torch.zeros(len(tokens), 1)
@@ -54,18 +54,18 @@ def test_block_verification_keeps_the_distribution_exactly(seed: int) -> None:
     p, q = random_distributions(seed)
     tokens, sampled, (acceptance_probs, c), q_of_nodes = chains(p, q)
     end = ends(acceptance_probs)
-    found = torch.zeros((V,) * (DRAFT_TOKENS + 1), dtype=torch.float64)
-    for row, node in product(range(len(tokens)), range(DRAFT_TOKENS + 1)):
+    found = torch.zeros((V,) * (DRAFT_CHOICE + 1), dtype=torch.float64)
+    for row, node in product(range(len(tokens)), range(DRAFT_CHOICE + 1)):
         if end[row, node] < 1e-15:  # a residual that rounding has emptied
             continue
         rest = (p[tokens[row, node]] - c[row, node] * q_of_nodes[row, node]).clamp(min=0)
         dist = sampled[row] * end[row, node] * (rest / rest.sum())
         path = tuple(tokens[row, 1 : node + 1].tolist())
-        for _ in range(DRAFT_TOKENS - node):  # plain tokens, each after the last dimension's
+        for _ in range(DRAFT_CHOICE - node):  # plain tokens, each after the last dimension's
             dist = dist.unsqueeze(-1) * p
         found[path] += dist
     exact = p[0]
-    for _ in range(DRAFT_TOKENS):
+    for _ in range(DRAFT_CHOICE):
         exact = exact.unsqueeze(-1) * p
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
 
@@ -74,7 +74,7 @@ def test_block_verification_keeps_the_distribution_exactly(seed: int) -> None:
 def test_block_verification_accepts_at_least_as_much_as_token_by_token(seed: int) -> None:
     p, q = random_distributions(seed)
     tokens, sampled, (acceptance_probs, _), _ = chains(p, q)
-    block = sampled @ (ends(acceptance_probs) * torch.arange(DRAFT_TOKENS + 1)).sum(-1)
+    block = sampled @ (ends(acceptance_probs) * torch.arange(DRAFT_CHOICE + 1)).sum(-1)
     before, after = tokens[:, :-1], tokens[:, 1:]
     one_by_one = (p[before, after] / q[before, after]).clamp(max=1).cumprod(1).sum(1)
     assert float(block) >= float(sampled @ one_by_one) - 1e-12

@@ -8,7 +8,7 @@ import torch
 from blockdraft.diffusion.strategies import STRATEGIES, DraftTokens, read_strategy
 from blockdraft.errors import UsageError
 
-DRAFT_TOKENS = DraftTokens(
+DRAFT_CHOICE = DraftTokens(
     confidence=torch.tensor([0.5, 0.95, 0.2, 0.9]),
     entropy=torch.tensor([1.0, 0.1, 2.0, 0.25], dtype=torch.float32),
     order=torch.tensor([0.30, 0.10, 0.95, 0.80], dtype=torch.float64),
@@ -37,7 +37,7 @@ DRAFT_TOKENS = DraftTokens(
     ],
 )
 def test_chosen(name: str, chosen: list[int]) -> None:
-    assert read_strategy(name).choose(DRAFT_TOKENS).nonzero().flatten().tolist() == chosen
+    assert read_strategy(name).choose(DRAFT_CHOICE).nonzero().flatten().tolist() == chosen
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

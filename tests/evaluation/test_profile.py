@@ -8,7 +8,7 @@ from blockdraft.evaluation.prompts import PromptSet
 from blockdraft.evaluation.settings import Settings
 from blockdraft.evaluation.speed import host_share, load_methods, measure, profiles
 from blockdraft.targets import load_target
-from blockdraft.timing import CONTEXT, DRAFT_TOKENS, FORWARD, HEAD, PARTS, PASS, listening
+from blockdraft.timing import CONTEXT, DRAFT_CHOICE, FORWARD, HEAD, PARTS, PASS, listening
 from blockdraft.types import SamplingParams
 
 
@@ -39,7 +39,7 @@ def test_every_part_of_a_cycle_is_found(engines: dict[str, Engine]) -> None:
 
 def test_host_share_excludes_networks() -> None:
     assert (
-        host_share(dict.fromkeys(PARTS, 0.0) | {FORWARD: 6.0, PASS: 1.0, HEAD: 0.5, CONTEXT: 0.5, DRAFT_TOKENS: 2.0})
+        host_share(dict.fromkeys(PARTS, 0.0) | {FORWARD: 6.0, PASS: 1.0, HEAD: 0.5, CONTEXT: 0.5, DRAFT_CHOICE: 2.0})
         == 0.2
     )
 

@@ -139,7 +139,7 @@ def test_what_llama_cpp_is_reported_of_the_others(make: Make, tmp_path: Path) ->
             r"causality is \[True, False\]; it must be the same",
         ),
         (KINDS[0], {"layers": (NEAR, LayerAttention(True, 8))}, r"windows is \[16, 8\]; it must be of one size"),
-        (KINDS[0], {"target_layers": (0, 2)}, "a tap is 2; it must be below the target's last layer, 2"),
+        (KINDS[0], {"target_layers": (0, 2)}, "a target layer is 2; it must be below the target's last layer, 2"),
         (KINDS[0], {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "scaled by dynamic with factor"),
         (KINDS[2], {"confidence_head_with_markov": False}, "confidence_head_with_markov is False; it must be true"),
         (

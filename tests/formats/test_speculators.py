@@ -161,7 +161,7 @@ def test_parse_refuses(raw: dict[str, Any], told: str) -> None:
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (replace(CONFIG, target_layers=(1, 7)), "a tap is 7; it must be below the last target layer, 7"),
+        (replace(CONFIG, target_layers=(1, 7)), "a target layer is 7; it must be below the last target layer, 7"),
         (replace(CONFIG, layers=(LayerAttention(True, None), FULL)), "bidirectional where they are full"),
         (replace(CONFIG, layers=(LayerAttention(True, 9), LayerAttention(False, 9))), "alike in causality"),
         (replace(CONFIG, layers=(LayerAttention(True, 9), LayerAttention(True, 8))), "of one window"),

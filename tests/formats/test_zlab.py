@@ -184,7 +184,7 @@ def test_parse_attention(raw: dict[str, Any], layers: list[tuple[bool, int | Non
         (changed(nested={"target_layer_ids": 5}), "target_layer_ids is 5"),
         (changed(nested={"target_layer_ids": []}), r"target_layers is \(\)"),
         (changed(nested={"target_layer_ids": [1, 8]}), r"target_layers is \(1, 8\).* num_target_layers, 8"),
-        (changed(nested={"target_layer_ids": [-1]}), "a tap is -1"),
+        (changed(nested={"target_layer_ids": [-1]}), "a target layer is -1"),
         (changed(num_target_layers=None), "num_target_layers is absent"),
         (changed(num_target_layers=None, nested={"target_layer_ids": None}), "num_target_layers is absent"),
         (changed(nested={"mask_token_id": None}), "mask_token_id is absent"),

@@ -20,7 +20,7 @@ from blockdraft.targets import BUNDLED as TARGET
 from blockdraft.training.export import export_gguf
 
 pytestmark = pytest.mark.llamacpp
-DRAFT_TOKENS, NEAR = 7, 0.03
+DRAFT_CHOICE, NEAR = 7, 0.03
 QUESTIONS = ["Name three rivers of Europe.", "What is 12 * 12?", "Write a function that adds two numbers."]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -42,7 +42,7 @@ def test_every_variant(variant: str, eagle3_of_three_target_layers: Path, few_wo
     found = read_drafter(eagle3_of_three_target_layers, None, 3)
     head = Qwen3ForCausalLM.from_pretrained(few_words).lm_head.weight.detach()
     kept = torch.arange(0, len(head), 20 if variant == "reduced" else 1)
-    shape = {"draft_vocab_size": len(kept), "target_layers": (1, 0, 0), "block_size": DRAFT_TOKENS + 1}
+    shape = {"draft_vocab_size": len(kept), "target_layers": (1, 0, 0), "block_size": DRAFT_CHOICE + 1}
     config = replace(found.config, **shape, **VARIANTS[variant])
     tensors = {**found.tensors, "lm_head.weight": head[kept].clone(), "d2t": kept - torch.arange(len(kept))}
     random = torch.Generator().manual_seed(1)
@@ -50,7 +50,7 @@ def test_every_variant(variant: str, eagle3_of_three_target_layers: Path, few_wo
         tensors[name] = 1 + 0.5 * torch.randn(tensor_shapes(config)[name], generator=random)
     find_layout("eagle3").write(tmp_path / "drafter", Checkpoint(config, tensors), None, ())
     done = export_gguf(tmp_path / "drafter", tmp_path / "gguf", few_words, "f32")
-    accepts_alike(done, few_words, tmp_path / "drafter", "draft-eagle3", DRAFT_TOKENS, tmp_path / "log", share=0.8)
+    accepts_alike(done, few_words, tmp_path / "drafter", "draft-eagle3", DRAFT_CHOICE, tmp_path / "log", share=0.8)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_draft_tokens_of_a_trained_one(prompts: list[list[int]], trained: Path, 
     assert ours.tau > 1.3  # so that equal counts mean something; a brief training differs by machine
     done = export_gguf(trained, tmp_path, TARGET, "f32")
     answers = []
-    with peer(done.target, tmp_path / "log", done.drafter, "draft-eagle3", DRAFT_TOKENS) as theirs:
+    with peer(done.target, tmp_path / "log", done.drafter, "draft-eagle3", DRAFT_CHOICE) as theirs:
         for prompt in prompts:
             answers.append(theirs.ask("decode", {"prompt": prompt, "max_new_tokens": TOKENS, "stops": [2]}))
     equal = [i for i, answer in enumerate(answers) if answer["tokens"] == ours.tokens[i]]
@@ -95,6 +95,6 @@ def test_rounded_ones_load(trained: Path, tmp_path: Path) -> None:
     """Tokens may be others, but both forwards run."""
     for weights in ("f16", "bf16", "q8_0", "q4_0"):
         done = export_gguf(trained, tmp_path, TARGET, weights)  # type: ignore[arg-type]
-        with peer(done.target, tmp_path / "log", done.drafter, "draft-eagle3", DRAFT_TOKENS) as theirs:
+        with peer(done.target, tmp_path / "log", done.drafter, "draft-eagle3", DRAFT_CHOICE) as theirs:
             answer = theirs.ask("decode", {"prompt": [1, 60, 70, 80], "max_new_tokens": 24, "stops": []})
             assert len(answer["tokens"]) >= 24 and answer["cycles"] <= 24

@@ -30,7 +30,7 @@ from blockdraft.training.export import export_gguf
 pytestmark = pytest.mark.llamacpp
 DRAFTER = bundled()[BUNDLED_DFLASH]
 TOOL = PROGRAM.with_name("llama-speculative-simple")
-PROMPTS, DRAFT_TOKENS = 50, 15
+PROMPTS, DRAFT_CHOICE = 50, 15
 NEAR = 0.03  # share by which the tokens of a cycle may differ
 F32 = ["--cache-type-k", "f32", "--cache-type-v", "f32", "--cache-type-k-draft", "f32", "--cache-type-v-draft", "f32"]
 
@@ -84,7 +84,7 @@ def test_its_speculative_tool(files: tuple[Path, Path], prompts: list[list[int]]
     Answers that end earlier are left out: it also counts what is drafted after the end."""
     need(TOOL, "llama_tool")
     wanted = 32
-    long = Ours(prompts, TARGET, DRAFTER, wanted + DRAFT_TOKENS + 1)
+    long = Ours(prompts, TARGET, DRAFTER, wanted + DRAFT_CHOICE + 1)
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     theirs, own = Counter[str](), Counter[str]()
     chosen = [i for i, tokens in enumerate(long.tokens) if 2 not in tokens][:16]
@@ -99,7 +99,7 @@ def test_its_speculative_tool(files: tuple[Path, Path], prompts: list[list[int]]
             "--spec-type",
             "draft-dflash",
             "--spec-draft-n-max",
-            DRAFT_TOKENS,
+            DRAFT_CHOICE,
         ]
         command += ["-n", wanted, "--temp", 0, "-t", 1, "-c", 1024, *F32, "-p", tokenizer.decode(prompts[i])]
         done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120)
@@ -119,7 +119,7 @@ def test_its_speculative_tool(files: tuple[Path, Path], prompts: list[list[int]]
 @pytest.fixture(scope="module")
 def server(files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     need(LLAMA_SERVER, "llama_server")
-    more = [*F32, "--spec-draft-n-max", str(DRAFT_TOKENS)]
+    more = [*F32, "--spec-draft-n-max", str(DRAFT_CHOICE)]
     found = llama(*files, tmp_path_factory.mktemp("server") / "log", 1, 1, 1024, more)
     yield found
     found.close()

@@ -214,7 +214,7 @@ def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[fl
 
     This is the rule of CaDDTree (arXiv 2606.01813). Ties go to the smallest number.
 
-    With n draft tokens a sequence is expected to commit 1 + trust * (sum of its first n path probabilities) tokens,
+    With n draft tokens a sequence commits an expected 1 + calibration * (sum of its first n path probabilities) tokens,
     bonus included. All sequences share n, since they share a forward. Every n is tried: times need not be convex.
 
     Args:

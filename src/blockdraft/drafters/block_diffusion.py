@@ -24,7 +24,7 @@ from blockdraft.drafters.base import (
 from blockdraft.drafters.dflash.drafter import independent_draft_tokens
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
-from blockdraft.timing import DRAFT_TOKENS, HEAD, PASS, mark
+from blockdraft.timing import DRAFT_CHOICE, HEAD, PASS, mark
 from blockdraft.types import RequestDrafting
 
 PIECE = 512  # maximum tokens of a prompt to read at once, unless a block is larger
@@ -195,7 +195,7 @@ class BlockDiffusionDrafter(Drafter):
         Returns:
             Hidden states `[B, N, H]`; those past a text's end have no meaning.
         """
-        mark(DRAFT_TOKENS)
+        mark(DRAFT_CHOICE)
         size, device = self.model.config.block_size, self._network.device
         count = max(len(text) - begin for text, begin in zip(texts, begins, strict=True))
         new = [[*text[begin:], *[0] * (count + begin - len(text))] for text, begin in zip(texts, begins, strict=True)]

@@ -20,7 +20,7 @@ from blockdraft.drafters.base import Drafter, DrafterSpec, check_same_tokens
 from blockdraft.errors import UsageError
 from blockdraft.machine import send
 from blockdraft.targets import Cache, Target, load_target
-from blockdraft.timing import DRAFT_TOKENS, PASS, mark
+from blockdraft.timing import DRAFT_CHOICE, PASS, mark
 
 BLOCK_SIZE = 8
 
@@ -283,7 +283,7 @@ class DraftLMDrafter(Drafter):
         If the two models' embeddings are padded to different sizes, a token that the draft model lacks is read as its
         last one. The tokenizer never produces such a token.
         """
-        mark(DRAFT_TOKENS)
+        mark(DRAFT_CHOICE)
         known = tokens.clamp(max=self.model.vocab_size - 1)
         parents = chain(known).parents if parents is None else parents
         logits = self.model.forward(known, parents, cache, logits_at=logits_at).logits

@@ -20,7 +20,7 @@ from blockdraft.decode.merging import beside, filled, merged
 from blockdraft.decode.proposal import HybridPlan, Plan, Proposal, SampledPlan, chain
 from blockdraft.drafters.base import Drafter, DrafterSpec, State
 from blockdraft.errors import UsageError, describe
-from blockdraft.timing import DRAFT_TOKENS, mark
+from blockdraft.timing import DRAFT_CHOICE, mark
 from blockdraft.types import JOINT
 
 log = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ class HybridDrafter(Drafter):
             proposals.append(part.propose(state.inner[index], anchor, _asked(part, plan)))
             if isinstance(plan, SampledPlan) and proposals[-1].q is not None:
                 sampled, plan = proposals[-1], plan.as_chosen()
-        mark(DRAFT_TOKENS)
+        mark(DRAFT_CHOICE)
         if not plan.tree_budget:
             return self._best_chains(state, anchor, proposals)
         if sampled is None:
@@ -249,7 +249,7 @@ class HybridDrafter(Drafter):
         for place, (index, asked, rate) in enumerate(plan.turns):
             state.catch_up(index)
             proposal = self.parts[index].propose(state.inner[index], anchor, asked)
-            mark(DRAFT_TOKENS)
+            mark(DRAFT_CHOICE)
             if _expected_rate(proposal, asked, rate) >= max(rates[place + 1 :], default=0.0):
                 break
         return replace(proposal, part=index)

@@ -20,7 +20,7 @@ from blockdraft.engine.request import Request, RunningSequence
 from blockdraft.errors import RequestError, describe
 from blockdraft.machine import send
 from blockdraft.targets import Target, TargetOutput
-from blockdraft.timing import BOOKKEEPING, COMMIT, DRAFT_TOKENS, DRAFTING, FORWARD, OBSERVE, VERIFICATION, Cycle
+from blockdraft.timing import BOOKKEEPING, COMMIT, DRAFT_CHOICE, DRAFTING, FORWARD, OBSERVE, VERIFICATION, Cycle
 from blockdraft.types import CycleTrace, TokenLogprob
 
 MAX_PENDING_STEPS = 512  # plain steps before the drafter observes what they committed
@@ -204,7 +204,7 @@ class Runner:
                 catch_up_seconds = timer.total - before
 
             proposal = self._propose(requests, starts, anchor, plan)
-            timer.mark(DRAFT_TOKENS)
+            timer.mark(DRAFT_CHOICE)
             output = self.target.forward(
                 proposal.tokens, proposal.parents, cache, target_layers=self.drafter.target_layers
             )

@@ -85,7 +85,7 @@ def ids_of(config: Any) -> list[int]:
         f"below the last target layer, {last}, which this format cannot list; train with other --target-layers, or "
     )
     remedy += "keep the layout that training writes"
-    need(max(config.target_layers) < last, "a tap", max(config.target_layers), remedy)
+    need(max(config.target_layers) < last, "a target layer", max(config.target_layers), remedy)
     return [target_layer + 1 for target_layer in config.target_layers]
 
 

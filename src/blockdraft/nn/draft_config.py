@@ -89,12 +89,10 @@ def check_layer(config: Any) -> None:
 def check_shape(config: Any) -> None:
     """Raise a ValueError if heads, activation or target layers of a draft network's configuration are out of range."""
     check_layer(config)
-    target_layer_numbers = config.num_target_layers
+    num_layers = config.num_target_layers
     need(config.hidden_act == "silu", "hidden_act", config.hidden_act, "silu, the one that is supported")
-    inside = all(
-        whole("a tap", target_layer, minimum=0) < target_layer_numbers for target_layer in config.target_layers
-    )
-    limit = f"one or more layers below num_target_layers, {target_layer_numbers}"
+    inside = all(whole("a target layer", target_layer, minimum=0) < num_layers for target_layer in config.target_layers)
+    limit = f"one or more layers below num_target_layers, {num_layers}"
     need(inside and len(config.target_layers) > 0, "target_layers", config.target_layers, limit)
 
 

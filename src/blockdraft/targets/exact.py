@@ -75,13 +75,11 @@ def forward_in_pieces(
         own_slots = send(slots[first:end], device)
         attention = {window: ExactAttention(own_slots, each) for window, each in rows.items()}
         here = [node - first for node in picked if first <= node < end]
-        out, target_layer_numbers = run(
-            _filled(tokens, first, end), _filled(positions, first, end), attention, bool(here)
-        )
+        out, captured = run(_filled(tokens, first, end), _filled(positions, first, end), attention, bool(here))
         if here:
             logits.append(out[0, : end - first] if logits_at is None else out[0, here])
-        if target_layer_numbers is not None:
-            hidden_states.append(target_layer_numbers[0, : end - first])
+        if captured is not None:
+            hidden_states.append(captured[0, : end - first])
     return TargetOutput(
         torch.cat(logits).view(batch, -1, logits[0].size(-1)),
         torch.cat(hidden_states).view(batch, count, -1) if hidden_states else None,

@@ -211,7 +211,7 @@ class HFTarget(CheckpointTarget):
         )
         with (
             self.lock,
-            self._capturing(target_layers) as target_layer_numbers,
+            self._capturing(target_layers) as captured,
             _scoring(self.model, logits_at),
             over_nodes,
         ):
@@ -223,9 +223,7 @@ class HFTarget(CheckpointTarget):
                 **{self._cache_argument: past},
             )
         hidden_states = (
-            torch.cat([target_layer_numbers[target_layer] for target_layer in target_layers], dim=-1)
-            if target_layers
-            else None
+            torch.cat([captured[target_layer] for target_layer in target_layers], dim=-1) if target_layers else None
         )
         return TargetOutput(output.logits, hidden_states)
 
@@ -240,13 +238,13 @@ class HFTarget(CheckpointTarget):
     ) -> tuple[Tensor, Tensor | None]:
         layers = [attention[window] for window in self._windows]
         with (
-            self._capturing(target_layers) as target_layer_numbers,
+            self._capturing(target_layers) as captured,
             _scoring(self.model, None if has_logits else tokens.new_empty(0)),
         ):
             past = {self._cache_argument: self._caches.ExactCache(cache, layers)}
             output = self.model(input_ids=tokens, position_ids=positions, use_cache=True, **past)
         return output.logits, torch.cat(
-            [target_layer_numbers[target_layer] for target_layer in target_layers], dim=-1
+            [captured[target_layer] for target_layer in target_layers], dim=-1
         ) if target_layers else None
 
     def _capturing(self, target_layers: Sequence[int]) -> AbstractContextManager[dict[int, Tensor]]:
@@ -335,16 +333,16 @@ def _can_capture(model: PreTrainedModel, num_layers: int) -> dict[int, nn.Module
 @contextmanager
 def _outputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
     """Yield a dictionary that forward passes fill with the outputs of modules."""
-    target_layer_numbers: dict[int, Tensor] = {}
+    captured: dict[int, Tensor] = {}
     hooks = []
     for target_layer, module in modules.items():
 
         def keep(module: nn.Module, args: Any, output: Any, target_layer: int = target_layer) -> None:
-            target_layer_numbers[target_layer] = output if isinstance(output, Tensor) else output[0]
+            captured[target_layer] = output if isinstance(output, Tensor) else output[0]
 
         hooks.append(module.register_forward_hook(keep))
     try:
-        yield target_layer_numbers
+        yield captured
     finally:
         for hook in hooks:
             hook.remove()

@@ -85,7 +85,7 @@ def test_layouts(raw: dict[str, Any]) -> None:
         ({**FLAT, "markov_head_type": "rnn"}, "markov_head_type is 'rnn'; it must be vanilla"),
         ({**FLAT, "sample_from_anchor": False}, "sample_from_anchor is False"),
         ({**FLAT, "shift_label": False}, "shift_label is False"),
-        ({**FLAT, "target_layer_ids": [-1, 3]}, "a tap is -1"),
+        ({**FLAT, "target_layer_ids": [-1, 3]}, "a target layer is -1"),
         ({**NESTED, "dflash_config": {**OWN, "projector_type": "domino"}}, "projector_type is 'domino'"),
         ({**NESTED, "architectures": ["DFlashDraftModel"]}, "markov_rank is 3; it must be absent"),
     ],

@@ -121,7 +121,7 @@ def test_what_llama_cpp_is_reported_of_the_others(tmp_path: Path) -> None:
     ("differences", "said"),
     [
         ({"target_layers": (1, 4)}, "the number of target layers is 2; it must be 3 in llama.cpp"),
-        ({"target_layers": (1, 4, 9)}, "a tap is 9; it must be below the target's last layer, 9"),
+        ({"target_layers": (1, 4, 9)}, "a target layer is 9; it must be below the target's last layer, 9"),
         ({"qk_norm": True}, "qk_norm is True; it must be false in llama.cpp; use another engine"),
         ({"norm_output": True}, "norm_output is True; it must be false in llama.cpp"),
         ({"fc_norm": True}, "fc_norm is True; it must be false in llama.cpp"),
@@ -159,7 +159,7 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
     for changes, more, said in (
         ({"eagle3.block_count": 2}, {}, "eagle3.block_count is 2; it must be 1; no other is supported"),
         ({"eagle3.target_hidden_size": 64}, {}, "eagle3.target_hidden_size is 64; it must be 32"),
-        ({"eagle3.target_layers": [0, 5, 7]}, {}, "a tap is -1"),
+        ({"eagle3.target_layers": [0, 5, 7]}, {}, "a target layer is -1"),
         ({}, {"output.weight": None}, "output.weight is absent; it must be in the file"),
         ({}, {"d2t": None}, "d2t is absent; it must be given, since draft_vocab_size is not vocab_size, 64"),
         ({}, {"d2t": KEPT.flip(0)}, "offsets to tokens below 64 in ascending order"),

@@ -251,7 +251,7 @@ def test_maps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="a tap is 9; it must be below the last target layer, 9"):
+    with pytest.raises(UsageError, match="a target layer is 9; it must be below the last target layer, 9"):
         eagle3_speculators.LAYOUT.check(replace(CONFIG, target_layers=(1, 5, 9)), None, ())
     with pytest.raises(UsageError, match=r"readers cannot load .*\.gguf"):
         eagle3_speculators.LAYOUT.check(CONFIG, "model.gguf", ())

@@ -29,7 +29,7 @@ from blockdraft.types import SamplingParams
 
 PROMPTS = ["What is this?", "Tell me of the sea.", "Why?", "Count to nine!"]
 HOW = DoctorSettings(max_new_tokens=32, anchors=24)
-DRAFT_TOKENS, STEPS = 3, 80
+DRAFT_CHOICE, STEPS = 3, 80
 OWN = {"eagle3": {"draft_vocab": 200, "target_layers": (0, 1)}, "mtp": {}, "medusa": {}}
 
 Learn = Callable[..., Path]
@@ -72,7 +72,7 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
         kind: str, lag: int = 0, early: int = 0, target_layers: tuple[int, ...] | None = None, **changes: Any
     ) -> Checkpoint:
         variant: Any = find_variant(kind)
-        variant = variant(variant.recipe_class(block_size=1 + DRAFT_TOKENS, **OWN[kind]))
+        variant = variant(variant.recipe_class(block_size=1 + DRAFT_CHOICE, **OWN[kind]))
         config = replace(variant.config(target), **changes)
         torch.manual_seed(0)
         network = variant.network(config)
@@ -87,13 +87,13 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
         optimizer = torch.optim.Adam(network.parameters(), 5e-3)
         parts, blocks, labels, hidden_states, begin = list[PackedSequences](), list[torch.Tensor](), [], [], 0
         for number, (tokens, first) in enumerate(texts):
-            anchors = torch.arange(first, len(tokens) - DRAFT_TOKENS - 1)
+            anchors = torch.arange(first, len(tokens) - DRAFT_CHOICE - 1)
             read = target_hidden_states(
                 target, config.target_layers if target_layers is None else target_layers, [tokens]
             )[0]
             hidden_states.append(read.roll(lag, dims=0))
-            blocks.append(torch.stack([tokens[anchors + k] for k in range(DRAFT_TOKENS + 1)], dim=1))
-            labels.append(torch.stack([tokens[anchors + k - early] for k in range(1, DRAFT_TOKENS + 1)], dim=1))
+            blocks.append(torch.stack([tokens[anchors + k] for k in range(DRAFT_CHOICE + 1)], dim=1))
+            labels.append(torch.stack([tokens[anchors + k - early] for k in range(1, DRAFT_CHOICE + 1)], dim=1))
             numbers = torch.full_like(tokens, number)
             parts.append(
                 PackedSequences(
@@ -152,7 +152,7 @@ def swap(*names: str) -> Callable[[dict[str, torch.Tensor]], None]:
 def test_good_pairs(target: Target, learned: Callable[..., Checkpoint], write: Learn, kind: str) -> None:
     found = diagnosis(target, write(kind, learned(kind)))
     assert (found.fault, found.remedy) == (None, "") and found.alike > 0.9
-    assert found.decoded[0] > 0.6 and len(found.decoded) == DRAFT_TOKENS
+    assert found.decoded[0] > 0.6 and len(found.decoded) == DRAFT_CHOICE
 
 
 LEARNED = [

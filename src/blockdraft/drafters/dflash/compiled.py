@@ -38,14 +38,14 @@ class CompiledDraftPass(CompiledNetwork):
         self._model = self._model_fields(
             config, network.norm.weight, head, embedding_scale=config.input_embedding_scale
         )
-        self._hidden_states, self._hidden_norm = self._pack(network.fc), self._pointer(network.hidden_norm.weight)
+        self._fc, self._hidden_norm = self._pack(network.fc), self._pointer(network.hidden_norm.weight)
         return_freed()
         self._target_layers = numbers(
             [config.num_hidden_layers]
         )  # the output of the final norm is the only one to return
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes, self._hidden_states.inputs)
+        observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes, self._fc.inputs)
         return max(observed, super().workspace_bytes(batch, nodes, slots))
 
     def observe(self, state: KVCache, hidden_states: Tensor) -> None:
@@ -55,7 +55,7 @@ class CompiledDraftPass(CompiledNetwork):
         self._in_workspace(self._observed, call, end)
 
     def _observed(self, model: ModelFields, call: CallFields) -> int:
-        return self.library.draft_context(model, call, self._hidden_states, self._hidden_norm)
+        return self.library.draft_context(model, call, self._fc, self._hidden_norm)
 
     def __call__(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
         embedded = block.float().contiguous()

@@ -38,7 +38,7 @@ class DFlashDrafter(Drafter):
     """Drafts with a DFlash network. The embedding is the target's, and so is the head without a `reduced_head`.
 
     Subclasses set `network_class` and `first_draft_token` (the first position of a block that drafts a token: 0, the
-    anchor's, or 1), and override `_draft_token`, which turns a draft pass into a proposal.
+    anchor's, or 1), and override `_build_proposal`, which turns a draft pass into a proposal.
 
     Args:
         network: Draft network, which is moved to the target's device and dtype.
@@ -157,9 +157,9 @@ class DFlashDrafter(Drafter):
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        return self._draft_token(anchor, *self._refined_pass(state, anchor, plan), plan)
+        return self._build_proposal(anchor, *self._refined_pass(state, anchor, plan), plan)
 
-    def _draft_token(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+    def _build_proposal(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         """Return a proposal from the hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions behind the
         anchors."""
         return independent_draft_tokens(anchor, logits, plan)

@@ -221,7 +221,7 @@ class DraftPass:
         projections = [projection for attention in attentions for projection in (attention.k_proj, attention.v_proj)]
         self._context = joined(projections, views=False)
         self._key_scales = torch.stack([attention.k_norm.weight for attention in attentions]).unsqueeze(1)
-        self._hidden_states = PackedLinear(network.fc.weight)
+        self._fc = PackedLinear(network.fc.weight)
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._cos = self._sin = torch.empty(0)  # by position, for as many as caches have needed so far
 
@@ -229,7 +229,7 @@ class DraftPass:
         return KVCache(batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
-        return cached_bytes(self.config, batch * capacity, self._hidden_states.dtype)
+        return cached_bytes(self.config, batch * capacity, self._fc.dtype)
 
     def weight_bytes(self) -> int:
         return self._context.nbytes
@@ -240,8 +240,8 @@ class DraftPass:
     def observe(self, state: KVCache, hidden_states: Tensor) -> None:
         """As `DraftRunner.observe`. Hidden states of context tokens pass through `fc` and `hidden_norm` only."""
         config, count = self.config, hidden_states.size(1)
-        hidden_states = hidden_states.to(self._hidden_states.dtype)
-        both = self._context(self.network.hidden_norm(self._hidden_states(hidden_states)))
+        hidden_states = hidden_states.to(self._fc.dtype)
+        both = self._context(self.network.hidden_norm(self._fc(hidden_states)))
         shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim)
         nodes_BNLKD = both.unflatten(-1, shape)
         keys = nodes_BNLKD[:, :, :, : config.num_key_value_heads]
@@ -296,9 +296,7 @@ class DraftPass:
 
     def _memory(self, state: KVCache) -> Tensor:
         config = self.config
-        return state.memory(
-            config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim, self._hidden_states.weight
-        )
+        return state.memory(config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim, self._fc.weight)
 
     def _slots(self, state: KVCache, count: int, device: torch.device) -> Tensor:
         """Return the KV slots of the next nodes, equal to their positions: `[N]` if all sequences have the same, else
@@ -339,7 +337,7 @@ class DraftPass:
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines of positions `[..., N]`, each `[..., N, 1, D]`."""
-        cos, sin = self.network.angles(positions, self._hidden_states.weight.dtype)
+        cos, sin = self.network.angles(positions, self._fc.weight.dtype)
         sin[..., : sin.size(-1) // 2].neg_()
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
 

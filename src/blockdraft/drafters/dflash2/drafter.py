@@ -34,7 +34,7 @@ class DFlash2Drafter(DFlashDrafter):
     network: DFlash2Network
     network_class: type[DFlashNetwork] = DFlash2Network
 
-    def _draft_token(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+    def _build_proposal(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         ids_BDK, scores_BDKK = self.network.lattice(hidden, logits, anchor)
         if isinstance(plan, TreePlan):
             log_probs_BDKK = lattice_log_probs(scores_BDKK, ids_BDK, logits, plan)

@@ -66,7 +66,7 @@ class DSparkDrafter(DFlashDrafter):
         masks = self._masks[:, 1 : plan.block_size - 1].expand(len(anchor), -1)
         return self._draft_pass(state, torch.cat([anchor[:, None], masks], dim=1), window=plan.draft_window)
 
-    def _draft_token(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+    def _build_proposal(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         count, q, expected = logits.size(1), None, None
         if not isinstance(plan, SampledPlan) or plan.cycle_seconds is not None:
             draft_tokens, corrected, previous = self._walk(anchor, logits, lambda index, scores: best_tokens(scores))

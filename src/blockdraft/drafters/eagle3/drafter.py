@@ -23,7 +23,7 @@ from blockdraft.formats import check_fits, find_layout, read_drafter
 from blockdraft.nn.autoregressive import WIDTH, AutoregressiveNetwork, AutoregressiveRunner, DraftNodes
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
-from blockdraft.timing import CONTEXT, DRAFT_TOKENS, OBSERVE, mark
+from blockdraft.timing import CONTEXT, DRAFT_CHOICE, OBSERVE, mark
 
 
 class Eagle3Drafter(Drafter):
@@ -126,7 +126,7 @@ class Eagle3Drafter(Drafter):
         for depth in range(most):
             if seconds and not next_pays(expected, following, depth, seconds, plan.calibration):
                 break
-            mark(DRAFT_TOKENS)
+            mark(DRAFT_CHOICE)
             logits = nodes(draft_tokens[-1][:, None])
             if draws is not None:
                 dist = sparsify(probabilities(logits, plan.params))  # [B, 1, K]
@@ -155,7 +155,7 @@ class Eagle3Drafter(Drafter):
         above = None  # indices of their parents in the level above
         levels: list[tuple[Tensor, Tensor, Tensor]] = []  # per node: log probability of its path, parent, token
         for depth in range(plan.block_size - 1):
-            mark(DRAFT_TOKENS)
+            mark(DRAFT_CHOICE)
             best = log_probabilities(nodes(tokens, above), plan.params).topk(width, dim=-1)
             children = (likely.unsqueeze(2) + best.values).flatten(1)
             parents = places.repeat_interleave(width, dim=1)

@@ -48,7 +48,7 @@ def drafter_metadata(config: Any) -> dict[str, Any]:
     kind = kind_of(config)
     last, highest = config.num_target_layers - 1, max(config.target_layers)
     need(not config.attention_bias, "attention_bias", config.attention_bias, f"false {LIMIT}")
-    need(highest < last, "a tap", highest, f"below the target's last layer, {last}, {LIMIT}")
+    need(highest < last, "a target layer", highest, f"below the target's last layer, {last}, {LIMIT}")
     found = {key: getattr(config, name) for key, name in FIELDS.items()}
     found |= {
         "target_hidden_size": config.hidden_size,
