@@ -17,6 +17,7 @@ from blockdraft.plugins import parts
 from blockdraft.settings import read_settings
 from blockdraft.targets import BUNDLED, load_target
 from blockdraft.training.devices import make_accelerator
+from blockdraft.training.job import TrainingJob
 from blockdraft.training.trainer import run_folder, train
 from blockdraft.types import SamplingParams
 
@@ -45,5 +46,6 @@ def briefly_trained(kind: str, folder: Path, asked: Sequence[list[int]], **flags
     flags |= {"eval-prompts": "1", "eval-tokens": "6", "save-every": "0", "trackers": ""}
     recipe = read_settings(parts("train")[kind].VARIANT.recipe_class, flags=flags)
     out = folder / "drafter"
-    train(kind, target, read_data(folder / "data"), out, recipe, make_accelerator(recipe, run_folder(out), "cpu"))
+    accelerator = make_accelerator(recipe, run_folder(out), "cpu")
+    train(TrainingJob(kind, target, read_data(folder / "data"), out, recipe, accelerator))
     return out

@@ -17,7 +17,7 @@ from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import Target, load_target
 from blockdraft.training import checkpoints
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.objectives import Slots
 from blockdraft.training.variant import Variant
 from blockdraft.types import SamplingParams
@@ -106,7 +106,7 @@ def check_parity(
 
     blocks = torch.cat([tokens[0][anchors].T, draft_tokens], dim=1)
     taught = torch.ones_like(draft_tokens, dtype=torch.bool)
-    rows = Rows(tokens, places, owners, anchors, blocks[None], taught[None])
+    rows = PackedSequences(tokens, places, owners, anchors, blocks[None], taught[None])
     hidden = variant.hidden(network, target, hidden_states, rows)[0]
     logits = variant.logits(network, target, hidden)
     assert torch.equal(variant.draft_tokens(network, Slots(hidden, logits, blocks, taught)), draft_tokens)

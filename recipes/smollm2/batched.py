@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.data.answerers import Answer
 from blockdraft.data.records import Message
+from blockdraft.data.responders import Response
 from blockdraft.engine import loops
 from blockdraft.kernels.cuda.graphs import CudaRecorder
 from blockdraft.nn.attention import ExactAttention
@@ -88,8 +88,8 @@ def kernel(queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, slots
     return out
 
 
-class BatchedAnswerer:
-    """Answerer, as `blockdraft.data.answerers` has them, on a GPU; elsewhere the same without graphs.
+class BatchedResponder:
+    """Responder, as `blockdraft.data.responders` has them, on a GPU; elsewhere the same without graphs.
 
     Args:
         rows: Rows of the batch.
@@ -134,12 +134,12 @@ class BatchedAnswerer:
         self._open &= (chosen != self._end) & (self._lengths < self._limits)
         return [chosen]
 
-    def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
+    def submit(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
         if len(prompt) >= self._slots:
             raise ValueError(f"A prompt has {len(prompt)} tokens, and a row has {self._slots} slots; make rows longer.")
         self._waiting.append((key, prompt, params))
 
-    def answers(self) -> list[tuple[int, Answer]]:
+    def responses(self) -> list[tuple[int, Response]]:
         while True:
             self._fill()
             for _ in range(STEPS):
@@ -189,7 +189,7 @@ class BatchedAnswerer:
         into = self._store.view(layers, heads, len(self._rows), self._slots, size)
         into[:, :, rows, :count] = stores.transpose(1, 2)
 
-    def _ended(self) -> list[tuple[int, Answer]]:
+    def _ended(self) -> list[tuple[int, Response]]:
         """Answers that have ended or begun to loop; their rows are free."""
         lengths, opened, found = self._lengths.tolist(), self._open.tolist(), []
         looked = {
@@ -204,7 +204,7 @@ class BatchedAnswerer:
             ids = tokens[row.prompt : lengths[number]]
             row.checked = len(ids)
             if not opened[number] or loops(ids):
-                found.append((row.key, Answer("", ids, ids[-1:] == [self._end])))
+                found.append((row.key, Response("", ids, ids[-1:] == [self._end])))
                 self._rows[number] = None
                 if opened[number]:
                     self._open[number] = False

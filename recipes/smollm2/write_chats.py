@@ -20,13 +20,13 @@ from pathlib import Path
 from threading import Event
 from typing import Any, TypeAlias, cast
 
-from batched import BatchedAnswerer
+from batched import BatchedResponder
 from chats import Chat, kept, sha
 from prompts import PATTERN, SYSTEM, PublicPrompts, key, kind_of, measured_grams, unfit
 
 from blockdraft import Engine, SamplingParams, load_target
-from blockdraft.data.answerers import Answerer, EngineAnswerer
 from blockdraft.data.loops import loop_begin
+from blockdraft.data.responders import EngineResponder, Responder
 from blockdraft.targets import Target
 from blockdraft.targets.native import NativeTarget
 
@@ -139,9 +139,9 @@ class Writer:
 
 
 def write(
-    answerer: Answerer, writer: Writer, numbers: Iterable[int], stopping: Callable[[], bool]
+    responder: Responder, writer: Writer, numbers: Iterable[int], stopping: Callable[[], bool]
 ) -> Iterator[Progress]:
-    """Do tasks, as many at a time as the answerer wants.
+    """Do tasks, as many at a time as the responder wants.
 
     Yields:
         For every answer, its number of tokens, and the line of a task that ended with it.
@@ -154,23 +154,23 @@ def write(
         except StopIteration as end:
             del running[number]
             return cast("dict[str, Any]", end.value)
-        answerer.ask(number, (), prompt, params)
+        responder.submit(number, (), prompt, params)
         return None
 
     waiting = iter(numbers)
     try:
         while not stopping():
-            while len(running) < answerer.at_once and (number := next(waiting, None)) is not None:
+            while len(running) < responder.at_once and (number := next(waiting, None)) is not None:
                 running[number] = writer.task(number)
                 if (row := go_on(number)) is not None:
                     yield 0, row
             if not running:
                 return
-            for number, answer in answerer.answers():
+            for number, answer in responder.responses():
                 assert answer.token_ids is not None
                 yield len(answer.token_ids), go_on(number, answer.token_ids)
     finally:
-        answerer.close()
+        responder.close()
 
 
 def whole_lines(file: Path) -> list[dict[str, Any]]:
@@ -221,13 +221,13 @@ def main() -> None:
     counts, tokens, began = Counter[str](), 0, time.monotonic()
     told = began
     with ExitStack() as stack:
-        answerer: Answerer
+        responder: Responder
         if args.gpu:
-            answerer = BatchedAnswerer(cast(NativeTarget, target), args.batch, SLOTS, seed=args.seed + args.share[0])
+            responder = BatchedResponder(cast(NativeTarget, target), args.batch, SLOTS, seed=args.seed + args.share[0])
         else:
-            answerer = EngineAnswerer(stack.enter_context(Engine(target, max_batch_size=args.batch)))
+            responder = EngineResponder(stack.enter_context(Engine(target, max_batch_size=args.batch)))
         file = stack.enter_context(args.out.open("a", encoding="utf-8"))
-        for new, row in write(answerer, writer, left, stopped.is_set):
+        for new, row in write(responder, writer, left, stopped.is_set):
             tokens += new
             if row is not None:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")

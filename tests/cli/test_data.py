@@ -177,7 +177,7 @@ def test_what_is_wrong_is_said_before_the_weights_are_loaded(
             ["chats.jsonl", "--continue", 5],
             "chats.jsonl, record 1: this is a chat, whose roles only a chat template can",
         ),
-        (["book.txt"], "book.txt, record 1: this is a plain text, which cannot be answered"),
+        (["book.txt"], "book.txt, record 1: this is a plain text, not a prompt"),
         (["rows.jsonl", "--out", "file/data"], "file/data cannot be written to, since "),
         (["rows.jsonl", "absent.jsonl"], "There is no absent.jsonl"),
         (["book.txt", "--continue", 256], "256 tokens of each text are to be continued and a document has at most 256"),
@@ -204,4 +204,4 @@ def test_many_loops_in_the_summary_and_few_rows(run: Run, monkeypatch: pytest.Mo
     monkeypatch.setattr(regenerate, "before_loop", lambda ids: ([], True) if next(looping) else (ids, False))
     found = run("data", "rows.jsonl", "--out", "data", "--regenerate", "--max-new-tokens", 8, "--limit", 50)
     assert "There are fewer than the 50 records of --limit; add sources to have more." in found.err
-    assert "\nleft out, answer loops: 2 records\n" in found.out
+    assert "\nleft out, repetitive response: 2 records\n" in found.out

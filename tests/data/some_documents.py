@@ -24,7 +24,7 @@ def write(folder: Path, order: list[list[int]]) -> DataWriter:
     writer.begin(target="somewhere")
     for records in order:
         for record in records:
-            writer.add(record, DOCUMENTS.get(record, []), "answer loops" if record == 2 else None)
+            writer.add(record, DOCUMENTS.get(record, []), "repetitive response" if record == 2 else None)
         writer.flush()
     return writer
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from blockdraft.data.chats import ChatEncoder, answer_places
+from blockdraft.data.chats import ChatEncoder, response_indices
 from blockdraft.data.records import Message
 from blockdraft.targets import load_target_text
 
@@ -60,7 +60,7 @@ def test_answers_with_their_end_tokens_are_supervised(tokenizer: PreTrainedToken
     assert written(tokenizer, ids, mask) == [" ünd the end<|im_end|>", "Why not.<|im_end|>"]
     whole = tokenizer.apply_chat_template(CHAT, return_dict=True)
     assert ids == whole["input_ids"]
-    prompt, answer = chats.last_answer(CHAT)
+    prompt, answer = chats.last_response(CHAT)
     assert prompt == chats.prompt(CHAT[:-1]) and tokenizer.decode(answer) == "Why not.<|im_end|>"
     assert tokenizer.decode(chats.without_end(answer)) == "Why not."
 
@@ -71,7 +71,7 @@ def test_marked_and_unmarked_templates_give_the_same(tokenizer: PreTrainedTokeni
 
 def test_a_greeting_answers_nobody(tokenizer: PreTrainedTokenizerBase) -> None:
     greeting = [{"role": "assistant", "content": "Hello."}, *CHAT[1:3]]
-    assert answer_places(greeting) == [2]
+    assert response_indices(greeting) == [2]
     assert written(tokenizer, *encoder(tokenizer, UNMARKED).chat(greeting)) == [" ünd the end<|im_end|>"]
 
 
@@ -80,7 +80,7 @@ def test_a_template_that_changes_earlier_turns_is_refused(tokenizer: PreTrainedT
     with pytest.raises(ValueError, match=r"renders message 3 differently once the chat goes on.*--split-turns"):
         chats.chat(CHAT)
     assert written(tokenizer, *chats.chat(CHAT[:3])) == ["<t> ünd the end<|im_end|>"]  # one turn is no trouble
-    prompt, answer = chats.last_answer(CHAT)  # nor is the last of several
+    prompt, answer = chats.last_response(CHAT)  # nor is the last of several
     assert tokenizer.decode(answer) == "<t>Why not.<|im_end|>"
     assert prompt == chats.prompt(CHAT[:-1])
     configured = encoder(tokenizer, FORGETFUL, '{"think": false}')

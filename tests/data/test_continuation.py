@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from blockdraft.data.answerers import Answer, EngineAnswerer
 from blockdraft.data.documents import read_data
 from blockdraft.data.prepare import Preparation, RecordReader
 from blockdraft.data.regenerate import Continuation, beginning
+from blockdraft.data.responders import EngineResponder, Response
 from blockdraft.data.settings import DataSettings, RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
@@ -60,8 +60,8 @@ def source(folder: Path, records: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def engine(target: Target) -> EngineAnswerer:
-    return EngineAnswerer(Engine(target, load_drafter("none", target=target), max_batch_size=3))
+def engine(target: Target) -> EngineResponder:
+    return EngineResponder(Engine(target, load_drafter("none", target=target), max_batch_size=3))
 
 
 def read(folder: Path) -> list[tuple[list[int], list[int]]]:
@@ -111,7 +111,7 @@ def test_a_target_with_a_template_continues_where_it_is_asked_to(
     where = [source(tmp_path, [{"text": STORY[:40]}])]
     Preparation(tmp_path / "a", target, where, RecordSettings(), settings(continued=10)).run(engine(target))
     assert read(tmp_path / "a")[0][0] == encode("the cat sat", base)[1:]
-    with pytest.raises(ValueError, match=r"record 1: this is a plain text, which cannot be answered; .* --continue N"):
+    with pytest.raises(ValueError, match=r"record 1: this is a plain text, not a prompt; .* --continue N"):
         Preparation(tmp_path / "b", target, where, RecordSettings(), settings())
     with pytest.raises(ValueError, match="made with continued .*'tokens': 10.* not .*'tokens': 11"):
         Preparation(tmp_path / "a", target, where, RecordSettings(), settings(continued=11))
@@ -201,21 +201,21 @@ def test_only_the_continuation_is_learned_and_loops_are_not(ids: Callable[[str],
     text = Continuation("the end", None, ids, 100)
     prompt = text.next_prompt()
     assert prompt == ids("the end") and text.begun == "the end"
-    text.take(Answer("", [7, 8, 9], ended=False))
+    text.take(Response("", [7, 8, 9], ended=False))
     assert text.next_prompt() is None and text.messages == []
     [document] = text.documents
     assert document.tokens.tolist() == [*prompt, 7, 8, 9]
     assert document.supervised.tolist() == [False] * len(prompt) + [True] * 3
     looping = Continuation("the end", None, ids, 100)
     looping.next_prompt()
-    looping.take(Answer("", [7] * 30, ended=False))
-    assert (looping.documents, looping.reason) == ([], "answer loops")
+    looping.take(Response("", [7] * 30, ended=False))
+    assert (looping.documents, looping.reason) == ([], "repetitive response")
 
 
 def test_a_server_must_tell_tokens(ids: Callable[[str], list[int]]) -> None:
     for answer, message in (
-        (Answer("x", None, True), "does not report the ids of the tokens"),
-        (Answer("x", [7], True, [1, 2]), "reads a text as 2 tokens that differ from the"),
+        (Response("x", None, True), "does not report the ids of the tokens"),
+        (Response("x", [7], True, [1, 2]), "reads a text as 2 tokens that differ from the"),
     ):
         text = Continuation("the end", None, ids, 100)
         text.next_prompt()

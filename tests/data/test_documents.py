@@ -22,7 +22,14 @@ def test_documents_come_in_the_order_of_their_records(tmp_path: Path) -> None:
     assert (read[0].tokens.dtype, read[0].supervised.dtype) == (torch.int64, torch.bool)
     assert (len(read), read.lengths, read.tokenizer, read.folder) == (4, [3, 2, 4, 2], "abc", tmp_path / "a")
     assert read[-1].tokens.tolist() == [10, 11] and len(read[1:3]) == 2
-    counts = {"rows": 4, "documents": 4, "tokens": 11, "supervised": 6, "cut": 1, "left_out": {"answer loops": 1}}
+    counts = {
+        "rows": 4,
+        "documents": 4,
+        "tokens": 11,
+        "supervised": 6,
+        "cut": 1,
+        "left_out": {"repetitive response": 1},
+    }
     assert manifest["counts"] == counts
     assert manifest["target"] == "somewhere"
 

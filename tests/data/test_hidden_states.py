@@ -77,7 +77,7 @@ def test_full_disk_is_reported_at_the_start(
     usage = namedtuple("usage", "total used free")
     need = sum(LENGTHS) * 2 * target.hidden_size * 2
     monkeypatch.setattr(hidden_states.shutil, "disk_usage", lambda path: usage(0, 0, need - 1))
-    with pytest.raises(ValueError, match=r"need 0\.0 MiB and .* has 0\.0 MiB free; choose fewer taps"):
+    with pytest.raises(ValueError, match=r"need 0\.0 MiB and .* has 0\.0 MiB free; choose fewer target layers"):
         plan_hidden_states(tmp_path / "new/f", target, data, TARGET_LAYERS, HiddenStateSettings()).write()
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr(hidden_states.shutil, "disk_usage", lambda path: usage(0, 0, need))
@@ -94,7 +94,7 @@ def test_cache_of_another_target_or_data(tmp_path: Path, target: Target, data: T
             (target, data, (0, 1)),
             r"target_layers \(2, 0\) instead of \[0, 1\]|target_layers \[2, 0\] instead of \[0, 1\]",
         ),
-        ((target, others, TARGET_LAYERS), "other features: data "),
+        ((target, others, TARGET_LAYERS), "other hidden states: data "),
     ]:
         with pytest.raises(ValueError, match=message + ".*or run `blockdraft hidden-states` with another folder"):
             cached.check(*arguments)
@@ -106,7 +106,7 @@ def test_cache_of_another_target_or_data(tmp_path: Path, target: Target, data: T
     weights = load_file(tmp_path / "target/model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"] *= 1.1
     save_file(weights, tmp_path / "target/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="other features: target "):
+    with pytest.raises(ValueError, match="other hidden states: target "):
         cached.check(load_target(tmp_path / "target", device="cpu"), data, TARGET_LAYERS)
 
 
@@ -121,7 +121,7 @@ def test_reading_some_of_the_stored_layers(tmp_path: Path, target: Target, data:
     ]:
         cached.check(target, data, target_layers)
         torch.testing.assert_close(cached.of(1, target_layers), torch.cat(expected, dim=-1), atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match=r"other features: target_layers \(2, 0\) instead of \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"other hidden states: target_layers \(2, 0\) instead of \[0, 1\]"):
         cached.check(target, data, (0, 1))
 
 
@@ -156,7 +156,7 @@ def test_cache_of_another_process_is_kept(tmp_path: Path, target: Target, data: 
     ]
     same = plan_hidden_states(tmp_path / "f", target, data, TARGET_LAYERS, FLOAT)
     plans[0].write()
-    with pytest.raises(ValueError, match=r"holds other features: target_layers \[2, 0\] instead of \[0, 2\]"):
+    with pytest.raises(ValueError, match=r"holds other hidden states: target_layers \[2, 0\] instead of \[0, 2\]"):
         plans[1].write()
     progress: list[int] = []
     same.write(lambda done, total: progress.append(total))

@@ -69,7 +69,7 @@ def test_all_records_are_checked_first(tmp_path: Path, target: TargetText) -> No
         prepared(tmp_path / "a", target, [*records, {"nothing": 1}])
     with pytest.raises(ValueError, match=r"record 4: this is a prompt without a response; add --regenerate"):
         prepared(tmp_path / "a", target, [*records, {"turns": ["q"]}])
-    with pytest.raises(ValueError, match=r"record 1: this is a plain text, which cannot be answered"):
+    with pytest.raises(ValueError, match=r"record 1: this is a plain text, not a prompt"):
         prepared(tmp_path / "a", target, records, writer="target")
     assert not (tmp_path / "a").exists()
 
@@ -79,7 +79,7 @@ def test_more_records_are_added_and_other_records_refused(tmp_path: Path, target
     first = prepared(tmp_path / "a", target, records)[0].run()
     assert prepared(tmp_path / "a", target, records)[0].run() == first
     for others in ([{"text": "one"}, {"text": "three"}], records[:1]):
-        with pytest.raises(ValueError, match="was made from 2 records, and the first 2 of these are others"):
+        with pytest.raises(ValueError, match=r"was made from 2 records, and the first 2 of these \d+ differ"):
             prepared(tmp_path / "a", target, others)
     prepared(tmp_path / "a", target, [*records, {"text": "three"}])[0].run()
     assert texts(target, read_data(tmp_path / "a")) == ["one", "two", "three"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from blockdraft.data import answerers, regenerate
-from blockdraft.data.answerers import CHECKED_TOKENS, Answer, Answerer, EngineAnswerer, ServerAnswerer
+from blockdraft.data import regenerate, responders
 from blockdraft.data.chats import ChatEncoder
 from blockdraft.data.documents import TokenData, read_data
 from blockdraft.data.prepare import Preparation
 from blockdraft.data.regenerate import Conversation, loops_note, prompts_of
+from blockdraft.data.responders import CHECKED_TOKENS, EngineResponder, Responder, Response, ServerResponder
 from blockdraft.data.settings import DataSettings, RecordSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
@@ -48,8 +48,8 @@ def prepared(folder: Path, target: Target, rows: list[dict[str, Any]], settings:
     return Preparation(folder, target, [str(source)], RecordSettings(), settings)
 
 
-def engine(target: Target, drafter: str | Path = "none") -> EngineAnswerer:
-    return EngineAnswerer(Engine(target, load_drafter(drafter, target=target), max_batch_size=3))
+def engine(target: Target, drafter: str | Path = "none") -> EngineResponder:
+    return EngineResponder(Engine(target, load_drafter(drafter, target=target), max_batch_size=3))
 
 
 def contents(data: TokenData) -> list[tuple[list[int], list[int]]]:
@@ -126,16 +126,16 @@ def test_an_interrupted_run_answers_only_what_is_missing(tmp_path: Path, target:
 
 
 class Spy:
-    def __init__(self, inner: Answerer) -> None:
+    def __init__(self, inner: Responder) -> None:
         self.inner, self.at_once, self.keys = inner, inner.at_once, list[int]()
-        self.answers, self.close = inner.answers, inner.close
+        self.responses, self.close = inner.responses, inner.close
 
-    def ask(self, key: int, *rest: Any) -> None:
+    def submit(self, key: int, *rest: Any) -> None:
         self.keys.append(key)
-        self.inner.ask(key, *rest)
+        self.inner.submit(key, *rest)
 
 
-def spied(inner: Answerer) -> Spy:
+def spied(inner: Responder) -> Spy:
     return Spy(inner)
 
 
@@ -165,10 +165,10 @@ def test_turns_share_a_document_where_their_tokens_go_on(target: Target) -> None
     for ids, count in ((plain, 1), (odd, 2)):
         chat = Conversation([[{"role": "user", "content": "q"}], [{"role": "user", "content": "r"}]], encoder, 200)
         assert chat.next_prompt() == chat_ids(target, "q")
-        chat.take(Answer("the end", [*ids, end], ended=True))
+        chat.take(Response("the end", [*ids, end], ended=True))
         second = chat.next_prompt()
         assert second == chat_ids(target, "q", "the end", "r")
-        chat.take(Answer("bye", [5, 6], ended=False))
+        chat.take(Response("bye", [5, 6], ended=False))
         assert chat.next_prompt() is None
         assert len(chat.documents) == count
         last = chat.documents[-1]
@@ -186,7 +186,7 @@ def test_nobody_goes_on_behind_half_an_answer(target: Target) -> None:
     encoder = ChatEncoder(target.tokenizer, target.eos_token_ids)
     chat = Conversation([[{"role": "user", "content": "q"}], [{"role": "user", "content": "r"}]], encoder, 200)
     chat.next_prompt()
-    chat.take(Answer("half", [5, 6], ended=False))
+    chat.take(Response("half", [5, 6], ended=False))
     assert chat.next_prompt() is None
     assert [document.tokens.tolist() for document in chat.documents] == [[*chat_ids(target, "q"), 5, 6]]
 
@@ -254,7 +254,7 @@ class Served:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
-    monkeypatch.setattr(answerers, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(responders, "FIRST_WAIT", 0.01)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     running: list[Served] = []
 
@@ -278,7 +278,7 @@ SERVER = DataSettings(writer="server", author="m", sampling=SamplingParams(24, 0
 def test_a_server_writes_the_answers(
     tmp_path: Path, target: Target, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(answerers.SERVER_KEY, "secret")
+    monkeypatch.setenv(responders.SERVER_KEY, "secret")
     barrier = threading.Barrier(2)
 
     def reply(number: int, body: dict[str, Any]) -> tuple[int, Any]:
@@ -288,7 +288,7 @@ def test_a_server_writes_the_answers(
         return completion(f"ünd {asked}", "length" if asked == "say 3" else "stop")
 
     served = serve(reply)
-    prepared(tmp_path / "a", target, ONE_TURN, SERVER).run(ServerAnswerer(served.url + "/", "m", 2, {"think": False}))
+    prepared(tmp_path / "a", target, ONE_TURN, SERVER).run(ServerResponder(served.url + "/", "m", 2, {"think": False}))
     assert target.tokenizer is not None
     answers = [target.tokenizer.decode(answer) for _, answer in contents(read_data(tmp_path / "a"))]
     assert answers == [f"ünd say {i}" + ("" if i == 3 else "<|im_end|>") for i in range(7)]
@@ -310,8 +310,8 @@ def test_loops_and_long_prompts_are_left_out_and_counted(
 
     served = serve(reply)
     rows = [*ONE_TURN, {"prompt": "long " * 60}]
-    counts = prepared(tmp_path / "a", target, rows, SERVER).run(ServerAnswerer(served.url, "m", 3, {}))["counts"]
-    assert counts["left_out"] == {"no supervised token": 1, "answer loops": 1, "prompt too long": 1}
+    counts = prepared(tmp_path / "a", target, rows, SERVER).run(ServerResponder(served.url, "m", 3, {}))["counts"]
+    assert counts["left_out"] == {"no supervised token": 1, "repetitive response": 1, "prompt too long": 1}
     assert (counts["rows"], counts["documents"], len(served.requests)) == (8, 5, 7)
 
 
@@ -319,9 +319,9 @@ def test_a_looping_answer_is_written_no_further_and_kept_up_to_its_loop(target: 
     """How many tokens a cycle commits makes no difference."""
     results = []
     for drafter in ("none", "prompt_lookup"):
-        answerer = engine(target, drafter)
-        answerer.ask(0, [], [5, 6, 7, 8], SamplingParams(max_new_tokens=200, logit_bias={7: 100.0}))
-        [(_, answer)] = answerer.answers()
+        responder = engine(target, drafter)
+        responder.submit(0, [], [5, 6, 7, 8], SamplingParams(max_new_tokens=200, logit_bias={7: 100.0}))
+        [(_, answer)] = responder.responses()
         assert answer.token_ids is not None and not answer.ended
         results.append(answer.token_ids)
     assert results == 2 * [[7] * CHECKED_TOKENS]
@@ -341,12 +341,12 @@ def test_many_loops_are_reported_once_and_early(
             notes.append(f"after {len(done)}: {text}")
 
         preparation = prepared(tmp_path / folder, target, ONE_TURN, settings)
-        preparation.run(ServerAnswerer(served.url, "m", 1, {}), lambda stage, count, total: done.append(count), note)
+        preparation.run(ServerResponder(served.url, "m", 1, {}), lambda stage, count, total: done.append(count), note)
         return notes
 
     assert run("a", 3) == [
-        "after 4: 3 of 4 answers loop (75%) and are kept up to where they begin to; --temperature 0.7 (sampling), with "
-        "another --out, makes them fewer."
+        "after 4: 3 of 4 responses are repetitive (75%) and kept up to the repetition; --temperature 0.7 (sampling), "
+        "with another --out, makes them fewer."
     ]
     [note] = run("b", 1, replace(SERVER, sampling=SamplingParams(24, 0.9, seed=5)))
     assert note.endswith("a smaller --max-new-tokens, with another --out, makes them fewer.")
@@ -361,7 +361,7 @@ def test_a_server_continues_texts(tmp_path: Path, target: Target, serve: Callabl
     served = serve(lambda number, body: (200, {"choices": [choice]}))
     settings = replace(SERVER, continued=20)
     preparation = prepared(tmp_path / "a", target, ONE_TURN[:1], settings)
-    preparation.run(ServerAnswerer(served.url, "m", 2, {"think": False}))
+    preparation.run(ServerResponder(served.url, "m", 2, {"think": False}))
     assert contents(read_data(tmp_path / "a")) == [(prompt, [7, 8])]
     [request] = served.requests
     assert (request["path"], request["prompt"]) == ("/v1/completions", prompt)
@@ -376,13 +376,13 @@ def test_a_servers_own_token_ids_are_kept(tmp_path: Path, target: Target, serve:
     served = serve(
         lambda number, body: (200, completion("the", token_ids=odd)[1] | {"prompt_token_ids": server_prompt[0]})
     )
-    prepared(tmp_path / "a", target, ONE_TURN[:1], SERVER).run(ServerAnswerer(served.url, "m", 2, {}))
+    prepared(tmp_path / "a", target, ONE_TURN[:1], SERVER).run(ServerResponder(served.url, "m", 2, {}))
     assert contents(read_data(tmp_path / "a")) == [(prompt, odd)]
     server_prompt[0] = prompt[1:]
     with pytest.raises(
         ValueError, match=r"Record 1: The server reads a prompt as \d+ tokens and the target's chat template"
     ):
-        prepared(tmp_path / "b", target, ONE_TURN[:1], SERVER).run(ServerAnswerer(served.url, "m", 2, {}))
+        prepared(tmp_path / "b", target, ONE_TURN[:1], SERVER).run(ServerResponder(served.url, "m", 2, {}))
 
 
 def test_a_busy_server_is_asked_again(tmp_path: Path, target: Target, serve: Callable[..., Served]) -> None:
@@ -391,7 +391,7 @@ def test_a_busy_server_is_asked_again(tmp_path: Path, target: Target, serve: Cal
         return trouble.get(number, completion("yes"))
 
     served = serve(reply)
-    counts = prepared(tmp_path / "a", target, ONE_TURN, SERVER).run(ServerAnswerer(served.url, "m", 3, {}))["counts"]
+    counts = prepared(tmp_path / "a", target, ONE_TURN, SERVER).run(ServerResponder(served.url, "m", 3, {}))["counts"]
     assert (counts["documents"], len(served.requests)) == (7, 11)
 
 
@@ -411,11 +411,11 @@ def test_a_server_that_fails_ends_the_run_and_loses_nothing(
 ) -> None:
     served = serve(lambda number, body: completion("yes") if number < 3 else answer)
     with pytest.raises(ValueError, match=message):
-        prepared(tmp_path / "a", target, ONE_TURN, SERVER).run(ServerAnswerer(served.url, "m", 1, {}))
+        prepared(tmp_path / "a", target, ONE_TURN, SERVER).run(ServerResponder(served.url, "m", 1, {}))
     healthy = serve(lambda number, body: completion("yes"))
     again = prepared(tmp_path / "a", target, ONE_TURN, SERVER)
     assert again.missing == 4
-    assert again.run(ServerAnswerer(healthy.url, "m", 1, {}))["counts"]["documents"] == 7
+    assert again.run(ServerResponder(healthy.url, "m", 1, {}))["counts"]["documents"] == 7
 
 
 def test_reasoning_that_would_be_dropped_is_refused(
@@ -424,4 +424,4 @@ def test_reasoning_that_would_be_dropped_is_refused(
     thought = {"content": "so", "reasoning_content": "hm"}
     served = serve(lambda number, body: (200, {"choices": [{"message": thought, "finish_reason": "stop"}]}))
     with pytest.raises(ValueError, match="start the server without its reasoning parser"):
-        prepared(tmp_path / "a", target, ONE_TURN, SERVER).run(ServerAnswerer(served.url, "m", 1, {}))
+        prepared(tmp_path / "a", target, ONE_TURN, SERVER).run(ServerResponder(served.url, "m", 1, {}))

@@ -11,6 +11,7 @@ from blockdraft.data.hidden_states import plan_hidden_states
 from blockdraft.data.settings import HiddenStateSettings
 from blockdraft.settings import read_settings
 from blockdraft.training.devices import make_accelerator
+from blockdraft.training.job import TrainingJob
 from blockdraft.training.trainer import run_folder, train
 from blockdraft.training.variant import find_variant
 from blockdraft.types import Drafting
@@ -31,7 +32,7 @@ def test_heads_learn_the_targets_answers_and_decode_them_losslessly(
     plan_hidden_states(tmp_path / "hidden_states", target, data, (target.num_layers,), HiddenStateSettings()).write()
     kind, out = find_variant(name).recipe_class, tmp_path / "drafter"
     recipe = read_settings(kind, flags=FLAGS | {"hidden_states": str(tmp_path / "hidden_states")})
-    lines = train(name, target, data, out, recipe, make_accelerator(recipe, run_folder(out), "cpu"))
+    lines = train(TrainingJob(name, target, data, out, recipe, make_accelerator(recipe, run_folder(out), "cpu")))
     assert sum(line["loss"] for line in lines[-5:]) < 0.75 * sum(line["loss"] for line in lines[:5])
     assert len(lines[-1]["held_out_accuracy"]) == 3
 

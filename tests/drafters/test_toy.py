@@ -21,6 +21,7 @@ from blockdraft.tools.doctor.settings import DoctorSettings
 from blockdraft.tools.inspect import inspect
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import Format, convert, export
+from blockdraft.training.job import TrainingJob
 from blockdraft.training.progress import Progress
 from blockdraft.training.trainer import run_folder, train
 from blockdraft.training.variant import find_variant, variant_names
@@ -53,7 +54,7 @@ def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
         progress = Progress(note=notes.append if notes is not None else lambda text: None)
         accelerator = make_accelerator(recipe, run_folder(out), "cpu")
         target = load_target(tiny_target_dir, device="cpu")
-        return train("toy", target, read_data(data), out, recipe, accelerator, progress=progress)
+        return train(TrainingJob("toy", target, read_data(data), out, recipe, accelerator, progress=progress))
 
     return call
 
@@ -92,7 +93,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_weights(run: Run, tmp_path: Path
         run(tmp_path / "stopped", steps="6")
     notes: list[str] = []
     run(tmp_path / "stopped", notes, steps="6")
-    assert any("Going on from step 4" in note for note in notes)
+    assert any("Resuming from step 4" in note for note in notes)
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from blockdraft import Engine, load_target
-from blockdraft.data.answerers import EngineAnswerer
 from blockdraft.data.documents import read_data
+from blockdraft.data.responders import EngineResponder
 from blockdraft.engine import loops
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target
@@ -72,7 +72,7 @@ def written(recipe: Any, target: Target, folder: Path, numbers: range, stop: Cal
     lengths = recipe.write_chats.Lengths(prompt=24, first=60, further=40)
     writer = recipe.write_chats.Writer(target, recipe.prompts.PublicPrompts(folder), set(), 1, lengths)
     with Engine(target, max_batch_size=4) as engine:
-        chats = recipe.write_chats.write(EngineAnswerer(engine), writer, numbers, stop)
+        chats = recipe.write_chats.write(EngineResponder(engine), writer, numbers, stop)
         rows = [row for _, row in chats if row is not None]
     return sorted(rows, key=lambda row: row["task"])
 
@@ -215,14 +215,14 @@ def test_rows_of_a_batch_answer_as_each_would_alone(
     monkeypatch.setattr(
         recipe.batched, "reference", lambda q, *rest: contiguous.append(q.is_contiguous()) or reference(q, *rest)
     )
-    answerer = recipe.batched.BatchedAnswerer(target, rows=2, slots=60)
+    responder = recipe.batched.BatchedResponder(target, rows=2, slots=60)
     prompts = [[7 * row + i for i in range(3 + 9 * row)] for row in range(4)]
     params = [SamplingParams(5 + 20 * row) for row in range(4)]
     for key, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        answerer.ask(key, (), prompt, param)
+        responder.submit(key, (), prompt, param)
     answers = dict[int, Any]()
     while len(answers) < len(prompts):
-        answers |= dict(answerer.answers())
+        answers |= dict(responder.responses())
     with Engine(target, max_batch_size=2) as engine:
         whole = [completion.token_ids for completion in engine.generate(prompts, params)]
     expected = [ids[: 60 - len(prompt)] for ids, prompt in zip(whole, prompts, strict=True)]  # a row is as long as that
@@ -230,18 +230,18 @@ def test_rows_of_a_batch_answer_as_each_would_alone(
     assert all(answer.ended == (answer.token_ids[-1] == target.tokenizer.eos_token_id) for answer in answers.values())
     assert all(contiguous), "the kernel reads queries as if they were"
     with pytest.raises(ValueError, match="A prompt has 60 tokens, and a row has 60 slots"):
-        answerer.ask(9, (), [1] * 60, params[0])
+        responder.submit(9, (), [1] * 60, params[0])
 
 
 def test_a_row_that_loops_is_free_again(recipe: Any, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target: Any = load_target(tiny_target_dir, "float32", "cpu", "native", "off")
     monkeypatch.setattr(recipe.batched, "draw", lambda logits, heat, top_p: torch.full_like(heat, 9, dtype=torch.int64))
-    answerer = recipe.batched.BatchedAnswerer(target, rows=1, slots=300)
+    responder = recipe.batched.BatchedResponder(target, rows=1, slots=300)
     for key in range(2):
-        answerer.ask(key, (), [1, 2, 3], SamplingParams(200))
-    assert [key for _ in range(2) for key, answer in answerer.answers() if set(answer.token_ids) == {9}] == [0, 1]
-    answerer.ask(2, (), [1, 2, 3], SamplingParams(200))
-    [(_, answer)] = answerer.answers()
+        responder.submit(key, (), [1, 2, 3], SamplingParams(200))
+    assert [key for _ in range(2) for key, answer in responder.responses() if set(answer.token_ids) == {9}] == [0, 1]
+    responder.submit(2, (), [1, 2, 3], SamplingParams(200))
+    [(_, answer)] = responder.responses()
     assert len(answer.token_ids) <= recipe.batched.CHECKED + recipe.batched.STEPS
 
 

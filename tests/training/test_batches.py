@@ -166,7 +166,7 @@ def test_anchors_of_the_same_row_are_drawn_anew_in_each_epoch() -> None:
 
 def test_rows_of_a_batch() -> None:
     batch = next(iter(batches().run(0)))[1]
-    part = batch.rows(1, 3)
+    part = batch.part(1, 3)
     assert torch.equal(part.tensors.anchors_BA, batch.tensors.anchors_BA[1:3]) and part.contents == batch.contents[1:3]
 
 

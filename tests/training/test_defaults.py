@@ -46,7 +46,7 @@ def test_a_small_target_and_few_data(target: Target, tmp_path: Path) -> None:
     assert result.notes == [
         "length 256: the target's context is 256 tokens",
         "held out 3: a tenth of the 30 documents",
-        "batch 3: the documents fill 3 rows of 256 tokens",
+        "batch 3: the documents fill 3 sequences of 256 tokens",
         "target layers 0, 1, 2: the target has 3 layers",
     ]
     assert result.variant.config(target).target_layers == (0, 1, 2)

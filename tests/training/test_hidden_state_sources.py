@@ -38,4 +38,4 @@ def test_features_in_memory_stay_on_a_gpu(monkeypatch: Any) -> None:
     given: Any = {"target_layers": (1,), "beside": None, "reserved": None, "progress": Progress(note=notes.append)}
     source = open_source("memory", target, None, documents, **given)  # type: ignore[arg-type]
     assert [int(hidden) for hidden in source([2, 1])] == [4, 2] and isinstance(source, StoredHiddenStates)
-    assert notes == ["The target's features stay on cuda:0 once computed, up to 1.0 GiB."]
+    assert notes == ["The target's hidden states stay on cuda:0 once computed, up to 1.0 GiB."]

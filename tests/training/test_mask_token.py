@@ -27,10 +27,10 @@ def data(folder: Path, tokens: torch.Tensor) -> TokenData:
 def test_the_one_named(target: Target, tiny_data_dir: Path) -> None:
     assert mask_token(target, 260) == (260, None)
     choice = mask_token(target, 100, read_data(tiny_data_dir))
-    assert choice.id == 100 and choice.why is not None and "times in the data; answers stay the same" in choice.why
+    assert choice.id == 100 and choice.why is not None and "times in the data; outputs stay the same" in choice.why
     with pytest.raises(ValueError, match=r"mask_token_id is 5000 and the target's vocabulary has 265 tokens, 0 to 264"):
         mask_token(target, 5000)
-    with pytest.raises(ValueError, match="mask_token_id is 2, which ends answers"):
+    with pytest.raises(ValueError, match="mask_token_id is 2, which ends outputs"):
         mask_token(target, 2)
 
 

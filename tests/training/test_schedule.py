@@ -67,11 +67,11 @@ def test_a_run_that_finished_early_goes_on_when_more_is_asked_for() -> None:
 
 
 def test_a_run_under_way_keeps_its_steps() -> None:
-    with pytest.raises(ValueError, match="at step 20 of 40 and another number of steps is asked for"):
+    with pytest.raises(ValueError, match="at step 20 of 40 and another number of steps is requested"):
         Schedule(40, RECIPE).go_on(20, 60, 0)
     with pytest.raises(ValueError, match="at step 20 of 40"):
         Schedule(40, RECIPE).go_on(20, 40, 10)
-    with pytest.raises(ValueError, match="has done 40 steps and 30 are asked for now instead of 40"):
+    with pytest.raises(ValueError, match="has done 40 steps and 30 are requested now instead of 40"):
         Schedule(40, RECIPE).go_on(40, 30, 0)
 
 

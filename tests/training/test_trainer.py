@@ -30,10 +30,11 @@ from blockdraft.formats.gguf.drafter import gguf_trained
 from blockdraft.models import bundled_drafter, known
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, target_fingerprint
-from blockdraft.training import checkpoints, hidden_state_sources, preflight, rounded_weights, trainer
+from blockdraft.training import checkpoints, hidden_state_sources, preflight, quantized_weights, trainer
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.graceful_shutdown import FINISH, Stopped, StopSignals
 from blockdraft.training.hidden_state_sources import FOLDER
+from blockdraft.training.job import TrainingJob
 from blockdraft.training.progress import Progress, RunLog
 from blockdraft.training.trainer import Trainer, run_folder, train
 from blockdraft.training.variant import find_variant, variant_names
@@ -64,7 +65,7 @@ Run = Callable[..., list[dict[str, Any]]]
 def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
     def call(out: Path, variant: str = "dflash", data: Path = tiny_data_dir, **changes: str) -> list[dict[str, Any]]:
         notes, more = changes.pop("notes", None), int(changes.pop("more", 0))
-        other_answers = bool(changes.pop("other_answers", False))
+        other_responses = bool(changes.pop("other_responses", False))
         named = {name.replace("_", "-"): value for name, value in changes.items()}
         kind = find_variant(variant).recipe_class
         base = {name: value for name, value in BASE.items() if hasattr(kind, name.replace("-", "_"))}
@@ -73,7 +74,7 @@ def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
         accelerator = make_accelerator(recipe, run_folder(out), "cpu")
         target = load_target(tiny_target_dir, device="cpu")
         documents = read_data(data, unfinished=True)
-        return train(
+        job = TrainingJob(
             variant,
             target,
             documents,
@@ -82,8 +83,9 @@ def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
             accelerator,
             progress=progress,
             more=more,
-            other_answers=other_answers,
+            other_responses=other_responses,
         )
+        return train(job)
 
     return call
 
@@ -150,7 +152,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_weights(
         run(tmp_path / "stopped", optimizer=optimizer)
     notes: list[str] = []
     lines = run(tmp_path / "stopped", optimizer=optimizer, notes=notes)  # type: ignore[arg-type]
-    assert saved == [2, 4, 6] and any("Going on from step 4" in note for note in notes)
+    assert saved == [2, 4, 6] and any("Resuming from step 4" in note for note in notes)
     assert same(tmp_path / "whole", tmp_path / "stopped")
     assert without_speed(whole) == without_speed(lines)
 
@@ -196,7 +198,7 @@ def test_a_signal_saves_what_was_learned(
 
 def test_a_second_signal_saves_no_rounded_weights(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes while the weights of a rounded step, which the first signal ended, become what they were."""
-    forward, put, calls = Trainer._forward, rounded_weights._set, list[str]()
+    forward, put, calls = Trainer._forward, quantized_weights._set, list[str]()
 
     def interrupted(*arguments: Any) -> Any:
         calls.append("forward")
@@ -211,7 +213,7 @@ def test_a_second_signal_saves_no_rounded_weights(run: Run, tmp_path: Path, monk
         put(weights, values)
 
     monkeypatch.setattr(Trainer, "_forward", interrupted)
-    monkeypatch.setattr(rounded_weights, "_set", interrupted_later)
+    monkeypatch.setattr(quantized_weights, "_set", interrupted_later)
     with pytest.raises(Stopped):
         run(tmp_path / "drafter", save_every="0", save_minutes="0", qat_bits="4")
     assert calls == ["forward", "set", "forward", "set"]
@@ -240,7 +242,7 @@ def test_a_signal_interrupts_an_evaluation_but_the_last(
             run(tmp_path / "stopped", notes=notes, **rare)  # type: ignore[arg-type]
     state = checkpoints.newest(run_folder(tmp_path / "stopped") / "checkpoints")
     assert state is not None and state["step"] == step
-    assert ("The evaluation of step 3 is left out." in notes) == (step == 3)
+    assert ("The evaluation of step 3 is skipped." in notes) == (step == 3)
     lines = run(tmp_path / "stopped", **rare)
     assert same(tmp_path / "whole", tmp_path / "stopped")
     assert [line["step"] for line in lines if "tau" in line] == ([6] if step == 3 else [3, 6])
@@ -265,7 +267,7 @@ def test_a_resumed_run_reads_the_features_that_are_kept_beside_it(
     notes: list[str] = []
     with interrupted_at(4):
         run(stopped, hidden_states="memory", eval_prompts="0", notes=notes)  # type: ignore[arg-type]
-    assert any("features are kept in" in note for note in notes)
+    assert any("hidden states are stored in" in note for note in notes)
     shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-broken"))
     with monkeypatch.context() as patched:
         patched.setattr("blockdraft.data.hidden_states.target_hidden_states", lambda *_: pytest.fail("computed again"))
@@ -322,7 +324,7 @@ def test_a_larger_number_of_steps_goes_on_behind_the_end_to_the_same_weights(run
         run(tmp_path / "stopped", more="5", eval_prompts="0", steps="4")
     notes: list[str] = []
     run(tmp_path / "stopped", more="5", eval_prompts="0", steps="4", notes=notes)  # type: ignore[arg-type]
-    assert any("Going on from step 6" in note for note in notes)
+    assert any("Resuming from step 6" in note for note in notes)
     assert same(tmp_path / "whole", tmp_path / "stopped")
     run(tmp_path / "stopped", eval_prompts="0", steps="4", notes=notes)  # type: ignore[arg-type]
     assert any("has done its 9 steps; a larger --steps" in note for note in notes)
@@ -361,7 +363,7 @@ def test_told_to_finish_it_ends_within_a_few_steps(run: Run, tmp_path: Path, mon
         lines = run(out, **changes, notes=notes)
     assert [line["step"] for line in lines] == list(range(1, 15)) and lines[-1]["rate"] == 0
     assert "held_out_loss" in lines[-1] and not (run_folder(out) / FINISH).exists()
-    assert any("Told to finish: the rates fall until step 14" in note for note in notes)
+    assert any("Finishing: the learning rates fall until step 14" in note for note in notes)
     ended = weights(out)
     (run_folder(out) / FINISH).touch()  # too late, and forgotten
     assert run(out, **changes) == lines and not (run_folder(out) / FINISH).exists()
@@ -386,7 +388,7 @@ def test_answers_of_another_model_are_refused_unless_named(
         if not fits:
             with pytest.raises(ValueError, match=r"another model \(fingerprint 0123456789abcdef\).*--other-responses"):
                 run(tmp_path / "other", data=data, steps="1", eval_prompts="0")
-        run(tmp_path / author, data=data, steps="1", eval_prompts="0", other_answers="" if fits else "yes")
+        run(tmp_path / author, data=data, steps="1", eval_prompts="0", other_responses="" if fits else "yes")
 
 
 def test_data_that_grow_leave_a_run_as_it_was(
@@ -581,9 +583,9 @@ def test_what_does_not_fit_is_refused_at_the_start(
         target_layers="9",
         mask_token_id="2",
     )
-    refused("ends answers", mask_token_id="2")
+    refused("ends outputs", mask_token_id="2")
     refused("qat_bits is 4, and the drafter has layers of 20 inputs", qat_bits="4", intermediate_size="20")
-    refused("qat_bits is 4, and drafters of this kind are never rounded", variant="medusa", qat_bits="4")
+    refused("qat_bits is 4, and drafters of this kind are never quantized", variant="medusa", qat_bits="4")
     refused("no folder made by|does not exist", hidden_states=str(tmp_path / "nowhere"))
     refused("'nll' is unknown", objective="nll=1")
     refused("holds no draft|cannot be read|absent", init=str(tmp_path / "nowhere"))
@@ -796,7 +798,7 @@ def test_two_processes_have_the_loss_of_one(
     # And they go on from a checkpoint to the same weights.
     (run_folder(double) / "checkpoints" / "step-00000006.pt").unlink()
     shutil.copytree(double, tmp_path / "before")
-    assert "Going on from step 4" in stderr_of(started) and same(tmp_path / "before", double)
+    assert "Resuming from step 4" in stderr_of(started) and same(tmp_path / "before", double)
 
 
 def test_tokenizer_fingerprint_is_what_the_data_hold(tiny_target_dir: Path, tiny_data_dir: Path) -> None:

@@ -153,10 +153,10 @@ def data(
         if value and (server or not regenerate):
             raise UsageError(f"--{name} is for our own engine; add --regenerate, without --server, or leave it out.")
 
-    from blockdraft.data.answerers import Answerer, EngineAnswerer, ServerAnswerer
     from blockdraft.data.folder import check_writable
     from blockdraft.data.prepare import Preparation, RecordReader
     from blockdraft.data.records import check_sources
+    from blockdraft.data.responders import EngineResponder, Responder, ServerResponder
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.targets import load_target_text, target_fingerprint
@@ -190,12 +190,12 @@ def data(
     if reader.continued is not None:
         tell(reader.continued_note)
 
-    answerer: Answerer | None = None
+    responder: Responder | None = None
     if server is not None and where.model is not None:
-        answerer = ServerAnswerer(server, where.model, how.batch_size, reader.encoder.template_args)
+        responder = ServerResponder(server, where.model, how.batch_size, reader.encoder.template_args)
     elif target is not None:
         drafter = load_drafter(where.drafter or "none", target=target)
-        answerer = EngineAnswerer(Engine(target, drafter, how.batch_size))
+        responder = EngineResponder(Engine(target, drafter, how.batch_size))
     arguments = {"sources": sources, "limit": records.limit, "split": records.split, "subset": records.subset}
 
     def finished() -> str:
@@ -203,7 +203,7 @@ def data(
         return f"Interrupted; {done} are kept in {out}. The same command goes on."
 
     with exit_on_interrupt(finished), display.progress("records") as progress:
-        manifest = preparation.run(answerer, progress, tell, target=str(run.target or "bundled"), arguments=arguments)
+        manifest = preparation.run(responder, progress, tell, target=str(run.target or "bundled"), arguments=arguments)
     if where.as_json:
         print(json.dumps(manifest))
         return

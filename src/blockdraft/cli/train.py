@@ -94,6 +94,7 @@ def train(
         from blockdraft.training.devices import make_accelerator
         from blockdraft.training.export import format_for
         from blockdraft.training.graceful_shutdown import Stopped, finish_on_signal
+        from blockdraft.training.job import TrainingJob
         from blockdraft.training.objectives import find_objective
         from blockdraft.training.progress import Progress, run_folder
         from blockdraft.training.recipe import begun_with
@@ -133,7 +134,7 @@ def train(
             if target.path is None or not is_gguf(target.path):  # the format could not name a GGUF file
                 layout = layout or find_variant(variant).layout(settings)
             written = None if layout is None else format_for(layout, target, run.target, revision=run.revision)
-            log = train_drafter(
+            job = TrainingJob(
                 variant,
                 target,
                 documents,
@@ -144,8 +145,9 @@ def train(
                 progress=Progress(progress, tell),
                 written=written,
                 more=what.extend,
-                other_answers=what.other_responses,
+                other_responses=what.other_responses,
             )
+            log = train_drafter(job)
     except KeyboardInterrupt as interruption:
         if accelerator.is_main_process:
             tell(after_interruption(run_folder(out) / "checkpoints"))

@@ -1,2 +1,1 @@
-"""Training data: records of conversations or text become tokens and masks; the target's answers and features on
-disk."""
+"""Training data: records become tokens and masks, with the target's responses and hidden states on disk."""

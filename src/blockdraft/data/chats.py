@@ -1,4 +1,4 @@
-"""Chats as tokens, with a mask of the tokens that the assistant wrote."""
+"""Tokens of chats, with a mask of those that the assistant wrote."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
 
 
-def answer_places(messages: Sequence[Message]) -> list[int]:
-    """Indices of the assistant's messages after the first message of a user."""
+def response_indices(messages: Sequence[Message]) -> list[int]:
+    """Return the indices of the assistant's messages after the first message of a user."""
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     return [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > min(users, default=i)]
 
@@ -29,13 +29,13 @@ def answer_places(messages: Sequence[Message]) -> list[int]:
 class ChatEncoder:
     """Encoder of texts, and of chats by a tokenizer's chat template.
 
-    Answers are the tokens that the template marks by `{% generation %}`. Of a template without marks, each chat is
-    rendered up to an answer, with the assistant's header, and once more with the answer. The answer is the difference,
-    up to the last token that ends an answer. This needs a template that never changes what it has rendered already.
+    Responses are the tokens that the template marks by `{% generation %}`. If it has no marks, each chat is rendered
+    up to a response, with the assistant's header, and once more with the response. The response is the difference, up
+    to the last end token. This needs a template that never changes what it has already rendered.
 
     Args:
         tokenizer: Tokenizer, with a chat template unless only texts are encoded.
-        end_tokens: Tokens that end an answer.
+        end_tokens: Tokens that end a response.
         template_args: Further arguments of the template, as a JSON object.
 
     Raises:
@@ -55,25 +55,27 @@ class ChatEncoder:
         self._checked = False
 
     def text(self, text: str) -> list[int]:
-        """Token ids of a plain text."""
+        """Return the token ids of a plain text."""
         return encode_text(text, self._tokenizer)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a chat up to where the assistant's next answer begins."""
+        """Return the token ids of a chat up to where the assistant's next response begins."""
         return self._ids(self._render(messages, add_generation_prompt=True))
 
     def chat(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Token ids of a chat, and for each whether the assistant wrote it.
+        """Return the token ids of a chat, and for each whether the assistant wrote it.
 
         Raises:
-            UsageError: The template refuses the chat or marks no tokens of the assistant, or the answers cannot be told
-                from the prompts.
+            UsageError: The template refuses the chat, marks no tokens of the assistant, or hides where responses begin.
         """
         self.check()
         return self._chat(messages)
 
-    def last_answer(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
-        """Token ids of a chat before its last message, which is an answer, and of this answer. Errors as in `chat`."""
+    def last_response(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+        """Return the token ids of a chat before its last message, a response, and of this response.
+
+        Raise as `chat` does.
+        """
         self.check()
         ids, written = self._chat(messages, last_only=True)
         end = len(written) - written[::-1].index(True) if True in written else 0
@@ -86,7 +88,7 @@ class ChatEncoder:
         return cast(str, self._tokenizer.decode(ids))
 
     def without_end(self, ids: list[int]) -> list[int]:
-        """Token ids of an answer up to its first end token, which the template adds."""
+        """Return the token ids of a response up to its first end token, which the template adds."""
         return next((ids[:at] for at, token in enumerate(ids) if token in self._end_tokens), ids)
 
     @property
@@ -102,48 +104,47 @@ class ChatEncoder:
             ) from error
 
     def check(self) -> None:
-        """Check that there is a template and that it gives tokens of the assistant, before thousands of records are
-        encoded. Errors as in `chat`."""
+        """Check that there is a template and that it gives tokens of the assistant. Raise as `chat` does."""
         if self._checked:
             return
         if not self._tokenizer.is_fast:
             raise UsageError(
-                "The target's tokenizer is a slow one (without tokenizer.json), which cannot tell answers from "
+                "The target's tokenizer is a slow one (without tokenizer.json), which cannot tell responses from "
                 "prompts; use a model with a fast tokenizer."
             )
         if not any(self._chat(PROBE)[1]):
             raise UsageError(
                 "The chat template marks no assistant tokens, so there would be nothing to learn; put {% generation %} "
-                "around the answer in a copy of it and add --chat-template FILE."
+                "around the response in a copy of it and add --chat-template FILE."
             )
         self._checked = True
 
     def _chat(self, messages: Sequence[Message], last_only: bool = False) -> tuple[list[int], list[bool]]:
         if self._marked:
-            found = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
-            return list(found["input_ids"]), list(map(bool, found["assistant_masks"]))
+            encoding = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+            return list(encoding["input_ids"]), list(map(bool, encoding["assistant_masks"]))
         whole = self._render(messages)
-        found = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-        ids, written = list(found["input_ids"]), [False] * len(found["input_ids"])
-        for i in answer_places(messages)[-1:] if last_only else answer_places(messages):
+        encoding = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        ids, written = list(encoding["input_ids"]), [False] * len(encoding["input_ids"])
+        for i in response_indices(messages)[-1:] if last_only else response_indices(messages):
             before = self._render(messages[:i], add_generation_prompt=True)
             after = self._render(messages[: i + 1])
             if not (after.startswith(before) and whole.startswith(after)):
                 raise UsageError(
                     f"the chat template renders message {i + 1} differently once the chat goes on, or not after its "
-                    f"own header, so the answer cannot be told from the prompt. Add --split-turns to make a document "
-                    f"of each answer, or --template-args if the difference is about thinking (such as "
+                    f"own header, so the response cannot be told from the prompt. Add --split-turns to make a document "
+                    f"of each response, or --template-args if the difference is about thinking (such as "
                     f"'{{\"enable_thinking\": false}}'), or --chat-template FILE with a copy of the template that has "
-                    f"{{% generation %}} around the answer."
+                    f"{{% generation %}} around the response."
                 )
             inside = [
-                at
-                for at, (begin, end) in enumerate(found["offset_mapping"])
+                index
+                for index, (begin, end) in enumerate(encoding["offset_mapping"])
                 if len(before) <= begin < len(after) and end <= len(after)
             ]
-            ends = [at for at in inside if ids[at] in self._end_tokens]
-            for at in inside:
-                written[at] = not ends or at <= ends[-1]
+            ends = [index for index in inside if ids[index] in self._end_tokens]
+            for index in inside:
+                written[index] = not ends or index <= ends[-1]
         return ids, written
 
     def _render(self, messages: Sequence[Message], **options: Any) -> str:

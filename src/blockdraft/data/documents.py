@@ -1,8 +1,8 @@
-"""Training data on disk: shards of tokens, mapped into memory when read, and their manifest `data.json`. `writer.py`
-makes them.
+"""Training data on disk, mapped into memory when read: shards of tokens and their manifest `data.json`.
 
-A shard is a safetensors file that appears whole or not at all. It holds the documents of some source records, and the
-numbers of these records and of those that were left out. So it records both the data and the progress of making them.
+`writer.py` makes them. A shard is a safetensors file that appears whole or not at all. It holds the documents of some
+source records, and the numbers of these records and of those that were left out. So it records both the data and the
+progress of making them.
 
     tokens, supervised   [T]      all documents one after the other, int32 and bool
     offsets              [D + 1]  start of each document, and the end of the last one
@@ -10,7 +10,7 @@ numbers of these records and of those that were left out. So it records both the
     left_out             [K, 2]   records that gave no document, each with its reason, an index into `REASONS`
 
 The folder passes through states: one after each shard, and one whenever it is finished. Each state has a fingerprint.
-The manifest lists them with their counts, so a reader of an earlier state can tell how much has come since.
+The manifest lists them with their counts, so a reader of an earlier state can count what was added since.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MANIFEST = "data.json"
-LOOPS = "answer loops"
+LOOPS = "repetitive response"
 REASONS = ("no supervised token", LOOPS, "prompt too long")
 SHARD_SECONDS = 120.0  # time between shards, and so the most work that a killed process loses
 
@@ -44,7 +44,7 @@ class Document:
 
     Attributes:
         tokens: `[S]` int64.
-        supervised: `[S]` bool; tokens that the drafter may learn to guess.
+        supervised: `[S]` bool; tokens that the drafter may learn to propose.
         cut: Whether the source goes on beyond the maximum length.
     """
 
@@ -54,13 +54,12 @@ class Document:
 
 
 class TokenData(Sequence[Document]):
-    """Documents of a data folder, in the order of their source records, as they were when it was opened. From
-    `read_data`.
+    """Documents of a data folder as it was when it was opened, in the order of their source records. From `read_data`.
 
     Attributes:
         folder: Folder of the data.
         fingerprint: Fingerprint of documents and tokenizer. That of finished data does not depend on the shards.
-        finished: Whether the data are finished; otherwise these are the documents of the shards that were there.
+        finished: Whether the data are finished; otherwise these are the documents of the shards that existed.
         tokenizer: Fingerprint of the tokenizer that made the tokens; see `tokenizer_fingerprint`.
         lengths: Number of tokens of each document.
         manifest: Content of `data.json`.
@@ -73,7 +72,7 @@ class TokenData(Sequence[Document]):
         self.finished: bool = manifest["finished"]
         self.tokenizer: str = manifest["tokenizer"]
         self._shards = shards
-        # Documents are sorted, because the target answers many records at a time, which end in any order.
+        # Documents are sorted, because responses are written many at a time and end in any order.
         records = torch.cat([shard["rows"] for shard in shards] or [torch.zeros(0, dtype=torch.int64)])
         places = [(number, i) for number, shard in enumerate(shards) for i in range(len(shard["rows"]))]
         self._places = [places[i] for i in records.argsort(stable=True).tolist()]
@@ -97,14 +96,10 @@ class TokenData(Sequence[Document]):
         return Document(tokens, supervised, bool(shard["cut"][i]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (self.folder, self.manifest)  # another process maps the same files by itself
+        return _open, (self.folder, self.manifest)  # another process maps the same files itself
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Check that this tokenizer made the tokens. None, of a target without a tokenizer, passes.
-
-        Raises:
-            UsageError: Another tokenizer made them.
-        """
+        """Raise UsageError unless this tokenizer made the tokens. None, of a target without a tokenizer, passes."""
         if tokenizer is not None and tokenizer_fingerprint(tokenizer) != self.tokenizer:
             raise UsageError(
                 f"{self.folder} was made with the tokenizer {self.tokenizer} and the target's is "
@@ -117,7 +112,7 @@ def read_data(folder: str | Path, unfinished: bool = False) -> TokenData:
 
     Args:
         unfinished: Accept data that are still being made. The result has the documents of the shards that exist now,
-            and does not change when others come.
+            and does not change when others are added.
 
     Raises:
         UsageError: The folder is absent, unfinished or broken, or holds no supervised token.
@@ -131,7 +126,7 @@ def read_data(folder: str | Path, unfinished: bool = False) -> TokenData:
     if not manifest["finished"] and not manifest["counts"].get("supervised"):
         raise UsageError(
             f"{folder} is unfinished and holds nothing to learn from yet; wait until `blockdraft data` has written its "
-            f"first documents, about {SHARD_SECONDS:.0f} s after it began to make them."
+            f"first documents, about {SHARD_SECONDS:.0f} s after it starts."
         )
     if not manifest["counts"]["supervised"]:
         raise UsageError(
@@ -145,24 +140,22 @@ def _open(folder: Path, manifest: dict[str, Any]) -> TokenData:
     shards = read_shards(folder)
     if not manifest["finished"]:  # further shards may have come since
         shards = {name: shard for name, shard in shards.items() if name in manifest["shards"]}
-    found = shard_sizes(shards)
-    if found != manifest["shards"]:
-        raise UsageError(f"{folder} holds the shards {found} and should hold {manifest['shards']}; copy it again.")
+    sizes = shard_sizes(shards)
+    if sizes != manifest["shards"]:
+        raise UsageError(f"{folder} holds the shards {sizes} and should hold {manifest['shards']}; copy it again.")
     return TokenData(folder, manifest, list(shards.values()))
 
 
 def read_state(folder: Path, manifest: dict[str, Any]) -> TokenData:
-    """Open a folder as it was when it had this manifest, even if it has grown since.
-
-    Raises:
-        UsageError: Shards of that state are missing.
-    """
+    """Open a folder as it was when it had this manifest. Raise UsageError if shards of that state are missing."""
     return _open(folder, {**manifest, "finished": False})
 
 
 def grown_since(data: TokenData, fingerprint: str) -> tuple[int, int] | None:
-    """Number of documents and of tokens that came since the data had this fingerprint; None if they never had it. If
-    the data were unfinished then, later documents may lie between the earlier ones."""
+    """Return how many documents and tokens were added since the data had this fingerprint, or None if never.
+
+    If the data were unfinished then, later documents may lie between the earlier ones.
+    """
     states = states_of(data.manifest)
     then = next((state for state in states if state["fingerprint"] == fingerprint), None)
     if then is None:
@@ -171,7 +164,7 @@ def grown_since(data: TokenData, fingerprint: str) -> tuple[int, int] | None:
 
 
 def states_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """States that a folder has been in, the present one last, each with its fingerprint and counts."""
+    """Return the states that a folder has been in, the present one last, each with its fingerprint and counts."""
     states: list[dict[str, Any]] = list(manifest.get("states") or [])
     if manifest.get("fingerprint") and (not states or states[-1]["fingerprint"] != manifest["fingerprint"]):
         counts = {name: manifest["counts"][name] for name in ("documents", "tokens")}
@@ -180,21 +173,17 @@ def states_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def shard_sizes(shards: dict[str, dict[str, Tensor]]) -> dict[str, int]:
-    """Number of documents in each shard."""
+    """Return the number of documents in each shard."""
     return {name: len(shard["rows"]) for name, shard in shards.items()}
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Fingerprint of the vocabulary, that is of the token that each id stands for."""
+    """Return the fingerprint of the vocabulary, that is of the token that each id stands for."""
     return fingerprint(sorted(tokenizer.get_vocab().items()))
 
 
 def read_shards(folder: Path) -> dict[str, dict[str, Tensor]]:
-    """Map the shards of a folder into memory, by file name.
-
-    Raises:
-        UsageError: A shard is broken.
-    """
+    """Map the shards of a folder into memory, by file name. Raise UsageError if one is broken."""
     shards = {}
     for path in sorted(folder.glob("tokens-*.safetensors")):
         try:

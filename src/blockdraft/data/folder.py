@@ -1,4 +1,4 @@
-"""Manifests and files of folders with data or features; each file appears whole or not at all."""
+"""Manifests and files of folders with data or hidden states; each file appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,33 +13,31 @@ from blockdraft.errors import UsageError
 
 
 def fingerprint(value: Any) -> str:
-    """Fingerprint, 16 hexadecimal digits, of a value that can be written as JSON."""
+    """Return the fingerprint, 16 hexadecimal digits, of a value that can be written as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_manifest(path: Path, version: int) -> dict[str, Any] | None:
-    """Read a manifest; None if there is no such file.
+    """Read a manifest, or return None if there is no such file.
 
-    Raises:
-        UsageError: The file is broken or of another format version.
+    Raises UsageError if the file is broken or of another format version.
     """
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found = manifest["format"]
+        number = manifest["format"]
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(f"{path} cannot be read ({error}); copy it again, or make the folder anew.") from error
-    if found != version:
-        raise UsageError(f"{path} is of format {found} and this version reads {version}; make the folder anew.")
+    if number != version:
+        raise UsageError(f"{path} is of format {number} and this version reads {version}; make the folder anew.")
     return manifest
 
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a file under another name and rename it, so that it appears whole or not at all.
 
-    Raises:
-        UsageError: It cannot be written, for instance because the disk is full.
+    Raises UsageError if it cannot be written, for instance because the disk is full.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -52,36 +50,21 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Check that a folder is empty or absent. Remains of a killed `write_file` do not count.
-
-    Raises:
-        UsageError: It holds files.
-    """
+    """Raise UsageError unless a folder is empty or absent. Remains of a killed `write_file` do not count."""
     if folder.exists() and (not folder.is_dir() or any(path.suffix != ".tmp" for path in folder.iterdir())):
         raise UsageError(f"{folder} holds other files; choose another folder for --out.")
 
 
 def check_writable(folder: Path) -> None:
-    """Check that a folder can be written to or made, without making it.
-
-    Raises:
-        UsageError: It cannot.
-    """
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "may not be written to" if there.is_dir() else "is no folder"
-        raise UsageError(f"{folder} cannot be written to, since {there} {why}; choose another --out.")
+    """Raise UsageError unless a folder can be written to or made. Nothing is made."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "may not be written to" if existing.is_dir() else "is no folder"
+        raise UsageError(f"{folder} cannot be written to, since {existing} {why}; choose another --out.")
 
 
 def check_overwrite(folder: Path, names: Iterable[str], overwrite: bool) -> None:
-    """Check that files can be written to a folder, without making it.
-
-    Args:
-        overwrite: Whether existing files may be replaced.
-
-    Raises:
-        UsageError: The folder cannot be written to, or holds one of the files and `overwrite` is False.
-    """
+    """Raise UsageError unless these files can be written to a folder, or replaced with `overwrite`. Nothing is made."""
     check_writable(folder)
     for name in names:
         if (folder / name).exists() and not overwrite:
@@ -89,11 +72,7 @@ def check_overwrite(folder: Path, names: Iterable[str], overwrite: bool) -> None
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, or clear an existing one of the remains of killed calls of `write_file`.
-
-    Raises:
-        UsageError: It cannot be written to.
-    """
+    """Make a folder, or clear an existing one of the remains of killed calls of `write_file`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob(".*.tmp"):

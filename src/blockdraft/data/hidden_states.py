@@ -1,7 +1,7 @@
-"""Features of training data, that is the outputs of the target's tapped layers, computed once and kept on disk.
+"""Hidden states of training data, computed once and stored on disk.
 
-The cache is a folder of shards with a manifest, `hidden_states.json`. Shard i is a safetensors file with the hidden
-states of consecutive documents, `[T, m * H]`. A shard is written atomically.
+They are the outputs of the target layers. The cache is a folder of shards with a manifest, `hidden_states.json`. Shard
+i is a safetensors file with the hidden states of consecutive documents, `[T, m * H]`. A shard is written atomically.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SHARD_BYTES = 2**28
 
 
 class HiddenStates(Sequence[Tensor]):
-    """Features of each document of a data folder, in its order, mapped into memory. From `read_hidden_states`.
+    """Hidden states of each document of a data folder, in its order, mapped into memory. From `read_hidden_states`.
 
     Attributes:
         folder: Folder of the cache.
-        target_layers: 0-based target layers, in the order in which their outputs lie side by side.
+        target_layers: 0-based target layers, in the order in which their outputs are concatenated.
         target: Fingerprint of the target.
         data: Fingerprint of the data.
     """
@@ -56,7 +56,7 @@ class HiddenStates(Sequence[Tensor]):
         return self._first[-1] + len(self._begins[-1]) - 1
 
     def __getitem__(self, index: Any) -> Any:
-        """Features `[S, m * H]` of a document, or a list of them for a slice."""
+        """Return the hidden states `[S, m * H]` of a document, or a list of them for a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
@@ -67,33 +67,28 @@ class HiddenStates(Sequence[Tensor]):
         return self._shards[shard][begins[i] : begins[i + 1]]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return read_hidden_states, (self.folder,)  # another process maps the files by itself
+        return read_hidden_states, (self.folder,)  # another process maps the files itself
 
     def check(self, target: Target, data: TokenData, target_layers: Sequence[int]) -> None:
-        """Check that these are features of this target and these data, with these taps among theirs.
-
-        Raises:
-            UsageError: They are not.
-        """
+        """Raise UsageError unless these are hidden states of this target and data, and include these target layers."""
         theirs, ours = vars(self), _identity(target, data, target_layers)
         _check_same(self.folder, theirs, ours, ("target", "data"))
         if not set(target_layers) <= set(self.target_layers):
             _check_same(self.folder, theirs, ours, ("target_layers",))
 
     def of(self, index: int, target_layers: Sequence[int]) -> Tensor:
-        """Features `[S, m * H]` of a document, of some of the stored taps, in the order given."""
+        """Return the hidden states `[S, m * H]` of a document, of these target layers in this order."""
         whole: Tensor = self[index]
         if tuple(target_layers) == self.target_layers:
             return whole
         parts = whole.chunk(len(self.target_layers), dim=-1)
-        return torch.cat([parts[self.target_layers.index(target_layer)] for target_layer in target_layers], dim=-1)
+        return torch.cat([parts[self.target_layers.index(layer)] for layer in target_layers], dim=-1)
 
 
 def read_hidden_states(folder: str | Path) -> HiddenStates:
-    """Open a feature cache. Features are read from disk when they are accessed.
+    """Open a cache of hidden states, which are read from disk when they are accessed.
 
-    Raises:
-        UsageError: The folder is absent, unfinished or broken.
+    Raises UsageError if the folder is absent, unfinished or broken.
     """
     folder = Path(folder)
     manifest = read_manifest(folder / MANIFEST, FORMAT)
@@ -111,7 +106,7 @@ def read_hidden_states(folder: str | Path) -> HiddenStates:
 
 @dataclass(frozen=True)
 class HiddenStateCache:
-    """A feature cache that is to be made or completed. From `plan_hidden_states`.
+    """A cache of hidden states that is to be made or completed. From `plan_hidden_states`.
 
     Attributes:
         folder: Folder of the cache.
@@ -129,18 +124,18 @@ class HiddenStateCache:
     free: int
 
     def write(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compute and write the missing shards. A later call goes on with the shard at which this one was interrupted.
+        """Compute and write the missing shards. After an interruption, a later call resumes with the unfinished shard.
 
         Args:
             progress: Called with the tokens done and the tokens to do in this run.
 
         Raises:
             UsageError: The disk is too small or cannot be written to, or another process writes to the folder or has
-                written other features there since this was planned.
-            NumbersError: Features are not finite.
+                written other hidden states there since this was planned.
+            NumbersError: Hidden states are not finite.
         """
         self._check_space()
-        with held(self.folder, "computing features"):
+        with held(self.folder, "computing hidden states"):
             now = plan_hidden_states(self.folder, self.target, self.data, self.manifest["target_layers"], self.settings)
             now._check_space()
             now._begin()
@@ -150,17 +145,17 @@ class HiddenStateCache:
     def in_memory(
         self, store: bool, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> tuple[HiddenStates, str | None]:
-        """Features of all documents, from the shards that exist, and computed where they are missing or broken.
+        """Return the hidden states of all documents: those of existing shards, and the missing or broken ones computed.
 
         Args:
             store: Whether to write the computed shards too, so that a later call finds them.
             progress: As in `write`.
 
         Returns:
-            The features, and the reason why some were not written; None if all were, or if none were to be.
+            The hidden states, and the reason why some were not written; None if all were, or if none were to be.
 
         Raises:
-            NumbersError: Features are not finite.
+            NumbersError: Hidden states are not finite.
         """
         shards, failure = dict[int, Tensor](), None
         for i, lengths in enumerate(self.manifest["lengths"]):
@@ -180,16 +175,17 @@ class HiddenStateCache:
             if store:
                 try:
                     self._store(number, hidden_states)
-                except UsageError as error:  # the features in memory suffice
+                except UsageError as error:  # those in memory suffice
                     store, failure = False, str(error)
-        found = [shards[i] for i in range(len(self.manifest["lengths"]))]
-        return HiddenStates(self.folder, self.manifest, found), failure
+        in_order = [shards[i] for i in range(len(self.manifest["lengths"]))]
+        return HiddenStates(self.folder, self.manifest, in_order), failure
 
     def _check_space(self) -> None:
         if self.need > self.free:
             raise UsageError(
-                f"The features need {size(self.need)} and {self.folder.absolute().parent} has {size(self.free)} free; "
-                f"choose fewer taps, fewer documents or another disk for --out, or train without a feature cache."
+                f"The hidden states need {size(self.need)} and {self.folder.absolute().parent} has {size(self.free)} "
+                "free; choose fewer target layers, fewer documents or another disk for --out, or train without stored "
+                "hidden states."
             )
 
     def _begin(self) -> None:
@@ -200,7 +196,7 @@ class HiddenStateCache:
         write_file(_shard(self.folder, number), save({"hidden_states": hidden_states}))
 
     def _missing(self, progress: Callable[[int, int], None]) -> Iterator[tuple[int, Tensor]]:
-        """Compute the missing shards, and yield the number and the features of each."""
+        """Compute the missing shards, and yield the number and the hidden states of each."""
         shards = list(zip(self.manifest["first"], self.manifest["lengths"], strict=True))
         missing = [i for i in range(len(shards)) if not _shard(self.folder, i).exists()]
         done, total = 0, sum(sum(shards[i][1]) for i in missing)
@@ -217,16 +213,16 @@ class HiddenStateCache:
         return len(self.manifest["target_layers"]) * self.target.hidden_size
 
     def _compute(self, hidden_states: Tensor, first: int, lengths: list[int]) -> Iterator[int]:
-        """Fill in a shard's features batch by batch, and yield the number of tokens of each batch."""
+        """Fill in a shard's hidden states batch by batch, and yield the number of tokens of each batch."""
         target_layers, parts = self.manifest["target_layers"], hidden_states.split(lengths)
         for group in batches(lengths, self.settings.batch_tokens):
             tokens = [self.data[first + i].tokens[: lengths[i]] for i in group]
-            for i, found in zip(group, target_hidden_states(self.target, target_layers, tokens), strict=True):
-                parts[i].copy_(found)
+            for i, computed in zip(group, target_hidden_states(self.target, target_layers, tokens), strict=True):
+                parts[i].copy_(computed)
                 if not bool(parts[i].isfinite().all()):
                     raise NumbersError(
-                        f"The features of document {first + i} are not finite in {self.settings.dtype}; "
-                        f"use another --dtype."
+                        f"The hidden states of document {first + i} are not finite in {self.settings.dtype}; use "
+                        "another --dtype."
                     )
             yield sum(map(len, tokens))
 
@@ -239,27 +235,27 @@ def plan_hidden_states(
     settings: HiddenStateSettings,
     longest: int | None = None,
 ) -> HiddenStateCache:
-    """Plan a feature cache, or the missing part of one.
+    """Plan a cache of hidden states, or the missing part of one.
 
     Args:
         longest: Number of tokens to which longer documents are cut; None cuts none.
 
     Raises:
-        UsageError: The folder holds the cache of another target, other data or taps, or other files; or the target
-            lacks a layer, or has another tokenizer than the data.
+        UsageError: The folder holds the cache of another target, other data or target layers, or other files; or the
+            target lacks a layer, or has another tokenizer than the data.
     """
     check_target_layers(target, target_layers)
     data.check_tokenizer(target.tokenizer)
     width = len(target_layers) * target.hidden_size * getattr(torch, settings.dtype).itemsize
-    first, groups, held = [0], [list[int]()], 0
+    first, groups, shard_bytes = [0], [list[int]()], 0
     for i, whole in enumerate(data.lengths):
         length = min(whole, longest or whole)
-        if groups[-1] and held + length * width > SHARD_BYTES:
+        if groups[-1] and shard_bytes + length * width > SHARD_BYTES:
             first.append(i)
             groups.append([])
-            held = 0
+            shard_bytes = 0
         groups[-1].append(length)
-        held += length * width
+        shard_bytes += length * width
     identity = _identity(target, data, target_layers) | {"dtype": settings.dtype}
     if longest is not None:
         identity["longest"] = longest
@@ -277,7 +273,7 @@ def plan_hidden_states(
 
 
 def size(count: int) -> str:
-    """Number of bytes, for people."""
+    """Format a number of bytes for people."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
@@ -303,6 +299,7 @@ def _check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any], name
     for name in names:
         if (list(theirs[name]) if name == "target_layers" else theirs.get(name)) != ours[name]:
             raise UsageError(
-                f"{folder} holds other features: {name} {theirs.get(name)} instead of {ours[name]}. Give the target, "
-                "data and taps that they were made for, or run `blockdraft hidden-states` with another folder."
+                f"{folder} holds other hidden states: {name} {theirs.get(name)} instead of {ours[name]}. Give the "
+                "target, data and target layers that they were made for, or run `blockdraft hidden-states` with "
+                "another folder."
             )

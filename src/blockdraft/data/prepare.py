@@ -1,4 +1,4 @@
-"""Data folders from records of conversations or text."""
+"""Preparation of data folders from records of conversations or text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import tensor
 
-from blockdraft.data.answerers import Answerer
-from blockdraft.data.chats import ChatEncoder, answer_places
+from blockdraft.data.chats import ChatEncoder, response_indices
 from blockdraft.data.documents import FORMAT, MANIFEST, Document, tokenizer_fingerprint
 from blockdraft.data.folder import check_writable, fingerprint, read_manifest
 from blockdraft.data.records import Message, Record, read_records
 from blockdraft.data.regenerate import Continuation, Conversation, Task, prompts_of, regenerate
+from blockdraft.data.responders import Responder
 from blockdraft.data.settings import CONTINUED, LONGEST, DataSettings, RecordSettings
 from blockdraft.data.writer import DataWriter
 from blockdraft.engine.text import encode
@@ -24,22 +24,22 @@ from blockdraft.errors import UsageError
 from blockdraft.folders import held
 from blockdraft.targets import Target, TargetText, without_tokenizer
 
-CHARACTERS = 4  # average number of characters of a token; sets the size of the pieces of a text that is continued
+CHARACTERS = 4  # average number of characters of a token; sets the size of the pieces of a continued text
 
 
 class RecordReader:
-    """Records, and the way in which they become documents or prompts for a target.
+    """Reader of records, which turns them into documents or prompts for a target.
 
     Args:
         target: Target, of which tokenizer and limits are used, and no weights.
         sources, records: See `read_records`.
-        settings: Way in which records become documents.
+        settings: How records become documents.
 
     Attributes:
         encoder: Encoder of chats and texts.
         length: Maximum number of tokens of a document.
-        continued: Number of tokens of each text that the target continues without a chat template; None if it answers
-            chats or writes nothing.
+        continued: Number of tokens of each text that the target continues without a chat template; None if it responds
+            to chats or writes nothing.
 
     Raises:
         UsageError: The target has no tokenizer, or a length exceeds its limit.
@@ -91,39 +91,30 @@ class RecordReader:
         return f"Without a chat template, the target continues the first {self.continued} tokens of each text{prompts}."
 
     def records(self) -> Iterator[tuple[str, Record]]:
-        """All records with their places.
-
-        Raises:
-            UsageError: A source cannot be read, or a record has none of the accepted forms.
-        """
+        """Yield all records with their places. Raise as `read_records` does."""
         piece = None
         if self.continued is not None:
             piece = CHARACTERS * (self.continued + min(self._settings.sampling.max_new_tokens, self.length))
         return read_records(self._sources, self._records, piece)
 
     def check(self, place: str, record: Record) -> None:
-        """Check that a record can become a document or a prompt.
-
-        Raises:
-            UsageError: It cannot.
-        """
+        """Raise UsageError unless a record can become a document or a prompt."""
         if self.continued is not None:
             return
         if self._settings.writer != "text" and isinstance(record, str):
             raise UsageError(
-                f"{place}: this is a plain text, which cannot be answered; leave out --regenerate, or have the target "
-                f"continue it with --continue N."
+                f"{place}: this is a plain text, not a prompt; leave out --regenerate, or have "
+                "the target continue it with --continue N."
             )
         if self._settings.writer == "text" and not isinstance(record, str):
             if any(message["content"] is None for message in record):
-                raise UsageError(f"{place}: this is a prompt without a response; add --regenerate to have it answered.")
+                raise UsageError(f"{place}: this is a prompt without a response; add --regenerate to generate one.")
             self.encoder.check()
 
     def check_first(self) -> None:
         """Check and encode the first record, to find faults of all records before anything takes long.
 
-        Raises:
-            UsageError: It cannot be read or encoded, or decoding would read it as other tokens.
+        Raises UsageError if it cannot be read or encoded, or if decoding would read it as other tokens.
         """
         place, record = next(self.records())
         self.check(place, record)
@@ -138,14 +129,14 @@ class RecordReader:
             raise UsageError(f"{place}: {error}") from error
 
     def task(self, record: Record) -> Task:
-        """Task that has a record answered or continued."""
+        """Return the task that generates the responses of a record, or continues it."""
         if self.continued is not None:
             return self._continuation(record)
         assert not isinstance(record, str)
         return Conversation(prompts_of(record), self.encoder, self.length)
 
     def documents(self, record: Record) -> Iterator[Document]:
-        """Documents of a record's own text, without those that have no supervised token."""
+        """Yield the documents of a record's own text, without those that have no supervised token."""
         if isinstance(record, str):
             ids = self.encoder.text(record)
             for begin in range(0, len(ids), self.length):
@@ -164,8 +155,7 @@ class RecordReader:
         return Continuation(text, most, self.encoder.text, self.length)
 
     def _check_prompt(self, text: Continuation) -> None:
-        """Check that decoding reads a prompt as the same tokens, because a difference would go unnoticed in
-        training."""
+        """Check that decoding reads a prompt as the same tokens. Training would not notice a difference."""
         ours = text.next_prompt()
         tokenizer = self._target.tokenizer
         if ours is None or tokenizer is None or tokenizer.chat_template is not None:
@@ -174,24 +164,24 @@ class RecordReader:
         if ours != theirs:
             raise UsageError(
                 f"a text has the tokens {ours[:8]}... here and {theirs[:8]}... in decoding, so a drafter would learn "
-                f"from texts that it never meets; give the target the tokenizer that it is used with."
+                "from tokens that it never meets; give the target the tokenizer that it is used with."
             )
 
     def _encoded(self, chat: list[Message]) -> Iterator[tuple[list[int], list[bool]]]:
         if not self._settings.split_turns:
             yield self.encoder.chat(chat)
             return
-        for i in answer_places(chat):
-            prompt, answer = self.encoder.last_answer(chat[: i + 1])
-            yield prompt + answer, [False] * len(prompt) + [True] * len(answer)
+        for i in response_indices(chat):
+            prompt, response = self.encoder.last_response(chat[: i + 1])
+            yield prompt + response, [False] * len(prompt) + [True] * len(response)
 
 
 class Preparation:
     """A data folder that is about to be made. All records are read and checked before anything is computed.
 
     Args:
-        folder: Folder of the data. If it holds a part of them, that part is kept. If it holds finished data, records
-            that have been added at the end of the sources are added.
+        folder: Folder of the data. A part of them that it holds is kept. If it holds finished data, records that were
+            appended to the sources are added.
         target, sources, records, settings: See `RecordReader`.
 
     Attributes:
@@ -220,14 +210,14 @@ class Preparation:
         self.total, self.digest, before = self._check_records(manifest["rows"])
         if manifest["digest"] not in (None, before):
             raise UsageError(
-                f"{folder} was made from {manifest['rows']} records, and the first {manifest['rows']} of these are "
-                f"others (there are {self.total}); choose another folder for --out, or delete this one."
+                f"{folder} was made from {manifest['rows']} records, and the first {manifest['rows']} of these "
+                f"{self.total} differ from them; choose another folder for --out, or delete this one."
             )
         self.missing = self.total - len(self.writer.done)
 
     def run(
         self,
-        answerer: Answerer | None = None,
+        responder: Responder | None = None,
         progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
         note: Callable[[str], None] = lambda text: None,
         **facts: Any,
@@ -235,7 +225,7 @@ class Preparation:
         """Make the missing data. Finished parts are kept if the run is interrupted.
 
         Args:
-            answerer: Source of new answers; None keeps those of the records.
+            responder: Writer of new responses; None keeps those of the records.
             progress: Called with the pace, the records done and the records to do in this run.
             note: Called with sentences that should stay on the screen.
             facts: Further entries of the manifest.
@@ -244,17 +234,17 @@ class Preparation:
             The manifest.
 
         Raises:
-            UsageError: The template refuses a chat, a server does not answer, the disk is full, no token is supervised
+            UsageError: The template refuses a chat, a server does not respond, the disk is full, no token is supervised
                 in the end, or another process makes the same data.
         """
         with held(self.writer.folder, "making data"):
             if read_manifest(self.writer.folder / MANIFEST, FORMAT) != self.writer.manifest:
                 raise UsageError(f"{self.writer.folder} was changed by another process meanwhile; run this again.")
-            return self._run(answerer, progress, note, facts)
+            return self._run(responder, progress, note, facts)
 
     def _run(
         self,
-        answerer: Answerer | None,
+        responder: Responder | None,
         progress: Callable[[str, int, int], None],
         note: Callable[[str], None],
         facts: dict[str, Any],
@@ -273,12 +263,12 @@ class Preparation:
         if self.missing:
             progress("started", 0, self.missing)
         try:
-            if answerer is not None:
-                tasks = ((number, self.reader.task(record)) for number, _, record in self._todo())
+            if responder is not None:
+                tasks = ((number, self.reader.task(record)) for number, _, record in self._missing_records())
                 length = self.reader.length
-                regenerate(tasks, answerer, self.writer, self.settings.sampling, length, report, note)
+                regenerate(tasks, responder, self.writer, self.settings.sampling, length, report, note)
             else:
-                for number, place, record in self._todo():
+                for number, place, record in self._missing_records():
                     try:
                         documents = list(self.reader.documents(record))
                     except ValueError as error:
@@ -290,7 +280,7 @@ class Preparation:
         return self.writer.finish()
 
     def _check_records(self, known: int) -> tuple[int, str, str]:
-        """Check all records. Returns their number, their digest, and the digest of the first `known` of them."""
+        """Check all records. Return their number, their digest, and the digest of the first `known` of them."""
         digest, before, count = hashlib.sha256(), "", 0
         for place, record in self.reader.records():
             self.reader.check(place, record)
@@ -299,7 +289,7 @@ class Preparation:
             before = digest.hexdigest()[:16] if count == known else before
         return count, digest.hexdigest()[:16], before
 
-    def _todo(self) -> Iterator[tuple[int, str, Record]]:
+    def _missing_records(self) -> Iterator[tuple[int, str, Record]]:
         for number, (place, record) in enumerate(self.reader.records()):
             if number not in self.writer.done:
                 yield number, place, record

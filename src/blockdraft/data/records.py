@@ -11,7 +11,7 @@ from blockdraft.data.settings import RecordSettings
 from blockdraft.errors import Complaints, UsageError
 
 Message: TypeAlias = dict[str, Any]
-# A text, or the messages of a chat. The content of an answer is None if it is still to be written.
+# A text, or the messages of a chat. The content of a response is None if it is still to be written.
 Record: TypeAlias = "str | list[Message]"
 
 ROLES = {"human": "user", "gpt": "assistant"} | {
@@ -57,8 +57,7 @@ def read_records(
 def check_sources(sources: Sequence[str], settings: RecordSettings) -> None:
     """Check the first record of each source that is a file or a folder. Sources on the hub are not checked.
 
-    Raises:
-        UsageError: As `read_records` does, with the faults of all sources together.
+    Raises UsageError as `read_records` does, with the faults of all sources together.
     """
     complaints = Complaints()
     for source in filter(_names_file, sources):
@@ -68,39 +67,36 @@ def check_sources(sources: Sequence[str], settings: RecordSettings) -> None:
 
 
 def parse_record(raw: dict[str, Any], settings: RecordSettings) -> Record:
-    """Parse the fields of a record into a text or a chat. Fields that are None count as absent, because `datasets`
-    fills absent fields with None.
+    """Parse the fields of a record into a text or a chat. Raise UsageError if it has none of the accepted forms.
 
-    Raises:
-        UsageError: The record has none of the accepted forms.
+    Fields that are None count as absent, because `datasets` fills absent fields with None.
     """
-    held = {name: value for name, value in raw.items() if value is not None}
+    present = {name: value for name, value in raw.items() if value is not None}
     if settings.text_field is not None:
-        return _text(held, settings.text_field)
+        return _text(present, settings.text_field)
     prompt, response = settings.prompt_field or "prompt", settings.response_field or "response"
     if settings.prompt_field is None and settings.response_field is None:
         for name in ("messages", "conversations"):
-            if name in held:
-                return _chat(name, held[name])
-        if "turns" in held:
-            return [message for text in _list("turns", held["turns"]) for message in _pair(_text({"turns": text}))]
-        if "prompt" not in held and "text" in held:
-            return _text(held, "text")
-    if prompt not in held:
+            if name in present:
+                return _chat(name, present[name])
+        if "turns" in present:
+            return [message for text in _list("turns", present["turns"]) for message in _pair(_text({"turns": text}))]
+        if "prompt" not in present and "text" in present:
+            return _text(present, "text")
+    if prompt not in present:
         raise UsageError(
             f"it has the fields {sorted(raw)} and none that is needed ({ACCEPTED}); name its fields by --text-field, "
             f"or by --prompt-field and --response-field."
         )
-    if response not in held and (settings.response_field is not None or "completion" in held):
-        raise UsageError(f"it has the fields {sorted(held)} and no {response!r}; name it by --response-field.")
-    return _pair(_text(held, prompt), _text(held, response) if response in held else None)
+    if response not in present and (settings.response_field is not None or "completion" in present):
+        raise UsageError(f"it has the fields {sorted(present)} and no {response!r}; name it by --response-field.")
+    return _pair(_text(present, prompt), _text(present, response) if response in present else None)
 
 
 def parse_for_continuation(raw: dict[str, Any], settings: RecordSettings) -> Record:
     """Parse a record whose text will be continued as it is: a text, or a prompt as the only message of a user.
 
-    Raises:
-        UsageError: The record has none of the accepted forms, or is a chat.
+    Raises UsageError if the record has none of the accepted forms, or is a chat.
     """
     record = parse_record(raw, settings)
     if isinstance(record, str):
@@ -109,17 +105,19 @@ def parse_for_continuation(raw: dict[str, Any], settings: RecordSettings) -> Rec
     if len(record) > 2 or (not named and any(raw.get(name) is not None for name in ("messages", "conversations"))):
         raise UsageError(
             "this is a chat, whose roles only a chat template can spell, and none is used here (the target has none, "
-            "or "
-            '--continue does without). Give {"text"} or {"prompt"} records or .txt files to have them continued. To '
-            "have "
-            "chats answered, leave out --continue, and add --chat-template FILE if the target has none."
+            'or --continue does without). Give {"text"} or {"prompt"} records or .txt files to have them continued. '
+            "To generate the responses of chats, leave out --continue, and add --chat-template FILE if the target has "
+            "none."
         )
     return record[:1]
 
 
 def pieces_of(text: str, size: int) -> Iterator[str]:
-    """Cut a text into pieces of at most `size` characters, each as long as possible. Cuts fall at the end of a
-    paragraph, else of a line, else of a word, as long as the piece has at least half of `size`."""
+    """Cut a text into pieces of at most `size` characters, each as long as possible.
+
+    Cuts fall at the end of a paragraph, else of a line, else of a word, as long as the piece has at least half of
+    `size`.
+    """
     begin = 0
     while len(text) - begin > size:
         least, most = begin + size // 2, begin + size
@@ -145,14 +143,14 @@ def _chat(name: str, value: Any) -> list[Message]:
 def _message(name: str, raw: Any) -> Message:
     if not isinstance(raw, dict):
         raise UsageError(f'"{name}" holds {raw!r}; it must be a list of messages.')
-    held = {key: value for key, value in raw.items() if value is not None}
-    role = held.pop("role", None) or held.pop("from", None)
-    content = held.pop("content", None) if "content" in held else held.pop("value", None)
+    present = {key: value for key, value in raw.items() if value is not None}
+    role = present.pop("role", None) or present.pop("from", None)
+    content = present.pop("content", None) if "content" in present else present.pop("value", None)
     if role not in ROLES:
         raise UsageError(f"a message has the role {role!r}; it must be one of {', '.join(sorted(ROLES))}.")
     if not isinstance(content, str):
         raise UsageError(f"a message has the content {content!r}; it must be a text.")
-    return {"role": ROLES[role], "content": content, **held}
+    return {"role": ROLES[role], "content": content, **present}
 
 
 def _list(name: str, value: Any) -> list[Any]:
@@ -161,8 +159,8 @@ def _list(name: str, value: Any) -> list[Any]:
     return value
 
 
-def _text(held: dict[str, Any], name: str = "turns") -> str:
-    value = held.get(name)
+def _text(present: dict[str, Any], name: str = "turns") -> str:
+    value = present.get(name)
     if not isinstance(value, str):
         raise UsageError(f'"{name}" is {"absent" if value is None else repr(value)}; it must be a text.')
     return value
@@ -178,10 +176,10 @@ def _numbered(source: str, settings: RecordSettings) -> Iterator[tuple[str, dict
         except Exception as error:  # pyarrow, json, the hub and others raise their own kinds
             if "utf-8" in str(error).lower():
                 raise UsageError(
-                    f"{source} is no UTF-8 text, at record {number} or after it ({error}); convert it."
+                    f"{source} is no UTF-8 text, at record {number} or after it ({error}); convert it to UTF-8."
                 ) from error
             raise UsageError(
-                f"{source} cannot be read, at record {number} or after it ({error}); mend it, or leave it out."
+                f"{source} cannot be read, at record {number} or after it ({error}); repair it, or leave it out."
             ) from error
         if record is None:
             if number == 1:
@@ -210,22 +208,22 @@ def _open(source: str, settings: RecordSettings) -> Iterable[dict[str, Any]]:
     try:
         if path.is_file():
             # Streaming avoids a copy in the cache of `datasets`, which would double the disk space.
-            found: Any = datasets.load_dataset(str(kind), data_files=str(path), split="train", streaming=True)
+            dataset: Any = datasets.load_dataset(str(kind), data_files=str(path), split="train", streaming=True)
         elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            found = datasets.load_from_disk(source)
-            found = found[settings.split] if isinstance(found, datasets.DatasetDict) else found
+            dataset = datasets.load_from_disk(source)
+            dataset = dataset[settings.split] if isinstance(dataset, datasets.DatasetDict) else dataset
         else:
             # Records are read twice, so a whole dataset on the hub is better downloaded once.
             streaming = path.exists() or settings.limit is not None
-            found = datasets.load_dataset(source, settings.subset, split=settings.split, streaming=streaming)
+            dataset = datasets.load_dataset(source, settings.subset, split=settings.split, streaming=streaming)
     except Exception as error:  # `datasets` raises many kinds
         raise UsageError(f"{source} cannot be read as a dataset: {error}") from error
-    records: Iterable[dict[str, Any]] = found
+    records: Iterable[dict[str, Any]] = dataset
     return records
 
 
 def _names_file(source: str) -> bool:
-    """Whether a source is a file or folder, or looks like one that is missing; otherwise it is a name on the hub."""
+    """Return whether a source is a file or folder, or looks like a missing one; else it is a hub name."""
     path = Path(source)
     # A name on the hub may have dots too, but there is no local folder of its first part.
     looks = path.suffix in (*KINDS, ".txt") or source.startswith((".", "~")) or path.is_absolute()
@@ -233,7 +231,7 @@ def _names_file(source: str) -> bool:
 
 
 def _text_files(path: Path) -> list[Path]:
-    """The file itself if it is a text file; the files of a folder that holds only text files; otherwise none."""
+    """Return the file itself if it is a text file, the files of a folder of text files, else none."""
     files = sorted(path.rglob("*") if path.is_dir() else [path])
     files = [file for file in files if file.is_file()]
     return files if all(file.suffix == ".txt" for file in files) else []
@@ -243,7 +241,9 @@ def _text_record(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}); convert it.") from error
+        raise UsageError(
+            f"{path} is no UTF-8 text ({error.reason} at byte {error.start}); convert it to UTF-8."
+        ) from error
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read ({error.strerror}); check its permissions, or leave it out."

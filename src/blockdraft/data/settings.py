@@ -56,7 +56,7 @@ class DataSettings:
     )
     split_turns: bool = Field(
         False,
-        description="Make one document per answer, with the messages before it, instead of one per chat. Use it for "
+        description="Make one document per response, with the messages before it, instead of one per chat. Use it for "
         "chat templates that render earlier turns differently later on.",
     )
     writer: Literal["text", "target", "server"] = Field(

@@ -1,4 +1,4 @@
-"""Taps: target layers whose outputs a drafter reads, and those outputs, the features."""
+"""Target layers whose outputs a drafter reads, and those outputs, the hidden states."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from blockdraft.decode.proposal import chain
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 
-CPU_TOKENS = 1024  # of a forward on a CPU, padding included; what larger ones compute leaves its caches
+CPU_TOKENS = 1024  # per forward pass on a CPU, padding included; larger ones exceed its caches
 
 
 def target_hidden_states(target: Target, target_layers: Sequence[int], tokens: Sequence[Tensor]) -> list[Tensor]:
-    """Compute the features of some documents without gradients, on a GPU in one target forward over all of them.
+    """Compute the hidden states of some documents without gradients, on a GPU in one target forward pass.
 
     Args:
         target_layers: 0-based layers whose outputs are read; `target.num_layers` is the input of the head.
         tokens: `[S]` int64 for each document; lengths may differ.
 
     Returns:
-        `[S, m * H]` for each document, in the target's dtype and on its device, with the m taps side by side in their
-        order. Those of a forward share the memory of its padded batch.
+        `[S, m * H]` for each document, in the target's dtype and on its device, the m layers concatenated in their
+        order. Those of a forward pass share the memory of its padded batch.
 
     Raises:
-        UsageError: The target lacks a tapped layer, or a document is longer than its context.
+        UsageError: The target lacks a layer, or a document is longer than its context.
     """
     check_target_layers(target, target_layers)
     longest = max(map(len, tokens))
@@ -35,15 +35,17 @@ def target_hidden_states(target: Target, target_layers: Sequence[int], tokens: S
             f"A document has {longest} tokens and the target's context is {target.max_context}; make the data again "
             f"with --length {target.max_context}."
         )
-    found: dict[int, Tensor] = {}
+    hidden_states: dict[int, Tensor] = {}
     for group in batches(list(map(len, tokens)), CPU_TOKENS if target.device.type == "cpu" else None):
-        found |= zip(group, _of_one_forward(target, target_layers, [tokens[i] for i in group]), strict=True)
-    return [found[i] for i in range(len(tokens))]
+        hidden_states |= zip(group, _of_one_forward(target, target_layers, [tokens[i] for i in group]), strict=True)
+    return [hidden_states[i] for i in range(len(tokens))]
 
 
 def batches(lengths: Sequence[int], most: int | None) -> Iterator[list[int]]:
-    """Group indices by similar lengths. A group has at most `most` tokens, padding included, or a single document; None
-    makes one group of all."""
+    """Group indices by similar lengths.
+
+    A group has at most `most` tokens, padding included, or a single document; None makes one group of all.
+    """
     group: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if group and most is not None and lengths[group[0]] * (len(group) + 1) > most:
@@ -59,9 +61,7 @@ def _of_one_forward(target: Target, target_layers: Sequence[int], tokens: Sequen
         row[: len(document)] = document
     proposal = chain(padded.to(target.device))
     cache = target.new_cache(*padded.shape)
-    first = torch.zeros(
-        len(tokens), dtype=torch.int64, device=target.device
-    )  # no logits are needed; one is the minimum
+    first = torch.zeros(len(tokens), dtype=torch.int64, device=target.device)  # no logits are needed; one is the least
     output = target.forward(proposal.tokens, proposal.parents, cache, target_layers, logits_at=first)
     assert output.hidden_states is not None
     hidden_states = output.hidden_states.to(target.dtype)
@@ -69,7 +69,7 @@ def _of_one_forward(target: Target, target_layers: Sequence[int], tokens: Sequen
 
 
 def chosen_target_layers(target_layers: int | tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """Choose the layers to tap.
+    """Choose the target layers.
 
     Args:
         target_layers: The layers themselves, or their number. A number of layers is spread from layer 1 to the third
@@ -95,14 +95,10 @@ def chosen_target_layers(target_layers: int | tuple[int, ...] | None, num_layers
 
 
 def check_target_layers(target: Target, target_layers: Sequence[int]) -> None:
-    """Check that there are taps and that the target has these layers.
-
-    Raises:
-        UsageError: There are none, or the target lacks one.
-    """
-    outside = [target_layer for target_layer in target_layers if not 0 <= target_layer <= target.num_layers]
+    """Raise UsageError unless there are target layers and the target has them."""
+    outside = [layer for layer in target_layers if not 0 <= layer <= target.num_layers]
     if outside or not target_layers:
         raise UsageError(
             f"target_layers are {list(target_layers)} and the target has {target.num_layers} layers; name one or more "
-            f"of 0 to {target.num_layers - 1}, or {target.num_layers} for what goes into the head."
+            f"of 0 to {target.num_layers - 1}, or {target.num_layers} for the input of the head."
         )

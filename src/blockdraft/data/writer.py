@@ -1,5 +1,4 @@
-"""Writer of the data folders that `documents.py` reads. It writes shard after shard, so a killed process loses
-little."""
+"""Writer of the data folders that `documents.py` reads, shard by shard, so that a killed process loses little."""
 
 from __future__ import annotations
 
@@ -87,10 +86,10 @@ class DataWriter:
             self._left_out.append((record, REASONS.index(reason)))
         for document in documents:
             self._documents.append((record, document))
-            self._held += len(document.tokens)
+            self._tokens += len(document.tokens)
             self.supervised += int(document.supervised.sum())
         self.done.add(record)
-        if self._held >= SHARD_TOKENS or time.monotonic() - self._since > SHARD_SECONDS:
+        if self._tokens >= SHARD_TOKENS or time.monotonic() - self._since > SHARD_SECONDS:
             self.flush()
 
     def flush(self) -> None:
@@ -101,10 +100,7 @@ class DataWriter:
     def _write_shard(self) -> bool:
         some = bool(self._documents or self._left_out)
         if some:
-            records, documents = (
-                [number for number, _ in self._documents],
-                [document for _, document in self._documents],
-            )
+            records, documents = [number for number, _ in self._documents], [text for _, text in self._documents]
             nothing = torch.zeros(0, dtype=torch.int32)
             shard = {
                 "tokens": torch.cat([nothing, *(document.tokens.int() for document in documents)]),
@@ -122,11 +118,7 @@ class DataWriter:
         return some
 
     def finish(self) -> dict[str, Any]:
-        """Mark the folder as finished, and return its manifest.
-
-        Raises:
-            UsageError: The folder holds no supervised token.
-        """
+        """Mark the folder as finished, and return its manifest. Raise UsageError if it holds no supervised token."""
         self._write_shard()
         counts = self._counts()
         if not counts["supervised"]:
@@ -154,22 +146,24 @@ class DataWriter:
         }
 
     def _chained(self) -> str | None:
-        """Fingerprint of an unfinished state, from that of the state before it and the shards since then. Reading all
-        shards every time would take too long."""
+        """Return the fingerprint of an unfinished state, from that of the state before it and the shards added since.
+
+        Reading all shards every time would take too long.
+        """
         known = self.manifest or {}
-        found: str | None = known.get("fingerprint")
+        chained: str | None = known.get("fingerprint")
         for name, shard in self._shards.items():
             if name not in known.get("shards", {}):
-                digest = hashlib.sha256((found or self._identity["tokenizer"]).encode())
+                digest = hashlib.sha256((chained or self._identity["tokenizer"]).encode())
                 for part in ("tokens", "supervised", "offsets"):
                     digest.update(shard[part].numpy().tobytes())
-                found = digest.hexdigest()[:16]
-        return found
+                chained = digest.hexdigest()[:16]
+        return chained
 
     def _clear(self) -> None:
         self._documents: list[tuple[int, Document]] = []
         self._left_out: list[tuple[int, int]] = []
-        self._held, self._since = 0, time.monotonic()
+        self._tokens, self._since = 0, time.monotonic()
 
     def _record(self, fingerprint: str | None, finished: bool, **facts: Any) -> dict[str, Any]:
         """Write the manifest of the present state, and return it."""

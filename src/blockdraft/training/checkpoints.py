@@ -1,4 +1,4 @@
-"""State of a run on disk, one file a checkpoint; and the state of weights and optimizers that is written there."""
+"""Checkpoints of a run, one file each, and the state of weights and optimizers that they hold."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
     """Write a checkpoint, then delete all but the `keep` newest. A file appears whole or not at all.
 
-    Raises:
-        UsageError: The file cannot be written, for instance because the disk is full. Older checkpoints stay.
+    Raises UsageError if it cannot be written, for instance because the disk is full. Older checkpoints stay.
     """
     path = folder / f"step-{step:08}.pt"
     partial = path.with_suffix(".partial")
@@ -41,35 +40,28 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
         partial.replace(path)
     except (OSError, RuntimeError) as error:  # torch turns some OSErrors into RuntimeErrors
         partial.unlink(missing_ok=True)
-        kept = [one.name for one in _checkpoints(folder)[-1:]]
-        raise UsageError(
-            f"{path} cannot be written ({error}). The newest checkpoint is {kept[0] if kept else 'none'}; free disk "
-            "space and run the command again to resume from it."
-        ) from error
+        raise _disk_full(path, folder, error) from error
     for old in [*_checkpoints(folder)[:-keep], *folder.glob("*.partial")]:  # killed processes leave the latter
         old.unlink()
 
 
 def newest(folder: Path) -> dict[str, Any] | None:
-    """State in the newest checkpoint, on the CPU; None if there is no checkpoint.
-
-    Raises:
-        UsageError: The checkpoint cannot be read.
-    """
-    for path in reversed(_checkpoints(folder)):
-        try:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # pickle, zip and torch each raise their own kinds
-            told = str(error).splitlines()[0]
-            raise UsageError(
-                f"{path} cannot be read ({told}); delete it to resume from the checkpoint before it, if there is one."
-            ) from error
-        return state
-    return None
+    """Return the state in the newest checkpoint, on the CPU, or None if there is none. Raise UsageError if broken."""
+    paths = _checkpoints(folder)
+    if not paths:
+        return None
+    try:
+        state: dict[str, Any] = torch.load(paths[-1], map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle, zip and torch each raise their own kinds
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"{paths[-1]} cannot be read ({reason}); delete it to resume from the checkpoint before it, if any."
+        ) from error
+    return state
 
 
 def after_interruption(folder: Path) -> str:
-    """Sentence on what the same command will do after an interruption."""
+    """Return a sentence on what the same command will do after an interruption."""
     steps = [int(path.stem.removeprefix("step-")) for path in _checkpoints(folder)]
     if not steps:
         return "Interrupted before the first checkpoint; the same command starts over."
@@ -78,17 +70,21 @@ def after_interruption(folder: Path) -> str:
 
 @contextmanager
 def named_when_full(folder: Path) -> Iterator[None]:
-    """Context in which a full disk raises a `UsageError` that names the newest checkpoint of the run in `folder`."""
+    """Turn the error of a full disk into a `UsageError` that names the newest checkpoint of the run in `folder`."""
     try:
         yield
     except OSError as error:
         if error.errno not in FULL:
             raise
-        kept = _checkpoints(folder / "checkpoints")
-        raise UsageError(
-            f"{folder} cannot be written ({error}). The newest checkpoint is {kept[-1].name if kept else 'none'}; free "
-            "disk space and run the command again to resume from it."
-        ) from error
+        raise _disk_full(folder, folder / "checkpoints", error) from error
+
+
+def _disk_full(path: Path, checkpoints: Path, error: Exception) -> UsageError:
+    newest_name = next((checkpoint.name for checkpoint in reversed(_checkpoints(checkpoints))), "none")
+    return UsageError(
+        f"{path} cannot be written ({error}). The newest checkpoint is {newest_name}; free disk space and run the "
+        "command again to resume from it."
+    )
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -96,18 +92,21 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def gather_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors by name, on the CPU of the main process, also where processes hold shards. All processes must call it."""
+    """Return tensors by name, on the CPU of the main process, gathered from shards. All processes must call it."""
     return cast(dict[str, Tensor], get_model_state_dict(module, options=WHOLE))
 
 
 def gather_state(module: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
-    """Weights and optimizer states for `restore_state`, on the CPU of the main process. All processes must call it."""
+    """Return weights and optimizer states for `restore_state`, on the CPU of the main process.
+
+    All processes must call it.
+    """
     weights, moments = get_state_dict(module, optimizers, options=WHOLE)
     return {"network": weights, "optimizers": moments}
 
 
 def restore_state(module: nn.Module, optimizers: Optimizer | Iterable[Optimizer], state: Mapping[str, Any]) -> None:
-    """Load what `gather_state` returned; further keys of `state` are ignored."""
+    """Load what `gather_state` returned. Other keys of `state` are ignored."""
     set_state_dict(
         module,
         optimizers,

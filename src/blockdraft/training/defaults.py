@@ -1,4 +1,4 @@
-"""Defaults that depend on target and data: fills in what a recipe leaves open, and reports all that does not fit."""
+"""Defaults that depend on target and data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS_PER_ANCHOR, BATCH, HELD_OUT = 6, 8, 64
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe in which nothing is open any more.
+    """A recipe in which every value is set.
 
     Attributes:
         variant: Variant with that recipe.
@@ -45,25 +45,25 @@ def resolve(
     complaints: Complaints,
     earlier: Mapping[str, Any] | None = None,
 ) -> Resolved | None:
-    """Fill in what the recipe leaves open.
+    """Derive the values that the recipe leaves open, and check that everything fits.
 
     Args:
         processes: Number of processes that share a batch.
         complaints: Gets a sentence for each thing that does not fit; the result may then be None.
-        earlier: Recipe fields of the run that is resumed. They fill what the recipe leaves open.
+        earlier: Recipe fields of the run that is resumed. They take precedence over derived values.
     """
     known, notes = earlier or {}, list[str]()
     values: dict[str, Any] = {}
 
     def take(name: str, choice: Choice) -> Any:
-        """Value of the recipe; if it is open, that of the earlier run, or else this choice."""
+        """Return the value of the recipe, else that of the earlier run, else this choice."""
         value = getattr(recipe, name)
         if value is None:
-            value = known[name] if known.get(name) is not None else tell(name, choice)
+            value = known[name] if known.get(name) is not None else report(name, choice)
         values[name] = value
         return value
 
-    def tell(name: str, choice: Choice) -> Any:
+    def report(name: str, choice: Choice) -> Any:
         if choice.why is not None:
             notes.append(f"{name.replace('_', ' ')} {_words(choice.value)}: {choice.why}")
         return choice.value
@@ -80,15 +80,15 @@ def resolve(
     usable = len(documents.usable)
     tenth = max(usable // 10, min(1, usable - 1), 0)
     few = f"a tenth of the {counted(usable, 'document')}" if tenth < HELD_OUT else None
-    held = take("held_out", Choice(min(HELD_OUT, tenth), few))
+    count = take("held_out", Choice(min(HELD_OUT, tenth), few))
     trained, held_out = list[int](), list[int]()
     with complaints.noting():
-        trained, held_out = split(documents, held, recipe.seed)
+        trained, held_out = split(documents, count, recipe.seed)
     tokens = sum(documents.lengths[i] for i in trained)
     least = processes * recipe.accumulation
-    rows = max(1, -(-tokens // length))
-    batch = -(-min(BATCH, rows) // least) * least
-    small = f"the documents fill {counted(rows, 'row')} of {length} tokens" if rows < BATCH else None
+    sequences = max(1, -(-tokens // length))
+    batch = -(-min(BATCH, sequences) // least) * least
+    small = f"the documents fill {counted(sequences, 'sequence')} of {length} tokens" if sequences < BATCH else None
     uneven = f"a multiple of {processes} processes times accumulation {recipe.accumulation}" if BATCH % least else None
     if take("batch", Choice(batch, small or uneven)) % least:
         complaints.messages.append(
@@ -99,8 +99,8 @@ def resolve(
         kind = find_variant(variant_name)
         before = len(complaints.messages)
         for name, choice in kind(recipe).defaults(target, data, complaints).items():
-            given = getattr(recipe, name) is not None  # the choice is then what the recipe's value becomes
-            values[name] = tell(name, choice) if given else take(name, choice)
+            is_set = getattr(recipe, name) is not None  # the choice is then what the recipe's value becomes
+            values[name] = report(name, choice) if is_set else take(name, choice)
         if len(complaints.messages) == before:
             return Resolved(
                 variant=kind(replace(recipe, **values)),

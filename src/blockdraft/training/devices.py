@@ -1,4 +1,4 @@
-"""Devices, processes and trackers of a run, all by Accelerate."""
+"""Devices, processes and trackers of a run, through Accelerate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.nn  # imported once there is a process group, it keeps that for ever, as a default argument
+import torch.distributed.nn  # if imported later, it would keep the process group alive as a default argument
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -24,7 +24,7 @@ from blockdraft.training.recipe import Recipe
 
 
 class DeviceRecipe(Protocol):
-    """Fields of a recipe that concern devices and trackers."""
+    """Recipe fields that concern devices and trackers."""
 
     @property
     def dtype(self) -> str: ...
@@ -34,7 +34,7 @@ class DeviceRecipe(Protocol):
 
 
 def make_accelerator(recipe: DeviceRecipe, folder: Path, device: str | None = None) -> Accelerator:
-    """Accelerator of this process, which knows its device and the other processes.
+    """Return the accelerator of this process, which knows its device and the other processes.
 
     Args:
         folder: Folder that trackers write to.
@@ -55,23 +55,23 @@ def make_accelerator(recipe: DeviceRecipe, folder: Path, device: str | None = No
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
     # The context's keys and values read all layers' weights at once, so the network is sharded and gathered as a whole.
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap") if sharded else None
-    found = Accelerator(
+    accelerator = Accelerator(
         cpu=cpu,
         mixed_precision=precision,
         fsdp_plugin=plugin,
         log_with=list(recipe.trackers) or None,
         project_dir=str(folder),
     )
-    if plugin is not None and found.distributed_type == DistributedType.MULTI_CPU:
+    if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
         # Accelerate shards on GPUs only and would not shard here; torch shards on CPUs too.
-        found.state.distributed_type, found.state.fsdp_plugin = DistributedType.FSDP, plugin
-    missing = {*recipe.trackers} - {str(getattr(tracker, "value", tracker)) for tracker in found.log_with}
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    missing = {*recipe.trackers} - {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
     if missing:
         raise UsageError(
             f"The trackers {sorted(missing)} are unknown or not installed; run pip install 'blockdraft[train]' for "
             "tensorboard, or name others with --trackers (none with --trackers '')."
         )
-    return found
+    return accelerator
 
 
 def _check_device(device: str) -> None:
@@ -89,7 +89,7 @@ def keep_freed_memory() -> bool:
     The operating system clears every page that it hands out, which takes a third of a training step on a CPU.
 
     Returns:
-        Whether glibc took the setting; other C libraries lack it.
+        Whether glibc accepted the setting; other C libraries lack it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
@@ -99,13 +99,13 @@ def keep_freed_memory() -> bool:
 
 
 def end_processes(accelerator: Accelerator, meshes: Iterable[object] = ()) -> None:
-    """Close the trackers, and the process group with its threads once all processes are here.
+    """Close the trackers and, once all processes are here, the process group with its threads.
 
-    The threads end with the last reference to the group. Those that are left when the interpreter ends can abort the
-    process, so the caller must have dropped what was wrapped: network and optimizers.
+    The threads end with the last reference to the group. Threads that remain when the interpreter ends can abort the
+    process. So the caller must have dropped what was wrapped: network and optimizers.
 
     Args:
-        meshes: Device meshes that parameters were sharded over, which caches of torch keep.
+        meshes: Device meshes of sharded parameters, which caches of torch keep.
     """
     accelerator.wait_for_everyone()
     several = accelerator.num_processes > 1

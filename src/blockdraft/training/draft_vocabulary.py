@@ -1,4 +1,4 @@
-"""Draft vocabularies: training of drafters that guess among part of the target's tokens."""
+"""Draft vocabularies: training of drafters that propose only a part of the target's tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blockdraft.training.objectives import Objective, Slots
 
 
 def frequent_tokens(data: TokenData, vocab_size: int, count: int) -> Tensor:
-    """The most frequent supervised tokens, `[count]` int64, ascending. Between equally frequent ones, lower ids win."""
+    """Return the most frequent supervised tokens, `[count]` int64, ascending. Lower ids win a tie."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for document in data:
         counts += torch.bincount(document.tokens[document.supervised], minlength=vocab_size)[:vocab_size]
@@ -21,7 +21,7 @@ def frequent_tokens(data: TokenData, vocab_size: int, count: int) -> Tensor:
 
 
 def draft_ids(kept: Tensor, vocab_size: int) -> Tensor:
-    """Index of each token of the target in the draft vocabulary, `[V]`; -1 for a token that is not in it.
+    """Return the index of each target token in the draft vocabulary, `[V]`, or -1 for a token outside it.
 
     Args:
         kept: `[Vd]` int64, the target's ids of the draft vocabulary.
@@ -36,7 +36,9 @@ def reduced_losses(
     vocab_size: int,
     objectives: Mapping[str, Objective],
 ) -> dict[str, Tensor]:
-    """Losses over a draft vocabulary, 0 at slots whose token, or whose teacher's best token, is not in it.
+    """Compute losses over a draft vocabulary.
+
+    A loss is 0 at slots whose token, or whose teacher's best token, is outside the vocabulary.
 
     Args:
         losses: Losses of objectives.
@@ -48,7 +50,6 @@ def reduced_losses(
     known_CK = {False: tokens[:, 1:] >= 0}
     if teacher is not None:
         known_CK[True], teacher = ids[teacher.argmax(dim=-1)] >= 0, teacher[..., kept]
-    taught = slots.taught_CK & known_CK[False]  # skips tokens that the drafter cannot guess, not those behind them
-    reduced = replace(slots, tokens_CL=tokens.clamp(min=0), taught_CK=taught, teacher_CKV=teacher)
-    found = losses(reduced)
-    return {n: loss.masked_fill(~known_CK[objectives[n].needs_teacher], 0) for n, loss in found.items()}
+    taught = slots.taught_CK & known_CK[False]  # skips tokens that the drafter cannot propose, not those after them
+    reduced = losses(replace(slots, tokens_CL=tokens.clamp(min=0), taught_CK=taught, teacher_CKV=teacher))
+    return {n: loss.masked_fill(~known_CK[objectives[n].needs_teacher], 0) for n, loss in reduced.items()}

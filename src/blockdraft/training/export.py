@@ -1,4 +1,4 @@
-"""Drafters in the formats of other engines, as folders and as GGUF files."""
+"""Export of drafters in the formats of other engines, as folders and as GGUF files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from blockdraft.formats import (
     read_drafter,
 )
 from blockdraft.formats.engines import llama_cpp_line
-from blockdraft.formats.gguf import GGUFFile, is_gguf, new_files, open_gguf
+from blockdraft.formats.gguf import is_gguf, new_files, open_gguf
 from blockdraft.formats.gguf.drafter import write_drafter
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.models import located, model_of
@@ -63,19 +63,11 @@ class Format:
 
     @property
     def layout(self) -> Layout:
-        """Layout of this name.
-
-        Raises:
-            UsageError: There is none.
-        """
+        """Layout of this name. Raises UsageError if there is none."""
         return find_layout(self.name)
 
     def check(self, config: Any) -> None:
-        """Check that the format can express this configuration.
-
-        Raises:
-            UsageError: It cannot.
-        """
+        """Raise UsageError unless the format can express this configuration."""
         self.layout.check(config, self.target_name, self.target_architectures)
 
     def write(self, out: str | Path, checkpoint: Checkpoint) -> None:
@@ -86,11 +78,11 @@ class Format:
 def format_for(
     name: str, target: Target, target_path: str | None, target_name: str | None = None, revision: str | None = None
 ) -> Format:
-    """Format of this name for drafters of a target.
+    """Return the format of this name for drafters of a target.
 
     Args:
         target_path, revision: Folder or hub name that the target was loaded from, and its revision.
-        target_name: See `Format`; None is the place that the target was loaded from, or the hub name of a model of the
+        target_name: See `Format`; None is where the target was loaded from, or the hub name of a model of the
             catalogue.
     """
     find_layout(name)
@@ -102,11 +94,7 @@ def format_for(
 
 
 def usual_format(drafter: str | Path) -> str:
-    """Default format for a drafter: the one in which training writes its kind.
-
-    Raises:
-        UsageError: The drafter has no config.json that can be read.
-    """
+    """Return the format in which training writes drafters of this kind. Raise UsageError if it cannot be read."""
     if is_gguf(drafter):
         return kind_in(open_gguf(drafter)).layout
     named = read_config(drafter).get("architectures")
@@ -115,13 +103,13 @@ def usual_format(drafter: str | Path) -> str:
 
 
 def formats_for(config: Any) -> list[str]:
-    """Names of the formats that can express a configuration."""
-    found = []
+    """Return the names of the formats that can express a configuration."""
+    names = []
     for name, layout in layouts().items():
         with suppress(UsageError):
             layout.check(config, None, ())
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def export(
@@ -142,9 +130,9 @@ def export(
         config: Configuration of the draft network.
         tensors: Weights of the draft network.
         target: Target that the drafter was trained for; some formats hold copies of its embedding and head.
-        kept: `[Vd]` int64, ascending, tokens that the drafter can guess by the target's head; None is all of them.
-        with_embedding: Whether a drafter that guesses among `kept` tokens gets a copy of the target's whole embedding,
-            which other engines read and `load_drafter` does not need.
+        kept: `[Vd]` int64, ascending, tokens that the drafter can propose by the target's head; None is all tokens.
+        with_embedding: Whether a drafter with `kept` tokens gets a copy of the target's whole embedding. Other engines
+            read it, and `load_drafter` does not need it.
         qat_bits: As in `Trained`.
 
     Raises:
@@ -162,7 +150,7 @@ def _write(
     kept: Tensor | None = None,
     with_embedding: bool = True,
 ) -> None:
-    """Write a drafter with the target's head, cut to the tokens that are kept."""
+    """Write a drafter with the target's head, cut to the `kept` tokens."""
     fits = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
     check_fits(drafter.config, **fits)
     borrowed = None
@@ -176,8 +164,9 @@ def _write(
 
 
 def convert(drafter: str | Path, out: str | Path, written: Format, target: Target) -> None:
-    """Write the drafter of one folder to another folder, in any format. It stays a drafter of the target that it was
-    trained for. Arguments are those of `export`.
+    """Write the drafter of one folder to another folder, in any format, for the target that it was trained for.
+
+    Arguments are those of `export`.
 
     Raises:
         UsageError: As in `export`. Also if `drafter` cannot be read, is `out` itself, or has a reduced vocabulary,
@@ -186,31 +175,32 @@ def convert(drafter: str | Path, out: str | Path, written: Format, target: Targe
     if Path(drafter).resolve() == Path(out).resolve():
         raise UsageError(f"{out} is the drafter's own folder; choose another to write to.")
     vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
-    found = read_drafter(drafter, vocabulary, target.num_layers)
+    checkpoint = read_drafter(drafter, vocabulary, target.num_layers)
     try:
-        written.check(found.config)
+        written.check(checkpoint.config)
     except UsageError as error:
-        raise UsageError(f"{error} Formats that hold it: {', '.join(formats_for(found.config)) or 'none'}.") from error
+        names = ", ".join(formats_for(checkpoint.config)) or "none"
+        raise UsageError(f"{error} Formats that hold it: {names}.") from error
     with held(Path(out), "exporting"), torch.no_grad():
         clear_remains(out)
-        if found.borrowed is None or found.borrowed.kept is None:
-            _write(out, written, found, target)
+        if checkpoint.borrowed is None or checkpoint.borrowed.kept is None:
+            _write(out, written, checkpoint, target)
             return
         embedding = embedding_and_head(target)[0]
-        own = replace(found.borrowed, embedding=embedding)  # the reduced head stays, since it may have been trained
-        written.write(out, replace(found, borrowed=own))
+        own = replace(checkpoint.borrowed, embedding=embedding)  # the reduced head stays: it may have been trained
+        written.write(out, replace(checkpoint, borrowed=own))
 
 
 @dataclass(frozen=True)
 class GGUFSource:
-    """Target whose own GGUF file, and whose drafters' GGUF files, can be written.
+    """Target whose GGUF file, and whose drafters' GGUF files, can be written.
 
     Attributes:
         name: Folder or hub name.
         checkpoint: Weights, read when they are written.
         text: Tokenizer and limits.
         tokenizer: Metadata of the tokenizer, values by their GGUF keys.
-        note: Sentence for the user on the tokenizer; None if there is nothing to say.
+        note: Sentence for the user on the tokenizer; None if there is nothing to report.
     """
 
     name: str
@@ -220,23 +210,19 @@ class GGUFSource:
     note: str | None
 
     def read_drafter(self, path: str | Path) -> Checkpoint:
-        """Read a drafter of this target, in any format.
-
-        Raises:
-            UsageError: It cannot be read or does not fit the target.
-        """
+        """Read a drafter of this target, in any format. Raise UsageError if it does not fit."""
         wanted = self.checkpoint.wanted
         layers = len(wanted.layers)
-        found = read_drafter(path, self.text.tokenizer.get_vocab() if self.text.tokenizer else None, layers)
-        check_fits(found.config, hidden_size=wanted.hidden_size, num_layers=layers, vocab_size=wanted.vocab_size)
-        return found
+        drafter = read_drafter(path, self.text.tokenizer.get_vocab() if self.text.tokenizer else None, layers)
+        check_fits(drafter.config, hidden_size=wanted.hidden_size, num_layers=layers, vocab_size=wanted.vocab_size)
+        return drafter
 
     def write_target(self, path: Path, weights: GGUFWeights) -> None:
-        """See `write_gguf_target`."""
+        """Write the target; see `write_gguf_target`."""
         write_gguf_target(path, self.checkpoint, {**self.tokenizer, "general.name": self.name}, weights)
 
     def write_drafter(self, path: Path, drafter: Checkpoint, weights: GGUFWeights) -> None:
-        """See `blockdraft.formats.gguf.drafter.write_drafter`."""
+        """Write a drafter; see `blockdraft.formats.gguf.drafter.write_drafter`."""
         write_drafter(path, drafter, {**self.tokenizer, "general.name": f"drafter of {self.name}"}, weights)
 
 
@@ -244,8 +230,9 @@ class GGUFSource:
 def gguf_source(
     target: str | Path, revision: str | None = None, adapter: str | Path | None = None
 ) -> Iterator[GGUFSource]:
-    """Open a target, by folder, hub name or GGUF file, without loading its weights. The native decoder must know its
-    family.
+    """Open a target, by folder, hub name or GGUF file, without loading its weights.
+
+    The native decoder must know its family.
 
     Raises:
         UsageError: The target cannot be read, or GGUF cannot express its tokenizer.
@@ -253,15 +240,11 @@ def gguf_source(
     text = load_target_text(target, revision)
     with open_checkpoint(target, revision, adapter, "exported") as checkpoint:
         if is_gguf(target):
-            tokenizer, note = own_tokenizer(open_gguf(target)), None
+            metadata = open_gguf(target).metadata
+            tokenizer, note = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}, None
         else:
             tokenizer, note = tokenizer_metadata(text, checkpoint.wanted.vocab_size, gguf_architecture(checkpoint))
         yield GGUFSource(name=Path(target).name, checkpoint=checkpoint, text=text, tokenizer=tokenizer, note=note)
-
-
-def own_tokenizer(file: GGUFFile) -> dict[str, Any]:
-    """Metadata of a file's tokenizer by their keys."""
-    return {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
 
 
 @dataclass(frozen=True)
@@ -288,14 +271,16 @@ def export_gguf(
     revision: str | None = None,
     adapter: str | Path | None = None,
 ) -> ExportedGGUF:
-    """Write a drafter and its target as `drafter-WEIGHTS.gguf` and `target-WEIGHTS.gguf`. Both appear together or not
-    at all, and replace files of the same names. A target in a GGUF file stays the file that it is.
+    """Write a drafter and its target as `drafter-WEIGHTS.gguf` and `target-WEIGHTS.gguf`.
+
+    Both appear together or not at all, and replace files of the same names. A target that is already a GGUF file is not
+    written.
 
     Args:
         drafter: Drafter in any format that can be read.
         out: A folder, new or not.
         target, revision, adapter: As in `gguf_source`.
-        weights: Type that matrices are rounded to; see `blockdraft.formats.gguf.write_gguf`.
+        weights: Number format of the matrices; see `blockdraft.formats.gguf.write_gguf`.
 
     Raises:
         UsageError: The drafter does not fit the target, llama.cpp cannot run one of the two, or `out` cannot be
@@ -308,22 +293,22 @@ def export_gguf(
     if is_gguf(target):
         target_file = Path(target)
     with gguf_source(target, revision, adapter) as source:
-        found = source.read_drafter(drafter)
+        checkpoint = source.read_drafter(drafter)
         with new_files(Path(out)) as folder:
-            source.write_drafter(folder / drafter_file.name, found, weights)
+            source.write_drafter(folder / drafter_file.name, checkpoint, weights)
             if not is_gguf(target):
                 source.write_target(folder / target_file.name, weights)
         architecture, fingerprint = gguf_architecture(source.checkpoint), source.checkpoint.source_fingerprint
     notes = [] if source.note is None else [source.note]
-    if found.trained.target not in (None, fingerprint):
+    if checkpoint.trained.target not in (None, fingerprint):
         notes.append(
-            f"{drafter} was trained for another target (fingerprint {found.trained.target}) than {target} "
-            f"({fingerprint}); fewer of its guesses may be accepted."
+            f"{drafter} was trained for another target (fingerprint {checkpoint.trained.target}) than {target} "
+            f"({fingerprint}); fewer of its draft tokens may be accepted."
         )
     if architecture not in LLAMA_CPP_DRAFTS:
         notes.append(
             f"llama.cpp may not draft for this target: in its release of October 2026 its {architecture} models do not "
-            f"hand out what a drafter reads, as {' and '.join(LLAMA_CPP_DRAFTS)} do. Each file decodes by itself."
+            f"return what a drafter reads, as {' and '.join(LLAMA_CPP_DRAFTS)} do. Each file decodes by itself."
         )
-    line = llama_cpp_line(found.config, str(drafter_file), str(target_file))
+    line = llama_cpp_line(checkpoint.config, str(drafter_file), str(target_file))
     return ExportedGGUF(target=target_file, drafter=drafter_file, notes=tuple(notes), line=line)

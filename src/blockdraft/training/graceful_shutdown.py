@@ -1,4 +1,7 @@
-"""Early ends of runs: complete ones, by a file or the signal USR1, and interruptions that are saved, by TERM or INT."""
+"""Early ends of runs.
+
+A file or SIGUSR1 requests a complete end. SIGTERM and SIGINT interrupt a run, which is saved first.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Signals TERM and INT, as exceptions or, in `deferred`, as a request that the caller looks at.
+    """Turns SIGTERM and SIGINT into exceptions, or, inside `deferred`, into a flag that the caller polls.
 
     A second signal always raises the exception.
 
@@ -53,8 +56,7 @@ class StopSignals:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context in which these signals raise `Stopped`. It changes nothing outside of the main thread, which alone
-        gets signals."""
+        """Make these signals raise `Stopped`. Outside of the main thread, which alone gets signals, nothing changes."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -67,7 +69,7 @@ class StopSignals:
 
     @contextmanager
     def deferred(self, deferred: bool = True) -> Iterator[None]:
-        """Context in which the first signal is noted and raises nothing, or, if not `deferred`, raises again."""
+        """Record the first signal without raising. With `deferred` False, make it raise again."""
         outside, self._deferred = self._deferred, deferred
         try:
             yield
@@ -84,7 +86,7 @@ class StopSignals:
 
 
 def agreed(accelerator: Accelerator, *requests: bool) -> list[bool]:
-    """Whether any process makes each of these requests. All processes get the same answer, so they act together."""
+    """Return, for each request, whether any process makes it. All processes get the same result."""
     if accelerator.num_processes == 1:
         return list(requests)
     flags = torch.tensor(requests, dtype=torch.float32, device=accelerator.device)
@@ -92,7 +94,7 @@ def agreed(accelerator: Accelerator, *requests: bool) -> list[bool]:
 
 
 def finish_requested(folder: Path, accelerator: Accelerator) -> bool:
-    """Whether the run in `folder` was asked to finish. All processes get the same answer, so they finish together."""
+    """Return whether the run in `folder` was asked to finish. All processes get the same result."""
     return agreed(accelerator, accelerator.is_main_process and (folder / FINISH).exists())[0]
 
 
@@ -102,8 +104,10 @@ def clear_finish_request(folder: Path, accelerator: Accelerator) -> None:
 
 
 def finish_on_signal(out: Path) -> None:
-    """Let the signal USR1 request the end of the run that writes to `out`. Signals before the run has a folder do
-    nothing."""
+    """Let SIGUSR1 request the end of the run that writes to `out`.
+
+    Signals before the run has a folder do nothing.
+    """
 
     def finish(*_: object) -> None:
         if run_folder(out).is_dir():

@@ -1,4 +1,4 @@
-"""Forward of a training step: from a batch to the sums that make up the loss. Logits are computed in chunks.
+"""Forward pass of a training step: from a batch to the sums that make up the loss. Logits are computed in chunks.
 
 Letters: as in `batches.py` and `objectives.py`; T terms of the loss, M counts of the variant.
 """
@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blockdraft.targets import Target
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.objectives import Slots, slot_weights
 from blockdraft.training.variant import Variant
 
 
 class Sums(NamedTuple):
-    """Sums over the taught slots of some rows.
+    """Sums over the taught slots of some sequences.
 
     Attributes:
         terms_T: Weighted loss of each term, with gradient.
-        right_K, taught_K: Number of slots that were guessed right, given all tokens before them, and of all slots.
+        right_K, taught_K: Number of slots that were predicted right, given all tokens before them, and of all slots.
         counts_M: Number of slots for each name that the variant counts.
-        accepted: Number of tokens that decoding would commit at these anchors: leading right guesses and the bonus.
+        accepted: Tokens that decoding would commit at these anchors: leading right draft tokens and the bonus.
         blocks: Number of anchors with a taught slot.
     """
 
@@ -49,18 +49,18 @@ class DraftLoss(nn.Module):
         variant.prepare(network)
         self._run = torch.compile(self._sums, dynamic=False) if variant.recipe.compile else self._sums
 
-    def forward(self, hidden_states_BSF: Tensor, teacher_BSH: Tensor | None, *rows: Tensor) -> Sums:
-        """Compute the sums of some rows.
+    def forward(self, hidden_states_BSF: Tensor, teacher_BSH: Tensor | None, *sequences: Tensor) -> Sums:
+        """Compute the sums of some sequences.
 
         Args:
-            hidden_states_BSF: Outputs of the target at the drafter's taps.
+            hidden_states_BSF: Outputs of the target at the drafter's target layers.
             teacher_BSH: Input of the target's head; None if nothing learns from it.
-            rows: Fields of `Rows` as separate tensors, which wrappers for many devices can pass on.
+            sequences: Fields of `PackedSequences` as separate tensors, which wrappers for many devices can pass on.
         """
-        found: Sums = self._run(hidden_states_BSF, teacher_BSH, Rows(*rows))
-        return found
+        sums: Sums = self._run(hidden_states_BSF, teacher_BSH, PackedSequences(*sequences))
+        return sums
 
-    def _sums(self, hidden_states_BSF: Tensor, teacher_BSH: Tensor | None, batch: Rows) -> Sums:
+    def _sums(self, hidden_states_BSF: Tensor, teacher_BSH: Tensor | None, batch: PackedSequences) -> Sums:
         if not torch.is_autocast_enabled(hidden_states_BSF.device.type):
             hidden_states_BSF = hidden_states_BSF.float()
         hidden = self._variant.hidden(self.network, self._target, hidden_states_BSF, batch).flatten(0, 1)
@@ -68,17 +68,17 @@ class DraftLoss(nn.Module):
         # The target's logits for the k-th token come from the token before it.
         count, slots = batch.taught_BAK.shape[1:]
         places = (batch.anchors_BA.unsqueeze(-1) + torch.arange(slots, device=taught.device)).flatten(0, 1)
-        rows = torch.arange(len(batch.anchors_BA), device=taught.device).repeat_interleave(count)
+        batch_index = torch.arange(len(batch.anchors_BA), device=taught.device).repeat_interleave(count)
         places = places.clamp(0, batch.documents_BS.size(1) - 1)
         size, sums, right, counts = self._variant.recipe.chunk, [], [], []
         for begin in range(0, len(hidden), size):
             part = slice(begin, begin + size)
-            inputs = (hidden[part], tokens[part], taught[part], teacher_BSH, rows[part], places[part])
+            inputs = (hidden[part], tokens[part], taught[part], teacher_BSH, batch_index[part], places[part])
             whole = len(hidden) <= size  # recomputing a single chunk would save no memory
-            found = self._chunk(*inputs) if whole else checkpoint(self._chunk, *inputs, use_reentrant=False)
-            sums.append(found[0])
-            right.append(found[1])
-            counts.append(found[2])
+            result = self._chunk(*inputs) if whole else checkpoint(self._chunk, *inputs, use_reentrant=False)
+            sums.append(result[0])
+            right.append(result[1])
+            counts.append(result[2])
         right_CK = torch.cat(right)
         accepted = right_CK.long().cumprod(dim=-1).sum(dim=-1) + 1
         blocks = taught[:, 0]
@@ -97,17 +97,16 @@ class DraftLoss(nn.Module):
         tokens_CL: Tensor,
         taught_CK: Tensor,
         teacher_BSH: Tensor | None,
-        rows_C: Tensor,
+        batch_index_C: Tensor,
         places_CK: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted loss of each term over a chunk, the mask of slots that were guessed right, and the variant's
-        counts."""
+        """Return the weighted loss of each term, the mask of right slots, and the variant's counts, over a chunk."""
         variant, target = self._variant, self._target
         logits = variant.logits(self.network, target, hidden_CKH)
         teacher = None
         if teacher_BSH is not None:
             with torch.no_grad():
-                teacher = target.head(teacher_BSH[rows_C.unsqueeze(-1), places_CK].to(target.dtype))
+                teacher = target.head(teacher_BSH[batch_index_C.unsqueeze(-1), places_CK].to(target.dtype))
         slots = Slots(hidden_CKH, logits, tokens_CL, taught_CK, teacher)
         losses = variant.losses(self.network, slots)
         sums = [
@@ -116,11 +115,11 @@ class DraftLoss(nn.Module):
         ]
         with torch.no_grad():
             right = (variant.draft_tokens(self.network, slots) == slots.labels_CK) & taught_CK
-            found = variant.counts(self.network, slots)
-            counts = [(found[name] & taught_CK).sum() for name in variant.counted]
+            masks = variant.counts(self.network, slots)
+            counts = [(masks[name] & taught_CK).sum() for name in variant.counted]
         return torch.stack(sums), right, torch.stack(counts) if counts else right.new_zeros(0, dtype=torch.int64)
 
 
 def term_weights(variant: Variant[Any, Any, Any], term: str, taught: Tensor) -> Tensor:
-    """Weights of the slots in a term of the loss, with the shape of `taught`."""
+    """Return the weights of the slots in a term of the loss, with the shape of `taught`."""
     return slot_weights(taught, variant.gamma if variant.decayed(term) else None)

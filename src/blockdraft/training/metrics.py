@@ -20,35 +20,35 @@ from blockdraft.training.loss import Sums, term_weights
 from blockdraft.training.variant import Variant
 from blockdraft.types import Drafting, Prompt, SamplingParams
 
-BATCH_SIZE = 8  # answers decoded at a time when tau is measured
+BATCH_SIZE = 8  # responses decoded at a time when tau is measured
 
 
 def total_weights(variant: Variant[Any, Any, Any], batches: Iterable[Batch]) -> list[float]:
-    """Total weight of the taught slots, one number for each term of the loss. `batches` are those of all processes."""
+    """Return the total weight of the taught slots for each term of the loss. `batches` are those of all processes."""
     taught = [batch.tensors.taught_BAK for batch in batches]
     return [
-        max(sum(float(term_weights(variant, name, one).sum()) for one in taught), 1e-9) for name in variant.factors()
+        max(sum(float(term_weights(variant, name, mask).sum()) for mask in taught), 1e-9) for name in variant.factors()
     ]
 
 
 def total_loss(variant: Variant[Any, Any, Any], terms_T: Tensor, weights: Sequence[float]) -> Tensor:
-    """Loss, a scalar, from the sum of each term and its total weight."""
+    """Compute the loss, a scalar, from the sum of each term and its total weight."""
     factors = variant.factors().values()
     return torch.stack([f * term / w for f, term, w in zip(factors, terms_T, weights, strict=True)]).sum()
 
 
 def step_metrics(
-    variant: Variant[Any, Any, Any], found: Sequence[Sums], weights: Sequence[float], accelerator: Accelerator
+    variant: Variant[Any, Any, Any], sums: Sequence[Sums], weights: Sequence[float], accelerator: Accelerator
 ) -> dict[str, Any]:
-    """Metrics over all processes.
+    """Compute metrics over all processes.
 
     Args:
-        found: Sums that this process computed.
+        sums: Sums that this process computed.
         weights: From `total_weights`.
     """
-    parts = [torch.cat([one.double().flatten() for one in sums]) for sums in found]
+    parts = [torch.cat([field.double().flatten() for field in part]) for part in sums]
     summed = cast(Tensor, accelerator.reduce(torch.stack(parts).sum(dim=0), "sum")).cpu()
-    slots, names, counted = len(found[0].right_K), list(variant.factors()), variant.counted
+    slots, names, counted = len(sums[0].right_K), list(variant.factors()), variant.counted
     sizes = [len(names), slots, slots, len(counted), 1, 1]
     terms, right, taught, counts, accepted, blocks = summed.split(sizes)
     metrics: dict[str, Any] = {"loss": float(total_loss(variant, terms, weights))}
@@ -62,27 +62,29 @@ def step_metrics(
 
 
 def not_finite(target_outputs: Iterable[Tensor], done: int, loss: float, norm: float) -> NumbersError:
-    """Error for a step whose loss or gradient norm is not finite.
+    """Return the error for a step whose loss or gradient norm is not finite.
 
     Args:
         target_outputs: What the target computed at this step; the error blames the target if it is not finite.
         done: Number of steps before it.
     """
-    kept = " The newest checkpoint stays as it is." if done else ""
-    if all(bool(one.isfinite().all()) for one in target_outputs):
+    checkpoint = " The newest checkpoint stays as it is." if done else ""
+    if all(bool(output.isfinite().all()) for output in target_outputs):
         return NumbersError(
             f"Loss {loss} and gradient norm {norm} at step {done + 1} are not both finite; lower the learning rate, or "
-            f"use dtype float32.{kept}"
+            f"use dtype float32.{checkpoint}"
         )
     return NumbersError(
         f"The target computed numbers that are not finite at step {done + 1}, so nothing can be learned from it; load "
-        f"it with --target-dtype float32, or, if it is float32 already, copy its weights again.{kept}"
+        f"it with --target-dtype float32, or, if it is float32 already, copy its weights again.{checkpoint}"
     )
 
 
 def held_out_prompts(documents: Documents, held_out: Sequence[int], count: int) -> list[list[int]]:
-    """Prompts from the first `count` held-out documents: the tokens before the first supervised one. A document that
-    begins with a supervised token gives this token as its prompt."""
+    """Return prompts from the first `count` held-out documents: the tokens before the first supervised one.
+
+    A document that begins with a supervised token gives this token as its prompt.
+    """
     prompts = []
     for index in held_out[:count]:
         document = documents[index]
@@ -91,29 +93,29 @@ def held_out_prompts(documents: Documents, held_out: Sequence[int], count: int) 
 
 
 def encode_prompts(prompts: Sequence[Prompt], target: Target, tokens: int) -> list[list[int]]:
-    """Token ids of the prompts.
+    """Return the token ids of the prompts.
 
     Raises:
-        UsageError: A prompt and an answer of `tokens` tokens exceed the target's context.
+        UsageError: A prompt and a response of `tokens` tokens exceed the target's context.
     """
-    found = [encode(prompt, target) for prompt in prompts]
-    longest = max(map(len, found), default=0)
+    encoded = [encode(prompt, target) for prompt in prompts]
+    longest = max(map(len, encoded), default=0)
     if longest + tokens > target.max_context:
         raise UsageError(
             f"A prompt has {longest} tokens and eval_tokens is {tokens}; together they exceed the target's context of "
             f"{target.max_context}. Shorten the prompt, or lower eval_tokens."
         )
-    return found
+    return encoded
 
 
 def measure_tau(
     drafter: Path, target: Target, prompts: Sequence[Sequence[int]], tokens: int, temperature: float = 0.0
 ) -> float:
-    """Tokens committed per target forward over all prompts, with the drafter in this folder and whole blocks.
+    """Return tau over all prompts, with the drafter in this folder and whole blocks.
 
     Args:
-        tokens: Maximum number of tokens of an answer.
-        temperature: Sampling temperature; 0 is greedy. Prompt i is answered with seed i.
+        tokens: Maximum number of tokens of a response.
+        temperature: Sampling temperature; 0 is greedy. Prompt i is decoded with seed i.
     """
     engine = Engine(target, load_drafter(drafter, target=target), BATCH_SIZE, Drafting(block_size=None))
     params = [

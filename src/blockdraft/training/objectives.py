@@ -1,4 +1,4 @@
-"""Objectives: what a drafter is taught. A recipe names them and mixes them by weight.
+"""Objectives: losses that a recipe names and mixes by weight.
 
 An objective is a function of `Slots` under the decorator `objective`; its name in recipes is the function's.
 
@@ -21,7 +21,7 @@ from blockdraft.errors import UsageError
 # Decay constants for the block sizes in arXiv 2602.06036; `default_gamma` scales the last one for other sizes.
 GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 LEAST_ACCEPTANCE = 1e-5  # below it `acceptance` is flat, so that one hopeless slot cannot dominate a batch
-SMOOTHING = 0.5  # a in arXiv 2605.18810: 0 ignores all slots behind the first wrong one, 1 weighs by position alone
+SMOOTHING = 0.5  # a in arXiv 2605.18810: 0 ignores all slots after the first wrong one, 1 weighs by position alone
 SHARPNESS = 3.0  # of the change from divergence to total variation in arXiv 2602.23881
 
 
@@ -51,7 +51,7 @@ class Slots:
 
     @property
     def predecessors_CK(self) -> Tensor:
-        """Token before each label; the anchor is that of the first."""
+        """Token before each label; for the first label, the anchor."""
         return self.tokens_CL[:, :-1]
 
 
@@ -63,7 +63,7 @@ class Objective:
     """A term of the loss.
 
     Attributes:
-        losses: Loss of each slot, `[C, K]` float32, from `Slots`. Values at slots that are not taught are ignored.
+        losses: Function from `Slots` to the loss of each slot, `[C, K]` float32. Slots that are not taught are ignored.
         decayed: Whether slot k has the weight `exp(-(k - 1) / gamma)`; otherwise all slots have the same weight.
         needs_teacher: Whether it reads `teacher_CKV`.
     """
@@ -87,11 +87,7 @@ def objective(*, decayed: bool, needs_teacher: bool) -> Callable[[Losses], Losse
 
 
 def find_objective(name: str) -> Objective:
-    """Objective of this name.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """Return the objective of this name, or raise UsageError."""
     if name not in OBJECTIVES:
         raise UsageError(f"The objective {name!r} is unknown; there are {', '.join(sorted(OBJECTIVES))}.")
     return OBJECTIVES[name]
@@ -102,9 +98,9 @@ def default_gamma(block_size: int) -> float:
 
 
 def slot_weights(taught: Tensor, gamma: float | None) -> Tensor:
-    """Weight of each slot, `[..., K]` float32: 0 if it is not taught, else `exp(-(k - 1) / gamma)` (arXiv 2602.06036,
-    section 4), or 1 if gamma is None.
+    """Return the weight of each slot, `[..., K]` float32.
 
+    It is 0 if the slot is not taught, else `exp(-(k - 1) / gamma)` (arXiv 2602.06036, section 4), or 1 without gamma.
     Weights depend on `taught` alone and never on the network's output, so their sum over all processes and accumulated
     batches is known before the first backward pass.
     """
@@ -114,69 +110,71 @@ def slot_weights(taught: Tensor, gamma: float | None) -> Tensor:
 
 
 def cross_entropy(slots: Slots) -> Tensor:
-    """`-log q(label)` of each slot, `[C, K]` float32."""
+    """Return `-log q(label)` of each slot, `[C, K]` float32."""
     logits = slots.logits_CKV.float().flatten(0, 1)
     return F.cross_entropy(logits, slots.labels_CK.flatten(), reduction="none").view(slots.taught_CK.shape)
 
 
 def log_p_and_q(slots: Slots) -> tuple[Tensor, Tensor]:
-    """log p of the target and log q of the drafter, both `[C, K, V]` float32."""
+    """Return log p of the target and log q of the drafter, both `[C, K, V]` float32."""
     assert slots.teacher_CKV is not None, "the objective needs the target's logits"
     return slots.teacher_CKV.float().log_softmax(dim=-1), slots.logits_CKV.float().log_softmax(dim=-1)
 
 
 def acceptance_rate(slots: Slots) -> Tensor:
-    """Probability that a guess sampled from q is accepted, `sum_v min(p_v, q_v)`, `[C, K]` float32."""
+    """Return the probability that a draft token sampled from q is accepted, `sum_v min(p_v, q_v)`, `[C, K]` float32."""
     log_p, log_q = log_p_and_q(slots)
     return torch.minimum(log_p.exp(), log_q.exp()).sum(dim=-1)
 
 
 @objective(decayed=True, needs_teacher=False)
 def decay(slots: Slots) -> Tensor:
-    """Cross-entropy whose weight falls with the distance from the anchor (DFlash, arXiv 2602.06036, section 4)."""
+    """Return the cross-entropy, weighted by the distance from the anchor (DFlash, arXiv 2602.06036, section 4)."""
     return cross_entropy(slots)
 
 
 @objective(decayed=False, needs_teacher=False)
 def dpace(slots: Slots) -> Tensor:
-    """Cross-entropy weighted by how much a slot matters for the accepted length (D-PACE, arXiv 2605.18810).
+    """Return the cross-entropy, weighted by how much a slot matters for the accepted length (D-PACE).
 
-    With q_k the probability of the k-th label and `s_k = (1 - a) q_k + a`, the first k guesses stand with about
-    `P_k = s_1 * ... * s_k`, and the expected length is their sum; its derivative by `log q_k` gives slot k the weight
-    `w_k = P_k + P_{k+1} + ...`. Weights carry no gradient. The sum is divided by the number of taught slots, which
-    keeps its proportion to other objectives.
+    In arXiv 2605.18810, q_k is the probability of the k-th label and `s_k = (1 - a) q_k + a`. The first k draft tokens
+    are accepted with probability of about `P_k = s_1 * ... * s_k`, and the expected length is their sum. Its derivative
+    by `log q_k` gives slot k the weight `w_k = P_k + P_{k+1} + ...`. Weights carry no gradient. The sum is divided by
+    the number of taught slots, which keeps its proportion to other objectives.
     """
     entropy, taught = cross_entropy(slots), slots.taught_CK
     with torch.no_grad():
         smoothed = (1 - SMOOTHING) * torch.exp(-entropy) + SMOOTHING
-        standing = smoothed.masked_fill(~taught, 1.0).cumprod(dim=-1) * taught
-        weights = standing.flip(-1).cumsum(dim=-1).flip(-1)
+        accepted = smoothed.masked_fill(~taught, 1.0).cumprod(dim=-1) * taught
+        weights = accepted.flip(-1).cumsum(dim=-1).flip(-1)
     return weights * entropy
 
 
 @objective(decayed=True, needs_teacher=True)
 def forward_kl(slots: Slots) -> Tensor:
-    """Distillation: the divergence `sum_v p_v log(p_v / q_v)`."""
+    """Return the divergence `sum_v p_v log(p_v / q_v)`, as in distillation."""
     log_p, log_q = log_p_and_q(slots)
     return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
 
 
 @objective(decayed=True, needs_teacher=True)
 def total_variation(slots: Slots) -> Tensor:
-    """Probability `1 - sum_v min(p_v, q_v)` that a sampled guess is rejected. It is half of the L1 distance, which some
-    papers use."""
+    """Return the probability `1 - sum_v min(p_v, q_v)` that a sampled draft token is rejected.
+
+    It is half of the L1 distance, which some papers use.
+    """
     return 1 - acceptance_rate(slots)
 
 
 @objective(decayed=True, needs_teacher=True)
 def acceptance(slots: Slots) -> Tensor:
-    """Negative log of the acceptance, `-log sum_v min(p_v, q_v)`: steep where drafter and target hardly ever agree."""
+    """Return the negative log acceptance, `-log sum_v min(p_v, q_v)`: steep where drafter and target disagree."""
     return -acceptance_rate(slots).clamp(min=LEAST_ACCEPTANCE).log()
 
 
 @objective(decayed=True, needs_teacher=True)
 def lk_hybrid(slots: Slots) -> Tensor:
-    """Divergence while the drafter is far from the target, and total variation once it is near (arXiv 2602.23881).
+    """Return the divergence while the drafter is far from the target, and total variation near it (arXiv 2602.23881).
 
     `l * KL(p, q) + (1 - l) * TV(p, q)` with `l = exp(-3 alpha)` for each slot; alpha is its acceptance, without
     gradient.
@@ -190,12 +188,11 @@ def lk_hybrid(slots: Slots) -> Tensor:
 
 @objective(decayed=False, needs_teacher=True)
 def block_verification(slots: Slots) -> Tensor:
-    """Expected number of guesses that block verification (arXiv 2403.10444) rejects, if they are sampled from q at
-    temperature 1.
+    """Return the expected number of sampled draft tokens that block verification (arXiv 2403.10444) rejects.
 
-    Guesses x_1, x_2, ... stand up to at least the i-th with probability `r_i = min(1, r_{i-1} p_i / q_i)`, `r_0 = 1`,
-    which is the least of 1 and the products `p_j...p_i / q_j...q_i`, j = 1 to i. So the expected number that stands is
-    a sum over all paths, on most of which training has no p:
+    They are sampled from q at temperature 1. At least i draft tokens x_1, x_2, ... are accepted with probability
+    `r_i = min(1, r_{i-1} p_i / q_i)`, `r_0 = 1`. This is the least of 1 and the products `p_j...p_i / q_j...q_i`,
+    j = 1 to i. So the expected number that is accepted is a sum over all paths, on most of which training has no p:
 
         E = sum_i sum_paths q(x_1..x_i) r_i = sum_i sum_paths min over j = 0..i of q(x_1..x_j) p(x_{j+1}..x_i)
 
@@ -209,8 +206,8 @@ def block_verification(slots: Slots) -> Tensor:
     that was written greedily or at a lower temperature gives too much weight to likely paths; still no q is better than
     p on any text. The loss of slot i is 1 minus its summand. Slots that are not taught are skipped.
 
-    Later slots hardly count while early guesses are poor, so begin with a trained drafter, or mix in another objective.
-    q is the distribution of `Slots.logits_CKV`, which for DFlash2 is that without its selector.
+    Later slots hardly count while early draft tokens are poor, so begin with a trained drafter, or mix in another
+    objective. q is the distribution of `Slots.logits_CKV`, which for DFlash2 is that without its selector.
     """
     log_p, log_q = log_p_and_q(slots)
     labels_CK1 = slots.labels_CK.unsqueeze(-1)

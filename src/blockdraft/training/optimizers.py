@@ -26,8 +26,8 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = A * x + (B * gram + C * gram @ gram) @ x
-    found: Tensor = x.mT if matrices.size(-2) > matrices.size(-1) else x
-    return found.to(matrices.dtype)
+    result: Tensor = x.mT if matrices.size(-2) > matrices.size(-1) else x
+    return result.to(matrices.dtype)
 
 
 class Muon(torch.optim.Optimizer):
@@ -71,20 +71,20 @@ def _whole(tensor: Tensor) -> Tensor:
 def make_optimizers(
     parameters: Iterable[tuple[str, nn.Parameter]], variant: Variant[Any, Any, Any], recipe: Recipe
 ) -> list[torch.optim.Optimizer]:
-    """AdamW, or Muon for the variant's matrices and AdamW for the rest."""
+    """Return AdamW, or Muon for the variant's matrices and AdamW for the rest."""
     matrices, others = list[nn.Parameter](), list[nn.Parameter]()
     for name, parameter in parameters:
         muon = recipe.optimizer == "muon" and variant.is_matrix(name, parameter)
         (matrices if muon else others).append(parameter)
-    found: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        found.append(Muon(matrices, recipe.muon_learning_rate, weight_decay=recipe.muon_weight_decay))
+        optimizers.append(Muon(matrices, recipe.muon_learning_rate, weight_decay=recipe.muon_weight_decay))
     if others:
-        found.append(torch.optim.AdamW(others, recipe.learning_rate, weight_decay=recipe.weight_decay))
-    for optimizer in found:
+        optimizers.append(torch.optim.AdamW(others, recipe.learning_rate, weight_decay=recipe.weight_decay))
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
-    return found
+    return optimizers
 
 
 def set_rate(optimizers: Iterable[torch.optim.Optimizer], share: float) -> None:

@@ -1,11 +1,11 @@
-"""Checks before the first step of a run, and the notes that it begins with."""
+"""Checks before the first step of a run, and the notes that it prints first."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -26,13 +26,13 @@ from blockdraft.training.batches import Documents
 from blockdraft.training.defaults import Resolved, resolve
 from blockdraft.training.export import Format
 from blockdraft.training.hidden_state_sources import FOLDER
+from blockdraft.training.job import TrainingJob
 from blockdraft.training.metrics import encode_prompts
 from blockdraft.training.recipe import Recipe, begun_with
-from blockdraft.types import Prompt
 
 FEW_STEPS = 100  # fewer than these get a note
-# Recipe fields that may change when a run resumes: they say how and how often, not what is learned. `Schedule` watches
-# over steps and epochs.
+# Recipe fields that may change when a run resumes, because they do not change what is learned. `Schedule` checks steps
+# and epochs.
 FREE_FIELDS = {
     "accumulation",
     "chunk",
@@ -54,21 +54,22 @@ FREE_FIELDS = {
 
 
 def data_notes(documents: Documents, trained: int, held_out: int) -> list[str]:
-    """Sentences on the training data."""
-    found = [
+    """Return sentences on the training data."""
+    notes = [
         f"{counted(trained, 'document')} to train on, {held_out} held out; {documents.supervised:,} of "
         f"{documents.tokens:,} tokens supervised"
     ]
     if documents.cut:
-        found.append(f"{counted(documents.cut, 'document')} longer than a row, cut there; see --length")
+        notes.append(f"{counted(documents.cut, 'document')} longer than a sequence, cut there; see --length")
     if documents.useless:
-        found.append(f"{counted(documents.useless, 'document')} without two supervised tokens side by side, left out")
-    return found
+        notes.append(f"{counted(documents.useless, 'document')} without two adjacent supervised tokens, left out")
+    return notes
 
 
 def data_of_run(data: TokenData, began_with: dict[str, Any], out: Path, note: Callable[[str], None]) -> TokenData:
-    """The data as they were when a run began, if they have grown since. `check_same` reports data that changed
-    otherwise.
+    """Return the data as they were when a run began, if they have grown since.
+
+    `check_same` reports data that changed otherwise.
 
     Args:
         began_with: Manifest of the data when the run began.
@@ -77,26 +78,22 @@ def data_of_run(data: TokenData, began_with: dict[str, Any], out: Path, note: Ca
     if data.fingerprint == began_with["fingerprint"] or grown is None:
         return data
     note(
-        f"{data.folder} has grown by {grown[0]:,} documents ({grown[1]:,} tokens) since the run began, which goes on "
-        f"with those it began with. To learn from all, begin another run with its drafter: --init {out} --out FOLDER"
+        f"{data.folder} has grown by {grown[0]:,} documents ({grown[1]:,} tokens) since the run began. The run goes on "
+        f"without them. To learn from all, start another run from its drafter: --init {out} --out FOLDER"
     )
     return read_state(data.folder, began_with)
 
 
 def resolve_and_check(
-    variant_name: str,
-    recipe: Recipe,
-    target: Target,
-    data: TokenData,
-    processes: int,
-    written: Format,
-    prompts: Sequence[Prompt] | None,
-    earlier: Mapping[str, Any] | None,
-    other_answers: bool,
+    job: TrainingJob, data: TokenData, written: Format, earlier: Mapping[str, Any] | None
 ) -> tuple[Resolved, Any, list[list[int]] | None]:
     """Fill in what the recipe leaves open, and check that everything fits together.
 
-    Arguments are those of `train` and `resolve`.
+    Args:
+        job: The training run that is about to start or resume.
+        data: Documents of the run, which may be fewer than those of the job.
+        written: Format of the drafter.
+        earlier: Recipe fields of the run that is resumed; see `resolve`.
 
     Returns:
         The resolved recipe, the network's configuration, and the prompts as token ids (None if there are none).
@@ -104,51 +101,47 @@ def resolve_and_check(
     Raises:
         UsageError: Data, target, recipe and format do not fit together. The message lists all that does not fit.
     """
-    complaints, config, tokens = Complaints(), None, None
+    target, complaints, config, tokens = job.target, Complaints(), None, None
     with complaints.noting():
         data.check_tokenizer(target.tokenizer)
-    if not other_answers:
+    if not job.other_responses:
         with complaints.noting():
-            check_answers(data, target)
-    resolved = resolve(variant_name, recipe, target, data, processes, complaints, earlier)
+            check_author(data, target)
+    resolved = resolve(job.variant, job.recipe, target, data, job.accelerator.num_processes, complaints, earlier)
     if resolved is not None:
         with complaints.noting():
             config = resolved.variant.config(target)
             written.check(config)
-    if prompts is not None:
+    if job.prompts is not None:
         with complaints.noting():
-            tokens = encode_prompts(prompts, target, recipe.eval_tokens)
+            tokens = encode_prompts(job.prompts, target, job.recipe.eval_tokens)
     complaints.check()
     assert resolved is not None
     return resolved, config, tokens
 
 
-def check_answers(data: TokenData, target: Target) -> None:
-    """Check that no other model wrote the answers.
-
-    Raises:
-        UsageError: Another model did.
-    """
+def check_author(data: TokenData, target: Target) -> None:
+    """Raise UsageError if another model wrote the responses."""
     written = data.manifest.get("written_by", {})
     if written.get("writer") == "target" and written["author"] != target_fingerprint(target):
         raise UsageError(
-            f"The answers in {data.folder} were written by another model (fingerprint {written['author']}) than this "
+            f"The responses in {data.folder} were written by another model (fingerprint {written['author']}) than this "
             f"target ({target_fingerprint(target)}), and a drafter should learn from its own target's; make data with "
             "this target (blockdraft data --regenerate), or add --other-responses to learn from these."
         )
 
 
 def init_note(recipe: Recipe, target: Target) -> str | None:
-    """Note for training that begins with a drafter of another target; None otherwise."""
+    """Return a note if training starts from a drafter of another target, else None."""
     init = begun_with(recipe)
     if init is None:
         return None
-    known = gguf_trained(open_gguf(init)) if is_gguf(init) else Trained.read(read_config(init))
-    return other_target_warning(init, known.target, target)
+    trained = gguf_trained(open_gguf(init)) if is_gguf(init) else Trained.read(read_config(init))
+    return other_target_warning(init, trained.target, target)
 
 
 def steps_note(begin: int, end: int, planned: int, recipe: Recipe, folder: Path) -> str | None:
-    """Note on the number of steps; None if there is nothing to say.
+    """Return a note on the number of steps, or None if there is nothing to report.
 
     Args:
         begin: Number of steps that are done.
@@ -156,9 +149,9 @@ def steps_note(begin: int, end: int, planned: int, recipe: Recipe, folder: Path)
         planned: Number of steps that follows from data and recipe.
     """
     if begin == end:
-        return f"The run has done its {counted(begin, 'step')}; a larger --steps or --epochs, or --extend N, goes on."
+        return f"The run has done its {counted(begin, 'step')}; a larger --steps or --epochs, or --extend N, adds some."
     if begin:
-        return f"Going on from step {begin}; delete {folder} to begin afresh."
+        return f"Resuming from step {begin}; delete {folder} to start over."
     if recipe.steps is None and planned < FEW_STEPS:
         epochs, made = counted(recipe.epochs, "epoch"), counted(planned, "step")
         return f"{epochs} of these documents: {made}, which is little; see --epochs, --steps"
@@ -166,22 +159,18 @@ def steps_note(begin: int, end: int, planned: int, recipe: Recipe, folder: Path)
 
 
 def loss_note(loss: float, target: Target) -> str | None:
-    """Note on a high loss of the first step; None if it is not high."""
-    even = math.log(target.vocab_size)
-    if loss <= 1.2 * even:
+    """Return a note if the loss of the first step is high, else None."""
+    uniform = math.log(target.vocab_size)
+    if loss <= 1.2 * uniform:
         return None
     return (
-        f"The loss begins at {loss:.1f}, above the {even:.1f} of even guessing. This is normal: the target's head "
-        "makes confident guesses from any output of a new drafter. The loss falls within the first tens of steps."
+        f"The loss starts at {loss:.1f}, above the {uniform:.1f} of a uniform prediction. This is normal: the target's "
+        "head predicts confidently from any output of a new drafter. The loss falls within the first tens of steps."
     )
 
 
 def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) -> None:
-    """Check the folders of the drafter and of the run.
-
-    Raises:
-        UsageError: `out` holds something else, one of them cannot be written, or the disk is too small.
-    """
+    """Raise UsageError if `out` holds something else, a folder cannot be written, or the disk is too small."""
     if out.exists() and not folder.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is no run of this command; choose another --out, or delete it.")
     try:
@@ -199,8 +188,10 @@ def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) ->
 
 
 def _bytes_used(folder: Path) -> int:
-    """Bytes of a run's files, features not counted. Other processes of the run may try meanwhile whether they can write
-    to the folder, and delete what they wrote."""
+    """Return the bytes of a run's files, hidden states not counted.
+
+    Other processes of the run may write and delete files in the folder meanwhile.
+    """
     used = 0
     for place, _, names in os.walk(folder):  # passes over folders that are gone
         for name in [] if Path(place).name == FOLDER else names:
@@ -210,15 +201,17 @@ def _bytes_used(folder: Path) -> int:
 
 
 def disk_bytes(network: nn.Module, recipe: Recipe) -> int:
-    """Bytes of a run's files, features not counted. A checkpoint holds float32 weights and two moments, and one more
-    exists while it is written; so does the drafter."""
+    """Return the bytes of a run's files, hidden states not counted.
+
+    A checkpoint holds float32 weights and two moments. One more exists while it is written, and so does the drafter.
+    """
     return 12 * sum(parameter.numel() for parameter in network.parameters()) * (recipe.keep + 2)
 
 
 def identity(
     variant: str, target: Target, data: TokenData, recipe: Recipe, free: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """Values that must stay the same for a run to resume.
+    """Return the values that must stay the same for a run to resume.
 
     Args:
         free: Fields of the variant's own recipe that may change.
@@ -229,28 +222,21 @@ def identity(
 
 
 def check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Check that a run with the identity `theirs` can resume with the identity `ours`.
-
-    Raises:
-        UsageError: The identities differ.
-    """
+    """Raise UsageError unless a run with the identity `theirs` can resume with the identity `ours`."""
     changed = [f"{name} = {theirs.get(name)!r} (now {ours[name]!r})" for name in ours if theirs.get(name) != ours[name]]
     if changed:
         raise UsageError(
-            f"{folder} holds a run with {', '.join(changed)}; give the former to go on with it, choose another --out, "
-            "or delete the folder."
+            f"{folder} holds a run with {', '.join(changed)}; give the former values to resume it, choose another "
+            "--out, or delete the folder."
         )
 
 
 @torch.no_grad()
 def check_teacher(target: Target, tokens: Tensor) -> None:
-    """Check that the target's head on its last hidden state gives its logits, as objectives with a teacher assume.
+    """Raise UsageError unless the target's head on its last hidden state gives its logits, as teachers assume.
 
     Args:
         tokens: `[S]` int64; some text to check it on.
-
-    Raises:
-        UsageError: The target changes what its head gives.
     """
     tokens = tokens[:32].to(target.device)
     [hidden] = target_hidden_states(target, (target.num_layers,), [tokens])

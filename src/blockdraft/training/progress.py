@@ -1,4 +1,4 @@
-"""Progress of a run: callbacks for the screen, a log of JSON lines, and a picture of its curves."""
+"""Progress of a run: callbacks for the screen, a log of JSON lines, and a plot of its curves."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ class Progress:
 
 
 def run_folder(out: Path) -> Path:
-    """Folder of recipe, log, curves and checkpoints of the run that writes its drafter to `out`."""
+    """Return the folder of recipe, log, curves and checkpoints of the run that writes its drafter to `out`."""
     return out.with_name(f"{out.name}.run")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Lines of a run's log; none if there is no such file. A line that a killed process left unfinished is skipped."""
+    """Return the lines of a run's log, or none if there is no such file.
+
+    A line that a killed process left unfinished is skipped.
+    """
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -44,7 +47,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 class RunLog:
-    """`log.jsonl`, with one line of metrics for each step.
+    """The file `log.jsonl`, with one line of metrics per step.
 
     Args:
         folder: Folder of the run.
@@ -64,12 +67,12 @@ class RunLog:
             file.write(json.dumps(line) + "\n")
 
     def last(self, name: str) -> Any:
-        """Latest value of this metric; None if there is none."""
+        """Return the latest value of this metric, or None if there is none."""
         return next((line[name] for line in reversed(self.lines) if line.get(name) is not None), None)
 
 
 def draw_curves(log: RunLog, path: Path) -> bool:
-    """Draw loss, accepted length with tau, and accuracy by position. Returns False if matplotlib is not installed."""
+    """Draw loss, accepted length with tau, and accuracy by position. Return False if matplotlib is not installed."""
     try:
         figure = import_module("matplotlib.figure").Figure(figsize=(13, 4), dpi=120, layout="constrained")
     except ImportError:

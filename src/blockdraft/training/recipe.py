@@ -16,7 +16,7 @@ class Recipe:
     """Settings that all variants share. A variant may add fields and change defaults by subclassing.
 
     Rate, warm-up, clipping, epochs, anchors and length are those of arXiv 2602.06036. Fields that are None by default
-    are filled in from target and data before training begins (`defaults.py`).
+    are derived from target and data before training starts (`defaults.py`).
     """
 
     beginnings: ClassVar[tuple[str, ...]] = ()  # values of `init` that are no folder, where a variant has that field
@@ -95,9 +95,9 @@ class Recipe:
     chunk: Count = Field(128, description="Blocks whose logits exist at the same time; fewer need less memory.")
     compile: bool = Field(False, description="Compile the training step, which takes a minute and then saves time.")
     eval_every: Natural = Field(500, description="Steps between evaluations; 0 evaluates at the end only.")
-    eval_prompts: Natural = Field(16, description="Held-out prompts that the engine answers in an evaluation.")
-    eval_tokens: Count = Field(128, description="Maximum length of such an answer in tokens.")
-    eval_temperature: Amount = Field(0.0, description="Sampling temperature of such an answer; 0 is greedy.")
+    eval_prompts: Natural = Field(16, description="Held-out prompts that an evaluation decodes.")
+    eval_tokens: Count = Field(128, description="Maximum length of such a response in tokens.")
+    eval_temperature: Amount = Field(0.0, description="Sampling temperature of such a response; 0 is greedy.")
     save_every: Natural = Field(500, description="Steps between checkpoints; 0 saves by time only.")
     save_minutes: Amount = Field(
         5.0, description="Minutes between checkpoints, in addition to `save_every`; 0 saves by steps only."
@@ -108,16 +108,16 @@ class Recipe:
     )
 
     def __post_init__(self) -> None:
-        wrong = []
+        faults = []
         if not any(self.objective.values()):
-            wrong.append(f"objective is {dict(self.objective)}; give names and weights of 0 or more, not all 0.")
+            faults.append(f"objective is {dict(self.objective)}; give names and weights of 0 or more, not all 0.")
         if self.batch is not None and self.batch % self.accumulation:
-            wrong.append(f"batch is {self.batch}; it must be a multiple of accumulation, {self.accumulation}.")
-        if wrong:
-            raise UsageError(" ".join(wrong))
+            faults.append(f"batch is {self.batch}; it must be a multiple of accumulation, {self.accumulation}.")
+        if faults:
+            raise UsageError(" ".join(faults))
 
 
 def begun_with(recipe: Recipe) -> str | None:
-    """Folder of the drafter that training begins with; None if it begins with none."""
+    """Return the folder of the drafter that training starts from, or None if there is none."""
     init: str | None = getattr(recipe, "init", None)  # only some variants can
     return None if init in recipe.beginnings else init

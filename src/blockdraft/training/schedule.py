@@ -1,4 +1,4 @@
-"""Learning rates over the steps of a run, also of one that finishes early or is extended beyond its end."""
+"""Learning rates over the steps of a run, which may finish early or be extended beyond its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ LONGEST_FALL = 100  # steps
 
 
 def rate(step: int, steps: int, recipe: Recipe) -> float:
-    """Share of the peak rates at step 0, 1, ..., `steps` - 1: a linear rise, then the fall of the recipe's schedule."""
+    """Return the share of the peak rates at step 0, 1, ..., `steps` - 1.
+
+    Rates rise linearly and then fall by the recipe's schedule.
+    """
     rising = recipe.warmup * steps
     if step + 1 < rising:
         return (step + 1) / rising
@@ -51,11 +54,11 @@ class Schedule:
     """
 
     def __init__(self, steps: int, recipe: Recipe, saved: dict[str, Any] | None = None) -> None:
-        self._recipe, self._asked = recipe, steps
+        self._recipe, self._requested = recipe, steps
         self._stretches = [Stretch(0, steps, steps)]
         if saved is not None:
-            self._asked = saved["asked"]
-            self._stretches = [Stretch(**one) for one in saved["stretches"]]
+            self._requested = saved["asked"]
+            self._stretches = [Stretch(**stretch) for stretch in saved["stretches"]]
 
     @property
     def end(self) -> int:
@@ -68,15 +71,15 @@ class Schedule:
         return self._stretches[-1].falls_from is not None
 
     def saved(self) -> dict[str, Any]:
-        return {"asked": self._asked, "stretches": [asdict(one) for one in self._stretches]}
+        return {"asked": self._requested, "stretches": [asdict(stretch) for stretch in self._stretches]}
 
     def rate(self, step: int) -> float:
-        """Share of the peak rates at this step, counted from 0."""
-        one = next(one for one in self._stretches if one.begin <= step < one.end)
-        if one.falls_from is None:
-            return rate(step - one.begin, one.planned - one.begin, self._recipe)
-        final = min(self._recipe.final, one.falls_from)
-        return final + (one.falls_from - final) * (one.end - step - 1) / (one.end - one.begin)
+        """Return the share of the peak rates at this step, counted from 0."""
+        stretch = next(stretch for stretch in self._stretches if stretch.begin <= step < stretch.end)
+        if stretch.falls_from is None:
+            return rate(step - stretch.begin, stretch.planned - stretch.begin, self._recipe)
+        final = min(self._recipe.final, stretch.falls_from)
+        return final + (stretch.falls_from - final) * (stretch.end - step - 1) / (stretch.end - stretch.begin)
 
     def go_on(self, done: int, steps: int, more: int) -> None:
         """Add a stretch if the run has reached its end and more steps are requested now.
@@ -91,22 +94,22 @@ class Schedule:
                 are requested than before.
         """
         if done < self.end:
-            added = {one.planned - one.begin for one in self._stretches[1:] if one.falls_from is None}
-            if steps != self._asked or (more and more not in added):
+            added = {stretch.planned - stretch.begin for stretch in self._stretches[1:] if stretch.falls_from is None}
+            if steps != self._requested or (more and more not in added):
                 raise UsageError(
-                    f"The run is at step {done} of {self.end} and another number of steps is asked for; let the "
+                    f"The run is at step {done} of {self.end} and another number of steps is requested; let the "
                     "command that began it reach its end first, and then give the larger number."
                 )
             return
-        if steps < self._asked:
+        if steps < self._requested:
             raise UsageError(
-                f"The run has done {done} steps and {steps} are asked for now instead of {self._asked}; a run cannot "
-                "be shortened. Choose another --out to train for fewer steps."
+                f"The run has done {done} steps and {steps} are requested now instead of {self._requested}; a run "
+                "cannot be shortened. Choose another --out to train for fewer steps."
             )
         to = done + more if more else steps
-        if to > done and (more or steps > self._asked):
+        if to > done and (more or steps > self._requested):
             self._stretches.append(Stretch(done, to, to))
-        self._asked = steps
+        self._requested = steps
 
     def finish(self, done: int) -> None:
         """End the run within a few steps, over which the rates fall to their final share."""

@@ -1,4 +1,4 @@
-"""Training of a drafter: steps, evaluations, checkpoints."""
+"""The trainer of drafters: steps, evaluations, checkpoints."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
-from accelerate import Accelerator
 from torch.distributed.fsdp import FSDPModule
 
-from blockdraft.data.documents import TokenData
 from blockdraft.drafters import entries
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.folders import clear_remains, held
 from blockdraft.machine import wait_for
 from blockdraft.settings import as_toml
-from blockdraft.targets import Target
 from blockdraft.training import checkpoints, preflight
 from blockdraft.training.batches import Batch, Batches
 from blockdraft.training.devices import begin_trackers, end_processes, track
 from blockdraft.training.export import Format, export
 from blockdraft.training.graceful_shutdown import Stopped, StopSignals, agreed, clear_finish_request, finish_requested
 from blockdraft.training.hidden_state_sources import FOLDER, batch_hidden_states, open_source
+from blockdraft.training.job import TrainingJob
 from blockdraft.training.loss import DraftLoss, Sums
 from blockdraft.training.metrics import (
     held_out_prompts,
@@ -39,44 +38,16 @@ from blockdraft.training.metrics import (
 )
 from blockdraft.training.optimizers import make_optimizers, set_rate
 from blockdraft.training.progress import Progress, RunLog, draw_curves, run_folder
-from blockdraft.training.recipe import Recipe
-from blockdraft.training.rounded_weights import rounded_layers, rounded_weights
+from blockdraft.training.quantized_weights import quantized_layers, quantized_weights
 from blockdraft.training.schedule import Schedule
 from blockdraft.training.variant import find_variant
-from blockdraft.types import Prompt
 
 
-def train(
-    variant_name: str,
-    target: Target,
-    data: TokenData,
-    out: Path,
-    recipe: Recipe,
-    accelerator: Accelerator,
-    prompts: Sequence[Prompt] | None = None,
-    progress: Progress | None = None,
-    written: Format | None = None,
-    more: int = 0,
-    other_answers: bool = False,
-) -> list[dict[str, Any]]:
-    """Train a drafter, or resume a run: one that was interrupted, or one that has ended and that the recipe or `more`
-    extends.
+def train(job: TrainingJob) -> list[dict[str, Any]]:
+    """Train a drafter, or resume a run: one that was interrupted, or one that ended and is extended.
 
-    A file `finish` in the run's folder (see `run_folder`) ends the run within a few steps. The signals TERM and INT end
-    it at once, after a checkpoint of all steps that are done.
-
-    Args:
-        variant_name: Name of the variant.
-        target: Target, on the accelerator's device.
-        data: Documents to train on and to measure on.
-        out: Folder of the drafter; the run's own folder lies beside it, see `run_folder`.
-        recipe: Recipe of the variant's recipe class.
-        accelerator: From `make_accelerator`.
-        prompts: Prompts to measure tau on; None takes the beginnings of held-out documents.
-        progress: Callbacks of the main process; None reports nothing.
-        written: Format of the drafter in `out`; None is the first one of its kind.
-        more: Steps to add beyond the end of a run.
-        other_answers: Accept answers that another model wrote.
+    A file `finish` in the run's folder (see `run_folder`) ends the run within a few steps. SIGTERM and SIGINT end it at
+    once, after a checkpoint of all steps that are done.
 
     Returns:
         Metrics of all steps, as in log.jsonl; empty in all processes but the main one.
@@ -88,91 +59,41 @@ def train(
             files.
         Stopped: A signal ended the run. The same call resumes it.
     """
-    main = accelerator.is_main_process
-    progress = progress if progress is not None and main else Progress()
-    stops = StopSignals(progress.note)
+    main = job.accelerator.is_main_process
+    if not main:
+        job = replace(job, progress=Progress())
+    stops = StopSignals(job.progress.note)
     with (
-        held(out, "training") if main else contextlib.nullcontext(),
+        held(job.out, "training") if main else contextlib.nullcontext(),
         stops.listening(),
-        checkpoints.named_when_full(run_folder(out)),
+        checkpoints.named_when_full(run_folder(job.out)),
     ):
-        trainer = Trainer(
-            variant_name=variant_name,
-            target=target,
-            data=data,
-            out=out,
-            recipe=recipe,
-            accelerator=accelerator,
-            prompts=prompts,
-            progress=progress,
-            stops=stops,
-            written=written,
-            more=more,
-            other_answers=other_answers,
-        )
-        return trainer.run()
-
-
-def measuring(
-    variant_name: str, target: Target, data: TokenData, out: Path, recipe: Recipe, accelerator: Accelerator
-) -> Trainer:
-    """Trainer whose steps are to be timed. Arguments are those of `train`."""
-    progress = Progress()
-    return Trainer(
-        variant_name=variant_name,
-        target=target,
-        data=data,
-        out=out,
-        recipe=recipe,
-        accelerator=accelerator,
-        prompts=None,
-        progress=progress,
-        stops=StopSignals(progress.note),
-        written=None,
-        more=0,
-        other_answers=False,
-    )
+        return Trainer(job, stops).run()
 
 
 class Trainer:
-    """A run of `train`, whose arguments it takes. Making it checks and loads everything; `run` trains."""
+    """Trainer of one run. Making it checks and loads everything; `run` trains.
 
-    def __init__(
-        self,
-        *,
-        variant_name: str,
-        target: Target,
-        data: TokenData,
-        out: Path,
-        recipe: Recipe,
-        accelerator: Accelerator,
-        prompts: Sequence[Prompt] | None,
-        progress: Progress,
-        stops: StopSignals,
-        written: Format | None,
-        more: int,
-        other_answers: bool,
-    ) -> None:
-        self.target, self.accelerator, self.progress, self.stops = target, accelerator, progress, stops
-        only = find_variant(variant_name).layout(recipe)
-        if only is not None and written is not None and written.name != only:
-            raise UsageError(f"The format is {written.name} and the recipe needs {only}; leave it out.")
-        self.evaluation_format = Format(only or entries()[variant_name].layouts[0])
-        self.written = written or self.evaluation_format
+    Args:
+        job: The run.
+        stops: Signals that end it; None listens to none.
+    """
+
+    def __init__(self, job: TrainingJob, stops: StopSignals | None = None) -> None:
+        self.target, self.accelerator, self.progress = job.target, job.accelerator, job.progress
+        self.stops = stops or StopSignals(job.progress.note)
+        target, accelerator, progress, data, out = job.target, job.accelerator, job.progress, job.data, job.out
+        only = find_variant(job.variant).layout(job.recipe)
+        if only is not None and job.written is not None and job.written.name != only:
+            raise UsageError(f"The format is {job.written.name} and the recipe needs {only}; leave it out.")
+        self.evaluation_format = Format(only or entries()[job.variant].layouts[0])
+        self.written = job.written or self.evaluation_format
         self.out, self.folder = out, run_folder(out)
-        state = checkpoints.newest(self.folder / "checkpoints")
-        if state is not None:
+        state = checkpoints.newest(self.folder / "checkpoints") or {}
+        if state:
             data = preflight.data_of_run(data, state["data"], out, progress.note)
         resolved, self.config, self.prompts = preflight.resolve_and_check(
-            variant_name=variant_name,
-            recipe=recipe,
-            target=target,
-            data=data,
-            processes=accelerator.num_processes,
-            written=self.written,
-            prompts=prompts,
-            earlier=None if state is None else state["identity"],
-            other_answers=other_answers,
+            job, data, self.written, state.get("identity")
         )
         documents, self.variant = resolved.documents, resolved.variant
         self.recipe = recipe = self.variant.recipe
@@ -180,8 +101,9 @@ class Trainer:
         network = self.variant.network(self.config, vocabulary).to(target.device)
         self.variant.fit_data(network, data)
         self.variant.fit_head(network, target)
-        bits = recipe.qat_bits
-        self.rounded = [] if bits is None else rounded_layers(network, self.variant.is_rounded, bits)
+        self.quantized = []
+        if recipe.qat_bits is not None:
+            self.quantized = quantized_layers(network, self.variant.is_quantized, recipe.qat_bits)
         if note := preflight.init_note(recipe, target):
             progress.note(note)
         if accelerator.is_main_process:
@@ -189,8 +111,8 @@ class Trainer:
             clear_remains(self.folder / "measured")
         self.is_new = not self.folder.exists()
         preflight.check_folder(out, self.folder, network, recipe)
-        identity = preflight.identity(variant_name, target, data, recipe, self.variant.free_fields)
-        if state is not None:
+        identity = preflight.identity(job.variant, target, data, recipe, self.variant.free_fields)
+        if state:
             preflight.check_same(self.folder, state["identity"], identity)
         self.identity, self.manifest = identity, data.manifest
         notes = preflight.data_notes(documents, len(resolved.trained), len(resolved.held_out))
@@ -198,29 +120,28 @@ class Trainer:
             progress.note(note)
         slots = self.variant.taught_slots
         self.batches = Batches(documents, resolved.trained, recipe, slots, self.variant.alone)
-        self.begin = 0 if state is None else int(state["step"])
-        self.schedule = Schedule(self.batches.steps(), recipe, None if state is None else state["schedule"])
-        self._plan_steps(more)
+        self.begin = int(state.get("step", 0))
+        self.schedule = Schedule(self.batches.steps(), recipe, state.get("schedule"))
+        self._plan_steps(job.more)
         assert recipe.batch is not None
-        # Number of rows that one process has on its device at a time.
-        self.rows = recipe.batch // (accelerator.num_processes * recipe.accumulation)
-        self.fixed = Batches(documents, resolved.held_out, recipe, slots).fixed(self.rows)
+        self.sequences = recipe.batch // (accelerator.num_processes * recipe.accumulation)  # on a device at a time
+        self.fixed = Batches(documents, resolved.held_out, recipe, slots).fixed(self.sequences)
         if self.prompts is None:
             self.prompts = held_out_prompts(documents, resolved.held_out, recipe.eval_prompts)
-        self.target_layers = target_layers = self.config.target_layers
+        self.target_layers = self.config.target_layers
         if self.variant.needs_teacher:
-            if target.num_layers not in target_layers:
-                self.target_layers = target_layers = (*target_layers, target.num_layers)
+            if target.num_layers not in self.target_layers:
+                self.target_layers = (*self.target_layers, target.num_layers)
             preflight.check_teacher(target, documents[resolved.trained[0]].tokens)
-        self.width = len(target_layers) * target.hidden_size
+        self.width = len(self.target_layers) * target.hidden_size
+        alone = accelerator.num_processes == 1
         if self.begin < self.schedule.end:
-            alone = accelerator.num_processes == 1
             self.source = open_source(
                 recipe.hidden_states,
                 target,
                 data,
                 documents,
-                target_layers,
+                self.target_layers,
                 beside=self.folder,
                 reserved=preflight.disk_bytes(network, recipe) if alone else None,
                 progress=progress,
@@ -230,21 +151,22 @@ class Trainer:
         named = [(name.removeprefix("network."), parameter) for name, parameter in module.named_parameters()]
         optimizers = make_optimizers(named, self.variant, recipe)
         size = sum(parameter.numel() for _, parameter in named)
-        share = f"{accelerator.num_processes} processes ({accelerator.distributed_type.value})"
-        alone = accelerator.num_processes == 1
-        progress.note(f"{size:,} parameters, taps {self.config.target_layers}, {'one process' if alone else share}")
+        several = f"{accelerator.num_processes} processes ({accelerator.distributed_type.value})"
+        layers, processes = self.config.target_layers, "one process" if alone else several
+        progress.note(f"{size:,} parameters, target layers {layers}, {processes}")
         self.module, *wrapped = accelerator.prepare(module, *optimizers)
-        self.optimizers = [cast(torch.optim.Optimizer, getattr(one, "optimizer", one)) for one in wrapped]
-        if state is not None:
+        self.optimizers = [cast(torch.optim.Optimizer, getattr(wrap, "optimizer", wrap)) for wrap in wrapped]
+        if state:
             checkpoints.restore_state(self.module, self.optimizers, state)
         self.log = RunLog(self.folder, self.begin) if accelerator.is_main_process else None
 
     def run(self) -> list[dict[str, Any]]:
+        """Train until the run ends, and return the metrics of all steps."""
         recipe, accelerator, progress = self.recipe, self.accelerator, self.progress
         if accelerator.is_main_process:
             (self.folder / "recipe.toml").write_text(as_toml(recipe), encoding="utf-8")
             begin_trackers(accelerator, self.out.name, self.folder, recipe)
-        if self.begin == self.schedule.end:  # a finished run may be asked for another format
+        if self.begin == self.schedule.end:  # a finished run may be exported in another format
             self._export(self.out, self.written)
         with self.stops.deferred():
             self._train()
@@ -258,12 +180,12 @@ class Trainer:
 
     def _end(self) -> None:
         """Leave the other processes. No step can follow."""
-        meshes = {getattr(one, "device_mesh", None) for one in self.module.parameters()} - {None}
-        del self.module, self.optimizers, self.rounded
+        meshes = {getattr(parameter, "device_mesh", None) for parameter in self.module.parameters()} - {None}
+        del self.module, self.optimizers, self.quantized
         end_processes(self.accelerator, meshes)
 
     def _train(self) -> None:
-        """Do the steps of the run that are left, with evaluations and checkpoints."""
+        """Do the remaining steps of the run, with evaluations and checkpoints."""
         recipe, accelerator, progress = self.recipe, self.accelerator, self.progress
         began, tokens, tau, step, self.saved = time.monotonic(), 0, "", self.begin, (self.begin, time.monotonic())
         stream = self.batches.run(step)
@@ -271,7 +193,7 @@ class Trainer:
         while step < self.schedule.end:
             if not self.schedule.finishing and finish_requested(self.folder, accelerator):
                 self.schedule.finish(step)
-                progress.note(f"Told to finish: the rates fall until step {self.schedule.end}, which is the last.")
+                progress.note(f"Finishing: the learning rates fall until step {self.schedule.end}, which is the last.")
             epoch, batch = next(stream)
             moment = time.monotonic()
             metrics = {"step": step + 1, "epoch": epoch, **self._step(batch, step)}
@@ -298,14 +220,14 @@ class Trainer:
             if step == 1 and (note := preflight.loss_note(metrics["loss"], self.target)):
                 progress.note(note)
 
-    def timed_step(self, rows: int) -> float:
-        """Do the first step with so many rows of its batch, and return the seconds that it took."""
-        batch, whole = next(self.batches.run(0))[1].rows(0, rows), self.rows
+    def timed_step(self, sequences: int) -> float:
+        """Do the first step with this number of sequences of its batch, and return the seconds that it took."""
+        batch, whole = next(self.batches.run(0))[1].part(0, sequences), self.sequences
         wait_for(self.target.device)
-        self.rows, began = rows, time.perf_counter()
+        self.sequences, began = sequences, time.perf_counter()
         self._step(batch, 0)
         wait_for(self.target.device)
-        self.rows = whole
+        self.sequences = whole
         return time.perf_counter() - began
 
     def write(self, folder: Path) -> None:
@@ -320,7 +242,7 @@ class Trainer:
         raise Stopped(self.stops.number or signal.SIGTERM)  # another process may have got the signal
 
     def _step(self, batch: Batch, done: int) -> dict[str, Any]:
-        """One optimizer step on a batch, that of all processes together. `done` steps came before it.
+        """Do one optimizer step on a batch, that of all processes together, after `done` steps.
 
         Raises:
             Stopped: A signal came before the weights changed.
@@ -330,10 +252,10 @@ class Trainer:
         set_rate(self.optimizers, share)
         weights = total_weights(self.variant, [batch])
         stopped = False
-        with self._rounding(done):  # a second signal while it ends is no reason to save what is still rounded
+        with self._quantization(done):  # ends outside of `try`, so that a signal then saves no quantized weights
             try:
                 with self.stops.deferred(processes > 1):  # several processes stop together, between steps
-                    found = self._gradients(batch, weights)
+                    sums = self._gradients(batch, weights)
             except Stopped:
                 if processes > 1:
                     raise
@@ -342,7 +264,7 @@ class Trainer:
             self.module.zero_grad()
             self._save_and_stop(done)  # the weights have not changed yet
         norm = accelerator.clip_grad_norm_(self.module.parameters(), recipe.clip or math.inf)
-        metrics = step_metrics(self.variant, found, weights, accelerator)
+        metrics = step_metrics(self.variant, sums, weights, accelerator)
         if not math.isfinite(metrics["loss"]) or not math.isfinite(float(norm)):
             raise self._not_finite(batch, done, metrics["loss"], float(norm))
         for optimizer in self.optimizers:
@@ -350,36 +272,35 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         return {"rate": share, "gradient_norm": float(norm), **metrics}
 
-    def _rounding(self, done: int) -> contextlib.AbstractContextManager[None]:
-        """Round the weights, as the recipe says, for the step that `done` steps came before."""
+    def _quantization(self, done: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context that quantizes the weights, if the recipe says so, for the step after `done` steps."""
         bits = self.recipe.qat_bits
         if bits is None or done % 2 == 0:
             return contextlib.nullcontext()
         if isinstance(self.module, FSDPModule):
             self.module.reshard()  # an evaluation leaves gathered weights, which the step would use as they are
-        return rounded_weights(self.rounded, bits)
+        return quantized_weights(self.quantized, bits)
 
     def _gradients(self, batch: Batch, weights: Sequence[float]) -> list[Sums]:
-        """Run forward and backward over this process's rows of a batch, and return the sums of each part."""
+        """Run forward and backward over this process's sequences of a batch, and return the sums of each part."""
         recipe, accelerator, processes = self.recipe, self.accelerator, self.accelerator.num_processes
         self.module.train()
-        found: list[Sums] = []
-        for part in range(recipe.accumulation):
-            begin = (part * processes + accelerator.process_index) * self.rows
-            rows = batch.rows(begin, begin + self.rows)
-            syncing = part == recipe.accumulation - 1
+        parts: list[Sums] = []
+        for number in range(recipe.accumulation):
+            begin = (number * processes + accelerator.process_index) * self.sequences
+            syncing = number == recipe.accumulation - 1
             with contextlib.nullcontext() if syncing else accelerator.no_sync(self.module):
-                sums = self._forward(rows)
+                sums = self._forward(batch.part(begin, begin + self.sequences))
                 # Wrappers for many processes average their gradients, but the sum is needed.
                 accelerator.backward(total_loss(self.variant, sums.terms_T, weights) * processes)
-            found.append(Sums(*(one.detach() for one in sums)))
-        return found
+            parts.append(Sums(*(value.detach() for value in sums)))
+        return parts
 
     @torch.no_grad()
     def _not_finite(self, batch: Batch, done: int, loss: float, norm: float) -> NumbersError:
-        """Error for a failed step. Removes the run's folder if this was the first step of a new run."""
+        """Return the error for a failed step. Remove the run's folder if this was the first step of a new run."""
         target = self.target
-        parts = [batch.rows(begin, begin + self.rows) for begin in range(0, len(batch.contents), self.rows)]
+        parts = [batch.part(begin, begin + self.sequences) for begin in range(0, len(batch.contents), self.sequences)]
         outputs = [batch_hidden_states(part, self.source, self.width, target) for part in parts]
         outputs.append(target.head(torch.ones(1, target.hidden_size, dtype=target.dtype, device=target.device)))
         if done == 0 and self.is_new:
@@ -388,18 +309,18 @@ class Trainer:
                 shutil.rmtree(self.folder)
         return not_finite(outputs, done, loss, norm)
 
-    def _forward(self, rows: Batch) -> Sums:
-        hidden_states = batch_hidden_states(rows, self.source, self.width, self.target)
+    def _forward(self, batch: Batch) -> Sums:
+        hidden_states = batch_hidden_states(batch, self.source, self.width, self.target)
         size, teacher = self.target.hidden_size, None
-        target_layer_numbers = len(self.config.target_layers) * size
+        width = len(self.config.target_layers) * size
         if self.variant.needs_teacher:
             begin = self.target_layers.index(self.target.num_layers) * size
             teacher = hidden_states[:, :, begin : begin + size]
-        sums: Sums = self.module(hidden_states[:, :, :target_layer_numbers], teacher, *rows.on(self.target.device))
+        sums: Sums = self.module(hidden_states[:, :, :width], teacher, *batch.on(self.target.device))
         return Sums(*sums)
 
     def _evaluate_unless_stopped(self, step: int, end: bool) -> dict[str, Any]:
-        """Metrics of `_evaluate`; none if a signal interrupts it, unless it is the last one, which is finished."""
+        """Return the metrics of `_evaluate`, or none if a signal interrupts it. The last one is finished first."""
         hurried = not end and self.accelerator.num_processes == 1
         if hurried and self.stops.number is not None:
             return {}
@@ -409,22 +330,22 @@ class Trainer:
         except Stopped:
             if not hurried:
                 raise
-            self.progress.note(f"The evaluation of step {step} is left out.")
+            self.progress.note(f"The evaluation of step {step} is skipped.")
             return {}
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> dict[str, Any]:
-        """Metrics on the held-out documents, and tau of the drafter as it is written."""
+        """Return metrics on the held-out documents, and tau of the drafter as it is written."""
         metrics: dict[str, Any] = {}
         if self.fixed:
             self.module.eval()
             processes, index = self.accelerator.num_processes, self.accelerator.process_index
-            empty = self.batches.batch([()] * self.rows, torch.Generator(), self.variant.taught_slots)
+            empty = self.batches.batch([()] * self.sequences, torch.Generator(), self.variant.taught_slots)
             padded = self.fixed + [empty] * (-len(self.fixed) % processes)
             weights = total_weights(self.variant, self.fixed)
             sums = [self._forward(batch) for batch in padded[index::processes]]
-            found = step_metrics(self.variant, sums, weights, self.accelerator)
-            metrics = {f"held_out_{name}": value for name, value in found.items()}
+            held_out = step_metrics(self.variant, sums, weights, self.accelerator)
+            metrics = {f"held_out_{name}": value for name, value in held_out.items()}
         if self.prompts:
             measured, recipe = self.folder / "measured", self.recipe
             self._export(measured, self.evaluation_format, with_embedding=False)
@@ -447,7 +368,7 @@ class Trainer:
             export(folder, written, self.config, tensors, self.target, kept, with_embedding, bits)
 
     def _save(self, step: int) -> None:
-        """Write the drafter and then a checkpoint, in this order: with the last checkpoint a run has nothing to do."""
+        """Write the drafter and then a checkpoint, in this order: a run with its last checkpoint has nothing to do."""
         self._export(self.out, self.written)
         state = checkpoints.gather_state(self.module, self.optimizers)
         if self.accelerator.is_main_process:
@@ -457,7 +378,7 @@ class Trainer:
         self.saved = step, time.monotonic()
 
     def _plan_steps(self, more: int) -> None:
-        """Fix the number of steps, and say so where there is something to say."""
+        """Fix the number of steps, and print a note about it if there is one."""
         steps = self.batches.steps()
         if self.begin in (0, self.schedule.end):
             clear_finish_request(self.folder, self.accelerator)

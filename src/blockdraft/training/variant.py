@@ -1,22 +1,22 @@
-"""Variants: what a kind of drafter tells the trainer.
+"""Variants: what the trainer needs to know about a kind of drafter.
 
 A variant is a subclass of `Variant` in `train.py` of a drafter's folder, named `VARIANT` at the end of the file;
 `blockdraft train <folder name>` finds it. It makes the network, and computes the network's output for the K tokens
-after each anchor. For that the network may see what a drafter sees: the features of the tokens strictly before the
-anchor (those of the anchor itself do not exist yet when a drafter guesses), the anchor, and of the later tokens at most
-those before the one that it guesses.
+after each anchor. The network may read what a drafter can read: the hidden states of the tokens strictly before the
+anchor, the anchor, and the later tokens before the one that it predicts. The anchor's own hidden states do not exist
+yet when a drafter drafts.
 
     @settings
     class MyRecipe(Recipe):
-        "Attributes:  (each field explained here, as in `Recipe`)"
-        my_weight: Amount = 1.0
+        "Recipe of my drafter."
+        my_weight: Amount = Field(1.0, description="Weight of my loss.")
 
     class MyVariant(Variant[MyRecipe, MyNetwork, MyConfig]):
         recipe_class = MyRecipe
 
         def config(self, target): return MyConfig(...)
         def new_network(self, config, vocabulary): return MyNetwork(config)
-        def hidden(self, network, target, features_BSF, rows): ...
+        def hidden(self, network, target, hidden_states_BSF, sequences): ...
         def factors(self): return {**super().factors(), "mine": self.recipe.my_weight}
         def losses(self, network, slots): return {**super().losses(network, slots), "mine": ...}
 
@@ -29,7 +29,7 @@ that `hidden` does not call, such as a head on top of hidden states and logits. 
 computed again in the backward pass, so it must neither draw random numbers nor change anything.
 
 `tests/drafters/test_parity.py` tests every variant that it finds: a written drafter that `load_drafter` reads back must
-guess what `draft_tokens` returns.
+propose what `draft_tokens` returns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from blockdraft.formats import read_drafter
 from blockdraft.nn.draft_config import need
 from blockdraft.plugins import DRAFTERS, part_names
 from blockdraft.targets import Target
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.objectives import Slots, default_gamma, find_objective
 from blockdraft.training.recipe import Recipe
 
@@ -91,17 +91,18 @@ def load_init(
     Raises:
         UsageError: The drafter cannot be read, or its configuration differs in another field.
     """
-    found, ours = read_drafter(init, vocabulary, config.num_target_layers), type(config).__name__
-    need(type(found.config) is type(config), f"the kind of {init}", type(found.config).__name__, f"{ours}; use another")
+    drafter, kind = read_drafter(init, vocabulary, config.num_target_layers), type(config).__name__
+    same = type(drafter.config) is type(config)
+    need(same, f"the kind of {init}", type(drafter.config).__name__, f"{kind}; use another")
     for field in fields(config):
-        mine, theirs = getattr(config, field.name), getattr(found.config, field.name)
+        ours, theirs = getattr(config, field.name), getattr(drafter.config, field.name)
         need(
-            mine == theirs or field.name in free,
+            ours == theirs or field.name in free,
             f"{field.name} of {init}",
             theirs,
-            f"that of the recipe and target, {mine}; change the recipe, or begin without init",
+            f"that of the recipe and target, {ours}; change the recipe, or start without init",
         )
-    network.load_state_dict(found.tensors)
+    network.load_state_dict(drafter.tensors)
 
 
 R = TypeVar("R", bound=Recipe)
@@ -117,12 +118,12 @@ class Variant(ABC, Generic[R, N, C]):
         free_fields: Fields of its own recipe that may change when a run resumes, because they do not change what is
             learned.
         counted: Names of the counts that `counts` returns.
-        needs_teacher: Whether `losses` reads `slots.teacher_CKV`, be it for an objective or for a term of its own.
-        fit_gain: Accepted guesses over those of DFlash after equal training, by which `blockdraft fit` weighs a kind;
-            None if `fit` does not make it.
+        needs_teacher: Whether `losses` reads `slots.teacher_CKV`, for an objective or for a term of its own.
+        fit_gain: Accepted draft tokens relative to DFlash after equal training, by which `blockdraft fit` weighs a
+            kind; None if `fit` does not make it.
         reducible: Whether its recipe has a field `draft_vocab` that may be set.
-        fit_reduced: Whether `fit` compares it only where that field is set, since it was measured only there.
-        kept: The target's ids of the tokens that the drafter can guess, `[Vd]` int64, ascending, if it runs the
+        fit_reduced: Whether `fit` compares it only with that field set, since it was measured only so.
+        kept: The target's ids of the tokens that the drafter can propose, `[Vd]` int64, ascending, if it runs the
             target's head for these alone. Set by `fit_data`.
     """
 
@@ -137,32 +138,36 @@ class Variant(ABC, Generic[R, N, C]):
 
     @classmethod
     def fit_fields(cls, layers: int, hidden_size: int) -> dict[str, Any]:
-        """Fields of its recipe that `blockdraft fit` sets for a target of so many layers and this hidden size; None
-        leaves out a field that `fit` sets for most kinds."""
+        """Return the recipe fields that `blockdraft fit` sets for a target of this size.
+
+        None leaves out a field that `fit` sets for most kinds.
+        """
         return {}
 
     @classmethod
     def layout(cls, recipe: R) -> str | None:
-        """The only layout in which drafters of a recipe can be written; None is any of their kind's."""
+        """Return the only layout in which drafters of a recipe can be written, or None for any of their kind's."""
         return None
 
     def __init__(self, recipe: R) -> None:
         self.recipe = recipe
         self.objectives = {name: find_objective(name) for name in recipe.objective}
-        self.needs_teacher = self.needs_teacher or any(one.needs_teacher for one in self.objectives.values())
+        self.needs_teacher = self.needs_teacher or any(term.needs_teacher for term in self.objectives.values())
         gamma = recipe.gamma if recipe.gamma is not None else default_gamma(recipe.block_size)
         self.gamma = gamma or None
 
     # Configuration and weights
 
     def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
-        """Values of fields of its own recipe that depend on target and data, by name. Faults are added to the
-        complaints. `config` must not need this call, so that a network can be made without data."""
+        """Return values, by name, of fields of its own recipe that depend on target and data.
+
+        Faults are added to the complaints. `config` must not need this call, so that networks can be made without data.
+        """
         return {}
 
     @abstractmethod
     def config(self, target: Target) -> C:
-        """Configuration of the network. Values that the recipe leaves open are taken from the target.
+        """Return the configuration of the network. Values that the recipe leaves open are taken from the target.
 
         Raises:
             UsageError: A value is out of range, or neither the recipe nor the target has it.
@@ -170,7 +175,7 @@ class Variant(ABC, Generic[R, N, C]):
 
     @abstractmethod
     def new_network(self, config: C, vocabulary: Mapping[str, int] | None) -> N:
-        """Make the network that training begins with. `network` calls this after seeding torch.
+        """Return the network that training starts with. `network` calls this after seeding torch.
 
         Args:
             vocabulary: Tokens of the target and their ids, which some checkpoints are read with.
@@ -180,14 +185,13 @@ class Variant(ABC, Generic[R, N, C]):
         """
 
     def network(self, config: C, vocabulary: Mapping[str, int] | None = None) -> N:
-        """`new_network`, with random numbers from the recipe's seed alone."""
+        """Return `new_network`, with random numbers from the recipe's seed alone."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.seed)
             return self.new_network(config, vocabulary)
 
     def fit_data(self, network: N, data: TokenData) -> None:
-        """Set buffers of a new network that depend on the data, such as a draft vocabulary. Called before
-        `fit_head`."""
+        """Set buffers of a new network that depend on the data, such as a draft vocabulary. `fit_head` follows."""
 
     def fit_head(self, network: N, target: Target) -> None:
         """Fit a new network to the target's head, for instance by scaling its last norm."""
@@ -196,24 +200,23 @@ class Variant(ABC, Generic[R, N, C]):
         """Prepare the network for training, for instance to recompute activations. Its parameters must not change."""
 
     def saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors as they are written: on the CPU, floating-point ones in the recipe's `save_dtype`."""
+        """Return the tensors as they are written: on the CPU, floating-point ones in the recipe's `save_dtype`."""
         dtype = getattr(torch, self.recipe.save_dtype)
         return {n: t.to("cpu", dtype if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
 
     def is_matrix(self, name: str, parameter: Tensor) -> bool:
-        """Whether Muon trains this parameter; AdamW trains the others."""
+        """Return whether Muon trains this parameter; AdamW trains the others."""
         return parameter.ndim == 2
 
-    def is_rounded(self, name: str) -> bool:
-        """Whether the linear layer of this name is rounded where the drafter runs on a CPU beside a target of few
-        bits."""
+    def is_quantized(self, name: str) -> bool:
+        """Return whether this linear layer is quantized when the drafter runs on a CPU next to a quantized target."""
         return False
 
-    # Guesses and losses
+    # Draft tokens and losses
 
     @property
     def alone(self) -> float:
-        """Share of the steps, at the beginning of a run, that teach the first slot alone."""
+        """Share of the steps, at the start of a run, that teach the first slot alone."""
         return 0.0
 
     @property
@@ -222,47 +225,53 @@ class Variant(ABC, Generic[R, N, C]):
         return self.recipe.block_size - 1
 
     @abstractmethod
-    def hidden(self, network: N, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
-        """Hidden states of all taught slots, `[B, A, K, H]`, of all blocks at once.
+    def hidden(self, network: N, target: Target, hidden_states_BSF: Tensor, sequences: PackedSequences) -> Tensor:
+        """Compute the hidden states of all taught slots, `[B, A, K, H]`, of all blocks at once.
 
         Args:
             network: The draft network itself, not its wrapper.
             hidden_states_BSF: Outputs of the target at `config.target_layers`, concatenated. Those of the anchor and
                 of later tokens are included and must not be used.
-            rows: Tokens, documents and anchors, on the target's device. Blocks of negative anchors are meaningless.
+            sequences: Tokens, documents and anchors, on the target's device. Negative anchors have no block.
         """
 
     def logits(self, network: N, target: Target, hidden_CKH: Tensor) -> Tensor:
-        """Logits of a chunk of blocks, `[C, K, V]`, here by the target's head. A variant with another vocabulary than
-        the target's must account for it in `losses` and `draft_tokens`."""
+        """Compute the logits of a chunk of blocks, `[C, K, V]`, here by the target's head.
+
+        A variant with another vocabulary than the target's must account for it in `losses` and `draft_tokens`.
+        """
         states = hidden_CKH.to(target.dtype).flatten(0, 1)  # a view in three dimensions would be multiplied by slices
         logits: Tensor = target.head(states).unflatten(0, hidden_CKH.shape[:2])
         return logits
 
     def factors(self) -> Mapping[str, float]:
-        """Terms of the loss and their factors, in a fixed order."""
+        """Return the terms of the loss and their factors, in a fixed order."""
         return self.recipe.objective
 
     def decayed(self, term: str) -> bool:
-        """Whether slot k of a term has the weight `exp(-(k - 1) / gamma)`; otherwise all slots have the same weight. A
-        variant's own terms decay."""
+        """Return whether slot k of a term has the weight `exp(-(k - 1) / gamma)`; otherwise all slots weigh the same.
+
+        A variant's own terms decay.
+        """
         return term not in self.objectives or self.objectives[term].decayed
 
     def losses(self, network: N, slots: Slots) -> dict[str, Tensor]:
-        """Loss of each slot, `[C, K]` float32, for each term in `factors`. The trainer makes term t of the loss from
-        them: `sum(weights * losses) / sum(weights)` over all processes and accumulated batches.
+        """Compute the loss of each slot, `[C, K]` float32, for each term in `factors`.
 
-        A slot to which a term does not apply gets 0. `network` is the draft network itself, not its wrapper.
+        The trainer makes term t of the loss from them: `sum(weights * losses) / sum(weights)` over all processes and
+        accumulated batches. A slot to which a term does not apply gets 0. `network` is not wrapped.
         """
         return {name: objective.losses(slots) for name, objective in self.objectives.items()}
 
     def draft_tokens(self, network: N, slots: Slots) -> Tensor:
-        """Greedy guess at each slot, `[C, K]` int64, given that all guesses before it were right. Accuracies and
-        accepted lengths are computed from it."""
+        """Return the greedy draft token at each slot, `[C, K]` int64, given that all draft tokens before it were right.
+
+        Accuracies and accepted lengths are computed from it.
+        """
         return slots.logits_CKV.argmax(dim=-1)
 
     def counts(self, network: N, slots: Slots) -> Mapping[str, Tensor]:
-        """Masks `[C, K]` bool for all names in `counted`. Their shares of the taught slots are metrics."""
+        """Return masks `[C, K]` bool for all names in `counted`. Their shares of the taught slots are metrics."""
         return {}
 
 
@@ -271,18 +280,14 @@ def variant_names() -> list[str]:
 
 
 def find_variant(name: str) -> type[Variant[Any, Any, Any]]:
-    """Variant of the drafter with this name.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """Return the variant of the drafter with this name, or raise UsageError."""
     if name not in variant_names():
         raise UsageError(f"The variant {name!r} is unknown; there are {', '.join(variant_names())}.")
-    found: type[Variant[Any, Any, Any]] = import_module(f"{DRAFTERS}.{name}.train").VARIANT
-    return found
+    variant: type[Variant[Any, Any, Any]] = import_module(f"{DRAFTERS}.{name}.train").VARIANT
+    return variant
 
 
 def fit_gains() -> dict[str, float]:
-    """Kinds that `blockdraft fit` makes, each with its `Variant.fit_gain`."""
+    """Map the kinds that `blockdraft fit` makes to their `Variant.fit_gain`."""
     gains = {name: find_variant(name).fit_gain for name in variant_names()}
     return {name: gain for name, gain in gains.items() if gain is not None}

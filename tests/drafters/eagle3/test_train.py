@@ -18,9 +18,10 @@ from blockdraft.errors import Complaints, UsageError
 from blockdraft.formats import read_drafter
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, embedding_and_head
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import Format, export
+from blockdraft.training.job import TrainingJob
 from blockdraft.training.loss import term_weights
 from blockdraft.training.objectives import Slots
 from blockdraft.training.trainer import run_folder, train
@@ -192,7 +193,7 @@ def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
     recipe = read_settings(Eagle3Recipe, flags=flags)
     out = tmp_path / "drafter"
     accelerator = make_accelerator(recipe, run_folder(out), "cpu")
-    lines = train("eagle3", target, data, out, recipe, accelerator)
+    lines = train(TrainingJob("eagle3", target, data, out, recipe, accelerator))
     assert sum(line["loss"] for line in lines[-5:]) < 0.5 * sum(line["loss"] for line in lines[:5])
     assert 0.5 < lines[-1]["covered"] <= 1 and len(lines[-1]["accuracy"]) == 4
     drafter = load_drafter(out, target=target)
@@ -234,7 +235,9 @@ def test_a_drafter_begins_as_the_last_layer(family: str, tmp_path: Path) -> None
     anchors = torch.arange(1, 12)[None]
     blocks = torch.stack([anchors, anchors.roll(-1)], dim=2)
     documents = torch.zeros(1, 12, dtype=torch.int64)
-    rows = Rows(tokens, torch.arange(12)[None], documents, anchors, blocks, torch.ones(1, 11, 1, dtype=torch.bool))
+    rows = PackedSequences(
+        tokens, torch.arange(12)[None], documents, anchors, blocks, torch.ones(1, 11, 1, dtype=torch.bool)
+    )
     states = variant.hidden(network, target, hidden_states[:, :, :width], rows)
     found = variant.logits(network, target, states[0])[:, 0]
     theirs = target.head(hidden_states[0, :-1, width:].to(target.dtype)).float()[:, kept]

@@ -13,7 +13,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.drafters.flow.network import FlowConfig, FlowNetwork, mean_embedding, moved
 from blockdraft.drafters.flow.train import FlowRecipe, FlowVariant, Moments, noise_std
 from blockdraft.targets import Target, load_target
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.export import Format, export
 from blockdraft.training.loss import DraftLoss
 from blockdraft.training.objectives import Slots
@@ -28,7 +28,7 @@ def target(tiny_target_dir: Path) -> Target:
 
 
 @pytest.fixture(scope="module")
-def batch(target: Target) -> tuple[Tensor, Rows]:
+def batch(target: Target) -> tuple[Tensor, PackedSequences]:
     """Features and rows of two texts of 18 tokens."""
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(5, 200, (2, 18), generator=random)
@@ -36,7 +36,7 @@ def batch(target: Target) -> tuple[Tensor, Rows]:
     blocks = tokens.gather(1, places.clamp(min=0).flatten(1)).view(places.shape)
     taught = (ANCHORS >= 0).unsqueeze(-1).expand(-1, -1, 3)
     positions = torch.arange(18).expand(2, -1)
-    rows = Rows(tokens, positions, torch.zeros(2, 18, dtype=torch.long), ANCHORS, blocks, taught)
+    rows = PackedSequences(tokens, positions, torch.zeros(2, 18, dtype=torch.long), ANCHORS, blocks, taught)
     return torch.randn(2, 18, 2 * target.hidden_size, generator=random), rows
 
 
@@ -50,7 +50,7 @@ def made(target: Target, disturbed: bool = True, **changes: Any) -> tuple[FlowVa
     return variant, network.train()
 
 
-def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple[Tensor, Rows]) -> None:
+def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple[Tensor, PackedSequences]) -> None:
     """Loss and gradient equal those by hand. One block learns from the data, the others different jumps."""
     variant, network = made(target)
     hidden_states, rows = batch
@@ -97,7 +97,7 @@ def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple
         torch.testing.assert_close(one, two, atol=1e-3, rtol=1e-3)
 
 
-def test_the_shares_of_two_jumps_lead_where_both_lead(target: Target, batch: tuple[Tensor, Rows]) -> None:
+def test_the_shares_of_two_jumps_lead_where_both_lead(target: Target, batch: tuple[Tensor, PackedSequences]) -> None:
     variant, _ = made(target)
     _, begin, middle, end, second = variant._moments(batch[1], 8)
     state, one, two = torch.randn(3, 2, 4, 3, 8, dtype=torch.float64)
@@ -108,13 +108,15 @@ def test_the_shares_of_two_jumps_lead_where_both_lead(target: Target, batch: tup
     torch.testing.assert_close(at_once[is_jump], both[is_jump], atol=1e-5, rtol=1e-5)
 
 
-def test_moments_follow_from_the_seed_the_text_and_the_anchors(target: Target, batch: tuple[Tensor, Rows]) -> None:
+def test_moments_follow_from_the_seed_the_text_and_the_anchors(
+    target: Target, batch: tuple[Tensor, PackedSequences]
+) -> None:
     variant, rows = made(target)[0], batch[1]
     first = variant._moments(rows, 8)
     before = torch.random.get_rng_state()
     assert all(map(torch.equal, first, variant._moments(rows, 8)))
     assert torch.equal(torch.random.get_rng_state(), before)
-    alone = variant._moments(Rows(*(one[1:] for one in rows)), 8)  # as where each process has a row
+    alone = variant._moments(PackedSequences(*(one[1:] for one in rows)), 8)  # as where each process has a row
     assert all(torch.equal(one[1:], two) for one, two in zip(first, alone, strict=True))
     for others in (rows._replace(anchors_BA=rows.anchors_BA + 1), rows._replace(tokens_BS=rows.tokens_BS + 1)):
         assert not torch.equal(first.noise_BAKH, variant._moments(others, 8).noise_BAKH)
@@ -124,7 +126,9 @@ def test_moments_follow_from_the_seed_the_text_and_the_anchors(target: Target, b
 def test_moments_are_of_both_kinds_and_begin_and_end_where_drafting_does(target: Target) -> None:
     variant = made(target, jumps=0.25)[0]
     blocks = torch.zeros(1, 4000, 4, dtype=torch.long)
-    rows = Rows(*torch.zeros(3, 1, 8, dtype=torch.long), torch.arange(4000)[None], blocks, blocks[..., 1:] == 0)
+    rows = PackedSequences(
+        *torch.zeros(3, 1, 8, dtype=torch.long), torch.arange(4000)[None], blocks, blocks[..., 1:] == 0
+    )
     noise, begin, middle, end, second = (one.squeeze() for one in variant._moments(rows, 2))
     jumps = second >= 0
     assert abs(float(jumps.float().mean()) - 0.25) < 0.03 and abs(float(noise.std()) - 1) < 0.03
@@ -137,7 +141,11 @@ def test_moments_are_of_both_kinds_and_begin_and_end_where_drafting_does(target:
 
 
 def test_evaluation_is_drafting(
-    target: Target, tmp_path: Path, parity: Callable[..., Any], tiny_flow_dir: Path, batch: tuple[Tensor, Rows]
+    target: Target,
+    tmp_path: Path,
+    parity: Callable[..., Any],
+    tiny_flow_dir: Path,
+    batch: tuple[Tensor, PackedSequences],
 ) -> None:
     """With three passes. The held-out loss has no part for jumps."""
     variant, network = made(target, diffusion_steps=3)
@@ -149,7 +157,7 @@ def test_evaluation_is_drafting(
     assert sums.terms_T[0] > 0 and sums.terms_T[1] == 0
 
 
-def test_both_losses_fall(target: Target, batch: tuple[Tensor, Rows]) -> None:
+def test_both_losses_fall(target: Target, batch: tuple[Tensor, PackedSequences]) -> None:
     variant, network = made(target, disturbed=False)
     loss, lines = DraftLoss(network, variant, target).train(), list[list[float]]()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)

@@ -12,7 +12,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.drafters.medusa.train import MedusaRecipe, MedusaVariant
 from blockdraft.formats import read_drafter
 from blockdraft.targets import Target, load_target
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.export import Format, export
 from blockdraft.training.objectives import slot_weights
 
@@ -58,7 +58,7 @@ def test_features_of_the_anchor_and_behind_it_are_not_seen(target: Target) -> No
     network = variant.network(variant.config(target))
     anchors, places = torch.tensor([[0, 4, -1]]), torch.arange(9)[None]
     blocks = torch.zeros(1, 3, 5, dtype=torch.long)
-    rows = Rows(places, places, places * 0, anchors, blocks, blocks[:, :, 1:] > 0)
+    rows = PackedSequences(places, places, places * 0, anchors, blocks, blocks[:, :, 1:] > 0)
     hidden_states = torch.randn(1, 9, target.hidden_size)
     hidden = variant.hidden(network, target, hidden_states, rows)
     for place in range(9):

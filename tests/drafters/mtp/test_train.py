@@ -13,7 +13,7 @@ from blockdraft.drafters.mtp.network import MTPNetwork
 from blockdraft.drafters.mtp.train import MTPRecipe, MTPVariant
 from blockdraft.formats import read_drafter
 from blockdraft.targets import Target, load_target
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.export import Format, export
 from blockdraft.training.objectives import slot_weights
 
@@ -53,7 +53,7 @@ def test_steps_see_what_the_drafter_knows_by_then(target: Target) -> None:
 
     def hidden(hidden_states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         block = tokens[:, None, anchor : anchor + 5]
-        rows = Rows(tokens, positions, documents, torch.tensor([[anchor]]), block, block[:, :, 1:] > 0)
+        rows = PackedSequences(tokens, positions, documents, torch.tensor([[anchor]]), block, block[:, :, 1:] > 0)
         with torch.no_grad():
             return variant.hidden(network, target, hidden_states, rows)[0, 0]
 

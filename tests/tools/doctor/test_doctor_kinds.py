@@ -23,7 +23,7 @@ from blockdraft.targets import Target, load_target
 from blockdraft.tools.doctor.checks import checker_of
 from blockdraft.tools.doctor.examine import Diagnosis, examine
 from blockdraft.tools.doctor.settings import DoctorSettings
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.variant import find_variant
 from blockdraft.types import SamplingParams
 
@@ -85,7 +85,7 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
             torch.nn.init.uniform_(network.norm.weight, -2, 2) if kind == "mtp" else None
             places = {i: i for i in range(target.vocab_size)}
         optimizer = torch.optim.Adam(network.parameters(), 5e-3)
-        parts, blocks, labels, hidden_states, begin = list[Rows](), list[torch.Tensor](), [], [], 0
+        parts, blocks, labels, hidden_states, begin = list[PackedSequences](), list[torch.Tensor](), [], [], 0
         for number, (tokens, first) in enumerate(texts):
             anchors = torch.arange(first, len(tokens) - DRAFT_CHOICE - 1)
             read = target_hidden_states(
@@ -96,10 +96,12 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
             labels.append(torch.stack([tokens[anchors + k - early] for k in range(1, DRAFT_CHOICE + 1)], dim=1))
             numbers = torch.full_like(tokens, number)
             parts.append(
-                Rows(tokens, torch.arange(len(tokens)), numbers, begin + anchors, blocks[-1], blocks[-1][:, 1:] >= 0)
+                PackedSequences(
+                    tokens, torch.arange(len(tokens)), numbers, begin + anchors, blocks[-1], blocks[-1][:, 1:] >= 0
+                )
             )
             begin += len(tokens)
-        rows = Rows(*(torch.cat(column)[None] for column in zip(*parts, strict=True)))
+        rows = PackedSequences(*(torch.cat(column)[None] for column in zip(*parts, strict=True)))
         wanted = torch.cat(labels).apply_(lambda token: places[token]).flatten()
         for _ in range(STEPS):
             optimizer.zero_grad()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from blockdraft import timing
-from blockdraft.data.answerers import CHECKED_TOKENS
+from blockdraft.data.responders import CHECKED_TOKENS
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
 from blockdraft.tools.fit import survey

@@ -38,7 +38,7 @@ from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
 from blockdraft.nn.draft_network import DraftLayer
 from blockdraft.settings import Count, Layers, Natural, settings
 from blockdraft.targets import Target, embedding_and_head
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.draft_vocabulary import draft_ids, frequent_tokens, reduced_losses
 from blockdraft.training.mask_token import mask_token
 from blockdraft.training.objectives import Slots
@@ -172,7 +172,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         return None if recipe.draft_vocab is None else "speculators"
 
     def defaults(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
-        recipe, found = self.recipe, dict[str, Choice]()
+        recipe, choices = self.recipe, dict[str, Choice]()
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         init, of_init = None, "that of the drafter to begin with"
         if recipe.draft_vocab is not None:
@@ -184,9 +184,9 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
             with complaints.noting():
                 init = read_config(Path(recipe.init), vocabulary)
         if recipe.layers is None:
-            found["layers"] = Choice(init.num_hidden_layers, of_init) if init else Choice(DEFAULT_LAYERS)
+            choices["layers"] = Choice(init.num_hidden_layers, of_init) if init else Choice(DEFAULT_LAYERS)
         if init is not None and recipe.target_layers is None:
-            found["target_layers"] = Choice(init.target_layers, of_init)
+            choices["target_layers"] = Choice(init.target_layers, of_init)
         else:
             with complaints.noting():
                 target_layers = chosen_target_layers(recipe.target_layers, target.num_layers)
@@ -197,16 +197,16 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
                     f"layers of the target, 0 to {target.num_layers - 1}",
                 )
                 few = recipe.target_layers is None and len(target_layers) < 5
-                found["target_layers"] = Choice(
+                choices["target_layers"] = Choice(
                     target_layers, f"the target has {counted(target.num_layers, 'layer')}" if few else None
                 )
         if init is not None and recipe.mask_token_id is None:
-            found["mask_token_id"] = Choice(init.mask_token_id, of_init)
+            choices["mask_token_id"] = Choice(init.mask_token_id, of_init)
         else:
             with complaints.noting():
                 mask = mask_token(target, recipe.mask_token_id, data)
-                found["mask_token_id"] = Choice(*mask)
-        return found
+                choices["mask_token_id"] = Choice(*mask)
+        return choices
 
     def config(self, target: Target) -> DraftConfig:
         settled = self.defaults(target, None, complaints := Complaints())
@@ -285,7 +285,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
             for layer in network.layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
-    def is_rounded(self, name: str) -> bool:
+    def is_quantized(self, name: str) -> bool:
         return name == "fc" or name.startswith("layers.")
 
     def _own(self, name: str) -> bool:
@@ -295,12 +295,12 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
     def taught_slots(self) -> int:
         return self.recipe.block_size - self.first_slot
 
-    def hidden(self, network: N, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
-        hidden_BANH = self.pass_over_blocks(network, target, hidden_states_BSF, rows)(0.0)
+    def hidden(self, network: N, target: Target, hidden_states_BSF: Tensor, sequences: PackedSequences) -> Tensor:
+        hidden_BANH = self.pass_over_blocks(network, target, hidden_states_BSF, sequences)(0.0)
         return hidden_BANH[:, :, self.first_slot :]
 
     def pass_over_blocks(
-        self, network: N, target: Target, hidden_states_BSF: Tensor, rows: Rows
+        self, network: N, target: Target, hidden_states_BSF: Tensor, sequences: PackedSequences
     ) -> Callable[[Tensor | float], Tensor]:
         """Return a reusable function that runs the layers over all blocks, each an anchor and masks.
 
@@ -308,9 +308,11 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         """
         flex = self.recipe.attention == "flex" or (self.recipe.attention == "auto" and target.device.type == "cuda")
         mask = torch.tensor(network.config.mask_token_id, device=target.device)
-        anchors_BA1H = target.embed(rows.tokens_BAL[:, :, :1]).float()
-        masks_BAKH = target.embed(mask).float().expand(*rows.anchors_BA.shape, network.config.block_size - 1, -1)
-        run = draft_pass(network, hidden_states_BSF, rows.documents_BS, rows.positions_BS, rows.anchors_BA, flex)
+        anchors_BA1H = target.embed(sequences.tokens_BAL[:, :, :1]).float()
+        masks_BAKH = target.embed(mask).float().expand(*sequences.anchors_BA.shape, network.config.block_size - 1, -1)
+        run = draft_pass(
+            network, hidden_states_BSF, sequences.documents_BS, sequences.positions_BS, sequences.anchors_BA, flex
+        )
         return lambda added: run(torch.cat([anchors_BA1H, masks_BAKH + added], dim=2))
 
     def logits(self, network: N, target: Target, hidden_CKH: Tensor) -> Tensor:
@@ -325,8 +327,8 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         return reduced_losses(plain, slots, self.kept, network.config.vocab_size, self.objectives)
 
     def draft_tokens(self, network: N, slots: Slots) -> Tensor:
-        found = super().draft_tokens(network, slots)
-        return found if self.kept is None else self.kept[found]
+        tokens = super().draft_tokens(network, slots)
+        return tokens if self.kept is None else self.kept[tokens]
 
     def counts(self, network: N, slots: Slots) -> Mapping[str, Tensor]:
         if self.kept is None:

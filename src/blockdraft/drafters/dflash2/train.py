@@ -1,6 +1,6 @@
 """Training of DFlash2: the losses of DFlash v1, which also train the convolutions, and a loss of the selector.
 
-The selector learns with the token of the data before each position, not with the draft token there. A label that is not
+The selector learns with the token of the data before each slot, not with the draft token there. A label that is not
 among the candidates replaces the least likely one, as in SpecForge and speculators. So the selector learns from every
 taught slot from the first step on, when few labels are candidates. Draft tokens and metrics are without that help, as
 in decoding.
@@ -63,8 +63,8 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
         group = self.recipe.conv_group_size or math.gcd(CONV_GROUP, target.hidden_size)
         return {"conv_group_size": group} | {name: getattr(self.recipe, name) for name in names}
 
-    def is_rounded(self, name: str) -> bool:
-        return super().is_rounded(name) and not name.endswith("kernel_projection")
+    def is_quantized(self, name: str) -> bool:
+        return super().is_quantized(name) and not name.endswith("kernel_projection")
 
     def factors(self) -> Mapping[str, float]:
         return {**super().factors(), "selector": self.recipe.selector_weight}
@@ -78,8 +78,7 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
         return ids_CKN.gather(-1, best_CK1).squeeze(-1)
 
     def counts(self, network: DFlash2Network, slots: Slots) -> dict[str, Tensor]:
-        """Return the labels that are candidates, that have the best logit, and that the selector chooses, `[C, K]`
-        bool."""
+        """Return which labels are candidates, have the best logit, and are chosen by the selector, `[C, K]` bool."""
         labels_CK = slots.labels_CK
         return {
             "candidate_recall": (network.candidates(slots.logits_CKV)[0] == labels_CK.unsqueeze(-1)).any(dim=-1),
@@ -89,8 +88,10 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
 
 
 def selector_losses(network: DFlash2Network, slots: Slots) -> Tensor:
-    """Return the cross-entropy `[C, K]` float32 of each label among the N candidates of its slot, given the token
-    before it."""
+    """Return the cross-entropy `[C, K]` float32 of each label among the N candidates of its slot.
+
+    Candidates are scored by the token of the data before them.
+    """
     labels_CK1 = slots.labels_CK.unsqueeze(-1)
     ids_CKN = slots.logits_CKV.topk(network.config.selector_top_k, dim=-1).indices
     is_label_CKN = ids_CKN == labels_CK1

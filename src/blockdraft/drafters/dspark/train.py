@@ -1,11 +1,11 @@
-"""Training of DSpark (arXiv 2607.05147): each position of a block learns the token behind it, given the token there.
+"""Training of DSpark (arXiv 2607.05147): each position of a block learns the token after it, given the token there.
 
 The loss is `0.1 CE + 0.9 L1 + 1.0 BCE(confidence, 1 - L1 / 2)`, with the weight `exp(-(k - 1) / 4)` at slot k (paper,
 section 3; `deepspec/modeling/dspark/loss.py`). L1 is twice the total variation, so half of it is the probability of a
 rejection. The confidence head learns the acceptance of the corrected distribution.
 
-Training may start from a DFlash v1 drafter. Position j of such a drafter drafts the token at its own position, so its
-draft tokens are one token late until training has moved them.
+Training may start from a DFlash v1 drafter. Position j of such a drafter predicts the token at its own position, so its
+draft tokens are one position late until training has moved them.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class DSparkVariant(DFlashFamily[DSparkRecipe, DSparkNetwork]):
     def losses(self, network: DSparkNetwork, slots: Slots) -> dict[str, Tensor]:
         previous = network.previous(slots.predecessors_CK)
         corrected = replace(slots, logits_CKV=slots.logits_CKV + network.bias(previous))
-        found = super().losses(network, corrected)
+        losses = super().losses(network, corrected)
         if self.recipe.confidence > 0:
             accepted = acceptance_rate(corrected).detach().clamp(0, 1)
             logits = network.confidence_logits(slots.hidden_CKH, previous)
-            found["confidence"] = F.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
-        return found
+            losses["confidence"] = F.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
+        return losses
 
     def draft_tokens(self, network: DSparkNetwork, slots: Slots) -> Tensor:
         return (slots.logits_CKV + network.bias(network.previous(slots.predecessors_CK))).argmax(dim=-1)

@@ -1,6 +1,6 @@
 """Training of EAGLE-3 (arXiv 2503.01840), unrolled as it drafts ("training-time test").
 
-The k-th step behind an anchor reads the network's own hidden states at the k - 1 entries before it; these entries hold
+The k-th step after an anchor reads the network's own hidden states at the k - 1 entries before it; these entries hold
 the tokens of the data. Each of them attends to the entries of the sequence up to the anchor, made from the target's
 hidden states, and to the unrolled entries of its own chain.
 
@@ -35,7 +35,7 @@ from blockdraft.formats import Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_config import need
 from blockdraft.settings import Amount, Count, Layers, Share, settings
 from blockdraft.targets import Target, embedding_and_head
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.draft_vocabulary import draft_ids, frequent_tokens, reduced_losses
 from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import Recipe
@@ -49,8 +49,10 @@ MLP = ("gate", "up", "down")
 
 @settings
 class Eagle3Recipe(Recipe):
-    """Recipe of EAGLE-3. Steps, their weights and the size of the draft vocabulary are those of SafeAILab's training
-    code, learning rate and clipping those of SpecForge.
+    """Recipe of EAGLE-3.
+
+    Steps, their weights and the size of the draft vocabulary are those of SafeAILab's training code, learning rate and
+    clipping those of SpecForge.
     """
 
     beginnings: ClassVar[tuple[str, ...]] = (LAST_LAYER,)
@@ -64,8 +66,8 @@ class Eagle3Recipe(Recipe):
     clip: Amount = 0.5
     alone: Share = Field(
         0.0,
-        description="Share of the steps, at the beginning, that teach the first draft token alone, behind as many more "
-        "tokens.",
+        description="Share of the steps, at the start, that teach the first draft token alone, after as many more "
+        "anchors.",
     )
     target_layers: Count | Layers | None = Field(
         None,
@@ -107,8 +109,8 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
 
     @classmethod
     def fit_fields(cls, layers: int, hidden_size: int) -> dict[str, Any]:
-        begun = {"init": LAST_LAYER, "target_layers": target_layers_with_the_last(layers), "alone": 0.6}
-        return {"layers": None, "objective": {"forward_kl": 1.0}, "block_size": 6, **begun}
+        start = {"init": LAST_LAYER, "target_layers": target_layers_with_the_last(layers), "alone": 0.6}
+        return {"layers": None, "objective": {"forward_kl": 1.0}, "block_size": 6, **start}
 
     @classmethod
     def layout(cls, recipe: Eagle3Recipe) -> str | None:
@@ -162,10 +164,10 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
 
     def _init(self, num_target_layers: int) -> Checkpoint:
         assert self.recipe.init is not None
-        found = read_drafter(self.recipe.init, None, num_target_layers)
-        kind = type(found.config).__name__
-        need(type(found.config) is Eagle3Config, f"the drafter of {self.recipe.init}", kind, "an EAGLE-3 drafter")
-        return found
+        drafter = read_drafter(self.recipe.init, None, num_target_layers)
+        kind = type(drafter.config).__name__
+        need(type(drafter.config) is Eagle3Config, f"the drafter of {self.recipe.init}", kind, "an EAGLE-3 drafter")
+        return drafter
 
     def new_network(self, config: Eagle3Config, vocabulary: Mapping[str, int] | None) -> Eagle3Network:
         network = Eagle3Network(config)
@@ -196,11 +198,13 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
     def is_matrix(self, name: str, parameter: Tensor) -> bool:
         return super().is_matrix(name, parameter) and name != "lm_head.weight"
 
-    def is_rounded(self, name: str) -> bool:
+    def is_quantized(self, name: str) -> bool:
         return True
 
-    def hidden(self, network: Eagle3Network, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
-        return unrolled(network, target, hidden_states_BSF, rows)
+    def hidden(
+        self, network: Eagle3Network, target: Target, hidden_states_BSF: Tensor, sequences: PackedSequences
+    ) -> Tensor:
+        return unrolled(network, target, hidden_states_BSF, sequences)
 
     def logits(self, network: Eagle3Network, target: Target, hidden_CKH: Tensor) -> Tensor:
         return network.logits(hidden_CKH, target.head)  # over the draft vocabulary
@@ -240,9 +244,9 @@ def last_layer_fields(target: Target, recipe: Eagle3Recipe, target_layers: tuple
     usual |= {f"self_attn.{name}_proj.weight" for name in "qkvo"} | {f"mlp.{name}_proj.weight" for name in MLP}
     head_norms = {f"self_attn.{name}_norm.weight" for name in "qk"}
     biases = {f"self_attn.{name}_proj.bias" for name in "qkv"}
-    found = set(last_layer(target))
-    own, other = {"qk_norm": head_norms <= found, "attention_bias": biases <= found}, "layers of the kind of Llama's"
-    need(found - head_norms - biases == usual, "the target's last layer", sorted(found), other)
+    names = set(last_layer(target))
+    own, other = {"qk_norm": head_norms <= names, "attention_bias": biases <= names}, "layers of the kind of Llama's"
+    need(names - head_norms - biases == usual, "the target's last layer", sorted(names), other)
     need(target.architecture.get("hidden_act", "silu") == "silu", "hidden_act of the target", "another", "silu")
     need(
         target_layers[-1] == before,
@@ -251,9 +255,9 @@ def last_layer_fields(target: Target, recipe: Eagle3Recipe, target_layers: tuple
         f"{before}, the last layer's input, for --init {LAST_LAYER}",
     )
     for theirs_name, name in SHAPE.items():
-        given, theirs = getattr(recipe, name), target.shape.get(theirs_name)
-        same = theirs_name not in target.shape or given in (None, theirs)
-        need(same, name, given, f"the target's, {theirs}, with --init {LAST_LAYER}")
+        ours, theirs = getattr(recipe, name), target.shape.get(theirs_name)
+        same = theirs_name not in target.shape or ours in (None, theirs)
+        need(same, name, ours, f"the target's, {theirs}, with --init {LAST_LAYER}")
     return own
 
 
@@ -271,7 +275,7 @@ def take_last_layer(network: Eagle3Network, target: Target) -> None:
         if name == "input_layernorm.weight":
             layer.hidden_norm.weight.copy_(weight)
         elif name.removeprefix("self_attn.") in ("q_proj.weight", "k_proj.weight", "v_proj.weight"):
-            both = layer.get_parameter(name)  # columns of the embedding, then of the feature
+            both = layer.get_parameter(name)  # columns of the embedding, then of the hidden state
             both[:, :size] = 0
             both[:, size:] = weight
         else:

@@ -25,7 +25,7 @@ from blockdraft.drafters.dflash.train import DFlashFamily, DFlashRecipe
 from blockdraft.drafters.flow.network import POSITIONS, FlowNetwork, mean_embedding, moved, position_noise
 from blockdraft.settings import Count, settings
 from blockdraft.targets import Target
-from blockdraft.training.batches import Rows, generator
+from blockdraft.training.batches import PackedSequences, generator
 from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import Recipe
 
@@ -72,7 +72,7 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
     network_class: type[DFlashNetwork] = FlowNetwork
     own_modules = ("state_proj", "time_proj")
 
-    def is_rounded(self, name: str) -> bool:
+    def is_quantized(self, name: str) -> bool:
         return False  # torch's operations run it
 
     def own_config(self, target: Target) -> Mapping[str, Any]:
@@ -81,10 +81,15 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
     def factors(self) -> Mapping[str, float]:
         return {**super().factors(), JUMP: 1.0}
 
-    def hidden(self, network: FlowNetwork, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
-        """Return, in evaluation, the drafter's hidden states `[B, A, K, H]`. In training, return those of three passes,
-        the one that learns and the two parts of its jump, and `second_BA11`: `[B, A, K, 3 * H + 1]`."""
-        over_blocks = self.pass_over_blocks(network, target, hidden_states_BSF, rows)
+    def hidden(
+        self, network: FlowNetwork, target: Target, hidden_states_BSF: Tensor, sequences: PackedSequences
+    ) -> Tensor:
+        """Return, in evaluation, the drafter's hidden states `[B, A, K, H]`.
+
+        In training, return those of three passes, the one that learns and the two parts of its jump, and `second_BA11`:
+        `[B, A, K, 3 * H + 1]`.
+        """
+        over_blocks = self.pass_over_blocks(network, target, hidden_states_BSF, sequences)
 
         def run(added: Tensor) -> Tensor:
             return over_blocks(added)[:, :, 1:]
@@ -96,9 +101,9 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
 
         if not network.training:
             passes, share = self.recipe.diffusion_steps, NOISE_SCHEDULES[NOISE_SCHEDULE]
-            return network.denoised(self._own_noise(rows, target), passes, share, run, clean)
-        noise, begin, middle, end, second = self._moments(rows, target.hidden_size)
-        data = target.embed(rows.tokens_BAL[:, :, 1:]).float()
+            return network.denoised(self._own_noise(sequences, target), passes, share, run, clean)
+        noise, begin, middle, end, second = self._moments(sequences, target.hidden_size)
+        data = target.embed(sequences.tokens_BAL[:, :, 1:]).float()
         state = moved(network.config.noise_std * noise, data, 0.0, begin)
         hidden = run(network.entering(state, begin, end))
         with torch.no_grad():
@@ -118,34 +123,34 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
             first_probs, second_probs = (
                 score(network, target, states).float().softmax(dim=-1) for states in (first, other)
             )
-            wanted = torch.lerp(first_probs, second_probs, second.clamp(min=0).float())
-        return torch.cat([score(network, target, hidden).float(), wanted], dim=-1)
+            taught = torch.lerp(first_probs, second_probs, second.clamp(min=0).float())
+        return torch.cat([score(network, target, hidden).float(), taught], dim=-1)
 
     def losses(self, network: FlowNetwork, slots: Slots) -> dict[str, Tensor]:
-        own, *wanted = slots.logits_CKV.split(network.config.vocab_size, dim=-1)
-        found = super().losses(network, replace(slots, logits_CKV=own))
-        if not wanted:
-            return {**found, JUMP: torch.zeros_like(slots.taught_CK, dtype=torch.float32)}
+        own, *taught = slots.logits_CKV.split(network.config.vocab_size, dim=-1)
+        losses = super().losses(network, replace(slots, logits_CKV=own))
+        if not taught:
+            return {**losses, JUMP: torch.zeros_like(slots.taught_CK, dtype=torch.float32)}
         jumps = slots.hidden_CKH[..., -1] >= 0
-        found = {name: losses.masked_fill(jumps, 0) for name, losses in found.items()}
-        lost = -(wanted[0] * own.float().log_softmax(dim=-1)).sum(dim=-1)
-        return {**found, JUMP: lost.masked_fill(~jumps, 0)}
+        losses = {name: loss.masked_fill(jumps, 0) for name, loss in losses.items()}
+        jump_loss = -(taught[0] * own.float().log_softmax(dim=-1)).sum(dim=-1)
+        return {**losses, JUMP: jump_loss.masked_fill(~jumps, 0)}
 
     def draft_tokens(self, network: FlowNetwork, slots: Slots) -> Tensor:
         return slots.logits_CKV[..., : network.config.vocab_size].argmax(dim=-1)
 
-    def _own_noise(self, rows: Rows, target: Target) -> Tensor:
-        """Return the drafter's noise at the positions behind each anchor, `[B, A, K, H]`."""
-        first_BA1 = rows.positions_BS.gather(1, rows.anchors_BA.clamp(min=0)).unsqueeze(-1)
-        places = first_BA1 + torch.arange(1, rows.tokens_BAL.size(2), device=first_BA1.device)
+    def _own_noise(self, sequences: PackedSequences, target: Target) -> Tensor:
+        """Return the drafter's noise at the positions after each anchor, `[B, A, K, H]`."""
+        first_BA1 = sequences.positions_BS.gather(1, sequences.anchors_BA.clamp(min=0)).unsqueeze(-1)
+        places = first_BA1 + torch.arange(1, sequences.tokens_BAL.size(2), device=first_BA1.device)
         return position_noise(target.hidden_size).to(places.device)[places % POSITIONS]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _moments(self, rows: Rows, size: int) -> Moments:
-        """Draw moments from the seed, a row's tokens and its anchors alone, so that a resumed run has the same."""
-        device, (blocks, slots) = rows.anchors_BA.device, rows.taught_BAK.shape[1:]
+    def _moments(self, sequences: PackedSequences, size: int) -> Moments:
+        """Draw moments from the seed, a sequence's tokens and its anchors alone, so that a resumed run has the same."""
+        device, (blocks, slots) = sequences.anchors_BA.device, sequences.taught_BAK.shape[1:]
         order = torch.arange(1, 1 + blocks, device=device)
-        texts, anchors = rows.tokens_BS.sum(dim=1), ((1 + rows.anchors_BA) * order).sum(dim=1)
+        texts, anchors = sequences.tokens_BS.sum(dim=1), ((1 + sequences.anchors_BA) * order).sum(dim=1)
         noise, uniforms = [], []
         for text, anchor in torch.stack([texts, anchors], dim=1).tolist():
             seed = generator(self.recipe.seed, text, anchor).initial_seed()
@@ -172,8 +177,8 @@ def noise_std(target: Target) -> float:
     over half of that distance towards one of V others.
     """
     sample = torch.linspace(0, target.vocab_size - 1, MEASURED_TOKENS, device=target.device).long().unique()
-    rows = target.embed(sample).float()
-    spread = float((rows - rows.mean(dim=0)).square().mean().sqrt())
+    embeddings = target.embed(sample).float()
+    spread = float((embeddings - embeddings.mean(dim=0)).square().mean().sqrt())
     return float(f"{spread / 2 * math.sqrt(target.hidden_size / math.log(target.vocab_size)):.4g}")
 
 

@@ -1,7 +1,7 @@
-"""Training of Medusa's heads (arXiv 2401.10774): head k, counted from 1, learns the token at anchor + k from the
-target's last hidden state at the token before the anchor.
+"""Training of Medusa's heads (arXiv 2401.10774).
 
-This is Medusa-1. Medusa-2 also trains the target, whose output would change.
+Head k, counted from 1, learns the token at anchor + k from the target's last hidden state at the token before the
+anchor. This is Medusa-1. Medusa-2 also trains the target, whose output would change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft.settings import Amount, Count, Share, settings
 from blockdraft.targets import Target, embedding_and_head
-from blockdraft.training.batches import Rows, hidden_states_before
+from blockdraft.training.batches import PackedSequences, hidden_states_before
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.variant import Variant, load_init
 
@@ -80,8 +80,10 @@ class MedusaVariant(Variant[MedusaRecipe, MedusaNetwork, MedusaConfig]):
         # Muon is not meant for output projections.
         return super().is_matrix(name, parameter) and name.endswith("linear.weight")
 
-    def hidden(self, network: MedusaNetwork, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
-        states: Tensor = network(hidden_states_before(hidden_states_BSF, rows))
+    def hidden(
+        self, network: MedusaNetwork, target: Target, hidden_states_BSF: Tensor, sequences: PackedSequences
+    ) -> Tensor:
+        states: Tensor = network(hidden_states_before(hidden_states_BSF, sequences))
         return states
 
     def logits(self, network: MedusaNetwork, target: Target, hidden_CKH: Tensor) -> Tensor:

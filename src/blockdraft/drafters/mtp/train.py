@@ -1,5 +1,7 @@
-"""Training of an MTP head, for a target that has none or one that was trained on other texts: one layer of the target's
-shape, unrolled over several steps as in drafting (arXiv 2509.18362)."""
+"""Training of an MTP head, for a target that has none or one that was trained on other texts.
+
+The head is one layer of the target's shape, unrolled over several steps as in drafting (arXiv 2509.18362).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from blockdraft.drafters.dflash.train import calm, layer_shape, new_matrices
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.settings import Amount, Count, settings
 from blockdraft.targets import Target
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.unrolled import unrolled
 from blockdraft.training.variant import Variant, load_init
@@ -75,11 +77,13 @@ class MTPVariant(Variant[MTPRecipe, MTPNetwork, MTPConfig]):
         if self.recipe.init is None:
             calm(network.norm.weight, target)
 
-    def is_rounded(self, name: str) -> bool:
+    def is_quantized(self, name: str) -> bool:
         return True
 
-    def hidden(self, network: MTPNetwork, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
-        return unrolled(network, target, hidden_states_BSF, rows)
+    def hidden(
+        self, network: MTPNetwork, target: Target, hidden_states_BSF: Tensor, sequences: PackedSequences
+    ) -> Tensor:
+        return unrolled(network, target, hidden_states_BSF, sequences)
 
     def logits(self, network: MTPNetwork, target: Target, hidden_CKH: Tensor) -> Tensor:
         return network.logits(hidden_CKH, lambda states: target.head(states.to(target.dtype)))

@@ -22,7 +22,7 @@ from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, read_drafter
 from blockdraft.plugins import parts
 from blockdraft.targets import Target
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import PackedSequences
 from blockdraft.training.objectives import Slots
 from blockdraft.training.variant import find_variant
 
@@ -162,7 +162,7 @@ class VariantChecker(Checker):
         for chunk in torch.tensor(anchors, dtype=torch.int64, device=device).split(CHUNK):
             text = torch.stack([padded[chunk + k] for k in range(count + 1)], dim=1)
             blocks, is_text = text.clamp(min=0), text[:, 1:] >= 0
-            rows = Rows(row, positions, torch.zeros_like(row), chunk[None], blocks[None], is_text[None])
+            rows = PackedSequences(row, positions, torch.zeros_like(row), chunk[None], blocks[None], is_text[None])
             with self._precision(check):
                 hidden = self._variant.hidden(network, self.target, hidden_states, rows)[0]
                 logits = self._variant.logits(network, self.target, hidden).float()

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import torch
 
-from blockdraft.data.answerers import CHECKED_TOKENS
 from blockdraft.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
 from blockdraft.data.hidden_states import plan_hidden_states
 from blockdraft.data.loops import before_loop
+from blockdraft.data.responders import CHECKED_TOKENS
 from blockdraft.data.settings import HiddenStateSettings
 from blockdraft.data.target_layers import target_hidden_states
 from blockdraft.data.writer import DataWriter
@@ -38,7 +38,8 @@ from blockdraft.timing import telling
 from blockdraft.tools.fit.facts import Machine, Measured, Speeds, TargetFacts
 from blockdraft.tools.fit.plan import anchors, reference, stored_target_layers
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.trainer import Trainer, measuring
+from blockdraft.training.job import TrainingJob
+from blockdraft.training.trainer import Trainer
 from blockdraft.training.variant import find_variant
 from blockdraft.types import Quantize, SamplingParams
 
@@ -278,7 +279,7 @@ def _answer(
 
 
 def _noticed(answer: list[int]) -> int:
-    """Return the number of tokens after which `EngineAnswerer` notices that a response is repetitive."""
+    """Return the number of tokens after which `EngineResponder` notices that a response is repetitive."""
     places = range(CHECKED_TOKENS, len(answer), CHECKED_TOKENS)
     return next((place for place in places if loops(answer[:place])), len(answer))
 
@@ -312,7 +313,7 @@ def _trainer(
     fields |= {"alone": 0.0} if "alone" in fields else {}  # steps of whole blocks, which take longer
     recipe = find_variant(variant).recipe_class(**fields)
     accelerator = make_accelerator(recipe, folder, "cpu" if target.device.type == "cpu" else None)
-    return measuring(variant, target, data, folder / "run", recipe, accelerator)
+    return Trainer(TrainingJob(variant, target, data, folder / "run", recipe, accelerator))
 
 
 def _step_seconds(trainer: Trainer, seconds: float) -> dict[int, float]:

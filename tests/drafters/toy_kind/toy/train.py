@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blockdraft.settings import Layers, settings
 from blockdraft.targets import Target
-from blockdraft.training.batches import Rows, hidden_states_before
+from blockdraft.training.batches import PackedSequences, hidden_states_before
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.variant import Variant
 
@@ -36,7 +36,7 @@ class ToyVariant(Variant[ToyRecipe, ToyNetwork, ToyConfig]):
     def new_network(self, config: ToyConfig, vocabulary: Mapping[str, int] | None) -> ToyNetwork:
         return ToyNetwork(config)
 
-    def hidden(self, network: ToyNetwork, target: Target, hidden_states_BSF: Tensor, rows: Rows) -> Tensor:
+    def hidden(self, network: ToyNetwork, target: Target, hidden_states_BSF: Tensor, rows: PackedSequences) -> Tensor:
         hidden = network.begin(hidden_states_before(hidden_states_BSF, rows))
         found = []
         for embedded in target.embed(rows.tokens_BAL[:, :, :-1]).float().unbind(dim=2):

@@ -1,4 +1,4 @@
-"""Sources of new answers to prompts: our own engine, or a server that speaks OpenAI's protocol."""
+"""Writers of new responses to prompts: our own engine, or a server with OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from blockdraft.types import SamplingParams
 RETRIES = 6
 FIRST_WAIT = 1.0  # seconds before the first retry; the wait doubles with each further one
 REQUEST_SECONDS = 1800.0
-CHECKED_TOKENS = 32  # tokens of an answer after which it is searched for loops again
+CHECKED_TOKENS = 32  # tokens of a response between checks for repetition
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Answer to a prompt.
+class Response:
+    """Response to a prompt.
 
     Attributes:
         text: Text without special tokens.
         token_ids: Token ids as they were generated, with the end token; None if a server does not report them.
-        ended: Whether the target ended the answer; False if it was cut at the maximum length.
+        ended: Whether the target ended the response; False if it was cut at the maximum length.
         prompt_ids: Token ids of the prompt as a server read it; None if it does not report them.
         reasoning: Reasoning that a server reports apart from the text.
     """
@@ -43,45 +43,45 @@ class Answer:
     reasoning: str | None = None
 
 
-class Answerer(Protocol):
-    """Source of answers.
+class Responder(Protocol):
+    """Writer of responses.
 
     Attributes:
-        at_once: Number of unanswered prompts that it should have at any time.
+        at_once: Number of prompts that should be running or waiting at any time.
     """
 
     at_once: int
 
-    def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
+    def submit(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
         """Submit a prompt.
 
         Args:
-            key: Identifies the answer in `answers`.
+            key: Identifies the response in `responses`.
             messages: Chat of the prompt; empty if the prompt is a text that is continued without a chat template.
             prompt: Token ids of the prompt.
         """
 
-    def answers(self) -> list[tuple[int, Answer]]:
-        """Wait until at least one prompt is answered, and return the keys and answers of all that are."""
+    def responses(self) -> list[tuple[int, Response]]:
+        """Wait until at least one response is complete, and return the keys and responses of all that are."""
 
     def close(self) -> None:
-        """Drop the prompts that are not answered yet."""
+        """Drop the prompts whose responses are not complete."""
 
 
-class EngineAnswerer:
-    """Answers by our own engine. An answer that loops is written no further."""
+class EngineResponder:
+    """Writes responses with our own engine. A response that becomes repetitive is cancelled."""
 
     def __init__(self, engine: Engine) -> None:
-        self.at_once = 2 * engine.max_batch_size  # so that a prompt is always waiting for a free row
+        self.at_once = 2 * engine.max_batch_size  # so that a prompt always waits for a free place in the batch
         self._engine = engine
         self._requests: dict[int, Request] = {}
-        self._loops: dict[int, int] = {}  # number of tokens after which an answer was found to loop
+        self._loops: dict[int, int] = {}  # number of tokens after which a response was repetitive
         self._ended: SimpleQueue[int] = SimpleQueue()
 
-    def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
+    def submit(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
         token_ids, checked = list[int](), 0
 
-        def tell(chunk: Chunk) -> None:
+        def receive(chunk: Chunk) -> None:
             nonlocal checked
             token_ids.extend(chunk.token_ids)
             if chunk.finish_reason is not None:
@@ -89,32 +89,33 @@ class EngineAnswerer:
             elif key not in self._loops and len(token_ids) >= checked + CHECKED_TOKENS:
                 checked = len(token_ids) // CHECKED_TOKENS * CHECKED_TOKENS
                 if loops(token_ids[:checked]):
-                    self._loops[key] = checked  # the number of tokens would depend on where a cycle ended
-
+                    self._loops[key] = checked  # a multiple, so that it does not depend on where a step ended
             if key in self._loops and key in self._requests:
                 self._requests[key].cancel()
 
-        self._requests[key] = self._engine.submit(prompt, params, tell)
+        self._requests[key] = self._engine.submit(prompt, params, receive)
 
-    def answers(self) -> list[tuple[int, Answer]]:
+    def responses(self) -> list[tuple[int, Response]]:
         keys = [self._ended.get()]
         while not self._ended.empty():
             keys.append(self._ended.get())
-        found = [(key, self._requests.pop(key).result().checked()) for key in keys]
-        ends = [self._loops.pop(key, None) for key in keys]
-        return [
-            (key, Answer(c.text, c.token_ids[:end], end is None and c.finish_reason == "stop"))
-            for (key, c), end in zip(found, ends, strict=True)
-        ]
+        responses = []
+        for key in keys:
+            completion, end = self._requests.pop(key).result().checked(), self._loops.pop(key, None)
+            ended = end is None and completion.finish_reason == "stop"
+            responses.append((key, Response(completion.text, completion.token_ids[:end], ended)))
+        return responses
 
     def close(self) -> None:
         for request in self._requests.values():
             request.cancel()
 
 
-class ServerAnswerer:
-    """Answers by a server with OpenAI's chat completions, such as vLLM or SGLang. Prompts without a chat go to its
-    completions, as token ids. The API key is read from the environment variable `SERVER_KEY`.
+class ServerResponder:
+    """Writes responses with a server that has OpenAI's chat completions, such as vLLM or SGLang.
+
+    Prompts without a chat go to its completions, as token ids. The API key is read from the environment variable
+    `SERVER_KEY`.
 
     Args:
         url: Base URL, such as http://localhost:8000/v1.
@@ -124,7 +125,6 @@ class ServerAnswerer:
     """
 
     def __init__(self, url: str, model: str, at_once: int, template_args: dict[str, Any]) -> None:
-        self._broken: tuple[type[Exception], ...] = (httpx.TransportError, httpx.InvalidURL)
         key = os.environ.get(SERVER_KEY)
         self._url, self._model, self.at_once = url.rstrip("/"), model, at_once
         self._client = httpx.Client(
@@ -134,10 +134,10 @@ class ServerAnswerer:
         )
         self._pool = ThreadPoolExecutor(at_once)
         self._extra = {"chat_template_kwargs": template_args} if template_args else {}
-        self._running: dict[Future[Answer], int] = {}
+        self._running: dict[Future[Response], int] = {}
         self._closing = Event()
 
-    def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
+    def submit(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
         body = {
             "model": self._model,
             "max_tokens": params.max_new_tokens,
@@ -150,7 +150,7 @@ class ServerAnswerer:
         }
         self._running[self._pool.submit(self._request, "chat/completions" if messages else "completions", body)] = key
 
-    def answers(self) -> list[tuple[int, Answer]]:
+    def responses(self) -> list[tuple[int, Response]]:
         done, _ = wait(self._running, return_when=FIRST_COMPLETED)
         return [(self._running.pop(future), future.result()) for future in done]
 
@@ -159,39 +159,39 @@ class ServerAnswerer:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
-    def _request(self, path: str, body: dict[str, Any]) -> Answer:
+    def _request(self, path: str, body: dict[str, Any]) -> Response:
         """Send a request, and repeat it while the server is busy or absent."""
-        told = "closed"
+        reason = "closed"
         for attempt in range(RETRIES + 1):
             if self._closing.wait(FIRST_WAIT * 2 ** (attempt - 1) if attempt else 0):
                 break
             try:
                 response = self._client.post(f"{self._url}/{path}", json=body)
-            except self._broken as error:
-                told = f"{type(error).__name__}: {error}"
+            except (httpx.TransportError, httpx.InvalidURL) as error:
+                reason = f"{type(error).__name__}: {error}"
                 continue
-            told = f"status {response.status_code}: {response.text[:300]}"
+            reason = f"status {response.status_code}: {response.text[:300]}"
             if response.status_code == 200:
                 return _parsed(response, self._url)
             if response.status_code < 500 and response.status_code not in (408, 425, 429):
-                raise UsageError(f"{self._url} refuses a request ({told}); check --server and --model.")
+                raise UsageError(f"{self._url} refuses a request ({reason}); check --server and --model.")
         raise UsageError(
-            f"{self._url} did not answer after {RETRIES + 1} tries ({told}); check that the server runs, then run the "
-            "command again to go on."
+            f"{self._url} did not answer after {RETRIES + 1} tries ({reason}); check that the server runs, then run "
+            "the command again to go on."
         )
 
 
-def _parsed(response: Any, url: str) -> Answer:
+def _parsed(response: Any, url: str) -> Response:
     try:
         body = response.json()
         [choice] = body["choices"]
         message = choice["message"] if "message" in choice else {"content": choice["text"]}
-        reason = choice["finish_reason"]
+        finish_reason = choice["finish_reason"]
         reasoning = message.get("reasoning_content") or message.get("reasoning")
-        if reason not in ("stop", "length"):
-            raise UsageError(f"an answer has the finish reason {reason!r}")
+        if finish_reason not in ("stop", "length"):
+            raise UsageError(f"a response has the finish reason {finish_reason!r}")
         ids, prompt_ids = choice.get("token_ids"), choice.get("prompt_token_ids") or body.get("prompt_token_ids")
-        return Answer(message["content"] or "", ids, reason == "stop", prompt_ids, reasoning)
+        return Response(message["content"] or "", ids, finish_reason == "stop", prompt_ids, reasoning)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{url} does not answer as OpenAI's chat completions do ({error}): {response.text[:300]}; check --server."

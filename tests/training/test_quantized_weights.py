@@ -10,7 +10,7 @@ from blockdraft import load_drafter, load_target
 from blockdraft.kernels.cpu.compiled_network import pack_together
 from blockdraft.nn.quantization import quantize_weight
 from blockdraft.targets import Target
-from blockdraft.training.rounded_weights import rounded_layers, rounded_weights
+from blockdraft.training.quantized_weights import quantized_layers, quantized_weights
 from blockdraft.training.variant import find_variant, variant_names
 
 
@@ -39,7 +39,7 @@ def test_linear_layers_are_rounded_meanwhile_and_get_the_gradients_of_what_they_
             assert not torch.equal(near, layer.weight)
             layer.weight.data = near
     twin(x).square().sum().backward()
-    with rounded_weights(linear(network), bits):
+    with quantized_weights(linear(network), bits):
         assert all(torch.equal(a, b) for a, b in zip(network.parameters(), twin.parameters(), strict=True))
         network(x).square().sum().backward()
     assert all(torch.equal(a, b) for a, b in zip(network.parameters(), before, strict=True))
@@ -50,7 +50,7 @@ def test_linear_layers_are_rounded_meanwhile_and_get_the_gradients_of_what_they_
 def test_an_error_leaves_the_weights_as_they_were() -> None:
     network = some_network()
     before = own(network)
-    with pytest.raises(KeyError), rounded_weights(linear(network), 4):
+    with pytest.raises(KeyError), quantized_weights(linear(network), 4):
         raise KeyError
     assert all(torch.equal(a, b) for a, b in zip(network.parameters(), before, strict=True))
 
@@ -72,14 +72,14 @@ def test_learning_with_rounded_weights_makes_them_bear_it() -> None:
         optimizer = torch.optim.Adam(network.parameters(), 3e-3)
         falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
         for step in range(steps):
-            with rounded_weights(layers, 4) if every and step % every == 0 else nullcontext():
+            with quantized_weights(layers, 4) if every and step % every == 0 else nullcontext():
                 loss(network).backward()
             optimizer.step()
             optimizer.zero_grad()
             falling.step()
         with torch.no_grad():
             unrounded[every] = float(loss(network))
-            with rounded_weights(layers, 4):
+            with quantized_weights(layers, 4):
                 then_rounded[every] = float(loss(network))
     assert then_rounded[2] < 0.7 * then_rounded[None], then_rounded
     assert unrounded[2] < 0.7 * unrounded[1], unrounded  # and every other step leaves the unrounded ones useful
@@ -90,7 +90,7 @@ def test_weights_that_are_not_finite_are_left_for_the_loss_to_tell() -> None:
     with torch.no_grad():
         network[0].weight[3, 5] = torch.nan
     before = own(network)
-    with rounded_weights(linear(network), 4):
+    with quantized_weights(linear(network), 4):
         assert not bool(network(torch.ones(1, 48)).isfinite().all())
     for ours, theirs in zip(network.parameters(), before, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -98,12 +98,12 @@ def test_weights_that_are_not_finite_are_left_for_the_loss_to_tell() -> None:
 
 def test_layers_that_are_never_rounded_are_refused() -> None:
     some = some_network()
-    assert rounded_layers(some, lambda name: name == "2", 4) == [some[2]]
+    assert quantized_layers(some, lambda name: name == "2", 4) == [some[2]]
     odd = nn.Sequential(nn.Linear(12, 6), nn.Linear(6, 12), nn.Linear(16, 12))
     with pytest.raises(ValueError, match="qat_bits is 4, and the drafter has layers of 6, 12 inputs, no multi"):
-        rounded_layers(odd, lambda name: name == "2", 4)  # one odd layer, and drafters are loaded unrounded
-    with pytest.raises(ValueError, match="qat_bits is 8, and drafters of this kind are never rounded; leave"):
-        rounded_layers(some, lambda name: False, 8)
+        quantized_layers(odd, lambda name: name == "2", 4)  # one odd layer, and drafters are loaded unrounded
+    with pytest.raises(ValueError, match="qat_bits is 8, and drafters of this kind are never quantized; leave"):
+        quantized_layers(some, lambda name: False, 8)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_what_is_rounded_in_training_is_what_is_rounded_where_a_drafter_is_loade
     runner = beside_four_bits.runner(network, owned=True)
     assert (runner.compile_reason is None) == (kind != "flow")
     quantized = getattr(runner, "quantized_layers", set())
-    assert quantized == {name for name in names if variant.is_rounded(name)}
+    assert quantized == {name for name in names if variant.is_quantized(name)}
 
 
 @pytest.mark.slow
@@ -133,7 +133,7 @@ def test_they_are_rounded_as_where_a_drafter_is_loaded(beside_four_bits: Target)
     library = beside_four_bits.compiled.library  # type: ignore[attr-defined]
     layers = linear(load_drafter(target=load_target(dtype="float32", device="cpu", compile="off")).network)  # type: ignore[attr-defined]
     packed = [pack_together([layer], library, torch.float32, 4) for layer in layers]
-    with rounded_weights(layers, 4):
+    with quantized_weights(layers, 4):
         for layer, compiled in zip(layers, packed, strict=True):
             torch.testing.assert_close(compiled.weight, layer.weight.data, rtol=0, atol=1e-6)
     assert len(layers) > 10
