@@ -94,7 +94,7 @@ def test_a_template_that_marks_nothing_is_refused(tokenizer: PreTrainedTokenizer
         encoder(tokenizer, template).chat(CHAT)
 
 
-def test_what_the_template_refuses_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_what_the_template_refuses_is_reported(tokenizer: PreTrainedTokenizerBase) -> None:
     strict = UNMARKED.replace(
         "{% for", "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for", 1
     )

@@ -108,7 +108,7 @@ def test_a_batch_is_shared_evenly(target: Target, tmp_path: Path) -> None:
         resolved(target, documents, processes=4, batch=6)
 
 
-def test_all_that_does_not_fit_is_told_together(target: Target, tmp_path: Path) -> None:
+def test_all_that_does_not_fit_is_reported_together(target: Target, tmp_path: Path) -> None:
     complaints = Complaints()
     recipe = DFlashRecipe(length=1000, target_layers=(0, target.num_layers), mask_token_id=99_999, held_out=99, batch=3)
     assert resolve("dflash", recipe, target, data(tmp_path, 30, 20), 2, complaints) is None

@@ -80,7 +80,7 @@ def test_logits_of_a_chunk_are_all_that_exist_at_once(
 def test_accepted_length_and_accuracy_are_counted_block_by_block(
     monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_data_dir: Path
 ) -> None:
-    """With guesses that are right at slots 1, 2 and 4 of every block."""
+    """With drafts that are right at slots 1, 2 and 4 of every block."""
     pattern = torch.tensor([True, True, False, True, False])
     monkeypatch.setattr(
         DFlashVariant, "draft_tokens", lambda self, network, slots: torch.where(pattern, slots.labels_CK, -1)

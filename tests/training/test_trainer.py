@@ -349,7 +349,9 @@ def test_a_drafter_of_part_of_the_vocabulary_is_written_in_the_format_that_holds
 
 
 @pytest.mark.slow
-def test_told_to_finish_it_ends_within_a_few_steps(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reported_to_finish_it_ends_within_a_few_steps(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, notes, add = tmp_path / "drafter", list[str](), RunLog.add
 
     def tell(log: RunLog, line: Any) -> None:

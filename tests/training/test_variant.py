@@ -49,8 +49,10 @@ def test_initial_weights_follow_from_the_seed(tiny_target_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", [1, 20])
-@pytest.mark.parametrize("name", sorted({*variant_names()} - {"medusa"}))  # whose heads begin with the target's guesses
-def test_a_head_of_large_rows_makes_no_firm_guesses_of_a_new_network(
+@pytest.mark.parametrize(
+    "name", sorted({*variant_names()} - {"medusa"})
+)  # whose heads begin with the target's draft tokens
+def test_a_head_of_large_rows_makes_no_firm_draft_tokens_of_a_new_network(
     name: str, factor: float, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, kind = load_target(tiny_target_dir), find_variant(name)

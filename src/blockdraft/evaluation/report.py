@@ -34,8 +34,8 @@ SAMPLED_NOTES = (
 PROFILE_NOTES = (
     "Means of one more round. draft pass, head, context: the drafter's layers, its output projection, and keys and "
     "values of committed tokens; a fused pass and head count as the pass. draft choice: choosing draft tokens and "
-    "building the tree. observe: the drafter's bookkeeping of committed tokens. bookkeeping: planning, responses, statistics. "
-    "host: all but target forward pass, draft pass, head and context."
+    "building the tree. observe: the drafter's bookkeeping of committed tokens. bookkeeping: planning, responses, "
+    "statistics. host: all but target forward pass, draft pass, head and context."
 )
 
 

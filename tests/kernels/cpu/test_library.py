@@ -89,26 +89,15 @@ BOTH = {
     **{f"inputs of {name}": (set_layer(name, inputs=7), SIZES) for name in library.PROJECTIONS},
     **{f"outputs of {name}": (set_layer(name, outputs=7), SIZES) for name in library.PROJECTIONS},
     **{f"{name} 0": (set_model(**{name: 0}), SIZES) for name in ("num_layers", "hidden", "inner", "heads", "kv_heads")},
-    **{
-        f"{name} of -1 target layers": (set_layer(name, target_layers=-1, groups=1, base=8), SIZES)
-        for name in CONVOLUTIONS
-    },
-    **{
-        f"{name} without end": (set_layer(name, target_layers=1 << 62, groups=1, base=8), SIZES)
-        for name in CONVOLUTIONS
-    },
-    **{f"{name} of 0 groups": (set_layer(name, target_layers=1, groups=0, base=8), SIZES) for name in CONVOLUTIONS},
-    **{
-        f"{name} of uneven groups": (set_layer(name, target_layers=1, groups=5, base=8), SIZES) for name in CONVOLUTIONS
-    },
-    **{
-        f"{name} without target layers": (set_layer(name, target_layers=1, groups=1, base=None), POINTER)
-        for name in CONVOLUTIONS
-    },
-    **{f"{name} uncorrected": (set_layer(name, target_layers=1, groups=1, base=8), POINTER) for name in CONVOLUTIONS},
+    **{f"{name} of -1 weights": (set_layer(name, taps=-1, groups=1, base=8), SIZES) for name in CONVOLUTIONS},
+    **{f"{name} without end": (set_layer(name, taps=1 << 62, groups=1, base=8), SIZES) for name in CONVOLUTIONS},
+    **{f"{name} of 0 groups": (set_layer(name, taps=1, groups=0, base=8), SIZES) for name in CONVOLUTIONS},
+    **{f"{name} of uneven groups": (set_layer(name, taps=1, groups=5, base=8), SIZES) for name in CONVOLUTIONS},
+    **{f"{name} without weights": (set_layer(name, taps=1, groups=1, base=None), POINTER) for name in CONVOLUTIONS},
+    **{f"{name} uncorrected": (set_layer(name, taps=1, groups=1, base=8), POINTER) for name in CONVOLUTIONS},
     **{
         f"{name} in few bits": (
-            set_layer(name, target_layers=1, groups=1, base=8, projection=LinearFields(weight=8, kind=2)),
+            set_layer(name, taps=1, groups=1, base=8, projection=LinearFields(weight=8, kind=2)),
             KIND,
         )
         for name in CONVOLUTIONS
@@ -172,7 +161,7 @@ ROWS = {
     "pairs that are joined": (set_model(joined=LinearFields(weight=8, inputs=64, outputs=32)), SIZES),
     "pairs that are joined to others": (set_model(joined=LinearFields(weight=8, inputs=64, outputs=31)), SIZES),
     "pairs in another kind": (set_model(joined=LinearFields(weight=8, inputs=64, outputs=32, kind=1)), KIND),
-    "pairs that are convolved": (set_layer("attention_conv", target_layers=1, groups=1, base=8), SIZES),
+    "pairs that are convolved": (set_layer("attention_conv", taps=1, groups=1, base=8), SIZES),
     **{f"{name} -1": (set_call(**{name: -1}), COUNTS) for name in ("done", "hidden_slots")},
     "earlier nodes without end": (set_call(done=1 << 31), COUNTS),
     "more earlier nodes than slots": (set_call(done=9), LENGTHS),
