@@ -13,8 +13,8 @@ from typing import Any
 
 DRAFTERS = "blockdraft.drafters"
 
-# Drafters without a draft network that they train: one file each, which ends in `DRAFTER`.
-FILES = ["block_diffusion", "hybrid", "draft_lm", "none", "prompt_lookup"]
+# Drafters without a trained draft network: one file each, which ends in `DRAFTER`.
+FILES = ["block_diffusion", "draft_lm", "hybrid", "none", "prompt_lookup"]
 
 # Drafters with a network: one folder each, and its files beside `network`. `drafter` ends in `DRAFTER`.
 FOLDERS: dict[str, tuple[str, ...]] = {

@@ -1,4 +1,4 @@
-"""Tests of every drafter, whatever it draft tokens. A new one in `drafters/` needs a line in `FOLDERS`."""
+"""Tests of every drafter, whatever it drafts. A new one in `drafters/` needs a line in `FOLDERS`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -22,7 +22,7 @@ def softmax(logits: Distribution) -> Distribution:
 
 
 def expected_length(p: Logits, q: Logits, depth: int) -> float:
-    """By the algorithm of arXiv 2403.10444: draft token i is the last one accepted if its test is the last to succeed."""
+    """By the algorithm of arXiv 2403.10444: draft token i is the last accepted if its test is the last to succeed."""
     total = 0.0
     for path in product(range(VOCAB), repeat=depth):
         p_of, q_of = ([softmax(dist[path[:i]]) for i in range(depth + 1)] for dist in (p, q))

@@ -1,5 +1,6 @@
-"""Speculative speculative decoding (arXiv 2603.03251): while the target verifies, a draft model on another device
-drafts for the most probable outcomes.
+"""Speculative speculative decoding (arXiv 2603.03251).
+
+While the target verifies, a draft model on another device drafts for the most probable outcomes.
 
 An outcome is the number of accepted draft tokens and the bonus token. All outcomes are drafted in one tree, to which
 each pass adds a token of each. If one of them occurs, its tokens are used at once, and missing ones are drafted as

@@ -265,5 +265,7 @@ class NetworkDrafter(Drafter, Protocol):
     def adapted(
         self, target: Target, diffusion_steps: int | None = None, noise_schedule: str | None = None
     ) -> NetworkDrafter:
-        """Return a copy of this drafter for a target, with this number and schedule of draft passes. None keeps the
-        present value."""
+        """Return a copy of this drafter for a target, with this number and schedule of draft passes.
+
+        None keeps the present value.
+        """

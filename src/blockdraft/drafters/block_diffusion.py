@@ -1,5 +1,7 @@
-"""Block-diffusion language model as drafter (BD3-LM, arXiv 2503.09573). It reads tokens alone, whereas DFlash reads the
-target's hidden states."""
+"""Block-diffusion language model as drafter (BD3-LM, arXiv 2503.09573).
+
+It reads tokens alone, whereas DFlash reads the target's hidden states.
+"""
 
 from __future__ import annotations
 
@@ -190,6 +192,7 @@ class BlockDiffusionDrafter(Drafter):
 
     def _pass(self, state: BlockState, texts: Sequence[Sequence[int]], begins: Sequence[int]) -> Tensor:
         """Run one pass over the tokens of these texts from `begins` on, which also reads the cached blocks before them.
+
         Add blocks that are complete in the committed tokens to the cache.
 
         Returns:

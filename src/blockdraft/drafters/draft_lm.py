@@ -1,5 +1,7 @@
-"""Speculative decoding in its original form: a smaller language model with the target's tokens drafts one token after
-the other (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
+"""Speculative decoding in its original form (arXiv 2211.17192, arXiv 2302.01318).
+
+A smaller language model with the target's tokens drafts one token after the other.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,11 @@ class DraftState:
 
     @property
     def held(self) -> list[list[int]]:
-        """Tokens of each sequence in the cache: a prefix of the committed tokens or, between `propose` and `observe`,
-        all of them, the anchor and the draft tokens."""
+        """Tokens of each sequence in the cache.
+
+        They are a prefix of the committed tokens or, between `propose` and `observe`, all of them, the anchor and the
+        draft tokens.
+        """
         # After an exception, the cache may hold fewer or more tokens than recorded.
         both = zip(self.rows, self.cache.lengths, strict=True)
         return [self._of_rows[row][1][:length] for row, length in both]

@@ -24,8 +24,9 @@ DraftVocab: TypeAlias = int | str | Path | Sequence[int]
 
 
 def read_draft_vocab(given: DraftVocab, target: Target) -> Tensor:
-    """Return the tokens of a draft vocabulary, `[Vd]` int64, ascending. Log a warning if it has all tokens, or end
-    tokens only.
+    """Return the tokens of a draft vocabulary, `[Vd]` int64, ascending.
+
+    Log a warning if it has all tokens, or end tokens only.
 
     Args:
         given: Number of tokens, in the order of their ids and including the target's end tokens (tokenizers give the

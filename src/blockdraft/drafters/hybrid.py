@@ -169,7 +169,9 @@ class HybridDrafter(Drafter):
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
         if len(parts) < 2:
-            raise UsageError(f"A combination has {len(parts)} drafters; join two or more, as in prompt_lookup+bundled.")
+            raise UsageError(
+                f"A hybrid drafter has {len(parts)} members; join two or more, as in prompt_lookup+bundled."
+            )
         for part in parts:
             if part.block_size == 1:
                 raise UsageError(
@@ -271,8 +273,11 @@ class HybridDrafter(Drafter):
 
 
 def _asked(part: Drafter, plan: Plan) -> Plan:
-    """Return the plan for one member. Without step times it gets equal ones, with which every draft token pays: a
-    drafter states acceptance probabilities only if it gets times."""
+    """Return the plan for one member.
+
+    Without step times it gets equal ones, with which every draft token pays: a drafter states acceptance probabilities
+    only if it gets times.
+    """
     block_size = min(plan.block_size, part.block_size)
     seconds, calibration = (plan.cycle_seconds, plan.calibration) if plan.tree_budget else (None, 1.0)
     if seconds is None and (plan.tree_budget or not isinstance(plan, SampledPlan)):
@@ -282,8 +287,10 @@ def _asked(part: Drafter, plan: Plan) -> Plan:
 
 
 def _expected_rate(proposal: Proposal, plan: Plan, rate: float) -> float:
-    """Return the expected tokens per second of a step with this proposal; 0 without draft tokens, so that others are
-    asked."""
+    """Return the expected tokens per second of a step with this proposal.
+
+    It is 0 without draft tokens, so that other members are asked.
+    """
     if proposal.tokens.size(1) == 1:
         return 0.0
     if proposal.expected is None or plan.cycle_seconds is None:

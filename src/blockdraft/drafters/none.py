@@ -39,7 +39,7 @@ class NoDrafter(Drafter):
     path: Path | None = None
     target_layers: tuple[int, ...] = ()
     block_size = 1
-    knows_probabilities = knows_lengths = False
+    knows_probabilities = knows_lengths = has_pass = False
 
     def new_state(self, batch: int, capacity: int) -> _NoState:
         return _NoState()

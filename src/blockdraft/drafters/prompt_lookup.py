@@ -1,5 +1,8 @@
-"""Prompt lookup (A. Saxena, "Prompt Lookup Decoding", 2023): drafts the tokens that followed the same tokens earlier in
-the sequence. It needs no model, and saves time where a response repeats its prompt or itself."""
+"""Prompt lookup (A.
+
+Saxena, "Prompt Lookup Decoding", 2023): drafts the tokens that followed the same tokens earlier in the sequence. It
+needs no model, and saves time where a response repeats its prompt or itself.
+"""
 
 from __future__ import annotations
 

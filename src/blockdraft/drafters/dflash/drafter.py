@@ -160,13 +160,13 @@ class DFlashDrafter(Drafter):
         return self._build_proposal(anchor, *self._refined_pass(state, anchor, plan), plan)
 
     def _build_proposal(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-        """Return a proposal from the hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions behind the
-        anchors."""
+        """Return a proposal from hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions after the anchors."""
         return independent_draft_tokens(anchor, logits, plan)
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Return hidden states `[B, D, H]` and logits `[B, D, V]` of the D = block_size - 1 draft tokens after the last
-        draft pass. A position that an earlier pass has fixed has one possible token.
+        """Return hidden states `[B, D, H]` and logits `[B, D, V]` of the draft tokens after the last pass.
+
+        There are D = block_size - 1 draft tokens. A position that an earlier pass has fixed has one possible token.
         """
         block_size, window = plan.block_size, plan.draft_window
         tokens = torch.cat([anchor[:, None], self._masks[:, 1:block_size].expand(len(anchor), -1)], dim=1)
@@ -194,8 +194,10 @@ class DFlashDrafter(Drafter):
     def _draft_pass(
         self, state: KVCache, tokens: Tensor, first: int = 0, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return hidden states and logits, `[B, N - first, ...]`, of a block from its position `first` on. Unknown
-        positions hold the mask token. The output of a DFlash drafter at position 0 has no meaning."""
+        """Return hidden states and logits, `[B, N - first, ...]`, of a block from its position `first` on.
+
+        Unknown positions hold the mask token. The output of a DFlash drafter at position 0 has no meaning.
+        """
         hidden, logits = self._run.draft_tokens(state, tokens, first, window)
         logits = self.network.adjust_logits(logits)
         mark(HEAD)

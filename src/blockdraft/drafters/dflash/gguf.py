@@ -1,5 +1,7 @@
-"""GGUF files of DFlash, DFlash2 and DSpark, all of llama.cpp's architecture `dflash`. Embedding and head are the
-target's."""
+"""GGUF files of DFlash, DFlash2 and DSpark, all of llama.cpp's architecture `dflash`.
+
+Embedding and head are the target's.
+"""
 
 from __future__ import annotations
 

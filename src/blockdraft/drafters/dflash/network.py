@@ -144,12 +144,16 @@ class DraftRunner(Protocol):
         """As `Drafter.workspace_bytes`; 0 for torch's operations, which free theirs."""
 
     def observe(self, state: Any, hidden_states: Tensor) -> None:
-        """Write the keys and values of hidden states `[B, N, m * H]` behind those of each sequence, for `state.commit`
-        to keep."""
+        """Write the keys and values of hidden states `[B, N, m * H]` behind those of each sequence.
+
+        `state.commit` decides which of them stay.
+        """
 
     def __call__(self, state: Any, block: Tensor, window: int | None = None) -> Tensor:
-        """Run one pass over blocks of embeddings `[B, N, H]` in the target's dtype, and return `[B, N, H]` after the
-        final norm. The state does not change."""
+        """Run one pass over blocks of embeddings `[B, N, H]` in the target's dtype.
+
+        Return `[B, N, H]` after the final norm. The state does not change.
+        """
 
     def draft_tokens(self, state: Any, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
         """Run one pass over blocks of tokens, and the head on its output.
@@ -299,8 +303,10 @@ class DraftPass:
         return state.memory(config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim, self._fc.weight)
 
     def _slots(self, state: KVCache, count: int, device: torch.device) -> Tensor:
-        """Return the KV slots of the next nodes, equal to their positions: `[N]` if all sequences have the same, else
-        `[B, N]`."""
+        """Return the KV slots of the next nodes, which equal their positions.
+
+        The shape is `[N]` if all sequences have the same positions, else `[B, N]`.
+        """
         start = state.lengths[0]
         if all(length == start for length in state.lengths):
             return torch.arange(start, start + count, device=device)

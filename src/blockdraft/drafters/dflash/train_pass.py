@@ -133,8 +133,10 @@ def draft_pass(
 def _dense(
     network: DFlashNetwork, keys_LBKSD: Tensor, values_LBKSD: Tensor, documents: Tensor, anchors: Tensor
 ) -> Attend:
-    """Return attention with a dense mask: one softmax over a row's context, for all its blocks together, and each
-    block's own slots."""
+    """Return attention with a dense mask.
+
+    One softmax covers a sequence's context, for all its blocks together, and each block's own positions.
+    """
     config, (batch, count), length = network.config, anchors.shape, documents.size(1)
     size, kv_heads = config.block_size, config.num_key_value_heads
     hidden = {

@@ -93,8 +93,10 @@ def _after(values_BDKK: Tensor, ranks_BD: Tensor) -> Tensor:
 
 
 def lattice_log_probs(scores_BDKK: Tensor, ids_BDK: Tensor, logits_BDV: Tensor, plan: Plan) -> Tensor:
-    """Return log probabilities `[B, D, K, K]` of candidates at each sequence's temperature, over the whole
-    vocabulary."""
+    """Return log probabilities of candidates at each sequence's temperature, `[B, D, K, K]`.
+
+    They are normalized over the whole vocabulary.
+    """
     others_BDV = logits_BDV.float().scatter(2, ids_BDK, -torch.inf)
     temperature_B11 = torch.tensor([params.temperature or 1.0 for params in plan.params], device=others_BDV.device)[
         :, None, None

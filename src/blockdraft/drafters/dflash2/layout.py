@@ -32,8 +32,11 @@ def dflash2_shapes(config: DFlash2Config) -> Shapes:
 
 
 def _adapted(config: DFlash2Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors in z-lab's form. Some trainers keep the codebooks in embedding layers. Some keep base kernels
-    without the dimension of the sides: either one kernel for both, or the taps of both concatenated."""
+    """Return the tensors in z-lab's form.
+
+    Some trainers keep the codebooks in embedding layers. Some keep base kernels without the dimension of the sides:
+    either one kernel for both, or the taps of both concatenated.
+    """
     adapted = dict(tensors)
     for name in ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"):
         if f"{name}.weight" in adapted and name not in adapted:

@@ -130,8 +130,9 @@ class DFlash2Network(DFlashNetwork):
         self.candidate_selector = CandidateSelector(config)
 
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the `selector_top_k` best tokens of each position, ascending, int64, and their logits, `[..., K]`
-        each.
+        """Return the `selector_top_k` best tokens of each position, and their logits, `[..., K]` each.
+
+        Tokens are ascending int64.
 
         Args:
             logits: `[..., V]`, from `adjust_logits`.

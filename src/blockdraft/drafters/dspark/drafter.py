@@ -1,5 +1,7 @@
-"""DSpark: DFlash with a Markov head, which corrects each draft token given the one before, and a confidence head, which
-predicts how far draft tokens are accepted.
+"""DSpark: DFlash with a Markov head and a confidence head.
+
+The Markov head corrects each draft token given the one before. The confidence head predicts how far draft tokens are
+accepted.
 
 There is one draft pass, as in DFlash. The Markov head takes a small matrix product per draft token.
 """
@@ -61,8 +63,10 @@ class DSparkDrafter(DFlashDrafter):
         super().check_steps(diffusion_steps, noise_schedule)
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Return hidden states and logits of the D = block_size - 1 draft tokens; the anchor's position has the
-        first."""
+        """Return hidden states and logits of the D = block_size - 1 draft tokens.
+
+        The anchor's position has the first.
+        """
         masks = self._masks[:, 1 : plan.block_size - 1].expand(len(anchor), -1)
         return self._draft_pass(state, torch.cat([anchor[:, None], masks], dim=1), window=plan.draft_window)
 
@@ -123,8 +127,7 @@ class DSparkDrafter(DFlashDrafter):
     def _lattice(
         self, anchor: Tensor, hidden: Tensor, logits_BDV: Tensor, corrected_BDV: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
-        """Return candidates `[B, D, K]` of each position, and their log probabilities `[B, D, K, K]` for
-        `lattice_tree`.
+        """Return candidates `[B, D, K]` and their log probabilities `[B, D, K, K]` for `lattice_tree`.
 
         Candidates are the best tokens after the most probable chain. Other tokens keep their logits after that chain,
         whichever candidate comes before.
@@ -140,8 +143,9 @@ class DSparkDrafter(DFlashDrafter):
         )
 
     def _acceptance_probs(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """Return the confidence head's probability that a draft token is accepted if those before it are,
-        `[B, D, ...]`, or None without such a head.
+        """Return the probability that a draft token is accepted if those before it are, `[B, D, ...]`.
+
+        It is the confidence head's. Without such a head, return None.
 
         Args:
             hidden: `[B, D, ..., H]`.

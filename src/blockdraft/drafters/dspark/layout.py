@@ -24,8 +24,11 @@ def dspark_shapes(config: DSparkConfig) -> Shapes:
 
 
 def _adapted(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under the network's names. Early SpecForge files have both heads in `logit_head`, ModelOpt has
-    other names, and DeepSpec keeps the copy of the target's head that it trained with."""
+    """Return the tensors under the network's names.
+
+    Early SpecForge files have both heads in `logit_head`, ModelOpt has other names, and DeepSpec keeps the copy of the
+    target's head that it trained with.
+    """
     found = {}
     for name, tensor in tensors.items():
         name = name.removeprefix("logit_head.").replace("confidence_proj.", "confidence_head.proj.")

@@ -1,5 +1,8 @@
-"""Checks of EAGLE-3: layers counted from 1, hidden states of the wrong token, a wrong draft vocabulary, swapped halves
-of an entry, and norms in the wrong place."""
+"""Checks of EAGLE-3.
+
+They try layers counted from 1, hidden states of the wrong token, a wrong draft vocabulary, swapped halves of an entry,
+and norms in the wrong place.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""GGUF files of EAGLE-3. The drafter has its own head; with a draft vocabulary, `d2t` holds the target's ids of its
-tokens. The embedding is the target's."""
+"""GGUF files of EAGLE-3.
+
+The drafter has its own head; with a draft vocabulary, `d2t` holds the target's ids of its tokens. The embedding is the
+target's.
+"""
 
 from __future__ import annotations
 

@@ -31,15 +31,19 @@ from blockdraft.nn.draft_config import need
 
 
 def network_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys for `network_config` from a parsed config.json. Raises ValueError if the section of the layers is
-    missing."""
+    """Return the keys for `network_config` from a parsed config.json.
+
+    Raises ValueError if the section of the layers is missing.
+    """
     own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
     return {**layer_config(raw.get("transformer_layer_config")), **own}
 
 
 def configured_target_layers(raw: Mapping[str, Any], num_target_layers: int | None) -> tuple[tuple[int, ...], int]:
-    """Return the target layers in a parsed config.json, and the number of the target's layers, at least as many as
-    these need."""
+    """Return the target layers in a parsed config.json, and the number of the target's layers.
+
+    The number is at least what the target layers need.
+    """
     ids, layers = raw.get(IDS), num_target_layers
     if ids is None:
         need(layers is not None, IDS, None, "given; or name the target (--target) for the default target layers")
@@ -99,8 +103,10 @@ class Eagle3Speculators(EagleLayout):
 
 
 def _block_size(raw: Mapping[str, Any]) -> int:
-    """Return the anchor and the file's number of draft tokens, at least `BLOCK_SIZE`. The file states how many paid in
-    training, but the drafter can always draft as many as EAGLE-3."""
+    """Return the anchor and the file's number of draft tokens, at least `BLOCK_SIZE`.
+
+    The file states how many paid in training, but the drafter can always draft as many as EAGLE-3.
+    """
     draft_tokens = draft_tokens_text(raw)
     if draft_tokens is not None and type(draft_tokens) is not int:
         raise UsageError(f"speculative_tokens is {draft_tokens!r}; it must be a whole number.")

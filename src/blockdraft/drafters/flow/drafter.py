@@ -25,8 +25,11 @@ from blockdraft.timing import HEAD, PASS, mark
 
 
 class FlowDrafter(DFlashDrafter):
-    """Drafts with a flow map. Each diffusion step is a jump between two times of the noise schedule. The checkpoint
-    states the default number of steps."""
+    """Drafts with a flow map.
+
+    Each diffusion step is a jump between two times of the noise schedule. The checkpoint states the default number of
+    steps.
+    """
 
     network: FlowNetwork
     config: FlowConfig

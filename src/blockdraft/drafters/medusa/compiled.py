@@ -1,5 +1,7 @@
-"""Compiled runner of Medusa's heads. The first blocks of all heads read the same input, so they are one
-matrix product."""
+"""Compiled runner of Medusa's heads.
+
+The first blocks of all heads read the same input, so they are one matrix product.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Medusa (arXiv 2401.10774): heads on the target's last hidden state, each of which predicts the token at its own
-distance.
+"""Medusa (arXiv 2401.10774).
+
+Each head reads the target's last hidden state and predicts the token at its own distance.
 
 Draft tokens are verified as usual. The paper's typical acceptance would change the target's output and is not offered.
 """
@@ -24,8 +25,10 @@ from blockdraft.timing import CONTEXT, OBSERVE, mark
 
 
 class MedusaDrafter(Drafter):
-    """Drafts with Medusa's heads. A chain holds each head's best token. A tree holds the most probable paths, whose
-    probability is the product of the heads' probabilities.
+    """Drafts with Medusa's heads.
+
+    A chain holds each head's best token. A tree holds the most probable paths, whose probability is the product of the
+    heads' probabilities.
 
     Args:
         network: Network, which is moved to the target's device and dtype.

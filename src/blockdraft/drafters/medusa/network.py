@@ -78,14 +78,18 @@ class MedusaNetwork(nn.ModuleList, DraftNetwork):
         self.config = config
 
     def forward(self, hidden: Tensor, count: int | None = None) -> Tensor:
-        """Return states `[..., count, H]` of the first `count` heads, or all, for the target's hidden states `[...,
-        H]`."""
+        """Return states `[..., count, H]` of the first `count` heads, or of all.
+
+        They are computed from the target's hidden states `[..., H]`.
+        """
         heads = self._heads(self.config.num_heads if count is None else count)
         return torch.stack([head[: self.config.num_layers](hidden) for head in heads], dim=-2)
 
     def logits(self, states: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return logits `[..., K, V]` of the states `[..., K, H]` of the first K heads; `target_head` is used if
-        shared."""
+        """Return logits `[..., K, V]` of the states `[..., K, H]` of the first K heads.
+
+        `target_head` is used if the heads share it.
+        """
         if self.config.shared_head:
             return target_head(states)
         heads = self._heads(states.size(-2))

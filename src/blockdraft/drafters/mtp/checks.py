@@ -1,5 +1,8 @@
-"""Checks of MTP heads: the hidden state of another token or before the norm, swapped halves of an entry, the hidden
-state that the next step reads, and the stored form of norms."""
+"""Checks of MTP heads.
+
+They try the hidden state of another token or before the norm, swapped halves of an entry, the hidden state that the
+next step reads, and the stored form of norms.
+"""
 
 from __future__ import annotations
 

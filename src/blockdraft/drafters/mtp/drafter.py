@@ -1,5 +1,8 @@
-"""Multi-token prediction (MTP) head as drafter: one layer drafts one token after the other, first from the target's
-last hidden state, then from its own output, like EAGLE-3. It has its own folder, or is in the target's."""
+"""Multi-token prediction (MTP) head as drafter.
+
+One layer drafts one token after the other, first from the target's last hidden state, then from its own output, like
+EAGLE-3. It has its own folder, or is in the target's.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Layout of an MTP head in its own folder: config.json, and tensors as Qwen3-Next's checkpoints hold them under
-`mtp.`, where a norm's weight is stored as its difference from 1."""
+"""Layout of an MTP head in its own folder.
+
+It has a config.json, and tensors as Qwen3-Next's checkpoints hold them under `mtp.`, where a norm's weight is stored as
+its difference from 1.
+"""
 
 from __future__ import annotations
 

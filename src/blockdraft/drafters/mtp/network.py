@@ -1,5 +1,8 @@
-"""The MTP head (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next): one layer that predicts one token at a time
-from the target's last hidden state. Embedding and output projection are the target's."""
+"""The MTP head (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next).
+
+One layer predicts one token at a time from the target's last hidden state. Embedding and output projection are the
+target's.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""MTP heads in the format of vllm-project/speculators, which `formats/speculators.py` describes: those that speculators
-trains for models that have one (Qwen3-Next, Qwen3.5), and those that are trained here."""
+"""MTP heads in the format of vllm-project/speculators.
+
+`formats/speculators.py` describes the format. speculators trains heads for models that have one (Qwen3-Next, Qwen3.5).
+"""
 
 from __future__ import annotations
 

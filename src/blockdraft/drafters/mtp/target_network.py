@@ -1,5 +1,7 @@
-"""Network of the MTP heads in published models (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5): an `MTPHead` around a layer
-of transformers, which supports latent and gated attention and experts."""
+"""Network of the MTP heads in published models (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5).
+
+It is an `MTPHead` around a layer of transformers, which supports latent and gated attention and experts.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +82,10 @@ def one_layer(config: PretrainedConfig, experts: bool) -> PretrainedConfig:
 
 
 class Angles:
-    """Rotary module of transformers, not registered as a submodule, so that its frequencies stay float32 when the
-    network's weights are cast."""
+    """Rotary module of transformers, not registered as a submodule.
+
+    So its frequencies stay float32 when the network's weights are cast.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -105,8 +109,10 @@ class Writing:
 
 
 class TargetMTPNetwork(MTPHead):
-    """MTP head with a layer of transformers. The layer computes attention itself and needs a `CachedAttention`, so this
-    network cannot be trained."""
+    """MTP head with a layer of transformers.
+
+    The layer computes attention itself and needs a `CachedAttention`, so this network cannot be trained.
+    """
 
     config: TargetMTPConfig
 
