@@ -160,7 +160,7 @@ class DFlashDrafter(Drafter):
         return self._build_proposal(anchor, *self._refined_pass(state, anchor, plan), plan)
 
     def _build_proposal(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-        """Return a proposal from hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions after the anchors."""
+        """Return the proposal for hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions after anchors."""
         return independent_draft_tokens(anchor, logits, plan)
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
