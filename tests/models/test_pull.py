@@ -264,7 +264,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, model: Model, monkeypat
 def test_terms_have_to_be_accepted(index: Path, model: Model) -> None:
     terms = {"accept": True, "licence": "Terms", "licence_source": "https://example.org/terms"}
     bound = model.model_copy(update=terms)
-    with pytest.raises(UsageError, match="is under the Terms: https://example.org/terms.*--accept-licence"):
+    with pytest.raises(UsageError, match="comes under the Terms: https://example.org/terms.*--accept-licence"):
         pull(bound)
     assert pull(bound, accepted=True).read_bytes() == CONTENT
 
