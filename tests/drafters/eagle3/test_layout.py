@@ -125,7 +125,7 @@ def test_target_layers_in_one_place_alone(tmp_path: Path) -> None:
     assert start(tmp_path / "draft").line and start(Path("some/repository")).line
     change(tmp_path / "draft", eagle_aux_hidden_state_layer_ids=None)
     assert start(tmp_path / "draft") == Start(
-        None, "it takes target layers that are in eagle_config alone one layer off", "export eagle3"
+        None, "it reads target layers that are in eagle_config alone one layer off", "export eagle3"
     )
     write(tmp_path / "other")
     change(tmp_path / "other", eagle_config=None)
