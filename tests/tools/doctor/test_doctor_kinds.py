@@ -156,10 +156,10 @@ def test_good_pairs(target: Target, learned: Callable[..., Checkpoint], write: L
 
 
 LEARNED = [
-    ("eagle3", {"lag": 1}, "shift", "feature of two tokens before its own"),
-    pytest.param("eagle3", {"lag": -1}, "shift", "feature of its own token", marks=pytest.mark.long),
-    pytest.param("mtp", {"lag": 1}, "shift", "feature of two tokens before its own", marks=pytest.mark.long),
-    ("mtp", {"lag": -1}, "shift", "feature of its own token"),
+    ("eagle3", {"lag": 1}, "shift", "hidden state of two tokens before its own"),
+    pytest.param("eagle3", {"lag": -1}, "shift", "hidden state of its own token", marks=pytest.mark.long),
+    pytest.param("mtp", {"lag": 1}, "shift", "hidden state of two tokens before its own", marks=pytest.mark.long),
+    ("mtp", {"lag": -1}, "shift", "hidden state of its own token"),
     ("mtp", {"target_layers": (2,)}, "target_layers", "before its norm"),
     ("medusa", {"target_layers": (2,)}, "target_layers", "before its norm"),
     pytest.param("medusa", {"lag": 1}, "shift", "hidden state of two tokens before", marks=pytest.mark.long),
@@ -183,7 +183,7 @@ def test_learned_otherwise(
 
 
 WRITTEN = [
-    ("eagle3", {}, {"target_layers": (1, 2)}, "target_layers", "target_layers [0, 1] in place of [1, 2]"),
+    ("eagle3", {}, {"target_layers": (1, 2)}, "target_layers", "target layers [0, 1] in place of [1, 2]"),
     ("eagle3", {"norm_output": True}, {"norm_output": False}, "feedback", "taken behind the last norm"),
     ("eagle3", {}, {"norm_before_residual": True}, "norm", "begun before the norm"),
     ("eagle3", {}, {"rope_theta": 3.0}, "rope", "rope_theta 10000 in place of 3"),
