@@ -53,7 +53,7 @@ def interrupted_at(step: int) -> Iterator[None]:
 
 
 class Drafted(NamedTuple):
-    """What a drafter draft tokens behind an anchor, and its state before it."""
+    """What a drafter proposes behind an anchor, and its state before it."""
 
     anchor: int
     draft_tokens: list[int]

@@ -175,7 +175,7 @@ def test_a_path_is_no_command(chat: Chat, answers: Callable[..., list[str]]) -> 
 def test_a_terminal_shows_colours_speeds_and_what_was_read(
     chat: Chat, answers: Callable[..., list[str]], tiny_target_dir: Path
 ) -> None:
-    # The target as its own drafter draft tokens everything right.
+    # The target as its own drafter drafts every token right.
     code, out, err = chat("--drafter", tiny_target_dir, "--block-size", 4, typed=["hello", "and then?"])
     first, second = answers("hello", "and then?")
     shown = ESCAPES.sub("", out)

@@ -80,7 +80,7 @@ def test_the_mean_embedding_is_that_of_the_likeliest_tokens() -> None:
 
 @pytest.mark.parametrize("passes", [1, 2, 5])
 def test_a_block_goes_from_noise_to_tokens_by_as_many_passes(passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If all passes draft token the same, the states are on the line from the noise to that draft token."""
+    """If all passes draft the same token, the states are on the line from the noise to it."""
     network, seen = FlowNetwork(CONFIG), list[tuple[float, float]]()
     noise, clean = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
 

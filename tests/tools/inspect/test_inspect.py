@@ -107,7 +107,7 @@ def test_the_other_kinds(tiny_dflash2_dir: Path, tiny_dspark_dir: Path, tiny_tar
     second, spark = (inspect(path, tiny_target_dir) for path in (tiny_dflash2_dir, tiny_dspark_dir))
     assert second.conventions["draft_tokens"] == 7 and second.conventions["DFlash2DraftModel"]["selector_top_k"] == 5
     assert second.starts["SGLang"].line is None
-    assert spark.conventions["draft_tokens"] == 8  # the anchor's slot draft tokens too
+    assert spark.conventions["draft_tokens"] == 8  # the anchor's position drafts too
     assert spark.conventions["DSparkDraftModel"]["markov_rank"] == 4
     assert spark.starts["vLLM"].line is None and "--format speculators" in str(spark.starts["vLLM"].remedy)
 
