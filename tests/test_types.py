@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -31,10 +32,10 @@ def test_the_order_of_the_settings_stays() -> None:
 )
 def test_numbers(name: str) -> None:
     for value in (NAN, np.float32(NAN), float("inf"), -3.0):
-        with pytest.raises(UsageError, match=f"{name} is .*must be"):
+        with pytest.raises(UsageError, match=f"{name} must be"):
             SamplingParams(**{name: value})
     for value in (True, "1", None, torch.tensor(0.5), 1j):
-        with pytest.raises(UsageError, match=f"{name} is .*; it must be a number"):
+        with pytest.raises(UsageError, match=f"{name} must be .*, got "):
             SamplingParams(**{name: value})  # type: ignore[arg-type]
     assert getattr(SamplingParams(**{name: np.float32(0.5)}), name) == 0.5
 
@@ -42,9 +43,9 @@ def test_numbers(name: str) -> None:
 @pytest.mark.parametrize("name", ["max_new_tokens", "top_k", "seed"])
 def test_whole_numbers(name: str) -> None:
     for value in (3.5, 3.0, True, "3", NAN, torch.tensor(3)):
-        with pytest.raises(UsageError, match=f"{name} is .*; it must be a whole number"):
+        with pytest.raises(UsageError, match=f"{name} must be a whole number"):
             SamplingParams(**{name: value})  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=f"{name} is -1"):
+    with pytest.raises(UsageError, match=f"{name} must be .*, got -1"):
         SamplingParams(**{name: -1})  # type: ignore[arg-type]
     assert type(getattr(SamplingParams(**{name: np.int64(3)}), name)) is int  # type: ignore[arg-type]
 
@@ -52,26 +53,27 @@ def test_whole_numbers(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_new_tokens": None}, "max_new_tokens is None"),
-        ({"logit_bias": 3}, "logit_bias is 3; it must map"),
-        ({"logit_bias": [5, 6]}, "logit_bias is .*; it must map"),
-        ({"logit_bias": {"5": 1}}, "names the token '5'"),
-        ({"logit_bias": {True: 1}}, "names the token True"),
-        ({"logit_bias": {5.0: 1}}, "names the token 5.0"),
-        ({"logit_bias": {-1: 1}}, "names the token -1"),
-        ({"logit_bias": {5: NAN}}, "logit_bias is nan for token 5"),
-        ({"logit_bias": {5: 101}}, "logit_bias is 101 for token 5"),
-        ({"logit_bias": {5: "1"}}, "logit_bias for token 5 is '1'"),
-        ({"logit_bias": {5: True}}, "logit_bias for token 5 is True"),
-        ({"stop_token_ids": 5}, "stop_token_ids is 5; give a list"),
-        ({"stop_token_ids": "5"}, "stop_token_ids holds '5'"),
-        ({"stop_token_ids": [5, -1]}, "stop_token_ids holds -1"),
-        ({"stop_token_ids": [5.0]}, "stop_token_ids holds 5.0"),
-        ({"stop_token_ids": [True]}, "stop_token_ids holds True"),
-        ({"stop": 5}, "stop is 5; give a list"),
-        ({"stop": ["a", ""]}, "stop holds ''"),
-        ({"stop": [5]}, "stop holds 5"),
-        ({"ignore_eos": 1}, "ignore_eos is 1; it must be True or False"),
+        ({"max_new_tokens": None}, "max_new_tokens must be a whole number of at least 1, got None"),
+        ({"logit_bias": 3}, "logit_bias must map token ids to numbers, got 3"),
+        ({"logit_bias": [5, 6]}, "logit_bias must map"),
+        ({"logit_bias": {"5": 1}}, "keys of logit_bias must be token ids from 0 on, got '5'"),
+        ({"logit_bias": {True: 1}}, "keys of logit_bias must be .*, got True"),
+        ({"logit_bias": {5.0: 1}}, "keys of logit_bias must be .*, got 5.0"),
+        ({"logit_bias": {-1: 1}}, "keys of logit_bias must be .*, got -1"),
+        ({"logit_bias": {5: NAN}}, "logit_bias must be .*, got nan for token 5"),
+        ({"logit_bias": {5: 101}}, "logit_bias must be a number between -100 and 100, got 101 for token 5"),
+        ({"logit_bias": {5: "1"}}, "logit_bias must be .*, got '1' for token 5"),
+        ({"logit_bias": {5: True}}, "logit_bias must be .*, got True for token 5"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, got 5"),
+        ({"stop_token_ids": "5"}, "entries of stop_token_ids must be .*, got '5'"),
+        ({"stop_token_ids": [5, -1]}, "entries of stop_token_ids must be .*, got -1"),
+        ({"stop_token_ids": [5.0]}, "entries of stop_token_ids must be .*, got 5.0"),
+        ({"stop_token_ids": [True]}, "entries of stop_token_ids must be .*, got True"),
+        ({"stop": 5}, "stop must be a list of texts, got 5"),
+        ({"stop": ""}, "entries of stop must be .*, got ''"),
+        ({"stop": ["a", ""]}, "entries of stop must be .*, got ''"),
+        ({"stop": [5]}, "entries of stop must be .*, got 5"),
+        ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
     ],
 )
 def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -93,19 +95,19 @@ def test_biases_are_kept_as_pairs() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"block_size": True}, "block_size is True; it must be a whole number or 'auto'"),
-        ({"block_size": 4.0}, "block_size is 4.0"),
-        ({"block_size": NAN}, "block_size is nan"),
-        ({"block_size": 0}, "block_size is 0; it must be at least 1"),
-        ({"tree_budget": "many"}, "tree_budget is 'many'"),
-        ({"tree_budget": False}, "tree_budget is False"),
-        ({"tree_budget": None}, "tree_budget is None"),
-        ({"tree_budget": -1}, "tree_budget is -1"),
-        ({"draft_window": "auto"}, "draft_window is 'auto'; it must be a whole number or None"),
-        ({"draft_window": 0}, "draft_window is 0"),
-        ({"draft_passes": 0}, r"draft_passes is 0; it must be at least 1 \(all draft tokens from one pass"),
-        ({"draft_passes": "auto"}, "draft_passes is 'auto'; it must be a whole number or None"),
-        ({"sampled": 1}, "sampled is 1; it must be True or False"),
+        ({"block_size": True}, r"block_size must be a whole number of at least 1 \(no drafting\) or 'auto', got True"),
+        ({"block_size": 4.0}, "block_size must be .*, got 4.0"),
+        ({"block_size": NAN}, "block_size must be .*, got nan"),
+        ({"block_size": 0}, "block_size must be .*, got 0"),
+        ({"tree_budget": "many"}, "tree_budget must be .*, got 'many'"),
+        ({"tree_budget": False}, "tree_budget must be .*, got False"),
+        ({"tree_budget": None}, "tree_budget must be .*, got None"),
+        ({"tree_budget": -1}, "tree_budget must be .*, got -1"),
+        ({"draft_window": "auto"}, "draft_window must be .* or None, got 'auto'"),
+        ({"draft_window": 0}, "draft_window must be .*, got 0"),
+        ({"draft_passes": 0}, "draft_passes must be .*, got 0"),
+        ({"draft_passes": "auto"}, "draft_passes must be .*, got 'auto'"),
+        ({"sampled": 1}, "sampled must be True or False, got 1"),
         ({"sampled": True, "tree_budget": "auto"}, "tree_budget must be a number .*, got 'auto'"),
         ({"sampled": True, "tree_budget": 3, "block_size": "auto"}, "block_size must be a number .*, got 'auto'"),
     ],
@@ -162,25 +164,8 @@ def test_good_drafting() -> None:
     ],
 )
 def test_bad_parameters_are_refused_by_name(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {value}"):
+    with pytest.raises(ValueError, match=f"{field} must be .*, got {re.escape(str(value))}"):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"logit_bias": {-1: 1.0}}, "names the token -1"),
-        ({"logit_bias": {"5": 1.0}}, "names the token '5'"),
-        ({"logit_bias": {5: 101.0}}, "is 101.0 for token 5"),
-        ({"logit_bias": {5: float("nan")}}, "is nan for token 5"),
-        ({"stop": ""}, "stop holds ''"),
-        ({"stop": ["a", ""]}, "stop holds ''"),
-        ({"stop": [7]}, "stop holds 7"),
-    ],
-)
-def test_bad_biases_and_stops_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**fields)  # type: ignore[arg-type]
 
 
 def test_parameters_are_copies_that_no_one_can_change() -> None:

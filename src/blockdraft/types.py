@@ -6,6 +6,7 @@ cached tokens, D head size, m number of target layers. A tensor named `logits_BN
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -34,7 +35,18 @@ GGUFWeights: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 DEFAULT_GGUF_WEIGHTS: GGUFWeights = "bf16"
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark"]
-LEAST, MOST = 1e-30, 1e30  # of temperature, top-p and penalty; far beyond, float32 rounds them to 0 or infinity
+LEAST, MOST = 1e-30, 1e30  # far beyond, float32 rounds to 0 or infinity
+# Smallest and largest values of sampling parameters. The temperature may also be 0.
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (LEAST, MOST),
+    "top_p": (LEAST, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (LEAST, MOST),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "logit_bias": (-100, 100),
+}
+MAX_SEED = 2**63 - 1
 MOST_LOGPROBS = 20  # likeliest tokens that may be reported with each token of the answer
 
 
@@ -53,11 +65,9 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
-            raise UsageError(
-                f"The grammar's kind must be one of {', '.join(get_args(GrammarKind))}, got {self.kind!r}."
-            )
+            raise UsageError(f"grammar.kind must be one of {', '.join(get_args(GrammarKind))}, got {self.kind!r}.")
         if not isinstance(self.text, str):
-            raise UsageError(f"The grammar's text must be a string, got a {type(self.text).__name__}.")
+            raise UsageError(f"grammar.text must be a string, got {self.text!r}.")
         if bool(self.text) == (self.kind == "json_object"):
             needs = "takes no text; leave it out, or use json_schema" if self.text else "needs a text"
             raise UsageError(f"A grammar of kind {self.kind} {needs}.")
@@ -111,60 +121,37 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_new_tokens", _whole("max_new_tokens", self.max_new_tokens))
-        object.__setattr__(self, "top_k", _whole("top_k", self.top_k))
+        def set_field(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        set_field("max_new_tokens", _whole("max_new_tokens", self.max_new_tokens, 1))
+        set_field("top_k", _whole("top_k", self.top_k, 0, " (0 keeps all)"))
         if self.seed is not None:
-            object.__setattr__(self, "seed", _whole("seed", self.seed))
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            _check_number(name, getattr(self, name))
+            set_field("seed", _whole("seed", self.seed, 0, " or None", MAX_SEED))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                set_field(name, _whole(name, value, 0, " or None", MOST_LOGPROBS))
+        if not _is_number(self.temperature) or self.temperature != 0:
+            _check_range("temperature", self.temperature, prefix="0 (greedy) or ")
+        for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _check_range(name, getattr(self, name))
         _check_flag("ignore_eos", self.ignore_eos)
-        if self.max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1.")
-        if self.temperature != 0 and not LEAST <= self.temperature <= MOST:
-            raise UsageError(f"temperature is {self.temperature}; it must be 0 (greedy) or from {LEAST:g} to {MOST:g}.")
-        if self.top_k < 0:
-            raise UsageError(f"top_k is {self.top_k}; it must be 0 (keep all) or more.")
-        if not LEAST <= self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p}; it must be from {LEAST:g} to 1 (keep all).")
-        if not 0 <= self.min_p <= 1:
-            raise UsageError(f"min_p is {self.min_p}; it must be from 0 (keep all) to 1.")
-        if not LEAST <= self.repetition_penalty <= MOST:
-            raise UsageError(
-                f"repetition_penalty is {self.repetition_penalty}; it must be from {LEAST:g} to {MOST:g} (1 is none)."
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be from -2 to 2; 0 is no penalty.")
-        # Tuples of what was given, which no caller can change later.
         try:
             biases = dict(self.logit_bias)
         except (TypeError, ValueError) as error:
-            raise UsageError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers.") from error
+            raise UsageError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}.") from error
         for token, bias in biases.items():
-            if not _is_whole(token) or token < 0:
-                raise UsageError(f"logit_bias names the token {token!r}; its keys must be token ids, 0 or more.")
-            _check_number(f"logit_bias for token {token}", bias)
-            if not -100 <= bias <= 100:
-                raise UsageError(f"logit_bias is {bias} for token {token}; it must be from -100 to 100.")
-        object.__setattr__(self, "logit_bias", tuple((int(token), bias) for token, bias in biases.items()))
-        stop_ids = _listed("stop_token_ids", self.stop_token_ids)
-        for token in stop_ids:
-            if not _is_whole(token) or token < 0:
-                raise UsageError(f"stop_token_ids holds {token!r}; it must hold token ids, 0 or more.")
-        object.__setattr__(self, "stop_token_ids", tuple(map(int, stop_ids)))
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
+            _token("keys of logit_bias", token)
+            _check_range("logit_bias", bias, suffix=f" for token {token}")
+        set_field("logit_bias", tuple((int(token), bias) for token, bias in biases.items()))
+        stop_ids = _listed("stop_token_ids", "token ids", self.stop_token_ids)
+        set_field("stop_token_ids", tuple(_token("entries of stop_token_ids", token) for token in stop_ids))
+        set_field("stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", "texts", self.stop))
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise UsageError(f"stop holds {text!r}; every stop must be a text of at least one character.")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1.")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, count := _whole(name, value, " or None"))
-                if not 0 <= count <= MOST_LOGPROBS:
-                    raise UsageError(f"{name} is {count}; it must be from 0 to {MOST_LOGPROBS}, or None.")
+                raise UsageError(f"entries of stop must be texts of at least one character, got {text!r}.")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise UsageError(f"grammar is {self.grammar!r}; it must be a Grammar or None.")
+            raise UsageError(f"grammar must be a Grammar or None, got {self.grammar!r}.")
         if self.grammar is not None and self.ignore_eos:
             raise UsageError("ignore_eos goes on past the end, where a grammar allows no token; leave out one of them.")
 
@@ -203,19 +190,16 @@ class Drafting:
     def __post_init__(self) -> None:
         if isinstance(self.block_size, _ByDefault) and (self.sampled or self.tree_budget not in (0, None)):
             object.__setattr__(self, "block_size", None)
-        for name, value, least, meaning in (
-            ("block_size", self.block_size, 1, "no drafting"),
-            ("tree_budget", self.tree_budget, 0, "chains"),
-            ("draft_window", self.draft_window, 1, "the newest token alone"),
-            ("draft_passes", self.draft_passes, 1, "all draft tokens from one pass"),
+        for name, least, meaning, other in (
+            ("block_size", 1, "no drafting", "'auto'"),
+            ("tree_budget", 0, "chains", "'auto'"),
+            ("draft_window", 1, "the newest token alone", "None"),
+            ("draft_passes", 1, "all draft tokens from one pass", "None"),
         ):
-            may_be_auto = not name.startswith("draft_")
-            if (value is None and name != "tree_budget") or (value == "auto" and may_be_auto):
+            value = getattr(self, name)
+            if (value is None and name != "tree_budget") or (value == "auto" and other == "'auto'"):
                 continue
-            number = _whole(name, value, " or 'auto'" if may_be_auto else " or None")
-            if number < least:
-                raise UsageError(f"{name} is {value}; it must be at least {least} ({meaning}).")
-            object.__setattr__(self, name, number)
+            object.__setattr__(self, name, _whole(name, value, least, f" ({meaning}) or {other}"))
         _check_flag("sampled", self.sampled)
         for name in ("block_size", "tree_budget"):
             if self.sampled and self.tree_budget != 0 and getattr(self, name) == "auto":
@@ -266,9 +250,7 @@ class RequestDrafting:
         _check_flag("enabled", self.enabled)
         for name, least, meaning in (("block_size", 1, "no drafting"), ("tree_budget", 0, "chains")):
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, number := _whole(name, value, " or None"))
-                if number < least:
-                    raise UsageError(f"{name} is {number}; it must be at least {least} ({meaning}).")
+                object.__setattr__(self, name, _whole(name, value, least, f" ({meaning}) or None"))
 
 
 @dataclass(frozen=True)
@@ -303,28 +285,38 @@ class StepTrace:
     seconds: float
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _whole(name: str, value: Any, other: str = "") -> int:
-    if not _is_whole(value):
-        raise UsageError(f"{name} is {value!r}; it must be a whole number{other}.")
+def _whole(name: str, value: Any, least: int, other: str = "", most: float = math.inf) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= value <= most:
+        limit = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise UsageError(f"{name} must be a whole number {limit}{other}, got {value!r}.")
     return int(value)
 
 
-def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise UsageError(f"{name} is {value!r}; it must be a number.")
+def _token(name: str, value: Any) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
+        raise UsageError(f"{name} must be token ids from 0 on, got {value!r}.")
+    return int(value)
+
+
+def _check_range(name: str, value: Any, prefix: str = "", suffix: str = "") -> None:
+    low, high = RANGES[name]
+    if not _is_number(value) or not low <= value <= high:
+        limits = " and ".join(f"{limit:g}".replace("e+", "e") for limit in (low, high))
+        number = "" if prefix else "a number "
+        raise UsageError(f"{name} must be {prefix}{number}between {limits}, got {value!r}{suffix}.")
 
 
 def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise UsageError(f"{name} is {value!r}; it must be True or False.")
+        raise UsageError(f"{name} must be True or False, got {value!r}.")
 
 
-def _listed(name: str, value: Any) -> tuple[Any, ...]:
+def _listed(name: str, content: str, value: Any) -> tuple[Any, ...]:
     try:
         return tuple(value)
     except TypeError as error:
-        raise UsageError(f"{name} is {value!r}; give a list.") from error
+        raise UsageError(f"{name} must be a list of {content}, got {value!r}.") from error

@@ -143,7 +143,7 @@ def test_ctrl_c(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["--batch-size", "0"], "--batch-size must be at least 1"),
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--limit", "0"], "--limit must be at least 1"),
-        (["--temperature", "-1"], "--temperature is -1.0"),
+        (["--temperature", "-1"], "--temperature must be 0 (greedy) or between 1e-30 and 1e30, got -1.0"),
         (["--prompts", "/no/such/file"], "/no/such/file cannot be read"),
         (["--max-new-tokens", "250"], "Prompt 1 of first: The prompt's"),
         (["--out", "/dev/null", "--no-pictures"], "/dev/null is no folder"),

@@ -159,7 +159,7 @@ def test_in_a_pipe_what_goes_wrong_ends_the_chat(chat: Chat, stdin: Any, message
     [
         (("--max-new-tokens", 0), "--max-new-tokens is 0"),
         (("--block-size", "many"), "--block-size must be a whole number or 'auto'"),
-        (("--temperature", -1), "--temperature is -1"),
+        (("--temperature", -1), "--temperature must be 0"),
         (("--drafter", "nonesuch"), "nonesuch is no drafter"),
     ],
 )

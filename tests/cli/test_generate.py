@@ -369,8 +369,8 @@ def test_same_seed_same_answer(generate: Run) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["hello", "--temperature", "-1"], "--temperature is -1.0"),
-        (["hello", "--temperature", "nan"], "--temperature is nan"),
+        (["hello", "--temperature", "-1"], "--temperature must be 0"),
+        (["hello", "--temperature", "nan"], "--temperature must be 0"),
         (["hello", "--top-p", "0"], "--top-p is 0.0"),
         (["hello", "--top-k", "-1"], "--top-k is -1"),
         (["hello", "--max-new-tokens", "0"], "--max-new-tokens is 0"),

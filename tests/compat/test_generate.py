@@ -145,7 +145,7 @@ def test_streamer(decode: Callable[..., Tensor]) -> None:
         ({"stop_strings": ["a"], "tokenizer": object()}, "stop_strings is"),
         ({"input_ids": PROMPTS}, "inputs and input_ids are both given"),
         ({"do_sample": True, "temperature": 0.0}, "temperature is 0 with do_sample=True"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be .*, got 0.0"),
         ({"min_new_tokens": 3}, "min_new_tokens is 3"),
         ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size is 2"),
         ({"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(3, 1)])}, "logits_processor is not supp"),

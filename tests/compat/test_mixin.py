@@ -211,7 +211,7 @@ def test_unknown_arguments_are_refused_by_name(mixin):
         ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "attention_mask hides tokens inside row 0"),
         ({"attention_mask": torch.zeros(1, 4)}, "attention_mask hides all of row 0"),
         ({"do_sample": True, "temperature": 0.0}, "do_sample=False"),
-        ({"do_sample": True, "temperature": -1.0}, "temperature is -1.0"),
+        ({"do_sample": True, "temperature": -1.0}, "temperature must be .*, got -1.0"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"max_new_tokens": 1000}, "exceed the target's context of 128"),
     ],
@@ -224,7 +224,7 @@ def test_bad_arguments_are_refused(mixin, arguments, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_size": 0}, "block_size is 0"),
+        ({"block_size": 0}, "block_size must be .*, got 0"),
         ({"diffusion_steps": 0}, "diffusion_steps is 0"),
         ({"noise_schedule": "square"}, r"'square'; it must be one of \['cosine', 'linear'\]"),
     ],

@@ -42,6 +42,7 @@ class Machine:
         row: Of each row beyond the first.
         noise: Standard deviation of the logarithm of a step's time.
         strays: Share of steps that meet a delay of up to 30 times their time.
+        plain: Seconds of a plain step of one node, the unit of the times above.
     """
 
     draft: float
@@ -50,11 +51,18 @@ class Machine:
     row: float = 0.02
     noise: float = 0.05
     strays: float = 0.01
+    plain: float = 1e-3
+
+    def run_seconds(self, seconds: float) -> Account:
+        account, end = Account(), self.clock + seconds
+        while self.clock < end:
+            self._step(account)
+        return account
 
     def seconds(self, rows: int, draft_tokens: int | None) -> float:
         nodes = rows * (1 + (draft_tokens or 0))
         drafted = 0.0 if draft_tokens is None else self.draft * (1 + 0.03 * rows)
-        return 1e-3 * (1 + drafted + self.row * (rows - 1) + self.node * max(nodes - self.flat, 0) + 0.01 * nodes)
+        return self.plain * (1 + drafted + self.row * (rows - 1) + self.node * max(nodes - self.flat, 0) + 0.01 * nodes)
 
     def measured(self, seconds: float, rng: random.Random) -> float:
         delay = rng.uniform(5, 30) if rng.random() < self.strays else 1.0
@@ -239,8 +247,9 @@ class Decoding:
             self.drafter,  # type: ignore[arg-type]
             self.drafting,
             lambda drafter: costs,
-            now=lambda: NOW,
+            now=lambda: self.clock,
         )
+        self.clock = NOW
         self.rng = random.Random(seed)
         self.answer, self.requests = answer, [request() for _ in range(64)]
         self.chosen: list[int | None] = []
@@ -248,6 +257,12 @@ class Decoding:
     def run(self, steps: int) -> Account:
         account = Account()
         for _ in range(steps):
+            self._step(account)
+        return account
+
+    def run_seconds(self, seconds: float) -> Account:
+        account, end = Account(), self.clock + seconds
+        while self.clock < end:
             self._step(account)
         return account
 
@@ -278,6 +293,7 @@ class Decoding:
         if self.drafter.chooses_tree_size and draft_tokens is not None:
             expected = [sum(survival) for survival in survivals]
         measured = self.machine.measured(seconds, self.rng)
+        self.clock += measured
         self.controller.learn(Outcome(requests, plan, draft_tokens or 0, deepest, lengths, expected, seconds=measured))
         account.tokens += rows + sum(map(sum, survivals))
         account.seconds += seconds

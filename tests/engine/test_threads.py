@@ -119,18 +119,20 @@ def test_a_listener_may_close_its_engine(target: Target, drafter: Drafter) -> No
         assert request.result(60).finish_reason in ("cancelled", "length")
 
 
-def test_what_auto_has_learned_is_kept_for_the_next_engine(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("load", "is_stored"), [(0.0, True), (1e3, False)], ids=["idle", "busy"])
+def test_step_times_are_stored_for_the_next_engine_unless_the_machine_is_busy(
+    load: float, is_stored: bool, target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
     file = costs.path(target, drafter)
     with Engine(target, drafter, drafting=Drafting("auto")) as engine:
         engine.generate(PROMPTS, GREEDY)
         assert costs.load(file) is None
-    assert costs.load(file) is not None
+    assert (costs.load(file) is not None) == is_stored
     with Engine(target, drafter, drafting=Drafting(None)) as fixed:
         fixed.generate(PROMPTS[:1], GREEDY)
-    assert len(list((tmp_path / "costs").iterdir())) == 1
+    assert len(list((tmp_path / "costs").iterdir()) if is_stored else []) == is_stored
 
 
 def test_each_drafter_of_a_combination_begins_with_what_is_stored_of_it(

@@ -23,6 +23,7 @@ from blockdraft.engine.scheduler import Scheduler
 from blockdraft.engine.text import check_request, encode
 from blockdraft.engine.worker import end_all, worker_of
 from blockdraft.errors import ClosedError, UsageError
+from blockdraft.kernels.cpu.threads import is_busy
 from blockdraft.targets import Target
 from blockdraft.types import Drafting, Prompt, RequestDrafting, SamplingParams
 
@@ -325,7 +326,7 @@ class Engine:
     def close(self) -> None:
         """Cancel all requests, free the memory, and store the learned step times for the next engine of this pair.
 
-        Closing again does nothing.
+        Nothing is stored while other programs keep the machine busy. Closing again does nothing.
         """
         with self._lock:
             if self._closed:
@@ -339,7 +340,7 @@ class Engine:
                     request.wait()
                 self._worker.join()
                 self._scheduler = None
-        if self.controller.automatic:
+        if self.controller.automatic and not is_busy():  # times beside other work would mislead the next engine
             for drafter, learned in self.controller.learned():
                 update(self.target, drafter, learned)
 

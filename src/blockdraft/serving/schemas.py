@@ -13,11 +13,11 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from blockdraft.errors import UsageError
-from blockdraft.types import Grammar, SamplingParams
+from blockdraft.types import MAX_SEED, RANGES, Grammar, SamplingParams
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # editors send dozens of stop strings
 MAX_CHOICES = 128
-NUM_SEEDS = 2**63
+NUM_SEEDS = MAX_SEED + 1
 MAX_ITEMS = 10_000  # entries of a list, token ids aside
 MAX_TABLE = 1024  # entries of `logit_bias` and `stop_token_ids`, which every decoding step goes through
 TEXT_TYPES = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
@@ -37,10 +37,15 @@ Table = Annotated[dict[str, T], Field(max_length=MAX_TABLE), BeforeValidator(_li
 Token = Annotated[int, Field(ge=0, lt=2**63)]
 TokenIds = Annotated[list[Token], Field(fail_fast=True)]
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
+
+
+def _in_range(name: str, least: float | None = None) -> Any:
+    """Return the field of a sampling parameter with its limits, or from `least` on."""
+    low, high = RANGES[name]
+    return Field(ge=low if least is None else least, le=high)
 
 
 class Schema(BaseModel):
@@ -116,14 +121,14 @@ class GenerationSchema(Schema):
     model: Annotated[str, Field(min_length=1, description="A name that /v1/models lists.")]
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: MaxTokens | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, _in_range("temperature", least=0)] | None = None
+    top_p: Annotated[float, _in_range("top_p")] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    logit_bias: Table[Annotated[float, Field(ge=-100, le=100)]] | None = None
+    min_p: Annotated[float, _in_range("min_p")] | None = None
+    presence_penalty: Annotated[float, _in_range("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _in_range("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[float, _in_range("repetition_penalty")] | None = None
+    logit_bias: Table[Annotated[float, _in_range("logit_bias")]] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Stops | None = None
     stop_token_ids: Annotated[list[Token], Field(fail_fast=True, max_length=MAX_TABLE)] | None = None

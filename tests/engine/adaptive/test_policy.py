@@ -1,8 +1,9 @@
 """The controller against simulated machines and texts."""
 
 import json
+import random
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from simulation import (
@@ -122,7 +123,7 @@ def test_a_first_step_without_luck_is_soon_forgotten(draft: float) -> None:
     assert sum(found) / len(found) >= 0.9
 
 
-def test_more_draft_tokens_are_tried_though_they_are_thought_to_take_too_long() -> None:
+def test_more_draft_tokens_are_rests_though_they_are_thought_to_take_too_long() -> None:
     machine = Machine(draft=0.2, flat=4, node=0.1)
     plain, points = (0.5e-3,), (tuple((n, machine.seconds(1, n) * (0.5 if n < 2 else 1.3)) for n in range(1, 16)),)
     wrong = Costs((1,), plain, points, points, NOW)  # a step from one draft token to two that is not there
@@ -138,7 +139,7 @@ def test_text_that_cannot_be_drafted_costs_two_percent_at_most(kind: str, machin
     assert decoding.run(1500).against_plain >= 0.98
 
 
-def test_a_hopeless_drafter_is_tried_seldom_and_never_given_up() -> None:
+def test_a_hopeless_drafter_is_rests_seldom_and_never_given_up() -> None:
     decoding = Decoding("lookup", PAIR, constant(0.0), stored(PAIR))
     decoding.run(3000)
     drafted = [step for step, draft_tokens in enumerate(decoding.chosen) if draft_tokens is not None and step >= 500]
@@ -165,7 +166,7 @@ def test_other_work_of_the_machine_is_followed(kind: str) -> None:
     assert decoding.run(400).against_best >= 0.95
 
 
-def test_where_drafting_gains_little_it_is_tried_again_and_again() -> None:
+def test_where_drafting_gains_little_it_is_rests_again_and_again() -> None:
     """The best size is 5 % above plain decoding, less than a few steps can tell."""
     found = [stretches(Decoding("lookup", CPU, constant(0.8), stored(CPU), seed))[1] for seed in range(6)]
     assert sum(found) / len(found) >= 0.955
@@ -353,7 +354,7 @@ def test_what_was_learned_is_where_the_next_engine_begins(kind: str) -> None:
     decoding = Decoding(kind, CPU, TEXTS["middling"], start("another", CPU, 0))
     decoding.run(1000)
     [(_, learned)] = decoding.controller.learned()
-    assert learned.date == NOW and learned.knows(tree=kind == "tree")
+    assert learned.date == decoding.clock and learned.knows(tree=kind == "tree")
     json.dumps(asdict(learned))
     draft_tokens = 2
     ratio = learned.drafted_steps(1, draft_tokens, kind == "tree")[draft_tokens] / learned.plain_step(1)
@@ -428,7 +429,7 @@ def test_catching_up_does_not_end_what_pays() -> None:
     trials.found._credit = MAX_CREDIT
     while not trials.step(accepted=0.15, late=PAIR.seconds(1, None)):  # it gains a tenth of a step, and loses one
         pass
-    assert 0 < trials.found._credit < MAX_CREDIT - 0.8 and not trials.found._tried  # the next may be one, too
+    assert 0 < trials.found._credit < MAX_CREDIT - 0.8 and not trials.found._rests  # the next may be one, too
 
 
 def test_after_a_trial_that_lost_there_are_other_steps_and_after_one_that_paid_the_next() -> None:
@@ -461,3 +462,26 @@ def test_times_that_are_thought_to_be_far_too_long_are_approached_step_by_step()
     decoding = Decoding("lookup", machine, constant(0.9), wrong)
     decoding.run(100)
     assert decoding.run(100).against_best > 0.9
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("drafts_suffer", [1.0, 3.0])
+def test_half_an_hour_of_other_work_changes_nothing_that_lasts(kind: str, drafts_suffer: float) -> None:
+    """A laptop's model, whose steps take 3 to 10 times as long for a while, those that draft perhaps even longer."""
+    busy, rng = False, random.Random(1)
+
+    def slower(step: int, draft_tokens: int | None) -> float:
+        return rng.uniform(3, 10) * (1.0 if draft_tokens is None else drafts_suffer) if busy else 1.0
+
+    laptop = replace(PAIR, plain=0.037)
+    decoding = Decoding(kind, laptop, TEXTS["even"], stored(laptop), slower=slower)
+    decoding.run(200)
+    busy = True
+    decoding.run_seconds(1800)
+    busy = False
+    decoding.run_seconds(8)
+    assert decoding.run_seconds(20).against_best >= 0.95
+    [(_, learned)] = decoding.controller.learned()
+    assert learned.plain_step(1) == pytest.approx(laptop.seconds(1, None), rel=0.15)
+    drafted = learned.drafted_steps(1, 3, kind == "tree")[3]
+    assert drafted == pytest.approx(laptop.seconds(1, 3), rel=0.3)

@@ -1,12 +1,11 @@
-"""Estimates that the policy learns while decoding: how many tokens steps yield, and how long they take."""
+"""Estimates of the policy: the tokens of a step (`Acceptance`) and its seconds (`StepTimes`)."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from weakref import WeakKeyDictionary
@@ -18,23 +17,22 @@ from blockdraft.engine.request import Request
 # Acceptance. Evidence is counted in draft tokens or in tokens.
 FADE = 0.98  # factor on evidence per step
 NEWEST = 0.1  # weight of the newest step in running means
-MIN_EVIDENCE = 5.0  # draft tokens whose evidence never fades, so that a few new ones cannot decide alone
-PRIOR = 10.0  # weight of the assumed acceptance rate
-PRIOR_RATE = 0.6
-REQUEST_PRIOR = 40.0  # tokens during which a request counts as average, since a few unlucky steps mean nothing
+MIN_EVIDENCE = 5.0  # draft tokens; less evidence does not fade, so that a few new ones cannot decide alone
+PRIOR, PRIOR_RATE = 10.0, 0.6  # weight of the assumed acceptance rate, and that rate
+REQUEST_PRIOR = 40.0  # tokens; a request with fewer counts as nearly average
 
 # Step times.
 RECENT = 9  # steps of one size that count
 MIN_SECONDS = 1e-9  # a coarse clock may report 0, and times are divisors
-STEADY = 2 * RECENT  # steps within which `RECENT` of one size show the machine's present speed
-# How far the logarithm of a time may lie below its estimate: now, and more with each step since the size ran. A size
-# that ran only `RARE` times has the larger margin, since a delay may have met all of its steps.
-RARE, RARE_MARGIN, RARE_GROWTH = 1, 0.8, 0.05
-KNOWN_MARGIN, KNOWN_GROWTH = 0.1, 3e-4
+STALL = 1.25  # recent times count as at most this multiple of a newer one: what lies above it were stalls
+# How far the logarithm of a time may lie below its estimate: at once, with one step or with more, and what each further
+# step and second without this size adds. It is large with one step, which may have been delayed.
+RARE_MARGIN, RARE_GROWTH = 0.8, 0.05
+KNOWN_MARGIN, KNOWN_GROWTH, KNOWN_GROWTH_SECONDS = 0.1, 3e-4, 0.1
 
 
 class Acceptance:
-    """Estimates how many tokens a step yields.
+    """Estimates how many tokens a step yields, from the draft tokens that were accepted lately.
 
     Args:
         max_depth: Most draft tokens on a path.
@@ -48,7 +46,6 @@ class Acceptance:
     def __init__(self, max_depth: int) -> None:
         self._accepted, self._reached = [0.0] * max_depth, [0.0] * max_depth  # draft tokens by position
         self._all_accepted, self._all_reached = PRIOR * PRIOR_RATE, PRIOR
-        self._weight = 1.0  # of a new draft token: it grows instead of all the others fading
         self._shares: WeakKeyDictionary[Request, tuple[float, float]] = WeakKeyDictionary()
         self._came_true = self._expected = PRIOR  # accepted draft tokens, and those that the drafter expected
         self.tokens = self.num_draft_tokens = 0.0
@@ -58,32 +55,26 @@ class Acceptance:
 
     def age(self) -> None:
         """Fade the evidence by one step."""
-        if self._all_reached > MIN_EVIDENCE * self._weight:
-            self._weight /= FADE
+        if self._all_reached > MIN_EVIDENCE:
+            self._accepted = [FADE * count for count in self._accepted]
+            self._reached = [FADE * count for count in self._reached]
+            self._all_accepted, self._all_reached = FADE * self._all_accepted, FADE * self._all_reached
 
     def chain_tokens(self) -> list[float]:
-        """Return the expected tokens of a step by draft tokens in its chain, from 0 on.
-
-        Positions that were seldom reached borrow from the others.
-        """
+        """Return the expected tokens of a step by draft tokens in its chain, from 0 on."""
         self._chain_tokens = list(accumulate(accumulate(self._rates(), mul), initial=1.0))
         return self._chain_tokens
 
     def upper_bounds(self) -> list[float]:
         """Return `chain_tokens` at acceptance rates two standard errors higher. It rises as evidence fades."""
         rate = self._all_accepted / self._all_reached
-        error = 2 * math.sqrt(rate * (1 - rate) * self._weight / self._all_reached)
+        error = 2 * math.sqrt(rate * (1 - rate) / self._all_reached)
         return list(accumulate(accumulate((min(rate + error, 1.0) for rate in self._rates()), mul), initial=1.0))
 
     def _rates(self) -> list[float]:
-        """Return the acceptance rate by position."""
-        if self._weight > 1e9:
-            scale, self._weight = self._weight, 1.0
-            self._accepted, self._reached = ([n / scale for n in counts] for counts in (self._accepted, self._reached))
-            self._all_accepted, self._all_reached = self._all_accepted / scale, self._all_reached / scale
-        prior = PRIOR * self._weight
-        shared = prior * self._all_accepted / self._all_reached
-        return [(a + shared) / (r + prior) for a, r in zip(self._accepted, self._reached, strict=True)]
+        """Return the acceptance rate by position. Positions with little evidence borrow from the others."""
+        borrowed = PRIOR * self._all_accepted / self._all_reached
+        return [(a + borrowed) / (r + PRIOR) for a, r in zip(self._accepted, self._reached, strict=True)]
 
     @property
     def calibration(self) -> float:
@@ -101,19 +92,19 @@ class Acceptance:
             self._learn_share(request, 1 + count, self._chain_tokens[depth])
             reached = min(count + 1, depth)
             for position in range(reached):
-                self._reached[position] += self._weight
+                self._reached[position] += 1
             for position in range(count):
-                self._accepted[position] += self._weight
-            self._all_reached += reached * self._weight
-            self._all_accepted += count * self._weight
+                self._accepted[position] += 1
+            self._all_reached += reached
+            self._all_accepted += count
 
     def learn_expected(self, expected: float | None, accepted: int) -> float:
-        """Learn how far a drafter's expectation can be trusted. Return the tokens that such a step yields."""
+        """Learn how well a drafter predicts acceptance. Return the tokens that such a step yields on average."""
         if expected is None or not math.isfinite(expected):
             return 1.0 + accepted
-        kept = 1 - (1 - FADE) * min(expected, 1.0)
-        self._expected = kept * self._expected + expected
-        self._came_true = kept * self._came_true + accepted
+        fade = 1 - (1 - FADE) * min(expected, 1.0)
+        self._expected = fade * self._expected + expected
+        self._came_true = fade * self._came_true + accepted
         return 1 + self.calibration * expected
 
     def learn_choice(self, tokens: dict[Request, float], num_draft_tokens: int, depth: int) -> None:
@@ -139,54 +130,104 @@ class Acceptance:
 
 @dataclass
 class Slowdown:
-    """Slowdown of all steps since the first, whatever their size, because of other work on the machine."""
+    """Step time relative to the beginning, whatever the size of the step, because of other work on the machine.
+
+    Attributes:
+        times: The estimates of all batch sizes and drafters that share it.
+        recoveries: How often other work has ended.
+    """
 
     factor: float = 1.0
+    recoveries: int = 0
+    times: list[StepTimes] = field(default_factory=list)
+
+
+@dataclass
+class _SizeTimes:
+    """Recent steps of one size. Times are divided by the slowdown.
+
+    Attributes:
+        steps: Numbers of the recent steps.
+        count: Steps so far.
+        last_seen: Time of the last step, by the policy's clock.
+        estimate: Lower quartile of the recent times.
+        least: Lowest estimate so far, in seconds.
+        slowed: Whether the estimate was twice the lowest one, and has not come back to it since.
+    """
+
+    recent: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    count: int = 0
+    last_seen: float = 0.0
+    estimate: float = math.nan
+    least: float = math.inf
+    slowed: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the estimate rests on more than one step."""
+        return self.count > 1
 
 
 class StepTimes:
-    """Estimates the seconds of a step at one batch size: the lower quartile of recent steps, or a corrected prior.
+    """Estimates the seconds of a step at one batch size, from recent steps and a prior.
+
+    Other work on the machine delays steps and never makes one faster. So the estimate of a size is the lower quartile
+    of its recent times, and slow times count less once a fast one shows that they were stalls. If a size that runs most
+    of the time becomes faster or slower, the other sizes are expected to change by the same factor. If it
+    took twice its least time and no longer does, other work has ended, and all sizes are expected to take their least
+    times again. Sizes that
+    have not run are corrected like their neighbors.
 
     Lists are by entry: entry 0 is a step without a draft, entry 1 + i one with `sizes[i]` draft tokens per sequence.
     The lists are short, so plain loops take a third of numpy's time.
 
     Args:
         sizes: Numbers of draft tokens, rising from 0.
-        prior: Expected seconds before any step has run, `[1 + len(sizes)]`.
-        slowdown: Shared by all steps that run interleaved with these.
+        prior: Expected seconds without slowdown before any step has run, `[1 + len(sizes)]`.
+        slowdown: Shared by all steps on this machine.
     """
 
     def __init__(self, sizes: Sequence[int], prior: Sequence[float], slowdown: Slowdown | None = None) -> None:
-        self._sizes, self._prior = sizes, prior
-        self._recent = [deque[float](maxlen=RECENT) for _ in prior]
-        self._quartiles = [math.nan] * len(prior)
-        self._slowdown = Slowdown() if slowdown is None else slowdown
-        self._slowdowns = [self._slowdown.factor] * len(prior)  # when each entry ran last
-        self._ran = [deque[int](maxlen=RECENT) for _ in prior]  # numbers of the recent steps
-        self._counts, self._last = [0] * len(prior), [0] * len(prior)
-        self._expected: list[float] | None = None  # cached at this slowdown:
-        self._expected_at = 0.0
+        self._sizes, self._prior, self._slowdown = sizes, prior, slowdown or Slowdown()
+        self._slowdown.times.append(self)
+        self._entries = [_SizeTimes() for _ in prior]
+        self._relative: list[float] | None = None  # cached estimates of all entries, divided by the slowdown
 
-    def learn(self, num_draft_tokens: int | None, seconds: float, step: int) -> None:
+    def learn(self, num_draft_tokens: int | None, seconds: float, step: int, now: float = 0.0) -> None:
         """Learn the time of step number `step`; None draft tokens means that it did not draft."""
         entry = 0 if num_draft_tokens is None else bisect(self._sizes, num_draft_tokens)
-        seconds = max(seconds, MIN_SECONDS)
+        seconds = max(seconds, MIN_SECONDS) / self._slowdown.factor
         if num_draft_tokens is not None and num_draft_tokens != self._sizes[entry - 1]:  # count as the next lower size
             seconds *= self.expected()[entry] / self.at(self.expected(), num_draft_tokens)
-        recent, ran, quartile = self._recent[entry], self._ran[entry], self._quartiles[entry]
-        if (change := self._slowdown.factor / self._slowdowns[entry]) != 1:
-            recent.extend([other * change for other in recent])
-            quartile *= change
-        recent.append(seconds)
-        ran.append(step)
-        # Other work delays some steps, the longer ones more often. The low quartile ignores such delays.
-        self._quartiles[entry] = sorted(recent)[(len(recent) - 1) // 4]
-        self._counts[entry] += 1
-        self._last[entry] = step
-        if len(ran) == RECENT and step - ran[0] < STEADY:
-            self._slowdown.factor *= self._quartiles[entry] / quartile
-        self._slowdowns[entry] = self._slowdown.factor
-        self._expected = None
+        size, before = self._entries[entry], self._entries[entry].estimate
+        size.recent = [*(min(time, STALL * seconds) for time in size.recent[1 - RECENT :]), seconds]
+        size.steps = [*size.steps[1 - RECENT :], step]
+        size.count += 1
+        size.last_seen = now
+        size.estimate = sorted(size.recent)[(len(size.recent) - 1) // 4]
+        if size.count >= RECENT and step - size.steps[0] < 2 * RECENT:  # it runs most of the time
+            change = size.estimate / before
+            self._slowdown.factor *= change
+            size.recent, size.estimate = [time / change for time in size.recent], before
+        self._relative = None
+        absolute = size.estimate * self._slowdown.factor
+        size.least = min(size.least, absolute)
+        if absolute > 2 * size.least:
+            size.slowed = True
+        elif size.slowed and absolute < STALL * size.least:
+            size.slowed = False
+            self._slowdown.recoveries += 1
+            for times in self._slowdown.times:
+                times._recall_least()
+
+    def _recall_least(self) -> None:
+        """Expect each size to take its least time so far."""
+        for size in self._entries:
+            if size.count:
+                size.estimate = min(size.estimate, size.least / self._slowdown.factor)
+                size.recent = [size.estimate]
+        self._relative = None
 
     def at(self, seconds: Sequence[float], num_draft_tokens: float | None) -> float:
         """Interpolate `seconds` at a number of draft tokens."""
@@ -203,10 +244,10 @@ class StepTimes:
 
     def correction(self) -> list[float]:
         """Return the factors on the prior: those of the nearest sizes that have run, interpolated in between."""
-        ran = [entry for entry, count in enumerate(self._counts) if count]
+        ran = [entry for entry, size in enumerate(self._entries) if size.count]
         if not ran:
             return [1.0] * len(self._prior)
-        factors = [self._quartiles[n] * self._slowdown.factor / self._slowdowns[n] / self._prior[n] for n in ran]
+        factors = [self._entries[entry].estimate / self._prior[entry] for entry in ran]
         correction = [factors[0]] * ran[0]
         for entry, after, factor, next_factor in zip(ran, ran[1:], factors, factors[1:], strict=False):
             ratio = (next_factor / factor) ** (1 / (after - entry))
@@ -215,46 +256,47 @@ class StepTimes:
 
     def expected(self) -> list[float]:
         """Return the seconds of each entry, which never fall with size."""
-        if self._expected is None or self._expected_at != self._slowdown.factor:
-            self._expected_at = self._slowdown.factor
+        if self._relative is None:
             seconds, limit = [a * b for a, b in zip(self._prior, self.correction(), strict=True)], math.inf
             for entry in range(len(seconds) - 1, -1, -1):
-                if self._counts[entry]:
+                if self._entries[entry].count:
                     limit = min(limit, seconds[entry])
                 seconds[entry] = min(seconds[entry], limit)
-            self._expected = list(accumulate(seconds, max))
-        return self._expected
+            self._relative = list(accumulate(seconds, max))
+        return [self._slowdown.factor * seconds for seconds in self._relative]
 
-    def least(self, step: int) -> list[float]:
-        """Return the least seconds that each entry may take, by how much is known of it at step number `step`."""
+    def least(self, step: int, now: float = 0.0) -> list[float]:
+        """Return the least seconds that each entry may take. They fall with the time since it ran."""
         result, floor = [], 0.0
-        for seconds, count, last in zip(self.expected(), self._counts, self._last, strict=True):
-            known = count > RARE
-            if known:
-                margin = KNOWN_MARGIN / math.sqrt(min(count, RECENT)) + KNOWN_GROWTH * (step - last)
+        for seconds, size in zip(self.expected(), self._entries, strict=True):
+            age = step - (size.steps[-1] if size.steps else 0)
+            if size.is_known:
+                margin = KNOWN_MARGIN / math.sqrt(len(size.recent)) + KNOWN_GROWTH * age
+                margin += KNOWN_GROWTH_SECONDS * (now - size.last_seen)
             else:
-                margin = RARE_MARGIN + RARE_GROWTH * (step - last)
+                margin = RARE_MARGIN + RARE_GROWTH * age
             result.append(max(seconds * math.exp(-margin), floor))
-            if known:
+            if size.is_known:
                 floor = result[-1]
         return result
 
-    def affordable(self, seconds: float) -> int:
-        """Return the last entry that takes less than `seconds`, or the next one if it has hardly run.
+    def affordable(self, limit: float, step: int = 0, now: float = 0.0) -> int:
+        """Return the last entry that may be tried if a step may take `limit` seconds. One draft token always may.
 
-        The estimate of a size that has hardly run may be wrong. One draft token is always affordable.
+        An entry is affordable if its expected time is below the limit, or its least time once it is known. The first
+        entry above the limit is affordable too if it is not known, since its estimate may be wrong.
         """
-        entry = sum(time < seconds for time in self.expected())
-        entry = max(entry if entry < len(self._counts) and self._counts[entry] <= RARE else entry - 1, 2)
-        return min(entry, len(self._counts) - 1)
+        last = len(self._entries) - 1
+        for entry, seconds, least in zip(range(last + 1), self.expected(), self.least(step, now), strict=True):
+            known = self._entries[entry].is_known
+            if (least if known else seconds) >= limit:
+                return min(max(entry - known, 2), last)
+        return last
 
     def learned(self) -> tuple[float, tuple[tuple[int, float], ...]] | None:
-        """Return the seconds without a draft, and those of each size that has run.
-
-        Return None before the first step.
-        """
-        if not any(self._counts):
+        """Return the seconds without a draft, and those of each size that has run; None before the first step."""
+        if not any(size.count for size in self._entries):
             return None
         plain, *seconds = self.expected()
-        sizes = zip(self._sizes, seconds, self._counts[1:], strict=True)
-        return plain, tuple((size, time) for size, time, count in sizes if count)
+        sizes = zip(self._sizes, seconds, self._entries[1:], strict=True)
+        return plain, tuple((draft_tokens, time) for draft_tokens, time, size in sizes if size.count)

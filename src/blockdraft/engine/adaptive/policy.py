@@ -1,14 +1,29 @@
-"""How far to draft in the next step, so that drafting pays and never costs.
+"""The policy: how far to draft in the next step.
 
-The decision reads committed tokens, the drafter's probabilities and measured times. It never drops a draft token that
-was sampled because of what that token is: that would change the distribution of the output.
+It maximizes tokens per second. For several numbers of draft tokens per sequence, 0 included, it estimates
+
+    expected tokens of a step / expected seconds of a step
+
+and asks for the number with the highest rate. The expected tokens come from the draft tokens that were accepted lately
+(`Acceptance`). The expected seconds come from recent steps, and before the first one from stored costs (`StepTimes`,
+`costs.py`). If 0 wins, drafting pauses.
+
+Some drafters predict which of their draft tokens will be accepted. They choose the number of draft tokens anew in each
+step, to maximize the same rate (CaDDTree, arXiv 2606.01813). The policy passes them the expected seconds by number of
+draft tokens, a calibration of their predictions, and the depth that paid lately, and decides only whether to draft.
+
+Estimates of sizes that do not run get old. So the policy runs trials: steps with the size that would win if the
+estimates were as favorable as they may be, given their age. A trial costs what its rate falls short of the best rate.
+Each step adds 1 % of a step to a credit, each trial's cost is taken from it, and no trial begins without credit.
+
+Decisions read committed tokens, predictions of the drafter and measured times. They never depend on which draft tokens
+were sampled: that would change the distribution of the output.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,13 +38,12 @@ from blockdraft.types import Drafting, RequestDrafting
 
 SIZES = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191)  # draft tokens per sequence with own estimates
 MAX_AUTO_BUDGET = 256  # draft tokens of a tree whose size is chosen in each step
-MARGIN = 1.01  # a smaller gain is not worth a change
+MARGIN = 1.01  # drafting must be better than plain decoding by this factor
 SPARE_DEPTH = 1.25  # length of a draft pass relative to the depth that paid lately
-HOLD, HOLD_GROWTH = 16, 8  # a decision holds for up to 16 steps, one more per 8 steps so far, since deciding costs time
-# Trials may lose this share of all steps. The credit, in steps, starts and ends at the first limit, and never falls
-# below minus the second. Each further batch size, whose times are unknown, adds to it.
-TRIAL_SHARE, MAX_CREDIT, MAX_DEBT, NEW_SIZE_CREDIT = 0.01, 2.0, 1.0, 0.5
-MAX_TRIAL_TIME = 2.5  # relative to the best step
+HOLD = 16  # steps for which a decision holds, since deciding costs time; fewer in the first 8 * HOLD steps
+TRIAL_SHARE = 0.01  # share of all steps that trials may lose
+MAX_CREDIT, NEW_SIZE_CREDIT = 2.0, 0.5  # steps that trials may lose at once, and credit for a new batch size
+MAX_TRIAL_TIME = 2.5  # longest trial relative to the best step
 
 LoadCosts = Callable[[Drafter], Costs | None]
 
@@ -41,8 +55,8 @@ class Decision:
     Attributes:
         max_draft_tokens: Per sequence; 0 does not draft.
         step_seconds: Seconds of a step by draft tokens, for a drafter that chooses their number.
-        trial: Whether another decision is better by what is known, and this one may be.
-        seconds, tokens: Of the step of all sequences that is best by what is known.
+        trial: Whether the step is a trial.
+        seconds, tokens: Expected seconds and tokens of the best step, all sequences together.
     """
 
     max_draft_tokens: int
@@ -57,8 +71,8 @@ def controller(
 ) -> Controller:
     """Return the policy of an engine.
 
-    The members of a hybrid drafter take turns where chain lengths are chosen: a tree merges the drafts of all members,
-    and a sampled chain must be chosen by a fixed rule.
+    The members of a hybrid drafter are asked in turn if chain lengths are chosen by the policy. A tree merges the
+    drafts of all members, and a sampled chain must be chosen by a fixed rule.
     """
     free_chains = drafting == replace(drafting, block_size="auto", tree_budget=0, sampled=False)
     kind = HybridController if len(drafter.parts) > 1 and free_chains else Controller
@@ -66,24 +80,15 @@ def controller(
 
 
 class Controller:
-    """Plans the steps of one engine.
+    """Plans the steps of one engine, and learns from their outcomes.
 
-    A fixed block size or tree budget is used as it is. With "auto" the policy learns from the steps so far:
-
-    - Among a few chain lengths, including 0, it takes the one with the most expected tokens per second.
-    - A drafter that knows probabilities gets the seconds of a step by its number of draft tokens, and returns as many
-      as maximize expected tokens per second (CaDDTree, arXiv 2606.01813). The policy learns how far the probabilities
-      can be trusted, and shortens the draft pass to the depth that pays. Drafting pauses while plain decoding is
-      faster.
-    - Now and then it runs a trial: the step that would be best if every time were as low as it may be, or a drafted
-      step while drafting pauses. The next trial waits until what trials have lost is a small share of the time.
-
-    Requests with their own limits take part in steps, but the policy does not learn from them.
+    A fixed block size or tree budget is used as it is; with "auto" the policy of this module decides. Requests with
+    their own limits take part in steps, but the policy does not learn their acceptance.
 
     Args:
         load_costs: Returns the stored costs of a drafter, if any; called when they are first needed.
-        now: Returns the date of what was learned, in seconds since 1970.
-        slowdowns: Shared by policies whose steps run interleaved, by batch size as in `_times`.
+        now: Clock in seconds since 1970.
+        slowdown: Shared by policies whose steps run interleaved.
     """
 
     def __init__(
@@ -92,31 +97,31 @@ class Controller:
         drafting: Drafting,
         load_costs: LoadCosts,
         now: Callable[[], float] = time.time,
-        slowdowns: defaultdict[int, Slowdown] | None = None,
+        slowdown: Slowdown | None = None,
     ) -> None:
         self._drafter, self._drafting = drafter, drafting
         self._block_size = drafting.block_size if isinstance(drafting.block_size, int) else drafter.block_size
         self._tree = drafting.tree_budget != 0
-        # Whether the drafter chooses the number of draft tokens from the step times.
-        knows = drafter.chooses_tree_size if self._tree else drafter.chooses_length
-        self._drafter_chooses = self.automatic and knows
+        chooses = drafter.chooses_tree_size if self._tree else drafter.chooses_length
+        self._drafter_chooses = self.automatic and chooses
         self._costs, self._now = cache(lambda: load_costs(drafter)), now
         most = self.max_draft_tokens if self._drafter_chooses else min(self.max_draft_tokens, self._block_size - 1)
         self._sizes = [*(size for size in SIZES if size < most), most]
-        self._times: dict[int, StepTimes] = {}  # by batch size, in steps of half a binary logarithm
-        self._times_by_rows: dict[int, StepTimes] = {}
-        self._slowdowns = defaultdict[int, Slowdown](Slowdown) if slowdowns is None else slowdowns
+        self._times: dict[int, StepTimes] = {}  # by binary logarithm of the batch size, in halves
+        self._slowdown = Slowdown() if slowdown is None else slowdown
         self._acceptance = Acceptance(self._block_size - 1)
         self._initial_tokens = self._acceptance.chain_tokens()
         self._step = 0
-        self._credit = MAX_CREDIT  # steps that trials may lose
-        self._tried = False  # whether the last step was a trial, which another must not follow at once
+        self._credit = MAX_CREDIT
+        self._recoveries = 0  # of the slowdown, as far as they were noticed
+        self._rests = False  # whether the last step was a trial that lost, so that no trial follows at once
         self._paused = False
         self._decision: Decision | None = None  # for the planned step; None if there was nothing to decide
         self._hold, self._requests = 0, list[Request]()  # steps for which the decision still holds, and its requests
 
     @property
     def automatic(self) -> bool:
+        """Whether the policy decides anything."""
         return self._block_size > 1 and "auto" in (self._drafting.block_size, self._drafting.tree_budget)
 
     @property
@@ -213,7 +218,7 @@ class Controller:
         times = self._times_of(len(requests))
         cost = times.at(times.expected(), drafted) if decision.trial else 0.0
         if unlimited or drafted is None:  # else more was drafted than these draft tokens
-            times.learn(drafted, outcome.seconds, self._step)
+            times.learn(drafted, outcome.seconds, self._step, self._now())
         tokens = float(len(requests) + sum(outcome.accepted))
         if drafted is not None and unlimited:
             if self._drafter_chooses:
@@ -235,9 +240,9 @@ class Controller:
         if decision.trial:  # a delay that the trial met by chance is no loss
             cost = min(cost, times.at(times.expected(), drafted))
             lost = cost / decision.seconds - tokens / decision.tokens
-        self._tried = decision.trial and not (self._paused and lost <= 0)  # drafting that pays again goes on at once
+        self._rests = decision.trial and not (self._paused and lost <= 0)  # drafting that pays again goes on at once
         lost += outcome.catch_up_seconds / decision.seconds  # paid once, so it says nothing about whether drafting pays
-        self._credit = min(max(self._credit + TRIAL_SHARE - lost, -MAX_DEBT), MAX_CREDIT)
+        self._credit = min(max(self._credit + TRIAL_SHARE - lost, -1.0), MAX_CREDIT)
 
     def skip(self) -> None:
         """Age what is known by a step that another drafter drafted."""
@@ -263,9 +268,11 @@ class Controller:
         return min(most, request.remaining)
 
     def _decide(self, requests: Sequence[Request]) -> Decision:
-        self._hold = min(1 + self._step // HOLD_GROWTH, HOLD)
+        self._hold = min(1 + self._step // 8, HOLD)
+        if self._slowdown.recoveries != self._recoveries:  # the machine is faster again, so what paused may pay
+            self._recoveries, self._credit = self._slowdown.recoveries, MAX_CREDIT
         decide = self._decide_pause if self._drafter_chooses else self._decide_size
-        return decide(requests, self._times_of(len(requests)), may_try=self._credit > 0 and not self._tried)
+        return decide(requests, self._times_of(len(requests)), may_try=self._credit > 0 and not self._rests)
 
     def _decide_size(self, requests: Sequence[Request], times: StepTimes, may_try: bool) -> Decision:
         """Choose the length of chains. Lists are by entry of `times`."""
@@ -283,8 +290,9 @@ class Controller:
                 upper = self._acceptance.upper_bounds()
                 bounds = [len(requests) * max(upper[size], self._initial_tokens[size]) for size in sizes]
                 bounds[1] = 0.0
-            last = times.affordable(MAX_TRIAL_TIME * seconds[best])
-            rates = [count / time for count, time in zip(bounds[: last + 1], times.least(self._step), strict=False)]
+            age = self._step, self._now()
+            last = times.affordable(MAX_TRIAL_TIME * seconds[best], *age)
+            rates = [count / time for count, time in zip(bounds[: last + 1], times.least(*age), strict=False)]
             rates[best] = MARGIN * tokens[best] / seconds[best]
             chosen = rates.index(max(rates))
         return Decision(sizes[chosen], None, chosen != best, seconds[best], tokens[best])
@@ -300,9 +308,10 @@ class Controller:
         self._paused = tokens / cost < MARGIN * rows / plain
         if self._paused:
             cost, tokens = plain, float(rows)
-        least = times.least(self._step)
+        age = self._step, self._now()
+        least = times.least(*age)
         if may_try and (self._paused or rows / least[0] <= MARGIN * tokens / cost):
-            return Decision(most, times.curve(least, times.affordable(MAX_TRIAL_TIME * cost)), True, cost, tokens)
+            return Decision(most, times.curve(least, times.affordable(MAX_TRIAL_TIME * cost, *age)), True, cost, tokens)
         if may_try or self._paused:
             return Decision(0, None, may_try, cost, tokens)
         return Decision(most, curve, False, cost, tokens)
@@ -317,20 +326,18 @@ class Controller:
                 total[entry] += min(max(share * count, 1.0), most)
         return [count if size else float(len(requests)) for count, size in zip(total, sizes, strict=True)]
 
-    def _times_of(self, rows: int) -> StepTimes:
+    def _times_of(self, batch_size: int) -> StepTimes:
         """Return the times at a batch size. A new size begins with what was learned of the nearest one."""
-        if rows not in self._times_by_rows:
-            size = round(2 * math.log2(rows))
-            if size not in self._times:
-                plain, curve = prior(self._costs(), round(2 ** (size / 2)), self.max_draft_tokens, self._tree)
-                seconds = [plain, *(curve[count] for count in self._sizes)]
-                if self._times:
-                    self._credit = min(self._credit + NEW_SIZE_CREDIT, MAX_CREDIT)
-                    factors = self._times[min(self._times, key=lambda other: abs(other - size))].correction()
-                    seconds = [time * factor for time, factor in zip(seconds, factors, strict=True)]
-                self._times[size] = StepTimes(self._sizes, seconds, self._slowdowns[size])
-            self._times_by_rows[rows] = self._times[size]
-        return self._times_by_rows[rows]
+        size = round(2 * math.log2(batch_size))
+        if size not in self._times:
+            plain, curve = prior(self._costs(), round(2 ** (size / 2)), self.max_draft_tokens, self._tree)
+            seconds = [plain, *(curve[count] for count in self._sizes)]
+            if self._times:
+                self._credit = min(self._credit + NEW_SIZE_CREDIT, MAX_CREDIT)
+                factors = self._times[min(self._times, key=lambda other: abs(other - size))].correction()
+                seconds = [time * factor for time, factor in zip(seconds, factors, strict=True)]
+            self._times[size] = StepTimes(self._sizes, seconds, self._slowdown)
+        return self._times[size]
 
 
 class HybridController(Controller):
@@ -346,8 +353,7 @@ class HybridController(Controller):
         self, drafter: Drafter, drafting: Drafting, load_costs: LoadCosts, now: Callable[[], float] = time.time
     ) -> None:
         super().__init__(drafter, drafting, lambda drafter: None, now)
-        slowdowns = defaultdict[int, Slowdown](Slowdown)
-        self._members = [Controller(part, drafting, load_costs, now, slowdowns) for part in drafter.parts]
+        self._members = [Controller(part, drafting, load_costs, now, self._slowdown) for part in drafter.parts]
         self._free = [index for index, part in enumerate(drafter.parts) if not part.runs_network]
 
     @property
