@@ -106,7 +106,7 @@ def room(probe: Probe, plan: Plan, steps: int) -> int:
 
 def time_step(probe: Probe, context: int, plan: Plan, repeats: int) -> StepTimes:
     """Time steps of this plan behind a context."""
-    runner, rows = probe.rows(1, context, room(probe, plan, 2 * repeats + 2))
+    runner, rows = probe.open_sequences(1, context, room(probe, plan, 2 * repeats + 2))
     now = clock(probe.target.device)
     totals = time_interleaved({"step": lambda: runner.step(rows, plan)}, repeats, warm_up=2, clock=now)["step"]
     parts = []
@@ -128,14 +128,14 @@ def forced_rate(target: Target, drafter: DFlashDrafter, context: int, tau: float
     nearly equal logits of random weights make it do.
     """
     length = int(steps * tau) + 2 * drafter.block_size
-    runner, rows = Probe(target, NoDrafter()).rows(1, context, length)
+    runner, rows = Probe(target, NoDrafter()).open_sequences(1, context, length)
     answer = rows[0].request.token_ids
     while len(answer) < length:
         runner.step(rows, ChainPlan(1, [PARAMS]))
     reached = [int(step * (tau - 1) + 1e-9) for step in range(steps + 1)]
     right = [after - before for before, after in pairwise(reached)]  # differing by at most one
     forced: Any = Forced(drafter, context, answer, right, target.vocab_size)  # it has the rest from the inner drafter
-    runner, rows = Probe(target, forced).rows(1, context, length)
+    runner, rows = Probe(target, forced).open_sequences(1, context, length)
     now, plan = clock(target.device), ChainPlan(drafter.block_size, [PARAMS])
     runner.step(rows, plan)
     before, began = len(rows[0].request.token_ids), now()
@@ -149,7 +149,7 @@ def idle_share(probe: Probe, context: int, plan: Plan) -> float | None:
     """Return the share of the time in which no kernel ran on the device, or None without a GPU."""
     if probe.target.device.type != "cuda":
         return None
-    runner, rows = probe.rows(1, context, room(probe, plan, PROFILED_STEPS + 2))
+    runner, rows = probe.open_sequences(1, context, room(probe, plan, PROFILED_STEPS + 2))
     runner.step(rows, plan)
     now = clock(probe.target.device)
     with profile(activities=[ProfilerActivity.CUDA]) as found:

@@ -289,15 +289,19 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _whole(name: str, value: Any, least: int, other: str = "", most: float = math.inf) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= value <= most:
+    if not _is_whole(value) or not least <= value <= most:
         limit = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
         raise UsageError(f"{name} must be a whole number {limit}{other}, got {value!r}.")
     return int(value)
 
 
 def _token(name: str, value: Any) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
+    if not _is_whole(value) or value < 0:
         raise UsageError(f"{name} must be token ids from 0 on, got {value!r}.")
     return int(value)
 

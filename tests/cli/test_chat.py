@@ -157,7 +157,7 @@ def test_in_a_pipe_what_goes_wrong_ends_the_chat(chat: Chat, stdin: Any, message
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--max-new-tokens", 0), "--max-new-tokens is 0"),
+        (("--max-new-tokens", 0), "--max-new-tokens must be "),
         (("--block-size", "many"), "--block-size must be a whole number or 'auto'"),
         (("--temperature", -1), "--temperature must be 0"),
         (("--drafter", "nonesuch"), "nonesuch is no drafter"),

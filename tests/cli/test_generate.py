@@ -290,7 +290,7 @@ def test_bits_of_the_drafter_are_reported(generate: Run) -> None:
         (("--top-k", 5, "--min-p", 0.1), "--top-k and --min-p change nothing at temperature 0"),
         (("--top-p", 1.0), ""),
         (("--sampled", "--temperature", 1), ""),
-        (("--top-k", -1), "error: --top-k is -1"),
+        (("--top-k", -1), "error: --top-k must be "),
     ],
 )
 def test_what_only_sampling_heeds_is_reported_where_decoding_is_greedy(
@@ -371,16 +371,16 @@ def test_same_seed_same_answer(generate: Run) -> None:
     [
         (["hello", "--temperature", "-1"], "--temperature must be 0"),
         (["hello", "--temperature", "nan"], "--temperature must be 0"),
-        (["hello", "--top-p", "0"], "--top-p is 0.0"),
-        (["hello", "--top-k", "-1"], "--top-k is -1"),
-        (["hello", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["hello", "--top-p", "0"], "--top-p must be a number between 1e-30 and 1, got 0.0"),
+        (["hello", "--top-k", "-1"], "--top-k must be "),
+        (["hello", "--max-new-tokens", "0"], "--max-new-tokens must be "),
         (["hello", "--max-new-tokens", "250"], "the target's context of 256"),
         (["hello", "--block-size", "9"], "block-size must be at most 8 for this drafter, got 9"),
-        (["hello", "--block-size", "0"], "--block-size is 0"),
-        (["hello", "--draft-window", "0"], "--draft-window is 0; it must be at least 1"),
+        (["hello", "--block-size", "0"], "--block-size must be "),
+        (["hello", "--draft-window", "0"], "--draft-window must be a whole number of at least 1"),
         (["hello", "--compare", "--sampled", "--temperature", "1"], "--compare and --sampled exclude each other"),
         (["hello", "--block-size", "many"], "--block-size must be a whole number or 'auto', got 'many'"),
-        (["hello", "--tree-budget", "-1"], "--tree-budget is -1"),
+        (["hello", "--tree-budget", "-1"], "--tree-budget must be "),
         (["hello", "--tree-budget", "1.5"], "--tree-budget must be a whole number or 'auto', got '1.5'"),
         (["hello", "--dtype", "int8"], "--dtype is 'int8'"),
         (["hello", "--device", "abacus"], "abacus"),
@@ -404,7 +404,7 @@ def test_bad_input(generate: Run, args: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["hello", "--top-p", "0"], "--top-p is 0.0"),
+        (["hello", "--top-p", "0"], "--top-p must be a number between 1e-30 and 1, got 0.0"),
         (["hello", "--block-size", "9"], "block-size must be at most 8 for this drafter, got 9"),
         (["a" * 300], "shorten the prompt"),
     ],
@@ -545,7 +545,7 @@ def test_penalties_and_stops_shape_the_answer(generate: Run, expected: dict[str,
     text = expected["text"]
     cut = generate("hello", "--stop", text[5:8], "--stop", "no such text").out.removesuffix("\n")
     assert text.startswith(cut) and len(cut) < len(text) and text[5:8] not in cut
-    assert "--min-p is 2.0" in generate("hello", "--min-p", 2).err
+    assert "--min-p must be a number between 0 and 1, got 2.0" in generate("hello", "--min-p", 2).err
 
 
 def test_a_terminal_shows_what_a_pipe_gets_up_to_a_stop_string(generate: Run, expected: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ FILES = sorted(drafters.entries())
 DRAFTINGS = {"chain": Drafting(None), "tree": Drafting(tree_budget=12), "auto": Drafting("auto", 12)}
 # Drafting costs little here, so that "auto" drafts, pauses where nothing is accepted, and tries again.
 COSTS = Costs(
-    rows=(1, 100),
+    batch_sizes=(1, 100),
     plain=(1.0, 1.1),
     chain=(((1, 1.1), (15, 1.2)), ((1, 1.2), (15, 1.3))),
     tree=(((1, 1.2), (99, 1.4)), ((1, 1.3), (99, 1.5))),

@@ -83,7 +83,7 @@ def stored(machine: Machine, scale: Callable[[], float] = lambda: 1.0) -> Costs:
         return tuple((n, scale() * machine.seconds(rows, n)) for n in sizes)
 
     return Costs(
-        rows=ROWS,
+        batch_sizes=ROWS,
         plain=tuple(machine.seconds(rows, None) for rows in ROWS),
         chain=tuple(points(CHAINS, rows) for rows in ROWS),
         tree=tuple(points(TREES, rows) for rows in ROWS),
@@ -94,7 +94,9 @@ def stored(machine: Machine, scale: Callable[[], float] = lambda: 1.0) -> Costs:
 def shuffled(machine: Machine, seed: int) -> Costs:
     rng = random.Random(seed)
     costs = stored(machine, lambda: rng.choice((0.5, 1.0, 2.0)))
-    return Costs(costs.rows, tuple(rng.choice((0.5, 1.0, 2.0)) * p for p in costs.plain), costs.chain, costs.tree, NOW)
+    return Costs(
+        costs.batch_sizes, tuple(rng.choice((0.5, 1.0, 2.0)) * p for p in costs.plain), costs.chain, costs.tree, NOW
+    )
 
 
 def start(kind: str, machine: Machine, seed: int) -> Costs | None:

@@ -15,7 +15,9 @@ from blockdraft.radar.devices import find, machine_of
 from blockdraft.radar.project import project
 from blockdraft.radar.shape import Shape, read_shape
 
-COSTS = Costs(rows=(1, 4), plain=(0.01, 0.02), chain=(((1, 0.012), (4, 0.015)), ((1, 0.03), (4, 0.06))), tree=((), ()))
+COSTS = Costs(
+    batch_sizes=(1, 4), plain=(0.01, 0.02), chain=(((1, 0.012), (4, 0.015)), ((1, 0.03), (4, 0.06))), tree=((), ())
+)
 HERE = machine_of(find("M4"))
 
 
@@ -31,7 +33,7 @@ def smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def store_costs(target: Path, drafter: Path | None, weights: str = "file", date: float = 0.0, threads: int = 0) -> None:
-    costs = Costs(COSTS.rows, COSTS.plain, COSTS.chain, COSTS.tree, date)
+    costs = Costs(COSTS.batch_sizes, COSTS.plain, COSTS.chain, COSTS.tree, date)
     pair = Pair(str(target), drafter and str(drafter), weights, threads or torch.get_num_threads())
     store(target.parent.parent / "costs" / f"{date}.json", costs, pair)
 
@@ -79,7 +81,7 @@ def test_projection_uses_the_costs(shape: Shape, batch: int) -> None:
 
 def test_drafted_steps_without_costs_are_scaled() -> None:
     [shape, *_] = bundled()
-    plain = Costs(COSTS.rows, COSTS.plain, ((), ()), ((), ()))
+    plain = Costs(COSTS.batch_sizes, COSTS.plain, ((), ()), ((), ()))
     options = {"weights": "Q4_1", "context": CONTEXT, "block_size": 5, "tau": 2.0}
     roofline, scaled = project(shape, HERE, **options), project(shape, HERE, **options, costs=plain)  # type: ignore[arg-type]
     assert roofline.drafted is not None and scaled.drafted is not None

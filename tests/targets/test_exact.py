@@ -48,7 +48,7 @@ DRAFTINGS = [
     (3, Drafting("auto", "auto")),
 ]
 COSTS = Costs(  # drafting costs little, so that "auto" drafts
-    rows=(1, 100),
+    batch_sizes=(1, 100),
     plain=(1.0, 1.1),
     chain=(((1, 1.1), (100, 1.3)),) * 2,
     tree=(((1, 1.2), (100, 1.4)),) * 2,

@@ -31,7 +31,7 @@ def calibrated(shape: Shape, weights: str) -> tuple[Costs, Drafter | None] | Non
     for pair, costs in of_target(path):
         if KINDS.get(pair.weights, pair.weights) == weights and pair.threads == torch.get_num_threads():
             drafter = _published_drafter(pair, model)
-            return (costs if drafter else replace(costs, chain=tuple(() for _ in costs.rows))), drafter
+            return (costs if drafter else replace(costs, chain=tuple(() for _ in costs.batch_sizes))), drafter
     return None
 
 

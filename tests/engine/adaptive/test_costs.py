@@ -15,7 +15,7 @@ from blockdraft.targets import Target, load_target
 
 PAIR = Pair(target="/t", drafter="/d", weights="int4", threads=2)
 COSTS = Costs(
-    rows=(1, 4),
+    batch_sizes=(1, 4),
     plain=(10.0, 16.0),
     chain=(((1, 12.0), (3, 14.0)), ((1, 20.0), (3, 32.0))),
     tree=((), ((2, 30.0), (4, 50.0))),
@@ -63,7 +63,7 @@ def test_rows_without_times_borrow_from_those_that_have_some() -> None:
 def test_newer_costs_take_the_place_of_older_ones() -> None:
     newer = Costs((2, 4), (11.0, 17.0), ((), ()), (((1, 13.0),), ((1, 19.0),)), 9.0)
     found = COSTS.updated(newer)
-    assert (found.rows, found.plain, found.date) == ((1, 2, 4), (10.0, 11.0, 17.0), 9.0)
+    assert (found.batch_sizes, found.plain, found.date) == ((1, 2, 4), (10.0, 11.0, 17.0), 9.0)
     assert found.chain == (COSTS.chain[0], (), COSTS.chain[1])
     assert found.tree == ((), *newer.tree)
 
@@ -72,7 +72,7 @@ def test_measuring_covers_the_largest_batch(target: Target, tiny_drafter_dir: Pa
     lines: list[str] = []
     drafter = load_drafter(tiny_drafter_dir, target=target)
     found = step_costs.measure(Probe(target, drafter), drafter.block_size, 3, target.max_context, lines.append)
-    assert found.rows == (1, 2, 3) and len(lines) == 3
+    assert found.batch_sizes == (1, 2, 3) and len(lines) == 3
     assert min(found.plain) > 0 and found.date > 1.7e9
     longest = drafter.block_size - 1
     for points, sizes in (
@@ -99,8 +99,8 @@ class Recorder:
         self.asked.append((rows, draft_tokens, tree))
         return [(draft_tokens, 9.0), *[(draft_tokens, 1.0 + draft_tokens)] * (count - 1)]
 
-    def measured(self, rows: int = 1) -> Costs:
-        return step_costs.measure(self, self.block_size, rows, self.max_context)
+    def measured(self, batch_size: int = 1) -> Costs:
+        return step_costs.measure(self, self.block_size, batch_size, self.max_context)
 
 
 @pytest.mark.parametrize("max_context", [16, 40, 100, 160, 161, 300, 4096])
@@ -119,15 +119,15 @@ def test_whatever_fits_the_context_is_measured(max_context: int, repeats: int, m
 
 def test_the_first_step_does_not_count_and_the_largest_sizes_are_left_out() -> None:
     steps = Recorder(4096, 16)
-    found = steps.measured(rows=512)
+    found = steps.measured(batch_size=512)
     assert max(found.plain) == 1.0
     assert all(rows * draft_tokens <= step_costs.MAX_DRAFT_TOKENS for rows, draft_tokens, _ in steps.asked)
-    assert found.rows == (*step_costs.ROWS, 512)
+    assert found.batch_sizes == (*step_costs.BATCH_SIZES, 512)
 
 
 def test_measuring_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_costs, "LIMIT_SECONDS", 0.0)
-    assert Recorder(4096, 16).measured(rows=64).rows == (1,)
+    assert Recorder(4096, 16).measured(batch_size=64).batch_sizes == (1,)
 
 
 def test_a_drafter_without_draft_tokens_has_plain_steps_only() -> None:
@@ -185,7 +185,7 @@ def test_costs_are_found_by_their_target(
         "{",
         "[1]",
         "\xff",
-        json.dumps({"layout": step_costs.LAYOUT, "rows": [1]}),
+        json.dumps({"layout": step_costs.LAYOUT, "batch_sizes": [1]}),
         json.dumps({"layout": step_costs.LAYOUT - 1}),
     ],
 )
@@ -220,7 +220,7 @@ def test_steps_have_the_draft_tokens_that_are_asked_for(
 
 def test_rows_have_read_their_prompts(tiny_target_dir: Path) -> None:
     target = load_target(tiny_target_dir)
-    runner, rows = Probe(target, load_drafter("none", target=target)).rows(3, 50, 9)
+    runner, rows = Probe(target, load_drafter("none", target=target)).open_sequences(3, 50, 9)
     assert [runner.committed_length(row.start) for row in rows] == [50] * 3
     assert not any(row.in_prefill for row in rows) and len({tuple(row.request.token_ids) for row in rows}) == 1
     cache = target.new_cache(1, 50)

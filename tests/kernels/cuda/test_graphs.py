@@ -338,7 +338,7 @@ def test_how_often_a_greedy_step_waits_for_a_gpu(
 ) -> None:
     target = load_target(tiny_target_dir, "float32", "cuda", "native", "on" if capture else "off")
     drafter = load_drafter(tiny_drafter_dir, target=target)
-    runner, rows = Probe(target, drafter).rows(1, 3, 64)
+    runner, rows = Probe(target, drafter).open_sequences(1, 3, 64)
     plan = ChainPlan(drafter.block_size, [SamplingParams()]).as_tree(budget)
     for _ in range(3):  # captures
         runner.step(rows, plan)

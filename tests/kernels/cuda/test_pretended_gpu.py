@@ -79,7 +79,7 @@ def test_how_often_a_greedy_step_waits(
             assert isinstance(target, NativeTarget)
             target.capture(recorder)
         drafter = load_drafter(tiny_drafter_dir, target=target)
-        runner, rows = Probe(target, drafter).rows(1, 3, 64)
+        runner, rows = Probe(target, drafter).open_sequences(1, 3, 64)
         plan = ChainPlan(drafter.block_size, [SamplingParams()]).as_tree(budget)
         for _ in range(3):
             runner.step(rows, plan)

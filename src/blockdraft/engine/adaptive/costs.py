@@ -1,4 +1,4 @@
-"""Seconds of a step on this machine: interpolated, measured on request, and stored between engines."""
+"""Step costs: the seconds of a step on this machine, by batch size and draft tokens; measured, and stored on disk."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from blockdraft.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
-LAYOUT = 4  # of the file; other layouts are not read
-ROWS = (1, 2, 4, 8, 16, 32, 64)  # batch sizes that are measured
+LAYOUT = 5  # of the file; other layouts are not read
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 CHAIN_DRAFT_TOKENS = (1, 2, 3, 4, 5, 7, 11, 15)
 TREE_DRAFT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 MAX_DRAFT_TOKENS = 512  # draft tokens of a whole batch; larger trees are extrapolated
@@ -43,70 +43,72 @@ LIMIT_SECONDS = 25.0  # larger batches are not measured after this time
 DRAFT_PASS, DRAFT_TOKEN = 0.2, 0.05  # assumed cost of a draft pass and of a draft token, relative to a plain step
 
 Points: TypeAlias = tuple[tuple[int, float], ...]  # draft tokens per sequence, rising, and seconds of a step
-# Runs `count` steps of a fresh batch: (batch size, context, draft tokens, whether a tree, count). Returns for each step
-# the draft tokens that a sequence really had, and its seconds.
+# Runs `count` steps of a fresh batch: (batch size, context, draft tokens, whether a tree, count). Returns the draft
+# tokens per sequence and the seconds of each step.
 RunSteps: TypeAlias = Callable[[int, int, int, bool, int], list[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of steps, interpolated between the known sizes and extrapolated beyond them.
+    """Seconds of steps. They are interpolated between the known sizes, and extrapolated beyond them.
 
     Attributes:
-        rows: Batch sizes, rising.
-        plain: Seconds of a step without a draft, by batch size.
-        chain, tree: Steps with a draft, by batch size; an empty tuple where nothing is known.
+        batch_sizes: Batch sizes, rising.
+        plain: Seconds of a plain step, by batch size.
+        chain, tree: Steps that draft, by batch size; an empty tuple where nothing is known.
         date: When they were measured or learned, in seconds since 1970.
     """
 
-    rows: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
     plain: tuple[float, ...]
     chain: tuple[Points, ...]
     tree: tuple[Points, ...]
     date: float = 0.0
 
-    def plain_step(self, rows: int) -> float:
+    def plain_step(self, batch_size: int) -> float:
         """Return the seconds of a plain step at this batch size."""
-        seconds: float = _interpolate(rows, self.rows, self.plain).item()
+        seconds: float = _interpolate(batch_size, self.batch_sizes, self.plain).item()
         return seconds
 
     def knows(self, tree: bool) -> bool:
         """Return whether steps that draft chains, or trees, are known."""
         return any(self.tree if tree else self.chain)
 
-    def drafted_steps(self, rows: int, most: int, tree: bool) -> list[float]:
+    def drafted_steps(self, batch_size: int, most: int, tree: bool) -> list[float]:
         """Return the seconds of a step that drafts, by draft tokens per sequence from 0 to `most`."""
         counts, sizes, curves = np.arange(most + 1), [], []
-        for size, points in zip(self.rows, self.tree if tree else self.chain, strict=True):
+        for size, points in zip(self.batch_sizes, self.tree if tree else self.chain, strict=True):
             if points:
                 sizes.append(size)
                 curves.append(_interpolate(counts, *zip(*points, strict=True)))
-        seconds: list[float] = _interpolate(rows, sizes, curves).tolist()
+        seconds: list[float] = _interpolate(batch_size, sizes, curves).tolist()
         return seconds
 
     def updated(self, newer: Costs) -> Costs:
         """Return these costs, replaced by newer ones where the batch size is the same."""
         known: dict[int, tuple[float, Points, Points]] = {}
         for costs in (self, newer):
-            for rows, plain, chain, tree in zip(costs.rows, costs.plain, costs.chain, costs.tree, strict=True):
-                _, old_chain, old_tree = known.get(rows, (0.0, (), ()))
-                known[rows] = plain, chain or old_chain, tree or old_tree
+            for batch_size, plain, chain, tree in zip(
+                costs.batch_sizes, costs.plain, costs.chain, costs.tree, strict=True
+            ):
+                _, old_chain, old_tree = known.get(batch_size, (0.0, (), ()))
+                known[batch_size] = plain, chain or old_chain, tree or old_tree
         return _costs(known, newer.date)
 
 
-def prior(costs: Costs | None, rows: int, most: int, tree: bool) -> tuple[float, list[float]]:
-    """Return the assumed seconds of a plain step, and of a step that drafts by its draft tokens from 0 to `most`."""
-    plain = costs.plain_step(rows) if costs else 1.0
+def prior(costs: Costs | None, batch_size: int, most: int, tree: bool) -> tuple[float, list[float]]:
+    """Return the assumed seconds of a plain step, and of steps with 0 to `most` draft tokens per sequence."""
+    plain = costs.plain_step(batch_size) if costs else 1.0
     if costs is None or not costs.knows(tree):
-        return plain, [plain * (1 + DRAFT_PASS + DRAFT_TOKEN * rows * n) for n in range(most + 1)]
-    return plain, costs.drafted_steps(rows, most, tree)
+        return plain, [plain * (1 + DRAFT_PASS + DRAFT_TOKEN * batch_size * n) for n in range(most + 1)]
+    return plain, costs.drafted_steps(batch_size, most, tree)
 
 
 def _costs(known: dict[int, tuple[float, Points, Points]], date: float) -> Costs:
-    """Build costs from the plain step, chains and trees of each batch size."""
-    rows = sorted(known)
-    plain, chain, tree = (tuple(known[size][part] for size in rows) for part in range(3))
-    return Costs(tuple(rows), plain, chain, tree, date)  # type: ignore[arg-type]
+    """Build costs from plain steps, chains and trees by batch size."""
+    sizes = sorted(known)
+    plain, chain, tree = zip(*(known[size] for size in sizes), strict=True)
+    return Costs(tuple(sizes), plain, chain, tree, date)
 
 
 def _interpolate(x: Any, xs: Sequence[int], ys: Sequence[Any]) -> NDArray[np.float64]:
@@ -120,9 +122,6 @@ def _interpolate(x: Any, xs: Sequence[int], ys: Sequence[Any]) -> NDArray[np.flo
     slope = np.where(share > 1, np.maximum(above - below, 0.0), above - below)
     y: NDArray[np.float64] = below + np.minimum(share, 1.0) * (above - below) + np.maximum(share - 1, 0.0) * slope
     return y
-
-
-# Measuring.
 
 
 def measure(
@@ -147,36 +146,36 @@ def measure(
     context = max(min(CONTEXT, max_context // 4), 1)
 
     def fits(size: int) -> bool:
-        """Each step may commit a whole path, and the last one still needs room for its nodes."""
+        """Return whether every step may commit a whole path, and the last one still has room for its nodes."""
         return context + REPEATS * min(size + 1, block_size) + size + 1 < max_context
 
-    if not fits(min(1, block_size - 1)):
+    def points(batch_size: int, sizes: Sequence[int], tree: bool) -> Points:
+        times: dict[int, list[float]] = {}
+        for size in sizes:
+            if fits(size) and (batch_size * size <= MAX_DRAFT_TOKENS or size == sizes[0]):
+                count, seconds = _median(run_steps(batch_size, context, size, tree, REPEATS + 1))
+                times.setdefault(count, []).append(seconds)
+        return tuple((count, statistics.median(times[count])) for count in sorted(times))
+
+    longest = block_size - 1
+    if not fits(min(1, longest)):
         raise UsageError(
             f"The target's context of {max_context} tokens is too short to measure step times: {REPEATS + 1} steps of "
             f"one draft token need {context + 2 * REPEATS + 3}. Use a fixed block size and tree budget."
         )
+    chains = sorted({min(size, longest) for size in CHAIN_DRAFT_TOKENS}) if longest else []
     known: dict[int, tuple[float, Points, Points]] = {}
-    for rows in [size for size in ROWS if size < max_batch_size] + [max_batch_size]:
+    for batch_size in [size for size in BATCH_SIZES if size < max_batch_size] + [max_batch_size]:
         if known and time.perf_counter() - began > LIMIT_SECONDS:
             break
-
-        def points(sizes: Sequence[int], tree: bool, rows: int = rows) -> Points:
-            times: dict[int, list[float]] = {}
-            for size in sizes:
-                if fits(size) and (rows * size <= MAX_DRAFT_TOKENS or size == sizes[0]):
-                    count, seconds = _median(run_steps(rows, context, size, tree, REPEATS + 1))
-                    times.setdefault(count, []).append(seconds)
-            return tuple((count, statistics.median(times[count])) for count in sorted(times))
-
-        _, plain = _median(run_steps(rows, context, 0, False, REPEATS + 1))
-        longest = block_size - 1
-        chain = points(sorted({min(size, longest) for size in CHAIN_DRAFT_TOKENS}), False) if longest else ()
-        tree = points(TREE_DRAFT_TOKENS, True) if longest else ()
-        known[rows] = plain, chain, tree
+        _, plain = _median(run_steps(batch_size, context, 0, False, REPEATS + 1))
+        chain = points(batch_size, chains, False)
+        tree = points(batch_size, TREE_DRAFT_TOKENS if longest else (), True)
+        known[batch_size] = plain, chain, tree
         drafted = (
-            f"{kind} of {p[-1][0]} {1000 * p[-1][1]:.2f} ms" for kind, p in (("chain", chain), ("tree", tree)) if p
+            f"{name} of {p[-1][0]} {1000 * p[-1][1]:.2f} ms" for name, p in (("chain", chain), ("tree", tree)) if p
         )
-        report(", ".join([f"{rows} rows: plain step {1000 * plain:.2f} ms", *drafted]))
+        report(", ".join([f"batch size {batch_size}: plain step {1000 * plain:.2f} ms", *drafted]))
     return _costs(known, time.time())
 
 
@@ -193,8 +192,8 @@ class Probe:
     target: Target
     drafter: Drafter
 
-    def rows(self, count: int, context: int, room: int) -> tuple[Runner, list[RunningSequence]]:
-        """Prefill sequences of `context` arbitrary tokens, with slots for `room` more.
+    def open_sequences(self, count: int, context: int, room: int) -> tuple[Runner, list[RunningSequence]]:
+        """Prefill `count` sequences of `context` arbitrary tokens, with KV slots for `room` more.
 
         Drafters may want more slots, even beyond the target's context.
         """
@@ -202,25 +201,27 @@ class Probe:
         capacity = self.target.row_slots(context + slots_behind(self.drafter, room))
         runner, params = Runner(self.target, self.drafter, count * capacity), SamplingParams(room, seed=0)
         requests = [Request(prompt=prompt, params=params, tokenizer=self.target.tokenizer) for _ in range(count)]
-        sequences = [RunningSequence(request, place * capacity, capacity) for place, request in enumerate(requests)]
+        sequences = [RunningSequence(request, index * capacity, capacity) for index, request in enumerate(requests)]
         for sequence in sequences:
             runner.open(sequence.start, capacity)
         runner.prefill(sequences, [context] * count)
         return runner, sequences
 
-    def __call__(self, rows: int, context: int, draft_tokens: int, tree: bool, count: int) -> list[tuple[int, float]]:
+    def __call__(
+        self, batch_size: int, context: int, draft_tokens: int, tree: bool, count: int
+    ) -> list[tuple[int, float]]:
         # Equal step times make a drafter that chooses its number of draft tokens use all of them.
-        knows = self.drafter.chooses_tree_size if tree else self.drafter.chooses_length
-        seconds = [1.0] * (draft_tokens + 1) if draft_tokens and knows else None
+        chooses = self.drafter.chooses_tree_size if tree else self.drafter.chooses_length
+        seconds = [1.0] * (draft_tokens + 1) if draft_tokens and chooses else None
         block_size = self.drafter.block_size if seconds and tree else min(self.drafter.block_size, draft_tokens + 1)
-        plan: Plan = ChainPlan(block_size, [SamplingParams()] * rows, step_seconds=seconds)
+        plan: Plan = ChainPlan(block_size, [SamplingParams()] * batch_size, step_seconds=seconds)
         if tree:
             plan = TreePlan(block_size, plan.params, draft_tokens, step_seconds=seconds)
         with self.target.lock:
-            runner, sequences = self.rows(rows, context, count * self.drafter.block_size + draft_tokens)
-            return [self._timed(runner, sequences, plan) for _ in range(count)]
+            runner, sequences = self.open_sequences(batch_size, context, count * self.drafter.block_size + draft_tokens)
+            return [self._time_step(runner, sequences, plan) for _ in range(count)]
 
-    def _timed(self, runner: Runner, sequences: Sequence[RunningSequence], plan: Plan) -> tuple[int, float]:
+    def _time_step(self, runner: Runner, sequences: Sequence[RunningSequence], plan: Plan) -> tuple[int, float]:
         wait_for(self.target.device)
         began = time.perf_counter()
         outcome = runner.step(sequences, plan)
@@ -228,12 +229,9 @@ class Probe:
         return outcome.num_draft_tokens, time.perf_counter() - began
 
 
-# Storing.
-
-
 @dataclass(frozen=True)
 class Pair:
-    """What costs were measured of, for readers that have not loaded it.
+    """Description of the pair that costs belong to, for readers that have not loaded it.
 
     Attributes:
         target, drafter: Their folders or files, or None.
@@ -249,11 +247,11 @@ class Pair:
 
 def pair_of(target: Target, drafter: Drafter) -> Pair:
     """Describe a loaded pair."""
-    place, bits = _place(target.path), getattr(target, "bits", None)
+    place, bits = _absolute(target.path), getattr(target, "bits", None)
     weights = f"int{bits}" if bits else str(target.dtype).removeprefix("torch.")
     return Pair(
         target=place,
-        drafter=_place(drafter.path),
+        drafter=_absolute(drafter.path),
         weights="file" if place and place.endswith(".gguf") else weights,
         threads=torch.get_num_threads(),
     )
@@ -267,17 +265,24 @@ def path(target: Target, drafter: Drafter) -> Path:
     """
     gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
     facts = [
-        *(_place(target.path), target.running, target.hidden_size, target.num_layers, target.vocab_size, target.dtype),
+        *(
+            _absolute(target.path),
+            target.running,
+            target.hidden_size,
+            target.num_layers,
+            target.vocab_size,
+            target.dtype,
+        ),
         *(target.device.type, gpu),
         *(type(drafter).__name__, drafter.block_size, drafter.target_layers),
-        *((part.kind, _place(part.path), part.draft_vocab, part.bits, str(part.device)) for part in drafter.parts),
+        *((part.kind, _absolute(part.path), part.draft_vocab, part.bits, str(part.device)) for part in drafter.parts),
         *(torch.get_num_threads(), platform.node(), platform.processor()),
         *(LAYOUT, version("torch"), version("transformers"), version("blockdraft")),
     ]
     return cache_folder() / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
 
 
-def _place(path: str | Path | None) -> str | None:
+def _absolute(path: str | Path | None) -> str | None:
     """Return a folder or file as an absolute path, and a hub name as it is."""
     return None if path is None else str(Path(path).resolve() if Path(path).exists() else path)
 
@@ -289,7 +294,7 @@ def of_target(target: str | Path) -> Iterator[tuple[Pair, Costs]]:
         costs = load(file)
         with suppress(OSError, ValueError, TypeError, KeyError):  # a file without a pair
             pair = Pair(**json.loads(file.read_text(encoding="utf-8"))["pair"])
-            if costs is not None and pair.target == _place(target):
+            if costs is not None and pair.target == _absolute(target):
                 matches.append((pair, costs))
     yield from sorted(matches, key=lambda match: -match[1].date)
 
@@ -302,9 +307,9 @@ def load(file: Path) -> Costs | None:
         if content.pop("layout") != LAYOUT:
             return None
         costs = Costs(**{name: _tuples(value) for name, value in content.items()})
-        points = [point for row in (*costs.chain, *costs.tree) for point in row]
+        points = [point for curve in (*costs.chain, *costs.tree) for point in curve]
         valid = all(0 < seconds < math.inf for seconds in (*costs.plain, *(seconds for _, seconds in points)))
-        same = len(costs.rows) == len(costs.plain) == len(costs.chain) == len(costs.tree) > 0
+        same = len(costs.batch_sizes) == len(costs.plain) == len(costs.chain) == len(costs.tree) > 0
         return costs if valid and same else None
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None

@@ -253,7 +253,7 @@ class Controller:
     def learned(self) -> Iterator[tuple[Drafter, Costs]]:
         """Yield each drafter with the costs of its steps, as far as they were learned."""
         learned = {round(2 ** (size / 2)): times.learned() for size, times in sorted(self._times.items())}
-        known = {rows: costs for rows, costs in learned.items() if costs is not None}
+        known = {size: costs for size, costs in learned.items() if costs is not None}
         if known:
             plain, points = zip(*known.values(), strict=True)
             none = ((),) * len(known)
@@ -299,18 +299,18 @@ class Controller:
 
     def _decide_pause(self, requests: Sequence[Request], times: StepTimes, may_try: bool) -> Decision:
         """Choose whether to draft, for a drafter that chooses the number of draft tokens."""
-        known, rows, most, seconds = self._acceptance, len(requests), self._sizes[-1], times.expected()
+        known, batch_size, most, seconds = self._acceptance, len(requests), self._sizes[-1], times.expected()
         curve, plain = times.curve(seconds, len(self._sizes)), seconds[0]
         if not known.tokens:
-            return Decision(most, curve, False, plain, rows)
+            return Decision(most, curve, False, plain, batch_size)
         tokens = self._batch_tokens(requests, [known.tokens], [most])[0]
         cost = times.at(seconds, known.num_draft_tokens)
-        self._paused = tokens / cost < MARGIN * rows / plain
+        self._paused = tokens / cost < MARGIN * batch_size / plain
         if self._paused:
-            cost, tokens = plain, float(rows)
+            cost, tokens = plain, float(batch_size)
         age = self._step, self._now()
         least = times.least(*age)
-        if may_try and (self._paused or rows / least[0] <= MARGIN * tokens / cost):
+        if may_try and (self._paused or batch_size / least[0] <= MARGIN * tokens / cost):
             return Decision(most, times.curve(least, times.affordable(MAX_TRIAL_TIME * cost, *age)), True, cost, tokens)
         if may_try or self._paused:
             return Decision(0, None, may_try, cost, tokens)
