@@ -263,16 +263,20 @@ def test_a_huge_schema_is_refused_or_followed(target: Target) -> None:
             )
 
 
-def test_targets_that_cannot_end_or_have_no_tokens_are_refused(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blockdraft.engine.grammar._tokenizers", {})
-    monkeypatch.setattr(target, "eos_token_ids", frozenset({300}))
-    with pytest.raises(UsageError, match="has no end token"):
-        Engine(target).submit([5], params(LETTERS))
-    monkeypatch.setattr(target, "tokenizer", SimpleNamespace(chat_template=None))
-    with pytest.raises(UsageError, match="fast tokenizer"):
-        Engine(target).submit([5], params(LETTERS))
-    monkeypatch.setattr(target, "tokenizer", None)
-    with pytest.raises(UsageError, match="no tokenizer"):
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("eos_token_ids", frozenset({300}), "has no end token"),
+        ("tokenizer", SimpleNamespace(chat_template=None), "fast tokenizer"),
+        ("tokenizer", None, "no tokenizer"),
+    ],
+)
+def test_targets_that_cannot_end_or_have_no_tokens_are_refused(
+    tiny_target_dir: Path, attribute: str, value: Any, message: str
+) -> None:
+    target = load_target(tiny_target_dir)
+    setattr(target, attribute, value)
+    with pytest.raises(UsageError, match=message):
         Engine(target).submit([5], params(LETTERS))
 
 
@@ -378,7 +382,7 @@ def test_the_tokenizer_is_read_once(target: Target, monkeypatch: pytest.MonkeyPa
         ("yaml", "x", "kind must be one of json_schema, .*, got 'yaml'"),
         ("regex", "", "of kind regex needs a text"),
         ("json_object", "{}", "takes no text"),
-        ("regex", 5, "must be a string, got a int"),
+        ("regex", 5, "must be a string, got 5"),
     ],
 )
 def test_bad_grammars(kind: Any, text: Any, message: str) -> None:
