@@ -168,13 +168,13 @@ def test_no_token_is_read_twice_for_nothing(drafter: DraftLMDrafter, monkeypatch
     observe(drafter, state, [[5] * 20])
     assert calls == [(20, 1)]  # a prompt, here and not in `propose`
     assert nodes([6]) == [(1, 1)] * 3
-    observe(drafter, state, [state.held[0][20:22]])
+    observe(drafter, state, [state.cached[0][20:22]])
     assert nodes([7]) == [(1, 1)] * 3  # one draft token was right
     observe(drafter, state.of([60]), [[8] * 11])
     state = state.of([0, 60])
-    observe(drafter, state, [state.held[0][22:25], []])
+    observe(drafter, state, [state.cached[0][22:25], []])
     assert nodes([9, 9]) == [(1, 1)] * 3  # nor is anything read again when a row joins
-    observe(drafter, state, [[*state.held[0][25:28], 9], []])
+    observe(drafter, state, [[*state.cached[0][25:28], 9], []])
     assert nodes([9, 9]) == [
         (2, 2),
         (1, 1),
@@ -188,19 +188,19 @@ def test_a_copy_is_the_state_of_a_shorter_text(drafter: DraftLMDrafter, scatter:
     observe(drafter, state, [[9, 8, 7, 6], list(range(20, 40))])
     drafter.propose(state, torch.tensor([5, 6]), ChainPlan(5, [SamplingParams()] * 2))
     observe(drafter, state, [[5], [6, 44]])
-    texts = dict(zip(state.rows, state.texts, strict=True))
+    texts = dict(zip(state.starts, state.committed, strict=True))
     for size in (60, 22, 5):
         state.shrink(3, size)
         for row, length in ((100, 5), (100, 2), (3, min(size, 22)), (3, 4)):
             state.open(70, 30)
             state.copy(row, 70, length)
             copy = state.of([70])
-            assert copy.texts == [texts[row][:length]]
+            assert copy.committed == [texts[row][:length]]
             ids = drafter.propose(copy, torch.tensor([17]), ChainPlan(4, [SamplingParams()])).tokens[0].tolist()
             for depth in range(1, 4):
                 assert ids[depth] == int(logits_after(drafter, texts[row][:length] + ids[:depth]).argmax())
             state.close(70)
-    assert state.texts == [texts[100], texts[3][:5]]
+    assert state.committed == [texts[100], texts[3][:5]]
 
 
 def test_a_long_text_is_not_read_beside_a_row_that_has_no_slots_for_it(
@@ -238,7 +238,7 @@ def test_past_its_context_it_stops_guessing(target: Target, tiny_target_dir: Pat
     assert state.cache.lengths == [3, 17, 20, 0]
     proposal = drafter.propose(state, torch.tensor([6] * 4), ChainPlan(6, [GREEDY] * 4))
     assert [sum(parent >= 0 for parent in parents) for parents in proposal.parents.tolist()] == [5, 3, 0, 0]
-    assert state.cache.lengths == [len(held) for held in state.held] == [8, 20, 0, 0]
+    assert state.cache.lengths == [len(cached) for cached in state.cached] == [8, 20, 0, 0]
     completions = Engine(target, drafter, drafting=Drafting(None)).generate([PROMPTS[1], PROMPTS[3], [7] * 30], GREEDY)
     for prompt, completion in zip([PROMPTS[1], PROMPTS[3], [7] * 30], completions, strict=True):
         [plain] = Engine(target, load_drafter("none", target=target)).generate([prompt], GREEDY)

@@ -156,7 +156,8 @@ def test_a_drafter_that_is_not_asked_is_reported_later() -> None:
     state.close(200)
     state.open(200, 200)
     observe([200], [13])
-    state.zero_slots(0, whole=True)
+    state.close(0)
+    state.open(0, 200)
     drafter.propose(state, anchors, turns(0.0, 9.0))
     assert dear.texts[3:] == [([200], [[13]])]
     observe([0, 200], [14, 15], [16])

@@ -15,6 +15,7 @@ from blockdraft.decode.proposal import ChainPlan, Plan, Proposal
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Costs, Engine
 from blockdraft.engine.adaptive.policy import Controller
+from blockdraft.nn.cache import SequenceState
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -52,33 +53,23 @@ PARAMS = [
 LONG = SamplingParams(18, ignore_eos=True)
 
 
-class RecordingState:
-    def __init__(self, inner: Any, rows: Sequence[int], of_rows: dict[int, list[int]], texts: list[list[int]]) -> None:
-        self.inner, self.rows, self.of_rows, self.texts = inner, list(rows), of_rows, texts
+class RecordingState(SequenceState):
+    """Observed tokens of each sequence, and the state of the drafter that is recorded."""
 
-    def of(self, rows: Sequence[int]) -> "RecordingState":
-        return RecordingState(self.inner.of(rows), rows, self.of_rows, self.texts)
+    def __init__(self, recorded: Any, texts: list[list[int]], batch: int, capacity: int) -> None:
+        self.texts = texts
+        super().__init__(batch, capacity, [recorded])
 
-    def open(self, row: int, capacity: int) -> None:
-        self.inner.open(row, capacity)
-        assert row not in self.of_rows
-        self.of_rows[row] = []
-        self.texts.append(self.of_rows[row])
+    def new_value(self) -> list[int]:
+        self.texts.append([])
+        return self.texts[-1]
 
-    def close(self, row: int) -> None:
-        self.inner.close(row)
-        del self.of_rows[row]
-
-    def shrink(self, row: int, capacity: int) -> None:
-        self.inner.shrink(row, capacity)
-
-    def copy(self, source: int, row: int, length: int) -> None:
-        self.inner.copy(source, row, length)
-        assert len(self.of_rows[source]) >= length and not self.of_rows[row]
-        self.of_rows[row] += self.of_rows[source][:length]
-
-    def zero_slots(self, row: int, whole: bool = False) -> None:
-        self.inner.zero_slots(row, whole)
+    def copy(self, source: int, start: int, length: int) -> None:
+        text = self.values[start]
+        super().copy(source, start, length)
+        assert len(self.values[source]) >= length and not text
+        text += self.values[source][:length]
+        self.values[start] = text
 
 
 class Recorder(Drafter):
@@ -97,8 +88,7 @@ class Recorder(Drafter):
         self.proposals: list[Proposal] = []
 
     def new_state(self, batch: int, capacity: int) -> RecordingState:
-        rows = [place * capacity for place in range(batch)]
-        return RecordingState(self.drafter.new_state(batch, capacity), rows, {row: [] for row in rows}, self.texts)
+        return RecordingState(self.drafter.new_state(batch, capacity), self.texts, batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return self.drafter.state_bytes(batch, capacity)
@@ -107,16 +97,16 @@ class Recorder(Drafter):
         return self.drafter.weight_bytes()
 
     def propose(self, state: RecordingState, anchor: Tensor, plan: Plan) -> Proposal:
-        self.proposals.append(self.drafter.propose(state.inner, anchor, plan))
+        self.proposals.append(self.drafter.propose(state.inner[0], anchor, plan))
         assert self.proposals[-1].tokens[:, 0].tolist() == anchor.tolist()
         return self.proposals[-1]
 
     def observe(
         self, state: RecordingState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]
     ) -> None:
-        for row, ids, length in zip(state.rows, tokens.tolist(), lengths, strict=True):
-            state.of_rows[row] += ids[:length]
-        self.drafter.observe(state.inner, tokens, hidden_states, lengths)
+        for start, ids, length in zip(state.starts, tokens.tolist(), lengths, strict=True):
+            state.values[start] += ids[:length]
+        self.drafter.observe(state.inner[0], tokens, hidden_states, lengths)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def write(cache: KVCache, *tokens: list[int]) -> tuple[Tensor, Tensor]:
 
 def contents(cache: KVCache) -> list[list[int]]:
     """What the rows hold, read by writing a node that is not committed."""
-    keys, values = write(cache, *[[99]] * len(cache.rows))
+    keys, values = write(cache, *[[99]] * len(cache.starts))
     found = []
     for place, length in enumerate(cache.lengths):
         held = keys[place, 0, : length + 1]
@@ -167,7 +167,7 @@ def test_slots_are_used_again_and_hide_what_was_left_there(scatter: Callable[...
 
 
 def test_a_copy_is_the_beginning_and_goes_its_own_way(cache: KVCache) -> None:
-    first, second = cache.rows
+    first, second = cache.starts
     fill(cache.of([first]), [1, 2, 3])
     cache.copy(first, second, 2)
     assert contents(cache) == [[1, 2, 3], [1, 2]]
@@ -176,11 +176,9 @@ def test_a_copy_is_the_beginning_and_goes_its_own_way(cache: KVCache) -> None:
     assert contents(cache.of([second])) == [[1, 2, 5]]
 
 
-def test_a_copy_has_to_fit_and_to_exist(cache: KVCache) -> None:
-    first, second = cache.rows
+def test_a_copy_has_to_fit(cache: KVCache) -> None:
+    first, second = cache.starts
     fill(cache, [1, 2, 3], [])
-    with pytest.raises(AssertionError):
-        cache.copy(first, second, 4)  # more than there is
     cache.shrink(second, 2)
     with pytest.raises(AssertionError):
         cache.copy(first, second, 3)  # more than it can hold
@@ -191,7 +189,7 @@ def test_a_copy_has_to_fit_and_to_exist(cache: KVCache) -> None:
 
 def test_a_row_that_shrinks_keeps_what_fits(cache: KVCache) -> None:
     fill(cache, [1, 2, 3], [4, 5])
-    first, second = cache.rows
+    first, second = cache.starts
     cache.shrink(first, 5)
     assert contents(cache) == [[1, 2, 3], [4, 5]]
     cache.shrink(first, 2)
@@ -209,7 +207,7 @@ def test_a_row_lies_on_slots_that_there_are() -> None:
 
 
 def test_wiping_leaves_committed_tokens_unless_all_of_it_goes(cache: KVCache) -> None:
-    first, second = cache.rows
+    first, second = cache.starts
     before = fill(cache, [1, 2], [3, 4]).lengths
     write(cache, [5, 6, 7], [8, 9, 10])
     cache.zero_slots(first)
@@ -275,7 +273,7 @@ def test_a_view_may_show_more_slots_than_there_are_nodes(scatter: Callable[..., 
     for part, place in ((cache, 1), (cache.of([5]), 0)):
         view, own = part.view(memory, 2, end=10)  # one more than the first row has
         assert not own and view.shape[-2] == 10
-        assert torch.equal(view[:, place, :, :2], memory[:, :, part.rows[place] : part.rows[place] + 2])
+        assert torch.equal(view[:, place, :, :2], memory[:, :, part.starts[place] : part.starts[place] + 2])
 
 
 @pytest.mark.parametrize("end", [None, 9, 20])
@@ -303,7 +301,7 @@ def test_nodes_that_are_put_are_all_that_changes(scatter: Callable[..., Any]) ->
     cache.commit([range(4), range(6), []])
     copied, _ = cache.view(memory, 3)
     expected = memory.clone()
-    for place, (row, length) in enumerate(zip(cache.rows, cache.lengths, strict=True)):
+    for place, (row, length) in enumerate(zip(cache.starts, cache.lengths, strict=True)):
         copied[:, place] = -copied[:, place] - 1
         expected[:, :, row + length : row + length + 3] = copied[:, place, :, length : length + 3]
     cache.put(memory, copied, 3)
@@ -313,7 +311,7 @@ def test_nodes_that_are_put_are_all_that_changes(scatter: Callable[..., Any]) ->
 @pytest.mark.parametrize("count", [5, 8])
 def test_nodes_past_the_slots_of_a_row_are_our_bug(cache: KVCache, count: int) -> None:
     """Be there slots behind it, and others' rows with enough of them."""
-    cache.shrink(cache.rows[1], 6)
+    cache.shrink(cache.starts[1], 6)
     fill(cache, [1, 2, 3], [4, 5])
     memory = cache.memory(2, 3, 4, torch.zeros(1))
     states = node_states(torch.zeros(2, count, dtype=torch.long))
@@ -355,7 +353,7 @@ def test_stacked_layers_are_committed_and_copied_together(cache: KVCache) -> Non
     write_stacked(cache, torch.tensor([[4, 5, 6], [14, 15, 16]]))
     cache.commit([[0, 1, 2], [0, 2]])
     assert stacked_contents(cache) == [[1, 3, 4, 5, 6], [11, 12, 13, 14, 16]]
-    first, second = cache.rows
+    first, second = cache.starts
     cache.close(first)
     cache.open(first, 9)
     cache.copy(second, first, 2)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from blockdraft.formats import Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.draft_network import DraftNetwork
 from blockdraft.targets import Target
-from blockdraft.targets.base import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,10 +36,6 @@ def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
         raise UsageError(f"diffusion_steps is {diffusion_steps}; it must be at least 1.")
     if noise_schedule not in NOISE_SCHEDULES:
         raise UsageError(f"noise_schedule is {noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
-
-
-# A drafter's cache. It has the same sequences as the target's cache, but KV slots of its own.
-State: TypeAlias = Rows
 
 
 class Drafter(Protocol):
@@ -105,7 +100,7 @@ class Drafter(Protocol):
         return (self,)
 
     def new_state(self, batch: int, capacity: int) -> Any:
-        """Return an empty `State` for `batch` sequences of up to `capacity` tokens each."""
+        """Return an empty `SequenceState` for `batch` sequences of up to `capacity` tokens each."""
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         """Return the bytes of such a state."""

@@ -230,8 +230,8 @@ class AutoregressivePass:
         positions = (state.slots(count, tokens.device) - 1).clamp(min=0)
         new = *self.network.keys_values(self.embed(tokens), before, positions), fused.unsqueeze(1)
         for store, nodes in zip((*stores, known.unsqueeze(0)), new, strict=True):
-            for row, (start, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
-                store[:, start + length : start + length + count] = nodes[row]
+            for i, (start, length) in enumerate(zip(state.starts, state.lengths, strict=True)):
+                store[:, start + length : start + length + count] = nodes[i]
 
     def chain(self, *given: object, **options: object) -> None:
         return None
@@ -264,7 +264,7 @@ class CopiedNodes:
         self._known = (slots >= (lengths - window).clamp(min=1)) & (slots < lengths)  # [B, T]
         self._positions, self._end = lengths - 1, len(slots)
         # Nodes of the draft that each node of the last call attends to, `[B, N, M]` bool.
-        self._within = torch.ones(len(state.rows), 0, 0, dtype=torch.bool, device=device)
+        self._within = torch.ones(len(state.starts), 0, 0, dtype=torch.bool, device=device)
 
     def __call__(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         network, (batch, count) = self._run.network, tokens.shape
@@ -302,7 +302,7 @@ def hidden_state_store(state: KVCache, layer: int, size: int, like: Tensor) -> T
 
 def last_hidden_states(state: KVCache, store: Tensor) -> Tensor:
     """Return the hidden state of each sequence's last token, `[B, 1, H]`; 0 for sequences without tokens."""
-    slots = [row + max(length - 1, 0) for row, length in zip(state.rows, state.lengths, strict=True)]
+    slots = [start + max(length - 1, 0) for start, length in zip(state.starts, state.lengths, strict=True)]
     last = store[send(torch.tensor(slots), store.device)]
     if not all(state.lengths):
         empty = send(torch.tensor([length == 0 for length in state.lengths]), store.device)

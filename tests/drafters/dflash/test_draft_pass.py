@@ -185,7 +185,7 @@ def test_compiled_it_computes_what_torch_computes(head_dim: int, count: int, dty
         run.observe(state, hidden_states)
         state.commit([range(length) for length in lengths])
         outputs = [run(state, blocks, window) for window in (None, 1, 6, 25)]
-        stores = [state.of([row]).view(state._layers[0][0], 0)[0] for row in state.rows]
+        stores = [state.of([row]).view(state._layers[0][0], 0)[0] for row in state.starts]
         outputs.append(torch.cat([store.flatten() for store in stores]))
         found.append(outputs)
     tolerance *= 5 if kind == "convolved" else 1  # products of products grow what rounding leaves

@@ -255,11 +255,11 @@ class DraftPass:
         keys.mul_(rms_factor(keys, config.rms_norm_eps) * self._key_scales)
         rotate_swapped(keys, cos.unsqueeze(-2), sin.unsqueeze(-2))
         memory = self._memory(state)
-        if len(state.rows) == 1:
-            first = state.rows[0] + state.lengths[0]
+        if len(state.starts) == 1:
+            first = state.starts[0] + state.lengths[0]
             memory[:, :, first : first + count] = nodes_BNLKD[0].permute(1, 2, 0, 3)
         else:
-            starts = send(torch.tensor(state.rows), slots.device)[:, None]
+            starts = send(torch.tensor(state.starts), slots.device)[:, None]
             # The index puts its own dimension first: [B, N, layers, heads, D].
             memory.permute(2, 0, 1, 3)[starts + slots] = nodes_BNLKD
 

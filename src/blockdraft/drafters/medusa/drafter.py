@@ -74,8 +74,8 @@ class MedusaDrafter(Drafter):
         # prefix.
         known, count = self._known(state), hidden_states.size(1)
         state.check_room(count)
-        for row, length, nodes in zip(state.rows, state.lengths, hidden_states, strict=True):
-            known[row + length : row + length + count] = nodes
+        for start, length, nodes in zip(state.starts, state.lengths, hidden_states, strict=True):
+            known[start + length : start + length + count] = nodes
         mark(CONTEXT)
         state.commit([range(length) for length in lengths])
 
@@ -84,7 +84,7 @@ class MedusaDrafter(Drafter):
         if plan.block_size == 1:
             return chain(anchor[:, None])
         assert min(state.lengths) > 0, "a draft needs the prompt's hidden states"
-        newest = [row + length - 1 for row, length in zip(state.rows, state.lengths, strict=True)]
+        newest = [start + length - 1 for start, length in zip(state.starts, state.lengths, strict=True)]
         hidden = self._known(state)[send(torch.tensor(newest), anchor.device)]
         return independent_draft_tokens(anchor, self._run(hidden, plan.block_size - 1), plan)
 

@@ -102,8 +102,8 @@ class CompiledAutoregressive(CompiledNetwork):
         fused = self._fuse(hidden_states)
         before = torch.cat([last_hidden_states(state, known), fused[:, :-1]], dim=1)
         self._run_nodes(state, tokens, before, chain_parents(*tokens.shape))
-        for row, (start, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
-            known[start + length : start + length + tokens.size(1)] = fused[row]
+        for i, (start, length) in enumerate(zip(state.starts, state.lengths, strict=True)):
+            known[start + length : start + length + tokens.size(1)] = fused[i]
 
     def chain(
         self,
@@ -243,7 +243,7 @@ class CompiledNodes:
     def __init__(self, run: CompiledAutoregressive, state: KVCache, window: int | None) -> None:
         self._run, self._state, self._window = run, state, EVERYWHERE if window is None else window
         self._hidden_state = last_hidden_states(state, run.hidden_states(state))
-        self._parents: list[list[int]] = [[] for _ in state.rows]
+        self._parents: list[list[int]] = [[] for _ in state.starts]
         self._last = 0  # nodes per sequence of the last call
 
     @property
