@@ -20,6 +20,8 @@ from blockdraft.machine import send
 from blockdraft.nn.attention import attend
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
+from blockdraft.nn.layers import RMSNorm
+from blockdraft.nn.rotary import Rotary
 from blockdraft.timing import HEAD, PASS, mark
 
 # Takes queries [B, heads, N, D], and keys and values of the same entries [B, kv_heads, N, D]; returns [B, heads, N, D].
@@ -45,6 +47,32 @@ class CachedAttention:
         return attend(queries, *self.write(keys, values), self.visible)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerParts:
+    """Weights of a network by their role, and how it joins embedding and hidden state.
+
+    Attributes:
+        layer: The only layer.
+        token_norm, hidden_state_norm: Norms of an entry's embedding and hidden state.
+        norm: Norm behind the layer.
+        rotary: Rotary embedding of the layer's attention.
+        normed_target_layers: Function from the target layers' outputs `[..., m * H]` to the input of `fc`, for networks
+            whose `fc` fuses them and that have a head of their own, `lm_head`. None where `fc` joins embedding and
+            hidden state, and the head is the target's.
+        normed_stream: Whether the layer's output is added to the normed hidden state.
+        normed_feedback: Whether the next node reads the hidden state behind the last norm.
+    """
+
+    layer: nn.Module
+    token_norm: RMSNorm
+    hidden_state_norm: RMSNorm
+    norm: RMSNorm
+    rotary: Rotary
+    normed_target_layers: Callable[[Tensor], Tensor] | None
+    normed_stream: bool
+    normed_feedback: bool
+
+
 class AutoregressiveNetwork(ABC, DraftNetwork):
     """Base of networks that predict one token at a time; see the top of this file.
 
@@ -55,6 +83,11 @@ class AutoregressiveNetwork(ABC, DraftNetwork):
 
     config: Any
     fc: nn.Linear
+
+    @property
+    def layer_parts(self) -> LayerParts:
+        """Weights of the network by their role, for compiled runners."""
+        raise NotImplementedError
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ from blockdraft.decode.proposal import SPARSE_SIZE, ChainPlan, SampledPlan, Tree
 from blockdraft.decode.sampling import draw
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.eagle3 import drafter as eagle3
-from blockdraft.drafters.eagle3 import speculators as eagle3_speculators
+from blockdraft.drafters.eagle3 import layout as eagle3_layout
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from blockdraft.errors import UsageError
@@ -304,6 +304,6 @@ def test_a_drafter_of_another_target_is_refused(
 ) -> None:
     found = read_drafter(tiny_eagle3_dir, None, 3)
     foreign = Borrowed(target.embed(torch.arange(target.vocab_size)) + 1, None, None)
-    eagle3_speculators.LAYOUT.write(tmp_path / "other", Checkpoint(found.config, found.tensors, foreign), "x", ("y",))
+    eagle3_layout.SPECULATORS.write(tmp_path / "other", Checkpoint(found.config, found.tensors, foreign), "x", ("y",))
     with pytest.raises(UsageError, match="embed_tokens.weight of .*other differs from the target's"):
         load_drafter(tmp_path / "other", target=target)

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockdraft.drafters.eagle3 import layout as eagle3
-from blockdraft.drafters.eagle3 import speculators as eagle3_speculators
 from blockdraft.drafters.eagle3.layout import tensor_shapes
 from blockdraft.drafters.eagle3.network import Eagle3Config
 from blockdraft.errors import UsageError
@@ -85,7 +84,7 @@ def test_round_trip(name: str, config: Eagle3Config, tmp_path: Path) -> None:
 
 def test_norms_of_queries_and_keys_are_qwen3s(tmp_path: Path) -> None:
     config = replace(CONFIG, qk_norm=True)
-    raw = write(tmp_path / "draft", config, eagle3_speculators.LAYOUT)
+    raw = write(tmp_path / "draft", config, eagle3.SPECULATORS)
     assert raw["transformer_layer_config"]["model_type"] == "qwen3"
     assert read_drafter(tmp_path / "draft", None, 10).config == config
     with pytest.raises(UsageError, match="qk_norm is True; .* export to eagle3_speculators"):
@@ -102,7 +101,7 @@ def test_keys_and_names(tmp_path: Path) -> None:
     assert stored["t2d"].nonzero().flatten().tolist() == KEPT.tolist()
     assert stored["d2t"].dtype == torch.int64 and stored["d2t"].tolist() == [0, 2, 2, 6, 58]
 
-    raw = write(tmp_path / "other", CONFIG, eagle3_speculators.LAYOUT)
+    raw = write(tmp_path / "other", CONFIG, eagle3.SPECULATORS)
     stored = load_file(tmp_path / "other" / "model.safetensors")
     assert raw["speculators_model_type"] == raw["speculators_config"]["algorithm"] == "eagle3"
     assert raw["speculators_config"]["verifier"]["name_or_path"] == "some/target"
@@ -192,7 +191,7 @@ def test_other_names_of_the_layer_and_maps_alone(tmp_path: Path) -> None:
     rename(tmp_path / "draft", "t2d", None)
     found = read_drafter(tmp_path / "draft", None, 10)
     assert found.tensors["d2t"].tolist() == [0, 2, 2, 6, 58]
-    write(tmp_path / "fewer", CONFIG, eagle3_speculators.LAYOUT)
+    write(tmp_path / "fewer", CONFIG, eagle3.SPECULATORS)
     raw = json.loads((tmp_path / "fewer" / "config.json").read_text())
     raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 3
     change(tmp_path / "fewer", **raw)  # what paid there is no limit here
@@ -252,10 +251,10 @@ def test_maps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a target layer is 9; it must be below the last target layer, 9"):
-        eagle3_speculators.LAYOUT.check(replace(CONFIG, target_layers=(1, 5, 9)), None, ())
+        eagle3.SPECULATORS.check(replace(CONFIG, target_layers=(1, 5, 9)), None, ())
     with pytest.raises(UsageError, match=r"readers cannot load .*\.gguf"):
-        eagle3_speculators.LAYOUT.check(CONFIG, "model.gguf", ())
-    for layout in (eagle3.LAYOUT, eagle3_speculators.LAYOUT):
+        eagle3.SPECULATORS.check(CONFIG, "model.gguf", ())
+    for layout in (eagle3.LAYOUT, eagle3.SPECULATORS):
         with pytest.raises(UsageError, match="the configuration is 'dict'; it must be Eagle3Config"):
             layout.check({}, None, ())
     with pytest.raises(UsageError, match="that z-lab's layout and the speculators format cannot hold"):

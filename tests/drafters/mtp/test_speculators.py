@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from blockdraft.drafters.mtp.layout import SPECULATORS, parse_config
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
-from blockdraft.drafters.mtp.speculators import LAYOUT, parse_config
 from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, layout_of, layouts, read_drafter
 from blockdraft.formats.trained import Trained
@@ -39,7 +39,7 @@ def tensors_of(config: MTPConfig) -> dict[str, Tensor]:
 
 
 def write(path: Path, config: MTPConfig = CONFIG) -> dict[str, Any]:
-    LAYOUT.write(
+    SPECULATORS.write(
         path, Checkpoint(config, tensors_of(config), trained=Trained("abc", 4)), "some/target", ("ForCausalLM",)
     )
     raw: dict[str, Any] = json.loads((path / "config.json").read_text())
@@ -130,11 +130,11 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
 def test_what_the_format_cannot_express_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="normed_feedback is False; it must be true, .* keep the layout mtp"):
-        LAYOUT.check(replace(CONFIG, normed_feedback=False), None, ())
+        SPECULATORS.check(replace(CONFIG, normed_feedback=False), None, ())
     with pytest.raises(UsageError, match="the configuration is 'dict'; it must be an MTPConfig"):
-        LAYOUT.check({}, None, ())
+        SPECULATORS.check({}, None, ())
     with pytest.raises(UsageError, match="readers cannot load model.gguf"):
-        LAYOUT.check(CONFIG, "model.gguf", ())
+        SPECULATORS.check(CONFIG, "model.gguf", ())
 
 
 def test_weights_that_were_rounded_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash.train_pass import draft_hidden
+from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
+from blockdraft.drafters.dspark.network import DSparkConfig, DSparkNetwork
 from blockdraft.formats import Checkpoint
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.layers import ReducedHead
@@ -161,4 +163,14 @@ def _attention(config: DraftConfig, longest: int) -> Iterator[Check]:
             yield Check(replace(config, layers=layers), fault="causality", told=told, remedy=remedy)
 
 
-CHECKER = DFlashChecker
+class DFlash2Checker(DFlashChecker):
+    examines = DFlash2Config
+    network = DFlash2Network
+
+
+class DSparkChecker(DFlashChecker):
+    examines = DSparkConfig
+    network = DSparkNetwork
+
+
+CHECKERS = (DFlashChecker, DFlash2Checker, DSparkChecker)

@@ -62,16 +62,18 @@ def _read(values: Mapping[str, Any], shapes: Shapes) -> dict[str, Any] | None:
     return {"markov_rank": rank, "enable_confidence_head": "conf_proj.weight" in shapes}
 
 
-ARCHITECTURE = Architecture(
-    ("DSparkDraftModel", "Qwen3DSparkModel"),
-    DSparkConfig,
-    dspark_shapes,
-    ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
-    _adapted,
-    marks={"projector_type": "dspark"},
-    inert={"projector_type": ("dspark",), "shift_label": (True,), "sample_from_anchor": (True,)},
-    training=("confidence_head_alpha", "num_anchors"),
-    # The head's second factor scores successors.
-    speculator=Speculator("dspark", "DSparkSpeculator", from_anchor=True, rows=("markov_head.markov_w2.weight",)),
-    llama_cpp=LlamaCpp("draft-dspark", LLAMA_CPP, _written, _read),
+ARCHITECTURES = (
+    Architecture(
+        ("DSparkDraftModel", "Qwen3DSparkModel"),
+        DSparkConfig,
+        dspark_shapes,
+        ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+        _adapted,
+        marks={"projector_type": "dspark"},
+        inert={"projector_type": ("dspark",), "shift_label": (True,), "sample_from_anchor": (True,)},
+        training=("confidence_head_alpha", "num_anchors"),
+        # The head's second factor scores successors.
+        speculator=Speculator("dspark", "DSparkSpeculator", from_anchor=True, rows=("markov_head.markov_w2.weight",)),
+        llama_cpp=LlamaCpp("draft-dspark", LLAMA_CPP, _written, _read),
+    ),
 )

@@ -1,17 +1,17 @@
-"""Layout of EAGLE-3 drafters that SafeAILab and SpecForge write and that SGLang and others read.
+"""Layouts of EAGLE-3 drafters: that of SafeAILab and SpecForge, which SGLang and others read, and speculators' format.
 
-A folder holds config.json and pytorch_model.bin or safetensors. Target layer x is its output, 0-based, as
-everywhere in this package, and so in `eagle_config`. vLLM numbers layers by their input, x + 1, and reads them at the
-top level, or else those of `eagle_config`, one layer off; so both are written. A file without target layers reads the
-inputs of the layers 2, T // 2 and T - 3 of a target with T layers. The drafter has its own head, for the draft
-vocabulary of `t2d` and `d2t`. The embedding is the target's, though some files hold a copy.
+`formats/speculators.py` describes the latter. In the former, a folder holds config.json and pytorch_model.bin or
+safetensors. Target layer x is its output, 0-based, as everywhere in this package, and so in `eagle_config`. vLLM
+numbers layers by their input, x + 1, and reads them at the top level, or else those of `eagle_config`, one layer off;
+so both are written. A file without target layers reads the inputs of the layers 2, T // 2 and T - 3 of a target with T
+layers. The drafter has its own head, for the draft vocabulary of `t2d` and `d2t`. The embedding is the target's, though
+some files hold a copy.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,8 @@ from torch import Tensor
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, Eagle3Network, default_target_layers
 from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
-from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, sglang, tensorrt_llm, vllm
+from blockdraft.formats.speculators_config import draft_tokens_text, ids_of, layer_config, named, target_layers_of
+from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, sglang, tensorrt_llm, vllm, vllm_alone
 from blockdraft.formats.vocabulary import kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import one_dtype, rope_of
 from blockdraft.nn.draft_config import need, whole
@@ -126,32 +127,16 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
 
 
-def written_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors of the network in the form of a file, and their dtype.
-
-    `t2d` is added. Without a draft vocabulary, both maps are left out.
-
-    Raises:
-        ValueError: They do not fit the configuration or have several dtypes.
-    """
-    check_tensors(tensor_shapes(config), tensors)
-    found = dict(tensors)
-    kept = found.pop("d2t").cpu() + torch.arange(config.draft_vocab_size)
-    dtype = one_dtype(found)
-    return found | (vocabulary_maps(kept, config.vocab_size) if len(kept) < config.vocab_size else {}), dtype
+def _default_target_layers(num_target_layers: int | None) -> tuple[int, ...]:
+    known = num_target_layers is not None
+    need(known, IDS, None, "given; or name the target (--target) for the default target layers")
+    return default_target_layers(num_target_layers or 0)
 
 
-def check_kind(config: Any) -> None:
-    """Raise a ValueError unless the configuration is an `Eagle3Config`."""
-    kind = type(config)
-    need(kind is Eagle3Config, "the configuration", kind.__name__, "Eagle3Config, the only one that this layout holds")
-
-
-def layer_keys(config: Eagle3Config) -> dict[str, Any]:
+def _layer_keys(config: Eagle3Config) -> dict[str, Any]:
     """Return the keys of config.json for the layers, named as in transformers' Llama."""
-    values = asdict(config)
     return {
-        **{key: values[key] for key in SIZES if key != "draft_vocab_size"},
+        **{key: getattr(config, key) for key in SIZES if key != "draft_vocab_size"},
         "num_hidden_layers": 1,
         "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling,
@@ -159,33 +144,11 @@ def layer_keys(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def config_dict(config: Any) -> dict[str, Any]:
-    """Return the content of config.json. Raises ValueError if the layout cannot express the configuration."""
-    check_kind(config)
-    need(not config.qk_norm, "qk_norm", True, "false in this layout; export to eagle3_speculators")
-    return {
-        "architectures": [ARCHITECTURES[0]],
-        "model_type": "llama",
-        **layer_keys(config),
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.hidden_size,
-        "block_size": config.block_size,
-        **{key: True for key in (*FLAGS, *NORMS) if getattr(config, key)},
-        "eagle_config": {IDS: [*config.target_layers], "use_aux_hidden_state": True},
-        IDS: [target_layer + 1 for target_layer in config.target_layers],
-    }
-
-
-def _misread_by_vllm(drafter: str) -> bool:
-    """Return whether a folder has its target layers in `eagle_config` alone, as others write it."""
-    raw = read_config(drafter) if Path(drafter, "config.json").is_file() else {}
-    return IDS not in raw and bool((raw.get("eagle_config") or {}).get(IDS))
-
-
 class EagleLayout(ABC):
     """Base of the layouts of EAGLE-3."""
 
     pickle = PICKLED
+    borrows = False
 
     @abstractmethod
     def config(
@@ -196,6 +159,12 @@ class EagleLayout(ABC):
         num_target_layers: int | None,
     ) -> tuple[Eagle3Config, bool]: ...
 
+    @abstractmethod
+    def config_dict(
+        self, config: Eagle3Config, target_name: str | None, target_architectures: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return the content of config.json. Raise a UsageError if the layout cannot express the configuration."""
+
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw, tensors = read_config(path), renamed(read_tensors(path))
         with blaming(Path(path, "config.json")):
@@ -203,13 +172,34 @@ class EagleLayout(ABC):
         with blaming(Path(path)):
             return checkpoint_of(config, tensors)
 
+    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
+        kind, limit = type(config), "Eagle3Config, the only one that this layout holds"
+        need(kind is Eagle3Config, "the configuration", kind.__name__, limit)
+        self.config_dict(config, target_name, target_architectures)
+
+    def write(
+        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
+    ) -> None:
+        config = checkpoint.config
+        self.check(config, target_name, target_architectures)
+        raw = self.config_dict(config, target_name, target_architectures)
+        check_tensors(tensor_shapes(config), checkpoint.tensors)
+        tensors = dict(checkpoint.tensors)
+        kept = tensors.pop("d2t").cpu() + torch.arange(config.draft_vocab_size)
+        dtype = one_dtype(tensors)
+        if len(kept) < config.vocab_size:
+            tensors |= vocabulary_maps(kept, config.vocab_size)
+        if self.borrows:
+            tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
+            assert checkpoint.borrowed is not None and checkpoint.borrowed.embedding is not None
+            tensors[TABLE] = checkpoint.borrowed.embedding.to(getattr(torch, dtype), copy=True)
+        write_folder(path, {**raw, "dtype": dtype}, tensors, checkpoint.trained)
+
 
 class Eagle3(EagleLayout):
-    borrows = False
-
     def recognises(self, raw: Mapping[str, Any]) -> bool:
-        found = raw.get("architectures")
-        names = found if isinstance(found, list) and "speculators_model_type" not in raw else []
+        architectures = raw.get("architectures")
+        names = architectures if isinstance(architectures, list) and "speculators_model_type" not in raw else []
         return any(name in ARCHITECTURES or (name == PLAIN and "draft_vocab_size" in raw) for name in names)
 
     def config(
@@ -224,21 +214,13 @@ class Eagle3(EagleLayout):
         for key, values in EAGLE.items():
             known = eagle.get(key) is None or eagle[key] in values
             need(known, key, eagle.get(key), "absent: this value is not supported")
-        ids, layers = eagle.get(IDS), num_target_layers
+        ids = eagle.get(IDS)
         if not ids and isinstance(raw.get(IDS), list):
             ids = [entered - 1 for entered in raw[IDS]]
-        if not ids:
-            need(
-                layers is not None,
-                IDS,
-                None,
-                "given; or name the target (--target) for the default target layers",
-            )
-            ids = default_target_layers(layers or 0)
+        ids = ids or _default_target_layers(num_target_layers)
         need(isinstance(ids, list | tuple), IDS, ids, "a list of target layers")
-        layers = layers or least_layers(ids) + 1  # an estimate: few drafters read the last layer's output
-        block_size = raw.get("block_size") or BLOCK_SIZE
-        config = network_config(raw, renamed(tensors), ids, layers or 0, block_size)
+        layers = num_target_layers or least_layers(ids) + 1  # an estimate: few drafters read the last layer's output
+        config = network_config(raw, renamed(tensors), ids, layers, raw.get("block_size") or BLOCK_SIZE)
         return config, num_target_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
@@ -255,15 +237,74 @@ class Eagle3(EagleLayout):
             TENSORRT_LLM: tensorrt_llm(target, "Eagle3", drafter, draft_tokens, target_layers),
         }
 
-    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
-        config_dict(config)
+    def config_dict(
+        self, config: Eagle3Config, target_name: str | None, target_architectures: Sequence[str]
+    ) -> dict[str, Any]:
+        need(not config.qk_norm, "qk_norm", True, "false in this layout; export to eagle3_speculators")
+        return {
+            "architectures": [ARCHITECTURES[0]],
+            "model_type": "llama",
+            **_layer_keys(config),
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.hidden_size,
+            "block_size": config.block_size,
+            **{key: True for key in (*FLAGS, *NORMS) if getattr(config, key)},
+            "eagle_config": {IDS: [*config.target_layers], "use_aux_hidden_state": True},
+            IDS: [target_layer + 1 for target_layer in config.target_layers],
+        }
 
-    def write(
-        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
-    ) -> None:
-        raw = config_dict(checkpoint.config)
-        tensors, dtype = written_tensors(checkpoint.config, checkpoint.tensors)
-        write_folder(path, {**raw, "dtype": dtype}, tensors, checkpoint.trained)
+
+def _misread_by_vllm(drafter: str) -> bool:
+    """Return whether a folder has its target layers in `eagle_config` alone, as others write it."""
+    raw = read_config(drafter) if Path(drafter, "config.json").is_file() else {}
+    return IDS not in raw and bool((raw.get("eagle_config") or {}).get(IDS))
 
 
-LAYOUT = Eagle3()
+class Eagle3Speculators(EagleLayout):
+    borrows = True
+
+    def recognises(self, raw: Mapping[str, Any]) -> bool:
+        return raw.get("speculators_model_type") == "eagle3"
+
+    def config(
+        self,
+        raw: Mapping[str, Any],
+        tensors: Mapping[str, Any],
+        vocabulary: Mapping[str, int] | None,
+        num_target_layers: int | None,
+    ) -> tuple[Eagle3Config, bool]:
+        ids, layers = raw.get(IDS), num_target_layers or 0
+        if ids is None:
+            target_layers = _default_target_layers(num_target_layers)
+        else:
+            layers = layers or least_layers(ids if isinstance(ids, list) else ())
+            target_layers = target_layers_of(raw, IDS, layers)
+        own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
+        keys = {**layer_config(raw.get("transformer_layer_config")), **own}
+        # The file states how many draft tokens paid in training, but the drafter can always draft `BLOCK_SIZE` - 1.
+        draft_tokens = whole("speculative_tokens", draft_tokens_text(raw) or 0, minimum=0)
+        block_size = max(BLOCK_SIZE, 1 + draft_tokens)
+        config = network_config(keys, renamed(tensors), target_layers, layers, block_size)
+        return config, num_target_layers is not None
+
+    def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
+        other = Start(None, "it reads SafeAILab's layout", None if config.qk_norm else export("eagle3"))
+        return {VLLM: vllm_alone(drafter), SGLANG: other, TENSORRT_LLM: other}
+
+    def config_dict(
+        self, config: Eagle3Config, target_name: str | None, target_architectures: Sequence[str]
+    ) -> dict[str, Any]:
+        return {
+            "architectures": ["Eagle3Speculator"],
+            **named("eagle3", config.block_size - 1, target_name, target_architectures),
+            "transformer_layer_config": {"model_type": "qwen3" if config.qk_norm else "llama", **_layer_keys(config)},
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.hidden_size,
+            IDS: ids_of(config),
+            **{key: getattr(config, key) for key in (*FLAGS, *NORMS)},
+            "tie_word_embeddings": False,
+            "embed_requires_grad": False,
+        }
+
+
+LAYOUT, SPECULATORS = Eagle3(), Eagle3Speculators()

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork
+from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork, LayerParts
 from blockdraft.nn.draft_config import check_fields, check_shape, need
 from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
 from blockdraft.nn.rotary import Rotary
@@ -116,6 +116,19 @@ class Eagle3Network(AutoregressiveNetwork):
         # Token i of the draft vocabulary is the target's token i + d2t[i].
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+
+    @property
+    def layer_parts(self) -> LayerParts:
+        return LayerParts(
+            layer=self.midlayer,
+            token_norm=self.midlayer.input_layernorm,
+            hidden_state_norm=self.midlayer.hidden_norm,
+            norm=self.norm,
+            rotary=self.rotary,
+            normed_target_layers=self.normed_target_layers,
+            normed_stream=self.config.norm_before_residual,
+            normed_feedback=self.config.norm_output,
+        )
 
     @property
     def kept(self) -> Tensor:

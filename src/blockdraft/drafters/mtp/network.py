@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork
+from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork, LayerParts
 from blockdraft.nn.draft_config import check_fields, check_layer
 from blockdraft.nn.draft_network import DraftLayer
 from blockdraft.nn.layers import RMSNorm, rotate
@@ -102,6 +102,19 @@ class MTPNetwork(MTPHead):
     def __init__(self, config: MTPConfig) -> None:
         super().__init__(config, lambda: DraftLayer(config))
         self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+
+    @property
+    def layer_parts(self) -> LayerParts:
+        return LayerParts(
+            layer=self.layers[0],
+            token_norm=cast(RMSNorm, self.pre_fc_norm_embedding),
+            hidden_state_norm=cast(RMSNorm, self.pre_fc_norm_hidden),
+            norm=self.norm,
+            rotary=self.rotary,
+            normed_target_layers=None,
+            normed_stream=False,
+            normed_feedback=self.config.normed_feedback,
+        )
 
     def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = cast(DraftLayer, self.layers[0])
