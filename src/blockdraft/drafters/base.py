@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.draft_network import DraftNetwork
+from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
 
 if TYPE_CHECKING:
@@ -243,6 +244,38 @@ def filled_network(checkpoint: Checkpoint, kind: Callable[[Any], N]) -> N:
     network.load_state_dict(checkpoint.tensors, assign=True)
     network.qat_bits = checkpoint.trained.qat_bits
     return network
+
+
+class RunnerDrafter(Drafter):
+    """Base of drafters whose network runs on the target's backend."""
+
+    network: DraftNetwork
+    _target: Target
+    _run: Any  # a `NetworkRunner`
+    reduced_head: ReducedHead | None = None
+
+    @property
+    def compile_reason(self) -> str | None:
+        return cast("str | None", self._run.compile_reason)
+
+    @property
+    def bits(self) -> int | None:
+        return cast("int | None", self._run.bits)
+
+    def new_state(self, batch: int, capacity: int) -> Any:
+        return self._run.new_state(batch, capacity)
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return cast(int, self._run.state_bytes(batch, capacity))
+
+    def weight_bytes(self) -> int:
+        storages = [tensor.untyped_storage() for tensor in (*self.network.parameters(), *self.network.buffers())]
+        own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        head = self.reduced_head or self._target.draft_head
+        return own + (head.nbytes if head else 0) + cast(int, self._run.weight_bytes())
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return cast(int, self._run.workspace_bytes(batch, nodes, slots))
 
 
 @runtime_checkable

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from blockdraft.machine import send
 from blockdraft.nn.attention import attend
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.draft_network import DraftHost, DraftNetwork
+from blockdraft.nn.draft_network import DraftHost, DraftNetwork, NetworkRunner
 from blockdraft.nn.layers import RMSNorm
 from blockdraft.nn.rotary import Rotary
 from blockdraft.timing import HEAD, PASS, mark
@@ -155,34 +155,13 @@ class DraftNodes(Protocol):
         """
 
 
-class AutoregressiveRunner(Protocol):
+class AutoregressiveRunner(NetworkRunner, Protocol):
     """Runner of a network that predicts one token at a time.
 
     Its state has a KV slot for each token of a sequence. Slot s holds the keys and values of the entry of token s,
     which has the target's hidden state at s - 1, and the hidden state at s, which the entry of the next token will
     have. Slot 0 has no hidden state before it, and no node attends to it.
-
-    Attributes:
-        compile_reason: Reason why it is not compiled, where it might have been; else None.
     """
-
-    compile_reason: str | None
-
-    @property
-    def bits(self) -> int | None:
-        """As `Drafter.bits`."""
-
-    def new_state(self, batch: int, capacity: int) -> KVCache:
-        """As `Drafter.new_state`."""
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        """As `Drafter.state_bytes`."""
-
-    def weight_bytes(self) -> int:
-        """Return the bytes of weights besides the network's own."""
-
-    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        """As `Drafter.workspace_bytes`."""
 
     def slots_beside(self, block_size: int, width: int) -> int:
         """Return the KV slots behind a sequence that a draft of at most `width` nodes per level takes."""

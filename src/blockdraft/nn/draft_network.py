@@ -58,6 +58,35 @@ class DraftNetwork(nn.Module):
         """Return a runner that uses torch's operations. The network is on the host's device and in its dtype."""
 
 
+def shapes_of(make: Callable[[], nn.Module]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors of a new network, which gets no memory."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
+
+
+class NetworkRunner(Protocol):
+    """Runs a draft network on the target's backend. Methods not described here are as in `Drafter`.
+
+    Attributes:
+        compile_reason: Reason why a network that could have been compiled is not; else None.
+    """
+
+    compile_reason: str | None
+
+    @property
+    def bits(self) -> int | None: ...
+
+    def new_state(self, batch: int, capacity: int) -> Any: ...
+
+    def state_bytes(self, batch: int, capacity: int) -> int: ...
+
+    def weight_bytes(self) -> int:
+        """Return the bytes of weights besides the network's own."""
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        """As in `Drafter`; 0 for torch's operations, which free theirs."""
+
+
 # (layer, queries [B, heads, N, D], keys and values of the block [B, kv_heads, N, D]) -> [B, heads, N, D]
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 

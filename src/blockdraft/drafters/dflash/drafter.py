@@ -18,8 +18,8 @@ from blockdraft.drafters.base import (
     NOISE_SCHEDULE,
     NOISE_SCHEDULES,
     DraftCost,
-    Drafter,
     DrafterSpec,
+    RunnerDrafter,
     check_refinement,
     filled_network,
 )
@@ -34,7 +34,7 @@ from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
 from blockdraft.types import SamplingParams
 
 
-class DFlashDrafter(Drafter):
+class DFlashDrafter(RunnerDrafter):
     """Drafts with a DFlash network. The embedding is the target's, and so is the head without a `reduced_head`.
 
     Subclasses set `network_class` and `first_draft_token` (the first position of a block that drafts a token: 0, the
@@ -53,6 +53,7 @@ class DFlashDrafter(Drafter):
 
     knows_probabilities = True
     knows_lengths = False
+    network: DFlashNetwork
     network_class: type[DFlashNetwork] = DFlashNetwork
     first_draft_token = 1
 
@@ -91,33 +92,6 @@ class DFlashDrafter(Drafter):
     def usual_steps(self) -> int:
         """Default number of draft passes per block."""
         return DIFFUSION_STEPS
-
-    @property
-    def compile_reason(self) -> str | None:
-        """Reason why the network is not compiled for a CPU; None if it is, or if it runs as CUDA graphs."""
-        return self._run.compile_reason
-
-    @property
-    def bits(self) -> int | None:
-        return self._run.bits
-
-    def new_state(self, batch: int, capacity: int) -> KVCache:
-        state: KVCache = self._run.new_state(batch, capacity)
-        return state
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        return self._run.state_bytes(batch, capacity)
-
-    def weight_bytes(self) -> int:
-        storages = [weight.untyped_storage() for weight in self.network.parameters()]
-        head = self.reduced_head or self._target.draft_head
-        own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) + (
-            head.nbytes if head else 0
-        )
-        return own + self._run.weight_bytes()
-
-    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        return self._run.workspace_bytes(batch, nodes, slots)
 
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:

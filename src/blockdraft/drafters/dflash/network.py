@@ -20,7 +20,7 @@ from blockdraft.machine import send
 from blockdraft.nn.attention import attend_grouped, grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, write_nodes
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
-from blockdraft.nn.draft_network import Attend, DraftAttention, DraftHost, DraftLayer, DraftNetwork
+from blockdraft.nn.draft_network import Attend, DraftAttention, DraftHost, DraftLayer, DraftNetwork, NetworkRunner
 from blockdraft.nn.layers import GatedMLP, RMSNorm, rms_factor, rotate, rotate_swapped
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.rotary import Rotary
@@ -118,30 +118,8 @@ class DFlashNetwork(DraftNetwork):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-class DraftRunner(Protocol):
-    """Runs a draft network that reads the target's hidden states, on the target's backend.
-
-    Attributes:
-        compile_reason: Reason why a network that could have been compiled is not; else None.
-    """
-
-    compile_reason: str | None
-
-    @property
-    def bits(self) -> int | None:
-        """As `Drafter.bits`."""
-
-    def new_state(self, batch: int, capacity: int) -> Any:
-        """As `Drafter.new_state`."""
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        """As `Drafter.state_bytes`."""
-
-    def weight_bytes(self) -> int:
-        """Return the bytes of weights that it keeps besides the network's own."""
-
-    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        """As `Drafter.workspace_bytes`; 0 for torch's operations, which free theirs."""
+class DraftRunner(NetworkRunner, Protocol):
+    """Runs a draft network that reads the target's hidden states."""
 
     def observe(self, state: Any, hidden_states: Tensor) -> None:
         """Write the keys and values of hidden states `[B, N, m * H]` behind those of each sequence.

@@ -29,12 +29,12 @@ def _adapted(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> dict[str, T
     Early SpecForge files have both heads in `logit_head`, ModelOpt has other names, and DeepSpec keeps the copy of the
     target's head that it trained with.
     """
-    found = {}
+    adapted = {}
     for name, tensor in tensors.items():
         name = name.removeprefix("logit_head.").replace("confidence_proj.", "confidence_head.proj.")
-        found[f"markov_head.{name}" if name.startswith("markov_w") else name] = tensor
-    found.pop("lm_head.weight", None)
-    return found
+        adapted[f"markov_head.{name}" if name.startswith("markov_w") else name] = tensor
+    adapted.pop("lm_head.weight", None)
+    return adapted
 
 
 LLAMA_CPP = {

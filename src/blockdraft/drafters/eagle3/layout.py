@@ -26,6 +26,7 @@ from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, sglan
 from blockdraft.formats.vocabulary import kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import one_dtype, rope_of
 from blockdraft.nn.draft_config import need, whole
+from blockdraft.nn.draft_network import shapes_of
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 PLAIN = "LlamaForCausalLM"  # name in early files, which are recognised by their draft vocabulary
@@ -68,15 +69,15 @@ def network_config(
     for key, name in NORMS.items():
         need(not raw.get(key) or name in tensors, name, None, f"among the tensors, since {key} is {raw.get(key)!r}")
     theta, scaling = rope_of(raw)
-    found: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": hidden // heads}
-    found |= {"draft_vocab_size": raw.get("vocab_size")}
-    found |= {key: raw[key] for key in (*SIZES, *FLAGS) if raw.get(key) is not None}
-    found |= {} if theta is None else {"rope_theta": theta}
-    found |= {key: name in tensors for key, name in NORMS.items()}
-    lacking = [key for key in ("intermediate_size", "vocab_size") if key not in found]
+    fields: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": hidden // heads}
+    fields |= {"draft_vocab_size": raw.get("vocab_size")}
+    fields |= {key: raw[key] for key in (*SIZES, *FLAGS) if raw.get(key) is not None}
+    fields |= {} if theta is None else {"rope_theta": theta}
+    fields |= {key: name in tensors for key, name in NORMS.items()}
+    lacking = [key for key in ("intermediate_size", "vocab_size") if key not in fields]
     need(not lacking, lacking[0] if lacking else "", None, "in config.json")
     return Eagle3Config(
-        **found,
+        **fields,
         rope_scaling=None if scaling is None or scaling["rope_type"] == "default" else scaling,
         qk_norm="midlayer.self_attn.q_norm.weight" in tensors,
         target_layers=tuple(target_layers),
@@ -87,15 +88,15 @@ def network_config(
 
 def renamed(tensors: Mapping[str, T]) -> dict[str, T]:
     """Return the tensors of a checkpoint under the network's names, without unused ones."""
-    found = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
-    return {n: t for n, t in found.items() if n not in UNUSED and not n.endswith("rotary_emb.inv_freq")}
+    ours = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+    return {n: t for n, t in ours.items() if n not in UNUSED and not n.endswith("rotary_emb.inv_freq")}
 
 
 def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkpoint:
     """Return the checkpoint of the tensors from `renamed`. Raises ValueError if they do not fit the configuration."""
-    found, size, shapes = dict(tensors), config.vocab_size, tensor_shapes(config)
-    t2d, d2t = (found.pop(name, None) for name in ("t2d", "d2t"))
-    embedding = found.pop(TABLE, None)
+    own, size, shapes = dict(tensors), config.vocab_size, tensor_shapes(config)
+    t2d, d2t = (own.pop(name, None) for name in ("t2d", "d2t"))
+    embedding = own.pop(TABLE, None)
     if t2d is not None:
         check_tensors({"t2d": (size,)}, {"t2d": t2d})
     if d2t is None:
@@ -108,11 +109,11 @@ def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkp
         kept = d2t.long() + torch.arange(len(d2t))
         sound = bool((kept.diff() > 0).all()) and int(kept[0]) >= 0 and int(kept[-1]) < size
         need(sound, "d2t", d2t[:5].tolist(), f"offsets to tokens below {size} in ascending order")
-    found["d2t"] = d2t.long()
-    check_tensors(shapes, found)
+    own["d2t"] = d2t.long()
+    check_tensors(shapes, own)
     if embedding is not None:
         check_tensors({TABLE: (size, config.hidden_size)}, {TABLE: embedding})
-    return Checkpoint(config, found, Borrowed(embedding, None, None))
+    return Checkpoint(config, own, Borrowed(embedding, None, None))
 
 
 def least_layers(ids: Sequence[Any]) -> int:
@@ -122,9 +123,7 @@ def least_layers(ids: Sequence[Any]) -> int:
 
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of all tensors of the network."""
-    with torch.device("meta"):
-        network = Eagle3Network(config)
-    return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    return shapes_of(lambda: Eagle3Network(config))
 
 
 def _default_target_layers(num_target_layers: int | None) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
-from blockdraft.drafters.base import DraftCost, Drafter, DrafterSpec, read_network
+from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, read_network
 from blockdraft.drafters.dflash.drafter import independent_draft_tokens
 from blockdraft.drafters.medusa.network import HeadRunner, MedusaNetwork
 from blockdraft.formats import find_layout
@@ -24,7 +24,7 @@ from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, OBSERVE, mark
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(RunnerDrafter):
     """Drafts with Medusa's heads.
 
     A chain holds each head's best token. A tree holds the most probable paths, whose probability is the product of the
@@ -50,21 +50,18 @@ class MedusaDrafter(Drafter):
         self._run: HeadRunner = target.runner(self.network, owned=owned)
         self._like = torch.empty(0, dtype=target.dtype, device=target.device)
 
-    @property
-    def compile_reason(self) -> str | None:
-        """Reason why the heads are not compiled for a CPU, or None if they are."""
-        return self._run.compile_reason
-
     def new_state(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return batch * capacity * self._target.hidden_size * self._target.dtype.itemsize
 
-    def weight_bytes(self) -> int:
-        head = self._target.draft_head
-        own = sum(weight.nbytes for weight in self.network.parameters()) + (head.nbytes if head else 0)
-        return own + self._run.weight_bytes()
+    @property
+    def bits(self) -> None:
+        return None
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return 0
 
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:

@@ -12,7 +12,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from blockdraft.drafters.mtp.in_target import StoredHead
@@ -26,6 +25,7 @@ from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, S
 from blockdraft.formats.stored import check_floats, stored
 from blockdraft.formats.zlab import one_dtype, rope_of
 from blockdraft.nn.draft_config import need
+from blockdraft.nn.draft_network import shapes_of
 
 NAME = "MTPDraftModel"
 PREFIX = "mtp."
@@ -73,7 +73,7 @@ class MTP:
         with blaming(Path(path, "config.json")):
             config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
         with blaming(path):
-            check_tensors({PREFIX + name: shape for name, shape in _shapes(config).items()}, tensors)
+            check_tensors({PREFIX + name: shape for name, shape in shapes_of(config.network).items()}, tensors)
         return Checkpoint(config, {name.removeprefix(PREFIX): _shifted(name, one, 1) for name, one in tensors.items()})
 
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
@@ -87,7 +87,7 @@ class MTP:
         self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
     ) -> None:
         self.check(checkpoint.config, target_name, target_architectures)
-        check_tensors(_shapes(checkpoint.config), checkpoint.tensors)
+        check_tensors(shapes_of(checkpoint.config.network), checkpoint.tensors)
         raw = {"architectures": [NAME], "num_nextn_predict_layers": 1, **asdict(checkpoint.config)}
         tensors = {PREFIX + name: _shifted(name, one, -1) for name, one in checkpoint.tensors.items()}
         write_folder(path, raw, tensors, checkpoint.trained)
@@ -96,11 +96,6 @@ class MTP:
 def _shifted(name: str, tensor: Tensor, by: int) -> Tensor:
     """Return the tensor, with `by` added if it is the weight of a norm."""
     return tensor + by if tensor.ndim == 1 and "norm" in name else tensor
-
-
-def _shapes(config: MTPConfig | TargetMTPConfig) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in config.network().state_dict().items()}
 
 
 def config_dict(config: Any, target_name: str | None, target_architectures: Sequence[str]) -> dict[str, Any]:
@@ -184,13 +179,13 @@ class MTPSpeculators:
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw = read_config(path)
-        found = {name: stored(tensor) for name, tensor in read_tensors(path).items() if name not in UNUSED}
+        tensors = {name: stored(tensor) for name, tensor in read_tensors(path).items() if name not in UNUSED}
         with blaming(path):
-            check_floats(found)
-        head = StoredHead(path, found, LAYERS, AROUND)
+            check_floats(tensors)
+        head = StoredHead(path, tensors, LAYERS, AROUND)
         with blaming(Path(path, "config.json")):
             config = parse_config(raw, num_target_layers, head.has_experts)
-        return Checkpoint(config, head.read(_shapes(config)))
+        return Checkpoint(config, head.read(shapes_of(config.network)))
 
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
         config_dict(config, target_name, target_architectures)
@@ -199,7 +194,7 @@ class MTPSpeculators:
         self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
     ) -> None:
         raw = config_dict(checkpoint.config, target_name, target_architectures)
-        check_tensors(_shapes(checkpoint.config), checkpoint.tensors)
+        check_tensors(shapes_of(checkpoint.config.network), checkpoint.tensors)
         names = StoredHead(Path(path), {}, LAYERS, AROUND)
         tensors = {names.own(name): tensor for name, tensor in checkpoint.tensors.items()}
         write_folder(path, {**raw, "dtype": one_dtype(tensors)}, tensors, checkpoint.trained)
