@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.eagle3.layout import ARCHITECTURES, TABLE, checkpoint_of, tensor_shapes
+from blockdraft.drafters.eagle3.layout import ARCHITECTURE_NAMES, TABLE, checkpoint_of, tensor_shapes
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import check_tensors
@@ -35,7 +35,7 @@ class Eagle3:
     architecture, layout = "eagle3", "eagle3"
 
     def configs(self) -> dict[type, str]:
-        return {Eagle3Config: ARCHITECTURES[0]}
+        return {Eagle3Config: ARCHITECTURE_NAMES[0]}
 
     def start(self, config: Eagle3Config) -> tuple[str, int]:
         return "draft-eagle3", config.block_size - 1

@@ -28,7 +28,7 @@ from blockdraft.formats.zlab import one_dtype, rope_of
 from blockdraft.nn.draft_config import need, whole
 from blockdraft.nn.draft_network import shapes_of
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+ARCHITECTURE_NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 PLAIN = "LlamaForCausalLM"  # name in early files, which are recognised by their draft vocabulary
 IDS = "eagle_aux_hidden_state_layer_ids"
 TABLE = "embed_tokens.weight"
@@ -199,7 +199,7 @@ class Eagle3(EagleLayout):
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         architectures = raw.get("architectures")
         names = architectures if isinstance(architectures, list) and "speculators_model_type" not in raw else []
-        return any(name in ARCHITECTURES or (name == PLAIN and "draft_vocab_size" in raw) for name in names)
+        return any(name in ARCHITECTURE_NAMES or (name == PLAIN and "draft_vocab_size" in raw) for name in names)
 
     def config(
         self,
@@ -241,7 +241,7 @@ class Eagle3(EagleLayout):
     ) -> dict[str, Any]:
         need(not config.qk_norm, "qk_norm", True, "false in this layout; export to eagle3_speculators")
         return {
-            "architectures": [ARCHITECTURES[0]],
+            "architectures": [ARCHITECTURE_NAMES[0]],
             "model_type": "llama",
             **_layer_keys(config),
             "draft_vocab_size": config.draft_vocab_size,
