@@ -17,7 +17,7 @@ from blockdraft.drafters.ahead import NAME, AheadDrafter, AheadState, _stop_all,
 from blockdraft.drafters.draft_lm import DraftLMDrafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
-from blockdraft.targets import Target, TargetOutput, load_target
+from blockdraft.targets import Target, TargetOutput
 from blockdraft.types import Drafting, RequestDrafting, SamplingParams
 
 COUNT = 3  # outcomes that are drafted for
@@ -75,11 +75,6 @@ class Pace:
             self._free.release()
 
         threading.Thread(target=go).start()
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
 
 
 @pytest.fixture

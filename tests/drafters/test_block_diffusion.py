@@ -21,16 +21,11 @@ from blockdraft.drafters.block_diffusion import BlockDiffusionDrafter, BlockStat
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.nn.attention import visible_slots
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target
 from blockdraft.types import Drafting, SamplingParams
 
 GREEDY = SamplingParams(20, ignore_eos=True)
 MASK = 3  # of the tiny tokenizer
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["shift", "no shift"])

@@ -25,11 +25,6 @@ PROMPTS = [[(5 * i * i + 7 * row) % 60 + 4 for i in range(1 + 3 * row)] for row 
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
-
-
-@pytest.fixture(scope="module")
 def drafter(tiny_lm_dir: Path, target: Target) -> DraftLMDrafter:
     loaded = load_drafter(tiny_lm_dir, target=target)
     assert isinstance(loaded, DraftLMDrafter)

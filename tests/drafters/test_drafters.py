@@ -48,11 +48,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
-
-
 def test_none_proposes_the_anchor_alone(target: Target) -> None:
     drafter = load_drafter("none", target=target)
     assert isinstance(drafter, NoDrafter)

@@ -22,11 +22,6 @@ from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
-
-
 class Scripted(Drafter):
     """Proposes what it is given, and records its plans and observations."""
 

@@ -109,11 +109,6 @@ class Recorder(Drafter):
         self.drafter.observe(state.inner[0], tokens, hidden_states, lengths)
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
-
-
 @pytest.fixture(scope="module", params=FILES)
 def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
     fixture = FOLDERS[request.param]

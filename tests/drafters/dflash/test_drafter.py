@@ -11,16 +11,11 @@ from blockdraft.decode.proposal import SPARSE_SIZE, ChainPlan, Plan, Proposal, S
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.formats.zlab import read_checkpoint
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 
 GREEDY = SamplingParams()
 DEPTH = 7  # draft tokens of a whole block
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
 
 
 def make(target: Target, folder: Path, **options: int) -> DFlashDrafter:

@@ -16,16 +16,11 @@ from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash2.drafter import DFlash2Drafter, walk
 from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.formats.zlab import read_checkpoint
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 
 GREEDY = SamplingParams()
 DEPTH, TOP_K = 7, 5
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.drafters.dflash2.train import DFlash2Recipe, DFlash2Variant, selector_losses
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.draft_config import LayerAttention
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target
 from blockdraft.training.export import Format, export
 from blockdraft.training.objectives import Slots
 from blockdraft.types import SamplingParams
@@ -26,11 +26,6 @@ KINDS = {
 RECIPE = DFlash2Recipe(
     layers=2, block_size=8, target_layers=(0, 1), conv_group_size=8, selector_rank=4, selector_top_k=5
 )
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
 
 
 @pytest.fixture

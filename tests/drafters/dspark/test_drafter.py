@@ -11,16 +11,11 @@ from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, SampledPlan, d
 from blockdraft.drafters.dspark.drafter import CANDIDATES, DSparkDrafter, calibrated, load
 from blockdraft.drafters.dspark.network import DSparkNetwork
 from blockdraft.formats.zlab import read_checkpoint
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 
 GREEDY = SamplingParams()
 DEPTH = 8  # draft tokens of a whole block: as many as slots
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
 
 
 def make(target: Target, folder: Path, **changes: object) -> DSparkDrafter:

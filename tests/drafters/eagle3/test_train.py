@@ -30,11 +30,6 @@ from blockdraft.types import Drafting, SamplingParams
 KEPT = [3, 5, 6, 9, 10, 11, 30]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
-
-
 def made(target: Target, **fields: Any) -> tuple[Eagle3Variant, Eagle3Network]:
     variant = Eagle3Variant(Eagle3Recipe(**fields))
     return variant, variant.network(variant.config(target))

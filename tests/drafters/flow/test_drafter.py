@@ -23,11 +23,6 @@ CONTEXT = 9
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
-
-
-@pytest.fixture(scope="module")
 def drafter(target: Target, tiny_flow_dir: Path) -> FlowDrafter:
     found = load_drafter(tiny_flow_dir, target=target)
     assert isinstance(found, FlowDrafter)

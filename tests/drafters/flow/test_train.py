@@ -12,7 +12,7 @@ from torch import Tensor
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.flow.network import FlowConfig, FlowNetwork, mean_embedding, moved
 from blockdraft.drafters.flow.train import FlowRecipe, FlowVariant, Moments, noise_std
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target
 from blockdraft.training.batches import PackedSequences
 from blockdraft.training.export import Format, export
 from blockdraft.training.loss import DraftLoss
@@ -20,11 +20,6 @@ from blockdraft.training.objectives import Slots
 
 RECIPE = FlowRecipe(layers=1, target_layers=(0, 1), block_size=4, save_dtype="float32", mask_token_id=3)
 ANCHORS = torch.tensor([[2, 5, 9, 12], [1, 4, 7, -1]])
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,12 @@ import torch
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.medusa.train import MedusaRecipe, MedusaVariant
 from blockdraft.formats import read_drafter
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target
 from blockdraft.training.batches import PackedSequences
 from blockdraft.training.export import Format, export
 from blockdraft.training.objectives import slot_weights
 
 RECIPE = MedusaRecipe(block_size=5, layers=2, save_dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir, device="cpu")
 
 
 @pytest.mark.parametrize("share_head", [False, True])

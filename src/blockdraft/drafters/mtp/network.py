@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork, LayerParts
 from blockdraft.nn.draft_config import check_fields, check_layer
 from blockdraft.nn.draft_network import DraftLayer
-from blockdraft.nn.layers import RMSNorm, rotate
+from blockdraft.nn.layers import RMSNorm
 from blockdraft.nn.rotary import Rotary
 
 
@@ -118,11 +118,8 @@ class MTPNetwork(MTPHead):
 
     def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = cast(DraftLayer, self.layers[0])
-        attention, entries = layer.self_attn, layer.input_layernorm(self._entries(embedded, hidden_state))
-        projections = attention.k_proj, attention.v_proj
-        keys, values = (projection(entries).unflatten(-1, (-1, attention.head_dim)) for projection in projections)
-        keys = rotate(attention.k_norm(keys), *self.rotary(positions, keys.dtype))
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        entries = layer.input_layernorm(self._entries(embedded, hidden_state))
+        return layer.self_attn.keys_values(entries, *self.rotary(positions, entries.dtype))
 
     def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         entries = self._entries(embedded, hidden_state)
