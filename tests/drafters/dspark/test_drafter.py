@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_contexts import propose
 from torch import Tensor
 
-from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, SampledPlan, depths
+from blockdraft.decode.proposal import ChainPlan, SampledPlan, depths
 from blockdraft.drafters.dspark.drafter import CANDIDATES, DSparkDrafter, calibrated, load
 from blockdraft.drafters.dspark.network import DSparkNetwork
 from blockdraft.formats.zlab import read_checkpoint
@@ -29,22 +30,6 @@ def make(target: Target, folder: Path, **changes: object) -> DSparkDrafter:
 @pytest.fixture(scope="module")
 def drafter(target: Target, tiny_dspark_dir: Path) -> DSparkDrafter:
     return make(target, tiny_dspark_dir)
-
-
-def propose(drafter: DSparkDrafter, plan: Plan, same: bool = False) -> tuple[Proposal, Tensor, Tensor]:
-    """Proposal after random contexts, and hidden states and logits of its draft pass."""
-    batch = len(plan.params)
-    generator = torch.Generator().manual_seed(5)
-    hidden_states = torch.randn(1 if same else batch, 9, 64, generator=generator).expand(batch, -1, -1)
-    state = drafter.new_state(batch, 40)
-    lengths = [9 if same else 9 - row % 3 for row in range(batch)]
-    drafter.observe(state, torch.zeros(batch, 9, dtype=torch.long), hidden_states, lengths)
-    anchor = torch.full((batch,), 7)
-    block = torch.full((batch, plan.block_size - 1), drafter.config.mask_token_id)
-    block[:, 0] = anchor
-    with torch.no_grad():
-        hidden, logits = drafter._draft_pass(state, block)
-    return drafter.propose(state, anchor, plan), hidden, logits
 
 
 def bias(drafter: DSparkDrafter, before: int) -> Tensor:
@@ -191,14 +176,6 @@ def test_sampled_draft_tokens_have_the_distributions_that_are_handed_over(drafte
 
 def target_size(logits: Tensor) -> int:
     return logits.size(-1)
-
-
-def test_rows_without_temperature_are_not_sampled(drafter: DSparkDrafter) -> None:
-    draws = torch.full((2, DEPTH), 0.999, dtype=torch.float64)
-    proposal, _, _ = propose(drafter, SampledPlan(DEPTH + 1, [GREEDY, SamplingParams(temperature=1.0)], draws))
-    greedy, _, _ = propose(drafter, ChainPlan(DEPTH + 1, [GREEDY, GREEDY]))
-    assert proposal.q is not None and [one is None for one in proposal.q] == [True, False]
-    assert proposal.tokens[0].tolist() == greedy.tokens[0].tolist() != proposal.tokens[1].tolist()
 
 
 def test_several_draft_passes_are_refused(target: Target, drafter: DSparkDrafter, tiny_dspark_dir: Path) -> None:
