@@ -57,7 +57,7 @@ def test_step_times_decide_how_many_draft_tokens_there_are(drafter: DFlashDrafte
     whole, _, _ = propose(drafter, ChainPlan(size, params).as_tree(budget))
     most, counts = budget or size - 1, set()
     for cost in (0.0, 0.03, 0.1, 0.3, 10.0):
-        plan = ChainPlan(size, params, cycle_seconds=seconds(cost, most)).as_tree(budget)
+        plan = ChainPlan(size, params, step_seconds=seconds(cost, most)).as_tree(budget)
         cut, _, _ = propose(drafter, plan)
         count = cut.tokens.size(1) - 1
         assert torch.equal(cut.tokens, whole.tokens[:, : count + 1])
@@ -69,11 +69,11 @@ def test_step_times_decide_how_many_draft_tokens_there_are(drafter: DFlashDrafte
 def test_the_length_of_a_sampled_chain_does_not_depend_on_the_sample(drafter: DFlashDrafter) -> None:
     size, params, counts = drafter.block_size, [SamplingParams(temperature=0.5)] * 2, set()
     for cost in (0.0, 0.05, 0.1, 10.0):
-        chosen, _, _ = propose(drafter, ChainPlan(size, params, cycle_seconds=seconds(cost, size - 1)))
+        chosen, _, _ = propose(drafter, ChainPlan(size, params, step_seconds=seconds(cost, size - 1)))
         for number in (0.0, 0.5, 0.99):
             draws = torch.full((2, size - 1), number, dtype=torch.float64)
             whole, _, _ = propose(drafter, SampledPlan(size, params, draws))
-            cut, _, _ = propose(drafter, SampledPlan(size, params, draws, cycle_seconds=seconds(cost, size - 1)))
+            cut, _, _ = propose(drafter, SampledPlan(size, params, draws, step_seconds=seconds(cost, size - 1)))
             count = cut.tokens.size(1)
             assert count == chosen.tokens.size(1) and torch.equal(cut.tokens, whole.tokens[:, :count])
             assert cut.q is not None and cut.q[0] is not None and len(cut.q[0].ids) == count

@@ -77,9 +77,9 @@ PLANS = {
     "short chain": ChainPlan(3, [GREEDY] * 3),
     "tree": ChainPlan(8, [GREEDY, SamplingParams(temperature=0.3), SamplingParams(temperature=2.0)]).as_tree(TOP_K),
     "paying chain": ChainPlan(
-        8, [GREEDY, SamplingParams(temperature=0.3)], cycle_seconds=[1 + 0.05 * n for n in range(8)]
+        8, [GREEDY, SamplingParams(temperature=0.3)], step_seconds=[1 + 0.05 * n for n in range(8)]
     ),
-    "paying tree": ChainPlan(8, [GREEDY] * 2, cycle_seconds=[1 + 0.05 * n for n in range(TOP_K + 1)]).as_tree(TOP_K),
+    "paying tree": ChainPlan(8, [GREEDY] * 2, step_seconds=[1 + 0.05 * n for n in range(TOP_K + 1)]).as_tree(TOP_K),
 }
 
 
@@ -152,7 +152,7 @@ def test_sampled_draft_tokens_have_the_distributions_that_are_handed_over(
 
 @pytest.mark.slow
 def test_sampled_chains_leave_the_targets_distribution(drafter: DFlash2Drafter) -> None:
-    """The first two tokens of many cycles follow p, which has the candidates of q but other probabilities."""
+    """The first two tokens of many steps follow p, which has the candidates of q but other probabilities."""
     rows, vocabulary = 6000, drafter.config.vocab_size
     sampled = SamplingParams(temperature=1.0)
     generator = torch.Generator().manual_seed(1)
@@ -197,7 +197,7 @@ def test_refinement_keeps_what_is_settled(target: Target, tiny_dflash2_dir: Path
     for plan in (
         ChainPlan(8, [GREEDY]),
         TreePlan(8, [SamplingParams(temperature=0.5)], 30),
-        ChainPlan(8, [GREEDY], cycle_seconds=[1.0] * 8),
+        ChainPlan(8, [GREEDY], step_seconds=[1.0] * 8),
     ):
         proposal, _, _ = propose(drafter, plan)
         assert torch.isfinite(proposal.tokens).all() and proposal.tokens.size(1) >= 8
