@@ -229,12 +229,17 @@ def read_network(path: Path, target: Target, kind: Callable[[Any], N]) -> N:
         kind: Function that makes the network from its configuration.
 
     Raises:
-        ValueError: The folder cannot be read, or its drafter does not fit this target.
+        ValueError: As `read_fitting`.
     """
+    return filled_network(read_fitting(path, target), kind).to(target.device, target.dtype)
+
+
+def read_fitting(path: Path, target: Target) -> Checkpoint:
+    """Read a drafter's folder or GGUF file. Raise a ValueError if it is broken or does not fit this target."""
     checkpoint = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
     sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
     check_fits(checkpoint.config, **sizes)
-    return filled_network(checkpoint, kind).to(target.device, target.dtype)
+    return checkpoint
 
 
 def filled_network(checkpoint: Checkpoint, kind: Callable[[Any], N]) -> N:

@@ -165,6 +165,7 @@ class AutoregressiveRunner(NetworkRunner, Protocol):
 
     def slots_beside(self, block_size: int, width: int) -> int:
         """Return the KV slots behind a sequence that a draft of at most `width` nodes per level takes."""
+        return 0  # the nodes of a draft are in a copy
 
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
         """Write the KV slots of tokens `[B, N]` behind each sequence's committed ones, for `state.commit` to keep.
@@ -194,6 +195,7 @@ class AutoregressiveRunner(NetworkRunner, Protocol):
             Tokens `[B, n]`, anchors first, and with `seconds` each sequence's expected number of accepted draft tokens,
             `[B]`.
         """
+        return None
 
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> DraftNodes:
         """Begin the nodes of a draft.
@@ -205,33 +207,19 @@ class AutoregressiveRunner(NetworkRunner, Protocol):
         """
 
 
-class AutoregressivePass:
+class AutoregressivePass(AutoregressiveRunner):
     """An `AutoregressiveRunner` that uses torch's operations.
 
     Args:
         network: Network on the host's device and in its dtype.
     """
 
-    bits = None
-
     def __init__(self, network: AutoregressiveNetwork, host: DraftHost) -> None:
         self.network, self.embed, self.head, self.compile_reason = network, host.embed, host.head, host.compile_reason
-
-    def new_state(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         slot: int = sum(heads * size for heads, size in self.network.cached) + self.network.config.hidden_size
         return batch * capacity * slot * self.network.fc.weight.dtype.itemsize
-
-    def weight_bytes(self) -> int:
-        return 0
-
-    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        return 0
-
-    def slots_beside(self, block_size: int, width: int) -> int:
-        return 0  # the nodes of a draft are in a copy
 
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
         count = tokens.size(1)
@@ -244,9 +232,6 @@ class AutoregressivePass:
         for store, nodes in zip((*stores, known.unsqueeze(0)), new, strict=True):
             for i, (start, length) in enumerate(zip(state.starts, state.lengths, strict=True)):
                 store[:, start + length : start + length + count] = nodes[i]
-
-    def chain(self, *given: object, **options: object) -> None:
-        return None
 
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> CopiedNodes:
         return CopiedNodes(self, state, block_size, width, window)

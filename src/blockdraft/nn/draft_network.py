@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from blockdraft.nn.cache import KVCache
 from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
 
 
@@ -71,20 +72,23 @@ class NetworkRunner(Protocol):
         compile_reason: Reason why a network that could have been compiled is not; else None.
     """
 
-    compile_reason: str | None
+    compile_reason: str | None = None
 
     @property
-    def bits(self) -> int | None: ...
+    def bits(self) -> int | None:
+        return None
 
-    def new_state(self, batch: int, capacity: int) -> Any: ...
+    def new_state(self, batch: int, capacity: int) -> Any:
+        return KVCache(batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int: ...
 
     def weight_bytes(self) -> int:
         """Return the bytes of weights besides the network's own."""
+        return 0
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        """As in `Drafter`; 0 for torch's operations, which free theirs."""
+        return 0  # torch's operations free theirs
 
 
 # (layer, queries [B, heads, N, D], keys and values of the block [B, kv_heads, N, D]) -> [B, heads, N, D]

@@ -22,10 +22,11 @@ from blockdraft.drafters.base import (
     RunnerDrafter,
     check_refinement,
     filled_network,
+    read_fitting,
 )
 from blockdraft.drafters.dflash.network import DFlashNetwork, DraftRunner
 from blockdraft.errors import UsageError
-from blockdraft.formats import Borrowed, check_fits, read_drafter
+from blockdraft.formats import Borrowed
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.layers import ReducedHead
@@ -235,9 +236,8 @@ def load(
     noise_schedule: str = NOISE_SCHEDULE,
 ) -> DFlashDrafter:
     """Load the drafter in a folder of any layout or in a GGUF file."""
-    checkpoint = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
-    config, borrowed, head = checkpoint.config, checkpoint.borrowed, None
-    check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
+    checkpoint = read_fitting(path, target)
+    borrowed, head = checkpoint.borrowed, None
     if borrowed is not None:
         check_borrowed(path, borrowed, target)
         if borrowed.kept is not None and borrowed.head is not None:

@@ -59,13 +59,6 @@ class DFlashNetwork(DraftNetwork):
         """Return cosines and sines of positions `[B, N]`, each `[B, N, D]`."""
         return self._rotary(positions, dtype)
 
-    def context_weights(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return key and value projections of all layers in one matrix, their biases, and the key norms' scales."""
-        attentions = [cast(DraftLayer, layer).self_attn for layer in self.layers]
-        projections = [a.k_proj for a in attentions] + [a.v_proj for a in attentions]
-        bias = torch.cat([p.bias for p in projections]) if self.config.attention_bias else None
-        return torch.cat([p.weight for p in projections]), bias, torch.stack([a.k_norm.weight for a in attentions])
-
     def context(self, hidden_states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all layers for committed tokens, in one product.
 
@@ -78,8 +71,13 @@ class DFlashNetwork(DraftNetwork):
         Returns:
             Keys and values, each `[layers, B, kv_heads, N, D]`, keys normed and rotated.
         """
-        config = self.config
-        weight, bias, scales = self.context_weights()
+        config, attentions = self.config, [cast(DraftLayer, layer).self_attn for layer in self.layers]
+        projections = [a.k_proj for a in attentions] + [a.v_proj for a in attentions]
+        weight, scales = (
+            torch.cat([p.weight for p in projections]),
+            torch.stack([a.k_norm.weight for a in attentions]),
+        )
+        bias = torch.cat([p.bias for p in projections]) if config.attention_bias else None
         both = F.linear(self.hidden_norm(self.fc(hidden_states)), weight, bias)
         shape = (2, config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
         keys, values = both.unflatten(-1, shape).unbind(dim=2)  # [B, N, layers, kv_heads, D]
@@ -179,15 +177,13 @@ class FusedMLP(nn.Module):
         return out
 
 
-class DraftPass:
+class DraftPass(DraftRunner):
     """Runs draft passes over a cache, and writes the context that they read.
 
     Args:
         network: Network of the DFlash family, on the host's device and in its dtype. Its projections become views of
             the fused ones, to save memory; do not replace its weights afterwards.
     """
-
-    bits = None
 
     @torch.no_grad()
     def __init__(self, network: DFlashNetwork, host: DraftHost) -> None:
@@ -207,17 +203,11 @@ class DraftPass:
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._cos = self._sin = torch.empty(0)  # by position, for as many as caches have needed so far
 
-    def new_state(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity)
-
     def state_bytes(self, batch: int, capacity: int) -> int:
         return cached_bytes(self.config, batch * capacity, self._fc.dtype)
 
     def weight_bytes(self) -> int:
         return self._context.nbytes
-
-    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        return 0
 
     def observe(self, state: KVCache, hidden_states: Tensor) -> None:
         """As `DraftRunner.observe`. Hidden states of context tokens pass through `fc` and `hidden_norm` only."""

@@ -16,10 +16,10 @@ from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_of, next_pays
-from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, filled_network
+from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, filled_network, read_fitting
 from blockdraft.drafters.dflash.drafter import check_borrowed, log_probabilities
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Network
-from blockdraft.formats import check_fits, find_layout, read_drafter
+from blockdraft.formats import find_layout
 from blockdraft.nn.autoregressive import WIDTH, AutoregressiveNetwork, AutoregressiveRunner, DraftNodes
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
@@ -153,9 +153,7 @@ def _enough(levels: Sequence[Tensor], budget: int) -> bool:
 
 
 def load(path: Path, target: Target) -> Eagle3Drafter:
-    checkpoint = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
-    sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
-    check_fits(checkpoint.config, **sizes)
+    checkpoint = read_fitting(path, target)
     if checkpoint.borrowed is not None:
         check_borrowed(path, checkpoint.borrowed, target)
     return Eagle3Drafter(filled_network(checkpoint, Eagle3Network), target, path, owned=True)
