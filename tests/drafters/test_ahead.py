@@ -65,7 +65,7 @@ class Pace:
         self._waits.release()
 
     def hurry_when_reported_to_stop(self, state: AheadState) -> None:
-        """Let the delayed forward, and those after it, run as soon as the thread is told to stop."""
+        """Let the delayed forward, and those after it, run as soon as the thread is asked to stop."""
         assert self._waits.acquire(timeout=20)
         stop = state.work._stop
 
@@ -323,12 +323,15 @@ def test_without_a_thread_drafts_are_the_usual_ones(
         raise RuntimeError(reason)
 
     monkeypatch.setattr("blockdraft.drafters.ahead.Thread.start", refuse)
-    for reason, told in (("can't start new thread", True), ("can't create new thread at interpreter shutdown", False)):
+    for reason, logged in (
+        ("can't start new thread", True),
+        ("can't create new thread at interpreter shutdown", False),
+    ):
         state, chain = begun(drafter)
         observe(drafter, state, [chain[:1].tolist()])
         made = drafter.propose(state, torch.tensor([44]), ChainPlan(5, [GREEDY])).tokens[0].tolist()
         assert made == expected_after(usual, [9, 8, 7, 5, 44])
-        assert (reason in caplog.text) == told
+        assert (reason in caplog.text) == logged
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_draft_tokens_equal_those_of_a_model_without_a_cache(
             state = state.of([170, 5, 70])
             texts = [texts[2], texts[1], list(range(20, 40))]
             params = [params[2], params[1], params[0]]
-        if step == 5:  # not drafted for a while, and told in one piece
+        if step == 5:  # not drafted for a while, and observed in one piece
             new = [[50, 51, 52], [53] * 11, [54]]
             observe(drafter, state, new)
             texts = [text + more for text, more in zip(texts, new, strict=True)]

@@ -332,14 +332,14 @@ def test_the_place_of_a_drafter_needs_no_target(tiny_drafter_dir: Path, tiny_tar
         check_place(good)
     for name in ("pages.gguf", "notes.gguf"):
         (tmp_path / name).write_text("notes")
-    for bad, told in (
+    for bad, message in (
         (tmp_path, r"is no drafter; .* prompt_lookup. It holds the file \S*notes.gguf, which may be one.$"),
         ("prompt_lookup+nowhere", "^nowhere is no drafter"),
         ("owner/name", "If it is on the hub, fetch it: hf download owner/name"),
         (tmp_path / "notes.gguf", "is no GGUF file"),
         ("none+none", "names none twice"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=message):
             check_place(bad)
 
 

@@ -27,11 +27,11 @@ class Scripted(Drafter):
 
     path, chooses_tree_size, chooses_length = None, True, False
 
-    def __init__(self, said: Proposal, block_size: int = 9, target_layers: tuple[int, ...] = ()) -> None:
-        self.said, self.block_size, self.target_layers = said, block_size, target_layers
-        self.asked: list[Plan] = []
-        self.told: list[Tensor | None] = []
-        self.texts: list[tuple[list[int], list[list[int]]]] = []  # rows, and what they were told
+    def __init__(self, proposal: Proposal, block_size: int = 9, target_layers: tuple[int, ...] = ()) -> None:
+        self.proposal, self.block_size, self.target_layers = proposal, block_size, target_layers
+        self.plans: list[Plan] = []
+        self.hidden_states: list[Tensor | None] = []
+        self.observed: list[tuple[list[int], list[list[int]]]] = []  # first KV slots and tokens
         self.fails = False
 
     def new_state(self, batch: int, capacity: int) -> Any:
@@ -44,14 +44,14 @@ class Scripted(Drafter):
         return 7
 
     def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
-        self.asked.append(plan)
-        return self.said
+        self.plans.append(plan)
+        return self.proposal
 
     def observe(self, state: Any, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         if self.fails:
             raise RuntimeError("cannot observe")
-        self.told.append(hidden_states)
-        self.texts.append((state.rows, [row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)]))
+        self.hidden_states.append(hidden_states)
+        self.observed.append((state.rows, [row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)]))
 
 
 def test_each_drafter_gets_its_own_block_size_and_features() -> None:
@@ -63,16 +63,16 @@ def test_each_drafter_gets_its_own_block_size_and_features() -> None:
     hidden_states = torch.arange(6.0).view(1, 1, 6)  # two numbers a layer
     drafter.observe(state, torch.tensor([[1]]), hidden_states, [1])
     drafter.propose(state, torch.tensor([3]), plan(7, step_seconds=[2.0] * 8, calibration=0.5))
-    assert [each.told[0].tolist() for each in (first, second)] == [[[[4, 5, 0, 1]]], [[[2, 3]]]]  # type: ignore[union-attr]
+    assert [each.hidden_states[0].tolist() for each in (first, second)] == [[[[4, 5, 0, 1]]], [[[2, 3]]]]  # type: ignore[union-attr]
     drafter.propose(state, torch.tensor([3]), plan(0, uniforms=torch.rand(1, 8)))
-    asked = [each.asked[0] for each in (first, second)]
+    asked = [each.plans[0] for each in (first, second)]
     assert [(each.block_size, each.step_seconds, each.calibration) for each in asked] == [
         (4, [2.0] * 8, 0.5),
         (9, [2.0] * 8, 0.5),
     ]
-    assert [each.asked[1].uniforms.shape for each in (first, second)] == [(1, 3), (1, 8)]  # type: ignore[union-attr]
+    assert [each.plans[1].uniforms.shape for each in (first, second)] == [(1, 3), (1, 8)]  # type: ignore[union-attr]
     drafter.propose(state, torch.tensor([3]), ChainPlan(1, [SamplingParams()]))
-    assert len(first.asked) == 2
+    assert len(first.plans) == 2
 
 
 def test_a_chain_is_that_of_the_drafter_that_expects_most() -> None:
@@ -102,9 +102,9 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     state, anchors = drafter.new_state(2, 20), torch.tensor([3, 4])
     found = drafter.propose(state, anchors, turns(1.0, 2.2))
     assert (found.part, found.tokens.tolist(), found.expected) == (0, [[0, 5], [0, 0]], (0.5, 0.0))
-    assert not dear.asked
+    assert not dear.plans
     found = drafter.propose(state, anchors, turns(1.0, 2.3))
-    assert (found.part, found.tokens.tolist()) == (1, many.tokens.tolist()) and len(dear.asked) == 1
+    assert (found.part, found.tokens.tolist()) == (1, many.tokens.tolist()) and len(dear.plans) == 1
     doubted = replace(
         turns(1.0, 2.2),
         turns=[turn._replace(plan=replace(turn.plan, calibration=0.1)) for turn in turns(1.0, 2.2).turns],
@@ -112,9 +112,9 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     assert drafter.propose(state, anchors, doubted).part == 1
     alone = replace(turns(1.0, 0.0), turns=turns(1.0, 9.0).turns[1:])
     assert drafter.propose(state, anchors, alone).part == 1
-    cheap.said = replace(proposal([], []), expected=(0.0, 0.0))  # it passes
+    cheap.proposal = replace(proposal([], []), expected=(0.0, 0.0))  # it passes
     assert drafter.propose(state, anchors, turns(1.0, 0.1)).part == 1
-    cheap.said = replace(few, expected=None)  # it does not say what it expects
+    cheap.proposal = replace(few, expected=None)  # it does not say what it expects
     assert [drafter.propose(state, anchors, turns(rate, 2.0)).part for rate in (1.9, 2.1)] == [1, 0]
     three = HybridDrafter([Scripted(few), Scripted(few), Scripted(many)])  # the last of those behind may be the best
     assert three.propose(three.new_state(2, 20), anchors, in_turn((1.0, 0.5, 2.3))).part == 2
@@ -135,18 +135,18 @@ def test_a_drafter_that_is_not_asked_is_reported_later() -> None:
     for texts in ([1, 2], [3]), ([4], []), ([5], [6, 7, 8]):
         observe([0, 200], *texts)
     drafter.propose(state, anchors, replace(turns(9.0, 0.0), turns=turns(9.0, 0.0).turns[:1]))
-    assert len(cheap.texts) == 3 and not dear.texts
+    assert len(cheap.observed) == 3 and not dear.observed
     drafter.propose(state, anchors, turns(0.0, 9.0))
-    assert dear.texts == [([0, 200], [[1, 2, 4, 5], [3, 6, 7, 8]])]
-    assert dear.told[0] is not None and dear.told[0].tolist()[1] == [[1.5], [3.0], [3.5], [4.0]]
+    assert dear.observed == [([0, 200], [[1, 2, 4, 5], [3, 6, 7, 8]])]
+    assert dear.hidden_states[0] is not None and dear.hidden_states[0].tolist()[1] == [[1.5], [3.0], [3.5], [4.0]]
     observe([200], [9])
     drafter.propose(state, anchors, turns(0.0, 9.0))
-    assert dear.texts[1:] == [([200], [[9]])]
+    assert dear.observed[1:] == [([200], [[9]])]
     drafter.propose(state, anchors, turns(0.0, 9.0))
-    assert len(dear.texts) == 2  # there is nothing to tell
+    assert len(dear.observed) == 2  # there is nothing to tell
     observe([0], [10])
     state.shrink(0, 100)  # a change of rows comes after what was before it
-    assert dear.texts[2:] == [([0], [[10]])]
+    assert dear.observed[2:] == [([0], [[10]])]
     observe([0, 200], [11], [12])
     state.close(200)
     state.open(200, 200)
@@ -154,10 +154,13 @@ def test_a_drafter_that_is_not_asked_is_reported_later() -> None:
     state.close(0)
     state.open(0, 200)
     drafter.propose(state, anchors, turns(0.0, 9.0))
-    assert dear.texts[3:] == [([200], [[13]])]
+    assert dear.observed[3:] == [([200], [[13]])]
     observe([0, 200], [14, 15], [16])
     drafter.propose(state, anchors, turns(0.0, 9.0))
-    assert dear.texts[4:] == [([0], [[14, 15]]), ([200], [[16]])]  # without slots for what others were told
+    assert dear.observed[4:] == [
+        ([0], [[14, 15]]),
+        ([200], [[16]]),
+    ]  # without KV slots for what other sequences observe
 
 
 def test_what_is_kept_for_a_drafter_is_bounded_and_outlives_its_failure(caplog: pytest.LogCaptureFixture) -> None:
@@ -171,21 +174,21 @@ def test_what_is_kept_for_a_drafter_is_bounded_and_outlives_its_failure(caplog: 
         drafter.observe(state, torch.arange(count)[None], None, [count])
 
     observe(hybrid.MOST_PENDING)
-    assert not dear.texts
+    assert not dear.observed
     dear.fails = True
     with pytest.raises(RuntimeError, match="cannot observe"):
         observe(1)
-    assert len(free.texts) == 1  # it has not observed what will be observed again
+    assert len(free.observed) == 1  # it has not observed what will be observed again
     dear.fails = False
     observe(1)
-    assert dear.texts == [([0], [[*range(hybrid.MOST_PENDING)]])] and len(free.texts) == 2
+    assert dear.observed == [([0], [[*range(hybrid.MOST_PENDING)]])] and len(free.observed) == 2
     observe(5)
     dear.fails = True
     state.shrink(0, 3)  # other requests need not end
     assert "may draft worse: RuntimeError: cannot observe" in caplog.text
     dear.fails = False
     state.shrink(0, 2)
-    assert len(dear.texts) == 1
+    assert len(dear.observed) == 1
 
 
 def test_a_sampled_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
@@ -270,7 +273,7 @@ def test_a_combination_that_is_broken_changes_no_token(
     elif broken == "choice":
         monkeypatch.setattr(hybrid, "_expected_accepted", lambda proposal, row, known: -proposal.tokens.size(1))
     elif broken == "deaf":  # the lookup hears nothing of the text
-        monkeypatch.setattr(drafter.parts[0], "observe", lambda *told: None)
+        monkeypatch.setattr(drafter.parts[0], "observe", lambda *arguments: None)
     else:
         monkeypatch.setattr(drafter, "_hidden_states_of", lambda part, hidden_states: torch.zeros_like(hidden_states))
     prompts = [[(7 * i * i + row) % 60 + 4 for i in range(5 + 4 * row)] for row in range(3)]

@@ -156,11 +156,11 @@ def test_answers_are_those_of_plain_decoding(
         assert (len(completion.token_ids), completion.finish_reason) == (params.max_new_tokens, "length")
         # Every committed token, once, in order. The last path may reach past the end of the answer, and the last tokens
         # may be missing, since no draft needed them.
-        told = prompt + completion.token_ids[:-1]
-        assert text[: len(told)] == told[: len(text)]
-        assert len(text) < len(told) + drafter.block_size
+        committed = prompt + completion.token_ids[:-1]
+        assert text[: len(committed)] == committed[: len(text)]
+        assert len(text) < len(committed) + drafter.block_size
         if drafter.block_size > 1 and drafting.block_size != "auto":
-            assert len(text) >= len(told)
+            assert len(text) >= len(committed)
     assert len(heard) == len(completions) == count
     for proposal in recorder.proposals:
         for tokens, parents in zip(proposal.tokens.tolist(), proposal.parents.tolist(), strict=True):

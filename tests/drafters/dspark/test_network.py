@@ -63,7 +63,7 @@ def test_the_confidence_sees_the_token_before_only_where_it_should() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"markov_rank": 0}, "markov_rank is 0; it must be a whole number of at least 1"),
         ({"markov_head_type": "gated"}, "markov_head_type is 'gated'; it must be vanilla, the one that is supported"),
@@ -71,6 +71,6 @@ def test_the_confidence_sees_the_token_before_only_where_it_should() -> None:
         ({"confidence_temperatures": (1.0, 2.0, 0.0, 1.0)}, "confidence_temperatures"),
     ],
 )
-def test_config_refuses(changes: dict[str, object], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_config_refuses(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]

@@ -78,8 +78,10 @@ def test_rounded(tmp_path: Path) -> None:
 
 def test_what_llama_cpp_is_reported(tmp_path: Path) -> None:
     file = open_gguf(write(tmp_path / "d.gguf", drafter()))
-    told = {key: value for key, value in file.metadata.items() if key.startswith(("eagle3.", "general.architecture"))}
-    assert told == {
+    metadata = {
+        key: value for key, value in file.metadata.items() if key.startswith(("eagle3.", "general.architecture"))
+    }
+    assert metadata == {
         "general.architecture": "eagle3",
         "eagle3.block_count": 1,
         "eagle3.context_length": 128,

@@ -199,7 +199,7 @@ def test_other_names_of_the_layer_and_maps_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2; .* not supported"),
         ({"target_hidden_size": 32}, "target_hidden_size is 32; it must be hidden_size, 16"),
@@ -222,17 +222,17 @@ def test_other_names_of_the_layer_and_maps_alone(tmp_path: Path) -> None:
         ({"eagle_config": [1]}, r"eagle_config is \[1\]; it must be a JSON object"),
     ],
 )
-def test_what_is_not_supported_is_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_what_is_not_supported_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     write(tmp_path / "draft")
     change(tmp_path / "draft", **changes)
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         read_drafter(tmp_path / "draft", None, 10)
 
 
 def test_maps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "draft")
     tensors = load_file(tmp_path / "draft" / "model.safetensors")
-    for d2t, t2d, told in (
+    for d2t, t2d, message in (
         ([0, 2, 2, 6, 57], tensors["t2d"], "offsets to the tokens that t2d marks"),
         ([0, 2, 2, 6, 60], None, r"d2t is \[0, 2, 2, 6, 60\]; it must be offsets to tokens below 64 in ascending"),
         ([0, -1, 2, 6, 58], None, "in ascending order"),
@@ -245,7 +245,7 @@ def test_maps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         maps = {"d2t": None if d2t is None else torch.tensor(d2t), "t2d": t2d}
         found = {**tensors, **maps}
         save_file({n: t for n, t in found.items() if t is not None}, tmp_path / "draft" / "model.safetensors")
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=message):
             read_drafter(tmp_path / "draft", None, 10)
 
 

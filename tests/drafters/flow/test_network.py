@@ -119,13 +119,13 @@ def test_noise_is_the_same_each_time_and_spread_as_it_should_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"noise_std": 0.0}, "noise_std is 0.0; it must be a positive number"),
         ({"noise_std": None}, "noise_std is absent"),
         ({"diffusion_steps": 0}, "diffusion_steps is 0; it must be a whole number of at least 1"),
     ],
 )
-def test_config_refuses(changes: dict[str, object], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_config_refuses(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]

@@ -187,9 +187,9 @@ def test_a_flow_map_goes_on_from_a_flow_map_of_other_passes(target: Target, tiny
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "message"),
     [("jumps", 0.0, "greater than 0"), ("jumps", 1.0, "less than 1"), ("diffusion_steps", 0, "at least 1")],
 )
-def test_recipes_are_checked(field: str, value: float, told: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} must be {told}, got {value}"):
+def test_recipes_are_checked(field: str, value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be {message}, got {value}"):
         FlowRecipe(**{field: value})  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         (broken / "medusa_lm_head.pt").write_bytes(left)
         with pytest.raises(ValueError, match="broken, or more than tensors"):
             read_drafter(broken, None, 3)
-    for name, found, told in (
+    for name, found, message in (
         ("list", [torch.zeros(2)], "its content is 'list'"),
         ("empty", {}, "the number of heads is 0"),
         ("whole", {f"medusa_head.{n}": t for n, t in tensors().items()}, "it lacks 0.0.linear.weight"),
@@ -112,7 +112,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         ("thin", {**tensors(), "0.1.weight": torch.zeros(20)}, "the shape of a weight of head 0 is"),
         ("gap", {n: t for n, t in tensors().items() if n != "3.1.weight"}, "3.1.weight: expected .20, 8., found None"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             read_drafter(put(tmp_path / name, found), None, 3)
     shared = {n: t for n, t in tensors().items() if "linear" in n}
     with pytest.raises(ValueError, match="vocab_size is absent|vocab_size is None"):

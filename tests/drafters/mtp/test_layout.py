@@ -44,7 +44,7 @@ def test_round_trip(tmp_path: Path, tiny_mtp_dir: Path, tiny_target_dir: Path) -
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"block_size": 1}, "block_size is 1; it must be a whole number of at least 2"),
         ({"block_size": None}, "block_size is absent"),
@@ -53,12 +53,14 @@ def test_round_trip(tmp_path: Path, tiny_mtp_dir: Path, tiny_target_dir: Path) -
         ({"intermediate_size": 60}, "mtp.layers.0.mlp.gate_proj.weight: expected .60, 32., found .64, 32."),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], told: str, tmp_path: Path, tiny_mtp_dir: Path) -> None:
+def test_what_does_not_fit_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, tiny_mtp_dir: Path
+) -> None:
     raw = json.loads((tiny_mtp_dir / "config.json").read_text()) | changes
     kept = {name: value for name, value in raw.items() if value is not None or name not in changes}
     (tmp_path / "config.json").write_text(json.dumps(kept))
     save_file(load_file(tiny_mtp_dir / "model.safetensors"), tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         read_drafter(tmp_path, None, 3)
 
 

@@ -84,21 +84,21 @@ def test_copies_of_the_targets_weights_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; it must be 1"),
         ({"speculators_config": {}}, "speculative_tokens is absent"),
         ({"transformer_layer_config": 3}, "transformer_layer_config is 3"),
     ],
 )
-def test_unsupported_values_are_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_unsupported_values_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     raw = write(tmp_path / "head") | changes
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         parse_config(raw, 5)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             {"model_type": "llama"},
@@ -111,10 +111,10 @@ def test_unsupported_values_are_refused(changes: dict[str, Any], told: str, tmp_
         ),
     ],
 )
-def test_layers_of_another_kind_are_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_layers_of_another_kind_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     raw = write(tmp_path / "head")
     raw["transformer_layer_config"] |= changes
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         parse_config(raw, 5)
 
 

@@ -279,7 +279,7 @@ DOWN = "mtp.layers.0.mlp.experts.2.down_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "message"),
     [
         (lambda tensors: tensors.pop("mtp.fc.weight"), r"mtp.fc.weight: expected \(32, 64\), found None"),
         (lambda tensors: tensors.pop(DOWN), r"experts.2.down_proj.weight: expected \(32, 16\), found None"),
@@ -290,10 +290,10 @@ DOWN = "mtp.layers.0.mlp.experts.2.down_proj.weight"
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_by_name(
-    edit: Callable[[dict[str, Tensor]], None], told: str, tmp_path: Path, publish: Callable[[str], Published]
+    edit: Callable[[dict[str, Tensor]], None], message: str, tmp_path: Path, publish: Callable[[str], Published]
 ) -> None:
     target = remake(publish("qwen3_next"), tmp_path / "target", edit)
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         load_drafter("mtp", target=target)
 
 

@@ -73,10 +73,8 @@ class DFlashNetwork(DraftNetwork):
         """
         config, attentions = self.config, [cast(DraftLayer, layer).self_attn for layer in self.layers]
         projections = [a.k_proj for a in attentions] + [a.v_proj for a in attentions]
-        weight, scales = (
-            torch.cat([p.weight for p in projections]),
-            torch.stack([a.k_norm.weight for a in attentions]),
-        )
+        weight = torch.cat([p.weight for p in projections])
+        scales = torch.stack([a.k_norm.weight for a in attentions])
         bias = torch.cat([p.bias for p in projections]) if config.attention_bias else None
         both = F.linear(self.hidden_norm(self.fc(hidden_states)), weight, bias)
         shape = (2, config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
