@@ -430,14 +430,14 @@ def test_an_engine_decodes_the_same_in_the_same_steps(
     """Draft tokens do not depend on when the target is done, also with requests that come, go and limit drafting."""
     params = [SamplingParams(20 + 3 * i, temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
     bounds = [None, RequestDrafting(block_size=3), None, RequestDrafting(enabled=False), None]
-    found = []
+    actual = []
     for each in (drafter, usual):
         with Engine(target, each, 2, Drafting(5), prefix_tokens=100) as engine:
             requests = [engine.submit(*one) for one in zip(PROMPTS, params, [None] * 5, bounds, strict=True)]
-            found.append([request.result().checked() for request in requests])
+            actual.append([request.result().checked() for request in requests])
             alone = engine.generate([PROMPTS[2] + [5, 6, 7]], params[0])[0]
-            found[-1].append(alone)
-    for ours, theirs in zip(*found, strict=True):
+            actual[-1].append(alone)
+    for ours, theirs in zip(*actual, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert (ours.stats.committed, ours.stats.drafted) == (theirs.stats.committed, theirs.stats.drafted)
     assert hits(drafter) == (drafter.foreseen, drafter.tried) and drafter.tried > 10

@@ -42,10 +42,10 @@ def load(request: pytest.FixtureRequest) -> Callable[[str, Target], Drafter]:
         folder: Path = request.getfixturevalue(f"tiny_{kind}_dir")
         if kind != "medusa":
             return load_drafter(folder, target=target)
-        found = read_drafter(folder, None, target.num_layers)
-        config: Any = replace(found.config, shared_head=True)  # type: ignore[type-var]
+        actual = read_drafter(folder, None, target.num_layers)
+        config: Any = replace(actual.config, shared_head=True)  # type: ignore[type-var]
         network = MedusaNetwork(config)
-        network.load_state_dict({name: found.tensors[name] for name in network.state_dict()})
+        network.load_state_dict({name: actual.tensors[name] for name in network.state_dict()})
         return MedusaDrafter(network, target, owned=True)
 
     return of_kind
@@ -60,11 +60,11 @@ def proposal(drafter: Drafter, target: Target, plan: Plan) -> Proposal:
 
 def masked(target: Target) -> Target:
     """The target for drafters that score all tokens, and then forget those that they may not draft."""
-    found, others = copy(target), torch.ones(target.vocab_size, dtype=torch.bool)
+    actual, others = copy(target), torch.ones(target.vocab_size, dtype=torch.bool)
     others[KEPT] = False
     head: Any = lambda hidden: target.head(hidden).masked_fill(others, -torch.inf)  # noqa: E731
-    found.draft_head = head
-    return found
+    actual.draft_head = head
+    return actual
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -79,11 +79,11 @@ def test_it_draft_tokens_what_the_whole_head_would_among_these_tokens(
     target = load_target(tiny_target_dir, "float32", "cpu", backend, compile=compile)
     drafter = load(kind, with_draft_vocab(target, torch.tensor(KEPT)))
     assert drafter.has_target_head
-    found, expected = proposal(drafter, target, plan), proposal(load(kind, masked(plain)), plain, plan)
-    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
-    assert set(found.tokens[0, 1:].tolist()) <= set(KEPT) and found.tokens.size(1) > 1
-    if isinstance(plan, SampledPlan) and found.q is not None:
-        assert expected.q is not None and (ours := found.q[0]) is not None and (theirs := expected.q[0]) is not None
+    actual, expected = proposal(drafter, target, plan), proposal(load(kind, masked(plain)), plain, plan)
+    assert torch.equal(actual.tokens, expected.tokens) and torch.equal(actual.parents, expected.parents)
+    assert set(actual.tokens[0, 1:].tolist()) <= set(KEPT) and actual.tokens.size(1) > 1
+    if isinstance(plan, SampledPlan) and actual.q is not None:
+        assert expected.q is not None and (ours := actual.q[0]) is not None and (theirs := expected.q[0]) is not None
         dense = [torch.zeros(len(q.ids), 265).double().scatter_add_(1, q.ids, q.probs.double()) for q in (ours, theirs)]
         torch.testing.assert_close(*dense, atol=1e-5, rtol=1e-4)
 

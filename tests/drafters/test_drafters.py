@@ -256,8 +256,8 @@ def test_a_network_finds_its_drafter(name: str, target: Target, request: pytest.
     class Extended(type(loaded.network)):  # type: ignore[misc]
         """A subclass, as `compat` has."""
 
-    found = drafter_of(Extended(loaded.config), target)
-    assert type(found) is type(loaded) and found.block_size == loaded.block_size
+    actual = drafter_of(Extended(loaded.config), target)
+    assert type(actual) is type(loaded) and actual.block_size == loaded.block_size
 
 
 @pytest.mark.parametrize("name", ["tiny_drafter_dir", "tiny_eagle3_dir", "tiny_mtp_dir"])
@@ -311,13 +311,13 @@ def test_combinations_have_costs_of_their_own(
         (tiny_drafter_dir, target.path),
     ]
     assert len({file(*each) for each in together}) == 3
-    found = file(tiny_drafter_dir)
+    actual = file(tiny_drafter_dir)
     monkeypatch.chdir(tiny_drafter_dir.parent)
-    assert file(tiny_drafter_dir.name) == found  # by the place, however it is named
+    assert file(tiny_drafter_dir.name) == actual  # by the place, however it is named
     (other := tiny_drafter_dir.parent / "elsewhere").mkdir()
     shutil.copytree(tiny_drafter_dir, other / tiny_drafter_dir.name)
     monkeypatch.chdir(other)
-    assert file(tiny_drafter_dir.name) != found
+    assert file(tiny_drafter_dir.name) != actual
 
 
 def test_other_networks_have_no_drafter(target: Target) -> None:

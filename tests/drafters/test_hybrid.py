@@ -79,9 +79,9 @@ def test_a_chain_is_that_of_the_drafter_that_expects_most() -> None:
     long: Tree = [(5, 0, 0.5), (6, 1, 0.4), (7, 2, 0.3)]
     sure = Proposal(torch.tensor([[0, 8], [0, 9]]), torch.tensor([[-1, 0], [-1, 0]]), expected=(0.9, 0.95))
     drafter = HybridDrafter([Scripted(proposal(long, [])), Scripted(sure)])
-    found = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), plan(0, 2))
-    assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]] and found.q is None
-    assert found.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -1, -1]]
+    actual = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), plan(0, 2))
+    assert actual.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]] and actual.q is None
+    assert actual.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -1, -1]]
 
 
 def turns(first: float, second: float, seconds: Sequence[float] = (1.0, 1.1, 1.2, 1.3)) -> HybridPlan:
@@ -100,11 +100,11 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     cheap, dear = Scripted(few), Scripted(many)
     drafter = HybridDrafter([cheap, dear])
     state, anchors = drafter.new_state(2, 20), torch.tensor([3, 4])
-    found = drafter.propose(state, anchors, turns(1.0, 2.2))
-    assert (found.part, found.tokens.tolist(), found.expected) == (0, [[0, 5], [0, 0]], (0.5, 0.0))
+    actual = drafter.propose(state, anchors, turns(1.0, 2.2))
+    assert (actual.part, actual.tokens.tolist(), actual.expected) == (0, [[0, 5], [0, 0]], (0.5, 0.0))
     assert not dear.plans
-    found = drafter.propose(state, anchors, turns(1.0, 2.3))
-    assert (found.part, found.tokens.tolist()) == (1, many.tokens.tolist()) and len(dear.plans) == 1
+    actual = drafter.propose(state, anchors, turns(1.0, 2.3))
+    assert (actual.part, actual.tokens.tolist()) == (1, many.tokens.tolist()) and len(dear.plans) == 1
     doubted = replace(
         turns(1.0, 2.2),
         turns=[turn._replace(plan=replace(turn.plan, calibration=0.1)) for turn in turns(1.0, 2.2).turns],
@@ -198,14 +198,14 @@ def test_a_sampled_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
     chains: list[Tree] = [[(5, 0, 0.9), (6, 1, 0.6), (7, 2, 0.5)], [(5, 0, 0.5)]]
     drafter = HybridDrafter([Scripted(proposal(*chains)), Scripted(sampled)])
     state, asked = drafter.new_state(2, 20), plan(0, 2, uniforms=torch.rand(2, 8))
-    found = drafter.propose(state, torch.tensor([3, 4]), asked)
-    assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]]
-    assert found.q is not None and found.q[0] is None and found.q[1] is not None
-    assert found.q[1].ids.tolist() == [[8, 9]] * 2
+    actual = drafter.propose(state, torch.tensor([3, 4]), asked)
+    assert actual.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]]
+    assert actual.q is not None and actual.q[0] is None and actual.q[1] is not None
+    assert actual.q[1].ids.tolist() == [[8, 9]] * 2
     for _ in range(9):  # none of the sampled ones is accepted
         drafter.observe(state, torch.tensor([[1, 5], [1, 0]]), None, [2, 1])
-        found = drafter.propose(state, torch.tensor([3, 4]), asked)
-    assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 5, 0, 0]] and found.q is None
+        actual = drafter.propose(state, torch.tensor([3, 4]), asked)
+    assert actual.tokens.tolist() == [[3, 5, 6, 7], [4, 5, 0, 0]] and actual.q is None
     state.shrink(20, 5)  # another request
     assert drafter.propose(state, torch.tensor([3, 4]), asked).tokens[1].tolist() == [4, 9, 0, 0]
 
@@ -218,11 +218,11 @@ def test_chosen_draft_tokens_stand_beside_a_sampled_chain() -> None:
     )  # the second row is greedy and short
     drafter = HybridDrafter([Scripted(proposal(LOOKUP, [(4, 0, 0.2), (6, 0, 0.1)])), Scripted(sampled)])
     asked = plan(4, 2, uniforms=torch.rand(2, 8))
-    found = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), asked)
-    assert found.tokens.tolist() == [[3, 5, 9, 6, 7], [4, 4, 6, 0, 0]]
-    assert found.parents.tolist() == [[-1, 0, 1, 1, 3], [-1, 0, 0, -1, -1]]
-    assert found.q is not None and found.q[1] is None
-    assert found.q[0] is not None and found.q[0].ids.tolist() == dist.ids.tolist()
+    actual = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), asked)
+    assert actual.tokens.tolist() == [[3, 5, 9, 6, 7], [4, 4, 6, 0, 0]]
+    assert actual.parents.tolist() == [[-1, 0, 1, 1, 3], [-1, 0, 0, -1, -1]]
+    assert actual.q is not None and actual.q[1] is None
+    assert actual.q[0] is not None and actual.q[0].ids.tolist() == dist.ids.tolist()
     fewer = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), replace(asked, tree_budget=2))
     assert fewer.tokens.tolist() == [[3, 5, 9], [4, 4, 6]]
 
@@ -238,11 +238,11 @@ def test_both_together_accept_more_than_each_alone_where_text_repeats() -> None:
     )
     [plain] = Engine(pair).generate([REPEATING], params)
     for drafting in (Drafting(None), Drafting(tree_budget=16)):
-        found = [
+        actual = [
             Engine(pair, each, drafting=drafting).generate([REPEATING], params)[0] for each in (lookup, model, both)
         ]
-        assert {tuple(completion.token_ids) for completion in found} == {tuple(plain.token_ids)}
-        assert found[2].tau > max(found[0].tau, found[1].tau) + 0.1 > 1.2, [completion.tau for completion in found]
+        assert {tuple(completion.token_ids) for completion in actual} == {tuple(plain.token_ids)}
+        assert actual[2].tau > max(actual[0].tau, actual[1].tau) + 0.1 > 1.2, [completion.tau for completion in actual]
 
 
 def backwards(trees: Any, budget: int) -> list[tuple[float, int, int]]:
@@ -278,9 +278,9 @@ def test_a_combination_that_is_broken_changes_no_token(
         monkeypatch.setattr(drafter, "_hidden_states_of", lambda part, hidden_states: torch.zeros_like(hidden_states))
     prompts = [[(7 * i * i + row) % 60 + 4 for i in range(5 + 4 * row)] for row in range(3)]
     params = [SamplingParams(16, (0.0, 0.8, 1.0)[row], seed=row, ignore_eos=True) for row in range(3)]
-    found = Engine(target, drafter, 2, drafting).generate(prompts, params)
+    actual = Engine(target, drafter, 2, drafting).generate(prompts, params)
     plain = Engine(target).generate(prompts, params)
-    assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+    assert [each.token_ids for each in actual] == [each.token_ids for each in plain]
 
 
 def test_folders_may_have_the_sign_in_their_names(tmp_path: Path, target: Target, tiny_drafter_dir: Path) -> None:

@@ -208,11 +208,11 @@ def learn(target: Target, drafter: Drafter, state: Any, texts: Sequence[list[int
 def draft_tokens(drafter: Drafter, state: Any, anchors: Sequence[int], budget: int) -> list[list[int]]:
     """Paths to the nodes of each row's tree, padding excluded."""
     plan = ChainPlan(drafter.block_size, [SamplingParams()] * len(anchors)).as_tree(budget)
-    proposal, found = drafter.propose(state, torch.tensor(anchors), plan), []
+    proposal, actual = drafter.propose(state, torch.tensor(anchors), plan), []
     for tokens, parents in zip(proposal.tokens.tolist(), proposal.parents.tolist(), strict=True):
         kept = [node for node in range(len(tokens)) if node == 0 or parents[node] >= 0]
-        found.append([tokens[node] for node in kept] + [parents[node] for node in kept])
-    return found
+        actual.append([tokens[node] for node in kept] + [parents[node] for node in kept])
+    return actual
 
 
 @pytest.mark.parametrize("budget", [0, 12])
@@ -225,10 +225,10 @@ def test_rows_anywhere_and_copies_draft_as_if_alone_and_new(
     def same(*rows: int) -> None:
         anchors = [31 + row % 7 for row in rows]
         together = draft_tokens(drafter, state.of(rows), anchors, budget)
-        for row, anchor, found in zip(rows, anchors, together, strict=True):
+        for row, anchor, actual in zip(rows, anchors, together, strict=True):
             alone = drafter.new_state(1, 60)
             learn(target, drafter, alone, [texts[row]])
-            assert found == draft_tokens(drafter, alone, [anchor], budget)[0]
+            assert actual == draft_tokens(drafter, alone, [anchor], budget)[0]
 
     def more(*rows: int, count: int) -> None:
         new = {row: [(13 * row + 5 * i) % 60 + 4 for i in range(count - place)] for place, row in enumerate(rows)}
@@ -266,11 +266,11 @@ def test_answers_on_a_gpu_are_those_on_a_cpu(request: pytest.FixtureRequest, tin
     folder = request.getfixturevalue(fixture) if fixture else kind
 
     def answers(device: str) -> list[list[int]]:
-        target, found = load_target(tiny_target_dir, "float32", device, "native", "off"), []
+        target, actual = load_target(tiny_target_dir, "float32", device, "native", "off"), []
         for drafting in (DRAFTINGS["chain"], DRAFTINGS["tree"]):
             with Engine(target, load_drafter(folder, target=target), 2, drafting) as engine:
-                found += [each.token_ids for each in engine.generate(PROMPTS[3:6], params)]
-        return found
+                actual += [each.token_ids for each in engine.generate(PROMPTS[3:6], params)]
+        return actual
 
     expected = answers("cpu")
     with pretended_gpu():

@@ -27,7 +27,7 @@ def test_the_longest_beginning_is_found_against_reading_all_texts() -> None:
         parts = [(choose.randint(0, 1), BLOCK // 2) for _ in range(choose.randint(0, 9))]
         return text(*parts, (2, choose.randint(0, 3)))
 
-    found = set()
+    actual = set()
     for _ in range(2000):
         row = choose.randint(0, 9)
         if choose.random() < 0.3:
@@ -43,8 +43,8 @@ def test_the_longest_beginning_is_found_against_reading_all_texts() -> None:
             assert best is None
         else:
             assert best is not None and best[1] == common_length(texts[best[0]], wanted) == longest
-            found.add(longest)
-    assert len(found) > 10 and max(found) > 3 * BLOCK
+            actual.add(longest)
+    assert len(actual) > 10 and max(actual) > 3 * BLOCK
 
 
 def test_who_has_been_known_longest_is_taken_among_equals() -> None:
@@ -81,13 +81,13 @@ def test_random_takes_and_gives_against_a_list_of_slots(seed: int) -> None:
         for at, held in given:
             were[at : at + held] = [True] * held
         assert slots.would_fit(count, given) == (first_fit(were, count) is not None)
-        found = slots.take(count)
-        assert found == first_fit(free, count)
-        if found is None:
+        actual = slots.take(count)
+        assert actual == first_fit(free, count)
+        if actual is None:
             refused += 1
         else:
-            free[found : found + count] = [False] * count
-            taken.append((found, count))
+            free[actual : actual + count] = [False] * count
+            taken.append((actual, count))
     assert refused > 100
     for first, count in taken:
         slots.give(first, count)

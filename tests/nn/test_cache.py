@@ -36,13 +36,13 @@ def write(cache: KVCache, *tokens: list[int]) -> tuple[Tensor, Tensor]:
 def contents(cache: KVCache) -> list[list[int]]:
     """What the rows hold, read by writing a node that is not committed."""
     keys, values = write(cache, *[[99]] * len(cache.starts))
-    found = []
+    actual = []
     for place, length in enumerate(cache.lengths):
         held = keys[place, 0, : length + 1]
         assert torch.equal(values[place, 0, : length + 1], held + 1000)
-        found.append(held[:, 0].int().tolist())
-    assert all(row.pop() == 99 for row in found)
-    return found
+        actual.append(held[:, 0].int().tolist())
+    assert all(row.pop() == 99 for row in actual)
+    return actual
 
 
 def fill(cache: KVCache, *rows: list[int]) -> KVCache:

@@ -179,7 +179,7 @@ def test_compiled_it_computes_what_torch_computes(head_dim: int, count: int, dty
         torch.randn(3, 31, 32, dtype=dtype),
         torch.randn(3, count, 16, dtype=dtype),
     )
-    found = []
+    actual = []
     for run in (compiled(network), uncompiled(network)):
         state = KVCache(3, 64)
         run.observe(state, hidden_states)
@@ -187,9 +187,9 @@ def test_compiled_it_computes_what_torch_computes(head_dim: int, count: int, dty
         outputs = [run(state, blocks, window) for window in (None, 1, 6, 25)]
         stores = [state.of([row]).view(state._layers[0][0], 0)[0] for row in state.starts]
         outputs.append(torch.cat([store.flatten() for store in stores]))
-        found.append(outputs)
+        actual.append(outputs)
     tolerance *= 5 if kind == "convolved" else 1  # products of products grow what rounding leaves
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*actual, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
@@ -243,9 +243,9 @@ def test_rows_at_any_places_are_those_side_by_side(
         for state in (together, apart):
             run.observe(state, hidden_states[:, begin:end])
             state.commit([range(length) for length in lengths])
-        expected, found = run(together, blocks, window), run(apart, blocks, window)
+        expected, actual = run(together, blocks, window), run(apart, blocks, window)
         tolerance = 1e-5 if isinstance(run, DraftPass) else 0.0
-        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
         one = run(apart.of([3]), blocks[1:2], window)
         torch.testing.assert_close(one, expected[1:2], atol=tolerance, rtol=tolerance)
     assert store[:, :, ~inside].isnan().all()

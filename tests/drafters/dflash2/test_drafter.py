@@ -92,9 +92,9 @@ def test_a_new_network_drafts_exactly_as_v1(
     assert isinstance(v1, DFlashDrafter) and isinstance(config, DFlash2Config)
     network = DFlash2Network(config)
     network.load_state_dict(read_checkpoint(tiny_drafter_dir)[1], strict=False)
-    expected, found = (propose(each, plan)[0] for each in (v1, DFlash2Drafter(network, target)))
-    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
-    assert found.tokens.size(1) > 1
+    expected, actual = (propose(each, plan)[0] for each in (v1, DFlash2Drafter(network, target)))
+    assert torch.equal(actual.tokens, expected.tokens) and torch.equal(actual.parents, expected.parents)
+    assert actual.tokens.size(1) > 1
 
 
 @pytest.mark.parametrize("budget", [3, 40])
@@ -143,8 +143,8 @@ def test_sampled_draft_tokens_have_the_distributions_that_are_handed_over(
                 before = exact.sort(descending=True).values.cumsum(0) - exact.sort(descending=True).values
                 exact[exact.argsort(descending=True)[before >= 0.9]] = 0.0
                 exact /= exact.sum()
-            found = torch.zeros_like(exact).scatter(0, dist.ids[slot], dist.probs[slot])
-            torch.testing.assert_close(found, exact)
+            actual = torch.zeros_like(exact).scatter(0, dist.ids[slot], dist.probs[slot])
+            torch.testing.assert_close(actual, exact)
             sampled = draw(dist.probs[None, slot : slot + 1], draws[row : row + 1, slot : slot + 1])
             assert int(dist.ids[slot, int(sampled)]) == int(proposal.tokens[row, slot + 1])
     assert len({tuple(tokens) for tokens in proposal.tokens.tolist()}) > 20
@@ -182,9 +182,9 @@ def test_sampled_chains_leave_the_targets_distribution(drafter: DFlash2Drafter) 
     assert 0.2 < accepted / rows < 0.9
     cells = [(a, b) for a in p[0, 7].topk(8).indices.tolist() for b in p[1, a].topk(6).indices.tolist()]
     expected = torch.tensor([rows * float(p[0, 7, a] * p[1, a, b]) for a, b in cells])
-    found = torch.tensor([counts.get(cell, 0) for cell in cells])
+    actual = torch.tensor([counts.get(cell, 0) for cell in cells])
     assert len(cells) == 48 and expected.sum() > rows / 2
-    chi_square = float(((found - expected) ** 2 / expected).sum())
+    chi_square = float(((actual - expected) ** 2 / expected).sum())
     assert chi_square < 48 + 4 * (2 * 48) ** 0.5
 
 

@@ -81,10 +81,10 @@ def test_a_tree_scores_children_given_their_parent(target: Target, tiny_dspark_d
     assert max(missing) <= score[-1] * (1 + 1e-4)
     path = [0]
     for token in chain.tokens[0, 1:].tolist():
-        found = [n for n in range(budget + 1) if parents[n] == path[-1] and tokens[n] == token]
-        if not found:
+        actual = [n for n in range(budget + 1) if parents[n] == path[-1] and tokens[n] == token]
+        if not actual:
             break
-        path += found
+        path += actual
     assert len(path) > 1  # the chain's beginning is in the tree
 
 
@@ -107,8 +107,8 @@ def test_the_confidence_decides_how_many_draft_tokens_there_are(
     whole, hidden, _ = propose(drafter, ChainPlan(DEPTH + 1, params))
     paths = []
     for row in range(2):
-        found = torch.tensor(acceptance_probs(drafter, hidden[row], whole.tokens[row].tolist()))
-        paths.append(found.cumprod(dim=0))
+        actual = torch.tensor(acceptance_probs(drafter, hidden[row], whole.tokens[row].tolist()))
+        paths.append(actual.cumprod(dim=0))
     counts = set()
     for cost in (0.0, 0.02, 0.05, 0.1, 0.3, 10.0):
         seconds = [1 + cost * n for n in range(DEPTH + 1)]
@@ -164,8 +164,8 @@ def test_sampled_draft_tokens_have_the_distributions_that_are_handed_over(drafte
         for slot in range(DEPTH):
             best = dist(drafter, logits[row, slot], tokens[slot], 0.7).topk(q.ids.size(1))
             expected = torch.zeros(target_size(logits)).scatter(0, best.indices, best.values / best.values.sum())
-            found = torch.zeros(target_size(logits)).scatter(0, q.ids[slot], q.probs[slot])
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+            actual = torch.zeros(target_size(logits)).scatter(0, q.ids[slot], q.probs[slot])
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     first = proposal.q[0]
     assert first is not None
     sampled = proposal.tokens[:, 1].bincount(minlength=target_size(logits)) / rows

@@ -106,8 +106,8 @@ def test_refusals(raw: dict[str, Any], message: str) -> None:
 def test_round_trip(tmp_path: Path, config: DSparkConfig) -> None:
     tensors = tensors_of(config)
     write_checkpoint(tmp_path / "draft", config, tensors)
-    found, read = read_checkpoint(tmp_path / "draft")
-    assert found == config
+    actual, read = read_checkpoint(tmp_path / "draft")
+    assert actual == config
     assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
 
 

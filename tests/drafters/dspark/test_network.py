@@ -48,8 +48,8 @@ def test_the_bias_of_candidates_is_a_part_of_the_whole() -> None:
 @pytest.mark.parametrize("changes", [{}, {"enable_confidence_head": False}, {"confidence_head_with_markov": False}])
 def test_parameters_are_the_tensors_of_a_checkpoint(changes: dict[str, bool]) -> None:
     config = dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
-    found = {name: tuple(tensor.shape) for name, tensor in DSparkNetwork(config).state_dict().items()}
-    assert found == tensor_shapes(config)
+    actual = {name: tuple(tensor.shape) for name, tensor in DSparkNetwork(config).state_dict().items()}
+    assert actual == tensor_shapes(config)
 
 
 def test_the_confidence_sees_the_token_before_only_where_it_should() -> None:

@@ -65,9 +65,9 @@ def test_losses_are_those_of_the_paper(target: Target, drafter: DSparkDrafter) -
     variant = DSparkVariant(DSparkRecipe(block_size=8))
     slots = slots_of(target, drafter, *inputs(target, drafter))
     with torch.no_grad():
-        found = variant.losses(network, slots)
+        actual = variant.losses(network, slots)
         total = sum(
-            share * (found[name] * term_weights(variant, name, slots.taught_CK)).sum()
+            share * (actual[name] * term_weights(variant, name, slots.taught_CK)).sum()
             for name, share in variant.factors().items()
         )
         expected = 0.0

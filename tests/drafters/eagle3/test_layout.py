@@ -44,10 +44,10 @@ BOTH = [
 
 def tensors_of(config: Eagle3Config) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(0)
-    found = {name: torch.randn(*shape, generator=random).bfloat16() for name, shape in tensor_shapes(config).items()}
+    actual = {name: torch.randn(*shape, generator=random).bfloat16() for name, shape in tensor_shapes(config).items()}
     size = config.draft_vocab_size
-    found["d2t"] = KEPT - torch.arange(5) if size == 5 else torch.zeros(size, dtype=torch.int64)
-    return found
+    actual["d2t"] = KEPT - torch.arange(5) if size == 5 else torch.zeros(size, dtype=torch.int64)
+    return actual
 
 
 def write(path: Path, config: Eagle3Config = CONFIG, layout: Any = eagle3.LAYOUT) -> dict[str, Any]:
@@ -67,19 +67,19 @@ def change(path: Path, **changes: Any) -> None:
 def rename(path: Path, old: str, new: str | None) -> None:
     """Rename or remove tensors."""
     tensors = load_file(path / "model.safetensors")
-    found = {name.replace(old, new or ""): one for name, one in tensors.items() if new is not None or old not in name}
-    save_file(found, path / "model.safetensors")
+    actual = {name.replace(old, new or ""): one for name, one in tensors.items() if new is not None or old not in name}
+    save_file(actual, path / "model.safetensors")
 
 
 @pytest.mark.parametrize("config", BOTH)
 @pytest.mark.parametrize("name", ["eagle3", "eagle3_speculators"])
 def test_round_trip(name: str, config: Eagle3Config, tmp_path: Path) -> None:
     write(tmp_path / "draft", config, layouts()[name])
-    found, expected = read_drafter(tmp_path / "draft", None, 10), tensors_of(config)
-    assert found.config == config
-    assert found.tensors.keys() == expected.keys()
-    assert all(torch.equal(found.tensors[one], expected[one]) for one in expected)
-    assert found.borrowed is not None and (found.borrowed.embedding is not None) == (name != "eagle3")
+    actual, expected = read_drafter(tmp_path / "draft", None, 10), tensors_of(config)
+    assert actual.config == config
+    assert actual.tensors.keys() == expected.keys()
+    assert all(torch.equal(actual.tensors[one], expected[one]) for one in expected)
+    assert actual.borrowed is not None and (actual.borrowed.embedding is not None) == (name != "eagle3")
 
 
 def test_norms_of_queries_and_keys_are_qwen3s(tmp_path: Path) -> None:
@@ -157,9 +157,9 @@ def test_early_files_are_plain_and_pickled(tmp_path: Path) -> None:
     tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
     (tmp_path / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "pytorch_model.bin")
-    found = read_drafter(tmp_path, None, 10)
-    assert found.config == config and found.borrowed is not None and found.borrowed.embedding is not None
-    assert torch.equal(found.tensors["fc.weight"], tensors["fc.weight"])
+    actual = read_drafter(tmp_path, None, 10)
+    assert actual.config == config and actual.borrowed is not None and actual.borrowed.embedding is not None
+    assert torch.equal(actual.tensors["fc.weight"], tensors["fc.weight"])
 
 
 class Harmful:
@@ -189,8 +189,8 @@ def test_other_names_of_the_layer_and_maps_alone(tmp_path: Path) -> None:
     write(tmp_path / "draft")
     rename(tmp_path / "draft", "midlayer.", "model.layers.0.")
     rename(tmp_path / "draft", "t2d", None)
-    found = read_drafter(tmp_path / "draft", None, 10)
-    assert found.tensors["d2t"].tolist() == [0, 2, 2, 6, 58]
+    actual = read_drafter(tmp_path / "draft", None, 10)
+    assert actual.tensors["d2t"].tolist() == [0, 2, 2, 6, 58]
     write(tmp_path / "fewer", CONFIG, eagle3.SPECULATORS)
     raw = json.loads((tmp_path / "fewer" / "config.json").read_text())
     raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 3
@@ -243,8 +243,8 @@ def test_maps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (None, None, "d2t is absent; it must be given, since draft_vocab_size"),
     ):
         maps = {"d2t": None if d2t is None else torch.tensor(d2t), "t2d": t2d}
-        found = {**tensors, **maps}
-        save_file({n: t for n, t in found.items() if t is not None}, tmp_path / "draft" / "model.safetensors")
+        actual = {**tensors, **maps}
+        save_file({n: t for n, t in actual.items() if t is not None}, tmp_path / "draft" / "model.safetensors")
         with pytest.raises(UsageError, match=message):
             read_drafter(tmp_path / "draft", None, 10)
 

@@ -50,7 +50,7 @@ def test_losses_are_taken_over_the_draft_vocabulary(target: Target) -> None:
     network.keep(torch.tensor(KEPT))
     slots = slots_of(network, target.vocab_size)
     assert slots.teacher_CKV is not None
-    found = variant.losses(network, slots)
+    actual = variant.losses(network, slots)
     for block in range(4):
         for k in range(3):
             log_q = slots.logits_CKV[block, k].log_softmax(dim=-1)
@@ -58,9 +58,9 @@ def test_losses_are_taken_over_the_draft_vocabulary(target: Target) -> None:
             p = torch.stack([teacher[token] for token in KEPT]).softmax(dim=-1)
             divergence = float((p * (p.log() - log_q)).sum()) if int(teacher.argmax()) in KEPT else 0.0
             surprise = -float(log_q[KEPT.index(label)]) if label in KEPT else 0.0
-            assert float(found["forward_kl"][block, k]) == pytest.approx(divergence, abs=1e-4)
-            assert float(found["decay"][block, k]) == pytest.approx(surprise, abs=1e-4)
-    assert (found["forward_kl"] > 0).sum() >= 6 and (found["forward_kl"] == 0).any()
+            assert float(actual["forward_kl"][block, k]) == pytest.approx(divergence, abs=1e-4)
+            assert float(actual["decay"][block, k]) == pytest.approx(surprise, abs=1e-4)
+    assert (actual["forward_kl"] > 0).sum() >= 6 and (actual["forward_kl"] == 0).any()
     weights = term_weights(variant, "forward_kl", slots.taught_CK)[0]
     torch.testing.assert_close(weights, torch.tensor([1.0, 0.8, 0.64]), atol=1e-4, rtol=0)
     expected = [[token in KEPT for token in row[1:]] for row in slots.tokens_CL.tolist()]
@@ -193,9 +193,9 @@ def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
     assert 0.5 < lines[-1]["covered"] <= 1 and len(lines[-1]["accuracy"]) == 4
     drafter = load_drafter(out, target=target)
     for drafting in (Drafting(None), Drafting(tree_budget=8)):
-        found = Engine(target, drafter, max_batch_size=5, drafting=drafting).generate(prompts, params)
-        assert [one.token_ids for one in found] == [one.token_ids for one in plain]
-        tau = sum(one.tau for one in found) / len(found)
+        actual = Engine(target, drafter, max_batch_size=5, drafting=drafting).generate(prompts, params)
+        assert [one.token_ids for one in actual] == [one.token_ids for one in plain]
+        tau = sum(one.tau for one in actual) / len(actual)
         assert tau > 1.6  # by chance a draft token among 100 tokens is right once in a hundred times
 
 
@@ -234,9 +234,9 @@ def test_a_drafter_begins_as_the_last_layer(family: str, tmp_path: Path) -> None
         tokens, torch.arange(12)[None], documents, anchors, blocks, torch.ones(1, 11, 1, dtype=torch.bool)
     )
     states = variant.hidden(network, target, hidden_states[:, :, :width], rows)
-    found = variant.logits(network, target, states[0])[:, 0]
+    actual = variant.logits(network, target, states[0])[:, 0]
     theirs = target.head(hidden_states[0, :-1, width:].to(target.dtype)).float()[:, kept]
-    torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual, theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_a_layer_of_another_kind_is_no_beginning(target: Target, tmp_path: Path) -> None:

@@ -49,11 +49,11 @@ def test_the_network_tells_states_and_both_times_apart() -> None:
     for weight in (network.state_proj.weight, network.time_proj.weight):
         torch.nn.init.normal_(weight)
     state, levels = torch.randn(3, 16), [torch.tensor([time]) for time in (0.0, 0.3, 0.31, 1.0)]
-    found = [network.entering(state, begin, end) for begin in levels for end in levels]
-    found += [network.entering(state + 1, levels[0], levels[1])]
-    assert all((one - other).abs().max() > 1e-2 for i, one in enumerate(found) for other in found[:i])
+    actual = [network.entering(state, begin, end) for begin in levels for end in levels]
+    actual += [network.entering(state + 1, levels[0], levels[1])]
+    assert all((one - other).abs().max() > 1e-2 for i, one in enumerate(actual) for other in actual[:i])
     # The network sees only the direction of a state, because states are larger near noise than near tokens.
-    torch.testing.assert_close(network.entering(9 * state, levels[1], levels[2]), found[6])
+    torch.testing.assert_close(network.entering(9 * state, levels[1], levels[2]), actual[6])
 
 
 def test_parameters_are_the_tensors_of_a_checkpoint() -> None:

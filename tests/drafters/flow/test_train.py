@@ -60,7 +60,7 @@ def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple
     hidden = variant.hidden(network, target, hidden_states, rows).flatten(0, 1)
     logits = variant.logits(network, target, hidden)
     slots = Slots(hidden, logits, rows.tokens_BAL.flatten(0, 1), rows.taught_BAK.flatten(0, 1))
-    found = variant.losses(network, slots)
+    actual = variant.losses(network, slots)
 
     run = variant.pass_over_blocks(network, target, hidden_states, rows)
 
@@ -77,16 +77,16 @@ def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple
         share = second.clamp(min=0)
         wanted = (1 - share) * first.exp() + share * other.exp()
     jumped = -(wanted * own).sum(dim=-1)
-    said = -own.gather(-1, rows.tokens_BAL[:, :, 1:, None]).squeeze(-1)
+    answer = -own.gather(-1, rows.tokens_BAL[:, :, 1:, None]).squeeze(-1)
     is_jump = (second >= 0).squeeze(-1)
-    expected = {"decay": said.masked_fill(is_jump, 0), "jump": jumped.masked_fill(~is_jump, 0)}
-    assert found.keys() == expected.keys() == variant.factors().keys()
-    for name, losses in found.items():
+    expected = {"decay": answer.masked_fill(is_jump, 0), "jump": jumped.masked_fill(~is_jump, 0)}
+    assert actual.keys() == expected.keys() == variant.factors().keys()
+    for name, losses in actual.items():
         torch.testing.assert_close(losses.unflatten(0, (2, 4)), expected[name], atol=1e-4, rtol=1e-4)
     assert torch.equal(variant.draft_tokens(network, slots), own.argmax(dim=-1).flatten(0, 1))
     ours, theirs = (
         torch.autograd.grad(losses["jump"].sum(), [*network.parameters()], retain_graph=True)
-        for losses in (found, expected)
+        for losses in (actual, expected)
     )
     for one, two in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, two, atol=1e-3, rtol=1e-3)

@@ -52,14 +52,14 @@ class Distributions:
     def __call__(self, text: list[int]) -> Tensor:
         """Probabilities `[3, V]` of the three tokens behind the anchor that follows the text."""
         last = self._model.model(torch.tensor([text])).last_hidden_state[0, -1]
-        found = []
+        actual = []
         for head in "012":
             x = last
             for block in "01":
                 linear = f"{head}.{block}.linear"
                 x = x + F.silu(self._tensors[f"{linear}.weight"] @ x + self._tensors[f"{linear}.bias"])
-            found.append((self._tensors[f"{head}.2.weight"] @ x).softmax(dim=-1))
-        return torch.stack(found)
+            actual.append((self._tensors[f"{head}.2.weight"] @ x).softmax(dim=-1))
+        return torch.stack(actual)
 
 
 class Watched(MedusaDrafter):

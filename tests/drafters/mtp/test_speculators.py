@@ -50,10 +50,10 @@ def write(path: Path, config: MTPConfig = CONFIG) -> dict[str, Any]:
 def test_round_trip(config: MTPConfig, tmp_path: Path) -> None:
     raw = write(tmp_path / "head", config)
     assert layout_of(raw) is layouts()["mtp_speculators"]
-    found, expected = read_drafter(tmp_path / "head", None, 5), tensors_of(config)
-    assert (found.config, found.trained) == (config, Trained("abc", 4))
-    assert found.tensors.keys() == expected.keys()
-    assert all(torch.equal(found.tensors[name], one) for name, one in expected.items())
+    actual, expected = read_drafter(tmp_path / "head", None, 5), tensors_of(config)
+    assert (actual.config, actual.trained) == (config, Trained("abc", 4))
+    assert actual.tensors.keys() == expected.keys()
+    assert all(torch.equal(actual.tensors[name], one) for name, one in expected.items())
 
 
 def test_keys_and_names(tmp_path: Path) -> None:

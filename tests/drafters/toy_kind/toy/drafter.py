@@ -63,9 +63,9 @@ class ToyDrafter(Drafter):
 
 
 def load(path: Path, target: Target) -> ToyDrafter:
-    found = read_drafter(path, None, target.num_layers)
-    network = ToyNetwork(found.config)
-    network.load_state_dict(found.tensors)
+    actual = read_drafter(path, None, target.num_layers)
+    network = ToyNetwork(actual.config)
+    network.load_state_dict(actual.tensors)
     return ToyDrafter(network, target, path)
 
 
