@@ -364,7 +364,7 @@ def test_changes_to_a_state_wait_for_the_draft_on_it(
     finish(state)
 
 
-def test_a_row_that_takes_the_place_of_another_finds_nothing(drafter: AheadDrafter, usual: DraftLMDrafter) -> None:
+def test_a_new_sequence_on_the_same_slots_has_no_drafts(drafter: AheadDrafter, usual: DraftLMDrafter) -> None:
     state, _ = begun(drafter)
     finish(state)
     _, outcomes = state.work.drafts[60]
@@ -457,7 +457,7 @@ def test_a_request_that_is_cancelled_leaves_no_thread(target: Target, drafter: A
     assert not [thread for thread in threading.enumerate() if thread.name == NAME]
 
 
-def test_a_combination_has_a_part_that_drafts_ahead(target: Target, tiny_lm_dir: Path) -> None:
+def test_a_member_of_a_hybrid_drafts_ahead(target: Target, tiny_lm_dir: Path) -> None:
     drafter = load_drafter(f"prompt_lookup+{tiny_lm_dir}", target=target, device="cpu", ahead=COUNT)
     with (
         Engine(target, drafter, drafting=Drafting(5)) as engine,

@@ -173,7 +173,7 @@ def test_blocks_of_one_token_are_the_target_itself(tiny_target_dir: Path, target
     assert actual.stats.committed[:-1] == [2] * ((GREEDY.max_new_tokens - 2) // 2)
 
 
-def test_past_its_context_it_stops_guessing(tiny_target_dir: Path, target: Target, tmp_path: Path) -> None:
+def test_nothing_is_drafted_past_the_context(tiny_target_dir: Path, target: Target, tmp_path: Path) -> None:
     convert(tiny_target_dir, tmp_path / "short", ConvertSettings(block_size=4))
     config = tmp_path / "short/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 18}))

@@ -198,7 +198,7 @@ def test_a_copy_is_the_state_of_a_shorter_text(drafter: DraftLMDrafter, scatter:
     assert state.committed == [texts[100], texts[3][:5]]
 
 
-def test_a_long_text_is_not_read_beside_a_row_that_has_no_slots_for_it(
+def test_a_long_sequence_is_not_padded_into_the_slots_of_another(
     drafter: DraftLMDrafter, scatter: Callable[..., Any]
 ) -> None:
     state = scatter(drafter.new_state(1, 60), (30, 30), (10, 8), (18, 12))  # the last one follows the shortest
@@ -224,7 +224,7 @@ def test_the_state_takes_the_memory_of_the_models_cache(drafter: DraftLMDrafter)
 # How far it drafts.
 
 
-def test_past_its_context_it_stops_guessing(target: Target, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_nothing_is_drafted_past_the_context(target: Target, tiny_target_dir: Path, tmp_path: Path) -> None:
     folder = altered(tiny_target_dir, tmp_path / "short", max_position_embeddings=20)
     drafter = load_drafter(folder, target=target)
     assert isinstance(drafter, DraftLMDrafter)
@@ -246,9 +246,7 @@ def test_past_its_context_it_stops_guessing(target: Target, tiny_target_dir: Pat
         assert completion.stats.committed[:-1] == [1 + count for count in from_draft[:-1]]  # it is the target itself
 
 
-def test_a_prompt_alone_that_is_longer_than_its_context_is_not_read(
-    target: Target, tiny_target_dir: Path, tmp_path: Path
-) -> None:
+def test_a_prompt_longer_than_the_context_is_not_read(target: Target, tiny_target_dir: Path, tmp_path: Path) -> None:
     drafter = load_drafter(altered(tiny_target_dir, tmp_path / "short", max_position_embeddings=20), target=target)
     [completion] = Engine(target, drafter, drafting=Drafting(None)).generate(
         [[7] * 30], SamplingParams(4, ignore_eos=True)

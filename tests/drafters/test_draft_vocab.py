@@ -70,7 +70,7 @@ def masked(target: Target) -> Target:
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("way", ["compiled", "uncompiled", "hf"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_draft_tokens_what_the_whole_head_would_among_these_tokens(
+def test_drafts_equal_those_of_the_whole_head_among_these_tokens(
     kind: str, way: str, plan: Plan, tiny_target_dir: Path, load: Callable[[str, Target], Drafter]
 ) -> None:
     plain = load_target(tiny_target_dir, "float32", "cpu", "native", compile="off")

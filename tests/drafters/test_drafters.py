@@ -71,7 +71,7 @@ def make(kind: str, target: Target, folder: Path, **options: object) -> DFlashDr
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_different_lengths_draft_as_if_alone(kind: str, target: Target, tiny_drafter_dir: Path) -> None:
+def test_sequences_of_different_lengths_draft_as_if_alone(kind: str, target: Target, tiny_drafter_dir: Path) -> None:
     drafter = make(kind, target, tiny_drafter_dir)
     generator = torch.Generator().manual_seed(0)
     hidden_states = torch.randn(2, 9, 64, generator=generator)
@@ -156,7 +156,7 @@ def test_a_bundled_drafter_that_does_not_fit_is_refused_as_bundled(target: Targe
             load_drafter(name, target=target)
 
 
-def test_a_target_like_one_of_the_catalogue_is_reported_of_its_drafter(
+def test_the_error_names_the_drafter_of_a_model_with_the_same_sizes(
     target: Target, tiny_eagle3_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -293,7 +293,7 @@ def test_a_drafter_knows_its_bits(
     assert len({stored_costs.path(*pair) for pair in pairs}) == 4  # what steps cost is another thing
 
 
-def test_uncompiled_drafters_have_no_few_bits(target: Target, request: pytest.FixtureRequest) -> None:
+def test_uncompiled_drafters_are_not_quantized(target: Target, request: pytest.FixtureRequest) -> None:
     uncompiled = load_target(target.path, "float32", "cpu", compile="off")
     for name in ("tiny_drafter_dir", "tiny_eagle3_dir", "tiny_mtp_dir", "tiny_medusa_dir"):
         assert load_drafter(request.getfixturevalue(name), target=uncompiled).bits is None

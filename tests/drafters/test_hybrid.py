@@ -54,7 +54,7 @@ class Scripted(Drafter):
         self.observed.append((state.rows, [row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)]))
 
 
-def test_each_drafter_gets_its_own_block_size_and_features() -> None:
+def test_each_member_gets_its_own_block_size_and_hidden_states() -> None:
     first, second = Scripted(proposal(LOOKUP), 4, (2, 0)), Scripted(proposal(MODEL), 9, (1,))
     drafter = HybridDrafter([first, second])
     assert (drafter.target_layers, drafter.block_size) == ((0, 1, 2), 9)
@@ -120,7 +120,7 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     assert three.propose(three.new_state(2, 20), anchors, in_turn((1.0, 0.5, 2.3))).part == 2
 
 
-def test_a_drafter_that_is_not_asked_is_reported_later() -> None:
+def test_a_member_that_does_not_draft_observes_later() -> None:
     none = replace(proposal([], []), expected=(0.0, 0.0))
     cheap, dear = Scripted(none), Scripted(none, target_layers=(0,))
     drafter = HybridDrafter([cheap, dear])
@@ -163,7 +163,7 @@ def test_a_drafter_that_is_not_asked_is_reported_later() -> None:
     ]  # without KV slots for what other sequences observe
 
 
-def test_what_is_kept_for_a_drafter_is_bounded_and_outlives_its_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_pending_tokens_are_bounded_and_outlive_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     none = replace(proposal([]), expected=(0.0,))
     free, dear = Scripted(none), Scripted(none)
     free.runs_network = False
@@ -231,7 +231,7 @@ REPEATING = "Read this aloud: one red apple, two green pears. One red apple, two
 
 
 @pytest.mark.slow
-def test_both_together_accept_more_than_each_alone_where_text_repeats() -> None:
+def test_a_hybrid_accepts_more_than_each_member_on_repetitive_text() -> None:
     pair, params = load_target(), SamplingParams(max_new_tokens=48, ignore_eos=True)
     lookup, model, both = (
         load_drafter(n, target=pair) for n in ("prompt_lookup", "bundled-dflash", "prompt_lookup+bundled-dflash")
@@ -263,7 +263,7 @@ def backwards(trees: Any, budget: int) -> list[tuple[float, int, int]]:
         for way, drafting in enumerate([Drafting(None), Drafting(tree_budget=12), Drafting("auto", 12)])
     ],
 )
-def test_a_combination_that_is_broken_changes_no_token(
+def test_a_broken_hybrid_changes_no_token(
     broken: str, drafting: Drafting, target: Target, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = load_drafter(f"prompt_lookup+{tiny_drafter_dir}", target=target)
@@ -300,7 +300,7 @@ def test_folders_may_have_the_sign_in_their_names(tmp_path: Path, target: Target
     assert paths(load_drafter(odd, target=target)) == [odd]
 
 
-def test_its_kind_names_those_of_its_parts(target: Target, tiny_drafter_dir: Path) -> None:
+def test_its_kind_names_its_members(target: Target, tiny_drafter_dir: Path) -> None:
     assert load_drafter(f"prompt_lookup+{tiny_drafter_dir}", target=target).kind == "prompt_lookup+dflash"
 
 
@@ -314,7 +314,7 @@ def test_its_kind_names_those_of_its_parts(target: Target, tiny_drafter_dir: Pat
         ("hybrid", "hybrid is no drafter"),
     ],
 )
-def test_combinations_of_nothing_are_refused(name: str, message: str, target: Target) -> None:
+def test_wrong_hybrids_are_refused(name: str, message: str, target: Target) -> None:
     with pytest.raises(UsageError, match=message):
         load_drafter(name, target=target)
     with pytest.raises(UsageError, match="has 1 members; join two or more"):

@@ -216,7 +216,7 @@ def draft_tokens(drafter: Drafter, state: Any, anchors: Sequence[int], budget: i
 
 
 @pytest.mark.parametrize("budget", [0, 12])
-def test_rows_anywhere_and_copies_draft_as_if_alone_and_new(
+def test_sequences_at_any_slots_and_copies_draft_as_if_alone(
     target: Target, drafter: Drafter, budget: int, scatter: Callable[..., Any]
 ) -> None:
     state = scatter(drafter.new_state(1, 200), (130, 60), (3, 50), (60, 45))

@@ -54,7 +54,7 @@ def fill(cache: KVCache, *rows: list[int]) -> KVCache:
 
 
 @pytest.mark.parametrize("lengths", [[3, 2], [2, -1], [2]])
-def test_truncating_to_more_than_there_is_is_our_bug(cache: KVCache, lengths: list[int]) -> None:
+def test_truncating_to_more_tokens_than_there_are_is_refused(cache: KVCache, lengths: list[int]) -> None:
     fill(cache, [1, 2], [4, 5])
     with pytest.raises((AssertionError, ValueError)):
         cache.truncate(lengths)
@@ -137,7 +137,7 @@ def test_a_copy_has_to_fit(cache: KVCache) -> None:
         cache.copy(first, second, 1)  # it is not empty
 
 
-def test_a_row_lies_on_slots_that_there_are() -> None:
+def test_sequences_outside_of_the_memory_are_refused() -> None:
     cache = KVCache(1, 10)
     cache.close(0)
     for row, capacity in ((-1, 3), (8, 3), (0, 11)):
@@ -145,7 +145,7 @@ def test_a_row_lies_on_slots_that_there_are() -> None:
             cache.open(row, capacity)
 
 
-def test_wiping_leaves_committed_tokens_unless_all_of_it_goes(cache: KVCache) -> None:
+def test_zeroing_leaves_committed_tokens_unless_whole(cache: KVCache) -> None:
     first, second = cache.starts
     before = fill(cache, [1, 2], [3, 4]).lengths
     write(cache, [5, 6, 7], [8, 9, 10])
@@ -188,7 +188,7 @@ def numbered(cache: KVCache) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("one_layer", [False, True])
-def test_a_view_shows_the_slots_of_each_row(
+def test_a_view_shows_the_slots_of_each_sequence(
     scatter: Callable[..., Any], places: tuple[tuple[int, int], ...], is_memory: bool, one_layer: bool
 ) -> None:
     cache = scatter(KVCache(1, 40), *places)
@@ -217,7 +217,7 @@ def test_a_view_may_show_more_slots_than_there_are_nodes(scatter: Callable[..., 
 
 @pytest.mark.parametrize("end", [None, 9, 20])
 @pytest.mark.parametrize("places", [((5, 9), (20, 12)), ((20, 12), (5, 9)), ((5, 9), (14, 9), (24, 9)), ((5, 9),)])
-def test_no_view_shows_what_is_another_rows(
+def test_no_view_shows_slots_of_another_sequence(
     scatter: Callable[..., Any], places: tuple[tuple[int, int], ...], end: int | None
 ) -> None:
     cache = scatter(KVCache(1, 40), *places)
@@ -248,7 +248,7 @@ def test_nodes_that_are_put_are_all_that_changes(scatter: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("count", [5, 8])
-def test_nodes_past_the_slots_of_a_row_are_our_bug(cache: KVCache, count: int) -> None:
+def test_nodes_past_the_slots_of_a_sequence_are_refused(cache: KVCache, count: int) -> None:
     """Be there slots behind it, and others' rows with enough of them."""
     cache.shrink(cache.starts[1], 6)
     fill(cache, [1, 2, 3], [4, 5])

@@ -68,6 +68,6 @@ def test_what_it_cannot_run_is_said() -> None:
     assert "soft-caps and norm weights that begin at 0" in str(why_not_denoiser(gemma))
 
 
-def test_positions_stay_exact_in_few_bits() -> None:
+def test_positions_stay_exact_in_bfloat16() -> None:
     network = CausalDenoiser(decoder_config(AutoConfig.for_model("qwen3", **SHAPE, head_dim=16))).bfloat16()
     assert network._frequencies.dtype == torch.float32

@@ -65,7 +65,7 @@ def test_products_are_right_for_all_shapes(dtype: torch.dtype, packed: bool) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
+def test_an_input_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
     for inputs, outputs in SHAPES:
         layer = linear(dtype, inputs, outputs)
         layer.pack(library(dtype))

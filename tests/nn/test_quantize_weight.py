@@ -78,7 +78,7 @@ def test_zero_points_help_where_numbers_lie_on_one_side() -> None:
     assert errors[0] < 0.5 * errors[1]
 
 
-def test_many_rows_are_rounded_in_pieces() -> None:
+def test_many_channels_are_quantized_in_pieces() -> None:
     weight = drawn(2 * PIECE // 64 + 3, 64)
     actual = quantize_weight(weight, 8, 64)
     for row in (0, PIECE // 64 - 1, PIECE // 64, len(weight) - 1):

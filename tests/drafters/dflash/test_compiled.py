@@ -44,7 +44,7 @@ def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
         assert all(map(torch.equal, actual, answer(number)))
 
 
-def test_nothing_to_observe_and_no_rows_are_nothing_to_do(run: CompiledDraftPass) -> None:
+def test_calls_without_tokens_or_sequences_do_nothing(run: CompiledDraftPass) -> None:
     state = KVCache(2, 16)
     run.observe(state, torch.randn(2, 5, 64))
     state.commit([range(5)] * 2)

@@ -194,7 +194,7 @@ def test_compiled_it_computes_what_torch_computes(head_dim: int, count: int, dty
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
-def test_rows_compiled_have_the_same_bits_alone_and_in_a_batch(network: DFlashNetwork) -> None:
+def test_compiled_sequences_have_the_same_bits_alone_and_in_a_batch(network: DFlashNetwork) -> None:
     run, lengths = compiled(network), [3, 40, 17]
     hidden_states, blocks = torch.randn(3, 40, 32), torch.randn(3, 4, 16)
     state = KVCache(3, 64)
@@ -227,7 +227,7 @@ PLACES = ((70, 40), (3, 20), (24, 46))
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_rows_at_any_places_are_those_side_by_side(
+def test_sequences_at_any_slots_equal_those_side_by_side(
     network: DFlashNetwork, window: int | None, make: Callable[[DFlashNetwork], Run], scatter: Callable[..., Any]
 ) -> None:
     """Rows between others, whose numbers must not be read. Compiled, the bits are the same."""
@@ -350,7 +350,7 @@ def test_a_head_that_is_not_in_the_library_is_called(
 
 @pytest.mark.parametrize(("head_dim", "bits"), [(8, 4), (4, None)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rounded_where_the_library_of_the_target_has_vectors_for_its_heads(
+def test_quantized_if_the_targets_library_supports_the_head_size(
     head_dim: int, bits: int | None, kind: str, tiny_target_dir: Path
 ) -> None:
     """The target's attention heads have size 8."""

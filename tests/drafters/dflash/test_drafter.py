@@ -43,7 +43,7 @@ def test_a_chain_is_the_argmax_of_each_position(drafter: DFlashDrafter) -> None:
 
 
 @pytest.mark.parametrize("budget", [3, 40])
-def test_a_tree_follows_the_distributions_at_each_rows_temperature(drafter: DFlashDrafter, budget: int) -> None:
+def test_a_tree_follows_the_distributions_at_each_sequences_temperature(drafter: DFlashDrafter, budget: int) -> None:
     temperatures = [0.0, 1.0, 0.3, 2.0]
     params = [SamplingParams(temperature=temperature) for temperature in temperatures]
     proposal, _, logits = propose(drafter, ChainPlan(8, params).as_tree(budget))

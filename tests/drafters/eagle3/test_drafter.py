@@ -271,7 +271,7 @@ def test_costs_decide_how_far_is_drafted(drafter: Eagle3Drafter) -> None:
         assert counts == [12 if budget else 5, 0]
 
 
-def test_a_row_without_a_text_is_drafted_for(drafter: Eagle3Drafter) -> None:
+def test_an_empty_sequence_gets_draft_tokens(drafter: Eagle3Drafter) -> None:
     """Numbers that an earlier row has left in its slots are not read as features."""
     state, plan = drafter.new_state(1, 20), ChainPlan(6, [SamplingParams()])
     first = drafter.propose(state, torch.tensor([40]), plan).tokens

@@ -78,7 +78,7 @@ def test_rounded(tmp_path: Path) -> None:
         assert not torch.equal(actual["midlayer.self_attn.q_proj.weight"], expected["midlayer.self_attn.q_proj.weight"])
 
 
-def test_what_llama_cpp_is_reported(tmp_path: Path) -> None:
+def test_metadata_for_llama_cpp(tmp_path: Path) -> None:
     file = open_gguf(write(tmp_path / "d.gguf", drafter()))
     metadata = {
         key: value for key, value in file.metadata.items() if key.startswith(("eagle3.", "general.architecture"))
@@ -112,7 +112,7 @@ def test_what_llama_cpp_is_reported(tmp_path: Path) -> None:
     assert torch.equal(turned, ours["midlayer.self_attn.k_proj.weight"][order])  # type: ignore[arg-type]
 
 
-def test_what_llama_cpp_is_reported_of_the_others(tmp_path: Path) -> None:
+def test_metadata_of_the_optional_fields(tmp_path: Path) -> None:
     whole = open_gguf(write(tmp_path / "w.gguf", drafter(WHOLE)))
     assert "d2t" not in whole.tensors and whole.tensors["output.weight"].shape == (64, 32)
     normed = open_gguf(write(tmp_path / "n.gguf", drafter(CONFIGS[2])))

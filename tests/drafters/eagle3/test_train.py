@@ -70,7 +70,7 @@ def test_losses_are_taken_over_the_draft_vocabulary(target: Target) -> None:
 
 
 @pytest.mark.parametrize("objective", ["dpace", "block_verification"])
-def test_a_token_that_it_cannot_draft_token_does_not_count_for_the_slots_behind(target: Target, objective: str) -> None:
+def test_a_token_outside_the_draft_vocabulary_does_not_count_for_later_slots(target: Target, objective: str) -> None:
     variant, network = made(target, draft_vocab=len(KEPT), block_size=4, objective={objective: 1.0})
     network.keep(torch.tensor(KEPT))
     slots = slots_of(network, target.vocab_size)

@@ -75,7 +75,7 @@ class Watched(MedusaDrafter):
 
 
 @pytest.mark.parametrize("backend", ["native", "hf"])
-def test_each_head_reads_the_last_state_and_draft_tokens_its_own_token(
+def test_each_head_drafts_its_token_from_the_last_hidden_state(
     backend: str, distributions: Distributions, tiny_medusa_dir: Path, tiny_target_dir: Path
 ) -> None:
     target = load_target(tiny_target_dir, backend=backend)

@@ -34,7 +34,7 @@ def test_training_pass_equals_draft_pass(
     parity(variant, network.eval(), load_drafter(tmp_path / "heads", target=target), target)
 
 
-def test_new_heads_draft_token_what_the_targets_head_draft_tokens(target: Target) -> None:
+def test_new_heads_draft_what_the_targets_head_predicts(target: Target) -> None:
     """New residual blocks change little, so the first loss is not high."""
     variant = MedusaVariant(RECIPE)
     network = variant.network(variant.config(target))
@@ -48,7 +48,7 @@ def test_new_heads_draft_token_what_the_targets_head_draft_tokens(target: Target
         torch.testing.assert_close(logits, target.head(hidden)[:, :, None].expand(-1, -1, 4, -1))
 
 
-def test_features_of_the_anchor_and_behind_it_are_not_seen(target: Target) -> None:
+def test_hidden_states_from_the_anchor_on_are_not_read(target: Target) -> None:
     variant = MedusaVariant(RECIPE)
     network = variant.network(variant.config(target))
     anchors, places = torch.tensor([[0, 4, -1]]), torch.arange(9)[None]

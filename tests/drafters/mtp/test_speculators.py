@@ -137,7 +137,7 @@ def test_what_the_format_cannot_express_is_refused(tmp_path: Path) -> None:
         SPECULATORS.check(CONFIG, "model.gguf", ())
 
 
-def test_weights_that_were_rounded_are_refused(tmp_path: Path) -> None:
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "head")
     file = tmp_path / "head" / "model.safetensors"
     name = "mtp_layers.0.input_proj.weight"

@@ -215,7 +215,7 @@ def test_answers_are_those_of_plain_decoding(
     assert all(sum(one.stats.drafted) > 0 for one in drafted)
 
 
-def test_a_head_quantized_of_precision(publish: Callable[[str], Published]) -> None:
+def test_dtypes_of_a_head_in_bfloat16(publish: Callable[[str], Published]) -> None:
     """With weights of 16 bits, the router's bias and the rotary angles stay in 32."""
     target = load_target(publish("deepseek_v3").folder, "bfloat16", backend="hf")
     drafter = load_drafter("mtp", target=target)
