@@ -67,7 +67,7 @@ def test_round_trip(config: Eagle3Config, tmp_path: Path) -> None:
     assert all(torch.equal(actual.tensors[name], expected.tensors[name]) for name in actual.tensors)
 
 
-def test_rounded(tmp_path: Path) -> None:
+def test_quantized(tmp_path: Path) -> None:
     """Rotary channels are put into our order after dequantisation."""
     expected = drafter().tensors
     for weights, near in (("f16", 2e-3), ("bf16", 2e-2), ("q8_0", 2e-2), ("q4_0", 0.4)):
@@ -122,7 +122,7 @@ def test_metadata_of_the_optional_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("differences", "said"),
+    ("differences", "message"),
     [
         ({"target_layers": (1, 4)}, "the number of target layers is 2; it must be 3 in llama.cpp"),
         ({"target_layers": (1, 4, 9)}, "a target layer is 9; it must be below the target's last layer, 9"),
@@ -132,8 +132,8 @@ def test_metadata_of_the_optional_fields(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias is True; it must be false in llama.cpp"),
     ],
 )
-def test_what_llama_cpp_cannot_run(differences: Mapping[str, Any], answer: str) -> None:
-    with pytest.raises(UsageError, match=answer):
+def test_what_llama_cpp_cannot_run(differences: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         drafter_metadata(replace(CONFIG, **differences))
 
 
@@ -160,7 +160,7 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
     table = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     actual = read_drafter(again({}, **{"token_embd.weight": table}), None, 10)
     assert actual.trained == UNKNOWN and actual.borrowed is not None and torch.equal(actual.borrowed.embedding, table)  # type: ignore[arg-type]
-    for changes, more, answer in (
+    for changes, more, message in (
         ({"eagle3.block_count": 2}, {}, "eagle3.block_count is 2; it must be 1; no other is supported"),
         ({"eagle3.target_hidden_size": 64}, {}, "eagle3.target_hidden_size is 64; it must be 32"),
         ({"eagle3.target_layers": [0, 5, 7]}, {}, "a target layer is -1"),
@@ -170,5 +170,5 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
         ({}, {"blk.0.attn_q.bias": torch.ones(32)}, "a tensor is .*attn_q.bias.* must be one that is known here"),
         ({}, {"fc.weight": None}, "fc.weight"),
     ):
-        with pytest.raises(UsageError, match=answer):
+        with pytest.raises(UsageError, match=message):
             read_drafter(again(changes, **more), None, 10)  # type: ignore[arg-type]

@@ -77,9 +77,9 @@ def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple
         share = second.clamp(min=0)
         wanted = (1 - share) * first.exp() + share * other.exp()
     jumped = -(wanted * own).sum(dim=-1)
-    answer = -own.gather(-1, rows.tokens_BAL[:, :, 1:, None]).squeeze(-1)
+    losses = -own.gather(-1, rows.tokens_BAL[:, :, 1:, None]).squeeze(-1)
     is_jump = (second >= 0).squeeze(-1)
-    expected = {"decay": answer.masked_fill(is_jump, 0), "jump": jumped.masked_fill(~is_jump, 0)}
+    expected = {"decay": losses.masked_fill(is_jump, 0), "jump": jumped.masked_fill(~is_jump, 0)}
     assert actual.keys() == expected.keys() == variant.factors().keys()
     for name, losses in actual.items():
         torch.testing.assert_close(losses.unflatten(0, (2, 4)), expected[name], atol=1e-4, rtol=1e-4)
