@@ -62,7 +62,7 @@ class Eagle3Layer(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def beside(self, embedded: Tensor, normed: Tensor) -> Tensor:
+    def entries(self, embedded: Tensor, normed: Tensor) -> Tensor:
         """Return entries `[B, N, 2 * H]`: normed embeddings and normed hidden states, concatenated."""
         first: Tensor = self.input_layernorm(embedded)
         return torch.cat([first, normed.to(first.dtype)], dim=-1)
@@ -129,13 +129,13 @@ class Eagle3Network(AutoregressiveNetwork):
 
     def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.midlayer
-        entries = layer.beside(embedded, layer.hidden_norm(hidden_state))
+        entries = layer.entries(embedded, layer.hidden_norm(hidden_state))
         return layer.self_attn.keys_values(entries, *self.rotary(positions, entries.dtype))
 
     def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         layer = self.midlayer
         normed = layer.hidden_norm(hidden_state)
-        entries = layer.beside(embedded, normed)
+        entries = layer.entries(embedded, normed)
         angles = self.rotary(positions, entries.dtype)
         out = layer.self_attn(entries, *angles, 0, lambda layer, *heads: attend(*heads))
         x = (normed if self.config.norm_before_residual else hidden_state) + out
