@@ -50,19 +50,6 @@ class MedusaDrafter(RunnerDrafter):
         self._run: HeadRunner = target.runner(self.network, owned=owned)
         self._like = torch.empty(0, dtype=target.dtype, device=target.device)
 
-    def new_state(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity)
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        return batch * capacity * self._target.hidden_size * self._target.dtype.itemsize
-
-    @property
-    def bits(self) -> None:
-        return None
-
-    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        return 0
-
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         assert hidden_states is not None
