@@ -48,7 +48,7 @@ PARTS = {
     "captured": "kernels.cuda",
     "jax": "jax",
     "mlx": "mlx",
-    **dict.fromkeys(("layout", "speculators", "gguf", "in_target"), "formats"),
+    **dict.fromkeys(("layout", "gguf", "in_target"), "formats"),
     "drafter": "drafters",
     **dict.fromkeys(("train", "train_pass"), "training"),
     "checks": "tools.doctor",

@@ -17,25 +17,26 @@ DRAFTERS = "blockdraft.drafters"
 FILES = ["block_diffusion", "draft_lm", "hybrid", "none", "prompt_lookup"]
 
 # Drafters with a network: one folder each, and its files beside `network`. `drafter` ends in `DRAFTER`.
+# The files of DFlash hold the layout of flow, and the checks of DFlash2 and DSpark.
 FOLDERS: dict[str, tuple[str, ...]] = {
     "dflash": ("drafter", "layout", "train", "checks", "gguf"),
-    "dflash2": ("drafter", "layout", "train", "checks"),
-    "dspark": ("drafter", "layout", "train", "checks"),
-    "eagle3": ("drafter", "layout", "train", "checks", "gguf", "speculators"),
-    "flow": ("drafter", "layout", "train"),
+    "dflash2": ("drafter", "layout", "train"),
+    "dspark": ("drafter", "layout", "train"),
+    "eagle3": ("drafter", "layout", "train", "checks", "gguf"),
+    "flow": ("drafter", "train"),
     "medusa": ("drafter", "layout", "train", "checks"),
-    "mtp": ("drafter", "layout", "train", "checks", "speculators"),
+    "mtp": ("drafter", "layout", "train", "checks"),
 }
 
 # Runners that are faster than torch's operations: by backend, then by `DraftNetwork.architecture`.
 RUNNERS: dict[str, dict[str, str]] = {
     "compiled": {
         "dflash": "drafters.dflash.compiled.CompiledDraftPass",
-        "dflash2": "drafters.dflash2.compiled.CompiledConvolvedPass",
+        "dflash2": "drafters.dflash.compiled.CompiledConvolvedPass",
         "dspark": "drafters.dflash.compiled.CompiledDraftPass",
-        "eagle3": "drafters.eagle3.compiled.CompiledEagle3",
+        "eagle3": "kernels.cpu.compiled_autoregressive.CompiledAutoregressive",
         "medusa": "drafters.medusa.compiled.CompiledHeads",
-        "mtp": "drafters.mtp.compiled.CompiledMTP",
+        "mtp": "kernels.cpu.compiled_autoregressive.CompiledAutoregressive",
     },
     "captured": {
         "dflash": "drafters.dflash.captured.CapturedDraftPass",

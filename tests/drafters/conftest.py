@@ -7,8 +7,14 @@ from training_fixtures import answered, parity, with_pictures, without_pictures
 
 from blockdraft.diffusion.create import convert
 from blockdraft.diffusion.settings import ConvertSettings
+from blockdraft.targets import Target, load_target
 
 __all__ = ["answered", "parity", "with_pictures", "without_pictures"]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
 
 
 @pytest.fixture(scope="session")

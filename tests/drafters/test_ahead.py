@@ -13,12 +13,11 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import ChainPlan, SampledPlan
 from blockdraft.drafters import hits, load_drafter
-from blockdraft.drafters.ahead import AheadDrafter, AheadState, on_its_own
+from blockdraft.drafters.ahead import NAME, AheadDrafter, AheadState, _stop_all, on_its_own
 from blockdraft.drafters.draft_lm import DraftLMDrafter
-from blockdraft.drafters.work import NAME, _stop_all
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
-from blockdraft.targets import Target, TargetOutput, load_target
+from blockdraft.targets import Target, TargetOutput
 from blockdraft.types import Drafting, RequestDrafting, SamplingParams
 
 COUNT = 3  # outcomes that are drafted for
@@ -49,7 +48,7 @@ class Pace:
         if self.ahead == self.fails_at:
             cache = args[2]
             for store in cache._stores():  # as a forward may leave it that did not come to its end
-                store[..., cache.rows[0] + cache.lengths[0], :] = torch.nan
+                store[..., cache.starts[0] + cache.lengths[0], :] = torch.nan
             raise MemoryError("full")
         return output
 
@@ -66,7 +65,7 @@ class Pace:
         self._waits.release()
 
     def hurry_when_reported_to_stop(self, state: AheadState) -> None:
-        """Let the delayed forward, and those after it, run as soon as the thread is told to stop."""
+        """Let the delayed forward, and those after it, run as soon as the thread is asked to stop."""
         assert self._waits.acquire(timeout=20)
         stop = state.work._stop
 
@@ -76,11 +75,6 @@ class Pace:
             self._free.release()
 
         threading.Thread(target=go).start()
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
 
 
 @pytest.fixture
@@ -125,7 +119,7 @@ def observe(drafter: Any, state: Any, rows: list[list[int]]) -> None:
 
 def foreseen_of(state: AheadState, row: int = 0) -> list[tuple[int, int]]:
     """Outcomes that were drafted for, best first: number of accepted draft tokens, and bonus token."""
-    _, outcomes = state.work.found[row]
+    _, outcomes = state.work.drafts[row]
     return [(len(path) - 2, path[-1]) for path in outcomes][-COUNT:]
 
 
@@ -187,7 +181,7 @@ def test_draft_tokens_are_those_of_usual_drafting(
         finish(of_ours)
         new, following = list[list[int]](), list[int]()
         for place, row in enumerate(rows):
-            likely = foreseen_of(of_ours, row) if row in of_ours.work.found else []
+            likely = foreseen_of(of_ours, row) if row in of_ours.work.drafts else []
             accepted, token = likely[step % 3] if likely and step % 4 != 3 else (0, 63)
             new.append(made.tokens[place, : 1 + accepted].tolist())
             following.append(token)
@@ -307,12 +301,12 @@ def test_after_an_error_ahead_missing_draft_tokens_are_drafted_as_usual(
     pace.let(fails_at)
     pace.held = False
     finish(state)
-    cache: Any = state.inner.cache
+    cache: Any = state.cache
     assert not any(store.isnan().any() for store in cache._stores())
     assert "Drafting ahead failed, and the next draft is made as usual: MemoryError" in caplog.text
     caplog.clear()
     for _ in range(3):
-        place, token = foreseen_of(state, 60)[0] if state.work.found[60][1] else (1, 44)
+        place, token = foreseen_of(state, 60)[0] if state.work.drafts[60][1] else (1, 44)
         committed = chain[: 1 + place].tolist()
         observe(drafter, state, [committed])
         text += committed
@@ -328,13 +322,16 @@ def test_without_a_thread_drafts_are_the_usual_ones(
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError(reason)
 
-    monkeypatch.setattr("blockdraft.drafters.work.Thread.start", refuse)
-    for reason, told in (("can't start new thread", True), ("can't create new thread at interpreter shutdown", False)):
+    monkeypatch.setattr("blockdraft.drafters.ahead.Thread.start", refuse)
+    for reason, logged in (
+        ("can't start new thread", True),
+        ("can't create new thread at interpreter shutdown", False),
+    ):
         state, chain = begun(drafter)
         observe(drafter, state, [chain[:1].tolist()])
         made = drafter.propose(state, torch.tensor([44]), ChainPlan(5, [GREEDY])).tokens[0].tolist()
         assert made == expected_after(usual, [9, 8, 7, 5, 44])
-        assert (reason in caplog.text) == told
+        assert (reason in caplog.text) == logged
 
 
 @pytest.mark.parametrize(
@@ -362,18 +359,18 @@ def test_changes_to_a_state_wait_for_the_draft_on_it(
     pace.held = False
     other = state.of([0])
     made = drafter.propose(other, torch.tensor([17]), ChainPlan(5, [GREEDY])).tokens[0].tolist()
-    copied = other.inner.texts[0]
+    copied = other.committed[0]
     assert made == expected_after(usual, [*copied, 17]) and len(copied) in (0, 3)
     finish(state)
 
 
-def test_a_row_that_takes_the_place_of_another_finds_nothing(drafter: AheadDrafter, usual: DraftLMDrafter) -> None:
+def test_a_new_sequence_on_the_same_slots_has_no_drafts(drafter: AheadDrafter, usual: DraftLMDrafter) -> None:
     state, _ = begun(drafter)
     finish(state)
-    _, outcomes = state.work.found[60]
+    _, outcomes = state.work.drafts[60]
     state.close(60)
     state.open(60, 60)
-    assert 60 not in state.work.found and outcomes
+    assert 60 not in state.work.drafts and outcomes
     observe(drafter, state, [[9, 8, 7]])
     assert drafter.propose(state, torch.tensor([6]), ChainPlan(5, [GREEDY])).tokens[0].tolist() == expected_after(
         usual, [9, 8, 7, 6]
@@ -396,7 +393,7 @@ def test_near_the_end_of_its_slots_fewer_draft_tokens_are_drafted_ahead(
         observe(drafter, state, [[9, 8, 7]])
         drafter.propose(state, torch.tensor([5]), ChainPlan(5, [GREEDY]))
         finish(state)
-        outcomes = list(state.work.found[0][1].values())[-COUNT:]
+        outcomes = list(state.work.drafts[0][1].values())[-COUNT:]
         if draft_tokens is None:
             assert outcomes == []
         else:
@@ -419,7 +416,7 @@ def test_near_the_end_of_its_context_nothing_is_drafted_ahead(
         plan, anchor = ChainPlan(5, [GREEDY]), torch.tensor([6])
         made, expected = drafter.propose(state, anchor, plan), usual.propose(plain, anchor, plan)
         assert made.tokens.tolist() == expected.tokens.tolist() and torch.equal(made.parents, expected.parents)
-        assert (0 in state.work.found) == begins
+        assert (0 in state.work.drafts) == begins
         finish(state)
 
 
@@ -433,14 +430,14 @@ def test_an_engine_decodes_the_same_in_the_same_steps(
     """Draft tokens do not depend on when the target is done, also with requests that come, go and limit drafting."""
     params = [SamplingParams(20 + 3 * i, temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
     bounds = [None, RequestDrafting(block_size=3), None, RequestDrafting(enabled=False), None]
-    found = []
+    actual = []
     for each in (drafter, usual):
         with Engine(target, each, 2, Drafting(5), prefix_tokens=100) as engine:
             requests = [engine.submit(*one) for one in zip(PROMPTS, params, [None] * 5, bounds, strict=True)]
-            found.append([request.result().checked() for request in requests])
+            actual.append([request.result().checked() for request in requests])
             alone = engine.generate([PROMPTS[2] + [5, 6, 7]], params[0])[0]
-            found[-1].append(alone)
-    for ours, theirs in zip(*found, strict=True):
+            actual[-1].append(alone)
+    for ours, theirs in zip(*actual, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert (ours.stats.committed, ours.stats.drafted) == (theirs.stats.committed, theirs.stats.drafted)
     assert hits(drafter) == (drafter.foreseen, drafter.tried) and drafter.tried > 10
@@ -460,7 +457,7 @@ def test_a_request_that_is_cancelled_leaves_no_thread(target: Target, drafter: A
     assert not [thread for thread in threading.enumerate() if thread.name == NAME]
 
 
-def test_a_combination_has_a_part_that_drafts_ahead(target: Target, tiny_lm_dir: Path) -> None:
+def test_a_member_of_a_hybrid_drafts_ahead(target: Target, tiny_lm_dir: Path) -> None:
     drafter = load_drafter(f"prompt_lookup+{tiny_lm_dir}", target=target, device="cpu", ahead=COUNT)
     with (
         Engine(target, drafter, drafting=Drafting(5)) as engine,

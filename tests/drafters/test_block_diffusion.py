@@ -21,16 +21,11 @@ from blockdraft.drafters.block_diffusion import BlockDiffusionDrafter, BlockStat
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.nn.attention import visible_slots
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target
 from blockdraft.types import Drafting, SamplingParams
 
 GREEDY = SamplingParams(20, ignore_eos=True)
 MASK = 3  # of the tiny tokenizer
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["shift", "no shift"])
@@ -68,11 +63,11 @@ def slow_draft_tokens(drafter: BlockDiffusionDrafter, text: list[int], passes: i
     settled: dict[int, int] = {}
     count = len(dists(drafter, text))
     for step in range(1, passes):
-        found = dists(drafter, text, settled).softmax(-1).max(-1)
+        actual = dists(drafter, text, settled).softmax(-1).max(-1)
         wanted = max(1, round((1 - math.cos(math.pi / 2 * (step / passes))) * count))
-        open_places = sorted({*range(count)} - settled.keys(), key=lambda place: -found.values[place].item())
+        open_places = sorted({*range(count)} - settled.keys(), key=lambda place: -actual.values[place].item())
         for place in open_places[: max(0, wanted - len(settled))]:
-            settled[place] = int(found.indices[place])
+            settled[place] = int(actual.indices[place])
     best = dists(drafter, text, settled).argmax(-1).tolist()
     return [settled.get(place, token) for place, token in enumerate(best)]
 
@@ -162,8 +157,8 @@ def test_more_passes_change_draft_tokens_and_no_token(drafter: BlockDiffusionDra
     params = [SamplingParams(20, (0.0, 0.8, 0.8)[row], seed=row, ignore_eos=True) for row in range(3)]
     plain = Engine(target, load_drafter("none", target=target)).generate(prompts, params)
     for passes in (1, 4):
-        found = Engine(target, drafter, drafting=Drafting(draft_passes=passes)).generate(prompts, params)
-        assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+        actual = Engine(target, drafter, drafting=Drafting(draft_passes=passes)).generate(prompts, params)
+        assert [each.token_ids for each in actual] == [each.token_ids for each in plain]
     [sampled] = Engine(target, drafter, drafting=Drafting(sampled=True, draft_passes=2)).generate(
         prompts[:1], params[:1]
     )
@@ -174,11 +169,11 @@ def test_blocks_of_one_token_are_the_target_itself(tiny_target_dir: Path, target
     """A token shift makes it a plain language model, so every draft token is right."""
     convert(tiny_target_dir, tmp_path / "one", ConvertSettings(block_size=1))
     drafter = load_drafter(tmp_path / "one", target=target)
-    [found] = Engine(target, drafter, drafting=Drafting(2)).generate([[5, 6, 7]], GREEDY)
-    assert found.stats.committed[:-1] == [2] * ((GREEDY.max_new_tokens - 2) // 2)
+    [actual] = Engine(target, drafter, drafting=Drafting(2)).generate([[5, 6, 7]], GREEDY)
+    assert actual.stats.committed[:-1] == [2] * ((GREEDY.max_new_tokens - 2) // 2)
 
 
-def test_past_its_context_it_stops_guessing(tiny_target_dir: Path, target: Target, tmp_path: Path) -> None:
+def test_nothing_is_drafted_past_the_context(tiny_target_dir: Path, target: Target, tmp_path: Path) -> None:
     convert(tiny_target_dir, tmp_path / "short", ConvertSettings(block_size=4))
     config = tmp_path / "short/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 18}))
@@ -187,9 +182,9 @@ def test_past_its_context_it_stops_guessing(tiny_target_dir: Path, target: Targe
     observe(drafter, state, [[7] * 13, [7] * 15, [7] * 40])  # type: ignore[arg-type]
     proposal = drafter.propose(state, torch.tensor([6] * 3), ChainPlan(5, [GREEDY] * 3))
     assert [sum(parent >= 0 for parent in parents) for parents in proposal.parents.tolist()] == [2, 0, 0]
-    [found] = Engine(target, drafter, drafting=Drafting(None)).generate([[7] * 9], GREEDY)
+    [actual] = Engine(target, drafter, drafting=Drafting(None)).generate([[7] * 9], GREEDY)
     [plain] = Engine(target, load_drafter("none", target=target)).generate([[7] * 9], GREEDY)
-    assert found.token_ids == plain.token_ids
+    assert actual.token_ids == plain.token_ids
 
 
 def test_the_state_takes_the_memory_of_its_cache(drafter: BlockDiffusionDrafter) -> None:
@@ -203,8 +198,8 @@ def test_a_model_with_other_tokens_is_refused(tiny_target_dir: Path, target: Tar
     source = Path(shutil.copytree(tiny_target_dir, tmp_path / "source"))
     tokenizer = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"mask_token": None}))
-    found = convert(source, tmp_path / "own", ConvertSettings(block_size=4))
-    assert found.is_new and load_drafter(tmp_path / "own", target=target).block_size == 5
+    actual = convert(source, tmp_path / "own", ConvertSettings(block_size=4))
+    assert actual.is_new and load_drafter(tmp_path / "own", target=target).block_size == 5
     raw = json.loads((tmp_path / "own/tokenizer.json").read_text())
     vocab = raw["model"]["vocab"]
     vocab["in"], vocab["the"] = vocab["the"], vocab["in"]

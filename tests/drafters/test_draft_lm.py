@@ -25,11 +25,6 @@ PROMPTS = [[(5 * i * i + 7 * row) % 60 + 4 for i in range(1 + 3 * row)] for row 
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
-
-
-@pytest.fixture(scope="module")
 def drafter(tiny_lm_dir: Path, target: Target) -> DraftLMDrafter:
     loaded = load_drafter(tiny_lm_dir, target=target)
     assert isinstance(loaded, DraftLMDrafter)
@@ -113,7 +108,7 @@ def test_draft_tokens_equal_those_of_a_model_without_a_cache(
             state = state.of([170, 5, 70])
             texts = [texts[2], texts[1], list(range(20, 40))]
             params = [params[2], params[1], params[0]]
-        if step == 5:  # not drafted for a while, and told in one piece
+        if step == 5:  # not drafted for a while, and observed in one piece
             new = [[50, 51, 52], [53] * 11, [54]]
             observe(drafter, state, new)
             texts = [text + more for text, more in zip(texts, new, strict=True)]
@@ -168,13 +163,13 @@ def test_no_token_is_read_twice_for_nothing(drafter: DraftLMDrafter, monkeypatch
     observe(drafter, state, [[5] * 20])
     assert calls == [(20, 1)]  # a prompt, here and not in `propose`
     assert nodes([6]) == [(1, 1)] * 3
-    observe(drafter, state, [state.held[0][20:22]])
+    observe(drafter, state, [state.cached[0][20:22]])
     assert nodes([7]) == [(1, 1)] * 3  # one draft token was right
     observe(drafter, state.of([60]), [[8] * 11])
     state = state.of([0, 60])
-    observe(drafter, state, [state.held[0][22:25], []])
+    observe(drafter, state, [state.cached[0][22:25], []])
     assert nodes([9, 9]) == [(1, 1)] * 3  # nor is anything read again when a row joins
-    observe(drafter, state, [[*state.held[0][25:28], 9], []])
+    observe(drafter, state, [[*state.cached[0][25:28], 9], []])
     assert nodes([9, 9]) == [
         (2, 2),
         (1, 1),
@@ -188,22 +183,22 @@ def test_a_copy_is_the_state_of_a_shorter_text(drafter: DraftLMDrafter, scatter:
     observe(drafter, state, [[9, 8, 7, 6], list(range(20, 40))])
     drafter.propose(state, torch.tensor([5, 6]), ChainPlan(5, [SamplingParams()] * 2))
     observe(drafter, state, [[5], [6, 44]])
-    texts = dict(zip(state.rows, state.texts, strict=True))
+    texts = dict(zip(state.starts, state.committed, strict=True))
     for size in (60, 22, 5):
         state.shrink(3, size)
         for row, length in ((100, 5), (100, 2), (3, min(size, 22)), (3, 4)):
             state.open(70, 30)
             state.copy(row, 70, length)
             copy = state.of([70])
-            assert copy.texts == [texts[row][:length]]
+            assert copy.committed == [texts[row][:length]]
             ids = drafter.propose(copy, torch.tensor([17]), ChainPlan(4, [SamplingParams()])).tokens[0].tolist()
             for depth in range(1, 4):
                 assert ids[depth] == int(logits_after(drafter, texts[row][:length] + ids[:depth]).argmax())
             state.close(70)
-    assert state.texts == [texts[100], texts[3][:5]]
+    assert state.committed == [texts[100], texts[3][:5]]
 
 
-def test_a_long_text_is_not_read_beside_a_row_that_has_no_slots_for_it(
+def test_a_long_sequence_is_not_padded_into_the_slots_of_another(
     drafter: DraftLMDrafter, scatter: Callable[..., Any]
 ) -> None:
     state = scatter(drafter.new_state(1, 60), (30, 30), (10, 8), (18, 12))  # the last one follows the shortest
@@ -229,7 +224,7 @@ def test_the_state_takes_the_memory_of_the_models_cache(drafter: DraftLMDrafter)
 # How far it drafts.
 
 
-def test_past_its_context_it_stops_guessing(target: Target, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_nothing_is_drafted_past_the_context(target: Target, tiny_target_dir: Path, tmp_path: Path) -> None:
     folder = altered(tiny_target_dir, tmp_path / "short", max_position_embeddings=20)
     drafter = load_drafter(folder, target=target)
     assert isinstance(drafter, DraftLMDrafter)
@@ -238,7 +233,7 @@ def test_past_its_context_it_stops_guessing(target: Target, tiny_target_dir: Pat
     assert state.cache.lengths == [3, 17, 20, 0]
     proposal = drafter.propose(state, torch.tensor([6] * 4), ChainPlan(6, [GREEDY] * 4))
     assert [sum(parent >= 0 for parent in parents) for parents in proposal.parents.tolist()] == [5, 3, 0, 0]
-    assert state.cache.lengths == [len(held) for held in state.held] == [8, 20, 0, 0]
+    assert state.cache.lengths == [len(cached) for cached in state.cached] == [8, 20, 0, 0]
     completions = Engine(target, drafter, drafting=Drafting(None)).generate([PROMPTS[1], PROMPTS[3], [7] * 30], GREEDY)
     for prompt, completion in zip([PROMPTS[1], PROMPTS[3], [7] * 30], completions, strict=True):
         [plain] = Engine(target, load_drafter("none", target=target)).generate([prompt], GREEDY)
@@ -251,9 +246,7 @@ def test_past_its_context_it_stops_guessing(target: Target, tiny_target_dir: Pat
         assert completion.stats.committed[:-1] == [1 + count for count in from_draft[:-1]]  # it is the target itself
 
 
-def test_a_prompt_alone_that_is_longer_than_its_context_is_not_read(
-    target: Target, tiny_target_dir: Path, tmp_path: Path
-) -> None:
+def test_a_prompt_longer_than_the_context_is_not_read(target: Target, tiny_target_dir: Path, tmp_path: Path) -> None:
     drafter = load_drafter(altered(tiny_target_dir, tmp_path / "short", max_position_embeddings=20), target=target)
     [completion] = Engine(target, drafter, drafting=Drafting(None)).generate(
         [[7] * 30], SamplingParams(4, ignore_eos=True)

@@ -48,11 +48,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
-
-
 def test_none_proposes_the_anchor_alone(target: Target) -> None:
     drafter = load_drafter("none", target=target)
     assert isinstance(drafter, NoDrafter)
@@ -76,7 +71,7 @@ def make(kind: str, target: Target, folder: Path, **options: object) -> DFlashDr
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_different_lengths_draft_as_if_alone(kind: str, target: Target, tiny_drafter_dir: Path) -> None:
+def test_sequences_of_different_lengths_draft_as_if_alone(kind: str, target: Target, tiny_drafter_dir: Path) -> None:
     drafter = make(kind, target, tiny_drafter_dir)
     generator = torch.Generator().manual_seed(0)
     hidden_states = torch.randn(2, 9, 64, generator=generator)
@@ -161,7 +156,7 @@ def test_a_bundled_drafter_that_does_not_fit_is_refused_as_bundled(target: Targe
             load_drafter(name, target=target)
 
 
-def test_a_target_like_one_of_the_catalogue_is_reported_of_its_drafter(
+def test_the_error_names_the_drafter_of_a_model_with_the_same_sizes(
     target: Target, tiny_eagle3_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -261,8 +256,8 @@ def test_a_network_finds_its_drafter(name: str, target: Target, request: pytest.
     class Extended(type(loaded.network)):  # type: ignore[misc]
         """A subclass, as `compat` has."""
 
-    found = drafter_of(Extended(loaded.config), target)
-    assert type(found) is type(loaded) and found.block_size == loaded.block_size
+    actual = drafter_of(Extended(loaded.config), target)
+    assert type(actual) is type(loaded) and actual.block_size == loaded.block_size
 
 
 @pytest.mark.parametrize("name", ["tiny_drafter_dir", "tiny_eagle3_dir", "tiny_mtp_dir"])
@@ -298,7 +293,7 @@ def test_a_drafter_knows_its_bits(
     assert len({stored_costs.path(*pair) for pair in pairs}) == 4  # what steps cost is another thing
 
 
-def test_uncompiled_drafters_have_no_few_bits(target: Target, request: pytest.FixtureRequest) -> None:
+def test_uncompiled_drafters_are_not_quantized(target: Target, request: pytest.FixtureRequest) -> None:
     uncompiled = load_target(target.path, "float32", "cpu", compile="off")
     for name in ("tiny_drafter_dir", "tiny_eagle3_dir", "tiny_mtp_dir", "tiny_medusa_dir"):
         assert load_drafter(request.getfixturevalue(name), target=uncompiled).bits is None
@@ -316,13 +311,13 @@ def test_combinations_have_costs_of_their_own(
         (tiny_drafter_dir, target.path),
     ]
     assert len({file(*each) for each in together}) == 3
-    found = file(tiny_drafter_dir)
+    actual = file(tiny_drafter_dir)
     monkeypatch.chdir(tiny_drafter_dir.parent)
-    assert file(tiny_drafter_dir.name) == found  # by the place, however it is named
+    assert file(tiny_drafter_dir.name) == actual  # by the place, however it is named
     (other := tiny_drafter_dir.parent / "elsewhere").mkdir()
     shutil.copytree(tiny_drafter_dir, other / tiny_drafter_dir.name)
     monkeypatch.chdir(other)
-    assert file(tiny_drafter_dir.name) != found
+    assert file(tiny_drafter_dir.name) != actual
 
 
 def test_other_networks_have_no_drafter(target: Target) -> None:
@@ -337,14 +332,14 @@ def test_the_place_of_a_drafter_needs_no_target(tiny_drafter_dir: Path, tiny_tar
         check_place(good)
     for name in ("pages.gguf", "notes.gguf"):
         (tmp_path / name).write_text("notes")
-    for bad, told in (
+    for bad, message in (
         (tmp_path, r"is no drafter; .* prompt_lookup. It holds the file \S*notes.gguf, which may be one.$"),
         ("prompt_lookup+nowhere", "^nowhere is no drafter"),
         ("owner/name", "If it is on the hub, fetch it: hf download owner/name"),
         (tmp_path / "notes.gguf", "is no GGUF file"),
         ("none+none", "names none twice"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=message):
             check_place(bad)
 
 

@@ -22,21 +22,16 @@ from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
-
-
 class Scripted(Drafter):
     """Proposes what it is given, and records its plans and observations."""
 
     path, chooses_tree_size, chooses_length = None, True, False
 
-    def __init__(self, said: Proposal, block_size: int = 9, target_layers: tuple[int, ...] = ()) -> None:
-        self.said, self.block_size, self.target_layers = said, block_size, target_layers
-        self.asked: list[Plan] = []
-        self.told: list[Tensor | None] = []
-        self.texts: list[tuple[list[int], list[list[int]]]] = []  # rows, and what they were told
+    def __init__(self, proposal: Proposal, block_size: int = 9, target_layers: tuple[int, ...] = ()) -> None:
+        self.proposal, self.block_size, self.target_layers = proposal, block_size, target_layers
+        self.plans: list[Plan] = []
+        self.hidden_states: list[Tensor | None] = []
+        self.observed: list[tuple[list[int], list[list[int]]]] = []  # first KV slots and tokens
         self.fails = False
 
     def new_state(self, batch: int, capacity: int) -> Any:
@@ -49,17 +44,17 @@ class Scripted(Drafter):
         return 7
 
     def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
-        self.asked.append(plan)
-        return self.said
+        self.plans.append(plan)
+        return self.proposal
 
     def observe(self, state: Any, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         if self.fails:
             raise RuntimeError("cannot observe")
-        self.told.append(hidden_states)
-        self.texts.append((state.rows, [row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)]))
+        self.hidden_states.append(hidden_states)
+        self.observed.append((state.rows, [row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)]))
 
 
-def test_each_drafter_gets_its_own_block_size_and_features() -> None:
+def test_each_member_gets_its_own_block_size_and_hidden_states() -> None:
     first, second = Scripted(proposal(LOOKUP), 4, (2, 0)), Scripted(proposal(MODEL), 9, (1,))
     drafter = HybridDrafter([first, second])
     assert (drafter.target_layers, drafter.block_size) == ((0, 1, 2), 9)
@@ -68,25 +63,25 @@ def test_each_drafter_gets_its_own_block_size_and_features() -> None:
     hidden_states = torch.arange(6.0).view(1, 1, 6)  # two numbers a layer
     drafter.observe(state, torch.tensor([[1]]), hidden_states, [1])
     drafter.propose(state, torch.tensor([3]), plan(7, step_seconds=[2.0] * 8, calibration=0.5))
-    assert [each.told[0].tolist() for each in (first, second)] == [[[[4, 5, 0, 1]]], [[[2, 3]]]]  # type: ignore[union-attr]
+    assert [each.hidden_states[0].tolist() for each in (first, second)] == [[[[4, 5, 0, 1]]], [[[2, 3]]]]  # type: ignore[union-attr]
     drafter.propose(state, torch.tensor([3]), plan(0, uniforms=torch.rand(1, 8)))
-    asked = [each.asked[0] for each in (first, second)]
+    asked = [each.plans[0] for each in (first, second)]
     assert [(each.block_size, each.step_seconds, each.calibration) for each in asked] == [
         (4, [2.0] * 8, 0.5),
         (9, [2.0] * 8, 0.5),
     ]
-    assert [each.asked[1].uniforms.shape for each in (first, second)] == [(1, 3), (1, 8)]  # type: ignore[union-attr]
+    assert [each.plans[1].uniforms.shape for each in (first, second)] == [(1, 3), (1, 8)]  # type: ignore[union-attr]
     drafter.propose(state, torch.tensor([3]), ChainPlan(1, [SamplingParams()]))
-    assert len(first.asked) == 2
+    assert len(first.plans) == 2
 
 
 def test_a_chain_is_that_of_the_drafter_that_expects_most() -> None:
     long: Tree = [(5, 0, 0.5), (6, 1, 0.4), (7, 2, 0.3)]
     sure = Proposal(torch.tensor([[0, 8], [0, 9]]), torch.tensor([[-1, 0], [-1, 0]]), expected=(0.9, 0.95))
     drafter = HybridDrafter([Scripted(proposal(long, [])), Scripted(sure)])
-    found = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), plan(0, 2))
-    assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]] and found.q is None
-    assert found.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -1, -1]]
+    actual = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), plan(0, 2))
+    assert actual.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]] and actual.q is None
+    assert actual.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -1, -1]]
 
 
 def turns(first: float, second: float, seconds: Sequence[float] = (1.0, 1.1, 1.2, 1.3)) -> HybridPlan:
@@ -105,11 +100,11 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     cheap, dear = Scripted(few), Scripted(many)
     drafter = HybridDrafter([cheap, dear])
     state, anchors = drafter.new_state(2, 20), torch.tensor([3, 4])
-    found = drafter.propose(state, anchors, turns(1.0, 2.2))
-    assert (found.part, found.tokens.tolist(), found.expected) == (0, [[0, 5], [0, 0]], (0.5, 0.0))
-    assert not dear.asked
-    found = drafter.propose(state, anchors, turns(1.0, 2.3))
-    assert (found.part, found.tokens.tolist()) == (1, many.tokens.tolist()) and len(dear.asked) == 1
+    actual = drafter.propose(state, anchors, turns(1.0, 2.2))
+    assert (actual.part, actual.tokens.tolist(), actual.expected) == (0, [[0, 5], [0, 0]], (0.5, 0.0))
+    assert not dear.plans
+    actual = drafter.propose(state, anchors, turns(1.0, 2.3))
+    assert (actual.part, actual.tokens.tolist()) == (1, many.tokens.tolist()) and len(dear.plans) == 1
     doubted = replace(
         turns(1.0, 2.2),
         turns=[turn._replace(plan=replace(turn.plan, calibration=0.1)) for turn in turns(1.0, 2.2).turns],
@@ -117,15 +112,15 @@ def test_drafters_in_turn_are_asked_until_one_promises_more_than_those_after_it_
     assert drafter.propose(state, anchors, doubted).part == 1
     alone = replace(turns(1.0, 0.0), turns=turns(1.0, 9.0).turns[1:])
     assert drafter.propose(state, anchors, alone).part == 1
-    cheap.said = replace(proposal([], []), expected=(0.0, 0.0))  # it passes
+    cheap.proposal = replace(proposal([], []), expected=(0.0, 0.0))  # it passes
     assert drafter.propose(state, anchors, turns(1.0, 0.1)).part == 1
-    cheap.said = replace(few, expected=None)  # it does not say what it expects
+    cheap.proposal = replace(few, expected=None)  # it does not say what it expects
     assert [drafter.propose(state, anchors, turns(rate, 2.0)).part for rate in (1.9, 2.1)] == [1, 0]
     three = HybridDrafter([Scripted(few), Scripted(few), Scripted(many)])  # the last of those behind may be the best
     assert three.propose(three.new_state(2, 20), anchors, in_turn((1.0, 0.5, 2.3))).part == 2
 
 
-def test_a_drafter_that_is_not_asked_is_reported_later() -> None:
+def test_a_member_that_does_not_draft_observes_later() -> None:
     none = replace(proposal([], []), expected=(0.0, 0.0))
     cheap, dear = Scripted(none), Scripted(none, target_layers=(0,))
     drafter = HybridDrafter([cheap, dear])
@@ -140,31 +135,35 @@ def test_a_drafter_that_is_not_asked_is_reported_later() -> None:
     for texts in ([1, 2], [3]), ([4], []), ([5], [6, 7, 8]):
         observe([0, 200], *texts)
     drafter.propose(state, anchors, replace(turns(9.0, 0.0), turns=turns(9.0, 0.0).turns[:1]))
-    assert len(cheap.texts) == 3 and not dear.texts
+    assert len(cheap.observed) == 3 and not dear.observed
     drafter.propose(state, anchors, turns(0.0, 9.0))
-    assert dear.texts == [([0, 200], [[1, 2, 4, 5], [3, 6, 7, 8]])]
-    assert dear.told[0] is not None and dear.told[0].tolist()[1] == [[1.5], [3.0], [3.5], [4.0]]
+    assert dear.observed == [([0, 200], [[1, 2, 4, 5], [3, 6, 7, 8]])]
+    assert dear.hidden_states[0] is not None and dear.hidden_states[0].tolist()[1] == [[1.5], [3.0], [3.5], [4.0]]
     observe([200], [9])
     drafter.propose(state, anchors, turns(0.0, 9.0))
-    assert dear.texts[1:] == [([200], [[9]])]
+    assert dear.observed[1:] == [([200], [[9]])]
     drafter.propose(state, anchors, turns(0.0, 9.0))
-    assert len(dear.texts) == 2  # there is nothing to tell
+    assert len(dear.observed) == 2  # there is nothing to tell
     observe([0], [10])
     state.shrink(0, 100)  # a change of rows comes after what was before it
-    assert dear.texts[2:] == [([0], [[10]])]
+    assert dear.observed[2:] == [([0], [[10]])]
     observe([0, 200], [11], [12])
     state.close(200)
     state.open(200, 200)
     observe([200], [13])
-    state.zero_slots(0, whole=True)
+    state.close(0)
+    state.open(0, 200)
     drafter.propose(state, anchors, turns(0.0, 9.0))
-    assert dear.texts[3:] == [([200], [[13]])]
+    assert dear.observed[3:] == [([200], [[13]])]
     observe([0, 200], [14, 15], [16])
     drafter.propose(state, anchors, turns(0.0, 9.0))
-    assert dear.texts[4:] == [([0], [[14, 15]]), ([200], [[16]])]  # without slots for what others were told
+    assert dear.observed[4:] == [
+        ([0], [[14, 15]]),
+        ([200], [[16]]),
+    ]  # without KV slots for what other sequences observe
 
 
-def test_what_is_kept_for_a_drafter_is_bounded_and_outlives_its_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_pending_tokens_are_bounded_and_outlive_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     none = replace(proposal([]), expected=(0.0,))
     free, dear = Scripted(none), Scripted(none)
     free.runs_network = False
@@ -175,21 +174,21 @@ def test_what_is_kept_for_a_drafter_is_bounded_and_outlives_its_failure(caplog: 
         drafter.observe(state, torch.arange(count)[None], None, [count])
 
     observe(hybrid.MOST_PENDING)
-    assert not dear.texts
+    assert not dear.observed
     dear.fails = True
     with pytest.raises(RuntimeError, match="cannot observe"):
         observe(1)
-    assert len(free.texts) == 1  # it has not observed what will be observed again
+    assert len(free.observed) == 1  # it has not observed what will be observed again
     dear.fails = False
     observe(1)
-    assert dear.texts == [([0], [[*range(hybrid.MOST_PENDING)]])] and len(free.texts) == 2
+    assert dear.observed == [([0], [[*range(hybrid.MOST_PENDING)]])] and len(free.observed) == 2
     observe(5)
     dear.fails = True
     state.shrink(0, 3)  # other requests need not end
     assert "may draft worse: RuntimeError: cannot observe" in caplog.text
     dear.fails = False
     state.shrink(0, 2)
-    assert len(dear.texts) == 1
+    assert len(dear.observed) == 1
 
 
 def test_a_sampled_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
@@ -199,14 +198,14 @@ def test_a_sampled_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
     chains: list[Tree] = [[(5, 0, 0.9), (6, 1, 0.6), (7, 2, 0.5)], [(5, 0, 0.5)]]
     drafter = HybridDrafter([Scripted(proposal(*chains)), Scripted(sampled)])
     state, asked = drafter.new_state(2, 20), plan(0, 2, uniforms=torch.rand(2, 8))
-    found = drafter.propose(state, torch.tensor([3, 4]), asked)
-    assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]]
-    assert found.q is not None and found.q[0] is None and found.q[1] is not None
-    assert found.q[1].ids.tolist() == [[8, 9]] * 2
+    actual = drafter.propose(state, torch.tensor([3, 4]), asked)
+    assert actual.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]]
+    assert actual.q is not None and actual.q[0] is None and actual.q[1] is not None
+    assert actual.q[1].ids.tolist() == [[8, 9]] * 2
     for _ in range(9):  # none of the sampled ones is accepted
         drafter.observe(state, torch.tensor([[1, 5], [1, 0]]), None, [2, 1])
-        found = drafter.propose(state, torch.tensor([3, 4]), asked)
-    assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 5, 0, 0]] and found.q is None
+        actual = drafter.propose(state, torch.tensor([3, 4]), asked)
+    assert actual.tokens.tolist() == [[3, 5, 6, 7], [4, 5, 0, 0]] and actual.q is None
     state.shrink(20, 5)  # another request
     assert drafter.propose(state, torch.tensor([3, 4]), asked).tokens[1].tolist() == [4, 9, 0, 0]
 
@@ -219,11 +218,11 @@ def test_chosen_draft_tokens_stand_beside_a_sampled_chain() -> None:
     )  # the second row is greedy and short
     drafter = HybridDrafter([Scripted(proposal(LOOKUP, [(4, 0, 0.2), (6, 0, 0.1)])), Scripted(sampled)])
     asked = plan(4, 2, uniforms=torch.rand(2, 8))
-    found = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), asked)
-    assert found.tokens.tolist() == [[3, 5, 9, 6, 7], [4, 4, 6, 0, 0]]
-    assert found.parents.tolist() == [[-1, 0, 1, 1, 3], [-1, 0, 0, -1, -1]]
-    assert found.q is not None and found.q[1] is None
-    assert found.q[0] is not None and found.q[0].ids.tolist() == dist.ids.tolist()
+    actual = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), asked)
+    assert actual.tokens.tolist() == [[3, 5, 9, 6, 7], [4, 4, 6, 0, 0]]
+    assert actual.parents.tolist() == [[-1, 0, 1, 1, 3], [-1, 0, 0, -1, -1]]
+    assert actual.q is not None and actual.q[1] is None
+    assert actual.q[0] is not None and actual.q[0].ids.tolist() == dist.ids.tolist()
     fewer = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), replace(asked, tree_budget=2))
     assert fewer.tokens.tolist() == [[3, 5, 9], [4, 4, 6]]
 
@@ -232,18 +231,18 @@ REPEATING = "Read this aloud: one red apple, two green pears. One red apple, two
 
 
 @pytest.mark.slow
-def test_both_together_accept_more_than_each_alone_where_text_repeats() -> None:
+def test_a_hybrid_accepts_more_than_each_member_on_repetitive_text() -> None:
     pair, params = load_target(), SamplingParams(max_new_tokens=48, ignore_eos=True)
     lookup, model, both = (
         load_drafter(n, target=pair) for n in ("prompt_lookup", "bundled-dflash", "prompt_lookup+bundled-dflash")
     )
     [plain] = Engine(pair).generate([REPEATING], params)
     for drafting in (Drafting(None), Drafting(tree_budget=16)):
-        found = [
+        actual = [
             Engine(pair, each, drafting=drafting).generate([REPEATING], params)[0] for each in (lookup, model, both)
         ]
-        assert {tuple(completion.token_ids) for completion in found} == {tuple(plain.token_ids)}
-        assert found[2].tau > max(found[0].tau, found[1].tau) + 0.1 > 1.2, [completion.tau for completion in found]
+        assert {tuple(completion.token_ids) for completion in actual} == {tuple(plain.token_ids)}
+        assert actual[2].tau > max(actual[0].tau, actual[1].tau) + 0.1 > 1.2, [completion.tau for completion in actual]
 
 
 def backwards(trees: Any, budget: int) -> list[tuple[float, int, int]]:
@@ -264,7 +263,7 @@ def backwards(trees: Any, budget: int) -> list[tuple[float, int, int]]:
         for way, drafting in enumerate([Drafting(None), Drafting(tree_budget=12), Drafting("auto", 12)])
     ],
 )
-def test_a_combination_that_is_broken_changes_no_token(
+def test_a_broken_hybrid_changes_no_token(
     broken: str, drafting: Drafting, target: Target, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = load_drafter(f"prompt_lookup+{tiny_drafter_dir}", target=target)
@@ -274,14 +273,14 @@ def test_a_combination_that_is_broken_changes_no_token(
     elif broken == "choice":
         monkeypatch.setattr(hybrid, "_expected_accepted", lambda proposal, row, known: -proposal.tokens.size(1))
     elif broken == "deaf":  # the lookup hears nothing of the text
-        monkeypatch.setattr(drafter.parts[0], "observe", lambda *told: None)
+        monkeypatch.setattr(drafter.parts[0], "observe", lambda *arguments: None)
     else:
         monkeypatch.setattr(drafter, "_hidden_states_of", lambda part, hidden_states: torch.zeros_like(hidden_states))
     prompts = [[(7 * i * i + row) % 60 + 4 for i in range(5 + 4 * row)] for row in range(3)]
     params = [SamplingParams(16, (0.0, 0.8, 1.0)[row], seed=row, ignore_eos=True) for row in range(3)]
-    found = Engine(target, drafter, 2, drafting).generate(prompts, params)
+    actual = Engine(target, drafter, 2, drafting).generate(prompts, params)
     plain = Engine(target).generate(prompts, params)
-    assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+    assert [each.token_ids for each in actual] == [each.token_ids for each in plain]
 
 
 def test_folders_may_have_the_sign_in_their_names(tmp_path: Path, target: Target, tiny_drafter_dir: Path) -> None:
@@ -301,7 +300,7 @@ def test_folders_may_have_the_sign_in_their_names(tmp_path: Path, target: Target
     assert paths(load_drafter(odd, target=target)) == [odd]
 
 
-def test_its_kind_names_those_of_its_parts(target: Target, tiny_drafter_dir: Path) -> None:
+def test_its_kind_names_its_members(target: Target, tiny_drafter_dir: Path) -> None:
     assert load_drafter(f"prompt_lookup+{tiny_drafter_dir}", target=target).kind == "prompt_lookup+dflash"
 
 
@@ -315,7 +314,7 @@ def test_its_kind_names_those_of_its_parts(target: Target, tiny_drafter_dir: Pat
         ("hybrid", "hybrid is no drafter"),
     ],
 )
-def test_combinations_of_nothing_are_refused(name: str, message: str, target: Target) -> None:
+def test_wrong_hybrids_are_refused(name: str, message: str, target: Target) -> None:
     with pytest.raises(UsageError, match=message):
         load_drafter(name, target=target)
     with pytest.raises(UsageError, match="has 1 members; join two or more"):

@@ -15,6 +15,7 @@ from blockdraft.decode.proposal import ChainPlan, Plan, Proposal
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Costs, Engine
 from blockdraft.engine.adaptive.policy import Controller
+from blockdraft.nn.cache import SequenceState
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -52,33 +53,23 @@ PARAMS = [
 LONG = SamplingParams(18, ignore_eos=True)
 
 
-class RecordingState:
-    def __init__(self, inner: Any, rows: Sequence[int], of_rows: dict[int, list[int]], texts: list[list[int]]) -> None:
-        self.inner, self.rows, self.of_rows, self.texts = inner, list(rows), of_rows, texts
+class RecordingState(SequenceState):
+    """Observed tokens of each sequence, and the state of the drafter that is recorded."""
 
-    def of(self, rows: Sequence[int]) -> "RecordingState":
-        return RecordingState(self.inner.of(rows), rows, self.of_rows, self.texts)
+    def __init__(self, recorded: Any, texts: list[list[int]], batch: int, capacity: int) -> None:
+        self.texts = texts
+        super().__init__(batch, capacity, [recorded])
 
-    def open(self, row: int, capacity: int) -> None:
-        self.inner.open(row, capacity)
-        assert row not in self.of_rows
-        self.of_rows[row] = []
-        self.texts.append(self.of_rows[row])
+    def new_value(self) -> list[int]:
+        self.texts.append([])
+        return self.texts[-1]
 
-    def close(self, row: int) -> None:
-        self.inner.close(row)
-        del self.of_rows[row]
-
-    def shrink(self, row: int, capacity: int) -> None:
-        self.inner.shrink(row, capacity)
-
-    def copy(self, source: int, row: int, length: int) -> None:
-        self.inner.copy(source, row, length)
-        assert len(self.of_rows[source]) >= length and not self.of_rows[row]
-        self.of_rows[row] += self.of_rows[source][:length]
-
-    def zero_slots(self, row: int, whole: bool = False) -> None:
-        self.inner.zero_slots(row, whole)
+    def copy(self, source: int, start: int, length: int) -> None:
+        text = self.values[start]
+        super().copy(source, start, length)
+        assert len(self.values[source]) >= length and not text
+        text += self.values[source][:length]
+        self.values[start] = text
 
 
 class Recorder(Drafter):
@@ -97,8 +88,7 @@ class Recorder(Drafter):
         self.proposals: list[Proposal] = []
 
     def new_state(self, batch: int, capacity: int) -> RecordingState:
-        rows = [place * capacity for place in range(batch)]
-        return RecordingState(self.drafter.new_state(batch, capacity), rows, {row: [] for row in rows}, self.texts)
+        return RecordingState(self.drafter.new_state(batch, capacity), self.texts, batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return self.drafter.state_bytes(batch, capacity)
@@ -107,21 +97,16 @@ class Recorder(Drafter):
         return self.drafter.weight_bytes()
 
     def propose(self, state: RecordingState, anchor: Tensor, plan: Plan) -> Proposal:
-        self.proposals.append(self.drafter.propose(state.inner, anchor, plan))
+        self.proposals.append(self.drafter.propose(state.inner[0], anchor, plan))
         assert self.proposals[-1].tokens[:, 0].tolist() == anchor.tolist()
         return self.proposals[-1]
 
     def observe(
         self, state: RecordingState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]
     ) -> None:
-        for row, ids, length in zip(state.rows, tokens.tolist(), lengths, strict=True):
-            state.of_rows[row] += ids[:length]
-        self.drafter.observe(state.inner, tokens, hidden_states, lengths)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
+        for start, ids, length in zip(state.starts, tokens.tolist(), lengths, strict=True):
+            state.values[start] += ids[:length]
+        self.drafter.observe(state.inner[0], tokens, hidden_states, lengths)
 
 
 @pytest.fixture(scope="module", params=FILES)
@@ -171,11 +156,11 @@ def test_answers_are_those_of_plain_decoding(
         assert (len(completion.token_ids), completion.finish_reason) == (params.max_new_tokens, "length")
         # Every committed token, once, in order. The last path may reach past the end of the answer, and the last tokens
         # may be missing, since no draft needed them.
-        told = prompt + completion.token_ids[:-1]
-        assert text[: len(told)] == told[: len(text)]
-        assert len(text) < len(told) + drafter.block_size
+        committed = prompt + completion.token_ids[:-1]
+        assert text[: len(committed)] == committed[: len(text)]
+        assert len(text) < len(committed) + drafter.block_size
         if drafter.block_size > 1 and drafting.block_size != "auto":
-            assert len(text) >= len(told)
+            assert len(text) >= len(committed)
     assert len(heard) == len(completions) == count
     for proposal in recorder.proposals:
         for tokens, parents in zip(proposal.tokens.tolist(), proposal.parents.tolist(), strict=True):
@@ -223,15 +208,15 @@ def learn(target: Target, drafter: Drafter, state: Any, texts: Sequence[list[int
 def draft_tokens(drafter: Drafter, state: Any, anchors: Sequence[int], budget: int) -> list[list[int]]:
     """Paths to the nodes of each row's tree, padding excluded."""
     plan = ChainPlan(drafter.block_size, [SamplingParams()] * len(anchors)).as_tree(budget)
-    proposal, found = drafter.propose(state, torch.tensor(anchors), plan), []
+    proposal, actual = drafter.propose(state, torch.tensor(anchors), plan), []
     for tokens, parents in zip(proposal.tokens.tolist(), proposal.parents.tolist(), strict=True):
         kept = [node for node in range(len(tokens)) if node == 0 or parents[node] >= 0]
-        found.append([tokens[node] for node in kept] + [parents[node] for node in kept])
-    return found
+        actual.append([tokens[node] for node in kept] + [parents[node] for node in kept])
+    return actual
 
 
 @pytest.mark.parametrize("budget", [0, 12])
-def test_rows_anywhere_and_copies_draft_as_if_alone_and_new(
+def test_sequences_at_any_slots_and_copies_draft_as_if_alone(
     target: Target, drafter: Drafter, budget: int, scatter: Callable[..., Any]
 ) -> None:
     state = scatter(drafter.new_state(1, 200), (130, 60), (3, 50), (60, 45))
@@ -240,10 +225,10 @@ def test_rows_anywhere_and_copies_draft_as_if_alone_and_new(
     def same(*rows: int) -> None:
         anchors = [31 + row % 7 for row in rows]
         together = draft_tokens(drafter, state.of(rows), anchors, budget)
-        for row, anchor, found in zip(rows, anchors, together, strict=True):
+        for row, anchor, actual in zip(rows, anchors, together, strict=True):
             alone = drafter.new_state(1, 60)
             learn(target, drafter, alone, [texts[row]])
-            assert found == draft_tokens(drafter, alone, [anchor], budget)[0]
+            assert actual == draft_tokens(drafter, alone, [anchor], budget)[0]
 
     def more(*rows: int, count: int) -> None:
         new = {row: [(13 * row + 5 * i) % 60 + 4 for i in range(count - place)] for place, row in enumerate(rows)}
@@ -281,11 +266,11 @@ def test_answers_on_a_gpu_are_those_on_a_cpu(request: pytest.FixtureRequest, tin
     folder = request.getfixturevalue(fixture) if fixture else kind
 
     def answers(device: str) -> list[list[int]]:
-        target, found = load_target(tiny_target_dir, "float32", device, "native", "off"), []
+        target, actual = load_target(tiny_target_dir, "float32", device, "native", "off"), []
         for drafting in (DRAFTINGS["chain"], DRAFTINGS["tree"]):
             with Engine(target, load_drafter(folder, target=target), 2, drafting) as engine:
-                found += [each.token_ids for each in engine.generate(PROMPTS[3:6], params)]
-        return found
+                actual += [each.token_ids for each in engine.generate(PROMPTS[3:6], params)]
+        return actual
 
     expected = answers("cpu")
     with pretended_gpu():

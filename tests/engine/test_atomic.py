@@ -159,8 +159,8 @@ def test_a_forward_that_fails_for_one_request_ends_that_one(
 
     def spoil(call: int, tokens: Tensor, cache: Any) -> None:
         if call == at:
-            row[:] = [cache.rows[1]]
-        if call >= at and row[0] in cache.rows:
+            row[:] = [cache.starts[1]]
+        if call >= at and row[0] in cache.starts:
             raise MemoryError("no room for this one")
 
     break_forward(target, monkeypatch, spoil)
@@ -206,7 +206,7 @@ def test_a_prompt_that_could_not_be_read_is_not_tried_for_ever(
 def spoil_slots(cache: Any) -> None:
     """Write NaN behind the committed tokens of these rows."""
     for store in cache._stores():
-        for row, length in zip(cache.rows, cache.lengths, strict=True):
+        for row, length in zip(cache.starts, cache.lengths, strict=True):
             store[..., row + length : row + length + 8, :] = torch.nan
 
 

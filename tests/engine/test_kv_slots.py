@@ -10,7 +10,7 @@ def text(*parts: tuple[int, int]) -> list[int]:
     return [token for token, count in parts for _ in range(count)]
 
 
-def test_what_texts_have_in_common() -> None:
+def test_common_length() -> None:
     assert (
         common_length([], [1]),
         common_length([1, 2, 3], [1, 2, 4]),
@@ -19,7 +19,7 @@ def test_what_texts_have_in_common() -> None:
     ) == (0, 2, 2, 0)
 
 
-def test_the_longest_beginning_is_found_against_reading_all_texts() -> None:
+def test_the_longest_prefix_equals_a_search_of_all_sequences() -> None:
     choose, index, texts = random.Random(1), PrefixIndex(), dict[int, list[int]]()
 
     def made() -> list[int]:
@@ -27,7 +27,7 @@ def test_the_longest_beginning_is_found_against_reading_all_texts() -> None:
         parts = [(choose.randint(0, 1), BLOCK // 2) for _ in range(choose.randint(0, 9))]
         return text(*parts, (2, choose.randint(0, 3)))
 
-    found = set()
+    actual = set()
     for _ in range(2000):
         row = choose.randint(0, 9)
         if choose.random() < 0.3:
@@ -43,11 +43,11 @@ def test_the_longest_beginning_is_found_against_reading_all_texts() -> None:
             assert best is None
         else:
             assert best is not None and best[1] == common_length(texts[best[0]], wanted) == longest
-            found.add(longest)
-    assert len(found) > 10 and max(found) > 3 * BLOCK
+            actual.add(longest)
+    assert len(actual) > 10 and max(actual) > 3 * BLOCK
 
 
-def test_who_has_been_known_longest_is_taken_among_equals() -> None:
+def test_ties_go_to_the_sequence_that_was_indexed_first() -> None:
     index = PrefixIndex()
     for row in (5, 2, 9):
         index.add(row, text((1, 40), (row, 10)))
@@ -62,7 +62,7 @@ def first_fit(free: list[bool], count: int) -> int | None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_takes_and_gives_against_a_list_of_slots(seed: int) -> None:
+def test_random_allocations_against_a_list_of_slots(seed: int) -> None:
     choose, total = random.Random(seed), 60
     slots, free, taken = FreeSlots(total), [True] * total, list[tuple[int, int]]()
     refused = 0
@@ -81,26 +81,26 @@ def test_random_takes_and_gives_against_a_list_of_slots(seed: int) -> None:
         for at, held in given:
             were[at : at + held] = [True] * held
         assert slots.would_fit(count, given) == (first_fit(were, count) is not None)
-        found = slots.take(count)
-        assert found == first_fit(free, count)
-        if found is None:
+        actual = slots.take(count)
+        assert actual == first_fit(free, count)
+        if actual is None:
             refused += 1
         else:
-            free[found : found + count] = [False] * count
-            taken.append((found, count))
+            free[actual : actual + count] = [False] * count
+            taken.append((actual, count))
     assert refused > 100
     for first, count in taken:
         slots.give(first, count)
     assert slots.take(total) == 0 and slots.take(1) is None
 
 
-def test_without_slots_nothing_is_handed_out() -> None:
+def test_nothing_is_allocated_without_slots() -> None:
     assert FreeSlots(0).take(1) is None and not FreeSlots(0).would_fit(1, [])
     assert FreeSlots(0).would_fit(3, [(4, 2), (6, 1)])
 
 
 @pytest.mark.parametrize(("first", "count"), [(2, 3), (0, 2), (4, 2), (1, 9)])
-def test_slots_that_are_free_already_are_not_given(first: int, count: int) -> None:
+def test_freeing_free_slots_is_refused(first: int, count: int) -> None:
     slots = FreeSlots(10)
     slots.take(10)
     slots.give(1, 2)

@@ -8,6 +8,7 @@ import pytest
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine, Request
+from blockdraft.nn.cache import SequenceState
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, Prompt, SamplingParams
 
@@ -92,13 +93,13 @@ def test_requests_join_and_leave_between_steps(target: Target, drafter: Drafter)
 def test_cancel_includes_a_request_that_is_being_admitted(target: Target) -> None:
     cancelled = list[list[Request]]()
 
-    class State(type(NoDrafter().new_state(1, 1))):  # type: ignore[misc]
-        def open(self, row: int, capacity: int) -> None:
+    class State(SequenceState):
+        def open(self, start: int, capacity: int) -> None:
             cancelled.append(hand.scheduler.cancel())
 
     class Drafter(NoDrafter):
         def new_state(self, batch: int, capacity: int) -> State:
-            return State()
+            return State(batch, capacity)
 
     hand = ByHand(Engine(target, Drafter()))
     request = hand.submit(PROMPTS[0], greedy(9))

@@ -12,7 +12,8 @@ from blockdraft.decode.tree import best_first
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Completion, Engine, mean_tau
-from blockdraft.targets import Cache, Target, load_target
+from blockdraft.nn.cache import KVCache
+from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
 PROMPTS = [[5 + i, 9, *range(20, 20 + 3 * i % 7), 17 - i] for i in range(16)]
@@ -29,7 +30,7 @@ class Oracle(Drafter):
         self.target, self.worst_rank = target, worst_rank
         self.generator = torch.Generator().manual_seed(0)
 
-    def new_state(self, batch: int, capacity: int) -> Cache:
+    def new_state(self, batch: int, capacity: int) -> KVCache:
         return self.target.new_cache(batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
@@ -38,7 +39,7 @@ class Oracle(Drafter):
     def weight_bytes(self) -> int:
         return 0
 
-    def propose(self, state: Cache, anchor: Tensor, plan: Plan) -> Proposal:
+    def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         tokens = anchor[:, None]
         for _ in range(plan.block_size - 1):
             logits = self.target.forward(tokens, chain(tokens).parents, state).logits
@@ -51,7 +52,7 @@ class Oracle(Drafter):
         spread = torch.rand(ids.shape, generator=self.generator).sort(dim=-1, descending=True).values
         return best_first(anchor, (3 * spread).log_softmax(dim=-1), ids, plan.tree_budget)
 
-    def observe(self, state: Cache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
+    def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         self.target.forward(tokens, chain(tokens).parents, state)
         state.commit([range(length) for length in lengths])
 

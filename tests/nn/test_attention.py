@@ -38,8 +38,8 @@ def test_masked_nodes(softcap: float | None) -> None:
     visible[:, :, 0] = True
     mask = grouped_mask(visible, HEADS // KV_HEADS, torch.float32)
     assert mask.shape == (B, 1, 3 * N, T)
-    found = attend_grouped(*arguments, mask, SCALE, softcap)
-    torch.testing.assert_close(found, twin(*arguments, visible, softcap))
+    actual = attend_grouped(*arguments, mask, SCALE, softcap)
+    torch.testing.assert_close(actual, twin(*arguments, visible, softcap))
 
 
 @pytest.mark.parametrize("softcap", [None, 0.5])

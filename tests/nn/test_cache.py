@@ -1,4 +1,4 @@
-"""The cache against plain lists, with rows side by side and at any places of its memory; and who may see whom."""
+"""The KV cache against plain lists, with sequences side by side and at any KV slots; and the masks of attention."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import chain, depths, tree_mask
+from blockdraft.decode.proposal import depths, tree_mask
 from blockdraft.nn.attention import additive_mask, visible_slots
 from blockdraft.nn.cache import KVCache, write_nodes
 
@@ -35,14 +35,14 @@ def write(cache: KVCache, *tokens: list[int]) -> tuple[Tensor, Tensor]:
 
 def contents(cache: KVCache) -> list[list[int]]:
     """What the rows hold, read by writing a node that is not committed."""
-    keys, values = write(cache, *[[99]] * len(cache.rows))
-    found = []
+    keys, values = write(cache, *[[99]] * len(cache.starts))
+    actual = []
     for place, length in enumerate(cache.lengths):
         held = keys[place, 0, : length + 1]
         assert torch.equal(values[place, 0, : length + 1], held + 1000)
-        found.append(held[:, 0].int().tolist())
-    assert all(row.pop() == 99 for row in found)
-    return found
+        actual.append(held[:, 0].int().tolist())
+    assert all(row.pop() == 99 for row in actual)
+    return actual
 
 
 def fill(cache: KVCache, *rows: list[int]) -> KVCache:
@@ -53,39 +53,8 @@ def fill(cache: KVCache, *rows: list[int]) -> KVCache:
     return cache
 
 
-def test_commit_keeps_the_path_and_forgets_the_rest(cache: KVCache) -> None:
-    write(cache, [1, 2, 3], [11, 12, 13])
-    cache.commit([[0, 1, 2], [0]])
-    assert cache.lengths == [3, 1]
-    keys, _ = write(cache, [4, 5, 6, 7], [14, 15, 16, 17])
-    assert keys.shape == (2, 1, 7, 2)
-    assert keys[0, 0, :, 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert keys[1, 0, :5, 0].tolist() == [11, 14, 15, 16, 17]
-    cache.commit([[0, 2], [0, 1, 3]])
-    keys, values = write(cache, [8], [18])
-    assert keys[0, 0, :, 0].tolist() == [1, 2, 3, 4, 6, 8]
-    assert values[1, 0, :5, 0].tolist() == [1011, 1014, 1015, 1017, 1018]
-
-
-def test_an_empty_path_commits_nothing(cache: KVCache) -> None:
-    write(cache, [1, 2], [3, 4])
-    cache.commit([[], [1]])
-    assert cache.lengths == [0, 1]
-    assert contents(cache) == [[], [4]]
-
-
-def test_truncate_keeps_the_beginning_of_each_row(cache: KVCache) -> None:
-    fill(cache, [1, 2, 3], [4, 5])
-    cache.truncate([1, 2])
-    assert contents(cache) == [[1], [4, 5]]
-    write(cache, [7], [8])
-    cache.commit([[0]] * 2)
-    cache.truncate([2, 0])
-    assert contents(cache) == [[1, 7], []]
-
-
 @pytest.mark.parametrize("lengths", [[3, 2], [2, -1], [2]])
-def test_truncating_to_more_than_there_is_is_our_bug(cache: KVCache, lengths: list[int]) -> None:
+def test_truncating_to_more_tokens_than_there_are_is_refused(cache: KVCache, lengths: list[int]) -> None:
     fill(cache, [1, 2], [4, 5])
     with pytest.raises((AssertionError, ValueError)):
         cache.truncate(lengths)
@@ -94,7 +63,7 @@ def test_truncating_to_more_than_there_is_is_our_bug(cache: KVCache, lengths: li
 # Rows as places.
 
 
-def test_rows_come_and_go_and_nothing_happens_to_others() -> None:
+def test_random_changes_to_sequences_leave_the_others_alone() -> None:
     """Many random operations, on slots that were used before, against lists."""
     choose = random.Random(3)
     cache, held, capacities = KVCache(1, 60), dict[int, list[int]](), dict[int, int]()
@@ -155,33 +124,12 @@ def test_rows_come_and_go_and_nothing_happens_to_others() -> None:
     assert len(seen) == 7
 
 
-def test_slots_are_used_again_and_hide_what_was_left_there(scatter: Callable[..., Any]) -> None:
-    cache = scatter(KVCache(1, 20), (0, 6), (9, 6))
-    fill(cache, [1, 2, 3], [4, 5])
-    cache.close(0)
-    cache.open(2, 6)
-    later = cache.of([9, 2])
-    assert (later.lengths, later.capacity) == ([2, 0], 6)
-    fill(later, [6], [7])
-    assert contents(later) == [[4, 5, 6], [7]]
-
-
-def test_a_copy_is_the_beginning_and_goes_its_own_way(cache: KVCache) -> None:
-    first, second = cache.rows
-    fill(cache.of([first]), [1, 2, 3])
-    cache.copy(first, second, 2)
-    assert contents(cache) == [[1, 2, 3], [1, 2]]
-    fill(cache, [4], [5])
-    cache.close(first)
-    assert contents(cache.of([second])) == [[1, 2, 5]]
-
-
-def test_a_copy_has_to_fit_and_to_exist(cache: KVCache) -> None:
-    first, second = cache.rows
+def test_a_copy_has_to_fit(cache: KVCache) -> None:
+    first, second = cache.starts
     fill(cache, [1, 2, 3], [])
-    with pytest.raises(AssertionError):
-        cache.copy(first, second, 4)  # more than there is
     cache.shrink(second, 2)
+    with pytest.raises(AssertionError):
+        cache.shrink(second, 3)
     with pytest.raises(AssertionError):
         cache.copy(first, second, 3)  # more than it can hold
     cache.copy(first, second, 2)
@@ -189,18 +137,7 @@ def test_a_copy_has_to_fit_and_to_exist(cache: KVCache) -> None:
         cache.copy(first, second, 1)  # it is not empty
 
 
-def test_a_row_that_shrinks_keeps_what_fits(cache: KVCache) -> None:
-    fill(cache, [1, 2, 3], [4, 5])
-    first, second = cache.rows
-    cache.shrink(first, 5)
-    assert contents(cache) == [[1, 2, 3], [4, 5]]
-    cache.shrink(first, 2)
-    assert (cache.lengths, contents(cache.of([second]))) == ([2, 2], [[4, 5]])
-    with pytest.raises(AssertionError):
-        cache.shrink(first, 3)
-
-
-def test_a_row_lies_on_slots_that_there_are() -> None:
+def test_sequences_outside_of_the_memory_are_refused() -> None:
     cache = KVCache(1, 10)
     cache.close(0)
     for row, capacity in ((-1, 3), (8, 3), (0, 11)):
@@ -208,8 +145,8 @@ def test_a_row_lies_on_slots_that_there_are() -> None:
             cache.open(row, capacity)
 
 
-def test_wiping_leaves_committed_tokens_unless_all_of_it_goes(cache: KVCache) -> None:
-    first, second = cache.rows
+def test_zeroing_leaves_committed_tokens_unless_whole(cache: KVCache) -> None:
+    first, second = cache.starts
     before = fill(cache, [1, 2], [3, 4]).lengths
     write(cache, [5, 6, 7], [8, 9, 10])
     cache.zero_slots(first)
@@ -251,7 +188,7 @@ def numbered(cache: KVCache) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("one_layer", [False, True])
-def test_a_view_shows_the_slots_of_each_row(
+def test_a_view_shows_the_slots_of_each_sequence(
     scatter: Callable[..., Any], places: tuple[tuple[int, int], ...], is_memory: bool, one_layer: bool
 ) -> None:
     cache = scatter(KVCache(1, 40), *places)
@@ -275,12 +212,12 @@ def test_a_view_may_show_more_slots_than_there_are_nodes(scatter: Callable[..., 
     for part, place in ((cache, 1), (cache.of([5]), 0)):
         view, own = part.view(memory, 2, end=10)  # one more than the first row has
         assert not own and view.shape[-2] == 10
-        assert torch.equal(view[:, place, :, :2], memory[:, :, part.rows[place] : part.rows[place] + 2])
+        assert torch.equal(view[:, place, :, :2], memory[:, :, part.starts[place] : part.starts[place] + 2])
 
 
 @pytest.mark.parametrize("end", [None, 9, 20])
 @pytest.mark.parametrize("places", [((5, 9), (20, 12)), ((20, 12), (5, 9)), ((5, 9), (14, 9), (24, 9)), ((5, 9),)])
-def test_no_view_shows_what_is_another_rows(
+def test_no_view_shows_slots_of_another_sequence(
     scatter: Callable[..., Any], places: tuple[tuple[int, int], ...], end: int | None
 ) -> None:
     cache = scatter(KVCache(1, 40), *places)
@@ -303,7 +240,7 @@ def test_nodes_that_are_put_are_all_that_changes(scatter: Callable[..., Any]) ->
     cache.commit([range(4), range(6), []])
     copied, _ = cache.view(memory, 3)
     expected = memory.clone()
-    for place, (row, length) in enumerate(zip(cache.rows, cache.lengths, strict=True)):
+    for place, (row, length) in enumerate(zip(cache.starts, cache.lengths, strict=True)):
         copied[:, place] = -copied[:, place] - 1
         expected[:, :, row + length : row + length + 3] = copied[:, place, :, length : length + 3]
     cache.put(memory, copied, 3)
@@ -311,9 +248,9 @@ def test_nodes_that_are_put_are_all_that_changes(scatter: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("count", [5, 8])
-def test_nodes_past_the_slots_of_a_row_are_our_bug(cache: KVCache, count: int) -> None:
+def test_nodes_past_the_slots_of_a_sequence_are_refused(cache: KVCache, count: int) -> None:
     """Be there slots behind it, and others' rows with enough of them."""
-    cache.shrink(cache.rows[1], 6)
+    cache.shrink(cache.starts[1], 6)
     fill(cache, [1, 2, 3], [4, 5])
     memory = cache.memory(2, 3, 4, torch.zeros(1))
     states = node_states(torch.zeros(2, count, dtype=torch.long))
@@ -355,7 +292,7 @@ def test_stacked_layers_are_committed_and_copied_together(cache: KVCache) -> Non
     write_stacked(cache, torch.tensor([[4, 5, 6], [14, 15, 16]]))
     cache.commit([[0, 1, 2], [0, 2]])
     assert stacked_contents(cache) == [[1, 3, 4, 5, 6], [11, 12, 13, 14, 16]]
-    first, second = cache.rows
+    first, second = cache.starts
     cache.close(first)
     cache.open(first, 9)
     cache.copy(second, first, 2)
@@ -399,8 +336,3 @@ def test_additive_mask_hides_with_the_lowest_number() -> None:
     mask = additive_mask(torch.tensor([[[True, False]]]), torch.bfloat16)
     assert mask.shape == (1, 1, 1, 2)
     assert mask.flatten().tolist() == [0.0, torch.finfo(torch.bfloat16).min]
-
-
-def test_chain_sees_all_before_it() -> None:
-    within = tree_mask(chain(torch.tensor([[1, 2, 3]])).parents)
-    assert visible_slots([2], within)[0].int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]

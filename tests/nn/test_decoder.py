@@ -78,7 +78,7 @@ def test_more_nodes_and_slots_than_needed_change_nothing(decoder: Decoder) -> No
         assert not torch.equal(store, stores(5)[0])
 
 
-def test_slots_of_each_row_and_shared_ones_are_the_same(decoder: Decoder) -> None:
+def test_slots_per_sequence_and_shared_slots_are_the_same(decoder: Decoder) -> None:
     shared, apart = arguments(3, 5), arguments(3, 5)
     apart["slots"] = apart["slots"].repeat(2, 1)
     apart["positions"] = apart["positions"].repeat(2, 1)

@@ -21,14 +21,14 @@ def entering(batch: int, count: int, random: torch.Generator) -> Entering:
 
 def by_tokens(state: Tensor, nodes: Entering, path: list[int]) -> tuple[Tensor, Tensor]:
     """The recurrence as the paper writes it: what is said at the end of a path of one row, and the state there."""
-    said = state
+    answer = state
     for node in path:
         query, key, value, decay, share = (part[:, node, ..., None] for part in nodes)
         state = state * decay.exp()[..., None]
         heard = state.mT @ key
         state = state + share[..., None] * key @ (value - heard).mT
-        said = (state.mT @ query)[..., 0]
-    return said, state
+        answer = (state.mT @ query)[..., 0]
+    return answer, state
 
 
 @pytest.mark.parametrize("count", [1, 9])
@@ -36,14 +36,14 @@ def test_trees_say_what_each_of_their_paths_says(count: int) -> None:
     random = torch.Generator().manual_seed(0)
     nodes, state = entering(2, count, random), torch.randn(2, 4, 3, 5, generator=random, dtype=torch.float64)
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 5, 3, 6], [-1, 0, 1, -1, 3, 3, 4, 0, 2]])[:, :count]
-    said, corrections = delta_rule(state, nodes, tree_mask(parents)[:, None])
+    answer, corrections = delta_rule(state, nodes, tree_mask(parents)[:, None])
     for row, above in enumerate(parents.tolist()):
         paths: list[list[int]] = []
         for node, parent in enumerate(above):
             paths.append([*(paths[parent] if parent >= 0 else []), node])
             own = Entering(*(part[row] for part in nodes))
             expected, after = by_tokens(state[row], own, paths[node])
-            torch.testing.assert_close(said[row, :, node], expected)
+            torch.testing.assert_close(answer[row, :, node], expected)
             kept = [part[row : row + 1, :, paths[node]] for part in (nodes.keys, corrections, nodes.decays)]
             torch.testing.assert_close(corrected(state[row : row + 1], *kept)[0], after)
 
@@ -54,9 +54,9 @@ def test_states_behind_long_lines_keep_their_precision() -> None:
     nodes, state = entering(1, count, random), torch.randn(1, 4, 3, 5, generator=random, dtype=torch.float64)
     nodes = nodes._replace(decays=torch.where(torch.arange(count) < CHUNK, -1e4, nodes.decays / 100))
     _, corrections = delta_rule(state, nodes, tree_mask(chain_parents(1, count))[:, None])
-    found = corrected(state.float(), nodes.keys.float(), corrections.float(), nodes.decays.float())
+    actual = corrected(state.float(), nodes.keys.float(), corrections.float(), nodes.decays.float())
     _, expected = by_tokens(state[0], Entering(*(part[0] for part in nodes)), [*range(count)])
-    torch.testing.assert_close(found[0].double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual[0].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_single_step_is_the_recurrence() -> None:
@@ -68,12 +68,12 @@ def test_a_single_step_is_the_recurrence() -> None:
     state = net.empty(1)
     before = type(state)(*(torch.randn(part.shape[1:], generator=random, dtype=torch.float64) for part in state))
     inputs = [torch.randn(size, generator=random, dtype=torch.float64) for size in (CONFIG.channels, 4, 4)]
-    said, after = step(net, before, *inputs)
+    answer, after = step(net, before, *inputs)
     assert torch.equal(after.convolution, torch.cat([before.convolution[1:], inputs[0][None]]))
     convolved = (torch.cat([before.convolution, inputs[0][None]]) * tensors["conv1d.weight"][:, 0].T).sum(0)
     own = net.entering(convolved, *inputs[1:])
     torch.testing.assert_close(own.keys.norm(dim=-1), torch.ones(4, dtype=torch.float64), atol=1e-4, rtol=0)
     alone = Entering(*(part[:, None] for part in own))
     expected = by_tokens(before.recurrence, alone, [0])
-    for mine, theirs in zip((said, after.recurrence), expected, strict=True):
+    for mine, theirs in zip((answer, after.recurrence), expected, strict=True):
         torch.testing.assert_close(mine, theirs)

@@ -49,14 +49,14 @@ def test_causal_mask(family: str, tmp_path: Path) -> None:
         weights.pop("lm_head.weight")
     ours.load_state_dict(weights)
     positions, causal = torch.arange(9)[None], torch.ones(9, 9, dtype=torch.bool).tril()[None]
-    found = ours.logits(ours.hidden(tokens, positions, causal))
-    assert torch.allclose(found, theirs(tokens).logits, atol=1e-4)
+    actual = ours.logits(ours.hidden(tokens, positions, causal))
+    assert torch.allclose(actual, theirs(tokens).logits, atol=1e-4)
     # The same with keys and values of the first tokens kept.
     cache = KVCache(2, 9)
     ours.hidden(tokens[:, :5], positions[:, :5], causal[:, :5, :5], cache)
     cache.commit([range(5)] * 2)
     again = ours.logits(ours.hidden(tokens[:, 5:], positions[:, 5:], causal[:, 5:], cache))
-    assert torch.allclose(again, found[:, 5:], atol=1e-4)
+    assert torch.allclose(again, actual[:, 5:], atol=1e-4)
 
 
 def test_what_it_cannot_run_is_said() -> None:
@@ -68,6 +68,6 @@ def test_what_it_cannot_run_is_said() -> None:
     assert "soft-caps and norm weights that begin at 0" in str(why_not_denoiser(gemma))
 
 
-def test_positions_stay_exact_in_few_bits() -> None:
+def test_positions_stay_exact_in_bfloat16() -> None:
     network = CausalDenoiser(decoder_config(AutoConfig.for_model("qwen3", **SHAPE, head_dim=16))).bfloat16()
     assert network._frequencies.dtype == torch.float32

@@ -63,14 +63,14 @@ def slow_logits(network: DiT, tokens: Tensor, visible: Tensor) -> Tensor:
         return normed * weights[f"{name}.weight"] * (1 + scale) + shift
 
     def turned(x: Tensor) -> Tensor:
-        half, found = x.size(-1) // 2, x.clone()
+        half, actual = x.size(-1) // 2, x.clone()
         for place in range(len(x)):
             for pair in range(half):
                 angle = place / 10000 ** (2 * pair / x.size(-1))
                 one, other = x[place, pair], x[place, pair + half]
-                found[place, pair] = one * math.cos(angle) - other * math.sin(angle)
-                found[place, pair + half] = other * math.cos(angle) + one * math.sin(angle)
-        return found
+                actual[place, pair] = one * math.cos(angle) - other * math.sin(angle)
+                actual[place, pair + half] = other * math.cos(angle) + one * math.sin(angle)
+        return actual
 
     def silu(x: Tensor) -> Tensor:
         return x * torch.sigmoid(x)
@@ -98,14 +98,14 @@ def slow_logits(network: DiT, tokens: Tensor, visible: Tensor) -> Tensor:
 def test_arithmetic(network: DiT) -> None:
     tokens = torch.randint(50, (9,), generator=torch.Generator().manual_seed(0))
     positions, visible = torch.arange(9)[None], block_causal(9, 4)
-    found = network.logits(network.hidden(tokens[None], positions, visible[None]))[0]
+    actual = network.logits(network.hidden(tokens[None], positions, visible[None]))[0]
     wanted = slow_logits(network, tokens, visible)
-    assert torch.allclose(found, wanted, atol=1e-3 * float(wanted.abs().max()))
+    assert torch.allclose(actual, wanted, atol=1e-3 * float(wanted.abs().max()))
     cache = KVCache(1, 9)
     network.hidden(tokens[None, :4], positions[:, :4], visible[None, :4, :4], cache)
     cache.commit([range(4)])
     again = network.logits(network.hidden(tokens[None, 4:], positions[:, 4:], visible[None, 4:], cache))[0]
-    assert torch.allclose(again, found[4:], atol=1e-3 * float(wanted.abs().max()))
+    assert torch.allclose(again, actual[4:], atol=1e-3 * float(wanted.abs().max()))
 
 
 def test_few_bits(network: DiT) -> None:

@@ -20,9 +20,9 @@ DTYPES = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 
 
 def library(dtype: torch.dtype) -> Library:
-    found = build(dtype, dtype, inputs=dtype).library()
-    assert found is not None
-    return found
+    actual = build(dtype, dtype, inputs=dtype).library()
+    assert actual is not None
+    return actual
 
 
 def linear(dtype: torch.dtype, inputs: int, outputs: int, bias: bool = True) -> PackedLinear:
@@ -37,14 +37,14 @@ def exact(layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("inputs", DTYPES)
 @pytest.mark.parametrize("size", [1, 2, 41])
 def test_inputs_are_rounded_to_what_the_library_is_for(inputs: torch.dtype, size: int) -> None:
-    found = build(torch.bfloat16, torch.bfloat16, inputs=inputs).library()
-    assert found is not None
+    actual = build(torch.bfloat16, torch.bfloat16, inputs=inputs).library()
+    assert actual is not None
     layer, out = linear(torch.bfloat16, size, 33), torch.empty(11, 33)
     x = torch.randn(11, size)
     # Two ties, which go to the even number; a number that becomes infinite; and a NaN that cutting would make infinite.
     x[:4, -1] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 3.4e38 if inputs == torch.bfloat16 else 1.0, 0.0])
     x[3, -1:].view(torch.int32).fill_(0x7F800001)
-    found.multiply(found.linear(layer), x, out)
+    actual.multiply(actual.linear(layer), x, out)
     right = exact(layer, x.to(inputs))
     torch.testing.assert_close(out.double(), right, rtol=1e-5, atol=1e-4, equal_nan=True)
     assert out[3].isnan().all() and not out[:2].isnan().any()
@@ -65,7 +65,7 @@ def test_products_are_right_for_all_shapes(dtype: torch.dtype, packed: bool) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
+def test_an_input_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
     for inputs, outputs in SHAPES:
         layer = linear(dtype, inputs, outputs)
         layer.pack(library(dtype))

@@ -79,7 +79,7 @@ def test_a_large_channel_takes_its_precision_from_its_group_alone() -> None:
     assert error[1] < 0.02 < error[0]
 
 
-def test_inputs_that_are_no_numbers_spoil_their_row_alone() -> None:
+def test_nan_inputs_spoil_only_their_own_output() -> None:
     own, x = weight(4), torch.randn(4, 96)
     x[1, 40], x[2, 0] = float("nan"), float("inf")
     out = own.multiply(x)

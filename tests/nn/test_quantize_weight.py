@@ -36,8 +36,8 @@ def least_error(numbers: list[float], importance: list[float], zero_points: bool
             largest = max(numbers, key=abs)
             tried = [(half(share * largest / end), 0, -8, 7) for end in (-8, 7)]
         for scale, zero, least, most in tried:
-            found = nearest(numbers, scale, zero, least, most)
-            errors = zip(found, numbers, importance, strict=True)
+            actual = nearest(numbers, scale, zero, least, most)
+            errors = zip(actual, numbers, importance, strict=True)
             best = min(best, sum(weight * (one - number) ** 2 for one, number, weight in errors))
     return best
 
@@ -60,13 +60,13 @@ def test_the_grid_of_each_group_has_the_least_error(zero_points: bool) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_weight_is_that_of_its_grid(bits: int, zero_points: bool) -> None:
     weight = drawn(6, 64) + 0.5
-    found = quantize_weight(weight, bits, 32, zero_points)
-    assert (found.bits, found.group, found.offset is None) == (bits, 32, not zero_points)
+    actual = quantize_weight(weight, bits, 32, zero_points)
+    assert (actual.bits, actual.group, actual.offset is None) == (bits, 32, not zero_points)
     parts = weight.unflatten(1, (-1, 32))
     grid = best_grid(parts, bits, None, zero_points)
-    torch.testing.assert_close(found.dequantize(), grid.values(grid.codes(parts)).flatten(1), rtol=1e-5, atol=1e-5)
-    assert (found.dequantize() - weight).abs().max() < {4: 0.6, 8: 0.02}[bits]
-    assert not zero_points or (found.offset / found.scale.float()).frac().abs().max() < 0.01  # zeros are whole
+    torch.testing.assert_close(actual.dequantize(), grid.values(grid.codes(parts)).flatten(1), rtol=1e-5, atol=1e-5)
+    assert (actual.dequantize() - weight).abs().max() < {4: 0.6, 8: 0.02}[bits]
+    assert not zero_points or (actual.offset / actual.scale.float()).frac().abs().max() < 0.01  # zeros are whole
 
 
 def test_zero_points_help_where_numbers_lie_on_one_side() -> None:
@@ -78,11 +78,11 @@ def test_zero_points_help_where_numbers_lie_on_one_side() -> None:
     assert errors[0] < 0.5 * errors[1]
 
 
-def test_many_rows_are_rounded_in_pieces() -> None:
+def test_many_channels_are_quantized_in_pieces() -> None:
     weight = drawn(2 * PIECE // 64 + 3, 64)
-    found = quantize_weight(weight, 8, 64)
+    actual = quantize_weight(weight, 8, 64)
     for row in (0, PIECE // 64 - 1, PIECE // 64, len(weight) - 1):
-        assert torch.equal(found.dequantize()[row], quantize_weight(weight[row : row + 1], 8, 64).dequantize()[0])
+        assert torch.equal(actual.dequantize()[row], quantize_weight(weight[row : row + 1], 8, 64).dequantize()[0])
 
 
 def test_zeros_and_numbers_that_float16_has_no_place_for() -> None:
@@ -118,13 +118,14 @@ def test_compensation_is_that_of_the_definition() -> None:
     inputs, group = 160, 32  # more than one block
     weight, x = drawn(5, inputs), drawn(400, 40, seed=1) @ drawn(40, inputs, seed=2) + 0.3 * drawn(400, inputs, seed=3)
     moments = x.T @ x
-    found = quantize_weight_gptq(weight, moments, 4, group).dequantize()
+    actual = quantize_weight_gptq(weight, moments, 4, group).dequantize()
     damped = moments.diagonal() + DAMPING * moments.diagonal().mean()
     grid = best_grid(weight.unflatten(1, (-1, group)), 4, damped.view(-1, group))
     expected = one_by_one(weight, moments, grid, group)
-    assert (found != expected).float().mean() < 0.1  # near a border between codes, and then all that follows it
+    assert (actual != expected).float().mean() < 0.1  # near a border between codes, and then all that follows it
     losses = [
-        ((x @ (one - weight).T) ** 2).sum() for one in (found, expected, quantize_weight(weight, 4, group).dequantize())
+        ((x @ (one - weight).T) ** 2).sum()
+        for one in (actual, expected, quantize_weight(weight, 4, group).dequantize())
     ]
     assert abs(losses[0] / losses[1] - 1) < 0.05 and losses[0] < 0.5 * losses[2]
 

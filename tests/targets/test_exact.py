@@ -18,6 +18,7 @@ from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.prompt_lookup import PromptLookupDrafter, Texts
 from blockdraft.engine import Costs, Engine
+from blockdraft.nn.cache import KVCache
 from blockdraft.targets import LoadOptions, Target, TargetOutput, exact, load_target, native
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import Drafting, SamplingParams
@@ -272,7 +273,7 @@ class Fake:
         self.calls = 0
 
     def new_cache(self, batch: int, capacity: int) -> "FakeCache":
-        return FakeCache({row * capacity: [] for row in range(batch)}, {})
+        return FakeCache(batch, capacity)
 
     def forward(
         self,
@@ -283,9 +284,9 @@ class Fake:
         logits_at: Any = None,
     ) -> TargetOutput:
         numbers = torch.zeros(*tokens.shape, 1)
-        for place, (row, own, above) in enumerate(zip(cache.rows, tokens.tolist(), parents.tolist(), strict=True)):
-            text = cache.texts[row]
-            cache.nodes[row] = own
+        for place, (start, own, above) in enumerate(zip(cache.starts, tokens.tolist(), parents.tolist(), strict=True)):
+            text = cache.texts[start]
+            cache.nodes[start] = own
             for node, parent in enumerate(above):
                 path = [own[node]]
                 while parent >= 0:
@@ -298,19 +299,20 @@ class Fake:
         return TargetOutput(numbers, numbers)
 
 
-class FakeCache:
-    def __init__(self, texts: dict[int, list[int]], nodes: dict[int, list[int]], rows: Sequence[int] = ()) -> None:
-        self.texts, self.nodes, self.rows = texts, nodes, rows or list(texts)
+class FakeCache(KVCache):
+    """Tokens of each sequence, and of the nodes of the last forward."""
 
-    def of(self, rows: Sequence[int]) -> "FakeCache":
-        return FakeCache(self.texts, self.nodes, rows)
+    def __init__(self, batch: int, capacity: int) -> None:
+        super().__init__(batch, capacity)
+        self.texts: dict[int, list[int]] = {start: [] for start in self.starts}
+        self.nodes: dict[int, list[int]] = {}
 
-    def copy(self, source: int, row: int, length: int) -> None:
-        self.texts[row] = self.texts[source][:length]
+    def copy(self, source: int, start: int, length: int) -> None:
+        self.texts[start] = self.texts[source][:length]
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
-        for row, nodes in zip(self.rows, path, strict=True):
-            self.texts[row] = self.texts[row] + [self.nodes[row][node] for node in nodes]
+        for start, nodes in zip(self.starts, path, strict=True):
+            self.texts[start] = self.texts[start] + [self.nodes[start][node] for node in nodes]
 
 
 PLACE, NEIGHBOURS, LENGTH = "its place among the nodes", "the nodes beside it", "how many keys there are"

@@ -190,7 +190,7 @@ def scores(target: Target, rows: int) -> Iterator[Tensor]:
     cache.truncate([length - row for row, length in enumerate(cache.lengths)])
     for gone in (rows, rows + 1):
         cache.close(gone * slots)
-    before = cache.rows
+    before = cache.starts
     copy = rows * slots + 5
     cache.open(copy, 70)
     cache.copy(before[0], copy, 7)

@@ -15,41 +15,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockdraft.targets.base import Cache, LoadOptions, NotCovered, Target, TargetOutput
+from blockdraft.nn.cache import KVCache
+from blockdraft.targets.base import LoadOptions, NotCovered, Target, TargetOutput
 
 RANK = 5
 MODEL_TYPE = "toy-recurrent"
 
 
-class ToyCache(Cache):
-    """The state of each row after its committed tokens, and those of the nodes of the last forward."""
+class ToyCache(KVCache):
+    """The state of each sequence after its committed tokens, and those of the nodes of the last forward."""
 
-    def __init__(
-        self, rows: Sequence[int], states: dict[int, Any], counts: dict[int, int], nodes: dict[int, Any]
-    ) -> None:
-        self.rows, self.states, self.counts, self.nodes = list(rows), states, counts, nodes
+    def __init__(self, batch: int, capacity: int) -> None:
+        super().__init__(batch, capacity)
+        self.states, self.nodes = dict[int, Any](), dict[int, Any]()
 
-    @property
-    def lengths(self) -> list[int]:
-        return [self.counts[row] for row in self.rows]
+    def cut(self, value: int, length: int) -> int:
+        raise AssertionError("a state cannot be cut")
 
-    def of(self, rows: Sequence[int]) -> ToyCache:
-        return ToyCache(rows, self.states, self.counts, self.nodes)
-
-    def open(self, row: int, capacity: int) -> None:
-        self.states[row], self.counts[row] = None, 0
-
-    def close(self, row: int) -> None:
-        del self.states[row], self.counts[row]
-
-    def zero_slots(self, row: int, whole: bool = False) -> None:
-        self.nodes.pop(row, None)
+    def close(self, start: int) -> None:
+        super().close(start)
+        self.states.pop(start, None)
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
-        for row, nodes in zip(self.rows, path, strict=True):
+        for start, nodes in zip(self.starts, path, strict=True):
             if len(nodes):
-                self.states[row] = self.nodes[row][nodes[-1]]
-                self.counts[row] += len(nodes)
+                self.states[start] = self.nodes[start][nodes[-1]]
+        super().commit(path)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         assert list(lengths) == self.lengths, "a state cannot be cut"
@@ -72,8 +63,7 @@ class ToyTarget(Target):
         return [(name, torch.from_numpy(getattr(self, name))) for name in ("table", "turn", "out")]
 
     def new_cache(self, batch: int, capacity: int) -> ToyCache:
-        rows = range(0, batch * capacity, max(capacity, 1))
-        return ToyCache(rows, dict.fromkeys(rows), dict.fromkeys(rows, 0), {})
+        return ToyCache(batch, capacity)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
         return 4 * batch * self.hidden_size
@@ -90,13 +80,13 @@ class ToyTarget(Target):
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
         states = np.zeros((*tokens.shape, self.hidden_size), np.float32)
-        for place, (row, own, above) in enumerate(zip(cache.rows, tokens.tolist(), parents.tolist(), strict=True)):
+        for place, (start, own, above) in enumerate(zip(cache.starts, tokens.tolist(), parents.tolist(), strict=True)):
             for node, (token, parent) in enumerate(zip(own, above, strict=True)):
-                before = states[place, parent] if parent >= 0 else cache.states[row]
+                before = states[place, parent] if parent >= 0 else cache.states.get(start)
                 before = np.zeros(self.hidden_size, np.float32) if before is None else before
                 # One product a node, so that a node has the same bits wherever it stands.
                 states[place, node] = np.tanh(self.turn @ before + self.table[token])
-            cache.nodes[row] = states[place]
+            cache.nodes[start] = states[place]
         scored = states if logits_at is None else states[np.arange(len(states)), logits_at.numpy()][:, None]
         hidden_states = np.concatenate([states] * len(target_layers), axis=-1) if target_layers else None
         return TargetOutput(

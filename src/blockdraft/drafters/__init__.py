@@ -24,7 +24,6 @@ from blockdraft.drafters.base import (
     Drafter,
     DrafterSpec,
     NetworkDrafter,
-    State,
     check_refinement,
     slots_behind,
 )
@@ -309,7 +308,6 @@ __all__ = [
     "Drafter",
     "DrafterSpec",
     "NetworkDrafter",
-    "State",
     "as_given",
     "bundled",
     "check_draft_vocab",

@@ -9,10 +9,14 @@ usual; otherwise all are. So the draft is the same as without drafting ahead.
 
 from __future__ import annotations
 
+import atexit
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
-from threading import Event
+from threading import Event, Thread
+from typing import TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -21,45 +25,93 @@ from blockdraft.decode.proposal import Plan, Proposal, SampledPlan
 from blockdraft.decode.sampling import best_tokens
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.draft_lm import DraftLMDrafter, DraftState, acceptance_probs_of
-from blockdraft.drafters.work import Outcomes, Work
-from blockdraft.errors import UsageError
+from blockdraft.errors import UsageError, describe
+from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target, device_and_dtype
 
 log = logging.getLogger(__name__)
 
+NAME = "blockdraft-ahead"  # of the threads
 
-class AheadState:
+# Draft tokens and the model's probabilities of them, by the tokens between a sequence and the draft tokens.
+Outcomes: TypeAlias = dict[tuple[int, ...], list[tuple[int, float]]]
+
+
+class Work:
+    """Background drafting for the sequences of one state.
+
+    Attributes:
+        drafts: By first slot of a sequence, its length when drafting began, and what was drafted. Read it only after
+            `stop`.
+    """
+
+    def __init__(self) -> None:
+        self.drafts: dict[int, tuple[int, Outcomes]] = {}
+        self._stop = Event()
+        self._thread: Thread | None = None
+        _works.add(self)
+
+    def begin(self, draft: Callable[[Event], None]) -> None:
+        """Call a function in a thread. It must return soon after its event is set. Errors are logged."""
+        self._stop = Event()
+        # A daemon thread does not keep the process from ending.
+        thread = Thread(target=_logged, args=(partial(draft, self._stop),), name=NAME, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # too many threads, or the process is exiting, which needs no warning
+            if "shutdown" not in str(error):
+                _log_failure(error)
+        else:
+            self._thread = thread
+
+    def stop(self) -> None:
+        """Stop the thread after its current pass, and wait for it."""
+        thread = self._thread
+        if thread is not None:
+            self._stop.set()
+            thread.join()
+            self._thread = None
+
+
+def _logged(draft: Callable[[], None]) -> None:
+    try:
+        draft()
+    except Exception as error:
+        _log_failure(error)
+
+
+def _log_failure(error: Exception) -> None:
+    log.warning("Drafting ahead failed, and the next draft is made as usual: %s", describe(error))
+
+
+_works: WeakSet[Work] = WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop all threads before the process exits or forks.
+
+    At exit, a thread inside a forward pass would crash. After a fork, the child would have the model's lock, but not
+    the thread that releases it.
+    """
+    for work in list(_works):
+        work.stop()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=_stop_all)
+
+
+class AheadState(DraftState):
     """State of the draft model. Every change first stops drafting ahead."""
 
-    def __init__(self, inner: DraftState, work: Work) -> None:
-        self.inner, self.work = inner, work
+    def __init__(self, cache: KVCache, batch: int, capacity: int) -> None:
+        super().__init__(cache, batch, capacity)
+        self.work = Work()
 
-    def of(self, rows: Sequence[int]) -> AheadState:
-        return AheadState(self.inner.of(rows), self.work)
-
-    def open(self, row: int, capacity: int) -> None:
-        self._forget(row)
-        self.inner.open(row, capacity)
-
-    def close(self, row: int) -> None:
-        self._forget(row)
-        self.inner.close(row)
-
-    def shrink(self, row: int, capacity: int) -> None:
-        self._forget(row)
-        self.inner.shrink(row, capacity)
-
-    def copy(self, source: int, row: int, length: int) -> None:
-        self._forget(row)
-        self.inner.copy(source, row, length)
-
-    def zero_slots(self, row: int, whole: bool = False) -> None:
-        self._forget(row)
-        self.inner.zero_slots(row, whole)
-
-    def _forget(self, row: int) -> None:
+    def before_change(self, start: int) -> None:
         self.work.stop()
-        self.work.found.pop(row, None)
+        self.work.drafts.pop(start, None)
 
 
 class AheadDrafter(Drafter):
@@ -106,7 +158,7 @@ class AheadDrafter(Drafter):
         return self._drafter.device
 
     def new_state(self, batch: int, capacity: int) -> AheadState:
-        return AheadState(self._drafter.new_state(batch, capacity), Work())
+        return AheadState(self._drafter.model.new_cache(batch, capacity), batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return self._drafter.state_bytes(batch, capacity)
@@ -119,24 +171,24 @@ class AheadDrafter(Drafter):
 
     def observe(self, state: AheadState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         state.work.stop()
-        self._drafter.observe(state.inner, tokens, hidden_states, lengths)
+        self._drafter.observe(state, tokens, hidden_states, lengths)
 
     def propose(self, state: AheadState, anchor: Tensor, plan: Plan) -> Proposal:
         state.work.stop()
-        prepared = [state.work.found.pop(row, None) for row in state.inner.rows]
+        prepared = [state.work.drafts.pop(start, None) for start in state.starts]
         if isinstance(plan, SampledPlan):
-            return self._drafter.propose(state.inner, anchor, plan)
+            return self._drafter.propose(state, anchor, plan)
         known = [
-            [] if entry is None else entry[1].get((*text[entry[0] :], token), [])
-            for entry, text, token in zip(prepared, state.inner.texts, anchor.tolist(), strict=True)
+            [] if drafts is None else drafts[1].get((*committed[drafts[0] :], token), [])
+            for drafts, committed, token in zip(prepared, state.committed, anchor.tolist(), strict=True)
         ]
         count = min(map(len, known))
         if None not in prepared:
             self.tried += 1
             self.foreseen += count > 0
-        columns = [zip(*(row[depth] for row in known), strict=True) for depth in range(count)]
+        columns = [zip(*(drafts[depth] for drafts in known), strict=True) for depth in range(count)]
         foreseen = [tuple(torch.tensor(values, device=self.device) for values in column) for column in columns]
-        proposal = self._drafter.propose(state.inner, anchor, plan, foreseen)
+        proposal = self._drafter.propose(state, anchor, plan, foreseen)
         self._begin(state, proposal)
         return proposal
 
@@ -147,14 +199,14 @@ class AheadDrafter(Drafter):
             ids[: 1 + sum(parent >= 0 for parent in parents)]
             for ids, parents in zip(proposal.tokens.tolist(), proposal.parent_lists, strict=True)
         ]
-        texts = state.inner.texts
+        texts = state.committed
         ends = [len(text) + len(chain) + draft_tokens for text, chain in zip(texts, chains, strict=True)]
         if not draft_tokens or max(ends) > self._drafter.model.max_context:
             return
         outcomes: list[Outcomes] = [{} for _ in texts]
-        for row, text, row_outcomes in zip(state.inner.rows, texts, outcomes, strict=True):
-            state.work.found[row] = len(text), row_outcomes
-        state.work.begin(partial(self._draft, state.inner, chains, draft_tokens, outcomes))
+        for start, text, of_sequence in zip(state.starts, texts, outcomes, strict=True):
+            state.work.drafts[start] = len(text), of_sequence
+        state.work.begin(partial(self._draft, state, chains, draft_tokens, outcomes))
 
     @torch.no_grad()
     def _draft(
@@ -171,8 +223,8 @@ class AheadDrafter(Drafter):
             if branches is not None:
                 self._follow(state, chains, *branches, draft_tokens, outcomes, stop)
         except Exception:
-            for row in state.rows:  # remove what an unfinished forward pass may have left
-                state.zero_slots(row)
+            for start in state.starts:  # remove what an unfinished forward pass may have left
+                state.cache.zero_slots(start)
             raise
 
     def _likeliest(
@@ -184,22 +236,22 @@ class AheadDrafter(Drafter):
             The K most probable outcomes of each sequence, best first: the index of the last accepted token in the
             chain, and the bonus tokens `[B, K]` int64. None if a sequence has too few KV slots.
         """
-        texts = state.texts
+        texts = state.committed
         state.truncate([len(text) for text in texts])  # the chain is read as part of the tree
-        unread = [text[held:] for text, held in zip(texts, state.cache.lengths, strict=True)]
+        unread = [text[cached:] for text, cached in zip(texts, state.cache.lengths, strict=True)]
         tokens, parents = _filled([new + chain for new, chain in zip(unread, chains, strict=True)])
-        if tokens.size(1) > state.room:
+        if tokens.size(1) > state.cache.spare:
             return None
         logits = self._forward(state, tokens, parents)
         state.cache.commit([range(len(new)) for new in unread])
         places, following = list[list[int]](), list[Tensor]()
-        for row, (new, chain) in enumerate(zip(unread, chains, strict=True)):
-            log_probs = logits[row, len(new) : len(new) + len(chain)].float().log_softmax(-1)
+        for index, (new, chain) in enumerate(zip(unread, chains, strict=True)):
+            log_probs = logits[index, len(new) : len(new) + len(chain)].float().log_softmax(-1)
             rest = torch.tensor(chain[1:], device=log_probs.device)[:, None]
             own = log_probs[:-1].gather(1, rest)
             acceptance_probs = own[:, 0].exp().tolist()
             for place in range(1, len(rest)):  # the engine may verify fewer draft tokens
-                outcomes[row][tuple(chain[: place + 1])] = list(
+                outcomes[index][tuple(chain[: place + 1])] = list(
                     zip(chain[place + 1 :], acceptance_probs[place:], strict=True)
                 )
             survival = torch.cat([own.new_zeros(1), own[:, 0].cumsum(0)])
@@ -223,20 +275,20 @@ class AheadDrafter(Drafter):
         """Draft for the outcomes from `_likeliest`. Each pass adds a token to each."""
         tokens, parents = _filled(chains)
         made = [
-            [of_row.setdefault((*chain[: place + 1], token), []) for place, token in zip(row, ids, strict=True)]
-            for of_row, chain, row, ids in zip(outcomes, chains, places, latest.tolist(), strict=True)
+            [own.setdefault((*chain[: place + 1], token), []) for place, token in zip(own_places, ids, strict=True)]
+            for own, chain, own_places, ids in zip(outcomes, chains, places, latest.tolist(), strict=True)
         ]
         tokens, above = tokens.to(latest.device), torch.tensor(places)
         for _ in range(draft_tokens):
             below = torch.arange(tokens.size(1), tokens.size(1) + latest.size(1)).expand_as(above)
             tokens, parents = torch.cat([tokens, latest], 1), torch.cat([parents, above], 1)
-            if stop.is_set() or tokens.size(1) > state.room:
+            if stop.is_set() or tokens.size(1) > state.cache.spare:
                 return
             logits = self._forward(state, tokens, parents)[:, -latest.size(1) :]
             latest, above = best_tokens(logits), below
             pairs = zip(made, latest.tolist(), acceptance_probs_of(logits, latest).tolist(), strict=True)
-            for of_row, ids, acceptance_probs in pairs:
-                for branch, token, acceptance_prob in zip(of_row, ids, acceptance_probs, strict=True):
+            for branches, ids, acceptance_probs in pairs:
+                for branch, token, acceptance_prob in zip(branches, ids, acceptance_probs, strict=True):
                     branch.append((token, acceptance_prob))
 
     def _forward(self, state: DraftState, tokens: Tensor, parents: Tensor) -> Tensor:

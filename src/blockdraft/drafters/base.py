@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.draft_network import DraftNetwork
+from blockdraft.nn.layers import ReducedHead
 from blockdraft.targets import Target
-from blockdraft.targets.base import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,10 +37,6 @@ def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
         raise UsageError(f"diffusion_steps is {diffusion_steps}; it must be at least 1.")
     if noise_schedule not in NOISE_SCHEDULES:
         raise UsageError(f"noise_schedule is {noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
-
-
-# A drafter's cache. It has the same sequences as the target's cache, but KV slots of its own.
-State: TypeAlias = Rows
 
 
 class Drafter(Protocol):
@@ -105,7 +101,7 @@ class Drafter(Protocol):
         return (self,)
 
     def new_state(self, batch: int, capacity: int) -> Any:
-        """Return an empty `State` for `batch` sequences of up to `capacity` tokens each."""
+        """Return an empty `SequenceState` for `batch` sequences of up to `capacity` tokens each."""
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         """Return the bytes of such a state."""
@@ -233,12 +229,17 @@ def read_network(path: Path, target: Target, kind: Callable[[Any], N]) -> N:
         kind: Function that makes the network from its configuration.
 
     Raises:
-        ValueError: The folder cannot be read, or its drafter does not fit this target.
+        ValueError: As `read_fitting`.
     """
+    return filled_network(read_fitting(path, target), kind).to(target.device, target.dtype)
+
+
+def read_fitting(path: Path, target: Target) -> Checkpoint:
+    """Read a drafter's folder or GGUF file. Raise a ValueError if it is broken or does not fit this target."""
     checkpoint = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
     sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
     check_fits(checkpoint.config, **sizes)
-    return filled_network(checkpoint, kind).to(target.device, target.dtype)
+    return checkpoint
 
 
 def filled_network(checkpoint: Checkpoint, kind: Callable[[Any], N]) -> N:
@@ -248,6 +249,38 @@ def filled_network(checkpoint: Checkpoint, kind: Callable[[Any], N]) -> N:
     network.load_state_dict(checkpoint.tensors, assign=True)
     network.qat_bits = checkpoint.trained.qat_bits
     return network
+
+
+class RunnerDrafter(Drafter):
+    """Base of drafters whose network runs on the target's backend."""
+
+    network: DraftNetwork
+    _target: Target
+    _run: Any  # a `NetworkRunner`
+    reduced_head: ReducedHead | None = None
+
+    @property
+    def compile_reason(self) -> str | None:
+        return cast("str | None", self._run.compile_reason)
+
+    @property
+    def bits(self) -> int | None:
+        return cast("int | None", self._run.bits)
+
+    def new_state(self, batch: int, capacity: int) -> Any:
+        return self._run.new_state(batch, capacity)
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return cast(int, self._run.state_bytes(batch, capacity))
+
+    def weight_bytes(self) -> int:
+        storages = [tensor.untyped_storage() for tensor in (*self.network.parameters(), *self.network.buffers())]
+        own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        head = self.reduced_head or self._target.draft_head
+        return own + (head.nbytes if head else 0) + cast(int, self._run.weight_bytes())
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return cast(int, self._run.workspace_bytes(batch, nodes, slots))
 
 
 @runtime_checkable

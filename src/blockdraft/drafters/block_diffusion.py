@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from blockdraft.drafters.base import (
     check_same_tokens,
 )
 from blockdraft.drafters.dflash.drafter import independent_draft_tokens
-from blockdraft.nn.cache import KVCache
+from blockdraft.nn.cache import KVCache, SequenceState
 from blockdraft.targets import Target
 from blockdraft.timing import DRAFT_CHOICE, HEAD, PASS, mark
 from blockdraft.types import RequestDrafting
@@ -32,40 +33,39 @@ from blockdraft.types import RequestDrafting
 PIECE = 512  # maximum tokens of a prompt to read at once, unless a block is larger
 
 
-class BlockState:
-    """Committed tokens of sequences, and the model's keys and values of their first blocks.
+class _BlockCache(KVCache):
+    """Keys and values of whole blocks only: those of an unfinished block depend on its missing tokens."""
 
-    Attributes:
-        cache: Keys and values of whole blocks only: those of an unfinished block depend on its missing tokens.
-        texts: Committed tokens by first slot of the sequence.
-    """
+    def __init__(self, batch: int, capacity: int, block_size: int) -> None:
+        self._block_size = block_size
+        super().__init__(batch, capacity)
 
-    def __init__(self, cache: KVCache, texts: dict[int, list[int]], block_size: int) -> None:
-        self.cache, self.texts, self._size = cache, texts, block_size
+    def cut(self, value: int, length: int) -> int:
+        length = min(value, length)
+        return length - length % self._block_size
 
-    def of(self, rows: Sequence[int]) -> BlockState:
-        return BlockState(self.cache.of(rows), self.texts, self._size)
 
-    def open(self, row: int, capacity: int) -> None:
-        self.cache.open(row, capacity)
-        self.texts[row] = []
+class BlockState(SequenceState):
+    """Committed tokens of the sequences, and the model's keys and values of their first blocks."""
 
-    def close(self, row: int) -> None:
-        self.cache.close(row)
-        del self.texts[row]
+    values: dict[int, list[int]]
 
-    def shrink(self, row: int, capacity: int) -> None:
-        self.cache.shrink(row, capacity)
-        self.texts[row] = self.texts[row][:capacity]
-        one = self.cache.of([row])
-        one.truncate([length - length % self._size for length in one.lengths])
+    def __init__(self, batch: int, capacity: int, block_size: int) -> None:
+        super().__init__(batch, capacity, [_BlockCache(batch, capacity, block_size)])
 
-    def copy(self, source: int, row: int, length: int) -> None:
-        self.cache.copy(source, row, min(length - length % self._size, *self.cache.of([source]).lengths))
-        self.texts[row] = self.texts[source][:length]
+    def new_value(self) -> list[int]:
+        return []
 
-    def zero_slots(self, row: int, whole: bool = False) -> None:
-        self.cache.zero_slots(row, whole)
+    def cut(self, value: list[int], length: int) -> list[int]:
+        return value[:length]
+
+    @property
+    def cache(self) -> Any:
+        return self.inner[0]
+
+    @property
+    def committed(self) -> list[list[int]]:
+        return [self.values[start] for start in self.starts]
 
 
 class BlockDiffusionDrafter(Drafter):
@@ -97,8 +97,7 @@ class BlockDiffusionDrafter(Drafter):
         self._vocab_size = target.vocab_size
 
     def new_state(self, batch: int, capacity: int) -> BlockState:
-        cache = KVCache(batch, capacity)
-        return BlockState(cache, {row: [] for row in cache.rows}, self.model.config.block_size)
+        return BlockState(batch, capacity, self.model.config.block_size)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         layers, heads, head_dim = self._network.kv_shape
@@ -109,23 +108,24 @@ class BlockDiffusionDrafter(Drafter):
 
     @torch.no_grad()
     def observe(self, state: BlockState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
-        for row, new, length in zip(state.cache.rows, tokens.tolist(), lengths, strict=True):
-            state.texts[row] += new[:length]
+        for committed, new, length in zip(state.committed, tokens.tolist(), lengths, strict=True):
+            committed += new[:length]
         # Few tokens are read together with the next block. A prompt is read here, before its sequence joins a batch
         # that would have to wait for it.
         size = self.model.config.block_size
         while max(lengths) > self.block_size:
-            texts = [state.texts[row][: self.model.text.max_context] for row in state.cache.rows]
-            held = state.cache.lengths
+            texts = [committed[: self.model.text.max_context] for committed in state.committed]
+            begins = state.cache.lengths
             wholes = [len(text) - len(text) % size for text in texts]
-            if held == wholes:
+            if begins == wholes:
                 break
-            ends = [min(whole, begin + max(1, PIECE // size) * size) for whole, begin in zip(wholes, held, strict=True)]
-            self._pass(state, [text[:end] for text, end in zip(texts, ends, strict=True)], held)
+            step = max(1, PIECE // size) * size
+            ends = [min(whole, begin + step) for whole, begin in zip(wholes, begins, strict=True)]
+            self._pass(state, [text[:end] for text, end in zip(texts, ends, strict=True)], begins)
 
     @torch.no_grad()
     def propose(self, state: BlockState, anchor: Tensor, plan: Plan) -> Proposal:
-        texts = [[*state.texts[row], token] for row, token in zip(state.cache.rows, anchor.tolist(), strict=True)]
+        texts = [[*committed, token] for committed, token in zip(state.committed, anchor.tolist(), strict=True)]
         free = [self._free(len(text)) for text in texts]
         count = min(plan.block_size - 1, max(free))
         if count == 0:
@@ -154,17 +154,17 @@ class BlockDiffusionDrafter(Drafter):
         for step in range(1, passes):
             confidence, best = (result.tolist() for result in logits.softmax(dim=-1).max(dim=-1))
             before = sum(map(len, settled))
-            for row, (fixed, count) in enumerate(zip(settled, free, strict=True)):
+            for index, (fixed, count) in enumerate(zip(settled, free, strict=True)):
                 wanted = max(1, round(share(step / passes) * count)) - len(fixed)
-                others = sorted({*range(count)} - fixed.keys(), key=confidence[row].__getitem__, reverse=True)
-                fixed.update({place: best[row][place] for place in others[: max(wanted, 0)]})
+                others = sorted({*range(count)} - fixed.keys(), key=confidence[index].__getitem__, reverse=True)
+                fixed.update({place: best[index][place] for place in others[: max(wanted, 0)]})
             if sum(map(len, settled)) > before:  # else the next pass would read the same input
                 logits = self._look(state, texts, free, settled)
-        for row, (fixed, count) in enumerate(zip(settled, free, strict=True)):
-            logits[row, count:] = 0.0
+        for index, (fixed, count) in enumerate(zip(settled, free, strict=True)):
+            logits[index, count:] = 0.0
             for place, token in fixed.items():
-                logits[row, place] = -torch.inf
-                logits[row, place, token] = 0.0
+                logits[index, place] = -torch.inf
+                logits[index, place, token] = 0.0
         return logits
 
     def _look(
@@ -178,11 +178,11 @@ class BlockDiffusionDrafter(Drafter):
         """
         shift, mask = self.model.config.token_shift, self.model.config.mask_token_id
         blocks, begins, places = [], [], []
-        for text, count, held, fixed in zip(texts, free, state.cache.lengths, settled, strict=True):
+        for text, count, cached, fixed in zip(texts, free, state.cache.lengths, settled, strict=True):
             blocks.append([*text, *(fixed.get(place, mask) for place in range(count))] if count else [])
-            begins.append(held if count else 0)
+            begins.append(cached if count else 0)
             # With a token shift, a token's output is at the position before it.
-            first = len(text) - shift - held if count else 0
+            first = len(text) - shift - cached if count else 0
             places.append([first + min(place, max(count - 1, 0)) for place in range(max(free))])
         states = self._pass(state, blocks, begins)
         at = torch.tensor(places, device=states.device)[..., None].expand(-1, -1, states.size(-1))
@@ -212,8 +212,8 @@ class BlockDiffusionDrafter(Drafter):
         visible = torch.cat([before, blocks[:, :, None] >= blocks[:, None, :]], dim=-1)
         states = self._network.hidden(tokens, positions, visible, new_keys_values)
         wholes = [
-            max(held, min(len(text), len(state.texts[row])) // size * size)
-            for row, held, text in zip(state.cache.rows, state.cache.lengths, texts, strict=True)
+            max(cached, min(len(text), len(committed)) // size * size)
+            for committed, cached, text in zip(state.committed, state.cache.lengths, texts, strict=True)
         ]
         new_keys_values.keep(begins, wholes)
         mark(PASS)
@@ -229,18 +229,18 @@ class _NewKeysValues:
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self._new[layer] = keys, values
-        held = (self._cache.view(store, 0)[0] for store in self._cache.layer(layer, keys, values))
-        keys, values = (torch.cat(both, dim=2) for both in zip(held, (keys, values), strict=True))
+        cached = (self._cache.view(store, 0)[0] for store in self._cache.layer(layer, keys, values))
+        keys, values = (torch.cat(both, dim=2) for both in zip(cached, (keys, values), strict=True))
         return keys, values
 
     def keep(self, begins: Sequence[int], lengths: Sequence[int]) -> None:
         """Commit the new tokens of each sequence, which begin at `begins`, up to these lengths."""
-        rows, held = self._cache.rows, self._cache.lengths
+        starts, cached = self._cache.starts, self._cache.lengths
         for layer, new in self._new.items():
             for store, nodes in zip(self._cache.layer(layer, *new), new, strict=True):
-                for place, (row, old, begin, length) in enumerate(zip(rows, held, begins, lengths, strict=True)):
-                    store[:, row + old : row + length] = nodes[place, :, old - begin : length - begin]
-        self._cache.commit([range(length - old) for length, old in zip(lengths, held, strict=True)])
+                for index, (start, old, begin, length) in enumerate(zip(starts, cached, begins, lengths, strict=True)):
+                    store[:, start + old : start + length] = nodes[index, :, old - begin : length - begin]
+        self._cache.commit([range(length - old) for length, old in zip(lengths, cached, strict=True)])
 
 
 def load(path: Path, target: Target) -> BlockDiffusionDrafter:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,91 +21,67 @@ from blockdraft.decode.tree import next_pays
 from blockdraft.drafters.base import Drafter, DrafterSpec, check_same_tokens
 from blockdraft.errors import UsageError
 from blockdraft.machine import send
-from blockdraft.targets import Cache, Target, load_target
+from blockdraft.nn.cache import KVCache, SequenceState
+from blockdraft.targets import Target, load_target
 from blockdraft.timing import DRAFT_CHOICE, PASS, mark
 
 BLOCK_SIZE = 8
 
 
-class DraftState:
-    """State of the draft model for the sequences of a batch.
+class Tokens(NamedTuple):
+    """Tokens of a sequence.
 
     Attributes:
-        cache: Keys and values of the tokens `held`.
-        rows: First slots of the sequences.
+        committed: Committed tokens.
+        cached: Tokens in the draft model's cache: a prefix of the committed tokens or, between `propose` and `observe`,
+            all of them, the anchor and the draft tokens.
     """
 
-    def __init__(
-        self,
-        cache: Cache,
-        rows: Sequence[int],
-        of_rows: dict[int, tuple[list[int], list[int]]],
-        capacities: dict[int, int],
-    ) -> None:
-        self.cache = cache
-        self.rows = list(rows)
-        self._of_rows = of_rows  # `texts` and `held` of each sequence
-        self._capacities = capacities
+    committed: list[int]
+    cached: list[int]
+
+
+class DraftState(SequenceState):
+    """Tokens of the sequences of a batch, and the draft model's cache of them."""
+
+    values: dict[int, Tokens]
+
+    def __init__(self, cache: KVCache, batch: int, capacity: int) -> None:
+        super().__init__(batch, capacity, [cache])
+
+    def new_value(self) -> Tokens:
+        return Tokens([], [])
+
+    def cut(self, value: Tokens, length: int) -> Tokens:
+        committed = value.committed[:length]
+        return Tokens(committed, value.cached[: len(committed)])
+
+    @property
+    def cache(self) -> Any:
+        return self.inner[0]
 
     @property
     def capacity(self) -> int:
         """KV slots of the sequence that has the fewest."""
-        return min(self._capacities[row] for row in self.rows)
+        return min(self._capacities[start] for start in self.starts)
 
     @property
-    def room(self) -> int:
-        """Free KV slots of the sequence that has the fewest."""
-        return min(self._capacities[row] - held for row, held in zip(self.rows, self.cache.lengths, strict=True))
+    def committed(self) -> list[list[int]]:
+        return [self.values[start].committed for start in self.starts]
 
     @property
-    def texts(self) -> list[list[int]]:
-        """Committed tokens of each sequence."""
-        return [self._of_rows[row][0] for row in self.rows]
-
-    @property
-    def held(self) -> list[list[int]]:
-        """Tokens of each sequence in the cache.
-
-        They are a prefix of the committed tokens or, between `propose` and `observe`, all of them, the anchor and the
-        draft tokens.
-        """
+    def cached(self) -> list[list[int]]:
         # After an exception, the cache may hold fewer or more tokens than recorded.
-        both = zip(self.rows, self.cache.lengths, strict=True)
-        return [self._of_rows[row][1][:length] for row, length in both]
+        both = zip(self.starts, self.cache.lengths, strict=True)
+        return [self.values[start].cached[:length] for start, length in both]
 
-    def note(self, texts: Sequence[list[int]], held: Sequence[list[int]]) -> None:
-        """Record the committed tokens of the sequences, and the tokens in the cache."""
-        self._of_rows.update(zip(self.rows, zip(texts, held, strict=True), strict=True))
+    def record(self, committed: Sequence[list[int]], cached: Sequence[list[int]]) -> None:
+        """Set the tokens of the sequences."""
+        self.values.update(zip(self.starts, map(Tokens, committed, cached), strict=True))
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the given number of each sequence's tokens in the cache."""
+        """Keep at most the given number of each sequence's tokens in the cache."""
         self.cache.truncate([min(new, old) for new, old in zip(lengths, self.cache.lengths, strict=True)])
-
-    def of(self, rows: Sequence[int]) -> DraftState:
-        return DraftState(self.cache.of(rows), rows, self._of_rows, self._capacities)
-
-    def open(self, row: int, capacity: int) -> None:
-        self.cache.open(row, capacity)
-        self._of_rows[row], self._capacities[row] = ([], []), capacity
-
-    def close(self, row: int) -> None:
-        self.cache.close(row)
-        del self._of_rows[row], self._capacities[row]
-
-    def shrink(self, row: int, capacity: int) -> None:
-        text, held = self._of_rows[row]
-        self.cache.shrink(row, capacity)
-        self._of_rows[row], self._capacities[row] = (text[:capacity], held[:capacity]), capacity
-
-    def copy(self, source: int, row: int, length: int) -> None:
-        text, held = self._of_rows[source]
-        known = len(commonprefix([text[:length], held]))
-        known = min(known, *self.cache.of([source]).lengths)
-        self.cache.copy(source, row, known)
-        self._of_rows[row] = text[:length], held[:known]
-
-    def zero_slots(self, row: int, whole: bool = False) -> None:
-        self.cache.zero_slots(row, whole)
 
 
 class DraftLMDrafter(Drafter):
@@ -147,9 +123,7 @@ class DraftLMDrafter(Drafter):
         self._vocab_size = target.vocab_size
 
     def new_state(self, batch: int, capacity: int) -> DraftState:
-        rows = [place * capacity for place in range(batch)]
-        empty: dict[int, tuple[list[int], list[int]]] = {row: ([], []) for row in rows}
-        return DraftState(self.model.new_cache(batch, capacity), rows, empty, dict.fromkeys(rows, capacity))
+        return DraftState(self.model.new_cache(batch, capacity), batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return self.model.cache_bytes(batch, capacity)
@@ -165,18 +139,18 @@ class DraftLMDrafter(Drafter):
         return self.model.forward_bytes(batch, nodes, slots)
 
     def observe(self, state: DraftState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
-        new = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+        new = [ids[:length] for ids, length in zip(tokens.tolist(), lengths, strict=True)]
         state.truncate(
             [
-                min(len(text), len(held)) + len(commonprefix([held[len(text) :], committed]))
-                for text, held, committed in zip(state.texts, state.held, new, strict=True)
+                min(len(committed), len(cached)) + len(commonprefix([cached[len(committed) :], ids]))
+                for committed, cached, ids in zip(state.committed, state.cached, new, strict=True)
             ]
         )
-        state.note([text + committed for text, committed in zip(state.texts, new, strict=True)], state.held)
+        state.record([committed + ids for committed, ids in zip(state.committed, new, strict=True)], state.cached)
         # A few tokens are read later, together with the next anchor. A prompt is read now, before its sequence joins a
         # batch that would have to wait for it.
         if max(lengths) > self.block_size:
-            self._read(state, [text if len(text) <= self.model.max_context else [] for text in state.texts])
+            self._read(state, [ids if len(ids) <= self.model.max_context else [] for ids in state.committed])
 
     @torch.no_grad()
     def propose(
@@ -189,10 +163,13 @@ class DraftLMDrafter(Drafter):
                 no forward pass. Not supported if draft tokens are sampled.
         """
         wanted_on, anchor = anchor.device, send(anchor, self.model.device)
-        room = [max(0, min(plan.block_size - 1, self.model.max_context - len(text))) for text in state.texts]
+        room = [max(0, min(plan.block_size - 1, self.model.max_context - len(ids))) for ids in state.committed]
         draws = plan.uniforms if isinstance(plan, SampledPlan) else None
         seconds = plan.step_seconds if draws is None else None
-        known = [[*t, a] if free else [] for t, a, free in zip(state.texts, anchor.tolist(), room, strict=True)]
+        known = [
+            [*committed, token] if free else []
+            for committed, token, free in zip(state.committed, anchor.tolist(), room, strict=True)
+        ]
         draft_tokens, dists = [anchor], list[SparseDistribution]()
         expected = torch.zeros(len(room), device=anchor.device)  # expected accepted draft tokens per sequence
         survival = torch.tensor([float(free > 0) for free in room], device=anchor.device)
@@ -207,8 +184,8 @@ class DraftLMDrafter(Drafter):
                 if depth == len(foreseen):
                     ids = torch.stack(draft_tokens, dim=1).tolist()
                     texts = [
-                        text[:-1] + row[: min(free, 1 + depth)]
-                        for text, row, free in zip(known, ids, room, strict=True)
+                        text[:-1] + drafted[: min(free, 1 + depth)]
+                        for text, drafted, free in zip(known, ids, room, strict=True)
                     ]
                     logits = self._read(state, texts)
                 else:
@@ -233,14 +210,14 @@ class DraftLMDrafter(Drafter):
         tokens = torch.stack(draft_tokens, dim=1)
         if made:  # the model has not read the last draft token
             read = [ids[: min(free, made)] for ids, free in zip(tokens.tolist(), room, strict=True)]
-            state.note(state.texts, [text[:-1] + ids for text, ids in zip(known, read, strict=True)])
+            state.record(state.committed, [text[:-1] + ids for text, ids in zip(known, read, strict=True)])
         tokens = tokens.to(wanted_on)
         past = torch.arange(made + 1) > torch.tensor(room)[:, None]
         parents = chain(tokens).parents.masked_fill(past, -1)
         if not dists:
             if not seconds:
                 return Proposal(tokens, parents)
-            acceptance_probs = tuple(tuple(step[row] for step in survivals[:free]) for row, free in enumerate(room))
+            acceptance_probs = tuple(tuple(step[index] for step in survivals[:free]) for index, free in enumerate(room))
             return Proposal(tokens, parents, expected=tuple(expected.tolist()), acceptance_probs=acceptance_probs)
         sampled_from = SparseDistribution(
             torch.cat([dist.ids for dist in dists], 1).to(wanted_on),
@@ -258,30 +235,30 @@ class DraftLMDrafter(Drafter):
         Returns:
             Logits `[B, V]` after each sequence's last token.
         """
-        state.truncate([min(len(text), len(held)) for text, held in zip(texts, state.held, strict=True)])
+        state.truncate([min(len(text), len(cached)) for text, cached in zip(texts, state.cached, strict=True)])
         # At least one, even if all texts exceed the model's context.
-        count = max(1, *(len(text) - len(held) for text, held in zip(texts, state.held, strict=True)))
+        count = max(1, *(len(text) - len(cached) for text, cached in zip(texts, state.cached, strict=True)))
         # The longest text does not fit the sequence with the fewest slots. Padding would overwrite what follows it.
         if count > state.capacity:
             alone = [
-                self._read(state.of([row]), [text])
+                self._read(state.of([start]), [text])
                 if text
                 else torch.zeros(1, self._vocab_size, device=self.model.device)
-                for row, text in zip(state.rows, texts, strict=True)
+                for start, text in zip(state.starts, texts, strict=True)
             ]
             return torch.cat([logits.float() for logits in alone])
         state.truncate([max(0, len(text) - count) for text in texts])
-        new = [text[len(held) :] for text, held in zip(texts, state.held, strict=True)]
+        new = [text[len(cached) :] for text, cached in zip(texts, state.cached, strict=True)]
         tokens = torch.tensor([[*ids, *[0] * (count - len(ids))] for ids in new], device=self.model.device)
         last = torch.tensor([max(len(ids) - 1, 0) for ids in new], device=self.model.device)
         # With `logits_at`, logits of one position per sequence are computed, else of all `count`.
         logits = self.forward(tokens, state.cache, logits_at=last if count > len(new) else None)
         state.cache.commit([range(len(ids)) for ids in new])
-        state.note(state.texts, [list(text) for text in texts])
+        state.record(state.committed, [list(text) for text in texts])
         return logits[torch.arange(len(new)), last.clamp(max=logits.size(1) - 1)]
 
     def forward(
-        self, tokens: Tensor, cache: Cache, parents: Tensor | None = None, logits_at: Tensor | None = None
+        self, tokens: Tensor, cache: KVCache, parents: Tensor | None = None, logits_at: Tensor | None = None
     ) -> Tensor:
         """Return logits of a tree, or of a chain if `parents` is None, over the target's vocabulary.
 

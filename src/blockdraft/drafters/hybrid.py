@@ -11,15 +11,15 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from blockdraft.decode.merging import beside, filled, merged
 from blockdraft.decode.proposal import HybridPlan, Plan, Proposal, SampledPlan, chain
-from blockdraft.drafters.base import Drafter, DrafterSpec, State
+from blockdraft.drafters.base import Drafter, DrafterSpec
 from blockdraft.errors import UsageError, describe
+from blockdraft.nn.cache import SequenceState
 from blockdraft.timing import DRAFT_CHOICE, mark
 from blockdraft.types import JOINT
 
@@ -31,121 +31,92 @@ MOST_PENDING = 512  # tokens of a sequence to accumulate for a member before it 
 
 
 @dataclass
-class Yields:
-    """Accepted draft tokens of a sequence so far, for members that do not state how many they expect.
+class HybridSequence:
+    """Value of a sequence in a `HybridState`.
 
     Attributes:
-        accepted: For each member, the running mean of the accepted tokens of its chains.
+        accepted: For each member, the running mean of the accepted tokens of its chains. It serves for members that do
+            not state how many they expect.
+        pending: For each member, tokens `[n]` and hidden states `[n, m * H]` that it has not observed yet.
         last: Index of the member whose chain was proposed last; None once its outcome has been counted.
     """
 
     accepted: list[float]
+    pending: list[list[tuple[Tensor, Tensor | None]]]
     last: int | None = None
 
+    def num_pending(self, index: int) -> int:
+        return sum(len(ids) for ids, _ in self.pending[index])
 
-# By first slot of a sequence: tokens [n] and hidden states [n, m * H] of each pending observation.
-Pending: TypeAlias = dict[int, list[tuple[Tensor, Tensor | None]]]
 
-
-class HybridState:
-    """Draft state of a hybrid drafter: one state per member.
+class HybridState(SequenceState):
+    """Draft state of a hybrid drafter, with the states of its members inside.
 
     A member with a network observes committed tokens lazily, when it drafts next or when many have accumulated, so that
     steps drafted by another member do not pay for it.
 
     Args:
         parts: The members.
-        pending: Committed tokens that each member has not observed yet.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Drafter],
-        inner: Sequence[State],
-        rows: Sequence[int],
-        of_rows: dict[int, Yields],
-        pending: Sequence[Pending],
-    ) -> None:
-        self.inner = list(inner)
-        self.rows = list(rows)
-        self._parts, self._of_rows, self._pending = parts, of_rows, pending
+    values: dict[int, HybridSequence]
+
+    def __init__(self, parts: Sequence[Drafter], batch: int, capacity: int) -> None:
+        self._parts = parts
+        super().__init__(batch, capacity, [part.new_state(batch, capacity) for part in parts])
+
+    def new_value(self) -> HybridSequence:
+        return HybridSequence([FIRST_YIELD] * len(self._parts), [[] for _ in self._parts])
+
+    def cut(self, value: HybridSequence, length: int) -> HybridSequence:
+        return self.new_value()  # a new request must not depend on the one before
 
     @property
-    def yields(self) -> list[Yields]:
-        return [self._of_rows[row] for row in self.rows]
+    def sequences(self) -> list[HybridSequence]:
+        return [self.values[start] for start in self.starts]
 
-    def of(self, rows: Sequence[int]) -> HybridState:
-        return HybridState(self._parts, [state.of(rows) for state in self.inner], rows, self._of_rows, self._pending)
-
-    def keep(self, index: int, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
+    def add_pending(self, index: int, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         """Add pending tokens of a member, which first observes earlier ones if they are many. Adds none if it fails."""
-        pending = self._pending[index]
-        if any(sum(len(ids) for ids, _ in pending.get(row, ())) >= MOST_PENDING for row in self.rows):
+        if any(sequence.num_pending(index) >= MOST_PENDING for sequence in self.sequences):
             self.catch_up(index)
-        for place, (row, count) in enumerate(zip(self.rows, lengths, strict=True)):
-            observation = tokens[place, :count], None if hidden_states is None else hidden_states[place, :count]
-            pending.setdefault(row, []).append(observation)
+        for i, (sequence, count) in enumerate(zip(self.sequences, lengths, strict=True)):
+            states = None if hidden_states is None else hidden_states[i, :count]
+            sequence.pending[index].append((tokens[i, :count], states))
 
     def catch_up(self, index: int) -> None:
         """Let a member observe its pending tokens."""
-        pending, by_length = self._pending[index], dict[int, list[int]]()
-        for row in self.rows:
-            if count := sum(len(ids) for ids, _ in pending.get(row, ())):
-                by_length.setdefault(count, []).append(row)
-        for rows in by_length.values():  # without padding, for which there may be no KV slots
-            tokens = torch.stack([torch.cat([ids for ids, _ in pending[row]]) for row in rows])
+        by_length = dict[int, list[int]]()
+        for start in self.starts:
+            if count := self.values[start].num_pending(index):
+                by_length.setdefault(count, []).append(start)
+        for starts in by_length.values():  # without padding, for which there may be no KV slots
+            pending = [self.values[start].pending[index] for start in starts]
+            tokens = torch.stack([torch.cat([ids for ids, _ in parts]) for parts in pending])
             hidden_states = None
             if self._parts[index].target_layers:
-                states = [[state for _, state in pending[row] if state is not None] for row in rows]
-                hidden_states = torch.stack([torch.cat(of_row) for of_row in states])
-            self._parts[index].observe(self.inner[index].of(rows), tokens, hidden_states, [tokens.size(1)] * len(rows))
-            for row in rows:
-                del pending[row]
+                states = [[state for _, state in parts if state is not None] for parts in pending]
+                hidden_states = torch.stack([torch.cat(parts) for parts in states])
+            lengths = [tokens.size(1)] * len(starts)
+            self._parts[index].observe(self.inner[index].of(starts), tokens, hidden_states, lengths)
+            for parts in pending:
+                parts.clear()
 
-    def _catch_up(self, row: int) -> None:
+    def _catch_up_all(self, start: int) -> None:
         """Let the members observe a sequence that is about to change. If one fails, only its drafts get worse."""
         for index, part in enumerate(self._parts):
             try:
-                self.of([row]).catch_up(index)
+                self.of([start]).catch_up(index)
             except Exception as error:
-                self._pending[index].pop(row, None)
+                self.values[start].pending[index].clear()
                 log.warning("The drafter %s missed tokens, and may draft worse: %s", part.kind, describe(error))
 
-    def _forget(self, row: int) -> None:
-        for pending in self._pending:
-            pending.pop(row, None)
+    def shrink(self, start: int, capacity: int) -> None:
+        self._catch_up_all(start)
+        super().shrink(start, capacity)
 
-    def open(self, row: int, capacity: int) -> None:
-        for state in self.inner:
-            state.open(row, capacity)
-        self._begin(row)
-
-    def close(self, row: int) -> None:
-        self._forget(row)
-        for state in self.inner:
-            state.close(row)
-        del self._of_rows[row]
-
-    def shrink(self, row: int, capacity: int) -> None:
-        self._catch_up(row)
-        for state in self.inner:
-            state.shrink(row, capacity)
-        self._begin(row)
-
-    def copy(self, source: int, row: int, length: int) -> None:
-        self._catch_up(source)
-        for state in self.inner:
-            state.copy(source, row, length)
-
-    def zero_slots(self, row: int, whole: bool = False) -> None:
-        if whole:
-            self._forget(row)
-        for state in self.inner:
-            state.zero_slots(row, whole)
-
-    def _begin(self, row: int) -> None:
-        """Reset what was learned in this sequence. A new request must not depend on the one before."""
-        self._of_rows[row] = Yields([FIRST_YIELD] * len(self.inner))
+    def copy(self, source: int, start: int, length: int) -> None:
+        self._catch_up_all(source)
+        super().copy(source, start, length)
 
 
 class HybridDrafter(Drafter):
@@ -183,10 +154,7 @@ class HybridDrafter(Drafter):
         self.block_size = max(part.block_size for part in parts)
 
     def new_state(self, batch: int, capacity: int) -> HybridState:
-        rows = [place * capacity for place in range(batch)]
-        of_rows = {row: Yields([FIRST_YIELD] * len(self.parts)) for row in rows}
-        inner = [part.new_state(batch, capacity) for part in self.parts]
-        return HybridState(self.parts, inner, rows, of_rows, [{} for _ in self.parts])
+        return HybridState(self.parts, batch, capacity)
 
     @property
     def parts(self) -> Sequence[Drafter]:
@@ -203,16 +171,16 @@ class HybridDrafter(Drafter):
         return sum(part.weight_bytes() for part in self.parts)
 
     def observe(self, state: HybridState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
-        for yields, length in zip(state.yields, lengths, strict=True):
-            if yields.last is not None and length:  # length counts the anchor and the accepted draft tokens
-                yields.accepted[yields.last] += NEWEST * (length - 1 - yields.accepted[yields.last])
-                yields.last = None
+        for sequence, length in zip(state.sequences, lengths, strict=True):
+            if sequence.last is not None and length:  # length counts the anchor and the accepted draft tokens
+                sequence.accepted[sequence.last] += NEWEST * (length - 1 - sequence.accepted[sequence.last])
+                sequence.last = None
         # Members with a network come first, because they may fail. The sequences are then observed again, one by one,
         # and no member may observe the same tokens twice.
         for index, part in sorted(enumerate(self.parts), key=lambda item: not item[1].runs_network):
             own = self._hidden_states_of(part, hidden_states)
             if part.runs_network:
-                state.keep(index, tokens, own, lengths)
+                state.add_pending(index, tokens, own, lengths)
             else:
                 part.observe(state.inner[index], tokens, own, lengths)
 
@@ -259,16 +227,16 @@ class HybridDrafter(Drafter):
     def _best_chains(self, state: HybridState, anchor: Tensor, proposals: Sequence[Proposal]) -> Proposal:
         tokens, parents, chosen = list[list[int]](), list[list[int]](), list[Proposal]()
         texts = [proposal.tokens.tolist() for proposal in proposals]
-        for row, yields in enumerate(state.yields):
+        for i, sequence in enumerate(state.sequences):
             expected = [
-                min(_expected_accepted(proposal, row, known), sum(parent >= 0 for parent in proposal.parent_lists[row]))
-                for proposal, known in zip(proposals, yields.accepted, strict=True)
+                min(_expected_accepted(proposal, i, known), sum(parent >= 0 for parent in proposal.parent_lists[i]))
+                for proposal, known in zip(proposals, sequence.accepted, strict=True)
             ]
-            yields.last = best = max(range(len(expected)), key=expected.__getitem__)
+            sequence.last = best = max(range(len(expected)), key=expected.__getitem__)
             chosen.append(proposals[best])
-            tokens.append(texts[best][row])
-            parents.append(proposals[best].parent_lists[row])
-        q = tuple(None if proposal.q is None else proposal.q[row] for row, proposal in enumerate(chosen))
+            tokens.append(texts[best][i])
+            parents.append(proposals[best].parent_lists[i])
+        q = tuple(None if proposal.q is None else proposal.q[i] for i, proposal in enumerate(chosen))
         return Proposal(*filled(anchor, tokens, parents), q if any(dist is not None for dist in q) else None)
 
 
@@ -299,13 +267,13 @@ def _expected_rate(proposal: Proposal, plan: Plan, rate: float) -> float:
     return tokens / plan.step_seconds[proposal.tokens.size(1) - 1]
 
 
-def _expected_accepted(proposal: Proposal, row: int, known: float) -> float:
+def _expected_accepted(proposal: Proposal, index: int, known: float) -> float:
     """Return the expected number of accepted tokens of a chain; `known` is the mean of its member so far."""
     if proposal.q is not None:
         return known
     if proposal.acceptance_probs is not None:
-        return sum(proposal.acceptance_probs[row])
-    return known if proposal.expected is None else proposal.expected[row]
+        return sum(proposal.acceptance_probs[index])
+    return known if proposal.expected is None else proposal.expected[index]
 
 
 DRAFTER = DrafterSpec(lambda members, target: HybridDrafter(members))

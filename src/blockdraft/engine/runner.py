@@ -106,6 +106,7 @@ class Runner:
     def copy(self, source: int, start: int, length: int) -> None:
         """Copy the first `length` tokens of a sequence to another, which is empty."""
         self.catch_up()
+        assert length <= self.committed_length(source)
         for store in (self.cache, self.state):
             store.copy(source, start, length)
 
@@ -123,8 +124,7 @@ class Runner:
 
     def committed_length(self, start: int) -> int:
         """Return the number of committed tokens of a sequence."""
-        lengths: list[int] = self.cache.of([start]).lengths
-        return lengths[0]
+        return self.cache.of([start]).lengths[0]
 
     # Prefill and decode.
 

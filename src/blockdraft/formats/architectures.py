@@ -1,4 +1,4 @@
-"""Architectures in z-lab's layout and the speculators format, each `ARCHITECTURE` in a drafter's `layout.py`."""
+"""Architectures in z-lab's layout and the speculators format, from `ARCHITECTURES` in the `layout.py` of drafters."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Architecture:
 
 def by_name() -> dict[str, Architecture]:
     """Return all architectures by each of their names under `architectures`."""
-    known = [module.ARCHITECTURE for module in parts("layout").values() if hasattr(module, "ARCHITECTURE")]
+    known = [entry for module in parts("layout").values() for entry in getattr(module, "ARCHITECTURES", ())]
     return {name: architecture for architecture in known for name in architecture.names}
 
 

@@ -54,8 +54,8 @@ class Layout(Protocol):
     """On-disk form of drafters.
 
     A file of this package that defines an object `LAYOUT` of this type is a layout for several kinds of drafters, and
-    is named after it. In a drafter's folder, `layout.py` defines a layout of that kind alone, named after the kind, and
-    `speculators.py` one in the speculators format, with the suffix `_speculators`.
+    is named after it. The `layout.py` of a drafter's folder may define `LAYOUT`, a layout of that kind alone, named
+    after the kind, and `SPECULATORS`, one in the speculators format, with the suffix `_speculators`.
 
     Attributes:
         borrows: Whether it holds copies of the target's embedding and head.
@@ -141,7 +141,7 @@ def check_fits(
 def layouts() -> dict[str, Layout]:
     """Return all layouts by name. Those for a single kind of drafter come first, since they take precedence."""
     found = {name: module.LAYOUT for name, module in parts("layout").items() if hasattr(module, "LAYOUT")}
-    found |= {f"{name}_speculators": module.LAYOUT for name, module in parts("speculators").items()}
+    found |= {f"{n}_speculators": m.SPECULATORS for n, m in parts("layout").items() if hasattr(m, "SPECULATORS")}
     shared = plugins("blockdraft.formats")
     return found | {name: module.LAYOUT for name, module in shared.items() if hasattr(module, "LAYOUT")}
 

@@ -131,9 +131,9 @@ class JaxCache(KVCache):
 
     def view_of_batch(self) -> CacheView:
         """Return the places of the sequences, padded to a power of two."""
-        batch = bucket(len(self.rows))
+        batch = bucket(len(self.starts))
         starts, lengths = np.full(batch, NOWHERE, np.int32), np.zeros(batch, np.int32)
-        starts[: len(self.rows)], lengths[: len(self.rows)] = self.rows, self.lengths
+        starts[: len(self.starts)], lengths[: len(self.starts)] = self.starts, self.lengths
         slots = min(self.arrays[0].shape[2], bucket(max(self.lengths, default=0), MIN_SLOTS))
         starts, lengths = self._layout.put((starts, lengths))
         return CacheView(starts, lengths, slots)
@@ -144,22 +144,22 @@ class JaxCache(KVCache):
             batch, nodes = self.pending[0].shape[1:3]
             source = np.zeros((batch, min(bucket(max(map(len, path))), nodes)), np.int32)
             slots = np.full(source.shape, self.arrays[0].shape[2], np.int32)  # beyond the memory: not written
-            for number, (start, accepted) in enumerate(zip(self.rows, path, strict=True)):
+            for number, (start, accepted) in enumerate(zip(self.starts, path, strict=True)):
                 source[number, : len(accepted)] = list(accepted)
                 slots[number, : len(accepted)] = start + self._lengths[start] + np.arange(len(accepted))
             self.arrays = _write(self._layout, self.arrays, self.pending, *self._layout.put((source, slots)))
         self.pending = None
-        for start, accepted in zip(self.rows, path, strict=True):
+        for start, accepted in zip(self.starts, path, strict=True):
             self._lengths[start] += len(accepted)
 
-    def copy(self, source: int, row: int, length: int) -> None:
-        assert length <= self._lengths[source] and length <= self._capacities[row] and self._lengths[row] == 0
-        span = self._layout.put(np.array([source, row, length], np.int32))
+    def copy(self, source: int, start: int, length: int) -> None:
+        super().copy(source, start, length)
+        length = self._lengths[start]
+        span = self._layout.put(np.array([source, start, length], np.int32))
         self.arrays = tuple(_copy(store, span, bucket(length, MIN_SLOTS)) for store in self.arrays)
-        self._lengths[row] = length
 
-    def zero_slots(self, row: int, whole: bool = False) -> None:
-        first, end = row + (0 if whole else self._lengths[row]), row + self._capacities[row]
+    def zero_slots(self, start: int, whole: bool = False) -> None:
+        first, end = start + (0 if whole else self._lengths[start]), start + self._capacities[start]
         span = self._layout.put(np.array([first, end], np.int32))
         self.arrays = tuple(_zero(store, span) for store in self.arrays)
 

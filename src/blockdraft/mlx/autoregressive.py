@@ -52,7 +52,7 @@ class MLXNodes(CopiedNodes):
         lengths, slots = torch.tensor(state.lengths)[:, None], torch.arange(skipped, longest)
         self._known = (slots >= (lengths - window).clamp(min=1)) & (slots < lengths)
         self._positions, self._end = lengths - 1, len(slots)
-        self._within = torch.ones(len(state.rows), 0, 0, dtype=torch.bool)
+        self._within = torch.ones(len(state.starts), 0, 0, dtype=torch.bool)
 
 
 def last_hidden(state: MLXCache, like: Tensor | None = None) -> Tensor:
@@ -65,7 +65,7 @@ def last_hidden(state: MLXCache, like: Tensor | None = None) -> Tensor:
         assert like is not None
         return MLXTensor(mx.zeros_like(in_mlx(like)[:, :1]))
     [store] = state.layer(HIDDEN)
-    last = [row + max(length - 1, 0) for row, length in zip(state.rows, state.lengths, strict=True)]
+    last = [start + max(length - 1, 0) for start, length in zip(state.starts, state.lengths, strict=True)]
     hidden = in_mlx(store)[0, mx.array(last)][:, None]
     has_tokens = mx.array([length > 0 for length in state.lengths])[:, None, None]
     return MLXTensor(mx.where(has_tokens, hidden, mx.zeros_like(hidden)))

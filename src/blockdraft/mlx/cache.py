@@ -39,11 +39,11 @@ class MLXCache(KVCache):
         stores: Any = self.layer(layer, *map(MLXTensor, nodes))
         self.check_room(count)
         for store, new in zip(stores, nodes, strict=True):
-            if len(self.rows) == 1:
-                first = self.rows[0] + self.lengths[0]
+            if len(self.starts) == 1:
+                first = self.starts[0] + self.lengths[0]
                 store.array[:, first : first + count] = new[0]
             else:
-                firsts = torch.tensor(self.rows) + torch.tensor(self.lengths)
+                firsts = torch.tensor(self.starts) + torch.tensor(self.lengths)
                 at = mx.array((firsts[:, None] + torch.arange(count)).numpy())
                 store.array[:, at] = new.swapaxes(0, 1)
         return self.read(layer, count)
@@ -55,12 +55,12 @@ class MLXCache(KVCache):
         KV slot, which masks must hide.
         """
         end, stores = max(self.lengths) + count, self._layers[layer]
-        if len(self.rows) == 1:
-            row = self.rows[0]
-            return [store.array[None, :, row + first : row + end] for store in stores]  # type: ignore[attr-defined]
-        slots = torch.arange(first, end).repeat(len(self.rows), 1)
+        if len(self.starts) == 1:
+            start = self.starts[0]
+            return [store.array[None, :, start + first : start + end] for store in stores]  # type: ignore[attr-defined]
+        slots = torch.arange(first, end).repeat(len(self.starts), 1)
         own = torch.tensor(self.lengths)[:, None] + count
-        at = mx.array((torch.where(slots < own, slots, 0) + torch.tensor(self.rows)[:, None]).numpy())
+        at = mx.array((torch.where(slots < own, slots, 0) + torch.tensor(self.starts)[:, None]).numpy())
         return [store.array[:, at].swapaxes(0, 1) for store in stores]  # type: ignore[attr-defined]
 
     def view(self, memory: Tensor, count: int, end: int | None = None) -> tuple[Tensor, bool]:

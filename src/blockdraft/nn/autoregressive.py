@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from blockdraft.machine import send
 from blockdraft.nn.attention import attend
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.draft_network import DraftHost, DraftNetwork
+from blockdraft.nn.draft_network import DraftHost, DraftNetwork, NetworkRunner
+from blockdraft.nn.layers import RMSNorm
+from blockdraft.nn.rotary import Rotary
 from blockdraft.timing import HEAD, PASS, mark
 
 # Takes queries [B, heads, N, D], and keys and values of the same entries [B, kv_heads, N, D]; returns [B, heads, N, D].
@@ -45,6 +47,32 @@ class CachedAttention:
         return attend(queries, *self.write(keys, values), self.visible)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerParts:
+    """Weights of a network by their role, and how it joins embedding and hidden state.
+
+    Attributes:
+        layer: The only layer.
+        token_norm, hidden_state_norm: Norms of an entry's embedding and hidden state.
+        norm: Norm behind the layer.
+        rotary: Rotary embedding of the layer's attention.
+        normed_target_layers: Function from the target layers' outputs `[..., m * H]` to the input of `fc`, for networks
+            whose `fc` fuses them and that have a head of their own, `lm_head`. None where `fc` joins embedding and
+            hidden state, and the head is the target's.
+        normed_stream: Whether the layer's output is added to the normed hidden state.
+        normed_feedback: Whether the next node reads the hidden state behind the last norm.
+    """
+
+    layer: nn.Module
+    token_norm: RMSNorm
+    hidden_state_norm: RMSNorm
+    norm: RMSNorm
+    rotary: Rotary
+    normed_target_layers: Callable[[Tensor], Tensor] | None
+    normed_stream: bool
+    normed_feedback: bool
+
+
 class AutoregressiveNetwork(ABC, DraftNetwork):
     """Base of networks that predict one token at a time; see the top of this file.
 
@@ -55,6 +83,11 @@ class AutoregressiveNetwork(ABC, DraftNetwork):
 
     config: Any
     fc: nn.Linear
+
+    @property
+    def layer_parts(self) -> LayerParts:
+        """Weights of the network by their role, for compiled runners."""
+        raise NotImplementedError
 
     @property
     @abstractmethod
@@ -122,37 +155,17 @@ class DraftNodes(Protocol):
         """
 
 
-class AutoregressiveRunner(Protocol):
+class AutoregressiveRunner(NetworkRunner, Protocol):
     """Runner of a network that predicts one token at a time.
 
     Its state has a KV slot for each token of a sequence. Slot s holds the keys and values of the entry of token s,
     which has the target's hidden state at s - 1, and the hidden state at s, which the entry of the next token will
     have. Slot 0 has no hidden state before it, and no node attends to it.
-
-    Attributes:
-        compile_reason: Reason why it is not compiled, where it might have been; else None.
     """
-
-    compile_reason: str | None
-
-    @property
-    def bits(self) -> int | None:
-        """As `Drafter.bits`."""
-
-    def new_state(self, batch: int, capacity: int) -> KVCache:
-        """As `Drafter.new_state`."""
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        """As `Drafter.state_bytes`."""
-
-    def weight_bytes(self) -> int:
-        """Return the bytes of weights besides the network's own."""
-
-    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        """As `Drafter.workspace_bytes`."""
 
     def slots_beside(self, block_size: int, width: int) -> int:
         """Return the KV slots behind a sequence that a draft of at most `width` nodes per level takes."""
+        return 0  # the nodes of a draft are in a copy
 
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
         """Write the KV slots of tokens `[B, N]` behind each sequence's committed ones, for `state.commit` to keep.
@@ -182,6 +195,7 @@ class AutoregressiveRunner(Protocol):
             Tokens `[B, n]`, anchors first, and with `seconds` each sequence's expected number of accepted draft tokens,
             `[B]`.
         """
+        return None
 
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> DraftNodes:
         """Begin the nodes of a draft.
@@ -193,33 +207,19 @@ class AutoregressiveRunner(Protocol):
         """
 
 
-class AutoregressivePass:
+class AutoregressivePass(AutoregressiveRunner):
     """An `AutoregressiveRunner` that uses torch's operations.
 
     Args:
         network: Network on the host's device and in its dtype.
     """
 
-    bits = None
-
     def __init__(self, network: AutoregressiveNetwork, host: DraftHost) -> None:
         self.network, self.embed, self.head, self.compile_reason = network, host.embed, host.head, host.compile_reason
-
-    def new_state(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         slot: int = sum(heads * size for heads, size in self.network.cached) + self.network.config.hidden_size
         return batch * capacity * slot * self.network.fc.weight.dtype.itemsize
-
-    def weight_bytes(self) -> int:
-        return 0
-
-    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        return 0
-
-    def slots_beside(self, block_size: int, width: int) -> int:
-        return 0  # the nodes of a draft are in a copy
 
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor) -> None:
         count = tokens.size(1)
@@ -230,11 +230,8 @@ class AutoregressivePass:
         positions = (state.slots(count, tokens.device) - 1).clamp(min=0)
         new = *self.network.keys_values(self.embed(tokens), before, positions), fused.unsqueeze(1)
         for store, nodes in zip((*stores, known.unsqueeze(0)), new, strict=True):
-            for row, (start, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
-                store[:, start + length : start + length + count] = nodes[row]
-
-    def chain(self, *given: object, **options: object) -> None:
-        return None
+            for i, (start, length) in enumerate(zip(state.starts, state.lengths, strict=True)):
+                store[:, start + length : start + length + count] = nodes[i]
 
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> CopiedNodes:
         return CopiedNodes(self, state, block_size, width, window)
@@ -264,7 +261,7 @@ class CopiedNodes:
         self._known = (slots >= (lengths - window).clamp(min=1)) & (slots < lengths)  # [B, T]
         self._positions, self._end = lengths - 1, len(slots)
         # Nodes of the draft that each node of the last call attends to, `[B, N, M]` bool.
-        self._within = torch.ones(len(state.rows), 0, 0, dtype=torch.bool, device=device)
+        self._within = torch.ones(len(state.starts), 0, 0, dtype=torch.bool, device=device)
 
     def __call__(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         network, (batch, count) = self._run.network, tokens.shape
@@ -302,7 +299,7 @@ def hidden_state_store(state: KVCache, layer: int, size: int, like: Tensor) -> T
 
 def last_hidden_states(state: KVCache, store: Tensor) -> Tensor:
     """Return the hidden state of each sequence's last token, `[B, 1, H]`; 0 for sequences without tokens."""
-    slots = [row + max(length - 1, 0) for row, length in zip(state.rows, state.lengths, strict=True)]
+    slots = [start + max(length - 1, 0) for start, length in zip(state.starts, state.lengths, strict=True)]
     last = store[send(torch.tensor(slots), store.device)]
     if not all(state.lengths):
         empty = send(torch.tensor([length == 0 for length in state.lengths]), store.device)

@@ -1,4 +1,4 @@
-"""Key/value cache whose sequences are ranges of KV slots in memory allocated once, and whose rollback is `commit`."""
+"""States of sequences, which are ranges of KV slots, and the key/value caches among them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,79 +21,140 @@ LEAST_SLOTS = 256  # smallest result of `slot_bucket`
 HUGE_PAGE, MOST_ROUNDING = 2 << 20, 256 << 20
 
 
-class KVCache:
+class SequenceState:
+    """State of the sequences of a batch: the base of KV caches and of drafters' states.
+
+    Memory is a line of KV slots, one per token. A sequence is a range of slots, named by the first of them, its
+    `start`. The engine chooses the range, which is the same in all states, and the sequence never moves. So sequences
+    are opened and closed without copying others.
+
+    A subclass defines the value that it keeps per sequence by `new_value` and `cut`. States inside it are opened,
+    closed, shrunk, copied and zeroed with it.
+
+    Args:
+        batch: Number of sequences that are open from the start.
+        capacity: KV slots per sequence.
+        inner: States inside this one, for the same sequences.
+
+    Attributes:
+        starts: First KV slots of this object's sequences, in batch order.
+        values: Value of each open sequence, by its first KV slot.
+    """
+
+    def __init__(self, batch: int, capacity: int, inner: Sequence[SequenceState] = ()) -> None:
+        self.starts = [index * capacity for index in range(batch)]
+        self.inner = list(inner)
+        self._capacities = dict.fromkeys(self.starts, capacity)
+        self.values: dict[int, Any] = {start: self.new_value() for start in self.starts}
+
+    def new_value(self) -> Any:
+        """Return the value of a sequence without tokens."""
+        return None
+
+    def cut(self, value: Any, length: int) -> Any:
+        """Return the value of a sequence that keeps the first `length` tokens of a sequence with this value."""
+        return value
+
+    def before_change(self, start: int) -> None:
+        """Prepare for a change of a sequence, called before each of the methods below."""
+
+    def of(self, starts: Sequence[int]) -> Self:
+        """Return a view of these sequences, in this order, over the same memory."""
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__)
+        view.starts = list(starts)
+        if self.inner:
+            view.inner = [state.of(starts) for state in self.inner]
+        return view
+
+    def open(self, start: int, capacity: int) -> None:
+        """Begin an empty sequence of `capacity` KV slots, which must belong to no open sequence."""
+        self.before_change(start)
+        for state in self.inner:
+            state.open(start, capacity)
+        self._capacities[start], self.values[start] = capacity, self.new_value()
+
+    def close(self, start: int) -> None:
+        """Remove a sequence."""
+        self.before_change(start)
+        for state in self.inner:
+            state.close(start)
+        del self._capacities[start], self.values[start]
+
+    def shrink(self, start: int, capacity: int) -> None:
+        """Free a sequence's KV slots from the `capacity`th on, and the tokens in them."""
+        assert capacity <= self._capacities[start]
+        self.before_change(start)
+        for state in self.inner:
+            state.shrink(start, capacity)
+        self._capacities[start], self.values[start] = capacity, self.cut(self.values[start], capacity)
+
+    def copy(self, source: int, start: int, length: int) -> None:
+        """Copy the first `length` tokens of sequence `source`, or all if it has fewer, to an empty sequence."""
+        assert length <= self._capacities[start]
+        self.before_change(start)
+        for state in self.inner:
+            state.copy(source, start, length)
+        self.values[start] = self.cut(self.values[source], length)
+
+    def zero_slots(self, start: int, whole: bool = False) -> None:
+        """Zero a sequence's KV slots behind its committed tokens, or all of its KV slots if `whole`."""
+        self.before_change(start)
+        for state in self.inner:
+            state.zero_slots(start, whole)
+
+
+class KVCache(SequenceState):
     """Keys and values of all layers for the sequences of a batch.
 
-    The memory is a line of KV slots, one per token. A sequence is a range of slots, identified by its first slot. It
-    never moves, so sequences are opened and closed without copying others. A forward pass writes its N nodes behind the
-    committed tokens of each sequence; `commit` keeps some of them, moved together, and drops the others.
+    A forward pass writes its N nodes behind the committed tokens of each sequence; `commit` keeps some of them, moved
+    together, and drops the others. The value of a sequence is the number of its committed tokens.
 
-    All slots are zero at first. Before closing a sequence with non-finite numbers, zero its slots (`zero_slots`):
+    All KV slots are zero at first. Before closing a sequence with non-finite numbers, zero its slots (`zero_slots`):
     attention gives slots outside of a sequence a weight of zero, and zero times NaN is NaN.
 
     A layer is allocated at its first write, when its shape is known. A network that knows the shape beforehand keeps
     all layers in one tensor (`memory`).
-
-    Args:
-        batch: Number of sequences that are open from the start.
-        capacity: Slots per sequence.
-
-    Attributes:
-        rows: First slots of this object's sequences, in batch order.
     """
 
     def __init__(self, batch: int, capacity: int) -> None:
+        super().__init__(batch, capacity)
         self._slots = batch * capacity
-        self._lengths: dict[int, int] = {}  # committed tokens by first slot
-        self._capacities: dict[int, int] = {}
+        self._lengths: dict[int, int] = self.values
         # Tensors `[..., heads, slots, D]` of each layer, or at 0 one of all layers.
         self._layers: dict[int, tuple[Tensor, ...]] = {}
-        self.rows = [number * capacity for number in range(batch)]
-        for row in self.rows:
-            self.open(row, capacity)
 
-    def of(self, rows: Sequence[int]) -> Self:
-        """Return a view of these sequences, in this order, over the same memory."""
-        part = object.__new__(type(self))
-        part.__dict__.update(self.__dict__)
-        part.rows = list(rows)
-        return part
+    def new_value(self) -> int:
+        return 0
 
-    def open(self, row: int, capacity: int) -> None:
-        """Begin an empty sequence on `capacity` slots from slot `row` on, which must belong to no open sequence."""
-        assert row >= 0 and row + capacity <= self._slots, f"{row} + {capacity} slots of {self._slots}"
-        self._lengths[row], self._capacities[row] = 0, capacity
+    def cut(self, value: int, length: int) -> int:
+        return min(value, length)
 
-    def close(self, row: int) -> None:
-        del self._lengths[row], self._capacities[row]
+    def open(self, start: int, capacity: int) -> None:
+        assert start >= 0 and start + capacity <= self._slots, f"{start} + {capacity} slots of {self._slots}"
+        super().open(start, capacity)
 
-    def shrink(self, row: int, capacity: int) -> None:
-        """Free a sequence's slots from the `capacity`th on, and the tokens in them."""
-        assert capacity <= self._capacities[row]
-        self._capacities[row], self._lengths[row] = capacity, min(self._lengths[row], capacity)
-
-    def copy(self, source: int, row: int, length: int) -> None:
-        """Copy the first `length` tokens of sequence `source` to the empty sequence `row`."""
-        assert length <= self._lengths[source] and length <= self._capacities[row] and self._lengths[row] == 0
+    def copy(self, source: int, start: int, length: int) -> None:
+        assert self._lengths[start] == 0
+        super().copy(source, start, length)
+        length = self._lengths[start]
         for store in self._stores():
-            store[..., row : row + length, :] = store[..., source : source + length, :]
-        self._lengths[row] = length
+            store[..., start : start + length, :] = store[..., source : source + length, :]
 
-    def zero_slots(self, row: int, whole: bool = False) -> None:
-        """Zero a sequence's slots behind its committed tokens, or all of its slots if `whole`."""
-        first, end = row + (0 if whole else self._lengths[row]), row + self._capacities[row]
+    def zero_slots(self, start: int, whole: bool = False) -> None:
+        first, end = start + (0 if whole else self._lengths[start]), start + self._capacities[start]
         for store in self._stores():
             store[..., first:end, :] = 0
 
     @property
     def lengths(self) -> list[int]:
         """Number of committed tokens of each sequence."""
-        return [self._lengths[row] for row in self.rows]
+        return [self._lengths[start] for start in self.starts]
 
     @property
     def capacity(self) -> int:
         """Slots of the longest sequence."""
-        return max((self._capacities[row] for row in self.rows), default=0)
+        return max((self._capacities[start] for start in self.starts), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -106,18 +167,18 @@ class KVCache:
         Args:
             path: Increasing indices of nodes for each sequence; an empty path commits nothing.
         """
-        for row, nodes in zip(self.rows, path, strict=True):
-            start, count = row + self._lengths[row], len(nodes)
+        for start, nodes in zip(self.starts, path, strict=True):
+            first, count = start + self._lengths[start], len(nodes)
             if list(nodes) != list(range(count)):
                 for store in self._stores():
-                    accepted = send(start + torch.tensor(nodes), store.device)
-                    store[..., start : start + count, :] = store.index_select(-2, accepted)
-            self._lengths[row] += count
+                    accepted = send(first + torch.tensor(nodes), store.device)
+                    store[..., first : first + count, :] = store.index_select(-2, accepted)
+            self._lengths[start] += count
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[i]` committed tokens of sequence i, at most as many as it has."""
         assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)), (lengths, self.lengths)
-        self._lengths.update(zip(self.rows, lengths, strict=True))
+        self._lengths.update(zip(self.starts, lengths, strict=True))
 
     def slots(self, count: int, device: torch.device) -> Tensor:
         """Return the slots of the next `count` nodes, relative to their sequence's first, `[B, count]` int64."""
@@ -140,8 +201,8 @@ class KVCache:
     def check_room(self, count: int) -> int:
         """Assert that each sequence has slots for `count` more nodes, and return the slots of the longest with them."""
         longest = 0
-        for row in self.rows:
-            end, capacity = self._lengths[row] + count, self._capacities[row]
+        for start in self.starts:
+            end, capacity = self._lengths[start] + count, self._capacities[start]
             assert end <= capacity, f"{end} slots needed, {capacity} allocated"
             longest = max(longest, end)
         return longest
@@ -149,7 +210,7 @@ class KVCache:
     @property
     def spare(self) -> int:
         """Number of further nodes for which every sequence has slots."""
-        return min((self._capacities[row] - self._lengths[row] for row in self.rows), default=0)
+        return min((self._capacities[start] - self._lengths[start] for start in self.starts), default=0)
 
     def view(self, memory: Tensor, count: int, end: int | None = None) -> tuple[Tensor, bool]:
         """Return the slots of the sequences as a batch, for committed tokens and the next `count` nodes.
@@ -162,29 +223,29 @@ class KVCache:
             Slots `[..., B, heads, end, D]`, and whether they are a view of the memory. Sequences at unequal distances
             are copied; call `put` for nodes that are written to the copy.
         """
-        rows, needed = self.rows, self.check_room(count)
+        starts, needed = self.starts, self.check_room(count)
         end = needed if end is None else end
-        least = min(self._capacities[row] for row in rows)
-        if len(rows) == 1 and end <= least:
-            return memory[..., rows[0] : rows[0] + end, :].unsqueeze(-4), True
-        step = rows[1] - rows[0] if len(rows) > 1 else 0
-        if end <= least and step > 0 and all(b - a == step for a, b in zip(rows, rows[1:], strict=False)):
+        least = min(self._capacities[start] for start in starts)
+        if len(starts) == 1 and end <= least:
+            return memory[..., starts[0] : starts[0] + end, :].unsqueeze(-4), True
+        step = starts[1] - starts[0] if len(starts) > 1 else 0
+        if end <= least and step > 0 and all(b - a == step for a, b in zip(starts, starts[1:], strict=False)):
             *outer, stride, inner = memory.stride()
-            shape = (*memory.shape[:-3], len(rows), memory.size(-3), end, memory.size(-1))
+            shape = (*memory.shape[:-3], len(starts), memory.size(-3), end, memory.size(-1))
             strides = (*outer[:-1], step * stride, outer[-1], stride, inner)
-            return memory.as_strided(shape, strides, memory.storage_offset() + rows[0] * stride), True
+            return memory.as_strided(shape, strides, memory.storage_offset() + starts[0] * stride), True
         # Slots beyond a sequence's own nodes repeat its first slot, which is finite and hidden by masks.
-        at = torch.arange(end).repeat(len(rows), 1)
+        at = torch.arange(end).repeat(len(starts), 1)
         own = torch.tensor(self.lengths)[:, None] + count
-        slots = torch.where(at < own, at, 0) + torch.tensor(rows)[:, None]
+        slots = torch.where(at < own, at, 0) + torch.tensor(starts)[:, None]
         taken = memory.index_select(-2, send(slots.flatten(), memory.device)).unflatten(-2, slots.shape)
         return taken.movedim(-4, -3), False
 
     def put(self, memory: Tensor, copied: Tensor, count: int) -> None:
         """Write the `count` nodes behind each sequence's committed tokens from a copy made by `view` to the memory."""
-        for number, (row, length) in enumerate(zip(self.rows, self.lengths, strict=True)):
-            nodes = copied.select(-4, number)[..., length : length + count, :]
-            memory[..., row + length : row + length + count, :] = nodes
+        for index, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            nodes = copied.select(-4, index)[..., length : length + count, :]
+            memory[..., start + length : start + length + count, :] = nodes
 
     def layer(self, layer: int, *nodes: Tensor) -> tuple[Tensor, ...]:
         """Return all slots of a layer, `[heads, slots, D]` for each tensor of nodes `[B, heads, N, D]`.
@@ -204,10 +265,10 @@ class KVCache:
         """
         count, (of_keys, of_values) = keys.size(2), self.layer(layer, keys, values)
         self.check_room(count)
-        for number, (row, length) in enumerate(zip(self.rows, self.lengths, strict=True)):
-            first = row + length
-            of_keys[:, first : first + count] = keys[number]
-            of_values[:, first : first + count] = values[number]
+        for index, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            first = start + length
+            of_keys[:, first : first + count] = keys[index]
+            of_values[:, first : first + count] = values[index]
         return self.view(of_keys, count)[0], self.view(of_values, count)[0]
 
     def _stores(self) -> Iterator[Tensor]:
@@ -251,8 +312,8 @@ def write_nodes(store: Tensor, nodes: Tensor, slots: Tensor) -> None:
     if slots.ndim == 1:
         store.index_copy_(2, slots, nodes.transpose(1, 2))
     else:
-        rows = torch.arange(len(slots), device=slots.device)
-        store[rows[:, None], :, slots] = nodes
+        batch = torch.arange(len(slots), device=slots.device)
+        store[batch[:, None], :, slots] = nodes
 
 
 class RecurrentState(NamedTuple):
@@ -279,61 +340,52 @@ class RecurrentCache(KVCache):
     """
 
     def __init__(self, batch: int, capacity: int) -> None:
+        super().__init__(batch, capacity)
         self._states: dict[int, list[RecurrentState]] = {}  # by first slot; no entry without committed tokens
         self._after: dict[int, Callable[[list[int]], list[RecurrentState]]] = {}
-        super().__init__(batch, capacity)
 
-    def close(self, row: int) -> None:
-        super().close(row)
-        self._forget(row)
-
-    def shrink(self, row: int, capacity: int) -> None:
+    def cut(self, value: int, length: int) -> int:
         raise AssertionError("a recurrent state cannot be truncated")
 
-    def copy(self, source: int, row: int, length: int) -> None:
-        raise AssertionError("a recurrent state cannot be truncated")
-
-    def zero_slots(self, row: int, whole: bool = False) -> None:
-        super().zero_slots(row, whole)
-        self._after.pop(row, None)
-        if whole:
-            self._forget(row)
+    def close(self, start: int) -> None:
+        super().close(start)
+        self._forget(start)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         assert all(new in (0, old) for new, old in zip(lengths, self.lengths, strict=True)), (
             "a recurrent state cannot be truncated"
         )
         super().truncate(lengths)
-        for row, length in zip(self.rows, lengths, strict=True):
+        for start, length in zip(self.starts, lengths, strict=True):
             if length == 0:
-                self._forget(row)
+                self._forget(start)
 
     @torch.no_grad()
     def commit(self, path: Sequence[Sequence[int]]) -> None:
-        paths = zip(self.rows, path, strict=True)
-        states = {row: self._after[row](list(nodes)) for row, nodes in paths if len(nodes)}
+        paths = zip(self.starts, path, strict=True)
+        states = {start: self._after[start](list(nodes)) for start, nodes in paths if len(nodes)}
         super().commit(path)
         self._states.update(states)
-        for row in self.rows:
-            self._after.pop(row, None)
+        for start in self.starts:
+            self._after.pop(start, None)
 
     def states(self, number: int) -> list[RecurrentState | None]:
         """Return the state of each sequence in the `number`th recurrent layer, None without committed tokens."""
-        return [self._states[row][number] if row in self._states else None for row in self.rows]
+        return [self._states[start][number] if start in self._states else None for start in self.starts]
 
     def leave(self, after: After) -> None:
         """Set the function that a forward pass over all sequences leaves for `commit`."""
-        for number, row in enumerate(self.rows):
-            self._after[row] = partial(after, number)
+        for index, start in enumerate(self.starts):
+            self._after[start] = partial(after, index)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of all states."""
         return sum(part.nbytes for states in self._states.values() for state in states for part in state)
 
-    def _forget(self, row: int) -> None:
-        self._states.pop(row, None)
-        self._after.pop(row, None)
+    def _forget(self, start: int) -> None:
+        self._states.pop(start, None)
+        self._after.pop(start, None)
 
 
 def join_states(states: Sequence[RecurrentState | None]) -> RecurrentState | None:

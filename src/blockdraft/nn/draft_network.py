@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from blockdraft.nn.cache import KVCache
 from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
 
 
@@ -58,53 +59,79 @@ class DraftNetwork(nn.Module):
         """Return a runner that uses torch's operations. The network is on the host's device and in its dtype."""
 
 
+def shapes_of(make: Callable[[], nn.Module]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors of a new network, which gets no memory."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
+
+
+class NetworkRunner(Protocol):
+    """Runs a draft network on the target's backend. Methods not described here are as in `Drafter`.
+
+    Attributes:
+        compile_reason: Reason why a network that could have been compiled is not; else None.
+    """
+
+    compile_reason: str | None = None
+
+    @property
+    def bits(self) -> int | None:
+        return None
+
+    def new_state(self, batch: int, capacity: int) -> Any:
+        return KVCache(batch, capacity)
+
+    def state_bytes(self, batch: int, capacity: int) -> int: ...
+
+    def weight_bytes(self) -> int:
+        """Return the bytes of weights besides the network's own."""
+        return 0
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return 0  # torch's operations free theirs
+
+
 # (layer, queries [B, heads, N, D], keys and values of the block [B, kv_heads, N, D]) -> [B, heads, N, D]
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-class LayerShape(Protocol):
-    """Sizes of a draft layer; see `DraftConfig`."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def attention_bias(self) -> bool: ...
-
-
 class DraftAttention(nn.Module):
-    def __init__(self, config: LayerShape) -> None:
+    """Attention of a draft layer.
+
+    Args:
+        config: Sizes of the layer, with the names of `DraftConfig`.
+        inputs: Size of the input; None is the hidden size.
+        qk_norm: Whether queries and keys are normed.
+    """
+
+    def __init__(self, config: Any, inputs: int | None = None, qk_norm: bool = True) -> None:
         super().__init__()
         size, bias, self.head_dim = config.hidden_size, config.attention_bias, config.head_dim
-        self.q_proj = nn.Linear(size, config.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
+        inputs = inputs or size
+        self.q_proj = nn.Linear(inputs, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(inputs, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(inputs, config.num_key_value_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, size, bias=bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.q_norm: Any
+        self.k_norm: Any
+        self.q_norm, self.k_norm = (
+            RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity() for _ in "qk"
+        )
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of inputs `[B, N, inputs]`, each `[B, kv_heads, N, D]`."""
+        keys, values = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        return rotate(self.k_norm(keys), cos, sin).transpose(1, 2), values.transpose(1, 2)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        queries, keys, values = (
-            proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        queries = rotate(self.q_norm(queries), cos, sin)
-        keys = rotate(self.k_norm(keys), cos, sin)
-        out = attend(layer, queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2))
+        queries = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), cos, sin)
+        out = attend(layer, queries.transpose(1, 2), *self.keys_values(x, cos, sin))
         projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
         return projected
 
 
 class DraftLayer(nn.Module):
-    def __init__(self, config: LayerShape) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)

@@ -23,10 +23,8 @@ from blockdraft.kernels.cpu.threads import let_team_go
 from blockdraft.machine import multiplies_bfloat16
 from blockdraft.models import TINY, default_target, located
 from blockdraft.targets.base import (
-    Cache,
     LoadOptions,
     NotCovered,
-    Rows,
     Target,
     TargetOutput,
     TargetText,
@@ -265,13 +263,11 @@ __all__ = [
     "SOURCE",
     "TABLE",
     "AnyConfig",
-    "Cache",
     "Description",
     "LoadOptions",
     "ModelConfig",
     "NotCovered",
     "OpenCheckpoint",
-    "Rows",
     "Target",
     "TargetOutput",
     "TargetText",

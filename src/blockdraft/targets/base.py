@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
+from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.nn.layers import ReducedHead
 from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
@@ -25,53 +26,6 @@ if TYPE_CHECKING:
 
 class NotCovered(ValueError):
     """A backend cannot run a model; the message completes "it cannot run the model because ..."."""
-
-
-class Rows(Protocol):
-    """Memory of the sequences of a batch: a target's cache, or a drafter's state for the same sequences.
-
-    It is an array of KV slots, one per token. A row is a range of slots, identified by the first. The caller decides
-    where rows are placed; they never move.
-    """
-
-    def of(self, rows: Sequence[int]) -> Any:
-        """Return a view of these rows, in this order, over the same memory, for forward and draft passes."""
-
-    def open(self, row: int, capacity: int) -> None:
-        """Begin an empty row of `capacity` free slots starting at slot `row`."""
-
-    def close(self, row: int) -> None:
-        """Remove a row."""
-
-    def shrink(self, row: int, capacity: int) -> None:
-        """Free a row's slots from the `capacity`th on, with their tokens. Not called if rows cannot be truncated."""
-        raise NotImplementedError
-
-    def copy(self, source: int, row: int, length: int) -> None:
-        """Copy the first `length` tokens of row `source` to an empty row. Not called if rows cannot be truncated."""
-        raise NotImplementedError
-
-    def zero_slots(self, row: int, whole: bool = False) -> None:
-        """Zero all slots after the row's committed tokens.
-
-        Args:
-            whole: Zero those of the committed tokens too. The engine does so before it closes a row whose values may
-                not be finite.
-        """
-
-
-class Cache(Rows, Protocol):
-    """KV cache of a target. It owns rollback: nodes that are not committed leave no trace."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Number of committed tokens per row."""
-
-    def commit(self, path: Sequence[Sequence[int]]) -> None:
-        """Commit nodes of the last forward pass, for each row the given ones in order, and drop the others."""
-
-    def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep at most the first `lengths[i]` committed tokens of row i; all or none if rows cannot be truncated."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +153,7 @@ class Target(Protocol):
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Yield every weight by its name in the checkpoint, for any backend, without a tied head."""
 
-    def new_cache(self, batch: int, capacity: int) -> Cache:
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache of `batch` rows with `capacity` slots each, nodes included."""
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
@@ -242,7 +196,7 @@ class Target(Protocol):
         self,
         tokens: Tensor,
         parents: Tensor,
-        cache: Cache,
+        cache: KVCache,
         target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:

@@ -52,7 +52,7 @@ def forward_in_pieces(
     lengths = cache.lengths
     # Nodes that are never committed may be past the last position.
     positions = send((depths(parents) + torch.tensor(lengths)[:, None]).clamp(max=last_position), device)
-    slots = (torch.tensor(cache.rows)[:, None] + cache.slots(count, torch.device("cpu"))).flatten()
+    slots = (torch.tensor(cache.starts)[:, None] + cache.slots(count, torch.device("cpu"))).flatten()
 
     @lru_cache(maxsize=1)  # pieces of the same row follow each other
     def visible(row: int) -> dict[int | None, Tensor]:
@@ -69,7 +69,7 @@ def forward_in_pieces(
         for row in range(first // count, (end - 1) // count + 1):
             begin, stop = max(first - row * count, 0), min(end - row * count, count)  # among the row's nodes
             nodes = slice(row * count + begin - first, row * count + stop - first)
-            slot, length = cache.rows[row], lengths[row] + stop
+            slot, length = cache.starts[row], lengths[row] + stop
             for window, seen in visible(row).items():
                 rows[window].append(PieceRow(nodes, slice(slot, slot + length), seen[begin:stop, :length]))
         own_slots = send(slots[first:end], device)

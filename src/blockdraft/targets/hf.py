@@ -16,7 +16,7 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.attention import EXACT_NODES, ExactAttention, additive_mask, attention_bytes, visible_slots
 from blockdraft.nn.cache import KVCache, RecurrentCache, cache_argument, slot_bucket
-from blockdraft.targets.base import Cache, LoadOptions, NotCovered, TargetOutput
+from blockdraft.targets.base import LoadOptions, NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, head_size, load_tokenizer, loading
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.hf_states import RECURRENT_FAMILIES, over_trees, recurrent_layers
@@ -183,11 +183,10 @@ class HFTarget(CheckpointTarget):
         self,
         tokens: Tensor,
         parents: Tensor,
-        cache: Cache,
+        cache: KVCache,
         target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
-        assert isinstance(cache, KVCache)
         if self.exact:
             run, windows = partial(self._run_piece, cache, target_layers), set(self._windows)
             with self.lock:

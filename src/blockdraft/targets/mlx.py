@@ -264,8 +264,8 @@ class MLXTarget(CheckpointTarget):
         def logits(lengths: Sequence[int], tokens: Tensor, parents: Tensor) -> Tensor:
             """Return the last node's logits behind sequences of these lengths."""
             cache = self.new_cache(len(lengths), 16)
-            for row, length in zip(cache.rows, lengths, strict=True):
-                sequence = cache.of([row])
+            for start, length in zip(cache.starts, lengths, strict=True):
+                sequence = cache.of([start])
                 self.forward(torch.full((1, length), 1), chain_parents(1, length), sequence)
                 sequence.commit([range(length)])
             last: Tensor = in_torch(self.forward(tokens, parents, cache).logits)[:, -1].float()
@@ -313,9 +313,11 @@ class MLXTarget(CheckpointTarget):
             parents = chain_parents(*tokens.shape)
         if self._one_by_one and len(set(cache.lengths)) > 1:
             outputs = []
-            for i, row in enumerate(cache.rows):
+            for i, start in enumerate(cache.starts):
                 at = None if logits_at is None else logits_at[i : i + 1]
-                outputs.append(self.forward(tokens[i : i + 1], parents[i : i + 1], cache.of([row]), target_layers, at))
+                outputs.append(
+                    self.forward(tokens[i : i + 1], parents[i : i + 1], cache.of([start]), target_layers, at)
+                )
             logits, best = (torch.cat([getattr(output, name) for output in outputs]) for name in ("logits", "best"))
             hidden_states = (
                 torch.cat([cast(Tensor, output.hidden_states) for output in outputs]) if target_layers else None

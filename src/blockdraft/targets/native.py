@@ -29,7 +29,7 @@ from blockdraft.nn.decoder_layer import DecoderLayer
 from blockdraft.nn.delta_net import CHUNK, Ancestry, DeltaRecurrence, ExactRecurrence, TreeRecurrence
 from blockdraft.nn.draft_network import DraftHost, DraftNetwork
 from blockdraft.plugins import runner_class
-from blockdraft.targets.base import Cache, LoadOptions, TargetOutput
+from blockdraft.targets.base import LoadOptions, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.gguf import read_gguf
@@ -275,11 +275,10 @@ class NativeTarget(CheckpointTarget):
         self,
         tokens: Tensor,
         parents: Tensor,
-        cache: Cache,
+        cache: KVCache,
         target_layers: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
-        assert isinstance(cache, KVCache)
         config, count = self.decoder.config, tokens.size(1)
         size, like = config.head_dim, self.decoder.norm.given[0]
         if self.compiled is not None:

@@ -29,22 +29,22 @@ def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
     texts = torch.randn(6, 200, 64)
 
     def answer(number: int) -> list[torch.Tensor]:
-        state, found, at = KVCache(1, 256), [], 0
+        state, actual, at = KVCache(1, 256), [], 0
         while at + 3 * (number + 1) < 200:
             run.observe(state, texts[number : number + 1, at : at + 3 * (number + 1)])
             state.commit([range(3 * (number + 1))])
             at = state.lengths[0]
             tokens = torch.full((1, 8), 3 + number)
-            found += [*run.draft_tokens(state, tokens, 1), run(state, torch.ones(1, 2 + number, 32))]
-        return found
+            actual += [*run.draft_tokens(state, tokens, 1), run(state, torch.ones(1, 2 + number, 32))]
+        return actual
 
     with ThreadPoolExecutor(6) as pool:
         together = list(pool.map(answer, range(6)))
-    for number, found in enumerate(together):
-        assert all(map(torch.equal, found, answer(number)))
+    for number, actual in enumerate(together):
+        assert all(map(torch.equal, actual, answer(number)))
 
 
-def test_nothing_to_observe_and_no_rows_are_nothing_to_do(run: CompiledDraftPass) -> None:
+def test_calls_without_tokens_or_sequences_do_nothing(run: CompiledDraftPass) -> None:
     state = KVCache(2, 16)
     run.observe(state, torch.randn(2, 5, 64))
     state.commit([range(5)] * 2)

@@ -179,22 +179,22 @@ def test_compiled_it_computes_what_torch_computes(head_dim: int, count: int, dty
         torch.randn(3, 31, 32, dtype=dtype),
         torch.randn(3, count, 16, dtype=dtype),
     )
-    found = []
+    actual = []
     for run in (compiled(network), uncompiled(network)):
         state = KVCache(3, 64)
         run.observe(state, hidden_states)
         state.commit([range(length) for length in lengths])
         outputs = [run(state, blocks, window) for window in (None, 1, 6, 25)]
-        stores = [state.of([row]).view(state._layers[0][0], 0)[0] for row in state.rows]
+        stores = [state.of([row]).view(state._layers[0][0], 0)[0] for row in state.starts]
         outputs.append(torch.cat([store.flatten() for store in stores]))
-        found.append(outputs)
+        actual.append(outputs)
     tolerance *= 5 if kind == "convolved" else 1  # products of products grow what rounding leaves
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*actual, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
-def test_rows_compiled_have_the_same_bits_alone_and_in_a_batch(network: DFlashNetwork) -> None:
+def test_compiled_sequences_have_the_same_bits_alone_and_in_a_batch(network: DFlashNetwork) -> None:
     run, lengths = compiled(network), [3, 40, 17]
     hidden_states, blocks = torch.randn(3, 40, 32), torch.randn(3, 4, 16)
     state = KVCache(3, 64)
@@ -227,7 +227,7 @@ PLACES = ((70, 40), (3, 20), (24, 46))
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_rows_at_any_places_are_those_side_by_side(
+def test_sequences_at_any_slots_equal_those_side_by_side(
     network: DFlashNetwork, window: int | None, make: Callable[[DFlashNetwork], Run], scatter: Callable[..., Any]
 ) -> None:
     """Rows between others, whose numbers must not be read. Compiled, the bits are the same."""
@@ -243,9 +243,9 @@ def test_rows_at_any_places_are_those_side_by_side(
         for state in (together, apart):
             run.observe(state, hidden_states[:, begin:end])
             state.commit([range(length) for length in lengths])
-        expected, found = run(together, blocks, window), run(apart, blocks, window)
+        expected, actual = run(together, blocks, window), run(apart, blocks, window)
         tolerance = 1e-5 if isinstance(run, DraftPass) else 0.0
-        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
         one = run(apart.of([3]), blocks[1:2], window)
         torch.testing.assert_close(one, expected[1:2], atol=tolerance, rtol=tolerance)
     assert store[:, :, ~inside].isnan().all()
@@ -350,7 +350,7 @@ def test_a_head_that_is_not_in_the_library_is_called(
 
 @pytest.mark.parametrize(("head_dim", "bits"), [(8, 4), (4, None)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rounded_where_the_library_of_the_target_has_vectors_for_its_heads(
+def test_quantized_if_the_targets_library_supports_the_head_size(
     head_dim: int, bits: int | None, kind: str, tiny_target_dir: Path
 ) -> None:
     """The target's attention heads have size 8."""

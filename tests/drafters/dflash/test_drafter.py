@@ -5,22 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from draft_contexts import propose
 
-from blockdraft.decode.proposal import SPARSE_SIZE, ChainPlan, Plan, Proposal, SampledPlan, TreePlan, depths
+from blockdraft.decode.proposal import SPARSE_SIZE, ChainPlan, SampledPlan, TreePlan, depths
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.formats.zlab import read_checkpoint
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 
 GREEDY = SamplingParams()
 DEPTH = 7  # draft tokens of a whole block
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
 
 
 def make(target: Target, folder: Path, **options: int) -> DFlashDrafter:
@@ -36,39 +31,22 @@ def drafter(target: Target, tiny_drafter_dir: Path) -> DFlashDrafter:
     return make(target, tiny_drafter_dir)
 
 
-def propose(drafter: DFlashDrafter, plan: Plan, same: bool = False) -> tuple[Proposal, Tensor]:
-    """Proposal after random contexts of different lengths, and the logits `[B, DEPTH, V]` of its draft pass."""
-    batch = len(plan.params)
-    generator = torch.Generator().manual_seed(5)
-    hidden_states = torch.randn(1 if same else batch, 9, 64, generator=generator).expand(batch, -1, -1)
-    state = drafter.new_state(batch, 40)
-    lengths = [9 if same else 9 - row % 3 for row in range(batch)]
-    drafter.observe(state, torch.zeros(batch, 9, dtype=torch.long), hidden_states, lengths)
-    anchor = torch.full((batch,), 7)
-    block = torch.full((batch, 8), drafter.config.mask_token_id)
-    block[:, 0] = anchor
-    logits = drafter._draft_logits(state, block)[:, 1:]
-    proposal = drafter.propose(state, anchor, plan)
-    assert proposal.tokens[:, 0].tolist() == [7] * batch
-    return proposal, logits
-
-
 def test_a_chain_is_the_argmax_of_each_position(drafter: DFlashDrafter) -> None:
     for temperature in (0.0, 0.5):
-        proposal, logits = propose(drafter, ChainPlan(8, [SamplingParams(temperature=temperature)] * 3))
+        proposal, _, logits = propose(drafter, ChainPlan(8, [SamplingParams(temperature=temperature)] * 3))
         assert proposal.tokens[:, 1:].tolist() == logits.argmax(dim=-1).tolist()
         assert proposal.parents.tolist() == [list(range(-1, DEPTH))] * 3
         assert proposal.q is None
-    shorter, _ = propose(drafter, ChainPlan(4, [GREEDY]))
+    shorter, _, _ = propose(drafter, ChainPlan(4, [GREEDY]))
     assert shorter.tokens.shape == (1, 4)
     assert propose(drafter, TreePlan(1, [GREEDY], 9))[0].tokens.tolist() == [[7]]
 
 
 @pytest.mark.parametrize("budget", [3, 40])
-def test_a_tree_follows_the_distributions_at_each_rows_temperature(drafter: DFlashDrafter, budget: int) -> None:
+def test_a_tree_follows_the_distributions_at_each_sequences_temperature(drafter: DFlashDrafter, budget: int) -> None:
     temperatures = [0.0, 1.0, 0.3, 2.0]
     params = [SamplingParams(temperature=temperature) for temperature in temperatures]
-    proposal, logits = propose(drafter, ChainPlan(8, params).as_tree(budget))
+    proposal, _, logits = propose(drafter, ChainPlan(8, params).as_tree(budget))
     assert proposal.tokens.shape == (4, budget + 1) and proposal.q is None
     depth = depths(proposal.parents)
     for row, temperature in enumerate(temperatures):
@@ -90,38 +68,12 @@ def test_a_tree_follows_the_distributions_at_each_rows_temperature(drafter: DFla
     assert depth.max() <= DEPTH and len(set(depth.amax(dim=1).tolist())) > (1 if budget > 3 else 0)
 
 
-def test_an_extreme_temperature_makes_sound_trees(drafter: DFlashDrafter) -> None:
-    proposal, logits = propose(drafter, TreePlan(8, [SamplingParams(temperature=1e-30)], 40))  # the least there is
-    assert proposal.tokens[0, : DEPTH + 1].tolist() == [7, *logits[0].argmax(dim=-1).tolist()]
-
-
-@pytest.mark.parametrize("budget", [0, 20])
-def test_step_seconds_decide_how_many_draft_tokens_there_are(drafter: DFlashDrafter, budget: int) -> None:
-    params = [GREEDY, SamplingParams(temperature=0.4)]
-    whole, logits = propose(drafter, ChainPlan(8, params).as_tree(budget))
-    draft_tokens = budget or DEPTH
-    counts = set()
-    for cost in (0.0, 0.1, 0.3, 10.0):
-        seconds = [1 + cost * n for n in range(draft_tokens + 1)]
-        cut, _ = propose(drafter, ChainPlan(8, params, step_seconds=seconds).as_tree(budget))
-        count = cut.tokens.size(1) - 1
-        assert torch.equal(cut.tokens, whole.tokens[:, : count + 1])
-        assert torch.equal(cut.parents, whole.parents[:, : count + 1])
-        counts.add(count)
-    assert {0, draft_tokens} < counts
-    if budget == 0:
-        best = torch.stack([logits[0], logits[1] / 0.4]).softmax(dim=-1).amax(dim=-1).cumprod(dim=-1).sum(dim=0)
-        rates = [(2 + best[:n].sum().item()) / (1 + 0.1 * n) for n in range(DEPTH + 1)]
-        cut, _ = propose(drafter, ChainPlan(8, params, step_seconds=[1 + 0.1 * n for n in range(DEPTH + 1)]))
-        assert rates[cut.tokens.size(1) - 1] == pytest.approx(max(rates))
-
-
 def test_sampled_draft_tokens_have_the_distributions_that_are_handed_over(drafter: DFlashDrafter) -> None:
     rows = 400
     params = [SamplingParams(temperature=0.7, top_k=90)] * rows
     grid = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
     draws = torch.stack([grid.roll(31 * depth) for depth in range(DEPTH)], dim=1)
-    proposal, logits = propose(drafter, SampledPlan(8, params, draws), same=True)
+    proposal, _, logits = propose(drafter, SampledPlan(8, params, draws), same=True)
     assert proposal.q is not None and proposal.parents[0].tolist() == list(range(-1, DEPTH))
     dist = proposal.q[0]
     assert dist is not None and dist.ids.shape == dist.probs.shape == (DEPTH + 1, SPARSE_SIZE)
@@ -137,40 +89,11 @@ def test_sampled_draft_tokens_have_the_distributions_that_are_handed_over(drafte
         assert (sampled - expected).abs().max() <= 1.01 / rows  # a grid of numbers meets each distribution exactly
 
 
-def test_rows_without_temperature_are_not_sampled(drafter: DFlashDrafter) -> None:
-    params = [GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=1)]
-    draws = torch.full((3, DEPTH), 0.999, dtype=torch.float64)
-    proposal, logits = propose(drafter, SampledPlan(8, params, draws))
-    assert proposal.q is not None and [dist is None for dist in proposal.q] == [True, False, False]
-    best = logits.argmax(dim=-1)
-    assert proposal.tokens[0, 1:].tolist() == best[0].tolist()
-    assert proposal.tokens[1, 1:].tolist() != best[1].tolist()
-    assert proposal.tokens[2, 1:].tolist() == best[2].tolist()  # the row's own top-k cuts the distribution
-    assert propose(drafter, SampledPlan(8, [GREEDY] * 3, draws))[0].q is None
-
-
-def test_how_many_are_sampled_does_not_depend_on_what_is_sampled(drafter: DFlashDrafter) -> None:
-    params = [SamplingParams(temperature=0.5)] * 2
-    counts = {}
-    for cost in (0.0, 0.1, 10.0):
-        seconds = [1 + cost * n for n in range(DEPTH + 1)]
-        chosen, _ = propose(drafter, ChainPlan(8, params, step_seconds=seconds))
-        for number in (0.0, 0.5, 0.99):
-            draws = torch.full((2, DEPTH), number, dtype=torch.float64)
-            whole, _ = propose(drafter, SampledPlan(8, params, draws))
-            cut, _ = propose(drafter, SampledPlan(8, params, draws, step_seconds=seconds))
-            counts[cost] = cut.tokens.size(1)
-            assert cut.tokens.size(1) == chosen.tokens.size(1)
-            assert torch.equal(cut.tokens, whole.tokens[:, : counts[cost]])
-            assert cut.q is not None and cut.q[0] is not None and len(cut.q[0].ids) == counts[cost]
-    assert counts[0.0] == 8 and 1 < counts[0.1] < 8 and counts[10.0] == 1
-
-
 def test_refinement_settles_the_surest_draft_tokens_for_chains_trees_and_samples(
     target: Target, tiny_drafter_dir: Path
 ) -> None:
     drafter = make(target, tiny_drafter_dir, diffusion_steps=2)
-    chain, first = propose(drafter, ChainPlan(8, [SamplingParams(temperature=1.0)]))
+    chain, _, first = propose(drafter, ChainPlan(8, [SamplingParams(temperature=1.0)]))
     # 1 - cos(45 degrees) of 7 draft tokens are 2.
     surest = sorted(first[0].softmax(dim=-1).amax(dim=-1).topk(2).indices.tolist())
     block = torch.full((1, 8), drafter.config.mask_token_id)
@@ -184,14 +107,14 @@ def test_refinement_settles_the_surest_draft_tokens_for_chains_trees_and_samples
     expected = [int(block[0, i + 1] if i in surest else second[i]) for i in range(DEPTH)]
     assert chain.tokens[0, 1:].tolist() == expected
 
-    tree, _ = propose(drafter, TreePlan(8, [SamplingParams(temperature=1.0)], 60))
+    tree, _, _ = propose(drafter, TreePlan(8, [SamplingParams(temperature=1.0)], 60))
     candidates = [set(tree.tokens[0, depths(tree.parents)[0] == i + 1].tolist()) for i in range(DEPTH)]
     assert tree.tokens.size(1) == 61
     assert all(candidates[i] <= {expected[i]} for i in surest)
     assert max(len(tokens) for tokens in candidates) > 1
 
     draws = torch.full((1, DEPTH), 0.9, dtype=torch.float64)
-    sampled, _ = propose(drafter, SampledPlan(8, [SamplingParams(temperature=1.0)], draws))
+    sampled, _, _ = propose(drafter, SampledPlan(8, [SamplingParams(temperature=1.0)], draws))
     assert sampled.q is not None and sampled.q[0] is not None
     certain = (sampled.q[0].probs[:DEPTH].amax(dim=-1) == 1).nonzero().flatten().tolist()
     assert certain == surest

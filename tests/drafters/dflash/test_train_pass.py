@@ -41,8 +41,8 @@ def test_mask_equals_its_twin(name: str) -> None:
             for slot in range(SIZE):
                 expected = [sees(row, block, slot, key, kind) for key in range(length + blocks * SIZE)]
                 query = torch.tensor(block * SIZE + slot)
-                found = [bool(rule(row, None, query, torch.tensor(key))) for key in range(len(expected))]
-                assert found == expected
+                actual = [bool(rule(row, None, query, torch.tensor(key))) for key in range(len(expected))]
+                assert actual == expected
                 own = slice(length + block * SIZE, length + (block + 1) * SIZE)
                 assert dense[row, block, slot].tolist() == expected[:length] + expected[own]
 

@@ -14,7 +14,7 @@ from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.drafters.dflash2.train import DFlash2Recipe, DFlash2Variant, selector_losses
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.draft_config import LayerAttention
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target
 from blockdraft.training.export import Format, export
 from blockdraft.training.objectives import Slots
 from blockdraft.types import SamplingParams
@@ -26,11 +26,6 @@ KINDS = {
 RECIPE = DFlash2Recipe(
     layers=2, block_size=8, target_layers=(0, 1), conv_group_size=8, selector_rank=4, selector_top_k=5
 )
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
 
 
 @pytest.fixture
@@ -125,12 +120,12 @@ def test_training_starts_from_a_v1_drafter(tmp_path: Path, target: Target, tiny_
     v2 = load_drafter(tmp_path / "draft", target=target)
     assert isinstance(v2, DFlash2Drafter)
     hidden_states = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(5))
-    found = []
+    actual = []
     for drafter in (v1, v2):
         state = drafter.new_state(2, 40)
         drafter.observe(state, torch.zeros(2, 9, dtype=torch.long), hidden_states, [9, 7])
-        found.append(drafter.propose(state, torch.tensor([7, 8]), ChainPlan(8, [SamplingParams()] * 2)))
-    assert torch.equal(found[0].tokens, found[1].tokens)
+        actual.append(drafter.propose(state, torch.tensor([7, 8]), ChainPlan(8, [SamplingParams()] * 2)))
+    assert torch.equal(actual[0].tokens, actual[1].tokens)
 
 
 def test_bad_values_are_refused(target: Target) -> None:

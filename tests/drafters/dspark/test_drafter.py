@@ -5,22 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_contexts import propose
 from torch import Tensor
 
-from blockdraft.decode.proposal import ChainPlan, Plan, Proposal, SampledPlan, depths
+from blockdraft.decode.proposal import ChainPlan, SampledPlan, depths
 from blockdraft.drafters.dspark.drafter import CANDIDATES, DSparkDrafter, calibrated, load
 from blockdraft.drafters.dspark.network import DSparkNetwork
 from blockdraft.formats.zlab import read_checkpoint
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 
 GREEDY = SamplingParams()
 DEPTH = 8  # draft tokens of a whole block: as many as slots
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
 
 
 def make(target: Target, folder: Path, **changes: object) -> DSparkDrafter:
@@ -34,22 +30,6 @@ def make(target: Target, folder: Path, **changes: object) -> DSparkDrafter:
 @pytest.fixture(scope="module")
 def drafter(target: Target, tiny_dspark_dir: Path) -> DSparkDrafter:
     return make(target, tiny_dspark_dir)
-
-
-def propose(drafter: DSparkDrafter, plan: Plan, same: bool = False) -> tuple[Proposal, Tensor, Tensor]:
-    """Proposal after random contexts, and hidden states and logits of its draft pass."""
-    batch = len(plan.params)
-    generator = torch.Generator().manual_seed(5)
-    hidden_states = torch.randn(1 if same else batch, 9, 64, generator=generator).expand(batch, -1, -1)
-    state = drafter.new_state(batch, 40)
-    lengths = [9 if same else 9 - row % 3 for row in range(batch)]
-    drafter.observe(state, torch.zeros(batch, 9, dtype=torch.long), hidden_states, lengths)
-    anchor = torch.full((batch,), 7)
-    block = torch.full((batch, plan.block_size - 1), drafter.config.mask_token_id)
-    block[:, 0] = anchor
-    with torch.no_grad():
-        hidden, logits = drafter._draft_pass(state, block)
-    return drafter.propose(state, anchor, plan), hidden, logits
 
 
 def bias(drafter: DSparkDrafter, before: int) -> Tensor:
@@ -101,10 +81,10 @@ def test_a_tree_scores_children_given_their_parent(target: Target, tiny_dspark_d
     assert max(missing) <= score[-1] * (1 + 1e-4)
     path = [0]
     for token in chain.tokens[0, 1:].tolist():
-        found = [n for n in range(budget + 1) if parents[n] == path[-1] and tokens[n] == token]
-        if not found:
+        actual = [n for n in range(budget + 1) if parents[n] == path[-1] and tokens[n] == token]
+        if not actual:
             break
-        path += found
+        path += actual
     assert len(path) > 1  # the chain's beginning is in the tree
 
 
@@ -127,8 +107,8 @@ def test_the_confidence_decides_how_many_draft_tokens_there_are(
     whole, hidden, _ = propose(drafter, ChainPlan(DEPTH + 1, params))
     paths = []
     for row in range(2):
-        found = torch.tensor(acceptance_probs(drafter, hidden[row], whole.tokens[row].tolist()))
-        paths.append(found.cumprod(dim=0))
+        actual = torch.tensor(acceptance_probs(drafter, hidden[row], whole.tokens[row].tolist()))
+        paths.append(actual.cumprod(dim=0))
     counts = set()
     for cost in (0.0, 0.02, 0.05, 0.1, 0.3, 10.0):
         seconds = [1 + cost * n for n in range(DEPTH + 1)]
@@ -184,8 +164,8 @@ def test_sampled_draft_tokens_have_the_distributions_that_are_handed_over(drafte
         for slot in range(DEPTH):
             best = dist(drafter, logits[row, slot], tokens[slot], 0.7).topk(q.ids.size(1))
             expected = torch.zeros(target_size(logits)).scatter(0, best.indices, best.values / best.values.sum())
-            found = torch.zeros(target_size(logits)).scatter(0, q.ids[slot], q.probs[slot])
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+            actual = torch.zeros(target_size(logits)).scatter(0, q.ids[slot], q.probs[slot])
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     first = proposal.q[0]
     assert first is not None
     sampled = proposal.tokens[:, 1].bincount(minlength=target_size(logits)) / rows
@@ -196,14 +176,6 @@ def test_sampled_draft_tokens_have_the_distributions_that_are_handed_over(drafte
 
 def target_size(logits: Tensor) -> int:
     return logits.size(-1)
-
-
-def test_rows_without_temperature_are_not_sampled(drafter: DSparkDrafter) -> None:
-    draws = torch.full((2, DEPTH), 0.999, dtype=torch.float64)
-    proposal, _, _ = propose(drafter, SampledPlan(DEPTH + 1, [GREEDY, SamplingParams(temperature=1.0)], draws))
-    greedy, _, _ = propose(drafter, ChainPlan(DEPTH + 1, [GREEDY, GREEDY]))
-    assert proposal.q is not None and [one is None for one in proposal.q] == [True, False]
-    assert proposal.tokens[0].tolist() == greedy.tokens[0].tolist() != proposal.tokens[1].tolist()
 
 
 def test_several_draft_passes_are_refused(target: Target, drafter: DSparkDrafter, tiny_dspark_dir: Path) -> None:

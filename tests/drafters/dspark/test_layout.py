@@ -78,7 +78,7 @@ def test_layouts(raw: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "told"),
+    ("raw", "message"),
     [
         ({**FLAT, "markov_rank": None}, "markov_rank is absent"),
         ({**FLAT, "markov_rank": 0}, "markov_rank is 0"),
@@ -90,8 +90,8 @@ def test_layouts(raw: dict[str, Any]) -> None:
         ({**NESTED, "architectures": ["DFlashDraftModel"]}, "markov_rank is 3; it must be absent"),
     ],
 )
-def test_refusals(raw: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_refusals(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_config(raw)
 
 
@@ -106,8 +106,8 @@ def test_refusals(raw: dict[str, Any], told: str) -> None:
 def test_round_trip(tmp_path: Path, config: DSparkConfig) -> None:
     tensors = tensors_of(config)
     write_checkpoint(tmp_path / "draft", config, tensors)
-    found, read = read_checkpoint(tmp_path / "draft")
-    assert found == config
+    actual, read = read_checkpoint(tmp_path / "draft")
+    assert actual == config
     assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
 
 

@@ -48,8 +48,8 @@ def test_the_bias_of_candidates_is_a_part_of_the_whole() -> None:
 @pytest.mark.parametrize("changes", [{}, {"enable_confidence_head": False}, {"confidence_head_with_markov": False}])
 def test_parameters_are_the_tensors_of_a_checkpoint(changes: dict[str, bool]) -> None:
     config = dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
-    found = {name: tuple(tensor.shape) for name, tensor in DSparkNetwork(config).state_dict().items()}
-    assert found == tensor_shapes(config)
+    actual = {name: tuple(tensor.shape) for name, tensor in DSparkNetwork(config).state_dict().items()}
+    assert actual == tensor_shapes(config)
 
 
 def test_the_confidence_sees_the_token_before_only_where_it_should() -> None:
@@ -63,7 +63,7 @@ def test_the_confidence_sees_the_token_before_only_where_it_should() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"markov_rank": 0}, "markov_rank is 0; it must be a whole number of at least 1"),
         ({"markov_head_type": "gated"}, "markov_head_type is 'gated'; it must be vanilla, the one that is supported"),
@@ -71,6 +71,6 @@ def test_the_confidence_sees_the_token_before_only_where_it_should() -> None:
         ({"confidence_temperatures": (1.0, 2.0, 0.0, 1.0)}, "confidence_temperatures"),
     ],
 )
-def test_config_refuses(changes: dict[str, object], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_config_refuses(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]

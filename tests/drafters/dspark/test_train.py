@@ -65,9 +65,9 @@ def test_losses_are_those_of_the_paper(target: Target, drafter: DSparkDrafter) -
     variant = DSparkVariant(DSparkRecipe(block_size=8))
     slots = slots_of(target, drafter, *inputs(target, drafter))
     with torch.no_grad():
-        found = variant.losses(network, slots)
+        actual = variant.losses(network, slots)
         total = sum(
-            share * (found[name] * term_weights(variant, name, slots.taught_CK)).sum()
+            share * (actual[name] * term_weights(variant, name, slots.taught_CK)).sum()
             for name, share in variant.factors().items()
         )
         expected = 0.0
@@ -86,7 +86,7 @@ def test_losses_are_those_of_the_paper(target: Target, drafter: DSparkDrafter) -
     assert float(total) == pytest.approx(expected, rel=1e-4)
 
 
-def test_training_draft_tokens_what_the_drafter_draft_tokens(target: Target, drafter: DSparkDrafter) -> None:
+def test_training_drafts_what_the_drafter_drafts(target: Target, drafter: DSparkDrafter) -> None:
     tokens, hidden_states = inputs(target, drafter)
     state = drafter.new_state(1, 40)
     drafter.observe(state, tokens[:, :ANCHOR], hidden_states[:, :ANCHOR], [ANCHOR])

@@ -16,7 +16,7 @@ from blockdraft.decode.proposal import SPARSE_SIZE, ChainPlan, SampledPlan, Tree
 from blockdraft.decode.sampling import draw
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.eagle3 import drafter as eagle3
-from blockdraft.drafters.eagle3 import speculators as eagle3_speculators
+from blockdraft.drafters.eagle3 import layout as eagle3_layout
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from blockdraft.errors import UsageError
@@ -78,15 +78,15 @@ class Twin:
 
     def heads(self, kind: str, x: Tensor, position: int) -> Tensor:
         name = f"midlayer.self_attn.{kind}_"
-        found = self.weights[f"{name}proj.weight"] @ x + self.weights.get(f"{name}proj.bias", torch.zeros(()))
-        found = found.view(-1, self.config.head_dim)
+        actual = self.weights[f"{name}proj.weight"] @ x + self.weights.get(f"{name}proj.bias", torch.zeros(()))
+        actual = actual.view(-1, self.config.head_dim)
         if kind == "v":
-            return found
+            return actual
         if self.config.qk_norm:
-            found = self.norm(found, f"{name}norm.weight")
+            actual = self.norm(actual, f"{name}norm.weight")
         half = self.config.head_dim // 2
         angles = position * self.config.rope_theta ** (-torch.arange(half) / half)
-        left, right = found[:, :half], found[:, half:]
+        left, right = actual[:, :half], actual[:, half:]
         turned = left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()
         return torch.cat(turned, dim=1)
 
@@ -117,13 +117,13 @@ class Twin:
         for place in range(1, len(text)):
             self.row(text[place], hidden_states[place - 1], place - 1, seen)
         seen = seen[-window:] if window is not None else seen
-        hidden_state, found = hidden_states[-1], []
+        hidden_state, actual = hidden_states[-1], []
         for step, token in enumerate(path):
             state = self.row(token, hidden_state, len(text) - 1 + step, seen)
             normed = self.norm(state, "norm.weight")
             hidden_state = normed if self.config.norm_output else state
-            found.append(self.weights["lm_head.weight"] @ normed)
-        return found
+            actual.append(self.weights["lm_head.weight"] @ normed)
+        return actual
 
 
 def target_layers_of(count: int, seed: int) -> Tensor:
@@ -219,7 +219,7 @@ def test_a_tree_ends_where_nothing_deeper_would_be_proposed(
 ) -> None:
     state, plan = drafter.new_state(1, 20), TreePlan(6, [SamplingParams()], 3)
     observe(drafter, state, [[9, 8, 7]], [target_layers_of(3, 3)])
-    passes, found = list[int](), []
+    passes, actual = list[int](), []
 
     class Counted:
         room = 100
@@ -236,8 +236,8 @@ def test_a_tree_ends_where_nothing_deeper_would_be_proposed(
     for stop in (lambda levels, budget: False, eagle3._enough):
         monkeypatch.setattr(eagle3, "_enough", stop)
         passes.clear()
-        found.append((drafter.propose(state, torch.tensor([40]), plan), len(passes)))
-    (whole, all_passes), (cut, fewer) = found
+        actual.append((drafter.propose(state, torch.tensor([40]), plan), len(passes)))
+    (whole, all_passes), (cut, fewer) = actual
     assert torch.equal(whole.tokens, cut.tokens) and torch.equal(whole.parents, cut.parents)
     assert all_passes == 5 and fewer < 4
 
@@ -247,15 +247,15 @@ def test_a_window_hides_what_is_older(drafter: Eagle3Drafter, target: Target) ->
     texts, target_layers = [list(range(10, 22)), [31, 5, 6]], [target_layers_of(12, 5), target_layers_of(3, 6)]
     state = drafter.new_state(2, 30)
     observe(drafter, state, texts, target_layers)
-    found = []
+    actual = []
     for window in (2, 5, 50):
         plan = ChainPlan(4, [SamplingParams()] * 2, draft_window=window)
         proposal = drafter.propose(state, torch.tensor([40, 41]), plan)
         for row, ids in enumerate(proposal.tokens.tolist()):
             for depth, logits in enumerate(twin.logits(texts[row], target_layers[row], ids[:-1], window)):
                 assert ids[depth + 1] == kept[logits.argmax()]
-        found.append(proposal.tokens[0].tolist())
-    assert found[0] != found[2]
+        actual.append(proposal.tokens[0].tolist())
+    assert actual[0] != actual[2]
 
 
 def test_costs_decide_how_far_is_drafted(drafter: Eagle3Drafter) -> None:
@@ -271,7 +271,7 @@ def test_costs_decide_how_far_is_drafted(drafter: Eagle3Drafter) -> None:
         assert counts == [12 if budget else 5, 0]
 
 
-def test_a_row_without_a_text_is_drafted_for(drafter: Eagle3Drafter) -> None:
+def test_an_empty_sequence_gets_draft_tokens(drafter: Eagle3Drafter) -> None:
     """Numbers that an earlier row has left in its slots are not read as features."""
     state, plan = drafter.new_state(1, 20), ChainPlan(6, [SamplingParams()])
     first = drafter.propose(state, torch.tensor([40]), plan).tokens
@@ -302,8 +302,8 @@ def test_early_files_that_call_themselves_a_llama_are_known(
 def test_a_drafter_of_another_target_is_refused(
     tiny_eagle3_dir: Path, drafter: Eagle3Drafter, target: Target, tmp_path: Path
 ) -> None:
-    found = read_drafter(tiny_eagle3_dir, None, 3)
+    actual = read_drafter(tiny_eagle3_dir, None, 3)
     foreign = Borrowed(target.embed(torch.arange(target.vocab_size)) + 1, None, None)
-    eagle3_speculators.LAYOUT.write(tmp_path / "other", Checkpoint(found.config, found.tensors, foreign), "x", ("y",))
+    eagle3_layout.SPECULATORS.write(tmp_path / "other", Checkpoint(actual.config, actual.tensors, foreign), "x", ("y",))
     with pytest.raises(UsageError, match="embed_tokens.weight of .*other differs from the target's"):
         load_drafter(tmp_path / "other", target=target)

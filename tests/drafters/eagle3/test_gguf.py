@@ -47,9 +47,9 @@ CONFIGS = [
 
 def drafter(config: Eagle3Config = CONFIG) -> Checkpoint:
     random, size = torch.Generator().manual_seed(0), config.draft_vocab_size
-    found = {name: torch.randn(*shape, generator=random) for name, shape in tensor_shapes(config).items()}
-    found["d2t"] = KEPT - torch.arange(5) if size == 5 else torch.zeros(size, dtype=torch.int64)
-    return Checkpoint(config, found, Borrowed(None, None, None), Trained("0123456789abcdef", 8))
+    actual = {name: torch.randn(*shape, generator=random) for name, shape in tensor_shapes(config).items()}
+    actual["d2t"] = KEPT - torch.arange(5) if size == 5 else torch.zeros(size, dtype=torch.int64)
+    return Checkpoint(config, actual, Borrowed(None, None, None), Trained("0123456789abcdef", 8))
 
 
 def write(path: Path, one: Checkpoint, weights: Any = "f32") -> Path:
@@ -60,26 +60,30 @@ def write(path: Path, one: Checkpoint, weights: Any = "f32") -> Path:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_round_trip(config: Eagle3Config, tmp_path: Path) -> None:
     expected = drafter(config)
-    found = read_drafter(write(tmp_path / "d.gguf", expected), None, 10)
-    assert found.config == config and found.trained == expected.trained
-    assert found.borrowed == Borrowed(None, None, None)
-    assert found.tensors.keys() == expected.tensors.keys()
-    assert all(torch.equal(found.tensors[name], expected.tensors[name]) for name in found.tensors)
+    actual = read_drafter(write(tmp_path / "d.gguf", expected), None, 10)
+    assert actual.config == config and actual.trained == expected.trained
+    assert actual.borrowed == Borrowed(None, None, None)
+    assert actual.tensors.keys() == expected.tensors.keys()
+    assert all(torch.equal(actual.tensors[name], expected.tensors[name]) for name in actual.tensors)
 
 
-def test_rounded(tmp_path: Path) -> None:
+def test_quantized(tmp_path: Path) -> None:
     """Rotary channels are put into our order after dequantisation."""
     expected = drafter().tensors
     for weights, near in (("f16", 2e-3), ("bf16", 2e-2), ("q8_0", 2e-2), ("q4_0", 0.4)):
-        found = read_drafter(write(tmp_path / f"{weights}.gguf", drafter(), weights), None, 10).tensors
-        assert all(torch.allclose(found[name].float(), expected[name].float(), atol=near, rtol=near) for name in found)
-        assert not torch.equal(found["midlayer.self_attn.q_proj.weight"], expected["midlayer.self_attn.q_proj.weight"])
+        actual = read_drafter(write(tmp_path / f"{weights}.gguf", drafter(), weights), None, 10).tensors
+        assert all(
+            torch.allclose(actual[name].float(), expected[name].float(), atol=near, rtol=near) for name in actual
+        )
+        assert not torch.equal(actual["midlayer.self_attn.q_proj.weight"], expected["midlayer.self_attn.q_proj.weight"])
 
 
-def test_what_llama_cpp_is_reported(tmp_path: Path) -> None:
+def test_metadata_for_llama_cpp(tmp_path: Path) -> None:
     file = open_gguf(write(tmp_path / "d.gguf", drafter()))
-    told = {key: value for key, value in file.metadata.items() if key.startswith(("eagle3.", "general.architecture"))}
-    assert told == {
+    metadata = {
+        key: value for key, value in file.metadata.items() if key.startswith(("eagle3.", "general.architecture"))
+    }
+    assert metadata == {
         "general.architecture": "eagle3",
         "eagle3.block_count": 1,
         "eagle3.context_length": 128,
@@ -108,7 +112,7 @@ def test_what_llama_cpp_is_reported(tmp_path: Path) -> None:
     assert torch.equal(turned, ours["midlayer.self_attn.k_proj.weight"][order])  # type: ignore[arg-type]
 
 
-def test_what_llama_cpp_is_reported_of_the_others(tmp_path: Path) -> None:
+def test_metadata_of_the_optional_fields(tmp_path: Path) -> None:
     whole = open_gguf(write(tmp_path / "w.gguf", drafter(WHOLE)))
     assert "d2t" not in whole.tensors and whole.tensors["output.weight"].shape == (64, 32)
     normed = open_gguf(write(tmp_path / "n.gguf", drafter(CONFIGS[2])))
@@ -118,7 +122,7 @@ def test_what_llama_cpp_is_reported_of_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("differences", "said"),
+    ("differences", "message"),
     [
         ({"target_layers": (1, 4)}, "the number of target layers is 2; it must be 3 in llama.cpp"),
         ({"target_layers": (1, 4, 9)}, "a target layer is 9; it must be below the target's last layer, 9"),
@@ -128,8 +132,8 @@ def test_what_llama_cpp_is_reported_of_the_others(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias is True; it must be false in llama.cpp"),
     ],
 )
-def test_what_llama_cpp_cannot_run(differences: Mapping[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_what_llama_cpp_cannot_run(differences: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         drafter_metadata(replace(CONFIG, **differences))
 
 
@@ -154,9 +158,9 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
 
     assert drafter_config(open_gguf(again(left_out)), 10) == replace(CONFIG, block_size=BLOCK_SIZE)
     table = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
-    found = read_drafter(again({}, **{"token_embd.weight": table}), None, 10)
-    assert found.trained == UNKNOWN and found.borrowed is not None and torch.equal(found.borrowed.embedding, table)  # type: ignore[arg-type]
-    for changes, more, said in (
+    actual = read_drafter(again({}, **{"token_embd.weight": table}), None, 10)
+    assert actual.trained == UNKNOWN and actual.borrowed is not None and torch.equal(actual.borrowed.embedding, table)  # type: ignore[arg-type]
+    for changes, more, message in (
         ({"eagle3.block_count": 2}, {}, "eagle3.block_count is 2; it must be 1; no other is supported"),
         ({"eagle3.target_hidden_size": 64}, {}, "eagle3.target_hidden_size is 64; it must be 32"),
         ({"eagle3.target_layers": [0, 5, 7]}, {}, "a target layer is -1"),
@@ -166,5 +170,5 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
         ({}, {"blk.0.attn_q.bias": torch.ones(32)}, "a tensor is .*attn_q.bias.* must be one that is known here"),
         ({}, {"fc.weight": None}, "fc.weight"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             read_drafter(again(changes, **more), None, 10)  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockdraft.drafters.eagle3 import layout as eagle3
-from blockdraft.drafters.eagle3 import speculators as eagle3_speculators
 from blockdraft.drafters.eagle3.layout import tensor_shapes
 from blockdraft.drafters.eagle3.network import Eagle3Config
 from blockdraft.errors import UsageError
@@ -45,10 +44,10 @@ BOTH = [
 
 def tensors_of(config: Eagle3Config) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(0)
-    found = {name: torch.randn(*shape, generator=random).bfloat16() for name, shape in tensor_shapes(config).items()}
+    actual = {name: torch.randn(*shape, generator=random).bfloat16() for name, shape in tensor_shapes(config).items()}
     size = config.draft_vocab_size
-    found["d2t"] = KEPT - torch.arange(5) if size == 5 else torch.zeros(size, dtype=torch.int64)
-    return found
+    actual["d2t"] = KEPT - torch.arange(5) if size == 5 else torch.zeros(size, dtype=torch.int64)
+    return actual
 
 
 def write(path: Path, config: Eagle3Config = CONFIG, layout: Any = eagle3.LAYOUT) -> dict[str, Any]:
@@ -68,24 +67,24 @@ def change(path: Path, **changes: Any) -> None:
 def rename(path: Path, old: str, new: str | None) -> None:
     """Rename or remove tensors."""
     tensors = load_file(path / "model.safetensors")
-    found = {name.replace(old, new or ""): one for name, one in tensors.items() if new is not None or old not in name}
-    save_file(found, path / "model.safetensors")
+    actual = {name.replace(old, new or ""): one for name, one in tensors.items() if new is not None or old not in name}
+    save_file(actual, path / "model.safetensors")
 
 
 @pytest.mark.parametrize("config", BOTH)
 @pytest.mark.parametrize("name", ["eagle3", "eagle3_speculators"])
 def test_round_trip(name: str, config: Eagle3Config, tmp_path: Path) -> None:
     write(tmp_path / "draft", config, layouts()[name])
-    found, expected = read_drafter(tmp_path / "draft", None, 10), tensors_of(config)
-    assert found.config == config
-    assert found.tensors.keys() == expected.keys()
-    assert all(torch.equal(found.tensors[one], expected[one]) for one in expected)
-    assert found.borrowed is not None and (found.borrowed.embedding is not None) == (name != "eagle3")
+    actual, expected = read_drafter(tmp_path / "draft", None, 10), tensors_of(config)
+    assert actual.config == config
+    assert actual.tensors.keys() == expected.keys()
+    assert all(torch.equal(actual.tensors[one], expected[one]) for one in expected)
+    assert actual.borrowed is not None and (actual.borrowed.embedding is not None) == (name != "eagle3")
 
 
 def test_norms_of_queries_and_keys_are_qwen3s(tmp_path: Path) -> None:
     config = replace(CONFIG, qk_norm=True)
-    raw = write(tmp_path / "draft", config, eagle3_speculators.LAYOUT)
+    raw = write(tmp_path / "draft", config, eagle3.SPECULATORS)
     assert raw["transformer_layer_config"]["model_type"] == "qwen3"
     assert read_drafter(tmp_path / "draft", None, 10).config == config
     with pytest.raises(UsageError, match="qk_norm is True; .* export to eagle3_speculators"):
@@ -102,7 +101,7 @@ def test_keys_and_names(tmp_path: Path) -> None:
     assert stored["t2d"].nonzero().flatten().tolist() == KEPT.tolist()
     assert stored["d2t"].dtype == torch.int64 and stored["d2t"].tolist() == [0, 2, 2, 6, 58]
 
-    raw = write(tmp_path / "other", CONFIG, eagle3_speculators.LAYOUT)
+    raw = write(tmp_path / "other", CONFIG, eagle3.SPECULATORS)
     stored = load_file(tmp_path / "other" / "model.safetensors")
     assert raw["speculators_model_type"] == raw["speculators_config"]["algorithm"] == "eagle3"
     assert raw["speculators_config"]["verifier"]["name_or_path"] == "some/target"
@@ -158,9 +157,9 @@ def test_early_files_are_plain_and_pickled(tmp_path: Path) -> None:
     tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
     (tmp_path / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "pytorch_model.bin")
-    found = read_drafter(tmp_path, None, 10)
-    assert found.config == config and found.borrowed is not None and found.borrowed.embedding is not None
-    assert torch.equal(found.tensors["fc.weight"], tensors["fc.weight"])
+    actual = read_drafter(tmp_path, None, 10)
+    assert actual.config == config and actual.borrowed is not None and actual.borrowed.embedding is not None
+    assert torch.equal(actual.tensors["fc.weight"], tensors["fc.weight"])
 
 
 class Harmful:
@@ -190,9 +189,9 @@ def test_other_names_of_the_layer_and_maps_alone(tmp_path: Path) -> None:
     write(tmp_path / "draft")
     rename(tmp_path / "draft", "midlayer.", "model.layers.0.")
     rename(tmp_path / "draft", "t2d", None)
-    found = read_drafter(tmp_path / "draft", None, 10)
-    assert found.tensors["d2t"].tolist() == [0, 2, 2, 6, 58]
-    write(tmp_path / "fewer", CONFIG, eagle3_speculators.LAYOUT)
+    actual = read_drafter(tmp_path / "draft", None, 10)
+    assert actual.tensors["d2t"].tolist() == [0, 2, 2, 6, 58]
+    write(tmp_path / "fewer", CONFIG, eagle3.SPECULATORS)
     raw = json.loads((tmp_path / "fewer" / "config.json").read_text())
     raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 3
     change(tmp_path / "fewer", **raw)  # what paid there is no limit here
@@ -200,7 +199,7 @@ def test_other_names_of_the_layer_and_maps_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2; .* not supported"),
         ({"target_hidden_size": 32}, "target_hidden_size is 32; it must be hidden_size, 16"),
@@ -223,17 +222,17 @@ def test_other_names_of_the_layer_and_maps_alone(tmp_path: Path) -> None:
         ({"eagle_config": [1]}, r"eagle_config is \[1\]; it must be a JSON object"),
     ],
 )
-def test_what_is_not_supported_is_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_what_is_not_supported_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     write(tmp_path / "draft")
     change(tmp_path / "draft", **changes)
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         read_drafter(tmp_path / "draft", None, 10)
 
 
 def test_maps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "draft")
     tensors = load_file(tmp_path / "draft" / "model.safetensors")
-    for d2t, t2d, told in (
+    for d2t, t2d, message in (
         ([0, 2, 2, 6, 57], tensors["t2d"], "offsets to the tokens that t2d marks"),
         ([0, 2, 2, 6, 60], None, r"d2t is \[0, 2, 2, 6, 60\]; it must be offsets to tokens below 64 in ascending"),
         ([0, -1, 2, 6, 58], None, "in ascending order"),
@@ -244,18 +243,18 @@ def test_maps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (None, None, "d2t is absent; it must be given, since draft_vocab_size"),
     ):
         maps = {"d2t": None if d2t is None else torch.tensor(d2t), "t2d": t2d}
-        found = {**tensors, **maps}
-        save_file({n: t for n, t in found.items() if t is not None}, tmp_path / "draft" / "model.safetensors")
-        with pytest.raises(UsageError, match=told):
+        actual = {**tensors, **maps}
+        save_file({n: t for n, t in actual.items() if t is not None}, tmp_path / "draft" / "model.safetensors")
+        with pytest.raises(UsageError, match=message):
             read_drafter(tmp_path / "draft", None, 10)
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a target layer is 9; it must be below the last target layer, 9"):
-        eagle3_speculators.LAYOUT.check(replace(CONFIG, target_layers=(1, 5, 9)), None, ())
+        eagle3.SPECULATORS.check(replace(CONFIG, target_layers=(1, 5, 9)), None, ())
     with pytest.raises(UsageError, match=r"readers cannot load .*\.gguf"):
-        eagle3_speculators.LAYOUT.check(CONFIG, "model.gguf", ())
-    for layout in (eagle3.LAYOUT, eagle3_speculators.LAYOUT):
+        eagle3.SPECULATORS.check(CONFIG, "model.gguf", ())
+    for layout in (eagle3.LAYOUT, eagle3.SPECULATORS):
         with pytest.raises(UsageError, match="the configuration is 'dict'; it must be Eagle3Config"):
             layout.check({}, None, ())
     with pytest.raises(UsageError, match="that z-lab's layout and the speculators format cannot hold"):

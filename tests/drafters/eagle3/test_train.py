@@ -30,11 +30,6 @@ from blockdraft.types import Drafting, SamplingParams
 KEPT = [3, 5, 6, 9, 10, 11, 30]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
-
-
 def made(target: Target, **fields: Any) -> tuple[Eagle3Variant, Eagle3Network]:
     variant = Eagle3Variant(Eagle3Recipe(**fields))
     return variant, variant.network(variant.config(target))
@@ -55,7 +50,7 @@ def test_losses_are_taken_over_the_draft_vocabulary(target: Target) -> None:
     network.keep(torch.tensor(KEPT))
     slots = slots_of(network, target.vocab_size)
     assert slots.teacher_CKV is not None
-    found = variant.losses(network, slots)
+    actual = variant.losses(network, slots)
     for block in range(4):
         for k in range(3):
             log_q = slots.logits_CKV[block, k].log_softmax(dim=-1)
@@ -63,9 +58,9 @@ def test_losses_are_taken_over_the_draft_vocabulary(target: Target) -> None:
             p = torch.stack([teacher[token] for token in KEPT]).softmax(dim=-1)
             divergence = float((p * (p.log() - log_q)).sum()) if int(teacher.argmax()) in KEPT else 0.0
             surprise = -float(log_q[KEPT.index(label)]) if label in KEPT else 0.0
-            assert float(found["forward_kl"][block, k]) == pytest.approx(divergence, abs=1e-4)
-            assert float(found["decay"][block, k]) == pytest.approx(surprise, abs=1e-4)
-    assert (found["forward_kl"] > 0).sum() >= 6 and (found["forward_kl"] == 0).any()
+            assert float(actual["forward_kl"][block, k]) == pytest.approx(divergence, abs=1e-4)
+            assert float(actual["decay"][block, k]) == pytest.approx(surprise, abs=1e-4)
+    assert (actual["forward_kl"] > 0).sum() >= 6 and (actual["forward_kl"] == 0).any()
     weights = term_weights(variant, "forward_kl", slots.taught_CK)[0]
     torch.testing.assert_close(weights, torch.tensor([1.0, 0.8, 0.64]), atol=1e-4, rtol=0)
     expected = [[token in KEPT for token in row[1:]] for row in slots.tokens_CL.tolist()]
@@ -75,7 +70,7 @@ def test_losses_are_taken_over_the_draft_vocabulary(target: Target) -> None:
 
 
 @pytest.mark.parametrize("objective", ["dpace", "block_verification"])
-def test_a_token_that_it_cannot_draft_token_does_not_count_for_the_slots_behind(target: Target, objective: str) -> None:
+def test_a_token_outside_the_draft_vocabulary_does_not_count_for_later_slots(target: Target, objective: str) -> None:
     variant, network = made(target, draft_vocab=len(KEPT), block_size=4, objective={objective: 1.0})
     network.keep(torch.tensor(KEPT))
     slots = slots_of(network, target.vocab_size)
@@ -141,12 +136,12 @@ def test_training_goes_on_from_a_drafter(target: Target, tiny_eagle3_dir: Path, 
     variant.fit_head(network, target)
     assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in network.state_dict().items())
     assert network.config.block_size == 4 and network.config.target_layers == (0, 1)
-    for fields, told in (
+    for fields, message in (
         ({"target_layers": (0, 2)}, r"target_layers of .* is \(0, 1\); it must be that of the recipe, \(0, 2\)"),
         ({"draft_vocab": 7}, "draft_vocab of .* is 120; it must be that of the recipe, 7"),
         ({"init": str(tiny_drafter_dir)}, "the drafter of .* is 'DraftConfig'; it must be an EAGLE-3 drafter"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=message):
             made(target, **{"init": str(tiny_eagle3_dir), **fields})
 
 
@@ -198,9 +193,9 @@ def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
     assert 0.5 < lines[-1]["covered"] <= 1 and len(lines[-1]["accuracy"]) == 4
     drafter = load_drafter(out, target=target)
     for drafting in (Drafting(None), Drafting(tree_budget=8)):
-        found = Engine(target, drafter, max_batch_size=5, drafting=drafting).generate(prompts, params)
-        assert [one.token_ids for one in found] == [one.token_ids for one in plain]
-        tau = sum(one.tau for one in found) / len(found)
+        actual = Engine(target, drafter, max_batch_size=5, drafting=drafting).generate(prompts, params)
+        assert [one.token_ids for one in actual] == [one.token_ids for one in plain]
+        tau = sum(one.tau for one in actual) / len(actual)
         assert tau > 1.6  # by chance a draft token among 100 tokens is right once in a hundred times
 
 
@@ -239,17 +234,17 @@ def test_a_drafter_begins_as_the_last_layer(family: str, tmp_path: Path) -> None
         tokens, torch.arange(12)[None], documents, anchors, blocks, torch.ones(1, 11, 1, dtype=torch.bool)
     )
     states = variant.hidden(network, target, hidden_states[:, :, :width], rows)
-    found = variant.logits(network, target, states[0])[:, 0]
+    actual = variant.logits(network, target, states[0])[:, 0]
     theirs = target.head(hidden_states[0, :-1, width:].to(target.dtype)).float()[:, kept]
-    torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual, theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_a_layer_of_another_kind_is_no_beginning(target: Target, tmp_path: Path) -> None:
-    for fields, told in [
+    for fields, message in [
         ({"target_layers": (0, 2)}, "the last target layer is 2; it must be"),
         ({"heads": 2}, "heads is 2; it must be the target's, 4, with --init last_layer"),
     ]:
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=message):
             made(target, init="last_layer", **fields)
     gemma = of_family(tmp_path, "gemma3_text")
     with pytest.raises(UsageError, match="the target's last layer is .* layers of the kind of Llama's"):

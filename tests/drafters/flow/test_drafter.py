@@ -23,15 +23,10 @@ CONTEXT = 9
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
-
-
-@pytest.fixture(scope="module")
 def drafter(target: Target, tiny_flow_dir: Path) -> FlowDrafter:
-    found = load_drafter(tiny_flow_dir, target=target)
-    assert isinstance(found, FlowDrafter)
-    return found
+    actual = load_drafter(tiny_flow_dir, target=target)
+    assert isinstance(actual, FlowDrafter)
+    return actual
 
 
 def observed(drafter: FlowDrafter, batch: int = 1, length: int = CONTEXT) -> object:
@@ -51,18 +46,18 @@ def logits_of(drafter: FlowDrafter, plan: Plan | None = None, length: int = CONT
 def test_passes_are_those_of_the_checkpoint_unless_asked_otherwise(drafter: FlowDrafter, target: Target) -> None:
     assert drafter.diffusion_steps == 2
     size = drafter.block_size
-    found = {passes: logits_of(drafter, ChainPlan(size, [GREEDY], draft_passes=passes)) for passes in range(1, 6)}
-    assert torch.equal(logits_of(drafter), found[2])
-    assert all((found[n] - found[m]).abs().max() > 1e-3 for n in found for m in range(1, n))
+    actual = {passes: logits_of(drafter, ChainPlan(size, [GREEDY], draft_passes=passes)) for passes in range(1, 6)}
+    assert torch.equal(logits_of(drafter), actual[2])
+    assert all((actual[n] - actual[m]).abs().max() > 1e-3 for n in actual for m in range(1, n))
     again = drafter.adapted(target, 5)
-    assert isinstance(again, FlowDrafter) and torch.equal(logits_of(again), found[5])
+    assert isinstance(again, FlowDrafter) and torch.equal(logits_of(again), actual[5])
     network = FlowDrafter(drafter.network, target)
     assert network.diffusion_steps == 2  # also where no checkpoint is read
     # The times of the jumps are those of the schedule.
     linear = drafter.adapted(target, None, "linear")
-    assert isinstance(linear, FlowDrafter) and not torch.equal(logits_of(linear), found[2])
+    assert isinstance(linear, FlowDrafter) and not torch.equal(logits_of(linear), actual[2])
     one = linear.adapted(target, 1)
-    assert isinstance(one, FlowDrafter) and torch.equal(logits_of(one), found[1])
+    assert isinstance(one, FlowDrafter) and torch.equal(logits_of(one), actual[1])
 
 
 def test_code_written_for_others_gets_the_passes_of_the_checkpoint(tiny_target_dir: Path, tiny_flow_dir: Path) -> None:
@@ -116,13 +111,13 @@ def test_q_is_the_distribution_that_draft_tokens_are_sampled_from(drafter: FlowD
 
 
 def test_torch_runs_it_next_to_a_compiled_target(tiny_target_dir: Path, tiny_flow_dir: Path) -> None:
-    found = []
+    actual = []
     for compile in ("on", "off"):
         target = load_target(tiny_target_dir, "float32", "cpu", "native", compile=compile)
         drafter = load_drafter(tiny_flow_dir, target=target)
         assert isinstance(drafter, FlowDrafter) and drafter.compile_reason is not None
-        found.append(logits_of(drafter, ChainPlan(8, [GREEDY], draft_window=4)))
-    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+        actual.append(logits_of(drafter, ChainPlan(8, [GREEDY], draft_window=4)))
+    torch.testing.assert_close(*actual, atol=1e-4, rtol=1e-4)
 
 
 def test_it_is_inspected_and_refused_by_name_where_it_cannot_go(

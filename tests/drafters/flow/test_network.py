@@ -49,11 +49,11 @@ def test_the_network_tells_states_and_both_times_apart() -> None:
     for weight in (network.state_proj.weight, network.time_proj.weight):
         torch.nn.init.normal_(weight)
     state, levels = torch.randn(3, 16), [torch.tensor([time]) for time in (0.0, 0.3, 0.31, 1.0)]
-    found = [network.entering(state, begin, end) for begin in levels for end in levels]
-    found += [network.entering(state + 1, levels[0], levels[1])]
-    assert all((one - other).abs().max() > 1e-2 for i, one in enumerate(found) for other in found[:i])
+    actual = [network.entering(state, begin, end) for begin in levels for end in levels]
+    actual += [network.entering(state + 1, levels[0], levels[1])]
+    assert all((one - other).abs().max() > 1e-2 for i, one in enumerate(actual) for other in actual[:i])
     # The network sees only the direction of a state, because states are larger near noise than near tokens.
-    torch.testing.assert_close(network.entering(9 * state, levels[1], levels[2]), found[6])
+    torch.testing.assert_close(network.entering(9 * state, levels[1], levels[2]), actual[6])
 
 
 def test_parameters_are_the_tensors_of_a_checkpoint() -> None:
@@ -119,13 +119,13 @@ def test_noise_is_the_same_each_time_and_spread_as_it_should_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"noise_std": 0.0}, "noise_std is 0.0; it must be a positive number"),
         ({"noise_std": None}, "noise_std is absent"),
         ({"diffusion_steps": 0}, "diffusion_steps is 0; it must be a whole number of at least 1"),
     ],
 )
-def test_config_refuses(changes: dict[str, object], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_config_refuses(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch import Tensor
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.flow.network import FlowConfig, FlowNetwork, mean_embedding, moved
 from blockdraft.drafters.flow.train import FlowRecipe, FlowVariant, Moments, noise_std
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target
 from blockdraft.training.batches import PackedSequences
 from blockdraft.training.export import Format, export
 from blockdraft.training.loss import DraftLoss
@@ -20,11 +20,6 @@ from blockdraft.training.objectives import Slots
 
 RECIPE = FlowRecipe(layers=1, target_layers=(0, 1), block_size=4, save_dtype="float32", mask_token_id=3)
 ANCHORS = torch.tensor([[2, 5, 9, 12], [1, 4, 7, -1]])
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +60,7 @@ def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple
     hidden = variant.hidden(network, target, hidden_states, rows).flatten(0, 1)
     logits = variant.logits(network, target, hidden)
     slots = Slots(hidden, logits, rows.tokens_BAL.flatten(0, 1), rows.taught_BAK.flatten(0, 1))
-    found = variant.losses(network, slots)
+    actual = variant.losses(network, slots)
 
     run = variant.pass_over_blocks(network, target, hidden_states, rows)
 
@@ -82,16 +77,16 @@ def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple
         share = second.clamp(min=0)
         wanted = (1 - share) * first.exp() + share * other.exp()
     jumped = -(wanted * own).sum(dim=-1)
-    said = -own.gather(-1, rows.tokens_BAL[:, :, 1:, None]).squeeze(-1)
+    losses = -own.gather(-1, rows.tokens_BAL[:, :, 1:, None]).squeeze(-1)
     is_jump = (second >= 0).squeeze(-1)
-    expected = {"decay": said.masked_fill(is_jump, 0), "jump": jumped.masked_fill(~is_jump, 0)}
-    assert found.keys() == expected.keys() == variant.factors().keys()
-    for name, losses in found.items():
+    expected = {"decay": losses.masked_fill(is_jump, 0), "jump": jumped.masked_fill(~is_jump, 0)}
+    assert actual.keys() == expected.keys() == variant.factors().keys()
+    for name, losses in actual.items():
         torch.testing.assert_close(losses.unflatten(0, (2, 4)), expected[name], atol=1e-4, rtol=1e-4)
     assert torch.equal(variant.draft_tokens(network, slots), own.argmax(dim=-1).flatten(0, 1))
     ours, theirs = (
         torch.autograd.grad(losses["jump"].sum(), [*network.parameters()], retain_graph=True)
-        for losses in (found, expected)
+        for losses in (actual, expected)
     )
     for one, two in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, two, atol=1e-3, rtol=1e-3)
@@ -192,9 +187,9 @@ def test_a_flow_map_goes_on_from_a_flow_map_of_other_passes(target: Target, tiny
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "message"),
     [("jumps", 0.0, "greater than 0"), ("jumps", 1.0, "less than 1"), ("diffusion_steps", 0, "at least 1")],
 )
-def test_recipes_are_checked(field: str, value: float, told: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} must be {told}, got {value}"):
+def test_recipes_are_checked(field: str, value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be {message}, got {value}"):
         FlowRecipe(**{field: value})  # type: ignore[arg-type]

@@ -52,14 +52,14 @@ class Distributions:
     def __call__(self, text: list[int]) -> Tensor:
         """Probabilities `[3, V]` of the three tokens behind the anchor that follows the text."""
         last = self._model.model(torch.tensor([text])).last_hidden_state[0, -1]
-        found = []
+        actual = []
         for head in "012":
             x = last
             for block in "01":
                 linear = f"{head}.{block}.linear"
                 x = x + F.silu(self._tensors[f"{linear}.weight"] @ x + self._tensors[f"{linear}.bias"])
-            found.append((self._tensors[f"{head}.2.weight"] @ x).softmax(dim=-1))
-        return torch.stack(found)
+            actual.append((self._tensors[f"{head}.2.weight"] @ x).softmax(dim=-1))
+        return torch.stack(actual)
 
 
 class Watched(MedusaDrafter):
@@ -75,7 +75,7 @@ class Watched(MedusaDrafter):
 
 
 @pytest.mark.parametrize("backend", ["native", "hf"])
-def test_each_head_reads_the_last_state_and_draft_tokens_its_own_token(
+def test_each_head_drafts_its_token_from_the_last_hidden_state(
     backend: str, distributions: Distributions, tiny_medusa_dir: Path, tiny_target_dir: Path
 ) -> None:
     target = load_target(tiny_target_dir, backend=backend)

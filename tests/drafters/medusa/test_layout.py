@@ -30,10 +30,10 @@ def tensors(config: MedusaConfig = CONFIG) -> dict[str, Tensor]:
         return {name: tensor.half() for name, tensor in MedusaNetwork(config).state_dict().items()}
 
 
-def put(folder: Path, found: Any, raw: dict[str, Any] = RAW) -> Path:
+def put(folder: Path, actual: Any, raw: dict[str, Any] = RAW) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))
-    torch.save(found, folder / "medusa_lm_head.pt")
+    torch.save(actual, folder / "medusa_lm_head.pt")
     return folder
 
 
@@ -44,9 +44,9 @@ def test_names_are_those_of_the_published_files() -> None:
 
 
 def test_a_published_folder_is_read(tmp_path: Path) -> None:
-    found = read_drafter(put(tmp_path / "heads", tensors()), None, 3)
-    assert found.config == CONFIG
-    assert all(torch.equal(tensor, found.tensors[name]) for name, tensor in tensors().items())
+    actual = read_drafter(put(tmp_path / "heads", tensors()), None, 3)
+    assert actual.config == CONFIG
+    assert all(torch.equal(tensor, actual.tensors[name]) for name, tensor in tensors().items())
     (tmp_path / "safe").mkdir()
     (tmp_path / "safe" / "config.json").write_text(json.dumps(RAW))
     save_file(tensors(), tmp_path / "safe" / "medusa_lm_head.safetensors")
@@ -63,9 +63,9 @@ def test_round_trip(shared: bool, tmp_path: Path) -> None:
     raw = json.loads((tmp_path / "heads" / "config.json").read_text())
     assert (raw["medusa_num_heads"], raw["medusa_num_layers"]) == (2, 2)
     assert raw["base_model_name_or_path"] == "some/target"
-    found = read_drafter(tmp_path / "heads", None, 3)
-    assert found.config == config and found.trained == Trained("abc", 4)
-    assert found.tensors.keys() == tensors(config).keys()
+    actual = read_drafter(tmp_path / "heads", None, 3)
+    assert actual.config == config and actual.trained == Trained("abc", 4)
+    assert actual.tensors.keys() == tensors(config).keys()
     layout.write(tmp_path / "heads", Checkpoint(CONFIG, tensors()), None, [])  # replaces a drafter
     assert read_drafter(tmp_path / "heads", None, 3).config == CONFIG
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         (broken / "medusa_lm_head.pt").write_bytes(left)
         with pytest.raises(ValueError, match="broken, or more than tensors"):
             read_drafter(broken, None, 3)
-    for name, found, told in (
+    for name, actual, message in (
         ("list", [torch.zeros(2)], "its content is 'list'"),
         ("empty", {}, "the number of heads is 0"),
         ("whole", {f"medusa_head.{n}": t for n, t in tensors().items()}, "it lacks 0.0.linear.weight"),
@@ -112,8 +112,8 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         ("thin", {**tensors(), "0.1.weight": torch.zeros(20)}, "the shape of a weight of head 0 is"),
         ("gap", {n: t for n, t in tensors().items() if n != "3.1.weight"}, "3.1.weight: expected .20, 8., found None"),
     ):
-        with pytest.raises(ValueError, match=told):
-            read_drafter(put(tmp_path / name, found), None, 3)
+        with pytest.raises(ValueError, match=message):
+            read_drafter(put(tmp_path / name, actual), None, 3)
     shared = {n: t for n, t in tensors().items() if "linear" in n}
     with pytest.raises(ValueError, match="vocab_size is absent|vocab_size is None"):
         read_drafter(put(tmp_path / "shared", shared), None, 3)

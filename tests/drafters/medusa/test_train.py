@@ -11,17 +11,12 @@ import torch
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.medusa.train import MedusaRecipe, MedusaVariant
 from blockdraft.formats import read_drafter
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target
 from blockdraft.training.batches import PackedSequences
 from blockdraft.training.export import Format, export
 from blockdraft.training.objectives import slot_weights
 
 RECIPE = MedusaRecipe(block_size=5, layers=2, save_dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir, device="cpu")
 
 
 @pytest.mark.parametrize("share_head", [False, True])
@@ -39,7 +34,7 @@ def test_training_pass_equals_draft_pass(
     parity(variant, network.eval(), load_drafter(tmp_path / "heads", target=target), target)
 
 
-def test_new_heads_draft_token_what_the_targets_head_draft_tokens(target: Target) -> None:
+def test_new_heads_draft_what_the_targets_head_predicts(target: Target) -> None:
     """New residual blocks change little, so the first loss is not high."""
     variant = MedusaVariant(RECIPE)
     network = variant.network(variant.config(target))
@@ -53,7 +48,7 @@ def test_new_heads_draft_token_what_the_targets_head_draft_tokens(target: Target
         torch.testing.assert_close(logits, target.head(hidden)[:, :, None].expand(-1, -1, 4, -1))
 
 
-def test_features_of_the_anchor_and_behind_it_are_not_seen(target: Target) -> None:
+def test_hidden_states_from_the_anchor_on_are_not_read(target: Target) -> None:
     variant = MedusaVariant(RECIPE)
     network = variant.network(variant.config(target))
     anchors, places = torch.tensor([[0, 4, -1]]), torch.arange(9)[None]

@@ -113,9 +113,9 @@ class Watched(MTPDrafter):
 
 
 def network(folder: Path, normed_feedback: bool = True) -> MTPNetwork:
-    found = read_drafter(folder, None, 3)
-    made = MTPNetwork(type(found.config)(**{**vars(found.config), "normed_feedback": normed_feedback}))
-    made.load_state_dict(found.tensors)
+    actual = read_drafter(folder, None, 3)
+    made = MTPNetwork(type(actual.config)(**{**vars(actual.config), "normed_feedback": normed_feedback}))
+    made.load_state_dict(actual.tensors)
     return made
 
 

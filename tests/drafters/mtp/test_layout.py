@@ -16,7 +16,7 @@ from blockdraft.training.export import Format, convert
 
 
 def test_tensors_have_qwen3_nexts_names_and_norms(tiny_mtp_dir: Path) -> None:
-    written, found = load_file(tiny_mtp_dir / "model.safetensors"), read_drafter(tiny_mtp_dir, None, 3)
+    written, actual = load_file(tiny_mtp_dir / "model.safetensors"), read_drafter(tiny_mtp_dir, None, 3)
     assert {name for name in written if "layers" not in name} == {
         "mtp.fc.weight",
         "mtp.norm.weight",
@@ -25,17 +25,17 @@ def test_tensors_have_qwen3_nexts_names_and_norms(tiny_mtp_dir: Path) -> None:
     }
     assert "mtp.layers.0.self_attn.q_proj.weight" in written and "mtp.layers.0.input_layernorm.weight" in written
     for name in ("norm", "pre_fc_norm_hidden", "layers.0.self_attn.k_norm", "layers.0.post_attention_layernorm"):
-        torch.testing.assert_close(written[f"mtp.{name}.weight"] + 1, found.tensors[f"{name}.weight"])
-    assert torch.equal(written["mtp.fc.weight"], found.tensors["fc.weight"])
+        torch.testing.assert_close(written[f"mtp.{name}.weight"] + 1, actual.tensors[f"{name}.weight"])
+    assert torch.equal(written["mtp.fc.weight"], actual.tensors["fc.weight"])
 
 
 def test_round_trip(tmp_path: Path, tiny_mtp_dir: Path, tiny_target_dir: Path) -> None:
-    found, target = read_drafter(tiny_mtp_dir, None, 3), load_target(tiny_target_dir)
-    half = {name: tensor.bfloat16() for name, tensor in found.tensors.items()}
-    checkpoint = Checkpoint(found.config, half, trained=Trained("abc", 4))
+    actual, target = read_drafter(tiny_mtp_dir, None, 3), load_target(tiny_target_dir)
+    half = {name: tensor.bfloat16() for name, tensor in actual.tensors.items()}
+    checkpoint = Checkpoint(actual.config, half, trained=Trained("abc", 4))
     layouts()["mtp"].write(tmp_path / "head", checkpoint, None, [])
     again = read_drafter(tmp_path / "head", None, 3)
-    assert (again.config, again.trained) == (found.config, Trained("abc", 4))
+    assert (again.config, again.trained) == (actual.config, Trained("abc", 4))
     assert all(torch.equal(again.tensors[name], half[name]) for name in half)
     convert(tiny_mtp_dir, tmp_path / "copy", Format("mtp"), target)
     assert type(load_drafter(tmp_path / "copy", target=target)).__name__ == "MTPDrafter"
@@ -44,7 +44,7 @@ def test_round_trip(tmp_path: Path, tiny_mtp_dir: Path, tiny_target_dir: Path) -
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"block_size": 1}, "block_size is 1; it must be a whole number of at least 2"),
         ({"block_size": None}, "block_size is absent"),
@@ -53,12 +53,14 @@ def test_round_trip(tmp_path: Path, tiny_mtp_dir: Path, tiny_target_dir: Path) -
         ({"intermediate_size": 60}, "mtp.layers.0.mlp.gate_proj.weight: expected .60, 32., found .64, 32."),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], told: str, tmp_path: Path, tiny_mtp_dir: Path) -> None:
+def test_what_does_not_fit_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, tiny_mtp_dir: Path
+) -> None:
     raw = json.loads((tiny_mtp_dir / "config.json").read_text()) | changes
     kept = {name: value for name, value in raw.items() if value is not None or name not in changes}
     (tmp_path / "config.json").write_text(json.dumps(kept))
     save_file(load_file(tiny_mtp_dir / "model.safetensors"), tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         read_drafter(tmp_path, None, 3)
 
 

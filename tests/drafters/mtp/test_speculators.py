@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from blockdraft.drafters.mtp.layout import SPECULATORS, parse_config
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
-from blockdraft.drafters.mtp.speculators import LAYOUT, parse_config
 from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, layout_of, layouts, read_drafter
 from blockdraft.formats.trained import Trained
@@ -39,7 +39,7 @@ def tensors_of(config: MTPConfig) -> dict[str, Tensor]:
 
 
 def write(path: Path, config: MTPConfig = CONFIG) -> dict[str, Any]:
-    LAYOUT.write(
+    SPECULATORS.write(
         path, Checkpoint(config, tensors_of(config), trained=Trained("abc", 4)), "some/target", ("ForCausalLM",)
     )
     raw: dict[str, Any] = json.loads((path / "config.json").read_text())
@@ -50,10 +50,10 @@ def write(path: Path, config: MTPConfig = CONFIG) -> dict[str, Any]:
 def test_round_trip(config: MTPConfig, tmp_path: Path) -> None:
     raw = write(tmp_path / "head", config)
     assert layout_of(raw) is layouts()["mtp_speculators"]
-    found, expected = read_drafter(tmp_path / "head", None, 5), tensors_of(config)
-    assert (found.config, found.trained) == (config, Trained("abc", 4))
-    assert found.tensors.keys() == expected.keys()
-    assert all(torch.equal(found.tensors[name], one) for name, one in expected.items())
+    actual, expected = read_drafter(tmp_path / "head", None, 5), tensors_of(config)
+    assert (actual.config, actual.trained) == (config, Trained("abc", 4))
+    assert actual.tensors.keys() == expected.keys()
+    assert all(torch.equal(actual.tensors[name], one) for name, one in expected.items())
 
 
 def test_keys_and_names(tmp_path: Path) -> None:
@@ -84,21 +84,21 @@ def test_copies_of_the_targets_weights_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; it must be 1"),
         ({"speculators_config": {}}, "speculative_tokens is absent"),
         ({"transformer_layer_config": 3}, "transformer_layer_config is 3"),
     ],
 )
-def test_unsupported_values_are_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_unsupported_values_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     raw = write(tmp_path / "head") | changes
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         parse_config(raw, 5)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             {"model_type": "llama"},
@@ -111,10 +111,10 @@ def test_unsupported_values_are_refused(changes: dict[str, Any], told: str, tmp_
         ),
     ],
 )
-def test_layers_of_another_kind_are_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_layers_of_another_kind_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     raw = write(tmp_path / "head")
     raw["transformer_layer_config"] |= changes
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         parse_config(raw, 5)
 
 
@@ -130,14 +130,14 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
 def test_what_the_format_cannot_express_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="normed_feedback is False; it must be true, .* keep the layout mtp"):
-        LAYOUT.check(replace(CONFIG, normed_feedback=False), None, ())
+        SPECULATORS.check(replace(CONFIG, normed_feedback=False), None, ())
     with pytest.raises(UsageError, match="the configuration is 'dict'; it must be an MTPConfig"):
-        LAYOUT.check({}, None, ())
+        SPECULATORS.check({}, None, ())
     with pytest.raises(UsageError, match="readers cannot load model.gguf"):
-        LAYOUT.check(CONFIG, "model.gguf", ())
+        SPECULATORS.check(CONFIG, "model.gguf", ())
 
 
-def test_weights_that_were_rounded_are_refused(tmp_path: Path) -> None:
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "head")
     file = tmp_path / "head" / "model.safetensors"
     name = "mtp_layers.0.input_proj.weight"

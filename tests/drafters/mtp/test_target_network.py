@@ -155,7 +155,7 @@ def expected(published: Published, text: list[int], count: int) -> Tensor:
         return made(x)
 
     states = target.model(torch.tensor([text[:-1]])).last_hidden_state[0]
-    found = []
+    actual = []
     for _ in range(count):
         embedded = whole.model.embed_tokens(torch.tensor(text[1:]))
         rows = (torch.cat([norm("enorm", embedded), norm("hnorm", states)], dim=-1) @ around["eh_proj"].T)[None]
@@ -170,10 +170,10 @@ def expected(published: Published, text: list[int], count: int) -> Tensor:
             position_embeddings=rotary(rows, places),
         )
         normed = norm("shared_head.norm", out[0, -1])
-        found.append(whole.lm_head(normed))
-        text = [*text, int(found[-1].argmax())]
+        actual.append(whole.lm_head(normed))
+        text = [*text, int(actual[-1].argmax())]
         states = torch.cat([states, normed[None]])
-    return torch.stack(found)
+    return torch.stack(actual)
 
 
 def test_every_family_is_tested() -> None:
@@ -215,7 +215,7 @@ def test_answers_are_those_of_plain_decoding(
     assert all(sum(one.stats.drafted) > 0 for one in drafted)
 
 
-def test_a_head_quantized_of_precision(publish: Callable[[str], Published]) -> None:
+def test_dtypes_of_a_head_in_bfloat16(publish: Callable[[str], Published]) -> None:
     """With weights of 16 bits, the router's bias and the rotary angles stay in 32."""
     target = load_target(publish("deepseek_v3").folder, "bfloat16", backend="hf")
     drafter = load_drafter("mtp", target=target)
@@ -257,12 +257,12 @@ def test_a_head_in_the_speculators_format_is_the_same(
     }
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    found = load_drafter(tmp_path, target=target)
-    assert isinstance(found, MTPDrafter) and (found.block_size, own.block_size) == (4, 8)
-    read = found.network.state_dict()
+    actual = load_drafter(tmp_path, target=target)
+    assert isinstance(actual, MTPDrafter) and (actual.block_size, own.block_size) == (4, 8)
+    read = actual.network.state_dict()
     assert all(torch.equal(read[name], tensor) for name, tensor in own.network.state_dict().items())
     params = SamplingParams(9, ignore_eos=True)
-    answers = [Engine(target, one, drafting=Drafting(4)).generate([PROMPT], params)[0] for one in (own, found)]
+    answers = [Engine(target, one, drafting=Drafting(4)).generate([PROMPT], params)[0] for one in (own, actual)]
     assert answers[0].stats.committed == answers[1].stats.committed
 
 
@@ -279,7 +279,7 @@ DOWN = "mtp.layers.0.mlp.experts.2.down_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "message"),
     [
         (lambda tensors: tensors.pop("mtp.fc.weight"), r"mtp.fc.weight: expected \(32, 64\), found None"),
         (lambda tensors: tensors.pop(DOWN), r"experts.2.down_proj.weight: expected \(32, 16\), found None"),
@@ -290,10 +290,10 @@ DOWN = "mtp.layers.0.mlp.experts.2.down_proj.weight"
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_by_name(
-    edit: Callable[[dict[str, Tensor]], None], told: str, tmp_path: Path, publish: Callable[[str], Published]
+    edit: Callable[[dict[str, Tensor]], None], message: str, tmp_path: Path, publish: Callable[[str], Published]
 ) -> None:
     target = remake(publish("qwen3_next"), tmp_path / "target", edit)
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         load_drafter("mtp", target=target)
 
 

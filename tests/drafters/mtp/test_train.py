@@ -12,17 +12,12 @@ from blockdraft.drafters import load_drafter
 from blockdraft.drafters.mtp.network import MTPNetwork
 from blockdraft.drafters.mtp.train import MTPRecipe, MTPVariant
 from blockdraft.formats import read_drafter
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target
 from blockdraft.training.batches import PackedSequences
 from blockdraft.training.export import Format, export
 from blockdraft.training.objectives import slot_weights
 
 RECIPE = MTPRecipe(block_size=5, save_dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir, device="cpu")
 
 
 def random_network(variant: MTPVariant, target: Target) -> MTPNetwork:

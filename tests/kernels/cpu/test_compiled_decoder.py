@@ -173,7 +173,7 @@ def test_a_row_with_nan_in_its_8_bit_keys_is_alone_with_it(tiny_target_dir: Path
     right = target.forward(*pair(chain(blocks)), cache, TARGET_LAYERS).logits
     cache, _ = read(target, PROMPTS)
     memory = cache._layers[0][0]  # type: ignore[attr-defined]
-    memory[:, :, cache.rows[1], -4:] = torch.tensor([0, 0, -64, 127], dtype=torch.int8)  # the factor is NaN
+    memory[:, :, cache.starts[1], -4:] = torch.tensor([0, 0, -64, 127], dtype=torch.int8)  # the factor is NaN
     found = target.forward(*pair(chain(blocks)), cache, TARGET_LAYERS).logits
     assert found[1].isnan().any() and torch.equal(found[[0, 2]], right[[0, 2]])
 
@@ -311,7 +311,7 @@ def test_no_nodes_and_no_rows_are_nothing_to_do(target: Any) -> None:
     for batch, count in ((2, 0), (0, 3), (0, 0)):
         nodes, cache = torch.zeros(batch, count, dtype=torch.int64), KVCache(2, 8)
         cache.commit([range(5)] * 2)
-        rows = cache.of(cache.rows[:batch])
+        rows = cache.of(cache.starts[:batch])
         logits, hidden_states, best = target.compiled.forward(nodes, nodes, rows, store, TARGET_LAYERS)
         assert logits.shape == (batch, count, target.vocab_size) and best.shape == nodes.shape
         assert hidden_states.shape == (batch, count, 3 * target.hidden_size)

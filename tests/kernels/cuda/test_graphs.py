@@ -288,7 +288,7 @@ def test_stores_take_what_they_say(tiny_target_dir: Path, tiny_drafter_dir: Path
     captured = load_drafter(tiny_drafter_dir, target=target)
     assert (target.cache_bytes(3, 100), captured.state_bytes(3, 100)) == plain  # what is filled up has row_slots
     for store in (target.new_cache(3, 100), captured.new_state(3, 100)):
-        assert (store.rows, store.capacity) == ([0, 100, 200], 100)
+        assert (store.starts, store.capacity) == ([0, 100, 200], 100)
     assert target.running == "native, captured"
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash.train_pass import draft_hidden
+from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
+from blockdraft.drafters.dspark.network import DSparkConfig, DSparkNetwork
 from blockdraft.formats import Checkpoint
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.layers import ReducedHead
@@ -36,12 +38,12 @@ class DFlashChecker(Checker):
     network: ClassVar[type[DFlashNetwork]] = DFlashNetwork
     config: DraftConfig
 
-    def __init__(self, target: Target, found: Checkpoint) -> None:
-        super().__init__(target, found)
+    def __init__(self, target: Target, checkpoint: Checkpoint) -> None:
+        super().__init__(target, checkpoint)
         variant: Any = find_variant(variant_of(self.network))
         self._variant = variant(variant.recipe_class(block_size=self.block_size))
         self._first_slot = int(self._variant.first_slot)
-        borrowed, self._head = found.borrowed, target.head
+        borrowed, self._head = checkpoint.borrowed, target.head
         if borrowed is not None and borrowed.kept is not None and borrowed.head is not None:
             reduced = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
             self._head = reduced.to(target.device, target.dtype)
@@ -67,13 +69,13 @@ class DFlashChecker(Checker):
     @torch.no_grad()
     def lengths(self, tokens: Tensor, anchors: Sequence[int]) -> list[int]:
         check, count = Check(self.config), self._variant.taught_slots
-        slots, found = slice(self._first_slot, self._first_slot + count), list[int]()
+        slots, lengths = slice(self._first_slot, self._first_slot + count), list[int]()
         network = self._network(check)
-        for hidden, logits, said in self._passes(network, check, tokens, anchors, count):
-            seen = Slots(hidden[:, slots], logits[:, slots], said.clamp(min=0), said[:, 1:] >= 0)
-            right = self._variant.draft_tokens(network, seen) == said[:, 1:]
-            found += right.long().cumprod(dim=1).sum(dim=1).tolist()
-        return found
+        for hidden, logits, text in self._passes(network, check, tokens, anchors, count):
+            seen = Slots(hidden[:, slots], logits[:, slots], text.clamp(min=0), text[:, 1:] >= 0)
+            right = self._variant.draft_tokens(network, seen) == text[:, 1:]
+            lengths += right.long().cumprod(dim=1).sum(dim=1).tolist()
+        return lengths
 
     def _network(self, check: Check) -> DFlashNetwork:
         dtype = check.dtype or self.target.dtype
@@ -161,4 +163,14 @@ def _attention(config: DraftConfig, longest: int) -> Iterator[Check]:
             yield Check(replace(config, layers=layers), fault="causality", told=told, remedy=remedy)
 
 
-CHECKER = DFlashChecker
+class DFlash2Checker(DFlashChecker):
+    examines = DFlash2Config
+    network = DFlash2Network
+
+
+class DSparkChecker(DFlashChecker):
+    examines = DSparkConfig
+    network = DSparkNetwork
+
+
+CHECKERS = (DFlashChecker, DFlash2Checker, DSparkChecker)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from array import array
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.drafters.dflash2.network import DynamicConv
 from blockdraft.kernels.cpu.compiled_decoder import EVERYWHERE, address, chain_parents, numbers
 from blockdraft.kernels.cpu.compiled_network import CompiledHost, CompiledNetwork
-from blockdraft.kernels.cpu.library import CallFields, ModelFields
+from blockdraft.kernels.cpu.library import CallFields, ConvolutionFields, LayerFields, ModelFields
 from blockdraft.machine import return_freed
 from blockdraft.nn.cache import KVCache
 from blockdraft.timing import PASS, mark
@@ -93,6 +95,21 @@ class CompiledDraftPass(CompiledNetwork):
         tables = self._network.angles(torch.arange(count), torch.float32)
         cos, sin = (table[:, : self.config.head_dim // 2].contiguous() for table in tables)
         return [(cos, sin)] * self.config.num_hidden_layers
+
+
+class CompiledConvolvedPass(CompiledDraftPass):
+    """Compiled runner of DFlash2, with convolutions in the layers."""
+
+    def _pack_layer(self, own: LayerFields, layer: Any) -> None:
+        super()._pack_layer(own, layer)
+        own.attention_conv = self._convolution(layer.attention_conv)
+        own.mlp_conv = self._convolution(layer.mlp_conv)
+
+    def _convolution(self, module: DynamicConv) -> ConvolutionFields:
+        _, taps, groups = module.corrections
+        projection = self._pack(module.kernel_projection, quantize=False)  # small, so 4 bits would save little
+        base = self._pointer(module.base_kernel)
+        return ConvolutionFields(projection=projection, base=base, taps=taps, groups=groups)
 
 
 @lru_cache(maxsize=256)

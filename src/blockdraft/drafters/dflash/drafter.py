@@ -18,14 +18,15 @@ from blockdraft.drafters.base import (
     NOISE_SCHEDULE,
     NOISE_SCHEDULES,
     DraftCost,
-    Drafter,
     DrafterSpec,
+    RunnerDrafter,
     check_refinement,
     filled_network,
+    read_fitting,
 )
 from blockdraft.drafters.dflash.network import DFlashNetwork, DraftRunner
 from blockdraft.errors import UsageError
-from blockdraft.formats import Borrowed, check_fits, read_drafter
+from blockdraft.formats import Borrowed
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.layers import ReducedHead
@@ -34,7 +35,7 @@ from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
 from blockdraft.types import SamplingParams
 
 
-class DFlashDrafter(Drafter):
+class DFlashDrafter(RunnerDrafter):
     """Drafts with a DFlash network. The embedding is the target's, and so is the head without a `reduced_head`.
 
     Subclasses set `network_class` and `first_draft_token` (the first position of a block that drafts a token: 0, the
@@ -53,6 +54,7 @@ class DFlashDrafter(Drafter):
 
     chooses_tree_size = True
     chooses_length = False
+    network: DFlashNetwork
     network_class: type[DFlashNetwork] = DFlashNetwork
     first_draft_token = 1
 
@@ -91,33 +93,6 @@ class DFlashDrafter(Drafter):
     def usual_steps(self) -> int:
         """Default number of draft passes per block."""
         return DIFFUSION_STEPS
-
-    @property
-    def compile_reason(self) -> str | None:
-        """Reason why the network is not compiled for a CPU; None if it is, or if it runs as CUDA graphs."""
-        return self._run.compile_reason
-
-    @property
-    def bits(self) -> int | None:
-        return self._run.bits
-
-    def new_state(self, batch: int, capacity: int) -> KVCache:
-        state: KVCache = self._run.new_state(batch, capacity)
-        return state
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        return self._run.state_bytes(batch, capacity)
-
-    def weight_bytes(self) -> int:
-        storages = [weight.untyped_storage() for weight in self.network.parameters()]
-        head = self.reduced_head or self._target.draft_head
-        own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) + (
-            head.nbytes if head else 0
-        )
-        return own + self._run.weight_bytes()
-
-    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        return self._run.workspace_bytes(batch, nodes, slots)
 
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
@@ -261,9 +236,8 @@ def load(
     noise_schedule: str = NOISE_SCHEDULE,
 ) -> DFlashDrafter:
     """Load the drafter in a folder of any layout or in a GGUF file."""
-    checkpoint = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
-    config, borrowed, head = checkpoint.config, checkpoint.borrowed, None
-    check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
+    checkpoint = read_fitting(path, target)
+    borrowed, head = checkpoint.borrowed, None
     if borrowed is not None:
         check_borrowed(path, borrowed, target)
         if borrowed.kept is not None and borrowed.head is not None:

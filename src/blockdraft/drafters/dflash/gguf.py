@@ -36,7 +36,7 @@ class DFlash:
     architecture, layout = "dflash", "zlab"
 
     def configs(self) -> dict[type, str]:
-        return {one.config: one.names[0] for one in _known()}
+        return {architecture.config: architecture.names[0] for architecture in _known()}
 
     def start(self, config: DraftConfig) -> tuple[str, int]:
         return _of_llama_cpp(config).speculator, architecture_of(config).draft_tokens(config)
@@ -46,33 +46,33 @@ class DFlash:
         need(len(causal) == 1, "the layers' causality", [x.causal for x in config.layers], f"the same for all {LIMIT}")
         sizes = {*windows} - {None}
         need(len(sizes) <= 1, "the layers' windows", sorted(sizes, key=str), f"of one size {LIMIT}")
-        found = {key: getattr(config, name) for key, name in FIELDS.items()}
-        found["attention.causal"] = config.layers[0].causal
+        values = {key: getattr(config, name) for key, name in FIELDS.items()}
+        values["attention.causal"] = config.layers[0].causal
         if any(windows):
-            found |= {"attention.sliding_window": max(size or 0 for size in windows)}
-            found |= {"attention.sliding_window_pattern": [size is not None for size in windows]}
+            values |= {"attention.sliding_window": max(size or 0 for size in windows)}
+            values |= {"attention.sliding_window_pattern": [size is not None for size in windows]}
         for key, name in SCALES.items():
             value = getattr(config, name)
             if value is not None and value != getattr(DraftConfig, name):
-                found[key] = float(value)
-        found |= _of_llama_cpp(config).written(config)
-        return {f"{self.architecture}.{key}": value for key, value in found.items()} | {MASK: config.mask_token_id}
+                values[key] = float(value)
+        values |= _of_llama_cpp(config).written(config)
+        return {f"{self.architecture}.{key}": value for key, value in values.items()} | {MASK: config.mask_token_id}
 
     def fields(self, file: GGUFFile) -> tuple[type, dict[str, Any]]:
         prefix = f"{self.architecture}."
         values = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-        found = {name: values.get(key) for key, name in FIELDS.items()}
-        found |= {name: values[key] for key, name in SCALES.items() if key in values}
+        fields = {name: values.get(key) for key, name in FIELDS.items()}
+        fields |= {name: values[key] for key, name in SCALES.items() if key in values}
         window, causal = values.get("attention.sliding_window"), bool(values.get("attention.causal"))
         slides = values.get("attention.sliding_window_pattern") or [False] * (values.get("block_count") or 0)
-        found["layers"] = tuple(LayerAttention(causal, window if slid else None) for slid in slides)
-        found["mask_token_id"] = file.metadata.get(MASK)
+        fields["layers"] = tuple(LayerAttention(causal, window if slid else None) for slid in slides)
+        fields["mask_token_id"] = file.metadata.get(MASK)
         shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-        for one in sorted(_known(), key=lambda one: -len(one.own_keys())):  # the last one accepts any file
-            assert one.llama_cpp is not None
-            own = one.llama_cpp.read(values, shapes)
+        for known in sorted(_known(), key=lambda known: -len(known.own_keys())):  # the last known accepts any file
+            assert known.llama_cpp is not None
+            own = known.llama_cpp.read(values, shapes)
             if own is not None:
-                return one.config, found | own
+                return known.config, fields | own
         raise AssertionError("DFlash v1 accepts any file")
 
     def names(self, config: DraftConfig) -> dict[str, str]:
@@ -89,27 +89,27 @@ class DFlash:
         return {names[name]: tensor for name, tensor in own.items()} | {HEAD: borrowed.head, TOKENS: borrowed.kept}
 
     def checkpoint(self, config: DraftConfig, tensors: Mapping[str, Tensor]) -> Checkpoint:
-        found = {ours: tensors[theirs] for ours, theirs in self.names(config).items() if theirs in tensors}
+        own = {ours: tensors[theirs] for ours, theirs in self.names(config).items() if theirs in tensors}
         borrowed = None
         if TOKENS in tensors:
             kept = tensors[TOKENS]
             borrowed = Borrowed(None, tensors[HEAD], kept)
             for name in _rows(config):
-                rows = found[name]
-                found[name] = rows.new_zeros(config.vocab_size, rows.size(1)).index_copy_(0, kept, rows)
-        check_tensors(tensor_shapes(config), found)
-        return Checkpoint(config, found, borrowed)
+                rows = own[name]
+                own[name] = rows.new_zeros(config.vocab_size, rows.size(1)).index_copy_(0, kept, rows)
+        check_tensors(tensor_shapes(config), own)
+        return Checkpoint(config, own, borrowed)
 
 
 def _known() -> list[Architecture]:
     """Return the architectures that llama.cpp knows."""
-    return list({one.config: one for one in by_name().values() if one.llama_cpp is not None}.values())
+    return list({known.config: known for known in by_name().values() if known.llama_cpp is not None}.values())
 
 
 def _of_llama_cpp(config: DraftConfig) -> LlamaCpp:
-    found = architecture_of(config).llama_cpp
-    assert found is not None
-    return found
+    llama_cpp = architecture_of(config).llama_cpp
+    assert llama_cpp is not None
+    return llama_cpp
 
 
 def _rows(config: DraftConfig) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
-"""Layout of DFlash v1's checkpoints: its architecture and tensor shapes."""
+"""Layouts of DFlash v1 and of flow maps: their architectures and tensor shapes."""
 
 from __future__ import annotations
 
+from blockdraft.drafters.flow.network import TIME_FEATURES, FlowConfig
 from blockdraft.formats.architectures import Architecture, LlamaCpp, Shapes, Speculator
 from blockdraft.nn.draft_config import DraftConfig
 
@@ -33,7 +34,7 @@ def dflash_shapes(config: DraftConfig) -> Shapes:
     return top | {f"layers.{i}.{name}": layer[name] for i in range(config.num_hidden_layers) for name in layer}
 
 
-ARCHITECTURE = Architecture(
+DFLASH = Architecture(
     ("DFlashDraftModel",),
     DraftConfig,
     dflash_shapes,
@@ -44,3 +45,18 @@ ARCHITECTURE = Architecture(
     tensorrt_llm="DFlash",
     openvino=True,
 )
+
+
+def flow_shapes(config: FlowConfig) -> Shapes:
+    """Return the shapes of DFlash v1, and of one projection each for states and times."""
+    hidden = config.hidden_size
+    return dflash_shapes(config) | {
+        "state_proj.weight": (hidden, hidden),
+        "time_proj.weight": (hidden, TIME_FEATURES),
+    }
+
+
+# No other engine reads flow maps.
+FLOW = Architecture(("FlowMapDraftModel",), FlowConfig, flow_shapes, ("noise_std", "diffusion_steps"))
+
+ARCHITECTURES = (DFLASH, FLOW)

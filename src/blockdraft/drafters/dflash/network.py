@@ -20,7 +20,7 @@ from blockdraft.machine import send
 from blockdraft.nn.attention import attend_grouped, grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, write_nodes
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
-from blockdraft.nn.draft_network import Attend, DraftAttention, DraftHost, DraftLayer, DraftNetwork
+from blockdraft.nn.draft_network import Attend, DraftAttention, DraftHost, DraftLayer, DraftNetwork, NetworkRunner
 from blockdraft.nn.layers import GatedMLP, RMSNorm, rms_factor, rotate, rotate_swapped
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.rotary import Rotary
@@ -59,13 +59,6 @@ class DFlashNetwork(DraftNetwork):
         """Return cosines and sines of positions `[B, N]`, each `[B, N, D]`."""
         return self._rotary(positions, dtype)
 
-    def context_weights(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return key and value projections of all layers in one matrix, their biases, and the key norms' scales."""
-        attentions = [cast(DraftLayer, layer).self_attn for layer in self.layers]
-        projections = [a.k_proj for a in attentions] + [a.v_proj for a in attentions]
-        bias = torch.cat([p.bias for p in projections]) if self.config.attention_bias else None
-        return torch.cat([p.weight for p in projections]), bias, torch.stack([a.k_norm.weight for a in attentions])
-
     def context(self, hidden_states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all layers for committed tokens, in one product.
 
@@ -78,8 +71,11 @@ class DFlashNetwork(DraftNetwork):
         Returns:
             Keys and values, each `[layers, B, kv_heads, N, D]`, keys normed and rotated.
         """
-        config = self.config
-        weight, bias, scales = self.context_weights()
+        config, attentions = self.config, [cast(DraftLayer, layer).self_attn for layer in self.layers]
+        projections = [a.k_proj for a in attentions] + [a.v_proj for a in attentions]
+        weight = torch.cat([p.weight for p in projections])
+        scales = torch.stack([a.k_norm.weight for a in attentions])
+        bias = torch.cat([p.bias for p in projections]) if config.attention_bias else None
         both = F.linear(self.hidden_norm(self.fc(hidden_states)), weight, bias)
         shape = (2, config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
         keys, values = both.unflatten(-1, shape).unbind(dim=2)  # [B, N, layers, kv_heads, D]
@@ -118,30 +114,8 @@ class DFlashNetwork(DraftNetwork):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-class DraftRunner(Protocol):
-    """Runs a draft network that reads the target's hidden states, on the target's backend.
-
-    Attributes:
-        compile_reason: Reason why a network that could have been compiled is not; else None.
-    """
-
-    compile_reason: str | None
-
-    @property
-    def bits(self) -> int | None:
-        """As `Drafter.bits`."""
-
-    def new_state(self, batch: int, capacity: int) -> Any:
-        """As `Drafter.new_state`."""
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        """As `Drafter.state_bytes`."""
-
-    def weight_bytes(self) -> int:
-        """Return the bytes of weights that it keeps besides the network's own."""
-
-    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        """As `Drafter.workspace_bytes`; 0 for torch's operations, which free theirs."""
+class DraftRunner(NetworkRunner, Protocol):
+    """Runs a draft network that reads the target's hidden states."""
 
     def observe(self, state: Any, hidden_states: Tensor) -> None:
         """Write the keys and values of hidden states `[B, N, m * H]` behind those of each sequence.
@@ -201,15 +175,13 @@ class FusedMLP(nn.Module):
         return out
 
 
-class DraftPass:
+class DraftPass(DraftRunner):
     """Runs draft passes over a cache, and writes the context that they read.
 
     Args:
         network: Network of the DFlash family, on the host's device and in its dtype. Its projections become views of
             the fused ones, to save memory; do not replace its weights afterwards.
     """
-
-    bits = None
 
     @torch.no_grad()
     def __init__(self, network: DFlashNetwork, host: DraftHost) -> None:
@@ -229,17 +201,11 @@ class DraftPass:
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._cos = self._sin = torch.empty(0)  # by position, for as many as caches have needed so far
 
-    def new_state(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity)
-
     def state_bytes(self, batch: int, capacity: int) -> int:
         return cached_bytes(self.config, batch * capacity, self._fc.dtype)
 
     def weight_bytes(self) -> int:
         return self._context.nbytes
-
-    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        return 0
 
     def observe(self, state: KVCache, hidden_states: Tensor) -> None:
         """As `DraftRunner.observe`. Hidden states of context tokens pass through `fc` and `hidden_norm` only."""
@@ -255,11 +221,11 @@ class DraftPass:
         keys.mul_(rms_factor(keys, config.rms_norm_eps) * self._key_scales)
         rotate_swapped(keys, cos.unsqueeze(-2), sin.unsqueeze(-2))
         memory = self._memory(state)
-        if len(state.rows) == 1:
-            first = state.rows[0] + state.lengths[0]
+        if len(state.starts) == 1:
+            first = state.starts[0] + state.lengths[0]
             memory[:, :, first : first + count] = nodes_BNLKD[0].permute(1, 2, 0, 3)
         else:
-            starts = send(torch.tensor(state.rows), slots.device)[:, None]
+            starts = send(torch.tensor(state.starts), slots.device)[:, None]
             # The index puts its own dimension first: [B, N, layers, heads, D].
             memory.permute(2, 0, 1, 3)[starts + slots] = nodes_BNLKD
 

@@ -76,12 +76,14 @@ def _read(values: Mapping[str, Any], shapes: Shapes) -> dict[str, Any] | None:
     return {name: values.get(name) for name in SELECTOR} if "selector_hidden.weight" in shapes else None
 
 
-ARCHITECTURE = Architecture(
-    ("DFlash2DraftModel",),
-    DFlash2Config,
-    dflash2_shapes,
-    NESTED,
-    _adapted,
-    llama_cpp=LlamaCpp("draft-dflash", LLAMA_CPP, _written, _read),
-    vllm="dflash",
+ARCHITECTURES = (
+    Architecture(
+        ("DFlash2DraftModel",),
+        DFlash2Config,
+        dflash2_shapes,
+        NESTED,
+        _adapted,
+        llama_cpp=LlamaCpp("draft-dflash", LLAMA_CPP, _written, _read),
+        vllm="dflash",
+    ),
 )

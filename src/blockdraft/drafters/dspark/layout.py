@@ -29,12 +29,12 @@ def _adapted(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> dict[str, T
     Early SpecForge files have both heads in `logit_head`, ModelOpt has other names, and DeepSpec keeps the copy of the
     target's head that it trained with.
     """
-    found = {}
+    adapted = {}
     for name, tensor in tensors.items():
         name = name.removeprefix("logit_head.").replace("confidence_proj.", "confidence_head.proj.")
-        found[f"markov_head.{name}" if name.startswith("markov_w") else name] = tensor
-    found.pop("lm_head.weight", None)
-    return found
+        adapted[f"markov_head.{name}" if name.startswith("markov_w") else name] = tensor
+    adapted.pop("lm_head.weight", None)
+    return adapted
 
 
 LLAMA_CPP = {
@@ -62,16 +62,18 @@ def _read(values: Mapping[str, Any], shapes: Shapes) -> dict[str, Any] | None:
     return {"markov_rank": rank, "enable_confidence_head": "conf_proj.weight" in shapes}
 
 
-ARCHITECTURE = Architecture(
-    ("DSparkDraftModel", "Qwen3DSparkModel"),
-    DSparkConfig,
-    dspark_shapes,
-    ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
-    _adapted,
-    marks={"projector_type": "dspark"},
-    inert={"projector_type": ("dspark",), "shift_label": (True,), "sample_from_anchor": (True,)},
-    training=("confidence_head_alpha", "num_anchors"),
-    # The head's second factor scores successors.
-    speculator=Speculator("dspark", "DSparkSpeculator", from_anchor=True, rows=("markov_head.markov_w2.weight",)),
-    llama_cpp=LlamaCpp("draft-dspark", LLAMA_CPP, _written, _read),
+ARCHITECTURES = (
+    Architecture(
+        ("DSparkDraftModel", "Qwen3DSparkModel"),
+        DSparkConfig,
+        dspark_shapes,
+        ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+        _adapted,
+        marks={"projector_type": "dspark"},
+        inert={"projector_type": ("dspark",), "shift_label": (True,), "sample_from_anchor": (True,)},
+        training=("confidence_head_alpha", "num_anchors"),
+        # The head's second factor scores successors.
+        speculator=Speculator("dspark", "DSparkSpeculator", from_anchor=True, rows=("markov_head.markov_w2.weight",)),
+        llama_cpp=LlamaCpp("draft-dspark", LLAMA_CPP, _written, _read),
+    ),
 )

@@ -99,4 +99,4 @@ class Eagle3Checker(VariantChecker):
                 yield Check(self.config, fault="vocabulary", told=told, remedy=remedy, tensors=tensors)
 
 
-CHECKER = Eagle3Checker
+CHECKERS = (Eagle3Checker,)

@@ -16,17 +16,17 @@ from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SampledPlan, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_of, next_pays
-from blockdraft.drafters.base import DraftCost, Drafter, DrafterSpec, filled_network
+from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, filled_network, read_fitting
 from blockdraft.drafters.dflash.drafter import check_borrowed, log_probabilities
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, DRAFT_VOCAB, Eagle3Network
-from blockdraft.formats import check_fits, find_layout, read_drafter
+from blockdraft.formats import find_layout
 from blockdraft.nn.autoregressive import WIDTH, AutoregressiveNetwork, AutoregressiveRunner, DraftNodes
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, DRAFT_CHOICE, OBSERVE, mark
 
 
-class Eagle3Drafter(Drafter):
+class Eagle3Drafter(RunnerDrafter):
     """Drafts with an EAGLE-3 network. The embedding is the target's.
 
     The state has a KV slot for each token of a sequence; see `AutoregressiveRunner`. Entries of draft tokens read the
@@ -58,34 +58,8 @@ class Eagle3Drafter(Drafter):
         self._run: AutoregressiveRunner = target.runner(self.network, owned=owned)
 
     @property
-    def compile_reason(self) -> str | None:
-        """Reason why the network is not compiled for a CPU, or None if it is."""
-        return self._run.compile_reason
-
-    @property
-    def bits(self) -> int | None:
-        return self._run.bits
-
-    @property
     def slots_beside(self) -> int:
         return self._run.slots_beside(self.block_size, WIDTH)
-
-    def new_state(self, batch: int, capacity: int) -> KVCache:
-        return self._run.new_state(batch, capacity)
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        return self._run.state_bytes(batch, capacity)
-
-    def weight_bytes(self) -> int:
-        storages = [tensor.untyped_storage() for tensor in (*self.network.parameters(), *self.network.buffers())]
-        head = self._target.draft_head
-        own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) + (
-            head.nbytes if head else 0
-        )
-        return own + self._run.weight_bytes()
-
-    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        return self._run.workspace_bytes(batch, nodes, slots)
 
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
@@ -179,9 +153,7 @@ def _enough(levels: Sequence[Tensor], budget: int) -> bool:
 
 
 def load(path: Path, target: Target) -> Eagle3Drafter:
-    checkpoint = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
-    sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
-    check_fits(checkpoint.config, **sizes)
+    checkpoint = read_fitting(path, target)
     if checkpoint.borrowed is not None:
         check_borrowed(path, checkpoint.borrowed, target)
     return Eagle3Drafter(filled_network(checkpoint, Eagle3Network), target, path, owned=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.eagle3.layout import ARCHITECTURES, TABLE, checkpoint_of, tensor_shapes
+from blockdraft.drafters.eagle3.layout import ARCHITECTURE_NAMES, TABLE, checkpoint_of, tensor_shapes
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import check_tensors
@@ -35,7 +35,7 @@ class Eagle3:
     architecture, layout = "eagle3", "eagle3"
 
     def configs(self) -> dict[type, str]:
-        return {Eagle3Config: ARCHITECTURES[0]}
+        return {Eagle3Config: ARCHITECTURE_NAMES[0]}
 
     def start(self, config: Eagle3Config) -> tuple[str, int]:
         return "draft-eagle3", config.block_size - 1
@@ -49,8 +49,8 @@ class Eagle3:
         )
         for name in NOT_THERE:
             need(not getattr(config, name), name, True, f"false {LIMIT}")
-        found = {"block_count": 1, **{name: getattr(config, name) for name in FLAGS}}
-        return {f"{self.architecture}.{key}": value for key, value in found.items()} | {BLOCK: config.block_size}
+        values = {"block_count": 1, **{name: getattr(config, name) for name in FLAGS}}
+        return {f"{self.architecture}.{key}": value for key, value in values.items()} | {BLOCK: config.block_size}
 
     def fields(self, file: GGUFFile) -> tuple[type, dict[str, Any]]:
         depth = file.metadata.get(f"{self.architecture}.block_count")
@@ -68,23 +68,23 @@ class Eagle3:
     def tensors(self, drafter: Checkpoint) -> dict[str, Tensor]:
         config, own = drafter.config, drafter.tensors
         check_tensors(tensor_shapes(config), own)
-        found = {theirs: own[ours] for ours, theirs in self.names(config).items()}
+        file_tensors = {theirs: own[ours] for ours, theirs in self.names(config).items()}
         for name, heads in _interleaved(config).items():
-            found[name] = found[name][paired(len(found[name]), heads).argsort()]
+            file_tensors[name] = file_tensors[name][paired(len(file_tensors[name]), heads).argsort()]
         if config.draft_vocab_size < config.vocab_size:
-            found[TOKENS] = own[TOKENS] + torch.arange(config.draft_vocab_size)
-        return found
+            file_tensors[TOKENS] = own[TOKENS] + torch.arange(config.draft_vocab_size)
+        return file_tensors
 
     def checkpoint(self, config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkpoint:
-        found = dict(tensors)
+        file_tensors = dict(tensors)
         for name, heads in _interleaved(config).items():
-            if name in found:
-                found[name] = found[name][paired(len(found[name]), heads)]
-        own = {ours: found[theirs] for ours, theirs in self.names(config).items() if theirs in found}
-        if TOKENS in found:
-            own[TOKENS] = found[TOKENS] - torch.arange(len(found[TOKENS]))
-        if EMBEDDING in found:
-            own[TABLE] = found[EMBEDDING]
+            if name in file_tensors:
+                file_tensors[name] = file_tensors[name][paired(len(file_tensors[name]), heads)]
+        own = {ours: file_tensors[theirs] for ours, theirs in self.names(config).items() if theirs in file_tensors}
+        if TOKENS in file_tensors:
+            own[TOKENS] = file_tensors[TOKENS] - torch.arange(len(file_tensors[TOKENS]))
+        if EMBEDDING in file_tensors:
+            own[TABLE] = file_tensors[EMBEDDING]
         return checkpoint_of(config, own)
 
 

@@ -1,17 +1,17 @@
-"""Layout of EAGLE-3 drafters that SafeAILab and SpecForge write and that SGLang and others read.
+"""Layouts of EAGLE-3 drafters: that of SafeAILab and SpecForge, which SGLang and others read, and speculators' format.
 
-A folder holds config.json and pytorch_model.bin or safetensors. Target layer x is its output, 0-based, as
-everywhere in this package, and so in `eagle_config`. vLLM numbers layers by their input, x + 1, and reads them at the
-top level, or else those of `eagle_config`, one layer off; so both are written. A file without target layers reads the
-inputs of the layers 2, T // 2 and T - 3 of a target with T layers. The drafter has its own head, for the draft
-vocabulary of `t2d` and `d2t`. The embedding is the target's, though some files hold a copy.
+`formats/speculators.py` describes the latter. In the former, a folder holds config.json and pytorch_model.bin or
+safetensors. Target layer x is its output, 0-based, as everywhere in this package, and so in `eagle_config`. vLLM
+numbers layers by their input, x + 1, and reads them at the top level, or else those of `eagle_config`, one layer off;
+so both are written. A file without target layers reads the inputs of the layers 2, T // 2 and T - 3 of a target with T
+layers. The drafter has its own head, for the draft vocabulary of `t2d` and `d2t`. The embedding is the target's, though
+some files hold a copy.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +21,14 @@ from torch import Tensor
 from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, Eagle3Network, default_target_layers
 from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
-from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, sglang, tensorrt_llm, vllm
+from blockdraft.formats.speculators_config import draft_tokens_text, ids_of, layer_config, named, target_layers_of
+from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, sglang, tensorrt_llm, vllm, vllm_alone
 from blockdraft.formats.vocabulary import kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import one_dtype, rope_of
 from blockdraft.nn.draft_config import need, whole
+from blockdraft.nn.draft_network import shapes_of
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+ARCHITECTURE_NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 PLAIN = "LlamaForCausalLM"  # name in early files, which are recognised by their draft vocabulary
 IDS = "eagle_aux_hidden_state_layer_ids"
 TABLE = "embed_tokens.weight"
@@ -67,15 +69,15 @@ def network_config(
     for key, name in NORMS.items():
         need(not raw.get(key) or name in tensors, name, None, f"among the tensors, since {key} is {raw.get(key)!r}")
     theta, scaling = rope_of(raw)
-    found: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": hidden // heads}
-    found |= {"draft_vocab_size": raw.get("vocab_size")}
-    found |= {key: raw[key] for key in (*SIZES, *FLAGS) if raw.get(key) is not None}
-    found |= {} if theta is None else {"rope_theta": theta}
-    found |= {key: name in tensors for key, name in NORMS.items()}
-    lacking = [key for key in ("intermediate_size", "vocab_size") if key not in found]
+    fields: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": hidden // heads}
+    fields |= {"draft_vocab_size": raw.get("vocab_size")}
+    fields |= {key: raw[key] for key in (*SIZES, *FLAGS) if raw.get(key) is not None}
+    fields |= {} if theta is None else {"rope_theta": theta}
+    fields |= {key: name in tensors for key, name in NORMS.items()}
+    lacking = [key for key in ("intermediate_size", "vocab_size") if key not in fields]
     need(not lacking, lacking[0] if lacking else "", None, "in config.json")
     return Eagle3Config(
-        **found,
+        **fields,
         rope_scaling=None if scaling is None or scaling["rope_type"] == "default" else scaling,
         qk_norm="midlayer.self_attn.q_norm.weight" in tensors,
         target_layers=tuple(target_layers),
@@ -86,15 +88,15 @@ def network_config(
 
 def renamed(tensors: Mapping[str, T]) -> dict[str, T]:
     """Return the tensors of a checkpoint under the network's names, without unused ones."""
-    found = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
-    return {n: t for n, t in found.items() if n not in UNUSED and not n.endswith("rotary_emb.inv_freq")}
+    ours = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+    return {n: t for n, t in ours.items() if n not in UNUSED and not n.endswith("rotary_emb.inv_freq")}
 
 
 def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkpoint:
     """Return the checkpoint of the tensors from `renamed`. Raises ValueError if they do not fit the configuration."""
-    found, size, shapes = dict(tensors), config.vocab_size, tensor_shapes(config)
-    t2d, d2t = (found.pop(name, None) for name in ("t2d", "d2t"))
-    embedding = found.pop(TABLE, None)
+    own, size, shapes = dict(tensors), config.vocab_size, tensor_shapes(config)
+    t2d, d2t = (own.pop(name, None) for name in ("t2d", "d2t"))
+    embedding = own.pop(TABLE, None)
     if t2d is not None:
         check_tensors({"t2d": (size,)}, {"t2d": t2d})
     if d2t is None:
@@ -107,11 +109,11 @@ def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkp
         kept = d2t.long() + torch.arange(len(d2t))
         sound = bool((kept.diff() > 0).all()) and int(kept[0]) >= 0 and int(kept[-1]) < size
         need(sound, "d2t", d2t[:5].tolist(), f"offsets to tokens below {size} in ascending order")
-    found["d2t"] = d2t.long()
-    check_tensors(shapes, found)
+    own["d2t"] = d2t.long()
+    check_tensors(shapes, own)
     if embedding is not None:
         check_tensors({TABLE: (size, config.hidden_size)}, {TABLE: embedding})
-    return Checkpoint(config, found, Borrowed(embedding, None, None))
+    return Checkpoint(config, own, Borrowed(embedding, None, None))
 
 
 def least_layers(ids: Sequence[Any]) -> int:
@@ -121,37 +123,19 @@ def least_layers(ids: Sequence[Any]) -> int:
 
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of all tensors of the network."""
-    with torch.device("meta"):
-        network = Eagle3Network(config)
-    return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    return shapes_of(lambda: Eagle3Network(config))
 
 
-def written_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors of the network in the form of a file, and their dtype.
-
-    `t2d` is added. Without a draft vocabulary, both maps are left out.
-
-    Raises:
-        ValueError: They do not fit the configuration or have several dtypes.
-    """
-    check_tensors(tensor_shapes(config), tensors)
-    found = dict(tensors)
-    kept = found.pop("d2t").cpu() + torch.arange(config.draft_vocab_size)
-    dtype = one_dtype(found)
-    return found | (vocabulary_maps(kept, config.vocab_size) if len(kept) < config.vocab_size else {}), dtype
+def _default_target_layers(num_target_layers: int | None) -> tuple[int, ...]:
+    known = num_target_layers is not None
+    need(known, IDS, None, "given; or name the target (--target) for the default target layers")
+    return default_target_layers(num_target_layers or 0)
 
 
-def check_kind(config: Any) -> None:
-    """Raise a ValueError unless the configuration is an `Eagle3Config`."""
-    kind = type(config)
-    need(kind is Eagle3Config, "the configuration", kind.__name__, "Eagle3Config, the only one that this layout holds")
-
-
-def layer_keys(config: Eagle3Config) -> dict[str, Any]:
+def _layer_keys(config: Eagle3Config) -> dict[str, Any]:
     """Return the keys of config.json for the layers, named as in transformers' Llama."""
-    values = asdict(config)
     return {
-        **{key: values[key] for key in SIZES if key != "draft_vocab_size"},
+        **{key: getattr(config, key) for key in SIZES if key != "draft_vocab_size"},
         "num_hidden_layers": 1,
         "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling,
@@ -159,33 +143,11 @@ def layer_keys(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def config_dict(config: Any) -> dict[str, Any]:
-    """Return the content of config.json. Raises ValueError if the layout cannot express the configuration."""
-    check_kind(config)
-    need(not config.qk_norm, "qk_norm", True, "false in this layout; export to eagle3_speculators")
-    return {
-        "architectures": [ARCHITECTURES[0]],
-        "model_type": "llama",
-        **layer_keys(config),
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.hidden_size,
-        "block_size": config.block_size,
-        **{key: True for key in (*FLAGS, *NORMS) if getattr(config, key)},
-        "eagle_config": {IDS: [*config.target_layers], "use_aux_hidden_state": True},
-        IDS: [target_layer + 1 for target_layer in config.target_layers],
-    }
-
-
-def _misread_by_vllm(drafter: str) -> bool:
-    """Return whether a folder has its target layers in `eagle_config` alone, as others write it."""
-    raw = read_config(drafter) if Path(drafter, "config.json").is_file() else {}
-    return IDS not in raw and bool((raw.get("eagle_config") or {}).get(IDS))
-
-
 class EagleLayout(ABC):
     """Base of the layouts of EAGLE-3."""
 
     pickle = PICKLED
+    borrows = False
 
     @abstractmethod
     def config(
@@ -196,6 +158,12 @@ class EagleLayout(ABC):
         num_target_layers: int | None,
     ) -> tuple[Eagle3Config, bool]: ...
 
+    @abstractmethod
+    def config_dict(
+        self, config: Eagle3Config, target_name: str | None, target_architectures: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return the content of config.json. Raise a UsageError if the layout cannot express the configuration."""
+
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw, tensors = read_config(path), renamed(read_tensors(path))
         with blaming(Path(path, "config.json")):
@@ -203,14 +171,35 @@ class EagleLayout(ABC):
         with blaming(Path(path)):
             return checkpoint_of(config, tensors)
 
+    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
+        kind, limit = type(config), "Eagle3Config, the only one that this layout holds"
+        need(kind is Eagle3Config, "the configuration", kind.__name__, limit)
+        self.config_dict(config, target_name, target_architectures)
+
+    def write(
+        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
+    ) -> None:
+        config = checkpoint.config
+        self.check(config, target_name, target_architectures)
+        raw = self.config_dict(config, target_name, target_architectures)
+        check_tensors(tensor_shapes(config), checkpoint.tensors)
+        tensors = dict(checkpoint.tensors)
+        kept = tensors.pop("d2t").cpu() + torch.arange(config.draft_vocab_size)
+        dtype = one_dtype(tensors)
+        if len(kept) < config.vocab_size:
+            tensors |= vocabulary_maps(kept, config.vocab_size)
+        if self.borrows:
+            tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
+            assert checkpoint.borrowed is not None and checkpoint.borrowed.embedding is not None
+            tensors[TABLE] = checkpoint.borrowed.embedding.to(getattr(torch, dtype), copy=True)
+        write_folder(path, {**raw, "dtype": dtype}, tensors, checkpoint.trained)
+
 
 class Eagle3(EagleLayout):
-    borrows = False
-
     def recognises(self, raw: Mapping[str, Any]) -> bool:
-        found = raw.get("architectures")
-        names = found if isinstance(found, list) and "speculators_model_type" not in raw else []
-        return any(name in ARCHITECTURES or (name == PLAIN and "draft_vocab_size" in raw) for name in names)
+        architectures = raw.get("architectures")
+        names = architectures if isinstance(architectures, list) and "speculators_model_type" not in raw else []
+        return any(name in ARCHITECTURE_NAMES or (name == PLAIN and "draft_vocab_size" in raw) for name in names)
 
     def config(
         self,
@@ -224,21 +213,13 @@ class Eagle3(EagleLayout):
         for key, values in EAGLE.items():
             known = eagle.get(key) is None or eagle[key] in values
             need(known, key, eagle.get(key), "absent: this value is not supported")
-        ids, layers = eagle.get(IDS), num_target_layers
+        ids = eagle.get(IDS)
         if not ids and isinstance(raw.get(IDS), list):
             ids = [entered - 1 for entered in raw[IDS]]
-        if not ids:
-            need(
-                layers is not None,
-                IDS,
-                None,
-                "given; or name the target (--target) for the default target layers",
-            )
-            ids = default_target_layers(layers or 0)
+        ids = ids or _default_target_layers(num_target_layers)
         need(isinstance(ids, list | tuple), IDS, ids, "a list of target layers")
-        layers = layers or least_layers(ids) + 1  # an estimate: few drafters read the last layer's output
-        block_size = raw.get("block_size") or BLOCK_SIZE
-        config = network_config(raw, renamed(tensors), ids, layers or 0, block_size)
+        layers = num_target_layers or least_layers(ids) + 1  # an estimate: few drafters read the last layer's output
+        config = network_config(raw, renamed(tensors), ids, layers, raw.get("block_size") or BLOCK_SIZE)
         return config, num_target_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
@@ -255,15 +236,74 @@ class Eagle3(EagleLayout):
             TENSORRT_LLM: tensorrt_llm(target, "Eagle3", drafter, draft_tokens, target_layers),
         }
 
-    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
-        config_dict(config)
+    def config_dict(
+        self, config: Eagle3Config, target_name: str | None, target_architectures: Sequence[str]
+    ) -> dict[str, Any]:
+        need(not config.qk_norm, "qk_norm", True, "false in this layout; export to eagle3_speculators")
+        return {
+            "architectures": [ARCHITECTURE_NAMES[0]],
+            "model_type": "llama",
+            **_layer_keys(config),
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.hidden_size,
+            "block_size": config.block_size,
+            **{key: True for key in (*FLAGS, *NORMS) if getattr(config, key)},
+            "eagle_config": {IDS: [*config.target_layers], "use_aux_hidden_state": True},
+            IDS: [target_layer + 1 for target_layer in config.target_layers],
+        }
 
-    def write(
-        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
-    ) -> None:
-        raw = config_dict(checkpoint.config)
-        tensors, dtype = written_tensors(checkpoint.config, checkpoint.tensors)
-        write_folder(path, {**raw, "dtype": dtype}, tensors, checkpoint.trained)
+
+def _misread_by_vllm(drafter: str) -> bool:
+    """Return whether a folder has its target layers in `eagle_config` alone, as others write it."""
+    raw = read_config(drafter) if Path(drafter, "config.json").is_file() else {}
+    return IDS not in raw and bool((raw.get("eagle_config") or {}).get(IDS))
 
 
-LAYOUT = Eagle3()
+class Eagle3Speculators(EagleLayout):
+    borrows = True
+
+    def recognises(self, raw: Mapping[str, Any]) -> bool:
+        return raw.get("speculators_model_type") == "eagle3"
+
+    def config(
+        self,
+        raw: Mapping[str, Any],
+        tensors: Mapping[str, Any],
+        vocabulary: Mapping[str, int] | None,
+        num_target_layers: int | None,
+    ) -> tuple[Eagle3Config, bool]:
+        ids, layers = raw.get(IDS), num_target_layers or 0
+        if ids is None:
+            target_layers = _default_target_layers(num_target_layers)
+        else:
+            layers = layers or least_layers(ids if isinstance(ids, list) else ())
+            target_layers = target_layers_of(raw, IDS, layers)
+        own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
+        keys = {**layer_config(raw.get("transformer_layer_config")), **own}
+        # The file states how many draft tokens paid in training, but the drafter can always draft `BLOCK_SIZE` - 1.
+        draft_tokens = whole("speculative_tokens", draft_tokens_text(raw) or 0, minimum=0)
+        block_size = max(BLOCK_SIZE, 1 + draft_tokens)
+        config = network_config(keys, renamed(tensors), target_layers, layers, block_size)
+        return config, num_target_layers is not None
+
+    def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
+        other = Start(None, "it reads SafeAILab's layout", None if config.qk_norm else export("eagle3"))
+        return {VLLM: vllm_alone(drafter), SGLANG: other, TENSORRT_LLM: other}
+
+    def config_dict(
+        self, config: Eagle3Config, target_name: str | None, target_architectures: Sequence[str]
+    ) -> dict[str, Any]:
+        return {
+            "architectures": ["Eagle3Speculator"],
+            **named("eagle3", config.block_size - 1, target_name, target_architectures),
+            "transformer_layer_config": {"model_type": "qwen3" if config.qk_norm else "llama", **_layer_keys(config)},
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.hidden_size,
+            IDS: ids_of(config),
+            **{key: getattr(config, key) for key in (*FLAGS, *NORMS)},
+            "tie_word_embeddings": False,
+            "embed_requires_grad": False,
+        }
+
+
+LAYOUT, SPECULATORS = Eagle3(), Eagle3Speculators()

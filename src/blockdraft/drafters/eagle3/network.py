@@ -9,9 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork
+from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork, LayerParts
 from blockdraft.nn.draft_config import check_fields, check_shape, need
-from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
+from blockdraft.nn.draft_network import DraftAttention
+from blockdraft.nn.layers import GatedMLP, RMSNorm
 from blockdraft.nn.rotary import Rotary
 
 BLOCK_SIZE = 8  # default for checkpoints without one: the anchor, and as many steps as training usually unrolls
@@ -52,40 +53,16 @@ class Eagle3Config:
         need(not (self.fc_norm and self.norm_before_fc), "fc_norm", True, "false where norm_before_fc is true")
 
 
-class Eagle3Attention(nn.Module):
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        size, bias, self.head_dim = config.hidden_size, config.attention_bias, config.head_dim
-        self.q_proj = nn.Linear(2 * size, config.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(2 * size, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(2 * size, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, size, bias=bias)
-        self.q_norm, self.k_norm = (self._head_norm(config) for _ in "qk")
-
-    def _head_norm(self, config: Eagle3Config) -> nn.Module:
-        return RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of entries `[B, N, 2 * H]`, each `[B, kv_heads, N, D]`."""
-        keys, values = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
-        return rotate(self.k_norm(keys), cos, sin).transpose(1, 2), values.transpose(1, 2)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        queries = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), cos, sin).transpose(1, 2)
-        out = attend(queries, *self.keys_values(x, cos, sin))
-        return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(-2)))
-
-
 class Eagle3Layer(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.self_attn = Eagle3Attention(config)
+        self.self_attn = DraftAttention(config, 2 * config.hidden_size, config.qk_norm)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def beside(self, embedded: Tensor, normed: Tensor) -> Tensor:
+    def entries(self, embedded: Tensor, normed: Tensor) -> Tensor:
         """Return entries `[B, N, 2 * H]`: normed embeddings and normed hidden states, concatenated."""
         first: Tensor = self.input_layernorm(embedded)
         return torch.cat([first, normed.to(first.dtype)], dim=-1)
@@ -118,6 +95,19 @@ class Eagle3Network(AutoregressiveNetwork):
         self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
 
     @property
+    def layer_parts(self) -> LayerParts:
+        return LayerParts(
+            layer=self.midlayer,
+            token_norm=self.midlayer.input_layernorm,
+            hidden_state_norm=self.midlayer.hidden_norm,
+            norm=self.norm,
+            rotary=self.rotary,
+            normed_target_layers=self.normed_target_layers,
+            normed_stream=self.config.norm_before_residual,
+            normed_feedback=self.config.norm_output,
+        )
+
+    @property
     def kept(self) -> Tensor:
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
@@ -139,14 +129,15 @@ class Eagle3Network(AutoregressiveNetwork):
 
     def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.midlayer
-        entries = layer.beside(embedded, layer.hidden_norm(hidden_state))
+        entries = layer.entries(embedded, layer.hidden_norm(hidden_state))
         return layer.self_attn.keys_values(entries, *self.rotary(positions, entries.dtype))
 
     def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         layer = self.midlayer
         normed = layer.hidden_norm(hidden_state)
-        entries = layer.beside(embedded, normed)
-        out = layer.self_attn(entries, *self.rotary(positions, entries.dtype), attend)
+        entries = layer.entries(embedded, normed)
+        angles = self.rotary(positions, entries.dtype)
+        out = layer.self_attn(entries, *angles, 0, lambda layer, *heads: attend(*heads))
         x = (normed if self.config.norm_before_residual else hidden_state) + out
         return cast(Tensor, x + layer.mlp(layer.post_attention_layernorm(x)))
 

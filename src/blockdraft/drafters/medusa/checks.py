@@ -36,4 +36,4 @@ class MedusaChecker(VariantChecker):
         yield from precision(config, self.target.dtype)
 
 
-CHECKER = MedusaChecker
+CHECKERS = (MedusaChecker,)

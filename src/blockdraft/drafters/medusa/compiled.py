@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.drafters.medusa.network import MedusaNetwork, ResidualBlock
+from blockdraft.drafters.medusa.network import HeadRunner, MedusaNetwork, ResidualBlock
 from blockdraft.kernels.cpu.compiled_network import CompiledHost, pack_together
 from blockdraft.machine import return_freed
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.timing import HEAD, PASS, mark
 
 
-class CompiledHeads:
+class CompiledHeads(HeadRunner):
     """A `HeadRunner` in compiled C. Its arithmetic is float32, whatever the dtype.
 
     Args:
@@ -31,12 +31,10 @@ class CompiledHeads:
         NotCompiled: As in `CompiledHost.choose_library`.
     """
 
-    compile_reason: str | None = None
-
     @torch.no_grad()
     def __init__(self, network: MedusaNetwork, host: CompiledHost, owned: bool = False) -> None:
         library, _ = replace(host, bits=None).choose_library(network, host.head_dim)
-        self._library, self._head, self._config, self._dtype = library, host.head, network.config, host.dtype
+        self._library, self._head, self.config, self.dtype = library, host.head, network.config, host.dtype
         heads = [list(cast(nn.Sequential, head)) for head in network]
         blocks = [[cast(ResidualBlock, block) for block in head[: network.config.num_layers]] for head in heads]
 
@@ -74,7 +72,7 @@ class CompiledHeads:
             scores = self._product(self._shared, states.flatten(0, 1))
             logits = self._reduced.everywhere(scores.view(batch, count, -1))
         else:
-            logits = self._head(states.to(self._dtype))
+            logits = self._head(states.to(self.dtype))
         mark(HEAD)
         return logits
 

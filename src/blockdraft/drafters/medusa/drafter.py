@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
-from blockdraft.drafters.base import DraftCost, Drafter, DrafterSpec, read_network
+from blockdraft.drafters.base import DraftCost, DrafterSpec, RunnerDrafter, read_network
 from blockdraft.drafters.dflash.drafter import independent_draft_tokens
 from blockdraft.drafters.medusa.network import HeadRunner, MedusaNetwork
 from blockdraft.formats import find_layout
@@ -24,7 +24,7 @@ from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, OBSERVE, mark
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(RunnerDrafter):
     """Drafts with Medusa's heads.
 
     A chain holds each head's best token. A tree holds the most probable paths, whose probability is the product of the
@@ -50,22 +50,6 @@ class MedusaDrafter(Drafter):
         self._run: HeadRunner = target.runner(self.network, owned=owned)
         self._like = torch.empty(0, dtype=target.dtype, device=target.device)
 
-    @property
-    def compile_reason(self) -> str | None:
-        """Reason why the heads are not compiled for a CPU, or None if they are."""
-        return self._run.compile_reason
-
-    def new_state(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity)
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        return batch * capacity * self._target.hidden_size * self._target.dtype.itemsize
-
-    def weight_bytes(self) -> int:
-        head = self._target.draft_head
-        own = sum(weight.nbytes for weight in self.network.parameters()) + (head.nbytes if head else 0)
-        return own + self._run.weight_bytes()
-
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         assert hidden_states is not None
@@ -74,8 +58,8 @@ class MedusaDrafter(Drafter):
         # prefix.
         known, count = self._known(state), hidden_states.size(1)
         state.check_room(count)
-        for row, length, nodes in zip(state.rows, state.lengths, hidden_states, strict=True):
-            known[row + length : row + length + count] = nodes
+        for start, length, nodes in zip(state.starts, state.lengths, hidden_states, strict=True):
+            known[start + length : start + length + count] = nodes
         mark(CONTEXT)
         state.commit([range(length) for length in lengths])
 
@@ -84,7 +68,7 @@ class MedusaDrafter(Drafter):
         if plan.block_size == 1:
             return chain(anchor[:, None])
         assert min(state.lengths) > 0, "a draft needs the prompt's hidden states"
-        newest = [row + length - 1 for row, length in zip(state.rows, state.lengths, strict=True)]
+        newest = [start + length - 1 for start, length in zip(state.starts, state.lengths, strict=True)]
         hidden = self._known(state)[send(torch.tensor(newest), anchor.device)]
         return independent_draft_tokens(anchor, self._run(hidden, plan.block_size - 1), plan)
 

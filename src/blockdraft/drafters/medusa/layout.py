@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
@@ -20,6 +19,7 @@ from blockdraft.formats.folder import blaming, check_tensors, read_config, read_
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere
 from blockdraft.formats.stored import Stored
 from blockdraft.nn.draft_config import MOST_LAYERS, need, whole
+from blockdraft.nn.draft_network import shapes_of
 
 NAME = "MedusaModel"
 WEIGHTS = "medusa_lm_head.pt"
@@ -53,7 +53,7 @@ class Medusa:
         raw, tensors = read_config(path), read_tensors(path, WEIGHTS)
         with blaming(path):
             config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
-            check_tensors(_shapes(config), tensors)
+            check_tensors(shapes_of(lambda: MedusaNetwork(config)), tensors)
         return Checkpoint(config, tensors)
 
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
@@ -68,7 +68,7 @@ class Medusa:
     ) -> None:
         config = checkpoint.config
         self.check(config, target_name, target_architectures)
-        check_tensors(_shapes(config), checkpoint.tensors)
+        check_tensors(shapes_of(lambda: MedusaNetwork(config)), checkpoint.tensors)
         raw = {
             "architectures": [NAME],
             "medusa_num_heads": config.num_heads,
@@ -103,11 +103,6 @@ def _config(
         num_layers=layers,
         shared_head=last is None,
     )
-
-
-def _shapes(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in MedusaNetwork(config).state_dict().items()}
 
 
 LAYOUT = Medusa()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.nn.draft_config import whole
-from blockdraft.nn.draft_network import DraftHost, DraftNetwork
+from blockdraft.nn.draft_network import DraftHost, DraftNetwork, NetworkRunner
 from blockdraft.timing import HEAD, PASS, mark
 
 
@@ -106,30 +106,30 @@ class MedusaNetwork(nn.ModuleList, DraftNetwork):
         return [cast(nn.Sequential, head) for head in list(self)[:count]]
 
 
-class HeadRunner(Protocol):
-    """Runs Medusa's heads on the target's backend.
+class HeadRunner(NetworkRunner, Protocol):
+    """Runs Medusa's heads. The state holds the target's last hidden state at each token.
 
     Attributes:
-        compile_reason: Reason why heads that could have been compiled are not; else None.
+        config: Configuration of the heads.
+        dtype: Dtype of the target.
     """
 
-    compile_reason: str | None
+    config: MedusaConfig
+    dtype: torch.dtype
 
-    def weight_bytes(self) -> int:
-        """Return the bytes of weights that it keeps besides the network's own."""
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return batch * capacity * self.config.hidden_size * self.dtype.itemsize
 
     def __call__(self, hidden: Tensor, count: int) -> Tensor:
         """Return logits `[B, count, V]` of the first `count` heads for the target's hidden states `[B, H]`."""
 
 
-class HeadPass:
+class HeadPass(HeadRunner):
     """A `HeadRunner` that uses torch's operations."""
 
     def __init__(self, network: MedusaNetwork, host: DraftHost) -> None:
         self._network, self._head, self.compile_reason = network, host.head, host.compile_reason
-
-    def weight_bytes(self) -> int:
-        return 0
+        self.config, self.dtype = network.config, host.dtype
 
     def __call__(self, hidden: Tensor, count: int) -> Tensor:
         states = self._network(hidden, count)

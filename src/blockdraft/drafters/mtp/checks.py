@@ -56,4 +56,4 @@ def _norms(step: int) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {name: changed(name, tensor) for name, tensor in tensors.items()}
 
 
-CHECKER = MTPChecker
+CHECKERS = (MTPChecker,)

@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork
+from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork, LayerParts
 from blockdraft.nn.draft_config import check_fields, check_layer
 from blockdraft.nn.draft_network import DraftLayer
-from blockdraft.nn.layers import RMSNorm, rotate
+from blockdraft.nn.layers import RMSNorm
 from blockdraft.nn.rotary import Rotary
 
 
@@ -103,13 +103,23 @@ class MTPNetwork(MTPHead):
         super().__init__(config, lambda: DraftLayer(config))
         self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
 
+    @property
+    def layer_parts(self) -> LayerParts:
+        return LayerParts(
+            layer=self.layers[0],
+            token_norm=cast(RMSNorm, self.pre_fc_norm_embedding),
+            hidden_state_norm=cast(RMSNorm, self.pre_fc_norm_hidden),
+            norm=self.norm,
+            rotary=self.rotary,
+            normed_target_layers=None,
+            normed_stream=False,
+            normed_feedback=self.config.normed_feedback,
+        )
+
     def keys_values(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = cast(DraftLayer, self.layers[0])
-        attention, entries = layer.self_attn, layer.input_layernorm(self._entries(embedded, hidden_state))
-        projections = attention.k_proj, attention.v_proj
-        keys, values = (projection(entries).unflatten(-1, (-1, attention.head_dim)) for projection in projections)
-        keys = rotate(attention.k_norm(keys), *self.rotary(positions, keys.dtype))
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        entries = layer.input_layernorm(self._entries(embedded, hidden_state))
+        return layer.self_attn.keys_values(entries, *self.rotary(positions, entries.dtype))
 
     def forward(self, embedded: Tensor, hidden_state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         entries = self._entries(embedded, hidden_state)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -16,38 +16,10 @@ from blockdraft.kernels.cpu.library import ChainFields, LinearFields
 from blockdraft.machine import return_freed
 from blockdraft.nn.autoregressive import AutoregressiveNetwork, hidden_state_store, last_hidden_states, picked
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.layers import RMSNorm
 from blockdraft.nn.packed import check_tokens
-from blockdraft.nn.rotary import Rotary
 from blockdraft.timing import HEAD, PASS, mark
 
 STREAM, NORMED = 0, 1  # outputs to return: that of the only layer, and the same behind the last norm
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """Weights of a network by their role, and how it joins embedding and hidden state.
-
-    Attributes:
-        layer: The only layer.
-        token_norm, hidden_state_norm: Norms of an entry's embedding and hidden state.
-        norm: Norm behind the layer.
-        rotary: Rotary embedding of the layer's attention.
-        normed_target_layers: Function from the target layers' outputs `[..., m * H]` to the input of `fc`, for networks
-            whose `fc` fuses them and that have a head of their own, `lm_head`. None where `fc` joins embedding and
-            hidden state, and the head is the target's.
-        normed_stream: Whether the layer's output is added to the normed hidden state.
-        normed_feedback: Whether the next node reads the hidden state behind the last norm.
-    """
-
-    layer: nn.Module
-    token_norm: RMSNorm
-    hidden_state_norm: RMSNorm
-    norm: RMSNorm
-    rotary: Rotary
-    normed_target_layers: Callable[[Tensor], Tensor] | None
-    normed_stream: bool
-    normed_feedback: bool
 
 
 class CompiledAutoregressive(CompiledNetwork):
@@ -56,13 +28,14 @@ class CompiledAutoregressive(CompiledNetwork):
     The nodes of a draft lie in the KV slots behind their sequence's committed tokens.
 
     Args:
-        network, host, owned: As in `CompiledNetwork`.
-        parts: Weights of the network by their role.
+        network, host, owned: As in `CompiledNetwork`. The network has `layer_parts`.
     """
 
     @torch.no_grad()
-    def __init__(self, network: AutoregressiveNetwork, host: CompiledHost, owned: bool, parts: Parts) -> None:
-        config = network.config
+    def __init__(self, network: AutoregressiveNetwork, host: CompiledHost, owned: bool = False) -> None:
+        config, parts = network.config, network.layer_parts
+        if parts.normed_target_layers is not None:
+            host = replace(host, own_head=None)  # the network has a head itself
         super().__init__(network, host, 1, owned)
         self.embed, self.head, self.network = host.embed, host.head, network
         fuses, self._normed_target_layers = parts.normed_target_layers is not None, parts.normed_target_layers
@@ -102,8 +75,8 @@ class CompiledAutoregressive(CompiledNetwork):
         fused = self._fuse(hidden_states)
         before = torch.cat([last_hidden_states(state, known), fused[:, :-1]], dim=1)
         self._run_nodes(state, tokens, before, chain_parents(*tokens.shape))
-        for row, (start, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
-            known[start + length : start + length + tokens.size(1)] = fused[row]
+        for i, (start, length) in enumerate(zip(state.starts, state.lengths, strict=True)):
+            known[start + length : start + length + tokens.size(1)] = fused[i]
 
     def chain(
         self,
@@ -243,7 +216,7 @@ class CompiledNodes:
     def __init__(self, run: CompiledAutoregressive, state: KVCache, window: int | None) -> None:
         self._run, self._state, self._window = run, state, EVERYWHERE if window is None else window
         self._hidden_state = last_hidden_states(state, run.hidden_states(state))
-        self._parents: list[list[int]] = [[] for _ in state.rows]
+        self._parents: list[list[int]] = [[] for _ in state.starts]
         self._last = 0  # nodes per sequence of the last call
 
     @property

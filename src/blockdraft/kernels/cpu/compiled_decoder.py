@@ -214,7 +214,7 @@ class CompiledDecoder(CompiledLayers):
         hidden_states = torch.empty(batch, count, len(target_layers) * config.hidden_size) if target_layers else None
         best = torch.empty(batch, scored, dtype=torch.int64)
         tokens, parents = tokens.contiguous(), parents.contiguous()
-        committed, starts, target_layer_numbers = numbers(lengths), numbers(cache.rows), numbers(target_layers)
+        committed, starts, target_layer_numbers = numbers(lengths), numbers(cache.starts), numbers(target_layers)
         call = CallFields(
             tokens=tokens.data_ptr(),
             parents=parents.data_ptr(),

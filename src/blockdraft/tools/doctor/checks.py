@@ -1,7 +1,6 @@
 """Checks of `blockdraft doctor`, which read a drafter's checkpoint differently and compare acceptance.
 
-Each kind of drafter has a `checks.py` in its folder that defines `CHECKER`, a subclass of `Checker` for the class of
-its configuration.
+A `checks.py` in a drafter's folder defines `CHECKERS`, subclasses of `Checker` for the classes of configurations.
 """
 
 from __future__ import annotations
@@ -254,7 +253,7 @@ def checker_of(path: str | Path, target: Target) -> tuple[Checker, str | None]:
         raise UsageError(f"{path} does not exist; give the folder or GGUF file of a drafter with a network.")
     vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
     checkpoint = read_drafter(path, vocabulary, target.num_layers)
-    kinds: list[type[Checker]] = [module.CHECKER for module in parts("checks").values()]
+    kinds: list[type[Checker]] = [kind for module in parts("checks").values() for kind in module.CHECKERS]
     for kind in kinds:
         if type(checkpoint.config) is kind.examines:
             return kind(target, checkpoint), checkpoint.trained.target

@@ -18,4 +18,4 @@ class ToyChecker(VariantChecker):
         yield from neighbour_target_layers(self.config)
 
 
-CHECKER = ToyChecker
+CHECKERS = (ToyChecker,)

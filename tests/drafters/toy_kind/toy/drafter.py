@@ -13,40 +13,22 @@ from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.decode.sampling import best_tokens
 from blockdraft.drafters.base import Drafter, DrafterSpec
 from blockdraft.formats import read_drafter
+from blockdraft.nn.cache import SequenceState
 from blockdraft.targets import Target
 
 
-class ToyState:
-    """Features `[T, m * H]` of each row's T committed tokens."""
+class ToyState(SequenceState):
+    """Hidden states `[T, m * H]` of each sequence's T committed tokens."""
 
-    def __init__(self, starts: Sequence[int], known: dict[int, Tensor], empty: Tensor) -> None:
-        self._starts, self._known, self._empty = list(starts), known, empty
+    def __init__(self, batch: int, capacity: int, empty: Tensor) -> None:
+        self._empty = empty
+        super().__init__(batch, capacity)
 
-    @property
-    def rows(self) -> list[Tensor]:
-        return [self._known[start] for start in self._starts]
+    def new_value(self) -> Tensor:
+        return self._empty
 
-    @rows.setter
-    def rows(self, rows: Sequence[Tensor]) -> None:
-        self._known.update(zip(self._starts, rows, strict=True))
-
-    def of(self, rows: Sequence[int]) -> ToyState:
-        return ToyState(rows, self._known, self._empty)
-
-    def open(self, row: int, capacity: int) -> None:
-        self._known[row] = self._empty
-
-    def close(self, row: int) -> None:
-        del self._known[row]
-
-    def shrink(self, row: int, capacity: int) -> None:
-        self._known[row] = self._known[row][:capacity]
-
-    def copy(self, source: int, row: int, length: int) -> None:
-        self._known[row] = self._known[source][:length]
-
-    def zero_slots(self, row: int, whole: bool = False) -> None:
-        pass
+    def cut(self, value: Tensor, length: int) -> Tensor:
+        return value[:length]
 
 
 class ToyDrafter(Drafter):
@@ -57,8 +39,7 @@ class ToyDrafter(Drafter):
 
     def new_state(self, batch: int, capacity: int) -> ToyState:
         empty = torch.zeros(0, len(self.target_layers) * self._target.hidden_size, dtype=self._target.dtype)
-        starts = range(0, batch * capacity, max(capacity, 1)) if capacity else range(batch)
-        return ToyState(starts, dict.fromkeys(starts, empty), empty)
+        return ToyState(batch, capacity, empty)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return batch * capacity * len(self.target_layers) * self._target.hidden_size * self._target.dtype.itemsize
@@ -68,12 +49,12 @@ class ToyDrafter(Drafter):
 
     def observe(self, state: ToyState, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:
         assert hidden_states is not None
-        news = [row[:length] for row, length in zip(hidden_states, lengths, strict=True)]
-        state.rows = [torch.cat([row, new]) for row, new in zip(state.rows, news, strict=True)]
+        for start, new, length in zip(state.starts, hidden_states, lengths, strict=True):
+            state.values[start] = torch.cat([state.values[start], new[:length]])
 
     @torch.no_grad()
     def propose(self, state: ToyState, anchor: Tensor, plan: Plan) -> Proposal:
-        hidden = self.network.begin(torch.stack([row[-1] for row in state.rows]))
+        hidden = self.network.begin(torch.stack([state.values[start][-1] for start in state.starts]))
         tokens = [anchor]
         for _ in range(plan.block_size - 1):
             hidden = self.network.step(hidden, self._target.embed(tokens[-1]))
@@ -82,9 +63,9 @@ class ToyDrafter(Drafter):
 
 
 def load(path: Path, target: Target) -> ToyDrafter:
-    found = read_drafter(path, None, target.num_layers)
-    network = ToyNetwork(found.config)
-    network.load_state_dict(found.tensors)
+    actual = read_drafter(path, None, target.num_layers)
+    network = ToyNetwork(actual.config)
+    network.load_state_dict(actual.tensors)
     return ToyDrafter(network, target, path)
 
 

@@ -38,11 +38,11 @@ class ToyVariant(Variant[ToyRecipe, ToyNetwork, ToyConfig]):
 
     def hidden(self, network: ToyNetwork, target: Target, hidden_states_BSF: Tensor, rows: PackedSequences) -> Tensor:
         hidden = network.begin(hidden_states_before(hidden_states_BSF, rows))
-        found = []
+        actual = []
         for embedded in target.embed(rows.tokens_BAL[:, :, :-1]).float().unbind(dim=2):
             hidden = network.step(hidden, embedded)
-            found.append(hidden)
-        return torch.stack(found, dim=2)
+            actual.append(hidden)
+        return torch.stack(actual, dim=2)
 
 
 VARIANT = ToyVariant
