@@ -224,7 +224,7 @@ def test_bad_arguments_are_refused(mixin, arguments, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_size": 0}, "block_size must be .*, got 0"),
+        ({"block_size": 0}, "block_size is 0"),
         ({"diffusion_steps": 0}, "diffusion_steps is 0"),
         ({"noise_schedule": "square"}, r"'square'; it must be one of \['cosine', 'linear'\]"),
     ],

@@ -87,14 +87,13 @@ def test_accepted_draft_tokens_have_theirs_and_an_end_cuts_them(target: Target, 
     check([one for chunk in chunks for one in chunk.logprobs or ()], tokens, dists, 2)
 
 
-@pytest.mark.parametrize("scored_tokens", [1, 3, 256])
+@pytest.mark.parametrize("prefill_tokens", [1, 3, 256])
 def test_a_prompt_is_read_whole_in_parts_beside_others(
-    target: Target, reference: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, scored_tokens: int
+    target: Target, reference: torch.nn.Module, prefill_tokens: int
 ) -> None:
-    """Even if its beginning is remembered, or held by another row."""
-    monkeypatch.setattr("blockdraft.engine.scheduler.SCORED_TOKENS", scored_tokens)
+    """A kept prefix, or one that another sequence holds, is scored too."""
     prompt = [7 + i % 50 for i in range(40)]
-    with Engine(target, prefix_tokens=200) as engine:
+    with Engine(target, prefix_tokens=200, prefill_tokens=prefill_tokens) as engine:
         before = engine.generate([prompt], SamplingParams(4, ignore_eos=True))[0]
         requests = [
             engine.submit(prompt, SamplingParams(4, ignore_eos=True, prompt_logprobs=count))

@@ -75,9 +75,9 @@ def test_draft_tokens_are_no_more_than_allowed_and_no_fewer(target: Target) -> N
         assert set(drafted(engine, OFF, params)) == set(drafted(engine, RequestDrafting(block_size=1), params)) == {0}
 
 
-def test_without_draft_tokens_the_drafter_is_not_asked(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_draft_tokens_the_drafter_is_not_asked(target: Target) -> None:
     drafter = Oracle(target, 0)
-    monkeypatch.setattr(drafter, "propose", None)
+    drafter.propose = None  # type: ignore[assignment, method-assign]
     with Engine(target, drafter, drafting=Drafting(tree_budget=12)) as engine:  # type: ignore[arg-type]
         assert drafted(engine, OFF, SamplingParams(8, ignore_eos=True)) == [0] * 7
 

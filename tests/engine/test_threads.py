@@ -152,14 +152,11 @@ def test_each_drafter_of_a_combination_begins_with_what_is_stored_of_it(
     assert begins_with() == own
 
 
-def test_a_stream_that_is_dropped_cancels_its_request(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_is_dropped_cancels_its_request(target: Target, drafter: Drafter) -> None:
     with Engine(target, drafter, drafting=Drafting(None)) as engine:
-        request = engine.request(PROMPTS[0], SamplingParams(240, ignore_eos=True))
-        monkeypatch.setattr(engine, "request", lambda *args: request)
-        chunks = engine.stream(PROMPTS[0])
+        chunks = engine.stream(PROMPTS[0], SamplingParams(240, ignore_eos=True))
         next(chunks)
+        [request] = engine.scheduler.running
         assert not request.cancelled
         chunks.close()  # type: ignore[attr-defined]
         assert request.cancelled

@@ -221,3 +221,27 @@ def test_a_clock_that_did_not_move_does_no_harm() -> None:
         found.learn(4, 0.0, step)
     found.learn(7, 1.0, 20)
     assert all(math.isfinite(each) and each > 0 for each in found.expected() + found.least(21))
+
+
+def test_when_other_work_ends_all_sizes_take_their_least_times_again() -> None:
+    found = times()
+
+    def run(plain: int, drafted: int, slowdown: float, draft_slowdown: float, step: int) -> None:
+        for number in range(plain):
+            found.learn(None, slowdown * PRIOR[0], step + number)
+        for number in range(drafted):
+            found.learn(4, draft_slowdown * PRIOR[FOUR], step + plain + number)
+
+    run(plain=20, drafted=3, slowdown=1.0, draft_slowdown=1.0, step=0)
+    run(plain=20, drafted=9, slowdown=5.0, draft_slowdown=15.0, step=30)
+    assert found.expected()[FOUR] == pytest.approx(15 * PRIOR[FOUR], rel=0.01)
+    run(plain=3, drafted=0, slowdown=1.0, draft_slowdown=1.0, step=70)
+    assert found.expected()[0] == pytest.approx(PRIOR[0]) and found.expected()[FOUR] == pytest.approx(PRIOR[FOUR])
+
+
+def test_one_fast_step_shows_that_slow_ones_were_stalls() -> None:
+    found = times()
+    for step in range(9):
+        found.learn(4, 9.0, 100 * step)
+    found.learn(4, 1.0, 1000)
+    assert found.expected()[FOUR] <= 1.25
