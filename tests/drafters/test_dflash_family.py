@@ -26,9 +26,11 @@ def drafter(request: pytest.FixtureRequest, target: Target, tiny_drafter_dir: Pa
     folder = tiny_drafter_dir if kind == "dflash" else request.getfixturevalue(f"tiny_{kind}_dir")
     config, tensors = read_checkpoint(folder)
     spec: Any = entries()[kind]
+    # A confidence that is neither sure nor hopeless.
+    more = {"confidence_temperatures": (30.0,) * config.block_size} if kind == "dspark" else {}
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        network = spec.network(replace(config, output_multiplier=FACTORS[kind]))
+        network = spec.network(replace(config, output_multiplier=FACTORS[kind], **more))
     if kind != "dflash":
         network.load_state_dict(tensors)
     made: DFlashDrafter = spec.drafter(network, target)
@@ -63,12 +65,12 @@ def test_step_times_decide_how_many_draft_tokens_there_are(drafter: DFlashDrafte
         assert torch.equal(cut.tokens, whole.tokens[:, : count + 1])
         assert torch.equal(cut.parents, whole.parents[:, : count + 1])
         counts.add(count)
-    assert {0, most} <= counts
+    assert {0, most} < counts
 
 
 def test_the_length_of_a_sampled_chain_does_not_depend_on_the_sample(drafter: DFlashDrafter) -> None:
     size, params, counts = drafter.block_size, [SamplingParams(temperature=0.5)] * 2, set()
-    for cost in (0.0, 0.05, 0.1, 10.0):
+    for cost in (0.0, 0.02, 0.05, 0.1, 0.3, 10.0):
         chosen, _, _ = propose(drafter, ChainPlan(size, params, step_seconds=seconds(cost, size - 1)))
         for number in (0.0, 0.5, 0.99):
             draws = torch.full((2, size - 1), number, dtype=torch.float64)
@@ -78,7 +80,7 @@ def test_the_length_of_a_sampled_chain_does_not_depend_on_the_sample(drafter: DF
             assert count == chosen.tokens.size(1) and torch.equal(cut.tokens, whole.tokens[:, :count])
             assert cut.q is not None and cut.q[0] is not None and len(cut.q[0].ids) == count
         counts.add(chosen.tokens.size(1))
-    assert {1, size} <= counts
+    assert {1, size} < counts
 
 
 def test_an_extreme_temperature_makes_sound_trees(drafter: DFlashDrafter) -> None:

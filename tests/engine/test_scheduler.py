@@ -95,6 +95,7 @@ def test_cancel_includes_a_request_that_is_being_admitted(target: Target) -> Non
 
     class State(SequenceState):
         def open(self, start: int, capacity: int) -> None:
+            super().open(start, capacity)
             cancelled.append(hand.scheduler.cancel())
 
     class Drafter(NoDrafter):

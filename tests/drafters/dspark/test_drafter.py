@@ -132,25 +132,6 @@ def test_without_a_confidence_head_the_probabilities_decide(target: Target, tiny
     assert rates[cut.tokens.size(1) - 1] == pytest.approx(max(rates))
 
 
-def test_the_length_of_a_sampled_chain_does_not_depend_on_what_is_sampled(
-    target: Target, tiny_dspark_dir: Path
-) -> None:
-    drafter = make(target, tiny_dspark_dir, confidence_temperatures=(30.0,) * DEPTH)  # neither sure nor hopeless
-    params, lengths, firsts = [SamplingParams(temperature=1.0)], set(), set()
-    costs = (0.3 * 0.8**n for n in range(40))
-    times = ([1 + cost * n for n in range(DEPTH + 1)] for cost in costs)
-    # With these times, some of the draft tokens pay, but not all.
-    seconds = next(
-        t for t in times if 1 < propose(drafter, ChainPlan(9, params, step_seconds=t))[0].tokens.size(1) < DEPTH + 1
-    )
-    for number in (0.001, 0.3, 0.6, 0.8, 0.99, 0.9999):
-        draws = torch.full((1, DEPTH), number, dtype=torch.float64)
-        proposal, _, _ = propose(drafter, SampledPlan(DEPTH + 1, params, draws, step_seconds=seconds))
-        lengths.add(proposal.tokens.size(1))
-        firsts.add(proposal.tokens[0, 1].item())
-    assert len(lengths) == 1 and len(firsts) > 1
-
-
 def test_sampled_draft_tokens_have_the_distributions_that_are_handed_over(drafter: DSparkDrafter) -> None:
     rows = 300
     params = [SamplingParams(temperature=0.7)] * rows
