@@ -252,7 +252,6 @@ def user(*blocks: dict[str, Any]) -> dict[str, Any]:
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"messages": []}, "messages is []"),
-        ({"messages": [USER, {"role": "assistant", "content": "{"}]}, "messages ends with the role assistant"),
         (user({"type": "image", "source": {"type": "url", "url": "x"}}), "a part of type 'image'"),
         (user({"type": "tool_result", "content": "x"}), "without tool_use_id"),
         (

@@ -217,11 +217,6 @@ class MessagesRequest(CountRequest, GenerationSchema):
 
     def to_request(self, default_temperature: float) -> GenerationRequest:
         """Convert the request. Raise a UsageError if a field has an unsupported value."""
-        if self.messages[-1].role == "assistant":
-            raise UsageError(
-                "messages ends with the role assistant; continuing a response is not supported, so end with the role "
-                "user."
-            )
         form = (self.output_config and self.output_config.format) or self.output_format
         grammar = form and format_grammar("output_config.format", form.type, form.schema_)
         params = self.to_sampling_params(default_temperature, grammar=grammar)
@@ -229,7 +224,6 @@ class MessagesRequest(CountRequest, GenerationSchema):
             self.to_chat(self.tool_choice),
             replace(params, stop=(*params.stop, *(self.stop_sequences or ()))),
             max_tokens=self.max_tokens,
-            clip_max_tokens=True,  # clients ask for 32,000 tokens and more
             speculation=self.speculation,
         )
 

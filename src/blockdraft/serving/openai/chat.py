@@ -146,6 +146,8 @@ class ChatRequest(GenerationSchema):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     def to_request(self, default_temperature: float) -> GenerationRequest:
         """Convert the request. Raise a UsageError if fields contradict each other."""
@@ -169,6 +171,8 @@ class ChatRequest(GenerationSchema):
                 else ToolChoice("required", choice.function.name),
                 parallel_tool_calls=self.parallel_tool_calls is not False,
                 template=template_variables(self.reasoning_effort, self.chat_template_kwargs),
+                continue_final_message=self.continue_final_message,
+                add_generation_prompt=self.add_generation_prompt,
             ),
             params=self.to_sampling_params(
                 default_temperature, logprobs=(self.top_logprobs or 0) if self.logprobs else None, grammar=grammar

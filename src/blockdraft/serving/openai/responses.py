@@ -312,7 +312,6 @@ class ResponsesRequest(GenerationSchema):
                 default_temperature, grammar=format_grammar("text.format", self.format.type, self.format.schema_)
             ),
             max_tokens=self.max_output_tokens,
-            max_tokens_name="max_output_tokens",
             speculation=self.speculation,
         )
 
