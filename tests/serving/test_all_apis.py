@@ -207,6 +207,26 @@ def test_decoding_ends_with_the_only_call(client: Client, engine: Engine) -> Non
 
 
 @pytest.mark.usefixtures("with_tools")
+def test_custom_tools_take_text(client: Client) -> None:
+    tools = [{"type": "custom", "custom": {"name": "paint", "description": "Paints."}}]
+    choice = {"type": "custom", "custom": {"name": "paint"}}
+    output = client.chat(tools=tools, tool_choice=choice, max_tokens=200, logit_bias={"5": 30})["choices"][0]["message"]
+    [call] = output["tool_calls"]
+    assert call["type"] == "custom" and call["custom"]["name"] == "paint" and isinstance(call["custom"]["input"], str)
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "Done."}
+    client.chat(messages=[USER, output, result], tools=tools, max_tokens=3)
+    responses = [{"type": "custom", "name": "paint", "description": "Paints."}]
+    [item] = respond(
+        client,
+        tools=responses,
+        tool_choice={"type": "custom", "name": "paint"},
+        max_output_tokens=200,
+        logit_bias={"5": 30},
+    )["output"]
+    assert (item["type"], item["input"]) == ("custom_tool_call", call["custom"]["input"])
+
+
+@pytest.mark.usefixtures("with_tools")
 @pytest.mark.parametrize("stream", [False, True])
 def test_required_tools_must_exist(client: Client, stream: bool) -> None:
     function, shared = {"name": "paint", "parameters": SCHEMA}, {"model": "tiny", "stream": stream}

@@ -228,6 +228,25 @@ def function_tool(name: str, description: Any, parameters: dict[str, Any]) -> di
     return {"type": "function", "function": function}
 
 
+def text_tool(name: str, description: Any, form: Any) -> dict[str, Any]:
+    """Return a custom tool, which takes a text instead of JSON, as a function with the text as its only argument.
+
+    Args:
+        form: What the request says about the text, such as a grammar.
+    """
+    text = {"type": "string", "description": "The whole input, as plain text."}
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        grammar = form.get("grammar") if isinstance(form.get("grammar"), dict) else form
+        text["description"] += f" It follows this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}"
+    return function_tool(name, description, {"type": "object", "properties": {"input": text}, "required": ["input"]})
+
+
+def tool_text(arguments: str) -> str:
+    """Return the text for a custom tool from the arguments of its call."""
+    text = json.loads(arguments).get("input")
+    return text if isinstance(text, str) else arguments
+
+
 def template_variables(effort: str | None, more: dict[str, Any] | None) -> dict[str, Any]:
     """Return the variables of the chat template for a reasoning effort. "none" turns reasoning off."""
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
