@@ -236,7 +236,8 @@ def text_tool(name: str, description: Any, form: Any) -> dict[str, Any]:
     """
     text = {"type": "string", "description": "The whole input, as plain text."}
     if isinstance(form, dict) and form.get("type") == "grammar":
-        grammar = form.get("grammar") if isinstance(form.get("grammar"), dict) else form
+        inner = form.get("grammar")  # where chat completions have it
+        grammar = inner if isinstance(inner, dict) else form
         text["description"] += f" It follows this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}"
     return function_tool(name, description, {"type": "object", "properties": {"input": text}, "required": ["input"]})
 
