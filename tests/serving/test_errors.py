@@ -156,9 +156,9 @@ def test_bad_bodies(shared_client: Any, body: bytes) -> None:
     ],
 )
 def test_validation_stops_at_the_first_wrong_entry(kind: type[Schema], fields: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError) as found:
+    with pytest.raises(ValidationError) as raised:
         kind.model_validate({"model": "tiny", **fields})
-    assert found.value.error_count() < 5
+    assert raised.value.error_count() < 5
 
 
 @pytest.mark.parametrize(
