@@ -292,6 +292,9 @@ def test_text_is_returned_as_soon_as_possible(tokenizer: PreTrainedTokenizerFast
     assert parser.push("One two <") == [TextDelta("One two")]
     assert parser.push("too") == []
     assert parser.push("th") == [TextDelta(" <tooth")]
+    parser = parser_of(tokenizer, TOOLS)
+    assert parser.push("```json\n{") == []
+    assert parser.push('"name": "app"') == [TextDelta('```json\n{"name": "app"')]  # no tool of this name
     parser = parser_of(tokenizer_with(tokenizer, "<think></think>"), prompt_text="<think>")
     assert parser.push("Hm, ") == [TextDelta("Hm,", reasoning=True)]
 

@@ -29,6 +29,7 @@ MAX_WORD = 12  # characters of an incomplete JSON token other than a string, suc
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 CALL_KEYS = {"name", "type", "id", "function", "parameters", "arguments"}
 JSON_LINE = re.compile(r"^[\s;]*", re.MULTILINE)  # takes all empty lines at once
+FIRST_NAME = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"')
 JSON_GAP = re.compile(r"[\s;,]*")
 # What models write around calls, and how it ends.
 JSON_WRAPPERS = {"```": "```", "<tools>": "</tools>", "<|python_tag|>": ""}
@@ -189,10 +190,8 @@ def _json_call(value: dict[str, Any], marked: bool) -> Call:
     name, key = value.get("name"), next((key for key in ("arguments", "parameters") if key in value), None)
     if name is None and key is not None:
         name = value.get("function")
-    others = set(value) - CALL_KEYS
-    if (others and (key is None or not marked)) or (key is None and not marked):
-        raise InvalidCall("no call")
-    if not isinstance(name, str) or not name:
+    is_strict = key is None or not marked
+    if (is_strict and set(value) - CALL_KEYS) or (key is None and not marked) or not isinstance(name, str) or not name:
         raise InvalidCall("no call")
     arguments = value[key] if key is not None and value[key] not in (None, "") else {}
     if isinstance(arguments, str):
@@ -273,46 +272,36 @@ class PlainJson:
     def match(self, text: str, tools: Tools, final: bool) -> Match | None:
         start = next(JSON_LINE.finditer(text)).end()
         no_call = Match(min(start + 1, len(text)))
-        undecided = no_call if final else None
-        wrapper = next((wrapper for wrapper in JSON_WRAPPERS if text.startswith(wrapper, start)), None)
-        index = start + len(wrapper or "")
-        if wrapper is None and any(other.startswith(text[start:]) for other in JSON_WRAPPERS):
-            return undecided
-        if wrapper == "```":
-            index = FENCE.match(text, start).end()  # type: ignore[union-attr]
-            if index == len(text):
-                return undecided
-            if text[index] != "\n":
-                return no_call
-        index = _skip_space(text, index)
+        if (opening := _opening(text, start)) is None:
+            return no_call if final else None
+        index, closing = opening
         in_list = text.startswith("[", index)
         index = _skip_space(text, index + in_list)
         calls, end = list[Call](), 0
-        while text.startswith("{", index) and _may_be_call(text, index):
+        while _may_be_call(text, index, tools):
             try:
                 decoded = _decode_object(text, index)
-                call = None if decoded is None else _json_call(decoded[0], marked=False)
+                if decoded is None:
+                    if not final:
+                        return None
+                    break
+                call = _json_call(decoded[0], marked=False)
             except InvalidCall:
-                break
-            if decoded is None or call is None:
-                if not final:
-                    return None
                 break
             if call.name not in tools:
                 break
             calls.append(call)
             end = decoded[1]
-            if wrapper is None and not in_list:
+            if closing == TOOL_CALL_END and not in_list:  # the next call is a match of its own
                 return _end_of_calls(text, end, tuple(calls), final)
-            gap = JSON_GAP.match(text, end)
-            index = gap.end() if gap else end
+            index = next(JSON_GAP.finditer(text, end)).end()
         if index == len(text) and not final:
             return None
         if not calls:
             return no_call
         if in_list and text.startswith("]", _skip_space(text, end)):
             end = _skip_space(text, end) + 1
-        return _end_of_calls(text, end, tuple(calls), final, JSON_WRAPPERS[wrapper] if wrapper else TOOL_CALL_END)
+        return _end_of_calls(text, end, tuple(calls), final, closing)
 
     def grammar(self, name: str, schema: Schema, added: Collection[str]) -> str:
         start = literal(f'{{"name": {json.dumps(name)}, "{self._arguments}": ', added)
@@ -324,8 +313,27 @@ def _skip_space(text: str, index: int) -> int:
     return len(text) - len(text[index:].lstrip())
 
 
-def _may_be_call(text: str, index: int) -> bool:
-    """Return whether the first key of the object at an index may be that of a call."""
+def _opening(text: str, start: int) -> tuple[int, str] | None:
+    """Return the index of what is wrapped, and the marker that ends it, or None until enough text has come.
+
+    Without a wrapper, the marker is the one of `Hermes`, whose first marker some models forget.
+    """
+    for wrapper, closing in JSON_WRAPPERS.items():
+        if text.startswith(wrapper, start):
+            end = next(FENCE.finditer(text, start)).end() if wrapper == "```" else start + len(wrapper)
+            if wrapper == "```" and text[end : end + 1] != "\n":
+                return None if end == len(text) else (start, closing)
+            return _skip_space(text, end), closing
+    is_partial = any(wrapper.startswith(text[start:]) for wrapper in JSON_WRAPPERS)
+    return None if is_partial else (start, TOOL_CALL_END)
+
+
+def _may_be_call(text: str, index: int, tools: Tools) -> bool:
+    """Return whether the first key of an object at an index, and its value, may be those of a call."""
+    if not text.startswith("{", index):
+        return False
+    if (name := FIRST_NAME.match(text, index)) is not None:
+        return name[1] in tools
     first_key = text[index + 1 :].lstrip()
     return any(first_key.startswith(f'"{key}"') or f'"{key}"'.startswith(first_key) for key in CALL_KEYS)
 

@@ -131,7 +131,7 @@ class OutputParser:
             at_line_start = self._output.at_line_start
             starts = [form.find(self._buffer, at_line_start) for form in self._formats]
             start = min(starts, default=len(self._buffer))
-            parts += self._text(self._buffer[:start])
+            self._add_text(parts, self._buffer[:start])
             self._buffer = self._buffer[start:]
             if not self._buffer:
                 break
@@ -142,7 +142,7 @@ class OutputParser:
                 if None in matches:
                     break
                 match = min(filter(None, matches))
-                parts += self._text(self._buffer[: match.length])
+                self._add_text(parts, self._buffer[: match.length])
             for call in match.calls[: None if self._parallel else 1]:
                 call_id = f"call_{uuid.uuid4().hex[:24]}"
                 parts.append(ToolCall(self._num_calls, call_id, call.name, call.arguments))
@@ -151,9 +151,14 @@ class OutputParser:
             self._buffer = self._buffer[match.length :]
         return parts
 
-    def _text(self, text: str) -> list[Part]:
-        trimmed = self._output.push(text)
-        return [TextDelta(trimmed)] if trimmed else []
+    def _add_text(self, parts: list[Part], text: str) -> None:
+        if not (trimmed := self._output.push(text)):
+            return
+        last = parts[-1] if parts else None
+        if isinstance(last, TextDelta):
+            parts[-1] = TextDelta(last.text + trimmed)
+        else:
+            parts.append(TextDelta(trimmed))
 
 
 class _Trimmer:
