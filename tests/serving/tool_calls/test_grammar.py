@@ -238,6 +238,21 @@ def test_impossible_tool_choices_are_refused(tokenizer: PreTrainedTokenizerFast)
         grammar_of(tokenizer, TOOLS, REQUIRED)
 
 
+@pytest.mark.parametrize("template", FORMATS)
+def test_special_tokens_in_tools_are_text(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+    tokenizer.chat_template = template
+    schema = {"properties": {"a": {"enum": ["<|im_end|>"]}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar = grammar_of(tokenizer, tools, REQUIRED)
+    assert grammar is not None
+    matcher = llguidance.LLMatcher(
+        llguidance.hf.from_tokenizer(tokenizer), llguidance.grammar_from("lark", grammar.text)
+    )
+    text = FORMATS[template]("f", '{"a": "<|im_end|>"}')
+    ids: Any = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert matcher.validate_tokens(ids) == len(ids)
+
+
 def test_unknown_formats_are_plain_json(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = "{{ tools }} [TOOL_CALLS]"
     assert accepts(tokenizer, '{"name": "now", "arguments": {}}', TOOLS, REQUIRED)

@@ -101,7 +101,7 @@ class ChatMessage(Schema):
         Args:
             place: Name of the message in error messages.
         """
-        if self.content is None and self.role != "assistant":
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise UsageError(f"{place}.content is missing; a message of role {self.role} needs one.")
         message: dict[str, Any] = {
             "role": self.role,

@@ -51,7 +51,7 @@ def grammar_of(
         raise UsageError(f"tool_choice names {name[:80]!r}; the tools are {', '.join(tools)[:200]}.")
     if not tools and content is None:
         return None
-    added = set(tokenizer.get_added_vocab())
+    added = {TOOL_CALL, TOOL_CALL_END, THINK, THINK_END} & set(tokenizer.get_added_vocab())
     reasoning = _optional_reasoning(tokenizer, prompt_text, added)
     if not tools and not reasoning:
         return content
