@@ -179,7 +179,7 @@ class Item(Schema):
             arguments = parse_arguments(f"{place}.arguments", self.arguments)
             return self._call(self.call_id, _full_name(self.namespace, self.name), arguments)
         if self.type == "custom_tool_call" and self.call_id and self.name and self.input is not None:
-            return self._call(self.call_id, self.name, {"input": self.input})
+            return self._call(self.call_id, _full_name(self.namespace, self.name), {"input": self.input})
         if (
             self.type in ("function_call_output", "custom_tool_call_output")
             and self.call_id
