@@ -179,14 +179,14 @@ def test_logprobs_equal_the_engine(client: Any, engine: Engine) -> None:
     assert completion.logprobs is not None
     [choice] = client.chat(max_tokens=10, logprobs=True, top_logprobs=2)["choices"]
     content = choice["logprobs"]["content"]
-    assert [entry["logprob"] for entry in content] == pytest.approx([one.logprob for one in completion.logprobs])
+    assert [entry["logprob"] for entry in content] == pytest.approx([token.logprob for token in completion.logprobs])
     assert [len(entry["top_logprobs"]) for entry in content] == [2] * 10
     assert [entry["token"] for entry in content] == [entry["top_logprobs"][0]["token"] for entry in content]  # greedy
     whole = [entry for entry in content if entry["bytes"] is not None]  # others are parts of characters
     assert whole and all(bytes(entry["bytes"]).decode() == entry["token"] for entry in whole)
     events = client.chat_events(max_tokens=10, logprobs=True, top_logprobs=2)
     result = [event["choices"][0]["logprobs"] for event in events]
-    assert [entry for one in result if one for entry in one["content"]] == content
+    assert [entry for part in result if part for entry in part["content"]] == content
 
 
 def test_drafting_does_not_change_the_output(client: Any) -> None:
@@ -252,9 +252,9 @@ def test_unknown_models_get_404(client: Any, make_client: Callable[..., Any]) ->
     assert make_client(any_model=True).chat(model="gpt-4", max_tokens=1)["model"] == "gpt-4"
 
 
-@pytest.mark.parametrize("fields", [{"max_tokens": 5000}, {"messages": [{"role": "user", "content": "a" * 300}]}])
-def test_requests_beyond_the_context_are_refused(client: Any, fields: dict[str, Any]) -> None:
-    answer = client.post("/v1/chat/completions", {"model": "tiny", "messages": CHAT, **fields})
+def test_prompts_beyond_the_context_are_refused(client: Any) -> None:
+    messages = [{"role": "user", "content": "a" * 300}]
+    answer = client.post("/v1/chat/completions", {"model": "tiny", "messages": messages})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     # by which LiteLLM knows it
@@ -264,10 +264,10 @@ def test_requests_beyond_the_context_are_refused(client: Any, fields: dict[str, 
 def test_token_limits_of_the_settings(make_client: Callable[..., Any]) -> None:
     client = make_client(max_prompt_tokens=30, max_answer_tokens=5)
     assert client.chat(ignore_eos=True)["usage"]["completion_tokens"] == 5
-    for fields in ({"max_tokens": 6}, {"messages": [{"role": "user", "content": "a" * 40}]}):
-        answer = client.post("/v1/chat/completions", {"model": "tiny", "messages": CHAT, **fields})
-        assert answer.status_code == 400, answer.text
-        assert "at most" in answer.json()["error"]["message"]
+    assert client.chat(ignore_eos=True, max_tokens=6)["usage"]["completion_tokens"] == 5
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a" * 40}]}
+    answer = client.post("/v1/chat/completions", body)
+    assert answer.status_code == 400 and "at most 30" in answer.json()["error"]["message"]
 
 
 SCHEMA = {
@@ -290,6 +290,19 @@ def test_json_schema_format(client: Any, temperature: float) -> None:
     plain = client.chat(**fields, speculation={"enabled": False})
     assert plain["choices"] == answer["choices"]
     assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+
+
+def test_unlisted_properties_are_not_written(client: Any) -> None:
+    schema = {**SCHEMA, "additionalProperties": None}
+    closed, default = (
+        client.chat(
+            response_format={"type": "json_schema", "json_schema": {"schema": given}},
+            max_tokens=150,
+            logit_bias={"13": 50},  # ","
+        )["choices"]
+        for given in (SCHEMA, schema)
+    )
+    assert closed == default and set(json.loads(default[0]["message"]["content"])) == {"sky", "clouds"}
 
 
 def test_json_object_format(client: Any) -> None:
@@ -329,4 +342,4 @@ def test_partial_characters_have_no_bytes() -> None:
     words.decoder = decoders.ByteLevel()
     texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=words))
     result = chat_logprobs([TokenLogprob(token, -1.0) for token in (0, 1)], text_of=texts.text)["content"]
-    assert [(one["token"], one["bytes"]) for one in result] == [("a", [97]), ("\ufffd", None)]
+    assert [(entry["token"], entry["bytes"]) for entry in result] == [("a", [97]), ("\ufffd", None)]

@@ -53,7 +53,7 @@ def test_streamed_completions_equal_whole_ones(client: Any) -> None:
         assert last["usage"][name] == whole["usage"][name]
     for choice in whole["choices"]:
         mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
-        assert "".join(one["text"] for one in mine) == choice["text"]
+        assert "".join(event["text"] for event in mine) == choice["text"]
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
         assert len(mine) > 2
 
@@ -86,6 +86,22 @@ def test_echo_with_prompt_logprobs(client: Any, engine: Engine) -> None:
             assert text[place : place + len(token)] == token
         assert answer["usage"]["completion_tokens"] == length
         assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_text_offsets_count_characters(client: Any, engine: Engine) -> None:
+    """A character of several tokens counts once, however the prompt is given."""
+    text = "the \u00e9\u8a9e ant \u8a9e"
+    letters = [token for letter in text for token in ids_of(engine, letter)]  # other tokens than those of the text
+    assert letters != ids_of(engine, text)
+    for prompt in (text, ids_of(engine, text), letters):
+        ids = prompt if isinstance(prompt, list) else ids_of(engine, prompt)
+        [choice] = client.complete(prompt, max_tokens=20, echo=True, logprobs=1)["choices"]
+        result, whole = choice["logprobs"], choice["text"]
+        offsets = result["text_offset"]
+        assert offsets == sorted(offsets) and offsets[-1] <= len(whole) and offsets[len(ids)] == len(text)
+        for offset, token in zip(offsets[: len(ids)], result["tokens"], strict=False):
+            assert whole[offset : offset + len(token)] == token or "\ufffd" in token
+        assert [offsets[ids.index(token)] for token in ids_of(engine, "\u8a9e")[:1]] == [text.index("\u8a9e")]
 
 
 def test_max_tokens_zero_without_echo(client: Any) -> None:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from blockdraft.chat_text import encode_rendered, render_chat
 from blockdraft.engine import Engine
 from blockdraft.engine.text import encode_text
-from blockdraft.errors import UsageError, describe
+from blockdraft.errors import UsageError
 from blockdraft.serving.errors import ApiError
 from blockdraft.serving.request import Chat, GenerationRequest
 from blockdraft.serving.schemas import NUM_SEEDS
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.serving.tool_calls import OutputParser, grammar_of, parser_of
+from blockdraft.serving.tool_calls.formats import THINK, THINK_END
 from blockdraft.targets import Target, without_tokenizer
 from blockdraft.types import SamplingParams
 
-RESERVED = {"tokenize", "return_dict", "conversation", "chat_template", "tools", "add_generation_prompt"}
+RESERVED = {"tokenize", "return_dict", "conversation", "chat_template", "tools", "messages"}
+RESERVED |= {"add_generation_prompt", "continue_final_message", "return_tensors", "return_assistant_tokens_mask"}
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,15 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
     Raises:
         UsageError, ApiError: The request cannot be served.
     """
-    prompt, params, text = request.prompt, request.params, ""
+    prompt, params, text, content = request.prompt, request.params, "", None
     if isinstance(prompt, Chat):
-        text = render_chat(engine.target, prompt)
-        ids = encode_rendered(engine.target, text)
-        params = replace(params, grammar=grammar_of(tokenizer_of(engine.target), prompt, text, params.grammar))
+        text = render(engine.target, prompt)
+        ids = encode_rendered(tokenizer_of(engine.target), text)
+        if _continues(prompt):  # the reasoning of the last message has ended, unless it ends inside
+            last = prompt.messages[-1]["content"]
+            text = THINK if last.rfind(THINK) > last.rfind(THINK_END) else THINK_END
+        content = params.grammar
+        params = replace(params, grammar=grammar_of(tokenizer_of(engine.target), prompt, text, content))
     elif isinstance(prompt, str):
         ids = encode_plain(engine.target, prompt, request.add_special_tokens)
     else:
@@ -63,7 +68,9 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
     choices = []
     for index in range(request.n):
         seed = None if params.seed is None else (params.seed + index) % NUM_SEEDS
-        parser = parser_of(tokenizer_of(engine.target), prompt, text) if isinstance(prompt, Chat) else None
+        parser = None
+        if isinstance(prompt, Chat):
+            parser = parser_of(tokenizer_of(engine.target), prompt, text, json_content=content is not None)
         choices.append(Choice(ids, replace(params, seed=seed), parser, clipped))
     return choices
 
@@ -75,55 +82,53 @@ def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:
     return target.tokenizer
 
 
-def render_chat(target: Target, chat: Chat) -> str:
-    """Render a chat with the chat template of the target, up to the start of the answer.
-
-    Leading system messages are joined into one, since many templates refuse a second one.
+def render(target: Target, chat: Chat) -> str:
+    """Render a chat with the chat template of the target, up to the start of the response.
 
     Raises:
-        UsageError: The target has no chat template, or the template refuses the chat.
+        UsageError: The target has no chat template, the template refuses the chat, or no message can be continued.
     """
     tokenizer = tokenizer_of(target)
     if tokenizer.chat_template is None:
         raise UsageError("The target has no chat template; send the prompt as text to /v1/completions.")
+    if not chat.messages:
+        raise UsageError("messages is empty; give at least one message.")
     if reserved := RESERVED & set(chat.template):
         raise UsageError(f"chat_template_kwargs names {sorted(reserved)}, which the server sets; leave them out.")
-    try:
-        text = tokenizer.apply_chat_template(
-            _join_system_messages(chat.messages),
-            tools=[dict(tool) for tool in chat.tools] or None,
-            add_generation_prompt=True,
-            tokenize=False,
-            **chat.template,
-        )
-        cast(str, text).encode()  # fails at a lone surrogate, which JSON inside JSON may hold
-    except Exception as error:  # templates are programs and may raise anything
-        raise UsageError(
-            f"messages are refused by the target's chat template: {describe(error)}; change their roles or contents."
-        ) from error
-    return cast(str, text)
+    continues = _continues(chat)
+    return render_chat(
+        tokenizer,
+        chat.messages,
+        chat.tools,
+        add_generation_prompt=not continues and chat.add_generation_prompt is not False,
+        continue_final_message=continues,
+        **chat.template,
+    )
 
 
-def _join_system_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    rest = [dict(message) for message in messages[count:]]
-    if count == 0:
-        return rest
-    return [{**messages[0], "content": "\n\n".join(message["content"] for message in messages[:count])}, *rest]
+def _continues(chat: Chat) -> bool:
+    """Return whether the response continues the last message, which is then the assistant's."""
+    last = chat.messages[-1]
+    can_continue = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+    if chat.continue_final_message:
+        if not can_continue:
+            raise UsageError(
+                "continue_final_message is true, and the last message is no text of the assistant; end messages with "
+                "one, or leave continue_final_message out."
+            )
+        if chat.add_generation_prompt:
+            raise UsageError("add_generation_prompt is true beside continue_final_message; leave one of them out.")
+    return can_continue and chat.continue_final_message is not False and not chat.add_generation_prompt
 
 
-def encode_rendered(target: Target, text: str) -> list[int]:
-    """Return the token ids of a rendered chat, which already contains its special tokens."""
-    return list(cast("list[int]", tokenizer_of(target)(text, add_special_tokens=False)["input_ids"]))
-
-
-def encode_chat(target: Target, chat: Chat) -> list[int]:
-    return encode_rendered(target, render_chat(target, chat))
+def encode_messages(target: Target, chat: Chat) -> list[int]:
+    return encode_rendered(tokenizer_of(target), render(target, chat))
 
 
 def encode_plain(target: Target, text: str, add_special_tokens: bool = True) -> list[int]:
     """Return the token ids of a text without a chat template."""
-    return encode_text(text, tokenizer_of(target)) if add_special_tokens else encode_rendered(target, text)
+    tokenizer = tokenizer_of(target)
+    return encode_text(text, tokenizer) if add_special_tokens else encode_rendered(tokenizer, text)
 
 
 def context_of(engine: Engine) -> int:
@@ -132,14 +137,15 @@ def context_of(engine: Engine) -> int:
 
 
 def _token_limit(request: GenerationRequest, settings: ServeSettings, context: int, prompt: int) -> tuple[int, bool]:
-    """Return the maximum number of new tokens, and whether the context clipped the request.
+    """Return the maximum number of new tokens, and whether the context clipped `max_tokens`.
+
+    Clients ask for 32,000 tokens and more, so a large `max_tokens` is no error.
 
     Args:
         prompt: Number of prompt tokens.
     """
-    wanted, name = request.max_tokens, request.max_tokens_name
-    max_prompt, max_answer = settings.max_prompt_tokens, settings.max_answer_tokens
     room, code = context - prompt, "context_length_exceeded"
+    max_prompt = settings.max_prompt_tokens
     if max_prompt is not None and prompt > max_prompt:
         raise ApiError(400, f"The prompt has {prompt} tokens; shorten it to at most {max_prompt}.", code=code)
     if room < 1:
@@ -149,17 +155,5 @@ def _token_limit(request: GenerationRequest, settings: ServeSettings, context: i
             f"output included; shorten the prompt.",
             code=code,
         )
-    clipped = request.clip_max_tokens and wanted is not None and wanted > room
-    if wanted is None or clipped:
-        return min(room, max_answer or room), clipped
-    if max_answer is not None and wanted > max_answer:
-        raise ApiError(400, f"{name} is {wanted}; it must be at most {max_answer} on this server.", param=name)
-    if wanted > room:
-        raise ApiError(
-            400,
-            f"{name} is {wanted}, the prompt has {prompt} tokens, and this model's maximum context length is "
-            f"{context} tokens; lower {name} to {room}, or leave it out.",
-            code=code,
-            param=name,
-        )
-    return wanted, False
+    limit = min(filter(None, (request.max_tokens, settings.max_answer_tokens, room)))
+    return limit, request.max_tokens is not None and limit == room < request.max_tokens

@@ -159,7 +159,51 @@ CODER = [
     ("<toolbox <function=g></function>", [plain("<toolbox"), call("g", "{}")]),
     ("<function=f><parameter=b>\nNaN\n</parameter></function>", [call("f", '{"b": "NaN"}')]),
 ]
-CASES = [
+# As small models write calls whatever their template asks for.
+PLAIN_JSON = [
+    ('```json\n{"name": "f", "arguments": {"a": "x"}}\n```', [call("f", '{"a": "x"}')]),
+    (
+        'I call it.\n\n```\n{"name": "g", "parameters": {}}\n```\nDone.',
+        [plain("I call it."), call("g", "{}"), plain("Done.")],
+    ),
+    ('```json\n{"name": "f", "arguments": {}}', [call("f", "{}")]),
+    ('```json\n{"name": "f", "arguments": {}}\n``', [call("f", "{}")]),
+    (
+        '{"name": "f", "arguments": {"a": "x"}}\n{"name": "g", "arguments": {}}',
+        [call("f", '{"a": "x"}'), call("g", "{}")],
+    ),
+    (
+        '```json\n{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {}}\n```',
+        [call("f", "{}"), call("g", "{}")],
+    ),
+    (
+        '```json\n[\n  {"name": "f", "arguments": {}},\n  {"name": "g", "arguments": {}}\n]\n```',
+        [call("f", "{}"), call("g", "{}")],
+    ),
+    ('[{"name": "f", "arguments": {}}]', [call("f", "{}")]),
+    ('<tools>\n{"name": "f", "arguments": {}}\n</tools>', [call("f", "{}")]),
+    ('<|python_tag|>{"name": "f", "parameters": {}}', [call("f", "{}")]),
+    ('{"name": "f", "arguments": {}}\n</tool_call>', [call("f", "{}")]),
+    ('{"type": "function", "function": {"name": "f", "arguments": "{}"}}', [call("f", "{}")]),
+    ('{"function": "f", "arguments": {}}', [call("f", "{}")]),
+    ("<tool_call>\n<function=g>\n</function>\n</tool_call>", [call("g", "{}")]),
+    ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', [call("f", "{}")]),
+    *(
+        (text, [plain(text)])
+        for text in (
+            '```json\n{"name": "Ann", "arguments": {}}\n```',
+            '```json\n{"name": "f", "description": "F.", "parameters": {"a": 1}}\n```',
+            '```python\nf({"name": "f", "arguments": {}})\n```',
+            '```json\n{"name": "f", "argum',
+            "```json\n[1, 2]\n```",
+            '{"name": "f"}',
+            "[link](x)\n<b>bold</b>\n`code`\n``` ",
+            'Write {"name": "f", "arguments": {}} for it.',
+            '{"a": 1}\n',
+        )
+    ),
+]
+CASES = [(name, *case) for name in TEMPLATES for case in PLAIN_JSON] + [
     (name, *case) for name, cases in (("hermes", HERMES), ("llama3", LLAMA3), ("qwen3_coder", CODER)) for case in cases
 ]
 
@@ -248,6 +292,9 @@ def test_text_is_returned_as_soon_as_possible(tokenizer: PreTrainedTokenizerFast
     assert parser.push("One two <") == [TextDelta("One two")]
     assert parser.push("too") == []
     assert parser.push("th") == [TextDelta(" <tooth")]
+    parser = parser_of(tokenizer, TOOLS)
+    assert parser.push("```json\n{") == []
+    assert parser.push('"name": "app"') == [TextDelta('```json\n{"name": "app"')]  # no tool of this name
     parser = parser_of(tokenizer_with(tokenizer, "<think></think>"), prompt_text="<think>")
     assert parser.push("Hm, ") == [TextDelta("Hm,", reasoning=True)]
 
@@ -255,8 +302,8 @@ def test_text_is_returned_as_soon_as_possible(tokenizer: PreTrainedTokenizerFast
 def test_calls_have_ids_of_their_own(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer_with(tokenizer, TEMPLATES["hermes"])
     calls = parse(tokenizer, ['<tool_call>{"name": "g"}</tool_call>' * 2])
-    assert [one.index for one in calls if isinstance(one, ToolCall)] == [0, 1]
-    assert len({one.id for one in calls if isinstance(one, ToolCall)}) == 2
+    assert [part.index for part in calls if isinstance(part, ToolCall)] == [0, 1]
+    assert len({part.id for part in calls if isinstance(part, ToolCall)}) == 2
 
 
 def test_deeply_nested_and_huge_values_are_text(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -306,11 +353,29 @@ def test_schemas_give_bare_values_their_types(
     assert isinstance(part, ToolCall) and json.loads(part.arguments) == {"x": value}
 
 
-@pytest.mark.parametrize("template", ["{{ messages }}", "{{ tools }} [TOOL_CALLS]"])
-def test_templates_without_a_known_format_refuse_tools(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+def test_templates_without_tools_refuse_them(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UsageError, match="tools is given, and the model's chat template"):
-        parser_of(tokenizer_with(tokenizer, template), TOOLS)
+        parser_of(tokenizer_with(tokenizer, "{{ messages }}"), TOOLS)
     parser_of(tokenizer, TOOLS, ToolChoice("none"))
+
+
+def test_json_content_is_no_call(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Where text must be JSON, only marked calls can be told from it."""
+    tokenizer_with(tokenizer, TEMPLATES["hermes"])
+    text = '{"name": "f", "arguments": {}}'
+    parser = parser_of_chat(tokenizer, Chat([], tuple(TOOLS)), json_content=True)
+    assert joined(parser.push(text) + parser.finish()) == [plain(text)]
+
+
+def test_unfinished_calls_behind_others_are_dropped_at_the_token_limit(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer_with(tokenizer, TEMPLATES["hermes"])
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "f", "arg'
+    for cut in (True, False):
+        parser = parser_of(tokenizer, TOOLS)
+        parts = joined(parser.push(text) + parser.finish(cut))
+        assert parts == [call("f", "{}")] + ([] if cut else [plain('<tool_call>{"name": "f", "arg')])
+    parser = parser_of(tokenizer, TOOLS)
+    assert joined(parser.push('<tool_call>{"name') + parser.finish(cut=True)) == [plain('<tool_call>{"name')]
 
 
 @pytest.mark.parametrize(
@@ -332,7 +397,7 @@ def test_invalid_tools(tokenizer: PreTrainedTokenizerFast, tools: list[dict[str,
 def test_arguments_are_json(tokenizer: PreTrainedTokenizerFast) -> None:
     for name, _, expected in CASES:
         assert name in TEMPLATES
-        assert all(isinstance(json.loads(one[2]), dict) for one in expected if one[0] == "call")
+        assert all(isinstance(json.loads(part[2]), dict) for part in expected if part[0] == "call")
 
 
 def test_without_parallel_calls_the_first_call_ends_the_output(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -343,7 +408,7 @@ def test_without_parallel_calls_the_first_call_ends_the_output(tokenizer: PreTra
         assert joined(parse(tokenizer, pieces, parallel=False)) == [plain("Well."), call("f", "{}")]
         assert len(joined(parse(tokenizer, pieces))) == 4
     parser = parser_of(tokenizer, TOOLS, parallel=False)
-    ended = [bool(parser.push(one)) and parser.ended for one in text]
+    ended = [bool(parser.push(letter)) and parser.ended for letter in text]
     assert ended.index(True) == len("Well. " + calls[0]) - 1
 
 
