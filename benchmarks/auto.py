@@ -28,7 +28,7 @@ from blockdraft.engine.adaptive.costs import Costs, Points, Probe, measure
 from blockdraft.evaluation.prompts import read_prompt_sets
 
 SIZES = (1, 2, 3, 4, 5, 6, 8)
-STRETCHES = ((0, 100), (100, 500), (500, 1 << 30))  # cycles
+STRETCHES = ((0, 100), (100, 500), (500, 1 << 30))  # steps
 
 
 @dataclass
@@ -38,14 +38,14 @@ class Run:
     engine: Engine
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    cycles: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
 
     def answer(self, prompt: str, params: SamplingParams) -> None:
         [completion] = self.engine.generate([prompt], params)
         stats = completion.checked().stats
         self.tokens.append(sum(stats.committed))
         self.seconds.append(stats.total_seconds)
-        self.cycles.append(len(stats.committed))
+        self.steps.append(len(stats.committed))
 
     def rate(self, prompts: list[int]) -> float:
         return sum(self.tokens[n] for n in prompts) / sum(self.seconds[n] for n in prompts)
@@ -53,10 +53,10 @@ class Run:
     def during(self, first: int, end: int) -> list[int]:
         """Return the prompts that begin after so many steps."""
         began, found = 0, []
-        for prompt, cycles in enumerate(self.cycles):
+        for prompt, steps in enumerate(self.steps):
             if first <= began < end:
                 found.append(prompt)
-            began += cycles
+            began += steps
         return found
 
 
@@ -121,8 +121,8 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
             stretches = [one.during(*stretch) for stretch in STRETCHES]
             found[name] = [one.rate(part) / runs[str(best)].rate(part) if part else None for part in stretches]
     asked = {name: getattr(given, name) for name in ("width", "dtype", "quantize", "temperature", "tree")}
-    cycles = {name: sum(one.cycles) for name, one in runs.items()}
-    return asked | {"running": target.running, "fixed": fixed, "best": best, "auto": found, "cycles": cycles}
+    steps = {name: sum(one.steps) for name, one in runs.items()}
+    return asked | {"running": target.running, "fixed": fixed, "best": best, "auto": found, "steps": steps}
 
 
 def page(result: dict[str, Any]) -> str:
@@ -134,13 +134,13 @@ def page(result: dict[str, Any]) -> str:
     )
     header = [
         "stored costs",
-        f"first 100 cycles / blocks of {result['best']}",
-        "cycles 100 to 500",
+        f"first 100 steps / blocks of {result['best']}",
+        "steps 100 to 500",
         "after 500",
-        "cycles",
+        "steps",
     ]
     lines = (
-        [name, *(number(ratio, ".3f") for ratio in ratios), str(result["cycles"][name])]
+        [name, *(number(ratio, ".3f") for ratio in ratios), str(result["steps"][name])]
         for name, ratios in result["auto"].items()
     )
     return text + table(header, lines) + "\n"

@@ -99,7 +99,7 @@ def theirs(peer: PeerProcess, stops: Sequence[int]) -> Decode:
     def decode(prompt: list[int], tokens: int) -> Answer:
         found = peer.ask("decode", {"prompt": prompt, "max_new_tokens": tokens, "stops": list(stops)})
         later = len(found["tokens"]) - found["first"]
-        return Answer(found["prefill_seconds"], found["decode_seconds"], later, found["cycles"])
+        return Answer(found["prefill_seconds"], found["decode_seconds"], later, found["steps"])
 
     return decode
 

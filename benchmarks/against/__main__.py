@@ -44,7 +44,7 @@ class Sample:
     seconds: float
     host_seconds_per_forward: float | None
     answers: list[list[int]]
-    cycles: int
+    steps: int
 
     @property
     def speed(self) -> float:

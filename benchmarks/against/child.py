@@ -84,7 +84,7 @@ def main() -> None:
             "seconds": seconds,
             "host_seconds_per_forward": host,
             "answers": [completion.token_ids for completion in completions],
-            "cycles": sum(len(completion.stats.committed) for completion in completions),
+            "steps": sum(len(completion.stats.committed) for completion in completions),
         }
         print(json.dumps(answer), flush=True)
 

@@ -1,6 +1,6 @@
 """Decoding against the limits of a device, at the shapes of real models with random weights.
 
-For each context: plain decoding as a share of the memory bandwidth, the cost R of cycles with blocks and trees, where
+For each context: plain decoding as a share of the memory bandwidth, the cost R of steps with blocks and trees, where
 their time goes, and the tokens per second that published acceptance would give. With --smoke instead: whether tokens
 are right, in five minutes.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import smoke
-from benchmarks.gpu.measure import PARAMS, copy_bandwidth, cycle, forced_rate, idle_share
+from benchmarks.gpu.measure import PARAMS, copy_bandwidth, forced_rate, idle_share, time_step
 from benchmarks.gpu.shapes import SHAPES, Shape, build, bytes_per_token
 from benchmarks.harness.command import ROOT, Parser, command_line, listed, tell
 from benchmarks.harness.report import table, write_files
@@ -45,8 +45,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--smoke", action="store_true", help="only check tokens, and one step's time; 1 if one is wrong"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--repeats", type=int, default=20, help="cycles of each kind")
-    parser.add_argument("--cycles", type=int, default=24, help="with a forced acceptance")
+    parser.add_argument("--repeats", type=int, default=20, help="steps of each kind")
+    parser.add_argument("--steps", type=int, default=24, help="with a forced acceptance")
     given = parser.parse(words)
     if torch.device(given.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU here; --device cpu --shapes tiny tries the benchmark out.")
@@ -61,11 +61,11 @@ def at_context(
     whole, one = ChainPlan(drafter.block_size, [PARAMS]), ChainPlan(1, [PARAMS])
     plans = {f"block {n}": ChainPlan(n, [PARAMS]) for n in args.blocks if n <= drafter.block_size}
     plans |= {f"tree {n}": ChainPlan(drafter.block_size, [PARAMS]).as_tree(n) for n in args.trees}
-    plain = cycle(alone, context, one, args.repeats)
-    cycles = {"plain": plain} | {name: cycle(drafted, context, plan, args.repeats) for name, plan in plans.items()}
+    plain = time_step(alone, context, one, args.repeats)
+    steps = {"plain": plain} | {name: time_step(drafted, context, plan, args.repeats) for name, plan in plans.items()}
     forced = []
     for method, task, tau, source in shape.taus:
-        rate, reached = forced_rate(target, drafter, context, tau, args.cycles)
+        rate, reached = forced_rate(target, drafter, context, tau, args.steps)
         forced.append({"method": method, "task": task, "tau": tau, "source": source, "reached": reached, "rate": rate})
     idle = {
         "plain": idle_share(alone, context, one),
@@ -75,7 +75,7 @@ def at_context(
         "context": context,
         "plain_tokens_per_second": 1 / plain.total,
         "share_of_roofline": bytes_per_token(target, shape.target, context) / bandwidth / plain.total,
-        "cycles": {name: asdict(each) | {"R": each.total / plain.total} for name, each in cycles.items()},
+        "steps": {name: asdict(each) | {"R": each.total / plain.total} for name, each in steps.items()},
         "forced": forced,
         "idle": idle,
     }
@@ -88,8 +88,8 @@ def page(found: dict[str, Any], command: str) -> str:
         "# Decoding against the limits of the device",
         f"{machine}, {found['dtype']}, random weights, one request; copies run at {found['bandwidth'] / 1e9:.0f} GB/s. "
         f"torch {torch.__version__}. Command: `{command}`.",
-        "R: time of a cycle over that of a plain step. Draft, verify and host: where its milliseconds go if each part "
-        "is waited for, so that they may add up to more than the cycle. Captured: native, with CUDA graphs. Roofline: "
+        "R: time of a step over that of a plain step. Draft, verify and host: where its milliseconds go if each part "
+        "is waited for, so that they may add up to more than the step. Captured: native, with CUDA graphs. Roofline: "
         "bytes that a plain step must read over this bandwidth. Idle: share of the time in which no kernel ran.",
     ]
     for one in found["runs"]:
@@ -103,9 +103,9 @@ def page(found: dict[str, Any], command: str) -> str:
             lines = [
                 [name, f"{1000 * c['total']:.2f}", f"{c['R']:.2f}"]
                 + [f"{1000 * c[part]:.2f}" for part in ("draft", "verify", "host")]
-                for name, c in each["cycles"].items()
+                for name, c in each["steps"].items()
             ]
-            parts.append(table(["cycle", "ms", "R", "draft", "verify", "host"], lines, left=1))
+            parts.append(table(["step", "ms", "R", "draft", "verify", "host"], lines, left=1))
             for f in each["forced"]:
                 over = f["rate"] / each["plain_tokens_per_second"]
                 parts.append(

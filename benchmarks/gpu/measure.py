@@ -1,4 +1,4 @@
-"""Measurements of cycles, each of one row."""
+"""Measurements of steps, each of one row."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from blockdraft.timing import FORWARD, NETWORKS, listening
 from blockdraft.types import SamplingParams
 
 COPIED_BYTES = {"cuda": 2**31, "cpu": 2**27}
-PROFILED_CYCLES = 4
+PROFILED_STEPS = 4
 PARAMS = SamplingParams(1)
 
 
 @dataclass(frozen=True)
-class Cycle:
-    """Median times of one kind of cycle, in seconds.
+class StepTimes:
+    """Median times of one kind of step, in seconds.
 
     Attributes:
         total: From step to step.
-        draft, verify, host: In the drafter's networks, in the target's forward, and outside both, in other cycles, in
+        draft, verify, host: In the drafter's networks, in the target's forward, and outside both, in other steps, in
             which each of them is waited for.
         tokens: Mean tokens committed.
     """
@@ -52,22 +52,22 @@ class Forced:
     Args:
         inner: The drafter; it drafts chains.
         answer: The target's coming tokens.
-        right: Numbers of right draft tokens in each cycle, used cyclically.
+        right: Numbers of right draft tokens in each step, used cyclically.
     """
 
     def __init__(
         self, inner: Drafter, prompt_length: int, answer: Sequence[int], right: Sequence[int], vocab_size: int
     ) -> None:
         self.inner, self.answer, self.right, self.vocab_size = inner, answer, right, vocab_size
-        self._place, self._cycle = -prompt_length, 0
+        self._place, self._step = -prompt_length, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
         proposal = self.inner.propose(state, anchor, plan)
-        right = self.right[self._cycle % len(self.right)]
-        self._cycle += 1
+        right = self.right[self._step % len(self.right)]
+        self._step += 1
         known = list(self.answer[self._place + 1 : self._place + proposal.tokens.size(1)])
         known[right:] = [(token + 1) % self.vocab_size for token in known[right:]]
         tokens = proposal.tokens.clone()
@@ -99,12 +99,12 @@ def clock(device: torch.device) -> Callable[[], float]:
     return now
 
 
-def room(probe: Probe, plan: Plan, cycles: int) -> int:
+def room(probe: Probe, plan: Plan, steps: int) -> int:
     """Return the KV slots that these steps need after the context, with the nodes of the last one."""
-    return cycles * probe.drafter.block_size + plan.tree_budget
+    return steps * probe.drafter.block_size + plan.tree_budget
 
 
-def cycle(probe: Probe, context: int, plan: Plan, repeats: int) -> Cycle:
+def time_step(probe: Probe, context: int, plan: Plan, repeats: int) -> StepTimes:
     """Time steps of this plan behind a context."""
     runner, rows = probe.rows(1, context, room(probe, plan, 2 * repeats + 2))
     now = clock(probe.target.device)
@@ -118,43 +118,43 @@ def cycle(probe: Probe, context: int, plan: Plan, repeats: int) -> Cycle:
     committed = rows[0].request.stats.committed[2:]
     draft, verify, host = (median(part) for part in zip(*parts, strict=True))
     tokens = sum(committed) / len(committed)
-    return Cycle(total=median(totals), draft=draft, verify=verify, host=host, tokens=tokens)
+    return StepTimes(total=median(totals), draft=draft, verify=verify, host=host, tokens=tokens)
 
 
-def forced_rate(target: Target, drafter: DFlashDrafter, context: int, tau: float, cycles: int) -> tuple[float, float]:
+def forced_rate(target: Target, drafter: DFlashDrafter, context: int, tau: float, steps: int) -> tuple[float, float]:
     """Return tokens per second, and per step, when draft tokens are right as often as `tau` says.
 
     The latter falls short of `tau` where the target decides otherwise inside a block than alone, as bfloat16 and the
     nearly equal logits of random weights make it do.
     """
-    length = int(cycles * tau) + 2 * drafter.block_size
+    length = int(steps * tau) + 2 * drafter.block_size
     runner, rows = Probe(target, NoDrafter()).rows(1, context, length)
     answer = rows[0].request.token_ids
     while len(answer) < length:
         runner.step(rows, ChainPlan(1, [PARAMS]))
-    reached = [int(cycle * (tau - 1) + 1e-9) for cycle in range(cycles + 1)]
+    reached = [int(step * (tau - 1) + 1e-9) for step in range(steps + 1)]
     right = [after - before for before, after in pairwise(reached)]  # differing by at most one
     forced: Any = Forced(drafter, context, answer, right, target.vocab_size)  # it has the rest from the inner drafter
     runner, rows = Probe(target, forced).rows(1, context, length)
     now, plan = clock(target.device), ChainPlan(drafter.block_size, [PARAMS])
     runner.step(rows, plan)
     before, began = len(rows[0].request.token_ids), now()
-    for _ in range(cycles - 1):
+    for _ in range(steps - 1):
         runner.step(rows, plan)
     tokens = len(rows[0].request.token_ids) - before
-    return tokens / (now() - began), tokens / (cycles - 1)
+    return tokens / (now() - began), tokens / (steps - 1)
 
 
 def idle_share(probe: Probe, context: int, plan: Plan) -> float | None:
     """Return the share of the time in which no kernel ran on the device, or None without a GPU."""
     if probe.target.device.type != "cuda":
         return None
-    runner, rows = probe.rows(1, context, room(probe, plan, PROFILED_CYCLES + 2))
+    runner, rows = probe.rows(1, context, room(probe, plan, PROFILED_STEPS + 2))
     runner.step(rows, plan)
     now = clock(probe.target.device)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         now()
-        for _ in range(PROFILED_CYCLES):
+        for _ in range(PROFILED_STEPS):
             runner.step(rows, plan)
         now()
     kernels = [e.time_range for e in found.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.measure import PARAMS, copy_bandwidth, cycle
+from benchmarks.gpu.measure import PARAMS, copy_bandwidth, time_step
 from benchmarks.gpu.shapes import SHAPES, build, bytes_per_token
 from benchmarks.harness.command import tell
 from blockdraft.decode.proposal import ChainPlan
@@ -85,7 +85,7 @@ def checks(device: torch.device) -> Iterator[Check]:
     bandwidth, name = copy_bandwidth(device, REPEATS), SHAPE[device.type]
     for way in ("native", "captured")[: 2 if device.type == "cuda" else 1]:
         target, _ = build(SHAPES[name], way, torch.bfloat16, device)
-        seconds = cycle(Probe(target, NoDrafter()), CONTEXT, ChainPlan(1, [PARAMS]), REPEATS).total
+        seconds = time_step(Probe(target, NoDrafter()), CONTEXT, ChainPlan(1, [PARAMS]), REPEATS).total
         share = bytes_per_token(target, SHAPES[name].target, CONTEXT) / bandwidth / seconds
         told = f"{1000 * seconds:.2f} ms, {100 * share:.0f} % of the roofline at {bandwidth / 1e9:.0f} GB/s"
         yield Check(f"plain step of {name}, {way}", share >= LEAST_SHARE if way == "captured" else None, told)

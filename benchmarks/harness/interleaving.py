@@ -57,13 +57,13 @@ class Timed(Protocol):
     Attributes:
         repeat: Round that it belongs to.
         later_tokens: Tokens that came after the prompt's forward.
-        cycles: Forwards of the target after that one.
+        steps: Forwards of the target after that one.
         decode_seconds: Seconds from there to the last token.
     """
 
     repeat: Any
     later_tokens: int
-    cycles: int
+    steps: int
     decode_seconds: float
 
 
@@ -78,7 +78,7 @@ def rates(answers: Iterable[Timed], prompts: int) -> dict[int, float]:
 
 def tau(answers: Sequence[Timed]) -> float:
     """Return the tokens per step."""
-    return sum(answer.later_tokens for answer in answers) / max(sum(answer.cycles for answer in answers), 1)
+    return sum(answer.later_tokens for answer in answers) / max(sum(answer.steps for answer in answers), 1)
 
 
 def ratios(rates: Mapping[K, float], others: Mapping[K, float]) -> list[float]:

@@ -42,7 +42,7 @@ class Trial:
         repeat: Round that it belongs to, or `UNTIMED`.
         answer: Token ids with spaces between, the stop token included.
         first: Number of tokens that came with the prompt's forward.
-        cycles: Steps after that one.
+        steps: Steps after that one.
         prefill_seconds, decode_seconds: Until the first tokens, and from there to the last one.
     """
 
@@ -54,7 +54,7 @@ class Trial:
     repeat: int
     answer: str
     first: int
-    cycles: int
+    steps: int
     prefill_seconds: float
     decode_seconds: float
 
@@ -172,7 +172,7 @@ class Figures:
         tokens_per_second_by_repeat: Of each repeat.
         over_reference, over_plain: Ratios of tokens per second to transformers' `generate` and to our plain decoding in
             the same repeat; the median of the repeats. None where that one is missing.
-        tau: Tokens per cycle.
+        tau: Tokens per step.
         first_token_seconds: From the question to the first tokens; the median of all answers.
         seconds_per_answer: Mean of prefill and decoding together; the median of the repeats.
         same: Share of the prompts of which every answer equals the reference's.

@@ -203,7 +203,7 @@ def _speedups(found: Sequence[Measured]) -> str:
         best[kind] = _fastest([row for row in found if row.kind == kind])
     base, lines = _mean(best[BASE], "speedup") if BASE in best else {}, []
     for kind, own in best.items():
-        speedups, tau, cost = (_mean(own, name) for name in ("speedup", "tau", "cycle_cost"))
+        speedups, tau, cost = (_mean(own, name) for name in ("speedup", "tau", "step_cost"))
         over = [speedups[seed] / base[seed] for seed in speedups if seed in base]
         cells = (spread(list(speedups.values())), number(mean(tau.values())), number(mean(cost.values())))
         lines.append([TITLES[kind], own[0].method, *cells, spread(over)])

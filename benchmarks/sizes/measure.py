@@ -16,7 +16,7 @@ from benchmarks.sizes.ways import PLAIN, Way
 ANSWERS = "answers"
 MOST_DRAFT_TOKENS = 15
 GOLDEN = (5**0.5 - 1) / 2  # its multiples are evenly spread modulo 1
-FORCED_CYCLES = 500  # period of the counts of right draft tokens
+FORCED_STEPS = 500  # period of the counts of right draft tokens
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Task:
 
     Attributes:
         kind: `ANSWERS`, "first" (how long the first token takes) or "context" (speed behind a long prompt).
-        accept: Where draft tokens are replaced, how many are right in each cycle.
+        accept: Where draft tokens are replaced, how many are right in each step.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Run:
     repeat: int
     forced: int
     new_tokens: int
-    cycles: int
+    steps: int
     prefill_seconds: float
     decode_seconds: float
     peak_bytes: int
@@ -108,7 +108,7 @@ def right_draft_tokens(acceptance_prob: float) -> tuple[int, ...]:
 
     The shares of the counts are near those of chance in any stretch, so that short answers have the right tau, too.
     """
-    evenly = ((i + 1) * GOLDEN % 1 for i in range(FORCED_CYCLES))
+    evenly = ((i + 1) * GOLDEN % 1 for i in range(FORCED_STEPS))
     return tuple(min(int(log(place) / log(acceptance_prob)), MOST_DRAFT_TOKENS) for place in evenly)
 
 
@@ -144,7 +144,7 @@ def measure(
                 repeat=repeat,
                 forced=int(bool(task.accept)),
                 new_tokens=len(answer["tokens"]),
-                **{name: answer[name] for name in ("cycles", "prefill_seconds", "decode_seconds")},
+                **{name: answer[name] for name in ("steps", "prefill_seconds", "decode_seconds")},
                 peak_bytes=processes.running[way.process].peak_bytes(),
                 answer=" ".join(map(str, answer["tokens"])),
             )

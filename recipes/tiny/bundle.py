@@ -69,7 +69,7 @@ that loop are left out of tau.
 |---|---|---|
 {rows}
 
-Share of cycles in which the first i draft tokens were accepted, i = 1, 2, ...:
+Share of steps in which the first i draft tokens were accepted, i = 1, 2, ...:
 
 {positions}
 {making}"""
@@ -158,7 +158,7 @@ def rows_of(name: str, sets: list[dict[str, Any]]) -> str:
 
     own = [each["drafters"][name] for each in sets]
     rows = [
-        row("tau (all tokens over all cycles)", *(f"{each['tau']:.2f}" for each in own)),
+        row("tau (all tokens over all steps)", *(f"{each['tau']:.2f}" for each in own)),
         row("tau (mean over answers)", *(f"{each['tau_mean_over_answers']:.2f}" for each in own)),
         row(f"tau of trees of {budget} draft tokens", *(f"{each['tree']['tau']:.2f}" for each in own)),
         row(f"tau at temperature {temperature:g}", *(f"{each['sampled']['tau']:.2f}" for each in own)),

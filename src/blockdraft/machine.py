@@ -30,7 +30,7 @@ MODELS = "models"
 CACHED = {
     "libraries": "forwards compiled for this processor",
     "weights": "weights of large targets, packed for their compiled forward",
-    "costs": "times of cycles, for each target and drafter",
+    "costs": "times of steps, for each target and drafter",
     "threads": "fastest number of threads, for each target",
     MODELS: "models that `blockdraft pull` got",
 }

@@ -41,7 +41,7 @@ def telling(note: Callable[[str], None], what: str, at_once: bool = True) -> Ite
         thread.join()
 
 
-class Cycle:
+class StepTimer:
     """Timer and context manager of one step.
 
     Attributes:
@@ -54,12 +54,12 @@ class Cycle:
         self._wait = None if _listener is None else _listener.wait
         self._began = self._last = time.perf_counter()
 
-    def __enter__(self) -> Cycle:
-        _thread.cycle = self
+    def __enter__(self) -> StepTimer:
+        _thread.timer = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        _thread.cycle = None
+        _thread.timer = None
         if self._listener is not None and kind is None:
             for part, seconds in self.seconds.items():
                 self._listener.seconds[part] += seconds
@@ -88,7 +88,7 @@ class _Listener:
 
 
 class _Thread(threading.local):
-    cycle: Cycle | None = None  # present step of this thread
+    timer: StepTimer | None = None  # present step of this thread
 
 
 _thread = _Thread()
@@ -97,9 +97,9 @@ _listener: _Listener | None = None
 
 def mark(part: str) -> None:
     """Count the time of this thread since the last mark to this part of its step."""
-    cycle = _thread.cycle
-    if cycle is not None:
-        cycle.mark(part)
+    timer = _thread.timer
+    if timer is not None:
+        timer.mark(part)
 
 
 @contextmanager

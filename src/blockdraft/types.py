@@ -286,7 +286,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class CycleTrace:
+class StepTrace:
     """What one step did for one request.
 
     Attributes:

@@ -37,7 +37,7 @@ for line in sys.stdin:
             tokens = list(range(8)) * 6
         if options.get("differ") == number:
             tokens[2] = 0
-        answer = {"tokens": tokens, "first": 1, "cycles": 2, "prefill_seconds": 0.5, "decode_seconds": 0.1}
+        answer = {"tokens": tokens, "first": 1, "steps": 2, "prefill_seconds": 0.5, "decode_seconds": 0.1}
         if options.get("fail") == number:
             answer = {"error": "ValueError: no"}
     print(json.dumps(answer), flush=True)

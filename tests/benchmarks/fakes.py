@@ -20,5 +20,5 @@ def started(peer: Peer, folder: Path, patience: float = 60.0) -> PeerProcess:
 
 
 def trial(peer: str, index: int, repeat: int = UNTIMED, answer: str = "1 2 3 4 5", seconds: float = 1.0) -> Trial:
-    cycles = len(answer.split()) - 1
-    return Trial(peer, "set", index, repeat, answer, 1, cycles, prefill_seconds=0.5, decode_seconds=seconds)
+    steps = len(answer.split()) - 1
+    return Trial(peer, "set", index, repeat, answer, 1, steps, prefill_seconds=0.5, decode_seconds=seconds)

@@ -16,10 +16,10 @@ def run(
     name: str = ANSWERS,
     answer: str = "1 2 3 4 5",
     parameters: int = 5_000_000,
-    cycles: int = 2,
+    steps: int = 2,
     forced: int = 0,
 ) -> Run:
     """Run with an answer of 5 tokens, whose last 4 took so many seconds."""
-    numbers = {"forced": forced, "new_tokens": 5, "cycles": cycles, "prefill_seconds": 0.5, "decode_seconds": seconds}
+    numbers = {"forced": forced, "new_tokens": 5, "steps": steps, "prefill_seconds": 0.5, "decode_seconds": seconds}
     place = {"size": size, "parameters": parameters, "set": name, "prompt": prompt, "repeat": repeat}
     return Run(**vars(way), **place, **numbers, peak_bytes=2**30, answer=answer)

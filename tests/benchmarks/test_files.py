@@ -27,7 +27,7 @@ def test_ours_is_timed_as_theirs(tiny_target_dir: Path) -> None:
 
     def ask(name: str, request: Any) -> dict[str, Any]:
         assert request == {"prompt": [5], "max_new_tokens": 3, "stops": [2]}
-        return {"tokens": [1, 2, 3], "first": 1, "cycles": 1, "prefill_seconds": 0.5, "decode_seconds": 0.1}
+        return {"tokens": [1, 2, 3], "first": 1, "steps": 1, "prefill_seconds": 0.5, "decode_seconds": 0.1}
 
     assert theirs(cast(PeerProcess, SimpleNamespace(ask=ask)), [2])([5], 3) == Answer(0.5, 0.1, 2, 1)
 
@@ -89,7 +89,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path) -> list[dict[s
             count, self.answered = request["max_new_tokens"], self.answered + 1
             pace = 0.1 if self.answered > 4 else 5.0  # the first round warms up
             times = {"prefill_seconds": 0.1, "decode_seconds": pace * (count - 1)}
-            return {"tokens": [1] * count, "first": 1, "cycles": count - 1, **times}
+            return {"tokens": [1] * count, "first": 1, "steps": count - 1, **times}
 
     monkeypatch.setattr(files, "PeerProcess", Peer)
     monkeypatch.setattr(files, "PROMPT", 128)

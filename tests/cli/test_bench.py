@@ -13,7 +13,7 @@ import pytest
 from blockdraft.cli import display
 from blockdraft.evaluation import report, speed
 
-METHOD_KEYS = {"tokens_per_second", "speedup", "tau", "acceptance_by_position", "cycle_cost", "identical", "looping"}
+METHOD_KEYS = {"tokens_per_second", "speedup", "tau", "acceptance_by_position", "step_cost", "identical", "looping"}
 METHODS = ["none", "chain", "chain:3"]
 
 

@@ -43,7 +43,7 @@ def target(tiny_target_dir: Path) -> Target:
 
 
 def drafted(folder: Path, target: Target) -> tuple[list[int], list[int]]:
-    """The answer, and how it came about cycle by cycle."""
+    """The answer, and how it came about step by step."""
     [completion] = Engine(target, load_drafter(folder, target=target)).generate([PROMPT], SamplingParams(24))
     return completion.token_ids, completion.stats.committed
 

@@ -30,8 +30,8 @@ KEYS = {
     "token_ids",
     "finish_reason",
     "tau",
-    "cycles",
-    "drafted_cycles",
+    "steps",
+    "drafted_steps",
     "draft_vocab",
     "drafter_bits",
     "acceptance_by_position",
@@ -135,7 +135,7 @@ def test_json(generate: Run, expected: dict[str, Any]) -> None:
     for terminal in (False, True):
         result = generate("hello", "--json", "--tree-budget", 0, "--block-size", 4, terminal=terminal)
         answer = json.loads(result.out)
-        # On a machine that is busy by now, drafting may look slow beside what plain cycles took before.
+        # On a machine that is busy by now, drafting may look slow beside what plain steps took before.
         assert not result.err or result.err.startswith("Drafting is slower here")
         assert (result.code, answer.keys()) == (0, KEYS | {"memory"})
         memory = answer["memory"]
@@ -199,7 +199,7 @@ def test_it_is_reported_when_drafting_is_slower(
     assert slower_note(fixed, answer, measured(2.05)) is None
     assert slower_note(fixed, Stats(), None) is None
     assert slower_note(fixed, answer, None) is None  # nothing is known
-    for plain, slower in ((0.01, True), (0.03, False)):  # seconds of a cycle
+    for plain, slower in ((0.01, True), (0.03, False)):  # seconds of a step
         costs = stored_costs.Costs((1,), (plain,), ((),), ((),), 0.0)
         stored_costs.store(stored_costs.path(target, drafter), costs, stored_costs.pair_of(target, drafter))
         assert (slower_note(fixed, answer, None) is not None) == slower
@@ -259,7 +259,7 @@ def test_compare_reports_the_first_difference(
     assert answers.as_dict(comparison.drafted, comparison, engine)["identical"] is False
 
 
-def test_a_comparison_says_how_many_cycles_drafted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_says_how_many_steps_drafted(capsys: pytest.CaptureFixture[str]) -> None:
     run = Completion("", [0] * 6, "stop", [], Stats([1, 2, 1, 1], [0, 3, 0, 1], total_seconds=1.0))
     answers.show_comparison(display.plain(), Comparison(run, run, None))
     assert "speed-up: 1.00 (2 of 4 steps drafted); tokens: identical\n" in capsys.readouterr().out

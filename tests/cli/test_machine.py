@@ -176,11 +176,11 @@ def test_costs_are_measured_once_and_shown(
     pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--batch-size", 2)
     code, out, err = calibrate(capsys, monkeypatch, *pair)
     assert code == 0
-    assert "R, chain of 7" in out and "R, tree of 64" in out and "2 rows: plain cycle" in err
+    assert "R, chain of 7" in out and "R, tree of 64" in out and "2 rows: plain step" in err
     code, out, err = calibrate(capsys, monkeypatch, *pair, "--json")
     assert code == 0 and "--anew measures again" in err
     assert json.loads(out)["rows"] == [1, 2]
-    assert "plain cycle" in calibrate(capsys, monkeypatch, *pair, "--anew")[2]
+    assert "plain step" in calibrate(capsys, monkeypatch, *pair, "--anew")[2]
 
 
 def test_calibrating_a_target_needs_its_drafter(

@@ -116,7 +116,7 @@ def test_refinement_does_not_change_the_output(model, config, good_draft_tokens,
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_each_cycle_takes_that_many_draft_passes(model, config, steps):
+def test_each_step_takes_that_many_draft_passes(model, config, steps):
     mixin = DFlashGenerationMixin(model, replace(config, diffusion_steps=steps))
     passes = 0
 

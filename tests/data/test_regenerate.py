@@ -316,7 +316,7 @@ def test_loops_and_long_prompts_are_left_out_and_counted(
 
 
 def test_a_repetitive_answer_is_written_no_further_and_kept_up_to_its_loop(target: Target) -> None:
-    """How many tokens a cycle commits makes no difference."""
+    """How many tokens a step commits makes no difference."""
     results = []
     for drafter in ("none", "prompt_lookup"):
         responder = engine(target, drafter)

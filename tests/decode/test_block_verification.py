@@ -200,7 +200,7 @@ def test_a_node_without_a_distribution_changes_no_distribution_before_it() -> No
     assert torch.allclose(first, p[0], atol=0.015), first
     after = torch.multinomial(
         p[1], count, True, generator=generator
-    ).tolist()  # sampled by the next cycle where there is no bonus
+    ).tolist()  # sampled by the next step where there is no bonus
     seconds = [[*output, then][1] for output, then in zip(outputs, after, strict=True) if output[0] != 0]
     second = torch.tensor(seconds).bincount(minlength=3) / len(seconds)
     assert torch.allclose(second, p[1], atol=0.015), second

@@ -24,7 +24,7 @@ def test_random_numbers_belong_to_positions() -> None:
     assert float(RandomNumbers(7).at(range(701))[700]) == float(late)
 
 
-def test_fresh_numbers_belong_to_a_cycle() -> None:
+def test_fresh_numbers_belong_to_a_step() -> None:
     numbers, same = RandomNumbers(7), RandomNumbers(7)
     numbers.at(range(5))
     assert numbers.fresh(3, 6).tolist() == same.fresh(3, 6).tolist()

@@ -20,10 +20,10 @@ def dists(depth: int, vocabulary: int, seed: int, spread: float = 2.0, batch: in
     return (spread * torch.randn(batch, depth, vocabulary, generator=generator)).log_softmax(dim=-1)
 
 
-def build(log_probs: Tensor, budget: int, cycle_seconds: list[float] | None = None) -> Proposal:
+def build(log_probs: Tensor, budget: int, step_seconds: list[float] | None = None) -> Proposal:
     ranked = log_probs.sort(dim=-1, descending=True)
     anchor = ANCHOR.expand(len(log_probs))
-    return best_first(anchor, ranked.values, ranked.indices, budget, cycle_seconds)
+    return best_first(anchor, ranked.values, ranked.indices, budget, step_seconds)
 
 
 def path_probs(proposal: Proposal, log_probs: Tensor, row: int = 0) -> list[float]:
@@ -103,7 +103,7 @@ def test_impossible_tokens_are_no_candidates_and_rows_are_filled_up() -> None:
     assert nothing.tokens.tolist() == [[7]]
 
 
-def test_cycle_seconds_cut_all_rows_to_the_count_that_pays_best() -> None:
+def test_step_seconds_cut_all_rows_to_the_count_that_pays_best() -> None:
     log_probs = dists(5, 9, seed=5, batch=2)
     whole = build(log_probs, 30)
     scores = [path_probs(whole, log_probs, row) for row in range(2)]

@@ -94,7 +94,7 @@ def only_the_likeliest(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Prop
 
 
 def decode(drafter: Drafter, params: SamplingParams, judge: Judge = verify) -> list[list[int]]:
-    """The first tokens of many rows after the prompt [0, 0], over as many cycles as are needed."""
+    """The first tokens of many rows after the prompt [0, 0], over as many steps as are needed."""
     generator = torch.Generator().manual_seed(1)
     numbers = torch.rand(ROWS, 3 * LENGTH, generator=generator, dtype=torch.float64)  # number i decides token i
     outputs: list[list[int]] = [[] for _ in range(ROWS)]

@@ -160,35 +160,35 @@ def test_draft_tokens_are_those_of_usual_drafting(
     anchor = torch.randint(4, 60, (3,), generator=generator)
     for each, state in ((drafter, ours), (usual, theirs)):
         observe(each, state, texts)
-    for cycle in range(12):
-        if cycle == 5:  # a row leaves, and another one comes in its place
+    for step in range(12):
+        if step == 5:  # a row leaves, and another one comes in its place
             for state in (ours, theirs):
                 state.close(90)
                 state.open(90, 60)
             rows, texts = [0, 90, 180], [texts[0], list(range(20, 40)), texts[2]]
             for each, state in ((drafter, ours), (usual, theirs)):
                 observe(each, state.of([90]), [texts[1]])
-        if cycle == 8:  # another order, of fewer rows
+        if step == 8:  # another order, of fewer rows
             rows, texts, params, anchor = [180, 0], [texts[2], texts[0]], params[:2], anchor[[2, 0]]
         of_ours, of_theirs = ours.of(rows), theirs.of(rows)
-        plan = ChainPlan(5 if cycle % 4 else 4, params[: len(rows)], cycle_seconds=seconds)
+        plan = ChainPlan(5 if step % 4 else 4, params[: len(rows)], step_seconds=seconds)
         hits_before = drafter.foreseen
         made = drafter.propose(of_ours, anchor, plan)
         expected = usual.propose(of_theirs, anchor, plan)
-        assert made.tokens.tolist() == expected.tokens.tolist(), cycle
+        assert made.tokens.tolist() == expected.tokens.tolist(), step
         assert torch.equal(made.parents, expected.parents)
         if expected.acceptance_probs is not None:
             assert made.acceptance_probs is not None
             torch.testing.assert_close(torch.tensor(made.acceptance_probs), torch.tensor(expected.acceptance_probs))
             torch.testing.assert_close(made.expected, expected.expected)
-        if cycle in (1, 2, 3, 6, 7, 9, 10, 11):
-            assert drafter.foreseen == hits_before + 1, cycle
-        # Outcomes that were drafted for, except in every fourth cycle.
+        if step in (1, 2, 3, 6, 7, 9, 10, 11):
+            assert drafter.foreseen == hits_before + 1, step
+        # Outcomes that were drafted for, except in every fourth step.
         finish(of_ours)
         new, following = list[list[int]](), list[int]()
         for place, row in enumerate(rows):
             likely = foreseen_of(of_ours, row) if row in of_ours.work.found else []
-            accepted, token = likely[cycle % 3] if likely and cycle % 4 != 3 else (0, 63)
+            accepted, token = likely[step % 3] if likely and step % 4 != 3 else (0, 63)
             new.append(made.tokens[place, : 1 + accepted].tolist())
             following.append(token)
         for each, state in ((drafter, of_ours), (usual, of_theirs)):
@@ -202,13 +202,13 @@ def test_sampled_draft_tokens_are_not_drafted_ahead(drafter: AheadDrafter, usual
     """Random numbers come with the plan. Rows at temperature 0 beside sampled ones are not drafted ahead either."""
     params = [SamplingParams(temperature=0.8), GREEDY]
     states: list[tuple[Any, Any]] = [(drafter, drafter.new_state(2, 60)), (usual, usual.new_state(2, 60))]
-    for cycle in range(3):
+    for step in range(3):
         plan = SampledPlan(5, params, torch.rand(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(7)))
         made = [each.propose(state, torch.tensor([5, 6]), plan) for each, state in states]
         assert made[0].tokens.tolist() == made[1].tokens.tolist() and made[0].q is not None
         assert torch.equal(made[0].q[0].ids, made[1].q[0].ids) and made[0].q[1] is None
         for each, state in states:
-            observe(each, state, made[0].tokens[:, : 1 + cycle].tolist())
+            observe(each, state, made[0].tokens[:, : 1 + step].tolist())
     assert pace.ahead == drafter.tried == 0
     drafter.propose(states[0][1], torch.tensor([5, 6]), ChainPlan(5, [GREEDY] * 2))
     finish(states[0][1])
@@ -427,7 +427,7 @@ def test_near_the_end_of_its_context_nothing_is_drafted_ahead(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_an_engine_decodes_the_same_in_the_same_cycles(
+def test_an_engine_decodes_the_same_in_the_same_steps(
     target: Target, drafter: AheadDrafter, usual: DraftLMDrafter, temperature: float
 ) -> None:
     """Draft tokens do not depend on when the target is done, also with requests that come, go and limit drafting."""

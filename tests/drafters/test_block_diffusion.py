@@ -87,14 +87,14 @@ def test_draft_tokens_equal_those_of_a_model_without_a_cache(
     texts: dict[int, list[int]] = {90: [9, 8, 7], 5: [4] * 22, 170: [30]}
     state = scatter(drafter.new_state(1, 250), (90, 60), (5, 60), (170, 70))
     observe(drafter, state, [*texts.values()])
-    for cycle in range(9):
-        if cycle == 3:
+    for step in range(9):
+        if step == 3:
             state.close(90)
             state.open(70, 80)
             del texts[90]
             texts[70] = list(range(20, 41))
             observe(drafter, state.of([70]), [texts[70]])
-        if cycle == 5:  # one gives up its end, and another begins as it does
+        if step == 5:  # one gives up its end, and another begins as it does
             state.shrink(5, len(texts[5]) - 3)
             state.close(70)
             texts[5] = texts[5][:-3]
@@ -105,7 +105,7 @@ def test_draft_tokens_equal_those_of_a_model_without_a_cache(
             del texts[5]
         rows = [*texts]
         part = state.of(rows)
-        if cycle == 6:  # drafted in vain: no token was committed
+        if step == 6:  # drafted in vain: no token was committed
             drafter.propose(part, torch.tensor([11, 12]), ChainPlan(5, [GREEDY] * 2))
             observe(drafter, part, [[], []])
         anchors = torch.randint(4, 60, (len(rows),), generator=generator).tolist()
@@ -119,7 +119,7 @@ def test_draft_tokens_equal_those_of_a_model_without_a_cache(
             count = 4 - (len(texts[row]) + 1) % 4
             assert len(wanted) == count and ids[: 1 + count] == [anchor, *wanted]
             assert parents == [*range(-1, count), *[-1] * (len(parents) - 1 - count)]
-            new.append(ids[: 1 + (cycle + row) % (1 + count)])
+            new.append(ids[: 1 + (step + row) % (1 + count)])
         observe(drafter, part, new)
         for row, more in zip(rows, new, strict=True):
             texts[row] = texts[row] + more

@@ -105,19 +105,19 @@ def test_draft_tokens_equal_those_of_a_model_without_a_cache(
     texts = [[9, 8, 7], [4] * 12, [30]]
     state = scatter(drafter.new_state(1, 250), (90, 60), (5, 60), (170, 70))
     observe(drafter, state, texts)
-    for cycle in range(8):
-        if cycle == 3:  # the first row leaves, and one comes whose prompt is longer than a block
+    for step in range(8):
+        if step == 3:  # the first row leaves, and one comes whose prompt is longer than a block
             state.close(90)
             state.open(70, 80)
             observe(drafter, state.of([70]), [list(range(20, 40))])
             state = state.of([170, 5, 70])
             texts = [texts[2], texts[1], list(range(20, 40))]
             params = [params[2], params[1], params[0]]
-        if cycle == 5:  # not drafted for a while, and told in one piece
+        if step == 5:  # not drafted for a while, and told in one piece
             new = [[50, 51, 52], [53] * 11, [54]]
             observe(drafter, state, new)
             texts = [text + more for text, more in zip(texts, new, strict=True)]
-        if cycle == 6:  # drafted in vain: no token was committed
+        if step == 6:  # drafted in vain: no token was committed
             drafter.propose(state, torch.tensor([11, 12, 13]), ChainPlan(4, params))
             observe(drafter, state, [[], [], []])
         anchor = torch.randint(4, 60, (3,), generator=generator)
@@ -144,7 +144,7 @@ def test_draft_tokens_equal_those_of_a_model_without_a_cache(
                 assert dist.ids.shape == dist.probs.shape == (5, SPARSE_SIZE)
                 torch.testing.assert_close(dist.probs.sum(-1), torch.ones(5))
                 assert all(len(set(node)) == SPARSE_SIZE for node in dist.ids.tolist())
-            new.append(ids[: (cycle + 2 * row) % 6])  # from nothing to all draft tokens
+            new.append(ids[: (step + 2 * row) % 6])  # from nothing to all draft tokens
         observe(drafter, state, new)
         texts = [text + more for text, more in zip(texts, new, strict=True)]
 
@@ -265,7 +265,7 @@ def test_no_more_is_drafted_than_pays(drafter: DraftLMDrafter) -> None:
     def count(seconds: list[float], uniforms: Tensor | None = None) -> int:
         state = drafter.new_state(2, 60)
         observe(drafter, state, PROMPTS[1:3])
-        plan: Plan = ChainPlan(6, [SamplingParams(), SamplingParams(temperature=1.0)], cycle_seconds=seconds)
+        plan: Plan = ChainPlan(6, [SamplingParams(), SamplingParams(temperature=1.0)], step_seconds=seconds)
         plan = plan if uniforms is None else plan.as_sampled(uniforms)
         return drafter.propose(state, torch.tensor([5, 6]), plan).tokens.size(1) - 1
 

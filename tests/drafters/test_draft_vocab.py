@@ -29,7 +29,7 @@ SAMPLED = torch.tensor([[0.1, 0.5, 0.8]], dtype=torch.float64)
 PLANS = {
     "chain": ChainPlan(4, [SamplingParams()]),
     "tree": TreePlan(4, [SamplingParams()], 12),
-    "as far as pays": ChainPlan(4, [SamplingParams()], cycle_seconds=[1.0, 1.01, 1.02, 1.03]),
+    "as far as pays": ChainPlan(4, [SamplingParams()], step_seconds=[1.0, 1.01, 1.02, 1.03]),
     "sampled": SampledPlan(4, [SamplingParams(temperature=1.0)], SAMPLED),
 }
 
@@ -107,7 +107,7 @@ def test_answers_are_the_targets_and_the_head_takes_less_memory(
     assert drafter.draft_vocab == len(KEPT) and whole.draft_vocab is None
     more = drafter.weight_bytes() - whole.weight_bytes()
     assert 0 < more <= 4 * len(KEPT) * target.hidden_size + 4096  # padding of the last block
-    assert path(target, drafter) != path(target, whole)  # what cycles cost is another thing
+    assert path(target, drafter) != path(target, whole)  # what steps cost is another thing
 
 
 @pytest.mark.parametrize("kind", ["drafter", "dflash2", "dspark", "flow"])

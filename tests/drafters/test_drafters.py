@@ -295,7 +295,7 @@ def test_a_drafter_knows_its_bits(
     both = load_drafter(f"prompt_lookup+{folder}", target=rounded)
     assert after.bits == 4 and [part.bits for part in both.parts] == [None, 4]
     pairs = (rounded, before), (rounded, after), (kept, load_drafter(folder, target=kept)), (rounded, both)
-    assert len({stored_costs.path(*pair) for pair in pairs}) == 4  # what cycles cost is another thing
+    assert len({stored_costs.path(*pair) for pair in pairs}) == 4  # what steps cost is another thing
 
 
 def test_uncompiled_drafters_have_no_few_bits(target: Target, request: pytest.FixtureRequest) -> None:

@@ -30,7 +30,7 @@ def target(tiny_target_dir: Path) -> Target:
 class Scripted(Drafter):
     """Proposes what it is given, and records its plans and observations."""
 
-    path, knows_probabilities, knows_lengths = None, True, False
+    path, chooses_tree_size, chooses_length = None, True, False
 
     def __init__(self, said: Proposal, block_size: int = 9, target_layers: tuple[int, ...] = ()) -> None:
         self.said, self.block_size, self.target_layers = said, block_size, target_layers
@@ -67,11 +67,11 @@ def test_each_drafter_gets_its_own_block_size_and_features() -> None:
     state = drafter.new_state(1, 20)
     hidden_states = torch.arange(6.0).view(1, 1, 6)  # two numbers a layer
     drafter.observe(state, torch.tensor([[1]]), hidden_states, [1])
-    drafter.propose(state, torch.tensor([3]), plan(7, cycle_seconds=[2.0] * 8, calibration=0.5))
+    drafter.propose(state, torch.tensor([3]), plan(7, step_seconds=[2.0] * 8, calibration=0.5))
     assert [each.told[0].tolist() for each in (first, second)] == [[[[4, 5, 0, 1]]], [[[2, 3]]]]  # type: ignore[union-attr]
     drafter.propose(state, torch.tensor([3]), plan(0, uniforms=torch.rand(1, 8)))
     asked = [each.asked[0] for each in (first, second)]
-    assert [(each.block_size, each.cycle_seconds, each.calibration) for each in asked] == [
+    assert [(each.block_size, each.step_seconds, each.calibration) for each in asked] == [
         (4, [2.0] * 8, 0.5),
         (9, [2.0] * 8, 0.5),
     ]
@@ -90,12 +90,12 @@ def test_a_chain_is_that_of_the_drafter_that_expects_most() -> None:
 
 
 def turns(first: float, second: float, seconds: Sequence[float] = (1.0, 1.1, 1.2, 1.3)) -> HybridPlan:
-    """A plan by which two drafters are asked in turn, whose cycles have yielded so many tokens a second."""
+    """A plan by which two drafters are asked in turn, whose steps have yielded so many tokens a second."""
     return in_turn((first, second), seconds)
 
 
 def in_turn(rates: Sequence[float], seconds: Sequence[float] = (1.0, 1.1, 1.2, 1.3)) -> HybridPlan:
-    turns = [Turn(index, plan(0, 2, cycle_seconds=seconds), rate) for index, rate in enumerate(rates)]
+    turns = [Turn(index, plan(0, 2, step_seconds=seconds), rate) for index, rate in enumerate(rates)]
     return HybridPlan(9, turns[0].plan.params, turns)
 
 
@@ -129,7 +129,7 @@ def test_a_drafter_that_is_not_asked_is_reported_later() -> None:
     none = replace(proposal([], []), expected=(0.0, 0.0))
     cheap, dear = Scripted(none), Scripted(none, target_layers=(0,))
     drafter = HybridDrafter([cheap, dear])
-    cheap.has_pass = False
+    cheap.runs_network = False
     state, anchors = drafter.new_state(2, 200), torch.tensor([3, 4])
 
     def observe(rows: list[int], *texts: list[int]) -> None:
@@ -167,7 +167,7 @@ def test_a_drafter_that_is_not_asked_is_reported_later() -> None:
 def test_what_is_kept_for_a_drafter_is_bounded_and_outlives_its_failure(caplog: pytest.LogCaptureFixture) -> None:
     none = replace(proposal([]), expected=(0.0,))
     free, dear = Scripted(none), Scripted(none)
-    free.has_pass = False
+    free.runs_network = False
     drafter = HybridDrafter([free, dear])
     state = drafter.new_state(1, 200)
 

@@ -91,8 +91,8 @@ class Recorder(Drafter):
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.target_layers, self.block_size = drafter, drafter.target_layers, drafter.block_size
-        self.knows_probabilities, self.path = drafter.knows_probabilities, drafter.path
-        self.knows_lengths = drafter.knows_lengths
+        self.chooses_tree_size, self.path = drafter.chooses_tree_size, drafter.path
+        self.chooses_length = drafter.chooses_length
         self.texts: list[list[int]] = []
         self.proposals: list[Proposal] = []
 

@@ -173,7 +173,7 @@ def test_a_chain_ends_where_a_further_draft_token_would_not_save_time() -> None:
         text.rates = [0.1, 0.4, 0.5, 0.8]
 
     def counts(*seconds: float, calibration: float = 1.0) -> int:
-        asked = ChainPlan(16, [SamplingParams()] * 2, cycle_seconds=seconds, calibration=calibration)
+        asked = ChainPlan(16, [SamplingParams()] * 2, step_seconds=seconds, calibration=calibration)
         found = DRAFTER.propose(state, anchors, asked)
         count = found.tokens.size(1) - 1
         assert found.tokens.tolist() == [[3, 4, 1, 2, 3][: 1 + count], [5, 0, 0, 0, 0][: 1 + count]]

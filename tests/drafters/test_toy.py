@@ -133,5 +133,5 @@ def test_it_is_inspected_and_examined(tmp_path: Path, tiny_target_dir: Path) -> 
     assert all(check.holds is not False for check in report.fits) and report.fits
     assert report.starts["vLLM"].reason == "it runs no toys"
     found = examine(target, tmp_path / "drafter", ["a b c", "d e f"], DoctorSettings(max_new_tokens=12))
-    assert found.alike == 1.0 and found.cycles > 0  # decoding accepts what the drafter proposes on the finished text
+    assert found.alike == 1.0 and found.steps > 0  # decoding accepts what the drafter proposes on the finished text
     assert {one.fault for one in found.tried} == {"", "target_layers"}

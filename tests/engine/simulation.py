@@ -1,8 +1,8 @@
-"""Decoding without models: machines whose cycles have known times, texts whose draft tokens have known acceptance
+"""Decoding without models: machines whose steps have known times, texts whose draft tokens have known acceptance
 probabilities.
 
 What a controller achieves is counted in expected tokens and true times, and so are the fixed sizes that it is compared
-with; what it learns from is sampled at random and noisy. So figures of a few hundred cycles mean something.
+with; what it learns from is sampled at random and noisy. So figures of a few hundred steps mean something.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ NOW = 1e9  # seconds since 1970
 
 @dataclass(frozen=True)
 class Machine:
-    """True times of cycles in milliseconds.
+    """True times of steps in milliseconds.
 
     Attributes:
         draft: Of a draft pass.
         flat: Nodes that take no longer than one.
         node: Of each node beyond these.
         row: Of each row beyond the first.
-        noise: Standard deviation of the logarithm of a cycle's time.
-        strays: Share of cycles that meet a delay of up to 30 times their time.
+        noise: Standard deviation of the logarithm of a step's time.
+        strays: Share of steps that meet a delay of up to 30 times their time.
     """
 
     draft: float
@@ -69,7 +69,7 @@ ROWS, CHAINS, TREES = (1, 2, 4, 8, 16), (*range(1, 9), 11, 15), (*range(1, 9), 1
 
 
 def stored(machine: Machine, scale: Callable[[], float] = lambda: 1.0) -> Costs:
-    """What measuring this machine would store, each time of a cycle that drafts multiplied by a number of its own."""
+    """What measuring this machine would store, each time of a step that drafts multiplied by a number of its own."""
 
     def points(sizes: Sequence[int], rows: int) -> tuple[tuple[int, float], ...]:
         return tuple((n, scale() * machine.seconds(rows, n)) for n in sizes)
@@ -106,7 +106,7 @@ KINDS = ("right", "halved", "doubled", "shuffled", "another", "absent")
 
 @dataclass(frozen=True)
 class DraftTokens:
-    """What a drafter can draft in one cycle of one row, best first.
+    """What a drafter can draft in one step of one row, best first.
 
     Attributes:
         path_probs: The chance of each draft token that it is accepted, together with those before it on its path.
@@ -152,17 +152,17 @@ def tree(acceptance_probs: tuple[float, ...]) -> DraftTokens:
 
 Text = Callable[
     [int], tuple[float, ...]
-]  # by cycle, the chance of a draft token at each depth if all before it were right
+]  # by step, the chance of a draft token at each depth if all before it were right
 
 
 def constant(acceptance_prob: float, fade: float = 1.0) -> Text:
     acceptance_probs = tuple(acceptance_prob * fade**i for i in range(BLOCK_SIZE - 1))
-    return lambda cycle: acceptance_probs
+    return lambda step: acceptance_probs
 
 
 def changing(first: float, then: float, period: int) -> Text:
     texts = constant(first), constant(then)
-    return lambda cycle: texts[cycle // period % 2](cycle)
+    return lambda step: texts[step // period % 2](step)
 
 
 TEXTS = {"even": constant(0.8), "fading": constant(0.85, 0.93), "middling": constant(0.5), "hard": constant(0.03)}
@@ -171,19 +171,19 @@ TEXTS = {"even": constant(0.8), "fading": constant(0.85, 0.93), "middling": cons
 class Lookup(Drafter):
     """A drafter without probabilities."""
 
-    block_size, target_layers, knows_probabilities, knows_lengths = BLOCK_SIZE, (), False, False
+    block_size, target_layers, chooses_tree_size, chooses_length = BLOCK_SIZE, (), False, False
 
 
 class Knowing(Lookup):
     """A drafter with probabilities."""
 
-    knows_probabilities = knows_lengths = True
+    chooses_tree_size = chooses_length = True
 
 
 class Costless(Knowing):
     """A drafter with probabilities and without a network."""
 
-    has_pass = False
+    runs_network = False
 
 
 DRAFTERS = {"lookup": (Lookup(), Drafting("auto")), "chain": (Knowing(), Drafting("auto")), "tree": (Knowing(), TREE)}
@@ -196,7 +196,7 @@ def request(tokens: int = 10**9) -> Request:
 
 @dataclass
 class Account:
-    """Tokens and time of a stretch of cycles, as planned and with each fixed number of draft tokens."""
+    """Tokens and time of a stretch of steps, as planned and with each fixed number of draft tokens."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -217,9 +217,9 @@ class Decoding:
 
     Args:
         kind: One of `DRAFTERS` or `COSTLESS`.
-        rows: By cycle.
-        slower: By cycle and draft tokens, what the machine's times are multiplied by.
-        answer: Cycles after which all requests are new ones; None lets them go on for ever.
+        rows: By step.
+        slower: By step and draft tokens, what the machine's times are multiplied by.
+        answer: Steps after which all requests are new ones; None lets them go on for ever.
     """
 
     def __init__(
@@ -229,8 +229,8 @@ class Decoding:
         text: Text,
         costs: Costs | None,
         seed: int = 0,
-        rows: Callable[[int], int] = lambda cycle: 1,
-        slower: Callable[[int, int | None], float] = lambda cycle, draft_tokens: 1.0,
+        rows: Callable[[int], int] = lambda step: 1,
+        slower: Callable[[int, int | None], float] = lambda step, draft_tokens: 1.0,
         answer: int | None = None,
     ) -> None:
         self.drafter, self.drafting = (DRAFTERS | COSTLESS)[kind]
@@ -245,16 +245,16 @@ class Decoding:
         self.answer, self.requests = answer, [request() for _ in range(64)]
         self.chosen: list[int | None] = []
 
-    def run(self, cycles: int) -> Account:
+    def run(self, steps: int) -> Account:
         account = Account()
-        for _ in range(cycles):
-            self._cycle(account)
+        for _ in range(steps):
+            self._step(account)
         return account
 
     def seconds(self, rows: int, draft_tokens: int | None) -> float:
         return self.machine.seconds(rows, draft_tokens) * self.slower(len(self.chosen), draft_tokens)
 
-    def _cycle(self, account: Account) -> None:
+    def _step(self, account: Account) -> None:
         rows = self.rows(len(self.chosen))
         if self.answer and len(self.chosen) % self.answer == 0:
             self.requests = [request() for _ in range(64)]
@@ -262,9 +262,9 @@ class Decoding:
         plan = self.controller.plan(requests)
         texts = [self._offered() for _ in requests]
         draft_tokens = None if plan.block_size == 1 else plan.block_size - 1
-        if draft_tokens is not None and plan.cycle_seconds is not None:
+        if draft_tokens is not None and plan.step_seconds is not None:
             known = [self._draft_tokens(acceptance_probs[:draft_tokens]).path_probs for acceptance_probs in texts]
-            draft_tokens = best_count([list(each) for each in known], plan.cycle_seconds, plan.calibration)
+            draft_tokens = best_count([list(each) for each in known], plan.step_seconds, plan.calibration)
         limit = plan.block_size - 1
         survivals = [
             self._draft_tokens(acceptance_probs[:limit]).survival(draft_tokens or 0) if draft_tokens else []
@@ -275,7 +275,7 @@ class Decoding:
         deepest = [len(survival) for survival in survivals]
         seconds = self.seconds(rows, draft_tokens)
         expected = None
-        if self.drafter.knows_probabilities and draft_tokens is not None:
+        if self.drafter.chooses_tree_size and draft_tokens is not None:
             expected = [sum(survival) for survival in survivals]
         measured = self.machine.measured(seconds, self.rng)
         self.controller.learn(Outcome(requests, plan, draft_tokens or 0, deepest, lengths, expected, seconds=measured))
@@ -293,7 +293,7 @@ class Decoding:
     def _offered(self) -> tuple[float, ...]:
         """Acceptance in a step. Some steps are easier than others, and a drafter may know which."""
         acceptance_probs = self.text(len(self.chosen))
-        if self.drafter.knows_probabilities:
+        if self.drafter.chooses_tree_size:
             power = self.rng.choice((0.5, 1.0, 2.0))
             return tuple(acceptance_prob**power for acceptance_prob in acceptance_probs)
         return acceptance_probs

@@ -68,12 +68,12 @@ def break_forward(target: Target, monkeypatch: pytest.MonkeyPatch, spoil: Callab
     monkeypatch.setattr(target, "forward", broken)
 
 
-@pytest.mark.parametrize("cycle", [0, 1, 2, 39])
+@pytest.mark.parametrize("step", [0, 1, 2, 39])
 def test_log_probabilities_for_which_there_is_no_memory_cost_nothing(
-    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, cycle: int
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """Not even where another request has ended in that cycle, and where the prompt was just read."""
-    each = [GREEDY, replace(GREEDY, logprobs=2, prompt_logprobs=1 if cycle == 0 else None), GREEDY]
+    """Not even where another request has ended in that step, and where the prompt was just read."""
+    each = [GREEDY, replace(GREEDY, logprobs=2, prompt_logprobs=1 if step == 0 else None), GREEDY]
     with Engine(target, drafter, 3, Drafting(1)) as engine:
         expected = engine.generate(PROMPTS, each)
         calls, found = 0, token_logprobs
@@ -81,7 +81,7 @@ def test_log_probabilities_for_which_there_is_no_memory_cost_nothing(
         def broken(*arguments: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls == cycle + 1:
+            if calls == step + 1:
                 raise MemoryError("full")
             return found(*arguments)
 
@@ -91,7 +91,7 @@ def test_log_probabilities_for_which_there_is_no_memory_cost_nothing(
             assert (one.finish_reason, one.drafted) == (other.finish_reason, other.drafted)
             assert [each.token_id for each in one.logprobs or ()] == (one.token_ids if one.logprobs else [])
             assert len(one.prompt_logprobs or PROMPTS[1]) == len(PROMPTS[1])
-        assert calls > cycle
+        assert calls > step
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_request_whose_numbers_break_ends_alone(target: Target, drafter: Draft
 class Guesser:
     """Draft tokens one token, at every slot, whatever the text."""
 
-    path, target_layers, block_size, knows_probabilities, knows_lengths = None, (), 4, False, False
+    path, target_layers, block_size, chooses_tree_size, chooses_length = None, (), 4, False, False
 
     def __init__(self, token: int, inner: Drafter) -> None:
         self.token, self.inner = token, inner
@@ -249,7 +249,7 @@ def test_numbers_that_are_none_in_company_only_are_computed_again_for_each_alone
 
     monkeypatch.setattr(target, "forward", shy)
     assert answers(engine) == expected
-    assert broken > 10  # prompts and cycles
+    assert broken > 10  # prompts and steps
 
 
 def test_sampled_draft_tokens_without_numbers_end_no_request(target: Target, drafter: Drafter) -> None:
@@ -281,7 +281,7 @@ def test_sampled_draft_tokens_without_numbers_end_no_request(target: Target, dra
 def test_a_drafter_without_numbers_is_reported_of_once(
     target: Target, drafter: Drafter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It can sample no draft token in any cycle, and the answers are those of the target alone."""
+    """It can sample no draft token in any step, and the answers are those of the target alone."""
     warm = SamplingParams(30, 1.0, seed=3, ignore_eos=True)
     none = load_drafter("none", target=target)
     expected = [completion.token_ids for completion in Engine(target, none).generate(PROMPTS, warm)]
@@ -438,7 +438,7 @@ def test_what_a_drafter_could_not_be_reported_of_is_not_remembered(
 
     def fail_late(self: Drafter, state: Any, tokens: Tensor, *more: Any) -> None:
         calls.append(tokens.size(1))
-        if len(calls) == 2:  # after the prompt: what plain cycles have committed
+        if len(calls) == 2:  # after the prompt: what plain steps have committed
             raise ArithmeticError("no memory")
         observe(self, state, tokens, *more)
 

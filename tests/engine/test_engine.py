@@ -176,7 +176,7 @@ def test_stream_joins_to_the_completion(target: Target, random_drafter: DFlashDr
     assert [token for chunk in chunks for token in chunk.token_ids] == completion.token_ids
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].finish_reason == "length"
-    assert len(chunks) == 1 + len(completion.stats.committed)  # the prompt's, and one a cycle
+    assert len(chunks) == 1 + len(completion.stats.committed)  # the prompt's, and one a step
     assert all(chunk.drafted == (*[True] * (len(chunk.token_ids) - 1), False) for chunk in chunks[:-1])
 
 
@@ -228,7 +228,7 @@ def test_bad_requests_are_refused(
 
 
 @pytest.mark.parametrize("most_kept", [512, 3])
-def test_what_earlier_cycles_left_to_do_does_not_count_as_this_ones_time(
+def test_what_earlier_steps_left_to_do_does_not_count_as_this_ones_time(
     target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch, most_kept: int
 ) -> None:
     monkeypatch.setattr("blockdraft.engine.runner.MAX_PENDING_STEPS", most_kept)
@@ -299,7 +299,7 @@ def test_a_drafters_name_is_no_drafter(target: Target) -> None:
         Engine(target, "none")  # type: ignore[arg-type]
 
 
-def test_stored_costs_are_read_before_the_first_cycle(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_costs_are_read_before_the_first_step(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[Any]()
     monkeypatch.setattr("blockdraft.engine.engine.load_for", lambda *pair: read.append(pair))  # nothing is stored
     drafter = load_drafter("prompt_lookup", target=target)

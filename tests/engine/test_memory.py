@@ -45,7 +45,7 @@ def test_stores_logits_features_and_forwards_count(target: Target, drafter: Draf
         return max(target.forward_bytes(2, nodes, min(longest, 501)), target.forward_bytes(1, read, longest))
 
     def logits(nodes: int) -> int:
-        return 2 * nodes * target.vocab_size * (4 + 8)  # of a cycle's nodes, with two copies
+        return 2 * nodes * target.vocab_size * (4 + 8)  # of a step's nodes, with two copies
 
     def hidden_states(tokens: int) -> int:
         return 2 * tokens * len(drafter.target_layers) * target.hidden_size * 4  # by layer and together
@@ -55,7 +55,7 @@ def test_stores_logits_features_and_forwards_count(target: Target, drafter: Draf
         41
     ) + hidden_states(82)
     pause = meanwhile(prefill_tokens=20, drafting=Drafting("auto"))
-    assert pause == forward(8, 20) + logits(8) + hidden_states(2 * 256)  # of cycles that do not draft
+    assert pause == forward(8, 20) + logits(8) + hidden_states(2 * 256)  # of steps that do not draft
 
 
 def test_fewer_slots_where_the_memory_does_not_suffice(

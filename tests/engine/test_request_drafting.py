@@ -100,7 +100,7 @@ def test_sampled_draft_tokens_that_are_cut_keep_the_distribution(tmp_path: Path)
 
 
 class Knowing(Drafter):
-    knows_probabilities = knows_lengths = True
+    chooses_tree_size = chooses_length = True
     block_size = 16
 
 
@@ -161,20 +161,20 @@ def test_a_trace_tells_what_was_drafted_and_accepted(target: Target, budget: int
             chunks = list(engine.stream(PROMPTS[1], SamplingParams(24, ignore_eos=True), trace=True))
             other.result()
         check_traces(chunks)
-        assert chunks[0].cycle is None
+        assert chunks[0].step is None
 
 
 def check_traces(chunks: list[Chunk]) -> None:
     """Each chunk's tokens are those of the accepted path and one more, as far as the answer goes."""
     before = chunks[0].token_ids[-1]
     for chunk in chunks[1:]:
-        cycle = chunk.cycle
-        assert cycle is not None and cycle.seconds > 0
-        assert len(cycle.tokens) == len(cycle.parents)
-        assert cycle.tokens[0] == before and cycle.parents[0] == -1 and cycle.path[0] == 0
-        assert all(0 <= parent < node for node, parent in enumerate(cycle.parents) if node)
-        assert all(cycle.parents[node] == above for above, node in zip(cycle.path, cycle.path[1:], strict=False))
-        accepted = [cycle.tokens[node] for node in cycle.path[1:]]
+        step = chunk.step
+        assert step is not None and step.seconds > 0
+        assert len(step.tokens) == len(step.parents)
+        assert step.tokens[0] == before and step.parents[0] == -1 and step.path[0] == 0
+        assert all(0 <= parent < node for node, parent in enumerate(step.parents) if node)
+        assert all(step.parents[node] == above for above, node in zip(step.path, step.path[1:], strict=False))
+        accepted = [step.tokens[node] for node in step.path[1:]]
         assert list(chunk.token_ids[: len(accepted)]) == accepted[: len(chunk.token_ids)]
         assert chunk.finish_reason or len(chunk.token_ids) == len(accepted) + 1
         before = chunk.token_ids[-1]
@@ -182,4 +182,4 @@ def check_traces(chunks: list[Chunk]) -> None:
 
 def test_there_are_no_traces_unless_asked_for(target: Target) -> None:
     with Engine(target) as engine:
-        assert all(chunk.cycle is None for chunk in engine.stream([5, 6], SamplingParams(4)))
+        assert all(chunk.step is None for chunk in engine.stream([5, 6], SamplingParams(4)))

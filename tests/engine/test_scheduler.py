@@ -73,7 +73,7 @@ class ByHand:
         raise AssertionError(f"a request still waits after {MOST_STEPS} steps")
 
 
-def test_requests_join_and_leave_between_cycles(target: Target, drafter: Drafter) -> None:
+def test_requests_join_and_leave_between_steps(target: Target, drafter: Drafter) -> None:
     params = [greedy(40), greedy(9), SamplingParams(25, 0.8, seed=3), greedy(60), SamplingParams(33, 1.0, seed=4)]
     hand = ByHand(Engine(target, drafter, max_batch_size=3, drafting=Drafting(None)))
     requests: list[Request] = []
@@ -129,11 +129,11 @@ def test_a_request_waits_for_slots(target: Target, drafter: Drafter) -> None:
         Engine(target, drafter, cache_tokens=small, drafting=Drafting(None)).submit(PROMPTS[0], greedy(100))
 
 
-@pytest.mark.parametrize("cycles", [0, 1, 4])
-def test_a_cancelled_request_frees_its_row_at_the_next_step(target: Target, drafter: Drafter, cycles: int) -> None:
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_cancelled_request_frees_its_row_at_the_next_step(target: Target, drafter: Drafter, steps: int) -> None:
     hand = ByHand(Engine(target, drafter, max_batch_size=2, drafting=Drafting(None)))
     requests = [hand.submit(prompt, greedy(50)) for prompt in PROMPTS[:3]]
-    for _ in range(cycles):
+    for _ in range(steps):
         hand.scheduler.step()
     requests[0].cancel()
     before = list(requests[0].token_ids)
@@ -165,7 +165,7 @@ def test_a_stop_string_inside_an_accepted_path_is_exact(target: Target, drafter:
 # Prompts in parts.
 
 
-def test_a_long_prompt_is_read_between_the_cycles_of_others(target: Target, drafter: Drafter) -> None:
+def test_a_long_prompt_is_read_between_the_steps_of_others(target: Target, drafter: Drafter) -> None:
     hand = ByHand(Engine(target, drafter, prefill_tokens=20, drafting=Drafting(None)))
     first = hand.submit(PROMPTS[0], greedy(60))
     hand.scheduler.step()

@@ -15,15 +15,15 @@ def test_definitions() -> None:
     assert (stats.host_seconds, stats.tokens_per_second) == (1.0, 2.0)
 
 
-def test_an_answer_of_one_token_has_no_cycle() -> None:
+def test_an_answer_of_one_token_has_no_step() -> None:
     assert (Stats().tau, Stats().acceptance_by_position, Stats().tokens_per_second) == (1.0, [], 0.0)
 
 
-def test_mean_tau_weighs_cycles_alike() -> None:
+def test_mean_tau_weighs_steps_alike() -> None:
     assert mean_tau([Stats(committed=[4]), Stats(committed=[1, 1, 1])]) == pytest.approx(7 / 4)
 
 
-def test_merge_weighs_cycles_alike_and_adds_up_everything() -> None:
+def test_merge_weighs_steps_alike_and_adds_up_everything() -> None:
     """Including fields that are added later."""
     one = Stats(**{f.name: [2, 3] if f.type == "list[int]" else 1.0 for f in fields(Stats)})
     assert astuple(merge([one, one])) == tuple(value * 2 for value in astuple(one))

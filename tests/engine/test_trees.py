@@ -125,7 +125,7 @@ def test_a_stop_token_inside_an_accepted_path_ends_the_answer(target: Target, wo
 
 
 def test_forward_after_committing_a_path_of_a_tree_equals_forward_from_scratch(target: Target) -> None:
-    """Rows of different lengths, each with a best-first tree of its own, for several cycles."""
+    """Rows of different lengths, each with a best-first tree of its own, for several steps."""
     generator = torch.Generator().manual_seed(0)
     history, cache = [PROMPTS[1], PROMPTS[2]], target.new_cache(2, 200)
     longest = max(len(ids) for ids in history)

@@ -68,11 +68,11 @@ def ours(
     params = SamplingParams(TOKENS if cut_last else TOKENS + drafter_here.block_size, temperature=0)
     with Engine(loaded, drafter_here, drafting=Drafting(block_size=None)) as engine:
         done = [engine.generate([[*prompt]], params)[0] for prompt in asked]
-    return [Answer(one.token_ids[:TOKENS], _cycles(one.stats.committed)) for one in done]
+    return [Answer(one.token_ids[:TOKENS], _steps(one.stats.committed)) for one in done]
 
 
-def _cycles(committed: Sequence[int]) -> int:
-    """Number of cycles until an answer has `TOKENS` tokens, of which the first takes none, or ends."""
+def _steps(committed: Sequence[int]) -> int:
+    """Number of steps until an answer has `TOKENS` tokens, of which the first takes none, or ends."""
     lengths = list(accumulate(committed, initial=1))
     return sum(length < TOKENS for length in lengths[:-1])
 

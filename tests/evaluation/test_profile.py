@@ -18,7 +18,7 @@ def engines(tiny_target_dir: Path, tiny_drafter_dir: Path) -> dict[str, Engine]:
     return load_methods(methods, load_target(tiny_target_dir, device="cpu"), 2)
 
 
-def test_every_part_of_a_cycle_is_found(engines: dict[str, Engine]) -> None:
+def test_every_part_of_a_step_is_found(engines: dict[str, Engine]) -> None:
     sets, settings, params = (
         [PromptSet("few", ("one", "two", "three"))],
         Settings(batch_size=2, repeats=2),
@@ -28,9 +28,9 @@ def test_every_part_of_a_cycle_is_found(engines: dict[str, Engine]) -> None:
     seen: list[tuple[str, int, int]] = []
     found = profiles(engines, sets, params, settings, trials, lambda *told: seen.append(told))
     assert list(found) == list(engines) and seen[-1] == ("profile", 9, 9)
-    timed = {name: sum(t.cycles for t in trials if t.method == name and t.repeat == 0) for name in engines}
+    timed = {name: sum(t.steps for t in trials if t.method == name and t.repeat == 0) for name in engines}
     for name, one in found.items():
-        assert list(one.seconds) == list(PARTS) and one.cycles == timed[name]
+        assert list(one.seconds) == list(PARTS) and one.steps == timed[name]
         drafted = [one.seconds[part] > 0 for part in (PASS, HEAD, CONTEXT)]
         assert drafted == [name != "none"] * 3
         assert all(spent > 0 for part, spent in one.seconds.items() if part not in (PASS, HEAD, CONTEXT))
@@ -44,7 +44,7 @@ def test_host_share_excludes_networks() -> None:
     )
 
 
-def test_prompts_are_no_part_of_cycles(engines: dict[str, Engine]) -> None:
+def test_prompts_are_no_part_of_steps(engines: dict[str, Engine]) -> None:
     engine = engines["chain"]
     with listening() as seconds:
         engine.generate([[5, 6, 7]], SamplingParams(1))  # its prompt yields the one token

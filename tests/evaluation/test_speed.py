@@ -111,7 +111,7 @@ def test_an_engine_that_is_not_lossless_is_found_out(
     faults = 0
 
     def gullible(proposal: Proposal, distributions: Distributions, uniforms: Tensor, tests: Tensor | None) -> Verdict:
-        """Walk that accepts one wrong draft token, in one of all cycles."""
+        """Walk that accepts one wrong draft token, in one of all steps."""
         nonlocal faults
         verdict = verify(proposal, distributions, uniforms, tests)
         if proposal.tokens.size(1) > 1 and verdict.path[0] == [0] and faults == 0:
@@ -156,7 +156,7 @@ def trial(
     prompts: tuple[int, ...] = (),
     token: int = 0,
 ) -> Trial:
-    """Batch that took this long after 1 second of reading, with these tokens of each row's cycles."""
+    """Batch that took this long after 1 second of reading, with these tokens of each row's steps."""
     share = 1 / len(committed)
     completions = tuple(
         Completion("", [token] * (1 + sum(c)), "stop", [], Stats(c, [3] * len(c), read_seconds=share))
@@ -171,39 +171,39 @@ def test_figures_by_hand() -> None:
     trials += [trial("x", i, seconds, [4, 1, 2, 1]) for i, seconds in enumerate((1.0, 4.0, 4.0))]
     found = figures(trials)
     plain, x = found["none"], found["x"]
-    assert (plain.tokens_per_second, plain.speedup, plain.tau, plain.cycle_cost) == (2.0, 1.0, 1.0, 1.0)
+    assert (plain.tokens_per_second, plain.speedup, plain.tau, plain.step_cost) == (2.0, 1.0, 1.0, 1.0)
     assert x.tokens_per_second_by_repeat == (8.0, 2.0, 2.0)
     assert (x.tokens_per_second, x.tokens_per_second_range) == (2.0, (2.0, 8.0))
     assert (x.speedup, x.speedup_by_repeat) == (2.0, (4.0, 2.0, 0.5))
     assert (x.tau, x.acceptance_by_position) == (2.0, (0.5, 0.25, 0.25))
-    assert (x.cycle_seconds, x.cycle_cost, x.batch_seconds) == (1.0, 1.0, 5.0)
-    assert x.tau / x.cycle_cost == x.speedup
+    assert (x.step_seconds, x.step_cost, x.batch_seconds) == (1.0, 1.0, 5.0)
+    assert x.tau / x.step_cost == x.speedup
     assert (x.prompts, x.timed_prompts, x.identical, x.looping) == (1, 1, 1.0, 0.0)
 
 
 def test_figures_of_batches_by_hand() -> None:
-    """Rows share the time of their batch, and its cycles are those of its longest row."""
+    """Rows share the time of their batch, and its steps are those of its longest row."""
     trials = [trial("none", repeat, 6.0, [1] * 6, [1] * 4, prompts=(0, 1)) for repeat in (None, 0)]
     trials += [trial("none", repeat, 2.0, [1] * 2, prompts=(2,)) for repeat in (None, 0)]
     trials += [trial("x", 0, 5.0, [3, 3], [1, 1, 2], prompts=(0, 1)), trial("x", 0, 1.0, [2], prompts=(2,), token=7)]
     found = figures(trials)
-    assert (found["none"].tokens_per_second, found["none"].tau, found["none"].cycle_seconds) == (1.5, 1.0, 1.0)
+    assert (found["none"].tokens_per_second, found["none"].tau, found["none"].step_seconds) == (1.5, 1.0, 1.0)
     x = found["x"]
-    assert (x.tokens_per_second, x.tau, x.cycle_seconds, x.batch_seconds) == (2.0, 2.0, 1.5, 4.0)
+    assert (x.tokens_per_second, x.tau, x.step_seconds, x.batch_seconds) == (2.0, 2.0, 1.5, 4.0)
     assert x.identical == pytest.approx(2 / 3)
 
 
-def test_without_a_cycle_there_is_no_speed() -> None:
+def test_without_a_step_there_is_no_speed() -> None:
     trials = [trial(method, repeat, 0.001, []) for method in ("none", "x") for repeat in (None, 0)]
     for one in figures(trials).values():
         assert (one.tokens_per_second, one.tokens_per_second_range, one.speedup, one.tau) == (None,) * 4
-        assert (one.acceptance_by_position, one.cycle_seconds, one.cycle_cost, one.identical) == ((), None, None, 1.0)
+        assert (one.acceptance_by_position, one.step_seconds, one.step_cost, one.identical) == ((), None, None, 1.0)
 
 
-def test_a_method_whose_wrong_answers_take_no_cycle_has_no_cycle_cost() -> None:
+def test_a_method_whose_wrong_answers_take_no_step_has_no_step_cost() -> None:
     trials = [trial("none", repeat, 2.0, [1] * 8) for repeat in (None, 0)] + [trial("x", 0, 0.5, [])]
     x = figures(trials)["x"]
-    assert (x.tokens_per_second, x.speedup, x.cycle_seconds, x.cycle_cost, x.identical) == (0.0, 0.0, None, None, 0.0)
+    assert (x.tokens_per_second, x.speedup, x.step_seconds, x.step_cost, x.identical) == (0.0, 0.0, None, None, 0.0)
 
 
 def test_where_all_prompts_loop_there_is_no_speed() -> None:

@@ -28,13 +28,13 @@ class Outcome:
 
     Attributes:
         near_ties: Answers that left their twin at two nearly equal logits.
-        cycles: Of all requests; with `committed` this says how often draft tokens stood.
+        steps: Of all requests; with `committed` this says how often draft tokens stood.
     """
 
     requests: int = 0
     tokens: int = 0
     near_ties: int = 0
-    cycles: int = 0
+    steps: int = 0
     committed: int = 0
 
     def __iadd__(self, other: Outcome) -> Outcome:
@@ -92,7 +92,7 @@ def run(case: Case, models: Models) -> Outcome:
                 _check_transformers(case, prompts[number], ask.params, twins[number], models, here)
             outcome.requests += 1
             outcome.tokens += len(found[number].token_ids)
-            outcome.cycles += len(found[number].stats.committed)
+            outcome.steps += len(found[number].stats.committed)
             outcome.committed += sum(found[number].stats.committed)
     finally:
         engine.close()

@@ -41,10 +41,10 @@ def _joined(chunks: Sequence[Chunk], whole: Completion) -> Completion:
     text, last = "".join(chunk.text for chunk in chunks), chunks[-1]
     assert last.finish_reason is not None and (text, tokens, drafted) == (whole.text, whole.token_ids, whole.drafted)
     logprobs = [one for chunk in chunks for one in chunk.logprobs or ()] if last.logprobs is not None else None
-    cycles = [chunk.cycle for chunk in chunks if chunk.cycle is not None]
-    assert len(cycles) == len(whole.stats.committed)
+    steps = [chunk.step for chunk in chunks if chunk.step is not None]
+    assert len(steps) == len(whole.stats.committed)
     assert all(
-        chunk.cycle.path[0] == 0 and len(chunk.cycle.path) >= len(chunk.token_ids) for chunk in chunks if chunk.cycle
+        chunk.step.path[0] == 0 and len(chunk.step.path) >= len(chunk.token_ids) for chunk in chunks if chunk.step
     )
     told = last.finish_reason, drafted, last.stats, whole.prompt_tokens, last.failure, logprobs, whole.prompt_logprobs
     return Completion(text, tokens, *told)

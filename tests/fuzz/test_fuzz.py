@@ -33,7 +33,7 @@ def test_answers_are_those_of_plain_decoding(model: int, models: Models) -> None
         print(f"seed {seed}: make fuzz SEED={seed}")
         outcome += run(case_of(seed), models)
     assert outcome.near_ties <= 1
-    assert outcome.tokens > 200 and outcome.committed > outcome.cycles  # and some draft tokens stood
+    assert outcome.tokens > 200 and outcome.committed > outcome.steps  # and some draft tokens stood
 
 
 def test_cases_are_of_every_kind() -> None:

@@ -33,10 +33,10 @@ UNIFORMS = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().man
 PLANS = [
     ChainPlan(4, MIXED),
     ChainPlan(5, GREEDY, draft_window=3),
-    ChainPlan(6, GREEDY, cycle_seconds=SECONDS),
+    ChainPlan(6, GREEDY, step_seconds=SECONDS),
     SampledPlan(5, MIXED, UNIFORMS),
     TreePlan(5, MIXED, 9),
-    TreePlan(5, GREEDY, 40, cycle_seconds=SECONDS),
+    TreePlan(5, GREEDY, 40, step_seconds=SECONDS),
 ]
 EAGLE3 = [
     {"qk_norm": True, "norm_before_residual": True, "norm_output": True, "attention_bias": True},

@@ -28,7 +28,7 @@ def need(program: Path, name: str) -> None:
 
 
 class Ours:
-    """What our engine makes of prompts: the tokens, and how many each cycle commits."""
+    """What our engine makes of prompts: the tokens, and how many each step commits."""
 
     def __init__(
         self, prompts: Sequence[Sequence[int]], target: Path, drafter: Path | str, tokens: int = TOKENS, **how: Any
@@ -58,22 +58,22 @@ def peer(
 def accepts_alike(
     done: ExportedGGUF, target: Path, drafter: Path, kind: str, draft_tokens: int, log: Path, share: float = 0.9
 ) -> None:
-    """Check that llama.cpp says the same as our engine, and mostly in as many cycles.
+    """Check that llama.cpp says the same as our engine, and mostly in as many steps.
 
     Args:
         target, drafter: What the files were made of.
         kind, draft_tokens: As in `peer`.
-        share: Of the prompts, those that must take as many cycles.
+        share: Of the prompts, those that must take as many steps.
     """
     draws = torch.Generator().manual_seed(5)
     asked = torch.randint(5, 200, (16, 40), generator=draws).tolist()
     ours = Ours(asked, target, drafter, 48, ignore_eos=True)
-    cycles = []
+    steps = []
     with peer(done.target, log, done.drafter, kind, draft_tokens) as theirs:
         for prompt, tokens in zip(asked, ours.tokens, strict=True):
             answer = theirs.ask("decode", {"prompt": prompt, "max_new_tokens": 48, "stops": []})
             assert answer["tokens"] == tokens
-            cycles.append(answer["cycles"])
+            steps.append(answer["steps"])
     own = [*map(len, ours.committed)]
     assert len({*own}) > 3  # so that equal counts mean something
-    assert sum(a == b for a, b in zip(cycles, own, strict=True)) >= share * len(own), (cycles, own)
+    assert sum(a == b for a, b in zip(steps, own, strict=True)) >= share * len(own), (steps, own)

@@ -74,8 +74,8 @@ def test_draft_tokens_of_a_trained_one(prompts: list[list[int]], trained: Path, 
             answers.append(theirs.ask("decode", {"prompt": prompt, "max_new_tokens": TOKENS, "stops": [2]}))
     equal = [i for i, answer in enumerate(answers) if answer["tokens"] == ours.tokens[i]]
     assert len(equal) >= 0.94 * PROMPTS  # its blocks take other kernels than single tokens, which rounds otherwise
-    cycles = sum(answers[i]["cycles"] for i in equal)
-    assert cycles == pytest.approx(sum(len(ours.committed[i]) for i in equal), rel=NEAR)
+    steps = sum(answers[i]["steps"] for i in equal)
+    assert steps == pytest.approx(sum(len(ours.committed[i]) for i in equal), rel=NEAR)
 
 
 def test_smollm2_with_its_bundled_drafter(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_smollm2_with_its_bundled_drafter(tmp_path: Path) -> None:
     with peer(done.target, tmp_path / "log", done.drafter, "draft-eagle3", 4) as theirs:
         for place, prompt in enumerate(asked):
             answer = theirs.ask("decode", {"prompt": prompt, "max_new_tokens": TOKENS, "stops": [2]})
-            assert answer["tokens"] == ours.tokens[place] and answer["cycles"] == len(ours.committed[place])
+            assert answer["tokens"] == ours.tokens[place] and answer["steps"] == len(ours.committed[place])
 
 
 def test_rounded_ones_load(trained: Path, tmp_path: Path) -> None:
@@ -97,4 +97,4 @@ def test_rounded_ones_load(trained: Path, tmp_path: Path) -> None:
         done = export_gguf(trained, tmp_path, TARGET, weights)  # type: ignore[arg-type]
         with peer(done.target, tmp_path / "log", done.drafter, "draft-eagle3", DRAFT_CHOICE) as theirs:
             answer = theirs.ask("decode", {"prompt": [1, 60, 70, 80], "max_new_tokens": 24, "stops": []})
-            assert len(answer["tokens"]) >= 24 and answer["cycles"] <= 24
+            assert len(answer["tokens"]) >= 24 and answer["steps"] <= 24

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.llamacpp
 DRAFTER = bundled()[BUNDLED_DFLASH]
 TOOL = PROGRAM.with_name("llama-speculative-simple")
 PROMPTS, DRAFT_CHOICE = 50, 15
-NEAR = 0.03  # share by which the tokens of a cycle may differ
+NEAR = 0.03  # share by which the tokens of a step may differ
 F32 = ["--cache-type-k", "f32", "--cache-type-v", "f32", "--cache-type-k-draft", "f32", "--cache-type-v-draft", "f32"]
 
 
@@ -55,12 +55,12 @@ def ours(prompts: list[list[int]]) -> Ours:
 
 
 def compare(answers: Sequence[tuple[list[int], int]], ours: Ours) -> None:
-    """Tokens and cycles of each prompt. llama.cpp scores blocks by other kernels than single tokens, and logits then
-    differ by thousandths, so a few answers may part from its own plain ones; cycles are compared on the others."""
+    """Tokens and steps of each prompt. llama.cpp scores blocks by other kernels than single tokens, and logits then
+    differ by thousandths, so a few answers may part from its own plain ones; steps are compared on the others."""
     equal = [i for i, (tokens, _) in enumerate(answers) if tokens == ours.tokens[i]]
     assert len(equal) >= 0.94 * PROMPTS
-    cycles = sum(answers[i][1] for i in equal)
-    assert cycles == pytest.approx(sum(len(ours.committed[i]) for i in equal), rel=NEAR)
+    steps = sum(answers[i][1] for i in equal)
+    assert steps == pytest.approx(sum(len(ours.committed[i]) for i in equal), rel=NEAR)
 
 
 def test_tokens(files: tuple[Path, Path], prompts: list[list[int]], ours: Ours, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_draft_tokens(files: tuple[Path, Path], prompts: list[list[int]], ours: 
         for prompt in prompts:
             answers.append(theirs.ask("decode", {"prompt": prompt, "max_new_tokens": TOKENS, "stops": [2]}))
     assert ours.tau > 2
-    compare([(answer["tokens"], answer["cycles"]) for answer in answers], ours)
+    compare([(answer["tokens"], answer["steps"]) for answer in answers], ours)
 
 
 def test_its_speculative_tool(files: tuple[Path, Path], prompts: list[list[int]]) -> None:
@@ -108,12 +108,12 @@ def test_its_speculative_tool(files: tuple[Path, Path], prompts: list[list[int]]
         if tokenizer.decode(long.tokens[i][: wanted - 1]) not in said:  # as in `compare`
             continue
         predicted, accepted = (int(re.findall(rf"{name}\s*= (\d+)", said)[-1]) for name in ("n_predict", "n_accept"))
-        theirs.update(answers=1, tokens=predicted, cycles=predicted - accepted)
+        theirs.update(answers=1, tokens=predicted, steps=predicted - accepted)
         ends = list(accumulate(long.committed[i], initial=1))
-        cycles = next(cycle for cycle, end in enumerate(ends) if end > wanted)
-        own.update(tokens=ends[cycles], cycles=cycles + 1)  # with the one that gave the first token
+        steps = next(step for step, end in enumerate(ends) if end > wanted)
+        own.update(tokens=ends[steps], steps=steps + 1)  # with the one that gave the first token
     assert theirs["answers"] >= 0.9 * len(chosen)
-    assert theirs["tokens"] / theirs["cycles"] == pytest.approx(own["tokens"] / own["cycles"], rel=NEAR)
+    assert theirs["tokens"] / theirs["steps"] == pytest.approx(own["tokens"] / own["steps"], rel=NEAR)
 
 
 @pytest.fixture(scope="module")
@@ -209,4 +209,4 @@ def test_rounded_pairs_load(files: tuple[Path, Path], tmp_path: Path) -> None:
         done = export_gguf(DRAFTER, tmp_path, TARGET, weights)  # type: ignore[arg-type]
         with peer(done.target, tmp_path / "log", done.drafter) as theirs:
             answer = theirs.ask("decode", {"prompt": [1, 60, 70, 80], "max_new_tokens": 24, "stops": []})
-            assert len(answer["tokens"]) >= 24 and answer["cycles"] < 24
+            assert len(answer["tokens"]) >= 24 and answer["steps"] < 24

@@ -71,8 +71,8 @@ def test_projection_uses_the_costs(shape: Shape, batch: int) -> None:
     [drafter] = shape.drafters
     row = project(shape, HERE, "Q4_1", CONTEXT, batch, drafter=drafter, block_size=5, tau=2.0, costs=COSTS)
     assert row.confidence == "calibrated" and row.drafted is not None
-    assert row.plain.mid == pytest.approx(batch / COSTS.plain_cycle(batch))
-    assert row.drafted.mid == pytest.approx(2.0 * batch / COSTS.cycle(batch, 4, tree=False)[4])
+    assert row.plain.mid == pytest.approx(batch / COSTS.plain_step(batch))
+    assert row.drafted.mid == pytest.approx(2.0 * batch / COSTS.drafted_steps(batch, 4, tree=False)[4])
     longer = project(shape, HERE, "Q4_1", 8 * CONTEXT, batch, drafter=drafter, block_size=5, tau=2.0, costs=COSTS)
     assert longer.plain.mid < row.plain.mid and longer.drafted.mid < row.drafted.mid  # type: ignore[union-attr]
 

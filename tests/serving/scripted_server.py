@@ -1,6 +1,6 @@
 """A server with scripted answers, for behaviour that a real model does not show on demand.
 
-The prompt chooses: `SLOW` waits between cycles, `PAUSE` does not draft, `BUSY` is a 429, `BAD` a 400, `BREAK` breaks
+The prompt chooses: `SLOW` waits between steps, `PAUSE` does not draft, `BUSY` is a 429, `BAD` a 400, `BREAK` breaks
 off, `FAIL` ends with an error inside the stream, `DIFFER` answers otherwise without drafting, and `SAY text` says just
 that.
 """
@@ -30,8 +30,8 @@ MODEL = {
     "parameters": 5_400_000,
     "drafter_parameters": 1_200_000,
 }
-CYCLE_SECONDS = 0.004
-ACCEPTED = (3, 0, 1, 2, 5, 1, 0)  # draft tokens per cycle
+STEP_SECONDS = 0.004
+ACCEPTED = (3, 0, 1, 2, 5, 1, 0)  # draft tokens per step
 
 
 def make_app(key: str | None = None, has_chat_template: bool = True) -> FastAPI:
@@ -88,8 +88,8 @@ async def _stream(body: dict[str, Any], prompt: str) -> AsyncIterator[str]:
     text = prompt.split("SAY ", 1)[1] if "SAY " in prompt else TEXT
     if "DIFFER" in prompt and not drafting:
         text = text.replace("15 rolls", "16 rolls")
-    for number, trace in enumerate(_cycles(text, drafting)):
-        await asyncio.sleep(0.15 if "SLOW" in prompt else CYCLE_SECONDS)
+    for number, trace in enumerate(_steps(text, drafting)):
+        await asyncio.sleep(0.15 if "SLOW" in prompt else STEP_SECONDS)
         piece = "".join(token["text"] for token in trace["tokens"])
         choice = {"delta": {"content": piece}} if "messages" in body else {"text": piece}
         yield _event({"choices": [choice], "trace": trace})
@@ -108,17 +108,17 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-def _cycles(text: str, drafting: bool) -> Iterator[dict[str, Any]]:
+def _steps(text: str, drafting: bool) -> Iterator[dict[str, Any]]:
     """Yield the traces of a response: first the token of the prefill, then decoding steps."""
     words = [{"id": i, "text": word} for i, word in enumerate(re.findall(r"\s*\S+", text))]
-    yield {"tokens": [words[0] | {"drafted": False}], "cycle": None}
-    at, cycle = 1, 0
+    yield {"tokens": [words[0] | {"drafted": False}], "step": None}
+    at, step = 1, 0
     while at < len(words):
-        accepted = min(ACCEPTED[cycle % len(ACCEPTED)], len(words) - at - 1) if drafting else 0
+        accepted = min(ACCEPTED[step % len(ACCEPTED)], len(words) - at - 1) if drafting else 0
         new = words[at : at + accepted + 1]
         tokens = [token | {"drafted": i < accepted} for i, token in enumerate(new)]
-        yield {"tokens": tokens, "cycle": _tree(words[at - 1], new[:accepted], drafting)}
-        at, cycle = at + len(new), cycle + 1
+        yield {"tokens": tokens, "step": _tree(words[at - 1], new[:accepted], drafting)}
+        at, step = at + len(new), step + 1
 
 
 def _tree(anchor: dict[str, Any], accepted: list[dict[str, Any]], drafting: bool) -> dict[str, Any]:
@@ -129,4 +129,4 @@ def _tree(anchor: dict[str, Any], accepted: list[dict[str, Any]], drafting: bool
         parents += wrong
         nodes += [{"id": 1000 + i, "text": f" wrong{i}"} for i in range(len(wrong))]
     path = list(range(len(accepted) + 1))
-    return {"tokens": nodes, "parents": parents, "path": path, "seconds": CYCLE_SECONDS}
+    return {"tokens": nodes, "parents": parents, "path": path, "seconds": STEP_SECONDS}

@@ -205,7 +205,7 @@ def test_statistics_are_consistent(client: Any) -> None:
     accepted = answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
     histogram = result["acceptance_histogram"]
     assert sum(histogram) == result["num_spec_steps"]
-    assert sum(count * cycles for count, cycles in enumerate(histogram)) == accepted
+    assert sum(count * steps for count, steps in enumerate(histogram)) == accepted
     assert result["num_accepted_draft_tokens"] == accepted
     assert (
         result["num_draft_tokens"] - accepted
@@ -232,13 +232,13 @@ def test_traces(client: Any, engine: Engine) -> None:
     tokens = [token for trace in traces for token in trace["tokens"]]
     assert [token["id"] for token in tokens] == completion.token_ids
     assert [token["drafted"] for token in tokens] == completion.drafted
-    assert traces[0]["cycle"] is None  # the prompt's own token
+    assert traces[0]["step"] is None  # the prompt's own token
     before = traces[0]["tokens"][-1]["id"]
     for trace in traces[1:]:
-        cycle = trace["cycle"]
-        assert cycle["tokens"][0]["id"] == before
-        assert cycle["parents"][0] == -1 and cycle["path"][0] == 0
-        output = [cycle["tokens"][place]["id"] for place in cycle["path"][1:]]
+        step = trace["step"]
+        assert step["tokens"][0]["id"] == before
+        assert step["parents"][0] == -1 and step["path"][0] == 0
+        output = [step["tokens"][place]["id"] for place in step["path"][1:]]
         assert output == [token["id"] for token in trace["tokens"]][: len(output)]
         before = trace["tokens"][-1]["id"]
 

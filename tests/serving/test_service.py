@@ -203,9 +203,9 @@ def test_metrics_add_up(make_client: Callable[..., Any]) -> None:
     assert values["e2e_request_latency_seconds_count"] == 3
     accepted = sum(usage["completion_tokens_details"]["accepted_prediction_tokens"] for usage in usages)
     assert values["spec_decode_num_accepted_tokens_total"] == accepted
-    assert values["num_cycle_tokens_total"] == 87
+    assert values["num_step_tokens_total"] == 87
     tau = values["spec_decode_mean_acceptance_length"]
-    assert tau == pytest.approx(87 / values["num_cycles_total"])
+    assert tau == pytest.approx(87 / values["num_steps_total"])
     shares = [value for name, value in values.items() if name.startswith("spec_decode_acceptance_per_pos")]
     assert tau == pytest.approx(1 + sum(shares)) and tau > 1
     assert len(shares) == 7 and shares == sorted(shares, reverse=True)

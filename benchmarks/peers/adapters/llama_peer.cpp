@@ -141,7 +141,7 @@ json Peer::decode(const json & request) {
     llama_tokens answer = {anchor};
     const double first = now();
 
-    int cycles = 0;
+    int steps = 0;
     llama_tokens draft_tokens;
     while (!is_stop(anchor) && answer.size() < max_new_tokens) {
         const auto n_past = (llama_pos) past.size();
@@ -159,7 +159,7 @@ json Peer::decode(const json & request) {
             batch.add(draft_tokens[i], n_past + 1 + (llama_pos) i, 0, true);
         }
         score();
-        const int known = accept.empty() ? -1 : accept[cycles % accept.size()];
+        const int known = accept.empty() ? -1 : accept[steps % accept.size()];
         int accepted = 0;
         while (true) {
             past.push_back(anchor);
@@ -179,12 +179,12 @@ json Peer::decode(const json & request) {
             common_speculative_accept(spec.get(), 0, (uint16_t) accepted);
         }
         forget_from((llama_pos) past.size());
-        cycles++;
+        steps++;
     }
     return {
         {"tokens", answer},
         {"first", 1},
-        {"cycles", cycles},
+        {"steps", steps},
         {"prefill_seconds", first - began},
         {"decode_seconds", now() - first},
     };

@@ -43,7 +43,7 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
         return {
             "tokens": tokens,
             "first": 1,
-            "cycles": len(tokens) - 1,
+            "steps": len(tokens) - 1,
             "prefill_seconds": done.usage.total_prompt_time_sec,
             "decode_seconds": done.usage.total_completion_time_sec,
         }

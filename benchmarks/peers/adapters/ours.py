@@ -2,7 +2,7 @@
 
 The settings or the options may also hold "quantize", and the options "ways": ways to decode with one target by name,
 each with options of its own; a request then names one as "way". With "accept" in a request (counts, used cyclically)
-that many of each cycle's draft tokens are right, whatever was drafted.
+that many of each step's draft tokens are right, whatever was drafted.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
         return {
             "tokens": completion.token_ids,
             "first": 1,
-            "cycles": len(stats.committed),
+            "steps": len(stats.committed),
             "prefill_seconds": stats.prefill_seconds,
             "decode_seconds": seconds - stats.prefill_seconds,
         }

@@ -36,11 +36,11 @@ class Clock:
         self.counts.append(count)
 
     def answer(self, tokens: list[int]) -> Answer:
-        """Answer of the protocol: tokens of the first step came with the prompt, later steps are the cycles."""
+        """Answer of the protocol: tokens of the first step came with the prompt, later ones are `steps`."""
         return {
             "tokens": tokens,
             "first": self.counts[0],
-            "cycles": len(self.times) - 1,
+            "steps": len(self.times) - 1,
             "prefill_seconds": self.times[0] - self.began,
             "decode_seconds": self.times[-1] - self.times[0],
         }

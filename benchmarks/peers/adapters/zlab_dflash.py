@@ -34,7 +34,7 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
         return {
             "tokens": done.output_ids[0, prompt.size(1) :].tolist(),
             "first": 1,
-            "cycles": len(done.acceptance_lengths),
+            "steps": len(done.acceptance_lengths),
             "prefill_seconds": done.time_to_first_token,
             "decode_seconds": done.time_per_output_token * done.num_output_tokens,
         }

@@ -138,7 +138,7 @@ def slower_note(engine: Engine, stats: Stats, comparison: Comparison | None) -> 
     else:
         # "auto" does not draft where drafting is slower.
         costs = None if automatic else stored_costs.load(stored_costs.path(engine.target, engine.drafter))
-        plain = 0.0 if costs is None else 1 / costs.plain_cycle(1)
+        plain = 0.0 if costs is None else 1 / costs.plain_step(1)
         if stats.tokens_per_second >= SLOWER_THAN_STORED * plain:
             return None
         figures = f"{stats.tokens_per_second:.0f} tokens/s, against {plain:.0f} by the stored plain step times"
@@ -183,7 +183,7 @@ def draft_vocab(engine: Engine) -> int | None:
 
 def drafter_bits(drafter: Drafter) -> int | list[int | None] | None:
     """Return the drafter's bits per weight: None if it is not quantized, a list where members of a hybrid differ."""
-    bits = [part.bits for part in drafter.parts if part.has_pass]
+    bits = [part.bits for part in drafter.parts if part.runs_network]
     return bits if len({*bits}) > 1 else next(iter(bits), None)
 
 
@@ -211,8 +211,8 @@ def as_dict(completion: Completion, comparison: Comparison | None, engine: Engin
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "tau": stats.tau,
-        "cycles": len(stats.drafted),
-        "drafted_cycles": sum(count > 0 for count in stats.drafted),
+        "steps": len(stats.drafted),
+        "drafted_steps": sum(count > 0 for count in stats.drafted),
         "acceptance_by_position": stats.acceptance_by_position,
         "tokens_per_second": stats.tokens_per_second,
         "backend": target.backend,

@@ -74,7 +74,7 @@ def doctor(*, run: Decoded, what: Patient, how: Annotated[Settings, Only("limit"
 
 def show(console: Console, diagnosis: Diagnosis) -> None:
     console.print(
-        f"{diagnosis.cycles} steps, of which {100 * diagnosis.alike:.0f} % accept as many draft tokens as the drafter\n"
+        f"{diagnosis.steps} steps, of which {100 * diagnosis.alike:.0f} % accept as many draft tokens as the drafter\n"
         "alone gets right at the same positions.\n"
     )
     shares = f">S_1..S_{SHOWN_POSITIONS} %"

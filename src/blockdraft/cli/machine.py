@@ -229,7 +229,9 @@ def show_costs(costs: Costs, block_size: int, running: str) -> None:
     headers = *(f">R, chain of {n}" for n in chains), *(f">R, tree of {n}" for n in trees)
     table = new_table(console, ">batch size", ">plain ms", *headers)
     for rows, plain in zip(costs.rows, costs.plain, strict=True):
-        times = [costs.cycle(rows, n, tree)[n] for tree, sizes in ((False, chains), (True, trees)) for n in sizes]
+        times = [
+            costs.drafted_steps(rows, n, tree)[n] for tree, sizes in ((False, chains), (True, trees)) for n in sizes
+        ]
         table.add_row(str(rows), f"{1000 * plain:.2f}", *(f"{seconds / plain:.2f}" for seconds in times))
     # A title or caption of the table would break at its width, which may be small.
     console.print(f"Steps, {running}, {when}")

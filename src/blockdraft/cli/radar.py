@@ -293,7 +293,7 @@ def show_row(console: Console, row: Projection) -> None:
         line(
             "drafted",
             f"{interval(row.drafted)} tokens/s with blocks of {row.block_size}; a step of "
-            f"{1e3 * why['cycle_seconds']:.3g} ms is bound by {why['block_bound']}: {gain(row)}",
+            f"{1e3 * why['drafted_step_seconds']:.3g} ms is bound by {why['block_bound']}: {gain(row)}",
         )
         line("tau", f"{tau['mid']:.2f} ({tau['low']:.2f} to {tau['high']:.2f}), {why['tau_source']}")
         line("drafter", why["drafter"] or "none is published; `blockdraft fit` makes one")

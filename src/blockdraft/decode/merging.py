@@ -34,9 +34,9 @@ def merged(anchor: Tensor, proposals: Sequence[Proposal], plan: Plan) -> Proposa
         for row in range(len(anchor))
     ]
     count, expected = plan.tree_budget, None
-    if plan.cycle_seconds is not None:
+    if plan.step_seconds is not None:
         acceptance_probs = [[acceptance_prob for acceptance_prob, _, _ in nodes] for nodes in rows]
-        count = best_count(acceptance_probs, plan.cycle_seconds, plan.calibration)
+        count = best_count(acceptance_probs, plan.step_seconds, plan.calibration)
         expected = tuple(sum(row[:count]) for row in acceptance_probs)
     tokens = [[0, *(token for _, _, token in nodes[:count])] for nodes in rows]
     parents = [[-1, *(parent for _, parent, _ in nodes[:count])] for nodes in rows]

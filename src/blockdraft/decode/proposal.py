@@ -27,9 +27,9 @@ class Plan:
         params: Sampling parameters of each sequence. A draft token is best chosen or sampled from the distribution that
             these make of its logits.
         tree_budget: Most draft tokens of a tree; 0 for a chain. Drafters without trees return chains.
-        cycle_seconds: Seconds of a whole step with 0, 1, 2, ... draft tokens per sequence. The drafter then returns as
+        step_seconds: Seconds of a whole step with 0, 1, 2, ... draft tokens per sequence. The drafter then returns as
             many as maximize the expected tokens per second; None asks for as many as the other limits allow.
-        calibration: Accepted draft tokens over those that the drafter expected, so far. With `cycle_seconds` it scales
+        calibration: Accepted draft tokens over those that the drafter expected, so far. With `step_seconds` it scales
             the expected acceptance.
         draft_window, draft_passes: As in `Drafting`.
     """
@@ -37,7 +37,7 @@ class Plan:
     block_size: int
     params: Sequence[SamplingParams]
     _: KW_ONLY
-    cycle_seconds: Sequence[float] | None = None
+    step_seconds: Sequence[float] | None = None
     calibration: float = 1.0
     draft_window: int | None = None
     draft_passes: int | None = None
@@ -54,7 +54,7 @@ class Plan:
         return SampledPlan(self.block_size, self.params, uniforms, self.tree_budget, **self._options())
 
     def _options(self) -> dict[str, Any]:
-        names = ("cycle_seconds", "calibration", "draft_window", "draft_passes")
+        names = ("step_seconds", "calibration", "draft_window", "draft_passes")
         return {name: getattr(self, name) for name in names}
 
 

@@ -25,7 +25,7 @@ def best_first(
     log_probs_BDK: Tensor,
     ids_BDK: Tensor,
     budget: int,
-    cycle_seconds: Sequence[float] | None = None,
+    step_seconds: Sequence[float] | None = None,
     calibration: float = 1.0,
 ) -> Proposal:
     """Return the tree with the largest expected accepted length (DDTree, arXiv 2604.12989).
@@ -41,7 +41,7 @@ def best_first(
             node is added after its better siblings, so more than K = `budget` are useless.
         ids_BDK: Their tokens, int64, distinct at each depth.
         budget: Most draft tokens per sequence.
-        cycle_seconds, calibration: As in `Plan`. If given, all trees are cut to the number of draft tokens that pays
+        step_seconds, calibration: As in `Plan`. If given, all trees are cut to the number of draft tokens that pays
             best.
 
     Returns:
@@ -51,7 +51,7 @@ def best_first(
     ranks = log_probs_BDK.size(2) + 1
     flat = pad(log_probs_BDK, (0, 1, 0, 1), value=-inf).flatten(1).tolist()
     rows = [_grow(log_probs, ranks, budget) for log_probs in flat]
-    return _proposal(anchor_B, rows, pad(ids_BDK, (0, 1, 0, 1)).flatten(1), cycle_seconds, calibration)
+    return _proposal(anchor_B, rows, pad(ids_BDK, (0, 1, 0, 1)).flatten(1), step_seconds, calibration)
 
 
 def lattice_tree(
@@ -59,7 +59,7 @@ def lattice_tree(
     log_probs_BDKK: Tensor,
     ids_BDK: Tensor,
     budget: int,
-    cycle_seconds: Sequence[float] | None = None,
+    step_seconds: Sequence[float] | None = None,
     calibration: float = 1.0,
 ) -> Proposal:
     """Return the `best_first` tree for draft tokens whose distribution depends on the one before.
@@ -71,7 +71,7 @@ def lattice_tree(
         log_probs_BDKK: `[b, d, p, k]` is the log probability of candidate k at depth d after candidate p of the depth
             before; at the first depth, where all follow the anchor, the same for every p. -inf is no candidate.
         ids_BDK: The candidates, int64, distinct at each depth.
-        budget, cycle_seconds, calibration: As for `best_first`.
+        budget, step_seconds, calibration: As for `best_first`.
     """
     depth, count = ids_BDK.shape[1:]
     ranks = count + 1
@@ -85,9 +85,9 @@ def lattice_tree(
 
     def build(size: int) -> Proposal:
         rows = [_grow(row, ranks, size, following) for row, following in zip(flat, children, strict=True)]
-        return _proposal(anchor_B, rows, tokens_BG, cycle_seconds, calibration)
+        return _proposal(anchor_B, rows, tokens_BG, step_seconds, calibration)
 
-    return build(budget) if cycle_seconds is None else _paying(build, budget)
+    return build(budget) if step_seconds is None else _paying(build, budget)
 
 
 def best_of(
@@ -96,7 +96,7 @@ def best_of(
     parents_BG: Tensor,
     tokens_BG: Tensor,
     budget: int,
-    cycle_seconds: Sequence[float] | None = None,
+    step_seconds: Sequence[float] | None = None,
     calibration: float = 1.0,
 ) -> Proposal:
     """Return the best draft tokens of a tree that was grown level by level (EAGLE-2, arXiv 2406.16858).
@@ -106,7 +106,7 @@ def best_of(
         log_probs_BG: Float, of each draft token's whole path, so that none is likelier than its parent; -inf is none.
         parents_BG: Int64, index of the draft token before, always smaller; -1 for those that follow the anchor.
         tokens_BG: Int64.
-        budget, cycle_seconds, calibration: As for `best_first`.
+        budget, step_seconds, calibration: As for `best_first`.
     """
     best, order = log_probs_BG.where(~log_probs_BG.isnan(), -inf).sort(dim=-1, descending=True, stable=True)
     rows = []
@@ -120,14 +120,14 @@ def best_of(
             nodes.append((-log_prob, places[parents[draft_token]], draft_token))
             places[draft_token] = len(nodes)
         rows.append(nodes)
-    return _proposal(anchor_B, rows, tokens_BG, cycle_seconds, calibration)
+    return _proposal(anchor_B, rows, tokens_BG, step_seconds, calibration)
 
 
 def _proposal(
     anchor_B: Tensor,
     rows: Sequence[list[tuple[float, int, int]]],
     tokens_BG: Tensor,
-    cycle_seconds: Sequence[float] | None,
+    step_seconds: Sequence[float] | None,
     calibration: float,
 ) -> Proposal:
     """Return the proposal of nodes from `_grow`, cut to the number that pays best.
@@ -136,9 +136,9 @@ def _proposal(
     """
     count = max(len(nodes) for nodes in rows)
     expected = acceptance_probs = None
-    if cycle_seconds is not None:
+    if step_seconds is not None:
         path_probs = [[exp(-cost) for cost, _, _ in nodes] for nodes in rows]
-        count = best_count(path_probs, cycle_seconds, calibration)
+        count = best_count(path_probs, step_seconds, calibration)
         acceptance_probs = tuple(tuple(probs[:count]) for probs in path_probs)
         expected = tuple(map(sum, acceptance_probs))
     filled = [[(0.0, -1, 0), *nodes[:count], *[(0.0, -1, 0)] * (count - len(nodes))] for nodes in rows]
@@ -155,21 +155,21 @@ def best_tree(
     anchor_B: Tensor,
     log_probs_BDV: Tensor,
     budget: int,
-    cycle_seconds: Sequence[float] | None = None,
+    step_seconds: Sequence[float] | None = None,
     calibration: float = 1.0,
 ) -> Proposal:
     """Return the `best_first` tree of distributions over the whole vocabulary.
 
     Args:
         log_probs_BDV: Log probabilities `[B, D, V]` of the draft tokens at each depth.
-        budget, cycle_seconds, calibration: As for `best_first`.
+        budget, step_seconds, calibration: As for `best_first`.
     """
 
     def build(size: int) -> Proposal:
         best = log_probs_BDV.topk(min(size, log_probs_BDV.size(-1)), dim=-1)
-        return best_first(anchor_B, best.values, best.indices, size, cycle_seconds, calibration)
+        return best_first(anchor_B, best.values, best.indices, size, step_seconds, calibration)
 
-    return build(budget) if cycle_seconds is None else _paying(build, budget)
+    return build(budget) if step_seconds is None else _paying(build, budget)
 
 
 def _paying(build: Callable[[int], Proposal], budget: int) -> Proposal:
@@ -209,7 +209,7 @@ def _grow(
     return nodes
 
 
-def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[float], calibration: float = 1.0) -> int:
+def best_count(path_probs: Sequence[Sequence[float]], step_seconds: Sequence[float], calibration: float = 1.0) -> int:
     """Return the number of draft tokens per sequence that yields the most tokens per second.
 
     This is the rule of CaDDTree (arXiv 2606.01813). Ties go to the smallest number.
@@ -220,24 +220,24 @@ def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[fl
     Args:
         path_probs: For each sequence and draft token the probability that it is accepted together with all before it on
             its path, in the order in which they are added. Sequences may have different numbers.
-        cycle_seconds: Seconds of a step with 0, 1, 2, ... draft tokens per sequence. Other numbers are not considered.
+        step_seconds: Seconds of a step with 0, 1, 2, ... draft tokens per sequence. Other numbers are not considered.
         calibration: As in `Plan`.
     """
-    assert len(cycle_seconds) > 0 and min(cycle_seconds) > 0, "every step takes time"
+    assert len(step_seconds) > 0 and min(step_seconds) > 0, "every step takes time"
     if len(path_probs) == 1:  # a few numbers, for which numpy takes longer
         sums = accumulate(path_probs[0], initial=0.0)
-        rates = [(1 + calibration * expected) / time for expected, time in zip(sums, cycle_seconds, strict=False)]
+        rates = [(1 + calibration * expected) / time for expected, time in zip(sums, step_seconds, strict=False)]
         return rates.index(max(rates))
-    tokens = np.zeros(min(len(cycle_seconds), 1 + max(len(row) for row in path_probs)))
+    tokens = np.zeros(min(len(step_seconds), 1 + max(len(row) for row in path_probs)))
     tokens[0] = len(path_probs)
     for row in path_probs:
         gains = row[: len(tokens) - 1]
         tokens[1 : 1 + len(gains)] += calibration * np.asarray(gains)
-    return int(np.argmax(tokens.cumsum() / cycle_seconds[: len(tokens)]))
+    return int(np.argmax(tokens.cumsum() / step_seconds[: len(tokens)]))
 
 
 def next_pays(
-    expected_B: Tensor, following_B: Tensor, count: int, cycle_seconds: Sequence[float], calibration: float = 1.0
+    expected_B: Tensor, following_B: Tensor, count: int, step_seconds: Sequence[float], calibration: float = 1.0
 ) -> bool:
     """Return whether one more draft token per sequence pays after chains of `count`.
 
@@ -246,8 +246,8 @@ def next_pays(
         following_B: Float, the probability that one more is accepted with all of them, if the target agrees with it as
             often as with the last one: the probability that all are, times that of the last one given the others. 1
             before the first draft token, and 0 for a sequence that gets no more.
-        cycle_seconds, calibration: As in `Plan`.
+        step_seconds, calibration: As in `Plan`.
     """
     now = len(expected_B) + calibration * float(expected_B.sum())
     more = now + calibration * float(following_B.sum())
-    return more / cycle_seconds[count + 1] > now / cycle_seconds[count]
+    return more / step_seconds[count + 1] > now / step_seconds[count]

@@ -83,7 +83,7 @@ class AheadDrafter(Drafter):
     """
 
     target_layers: tuple[int, ...] = ()
-    knows_probabilities = knows_lengths = True
+    chooses_tree_size = chooses_length = True
 
     def __init__(self, drafter: DraftLMDrafter, target: Target, count: int) -> None:
         if drafter.model.lock is target.lock:

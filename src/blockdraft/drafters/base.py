@@ -51,11 +51,11 @@ class Drafter(Protocol):
             only.
         path: Folder or file that it was loaded from; None for a drafter without files.
         block_size: Maximum number of tokens on a path of a proposal, anchor included.
-        knows_probabilities: Whether it chooses how far to draft from `plan.cycle_seconds`.
-        knows_lengths: Whether it chooses the length of a chain best itself, because it was trained to predict how far
+        chooses_tree_size: Whether it chooses how far to draft from `plan.step_seconds`.
+        chooses_length: Whether it chooses the length of a chain best itself, because it was trained to predict how far
             a chain is accepted, or because it saves time by ending early. If False, "auto" chooses the length from
             what was accepted so far.
-        has_pass: Whether a draft takes a forward pass of a network.
+        runs_network: Whether a draft takes a forward pass of a network.
         has_target_head: Whether it scores tokens by the target's output projection, or by the rows of it in
             `target.draft_head`.
         draft_vocab: Number of these rows; None is all.
@@ -68,9 +68,9 @@ class Drafter(Protocol):
     path: Path | None
     target_layers: tuple[int, ...]
     block_size: int
-    knows_probabilities: bool = False
-    knows_lengths: bool = False
-    has_pass: bool = True
+    chooses_tree_size: bool = False
+    chooses_length: bool = False
+    runs_network: bool = True
     has_target_head: bool = False
     draft_vocab: int | None = None
 
@@ -129,7 +129,7 @@ class Drafter(Protocol):
         Args:
             anchor: `[B]` int64, each sequence's last committed token.
             plan: How far to draft; `plan.block_size` is at most `self.block_size`. Trees have acceptance probabilities
-                when `plan.cycle_seconds` is set. Without them, a hybrid drafter assumes 0.5 for every draft token.
+                when `plan.step_seconds` is set. Without them, a hybrid drafter assumes 0.5 for every draft token.
         """
 
     def observe(self, state: Any, tokens: Tensor, hidden_states: Tensor | None, lengths: Sequence[int]) -> None:

@@ -85,8 +85,8 @@ class BlockDiffusionDrafter(Drafter):
     """
 
     target_layers: tuple[int, ...] = ()
-    knows_probabilities = True
-    knows_lengths = False
+    chooses_tree_size = True
+    chooses_length = False
 
     def __init__(self, model: DiffusionModel, target: Target, path: Path | None = None) -> None:
         mask = model.config.mask_token_id

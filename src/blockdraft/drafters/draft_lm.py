@@ -115,8 +115,8 @@ class DraftLMDrafter(Drafter):
     sequence's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. A sequence near the end of the
     model's context gets fewer draft tokens, at its end none.
 
-    With `plan.cycle_seconds` drafting ends as soon as a further token, even one as probable as the last, would not save
-    time; the model's probabilities serve as acceptance probabilities. If draft tokens are sampled, `plan.cycle_seconds`
+    With `plan.step_seconds` drafting ends as soon as a further token, even one as probable as the last, would not save
+    time; the model's probabilities serve as acceptance probabilities. If draft tokens are sampled, `plan.step_seconds`
     is ignored: each distribution depends on the tokens before it, and the length of a sampled chain must not depend on
     the sample.
 
@@ -132,7 +132,7 @@ class DraftLMDrafter(Drafter):
     """
 
     target_layers: tuple[int, ...] = ()
-    knows_probabilities = knows_lengths = True
+    chooses_tree_size = chooses_length = True
 
     def __init__(self, model: Target, target: Target, block_size: int = BLOCK_SIZE) -> None:
         if not model.can_truncate:
@@ -191,7 +191,7 @@ class DraftLMDrafter(Drafter):
         wanted_on, anchor = anchor.device, send(anchor, self.model.device)
         room = [max(0, min(plan.block_size - 1, self.model.max_context - len(text))) for text in state.texts]
         draws = plan.uniforms if isinstance(plan, SampledPlan) else None
-        seconds = plan.cycle_seconds if draws is None else None
+        seconds = plan.step_seconds if draws is None else None
         known = [[*t, a] if free else [] for t, a, free in zip(state.texts, anchor.tolist(), room, strict=True)]
         draft_tokens, dists = [anchor], list[SparseDistribution]()
         expected = torch.zeros(len(room), device=anchor.device)  # expected accepted draft tokens per sequence

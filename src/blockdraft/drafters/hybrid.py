@@ -164,8 +164,8 @@ class HybridDrafter(Drafter):
         parts: Two or more drafters, each of another kind or folder. Ties go to the first.
     """
 
-    knows_probabilities = True
-    knows_lengths = False
+    chooses_tree_size = True
+    chooses_length = False
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
         if len(parts) < 2:
@@ -209,9 +209,9 @@ class HybridDrafter(Drafter):
                 yields.last = None
         # Members with a network come first, because they may fail. The sequences are then observed again, one by one,
         # and no member may observe the same tokens twice.
-        for index, part in sorted(enumerate(self.parts), key=lambda item: not item[1].has_pass):
+        for index, part in sorted(enumerate(self.parts), key=lambda item: not item[1].runs_network):
             own = self._hidden_states_of(part, hidden_states)
-            if part.has_pass:
+            if part.runs_network:
                 state.keep(index, tokens, own, lengths)
             else:
                 part.observe(state.inner[index], tokens, own, lengths)
@@ -279,10 +279,10 @@ def _asked(part: Drafter, plan: Plan) -> Plan:
     only if it gets times.
     """
     block_size = min(plan.block_size, part.block_size)
-    seconds, calibration = (plan.cycle_seconds, plan.calibration) if plan.tree_budget else (None, 1.0)
+    seconds, calibration = (plan.step_seconds, plan.calibration) if plan.tree_budget else (None, 1.0)
     if seconds is None and (plan.tree_budget or not isinstance(plan, SampledPlan)):
         seconds = [1.0] * (1 + (plan.tree_budget or block_size - 1))
-    asked = replace(plan, block_size=block_size, cycle_seconds=seconds, calibration=calibration)
+    asked = replace(plan, block_size=block_size, step_seconds=seconds, calibration=calibration)
     return replace(asked, uniforms=asked.uniforms[:, : block_size - 1]) if isinstance(asked, SampledPlan) else asked
 
 
@@ -293,10 +293,10 @@ def _expected_rate(proposal: Proposal, plan: Plan, rate: float) -> float:
     """
     if proposal.tokens.size(1) == 1:
         return 0.0
-    if proposal.expected is None or plan.cycle_seconds is None:
+    if proposal.expected is None or plan.step_seconds is None:
         return rate
     tokens = len(proposal.expected) + plan.calibration * sum(proposal.expected)
-    return tokens / plan.cycle_seconds[proposal.tokens.size(1) - 1]
+    return tokens / plan.step_seconds[proposal.tokens.size(1) - 1]
 
 
 def _expected_accepted(proposal: Proposal, row: int, known: float) -> float:

@@ -39,7 +39,7 @@ class NoDrafter(Drafter):
     path: Path | None = None
     target_layers: tuple[int, ...] = ()
     block_size = 1
-    knows_probabilities = knows_lengths = has_pass = False
+    chooses_tree_size = chooses_length = runs_network = False
 
     def new_state(self, batch: int, capacity: int) -> _NoState:
         return _NoState()

@@ -110,15 +110,15 @@ class PromptLookupDrafter(Drafter):
 
     A chain is the continuation of the most recent among the longest matches. A tree merges the continuations of several
     matches. A sequence without a match gets no draft tokens. Acceptance probabilities are learned from the sequence;
-    with `plan.cycle_seconds` a chain ends where a further token would not save time. `plan.params` and the numbers of a
+    with `plan.step_seconds` a chain ends where a further token would not save time. `plan.params` and the numbers of a
     `SampledPlan` are ignored.
     """
 
     path: Path | None = None
     target_layers: tuple[int, ...] = ()
     block_size = BLOCK_SIZE
-    knows_probabilities = has_pass = False
-    knows_lengths = True
+    chooses_tree_size = runs_network = False
+    chooses_length = True
 
     def new_state(self, batch: int, capacity: int) -> Texts:
         rows = [place * capacity for place in range(batch)]
@@ -137,9 +137,9 @@ class PromptLookupDrafter(Drafter):
     def propose(self, state: Texts, anchor: Tensor, plan: Plan) -> Proposal:
         rows = [_tree(text, token, plan) for text, token in zip(state.texts, anchor.tolist(), strict=True)]
         count, expected = max(len(acceptance_probs) for _, _, acceptance_probs in rows), None
-        if count and plan.cycle_seconds is not None and not plan.tree_budget:
+        if count and plan.step_seconds is not None and not plan.tree_budget:
             count = best_count(
-                [acceptance_probs for _, _, acceptance_probs in rows], plan.cycle_seconds, plan.calibration
+                [acceptance_probs for _, _, acceptance_probs in rows], plan.step_seconds, plan.calibration
             )
             expected = tuple(sum(acceptance_probs[:count]) for _, _, acceptance_probs in rows)
         if not count:

@@ -12,7 +12,7 @@ from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.engine.stats import Stats
 from blockdraft.engine.text import AnswerText
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError, UsageError, describe
-from blockdraft.types import CycleTrace, FinishReason, RequestDrafting, SamplingParams, TokenLogprob
+from blockdraft.types import FinishReason, RequestDrafting, SamplingParams, StepTrace, TokenLogprob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ class Request:
         drafting: Draft limits that are stricter than the engine's, or None.
         grammar: State of its grammar after the tokens so far, if it has one.
         trace: Whether chunks report the steps they come from.
-        cycle: The last step, until a chunk has reported it.
+        step: The last step, until a chunk has reported it.
         token_ids: The answer so far. The last token is the anchor.
         drafted: For each token, whether it was a draft token.
         logprobs: Log probabilities of each token, if requested.
@@ -50,7 +50,7 @@ class Request:
     drafting: RequestDrafting | None = None
     grammar: AnswerGrammar | None = None
     trace: bool = False
-    cycle: CycleTrace | None = None
+    step: StepTrace | None = None
     token_ids: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -166,7 +166,7 @@ class Request:
         text = "" if isinstance(self.failure, RequestError) else self.text.take()  # first, since a tokenizer may fail
         new, drafted = tuple(self.token_ids[self._sent :]), tuple(self.drafted[self._sent :])
         self._sent = len(self.token_ids)
-        cycle, self.cycle = self.cycle, None
+        step, self.step = self.step, None
         return Chunk(
             text=text,
             token_ids=new,
@@ -175,7 +175,7 @@ class Request:
             finish_reason=self.finish_reason,
             failure=self.failure,
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs[-len(new) :] if new else ()),
-            cycle=cycle,
+            step=step,
         )
 
     @property
@@ -283,7 +283,7 @@ class Chunk:
         finish_reason: Set on the last chunk.
         failure: Set on the last chunk if its finish reason is "error"; `error` is its message.
         logprobs: Log probabilities of each new token, if requested.
-        cycle: Step that the tokens come from, if the request was submitted with `trace`; None for the first token,
+        step: Step that the tokens come from, if the request was submitted with `trace`; None for the first token,
             which comes from prefill.
     """
 
@@ -294,7 +294,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     failure: BlockdraftError | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
-    cycle: CycleTrace | None = None
+    step: StepTrace | None = None
 
     @property
     def error(self) -> str | None:

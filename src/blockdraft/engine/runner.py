@@ -20,8 +20,8 @@ from blockdraft.engine.request import Request, RunningSequence
 from blockdraft.errors import RequestError, describe
 from blockdraft.machine import send
 from blockdraft.targets import Target, TargetOutput
-from blockdraft.timing import BOOKKEEPING, COMMIT, DRAFT_CHOICE, DRAFTING, FORWARD, OBSERVE, VERIFICATION, Cycle
-from blockdraft.types import CycleTrace, TokenLogprob
+from blockdraft.timing import BOOKKEEPING, COMMIT, DRAFT_CHOICE, DRAFTING, FORWARD, OBSERVE, VERIFICATION, StepTimer
+from blockdraft.types import StepTrace, TokenLogprob
 
 MAX_PENDING_STEPS = 512  # plain steps before the drafter observes what they committed
 OBSERVE_TOKENS = 256  # tokens of a batch in one such call of `observe`, whose memory grows with them
@@ -191,7 +191,7 @@ class Runner:
         Args:
             sequences: Running sequences whose prompts have been read.
         """
-        with Cycle() as timer:
+        with StepTimer() as timer:
             requests, starts = [sequence.request for sequence in sequences], [sequence.start for sequence in sequences]
             cache = self.cache.of(starts)
             anchor = self._tensor([request.token_ids[-1] for request in requests])
@@ -241,7 +241,7 @@ class Runner:
             request.stats.verify_seconds += timer.seconds[FORWARD]
             request.stats.total_seconds += timer.total
             if request.trace and i not in invalid:
-                request.cycle = _trace(proposal, tokens, verdict, i, timer.total)
+                request.step = _trace(proposal, tokens, verdict, i, timer.total)
         return Outcome(
             requests=requests,
             plan=plan,
@@ -365,10 +365,10 @@ class Runner:
                 )
 
 
-def _trace(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, index: int, seconds: float) -> CycleTrace:
+def _trace(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, index: int, seconds: float) -> StepTrace:
     parents = proposal.parent_lists[index]
     count = 1 + max(node for node, parent in enumerate(parents) if node == 0 or parent >= 0)  # padding is last
-    return CycleTrace(
+    return StepTrace(
         tokens=tuple(tokens[index][:count]),
         parents=tuple(parents[:count]),
         path=tuple(verdict.path[index]),

@@ -97,7 +97,7 @@ def _table(name: str, methods: Mapping[str, Figures], lines: box.Box | None) -> 
             f"{_number(slowest, 1)}-{_number(fastest, 1)}",
             _number(one.speedup, 2),
             _number(one.tau, 2),
-            _number(one.cycle_cost, 2),
+            _number(one.step_cost, 2),
             " ".join(f"{100 * share:.0f}" for share in one.acceptance_by_position[:SHOWN_POSITIONS]),
             _percent(one.identical),
             _percent(one.looping),
@@ -106,14 +106,14 @@ def _table(name: str, methods: Mapping[str, Figures], lines: box.Box | None) -> 
 
 
 def _profile_table(profiles: Mapping[str, Profile], lines: box.Box | None) -> Table:
-    table = Table(box=lines, pad_edge=False, title_justify="left", title="Where the time of a cycle goes: ms (%)")
+    table = Table(box=lines, pad_edge=False, title_justify="left", title="Where the time of a step goes: ms (%)")
     table.add_column("part", no_wrap=True)
     for method in profiles:
         table.add_column(method, justify="right", overflow="fold")
     for part in PARTS:
         spent = [(one.seconds[part], one.total) for one in profiles.values()]
         table.add_row(part, *(f"{1000 * seconds:.3f} ({100 * seconds / total:4.1f})" for seconds, total in spent))
-    table.add_row("cycle", *(f"{1000 * one.total:.3f} (100.0)" for one in profiles.values()))
+    table.add_row("step", *(f"{1000 * one.total:.3f} (100.0)" for one in profiles.values()))
     table.add_row("host", *(f"{1000 * one.host * one.total:.3f} ({100 * one.host:4.1f})" for one in profiles.values()))
     return table
 

@@ -61,7 +61,7 @@ class Trial:
         return self.seconds - sum(c.stats.read_seconds for c in self.completions)
 
     @property
-    def cycles(self) -> int:
+    def steps(self) -> int:
         """Steps of the batch, which are those of its longest response."""
         return max(len(c.stats.committed) for c in self.completions)
 
@@ -86,8 +86,8 @@ class Figures:
         speedup_by_repeat: Value of each repeat.
         tau: Tokens committed per step and sequence, bonus included, over all steps of timed responses.
         acceptance_by_position: S_1, S_2, ... over the same steps.
-        cycle_seconds: Wall time of decoding over the steps of the batches. Median of the repeats.
-        cycle_cost: R, time of a step over that of plain decoding in the same repeat. Median of the repeats. With batch
+        step_seconds: Wall time of decoding over the steps of the batches. Median of the repeats.
+        step_cost: R, time of a step over that of plain decoding in the same repeat. Median of the repeats. With batch
             size 1, speedup = tau / R.
         batch_seconds: Mean wall time of a batch, prefill included. Median of the repeats.
         identical: Share of prompts for which every response equals the plain one, with the same seed when sampling;
@@ -104,8 +104,8 @@ class Figures:
     speedup_by_repeat: tuple[float, ...]
     tau: float | None
     acceptance_by_position: tuple[float, ...]
-    cycle_seconds: float | None
-    cycle_cost: float | None
+    step_seconds: float | None
+    step_cost: float | None
     batch_seconds: float | None
     identical: float | None
     looping: float
@@ -116,14 +116,14 @@ class Profile:
     """Profile of one method.
 
     Attributes:
-        cycles: Number of steps.
+        steps: Number of steps.
         seconds: Mean seconds of a step by part, in order. On a GPU each part is synchronized, so steps take longer than
             without a profile.
         host: Share of the time outside of all networks: the target's forward pass, and the drafter's pass, head and
             context.
     """
 
-    cycles: int
+    steps: int
     seconds: dict[str, float]
     host: float
 
@@ -303,11 +303,11 @@ def profiles(
     batches = [(t.prompt_set, t.prompts) for t in trials if t.method == PLAIN and t.repeat == 0]
     done, total = 0, sum(len(prompts) for _, prompts in batches) * len(engines)
     seconds: dict[str, dict[str, float]] = {method: dict.fromkeys(PARTS, 0.0) for method in engines}
-    cycles: dict[str, int] = defaultdict(int)
+    steps: dict[str, int] = defaultdict(int)
     for prompt_set, prompts in batches:
         for method, engine in engines.items():
             with listening(partial(wait_for, engine.target.device)) as heard:
-                cycles[method] += run.trial(method, prompt_set, prompts, None).cycles
+                steps[method] += run.trial(method, prompt_set, prompts, None).steps
             for part, spent in heard.items():
                 seconds[method][part] += spent
             done += len(prompts)
@@ -315,7 +315,7 @@ def profiles(
     return {
         method: Profile(count, {part: spent / count for part, spent in parts.items()}, host_share(parts))
         for method, parts in seconds.items()
-        if (count := cycles[method])
+        if (count := steps[method])
     }
 
 
@@ -336,11 +336,11 @@ def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict
     plain = by_method[PLAIN]
     reference = {key: tokens[0] for key, tokens in _answers([t for t in plain if t.repeat is None]).items()}
     plain_repeats = _repeats(plain) if any(t.tokens for t in plain if t.repeat is not None) else []
-    plain_rates, plain_cycles = _tokens_per_second(plain_repeats), _cycle_seconds(plain_repeats)
+    plain_rates, plain_steps = _tokens_per_second(plain_repeats), _step_seconds(plain_repeats)
     found = {}
     for method, own in by_method.items():
         answers, repeats = _answers(own), _repeats(own) if plain_repeats else []
-        rates, cycles = _tokens_per_second(repeats), _cycle_seconds(repeats)
+        rates, steps = _tokens_per_second(repeats), _step_seconds(repeats)
         speedups = tuple(map(truediv, rates, plain_rates))
         stats = merge(c.stats for each in repeats for t in each for c in t.completions)
         found[method] = Figures(
@@ -353,8 +353,8 @@ def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict
             speedup_by_repeat=speedups,
             tau=stats.tau if repeats else None,
             acceptance_by_position=tuple(stats.acceptance_by_position),
-            cycle_seconds=_median(cycles),
-            cycle_cost=_median(list(map(truediv, cycles, plain_cycles))),
+            step_seconds=_median(steps),
+            step_cost=_median(list(map(truediv, steps, plain_steps))),
             batch_seconds=_median([sum(t.seconds for t in each) / len(each) for each in repeats]),
             identical=None if method in incomparable else identical_share(answers, reference),
             looping=repetitive_share(answers),
@@ -399,7 +399,7 @@ def _tokens_per_second(repeats: list[list[Trial]]) -> tuple[float, ...]:
     return tuple(sum(t.tokens for t in each) / sum(t.decode_seconds for t in each) for each in repeats)
 
 
-def _cycle_seconds(repeats: list[list[Trial]]) -> tuple[float, ...]:
+def _step_seconds(repeats: list[list[Trial]]) -> tuple[float, ...]:
     """Return the seconds per step of each repeat, or nothing if a method took no step, as with wrong outputs."""
-    totals = [(sum(t.decode_seconds for t in each), sum(t.cycles for t in each)) for each in repeats]
-    return tuple(seconds / cycles for seconds, cycles in totals) if all(cycles for _, cycles in totals) else ()
+    totals = [(sum(t.decode_seconds for t in each), sum(t.steps for t in each)) for each in repeats]
+    return tuple(seconds / steps for seconds, steps in totals) if all(steps for _, steps in totals) else ()

@@ -176,7 +176,7 @@ class AutoregressiveRunner(Protocol):
             anchor: `[B]` int64.
             draft_tokens: Draft tokens per sequence.
             window: As in `nodes`.
-            seconds, calibration: `cycle_seconds` and `calibration` of a `Plan`: a chain ends when `next_pays` is false.
+            seconds, calibration: `step_seconds` and `calibration` of a `Plan`: a chain ends when `next_pays` is false.
 
         Returns:
             Tokens `[B, n]`, anchors first, and with `seconds` each sequence's expected number of accepted draft tokens,

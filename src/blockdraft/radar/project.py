@@ -148,7 +148,7 @@ def project(
 
     why = {
         "step_seconds": plain,
-        "cycle_seconds": best.seconds if drafting else None,
+        "drafted_step_seconds": best.seconds if drafting else None,
         "read_bytes": int(step.read_bytes(1)),
         "flops": step.flops(1),
         "bound": bound(1),
@@ -214,17 +214,17 @@ def _seconds(step: Roofline, costs: Costs | None, size: int, cost: DraftCost | N
     """Return the seconds of a step over `size` tokens per sequence. It drafts if the cost of a drafter is given."""
 
     def roofline(step: Roofline) -> float:
-        drafting = 0.0 if cost is None else step.draft(cost, size) + step.constant.cycle_ms / 1e3
+        drafting = 0.0 if cost is None else step.draft(cost, size) + step.constant.draft_ms / 1e3
         return step.forward(size) + drafting
 
     if costs is None:
         return roofline(step)
     short = replace(step, context=CONTEXT)
-    plain = costs.plain_cycle(step.batch)
+    plain = costs.plain_step(step.batch)
     if cost is None:
         measured = plain
     elif costs.knows(tree=False):
-        measured = costs.cycle(step.batch, size - 1, tree=False)[-1]
+        measured = costs.drafted_steps(step.batch, size - 1, tree=False)[-1]
     else:
         measured = plain * roofline(short) / short.forward(1)
     return measured * roofline(step) / roofline(short)  # measured at a short context

@@ -66,7 +66,7 @@ class Constants:
         layer_us, expert_us: Overhead per layer in microseconds, and additional overhead of routed experts.
         recurrent_us: Microseconds of a recurrent layer for each token after the first.
         text_us: Microseconds per sequence of a forward pass, such as for sampling.
-        step_ms, cycle_ms: Overhead of a forward pass and additional overhead of a drafting step, in milliseconds.
+        step_ms, draft_ms: Overhead of a forward pass and additional overhead of a drafting step, in milliseconds.
         reported: Whether the values are fitted to measurements of the class.
         devices: Devices with such measurements.
     """
@@ -79,7 +79,7 @@ class Constants:
     recurrent_us: float
     text_us: float
     step_ms: float
-    cycle_ms: float
+    draft_ms: float
     reported: bool
     devices: tuple[str, ...] = ()
 

@@ -24,8 +24,8 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens.",
     "prompt_tokens_cached": "Prompt tokens found in the prefix cache.",
     "generation_tokens": "Generated tokens.",
-    "num_cycles": "Decoding steps of all requests.",
-    "num_cycle_tokens": "Tokens committed by decoding steps.",
+    "num_steps": "Decoding steps of all requests.",
+    "num_step_tokens": "Tokens committed by decoding steps.",
     "spec_decode_num_drafts": "Decoding steps that drafted.",
     "spec_decode_num_draft_tokens": "Draft tokens; a tree counts those of its longest path.",
     "spec_decode_num_accepted_tokens": "Draft tokens in the output.",
@@ -105,13 +105,13 @@ class Metrics(Collector):
             "Share of decoding steps whose first i draft tokens were accepted (S_i, i from 1).",
             labels=["position"],
         )
-        steps = self._totals["num_cycles"]
+        steps = self._totals["num_steps"]
         for position in sorted(self._drafted_at):
             accepted.add_metric([str(position)], self._accepted_at[position])
             shares.add_metric([str(position + 1)], self._accepted_at[position] / steps)
         yield accepted
         yield shares
-        tau = self._totals["num_cycle_tokens"] / steps if steps else 1.0
+        tau = self._totals["num_step_tokens"] / steps if steps else 1.0
         explanation = "Mean tokens of a decoding step (tau); 1 without drafting."
         yield GaugeMetricFamily(f"{PREFIX}spec_decode_mean_acceptance_length", explanation, value=tau)
         for histogram in (self.first_token, self.between_tokens, self.whole_request):
@@ -131,8 +131,8 @@ class Metrics(Collector):
             "prompt_tokens": len(request.prompt),
             "prompt_tokens_cached": stats.remembered,
             "generation_tokens": len(request.token_ids),
-            "num_cycles": len(stats.committed),
-            "num_cycle_tokens": sum(stats.committed),
+            "num_steps": len(stats.committed),
+            "num_step_tokens": sum(stats.committed),
             "spec_decode_num_drafts": len(drafts),
             "spec_decode_num_draft_tokens": sum(drafts),
             "spec_decode_num_accepted_tokens": sum(request.drafted),

@@ -15,7 +15,7 @@ LOOP = [7] * 40
 
 
 def sample(seconds: float, answers: list[list[int]], host: float | None = 1e-4) -> Sample:
-    return Sample(seconds, host, answers, cycles=3)
+    return Sample(seconds, host, answers, steps=3)
 
 
 def test_ratios_are_of_neighbours() -> None:
@@ -39,7 +39,7 @@ class FakeTree:
 
     def ask(self, name: str, asked: dict[str, Any]) -> dict[str, Any]:
         self.log.append(f"{self.name} {asked['method']} {asked['rows']} {len(asked['prompts'])}")
-        return {"seconds": 1.0, "host_seconds_per_forward": None, "answers": [[1] * len(self.log)], "cycles": 3}
+        return {"seconds": 1.0, "host_seconds_per_forward": None, "answers": [[1] * len(self.log)], "steps": 3}
 
 
 def test_trees_take_turns_after_a_warm_up() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import smoke
-from benchmarks.gpu.measure import PARAMS, cycle, forced_rate, gaps, idle_share
+from benchmarks.gpu.measure import PARAMS, forced_rate, gaps, idle_share, time_step
 from benchmarks.gpu.shapes import SHAPES, build, bytes_per_token
 from blockdraft.decode.proposal import ChainPlan
 from blockdraft.engine.adaptive.costs import Probe
@@ -29,16 +29,16 @@ def test_gaps_between_kernels() -> None:
 )
 def test_draft_tokens_are_right_as_often_as_asked_for(tau: float) -> None:
     target, drafter = build(SHAPES["tiny"], "hf", torch.float32, CPU)
-    rate, reached = forced_rate(target, drafter, 20, tau, cycles=9)
+    rate, reached = forced_rate(target, drafter, 20, tau, steps=9)
     assert rate > 0
     assert reached == pytest.approx(tau, abs=0.5 / 8)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
-def test_a_cycle_has_parts(name: str) -> None:
+def test_a_step_has_parts(name: str) -> None:
     target, drafter = build(SHAPES[name], "hf", torch.float32, CPU)
     probe = Probe(target, drafter)
-    one = cycle(probe, 20, ChainPlan(8, [PARAMS]), repeats=3)
+    one = time_step(probe, 20, ChainPlan(8, [PARAMS]), repeats=3)
     assert one.draft > 0 and one.verify > 0 and one.host > 0 and one.draft + one.verify < 3 * one.total
     assert 1 <= one.tokens <= 8
     assert idle_share(probe, 20, ChainPlan(8, [PARAMS])) is None
@@ -63,15 +63,15 @@ def test_of_the_experts_a_few_are_read() -> None:
 
 @pytest.mark.slow
 def test_one_command_measures_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = ["--contexts", "16", "--trees", "16", "--repeats", "2", "--cycles", "4", "--dtype", "float32"]
+    small = ["--contexts", "16", "--trees", "16", "--repeats", "2", "--steps", "4", "--dtype", "float32"]
     monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--shapes", "tiny", *small, "--out", str(tmp_path)])
     program.run(program.arguments())
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert [run["backend"] for run in found["runs"]] == ["hf", "native", "captured"]
     assert found["runs"][2]["missing"] == "CUDA graphs need an NVIDIA GPU, and the device is cpu"
     [context] = found["runs"][0]["contexts"]
-    assert list(context["cycles"]) == ["plain", "block 8", "block 16", "tree 16"]
-    assert context["cycles"]["plain"]["R"] == 1
+    assert list(context["steps"]) == ["plain", "block 8", "block 16", "tree 16"]
+    assert context["steps"]["plain"]["R"] == 1
     assert 0 < context["share_of_roofline"] < 1
     assert context["forced"][0]["tau"] == 4.5
     assert str(tmp_path) not in (tmp_path / "gpu.md").read_text()

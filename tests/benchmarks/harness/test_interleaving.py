@@ -32,7 +32,7 @@ class Part:
     repeat: int
     decode_seconds: float
     later_tokens: int = 4
-    cycles: int = 2
+    steps: int = 2
 
 
 def test_rates_are_of_complete_repeats_and_ratios_within_them() -> None:

@@ -44,7 +44,7 @@ def test_adapters_decode_alike(name: str, settings: dict[str, Any], tmp_path: Pa
             assert answer["prefill_seconds"] > 0 and answer["decode_seconds"] > 0
             if "lookup" not in name:
                 assert answer["first"] == 1
-                assert answer["cycles"] == len(expected.stats.committed)
+                assert answer["steps"] == len(expected.stats.committed)
         if name == REFERENCE:
             best = expected.token_ids[0]
             pairs = ([best, best], [best, best - 1], [best - 1, best])
@@ -77,13 +77,13 @@ def test_our_ways_share_a_target_and_draft_tokens_can_be_replaced(settings: dict
     command = [sys.executable, PEERS[-1].command()[1]]
     with PeerProcess(command, {**settings, "options": options}, 1, tmp_path / "log", 120) as peer:
         found = {way: peer.ask("decode", {**request, "way": way}) for way in options["ways"]}
-        assert found["plain"]["cycles"] == 21
+        assert found["plain"]["steps"] == 21
         assert found["plain"]["tokens"] == found["chain"]["tokens"] == found["tree"]["tokens"]
         for _ in range(2):
             forced = peer.ask("decode", {**request, "way": "chain", "accept": [3, 0, 9]})
             assert forced["tokens"] == found["plain"]["tokens"]
-            assert forced["cycles"] == 7  # of 4, 1, 4, 4, 1, 4, and what is left of 21 tokens
-        assert peer.ask("decode", {**request, "way": "plain", "accept": [3]})["cycles"] == 21
+            assert forced["steps"] == 7  # of 4, 1, 4, 4, 1, 4, and what is left of 21 tokens
+        assert peer.ask("decode", {**request, "way": "plain", "accept": [3]})["steps"] == 21
 
 
 def test_what_an_adapter_lacks(settings: dict[str, Any], tmp_path: Path) -> None:

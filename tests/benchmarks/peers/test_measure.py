@@ -93,9 +93,9 @@ def test_speeds_are_medians_of_the_complete_repeats_and_ratios_compare_the_same_
 
 
 def test_tokens_that_came_with_the_prompt_do_not_count() -> None:
-    found = figures([*ANSWERS, *(replace(t, first=3, cycles=1) for t in rounds("a", 2))])["a"]
+    found = figures([*ANSWERS, *(replace(t, first=3, steps=1) for t in rounds("a", 2))])["a"]
     assert found.tokens_per_second == 2 and found.tau == 2
-    assert figures([replace(t, answer="1", cycles=0, decode_seconds=0.0) for t in [*ANSWERS, *rounds("a", 1)]]) == {}
+    assert figures([replace(t, answer="1", steps=0, decode_seconds=0.0) for t in [*ANSWERS, *rounds("a", 1)]]) == {}
 
 
 def test_where_answers_differ() -> None:

@@ -62,7 +62,7 @@ def test_chains_are_cut_to_the_block_size(capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_page_compares_the_fastest_method_of_each_kind(tmp_path: Path) -> None:
     def row(kind: str, seed: int, method: str, speedup: float) -> Measured:
-        figures = {"tau": 2 * speedup, "speedup": speedup, "cycle_cost": 2.0, "acceptance_by_position": [0.5]}
+        figures = {"tau": 2 * speedup, "speedup": speedup, "step_cost": 2.0, "acceptance_by_position": [0.5]}
         return Measured(kind, seed, 0.0, "maths", method, figures)
 
     rows = [

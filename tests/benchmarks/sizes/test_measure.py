@@ -56,5 +56,5 @@ def test_answers_are_kept_and_failures_stop_one_process_only(tmp_path: Path) -> 
     assert {(each.way, each.prompt) for each in runs.all} >= {(way, i) for way in (PLAIN_WAY, CHAIN) for i in range(3)}
     assert not any(each.way == THEIRS for each in runs.all)
     first = runs.all[0]
-    assert (first.parameters, first.new_tokens, first.cycles, first.answer) == (7, 4, 2, "10 11 12 13")
+    assert (first.parameters, first.new_tokens, first.steps, first.answer) == (7, 4, 2, "10 11 12 13")
     assert first.decode_seconds == 0.1 and first.peak_bytes > 0

@@ -40,7 +40,7 @@ def test_wide_drafters_draft_the_same(
         target = load_target(folders[0], dtype=torch.float32)
         engine = Engine(target, load_drafter(folders[1], target=target), drafting=Drafting(tree_budget=6))
         chunks = engine.stream([5, 17, 3, 80, 44, 9], SamplingParams(24), trace=True)
-        found.append([(chunk.cycle.tokens, chunk.cycle.parents) for chunk in chunks if chunk.cycle])
+        found.append([(chunk.step.tokens, chunk.step.parents) for chunk in chunks if chunk.step])
     assert found[0] == found[1] and found[0]
 
 

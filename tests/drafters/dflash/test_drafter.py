@@ -96,14 +96,14 @@ def test_an_extreme_temperature_makes_sound_trees(drafter: DFlashDrafter) -> Non
 
 
 @pytest.mark.parametrize("budget", [0, 20])
-def test_cycle_seconds_decide_how_many_draft_tokens_there_are(drafter: DFlashDrafter, budget: int) -> None:
+def test_step_seconds_decide_how_many_draft_tokens_there_are(drafter: DFlashDrafter, budget: int) -> None:
     params = [GREEDY, SamplingParams(temperature=0.4)]
     whole, logits = propose(drafter, ChainPlan(8, params).as_tree(budget))
     draft_tokens = budget or DEPTH
     counts = set()
     for cost in (0.0, 0.1, 0.3, 10.0):
         seconds = [1 + cost * n for n in range(draft_tokens + 1)]
-        cut, _ = propose(drafter, ChainPlan(8, params, cycle_seconds=seconds).as_tree(budget))
+        cut, _ = propose(drafter, ChainPlan(8, params, step_seconds=seconds).as_tree(budget))
         count = cut.tokens.size(1) - 1
         assert torch.equal(cut.tokens, whole.tokens[:, : count + 1])
         assert torch.equal(cut.parents, whole.parents[:, : count + 1])
@@ -112,7 +112,7 @@ def test_cycle_seconds_decide_how_many_draft_tokens_there_are(drafter: DFlashDra
     if budget == 0:
         best = torch.stack([logits[0], logits[1] / 0.4]).softmax(dim=-1).amax(dim=-1).cumprod(dim=-1).sum(dim=0)
         rates = [(2 + best[:n].sum().item()) / (1 + 0.1 * n) for n in range(DEPTH + 1)]
-        cut, _ = propose(drafter, ChainPlan(8, params, cycle_seconds=[1 + 0.1 * n for n in range(DEPTH + 1)]))
+        cut, _ = propose(drafter, ChainPlan(8, params, step_seconds=[1 + 0.1 * n for n in range(DEPTH + 1)]))
         assert rates[cut.tokens.size(1) - 1] == pytest.approx(max(rates))
 
 
@@ -154,11 +154,11 @@ def test_how_many_are_sampled_does_not_depend_on_what_is_sampled(drafter: DFlash
     counts = {}
     for cost in (0.0, 0.1, 10.0):
         seconds = [1 + cost * n for n in range(DEPTH + 1)]
-        chosen, _ = propose(drafter, ChainPlan(8, params, cycle_seconds=seconds))
+        chosen, _ = propose(drafter, ChainPlan(8, params, step_seconds=seconds))
         for number in (0.0, 0.5, 0.99):
             draws = torch.full((2, DEPTH), number, dtype=torch.float64)
             whole, _ = propose(drafter, SampledPlan(8, params, draws))
-            cut, _ = propose(drafter, SampledPlan(8, params, draws, cycle_seconds=seconds))
+            cut, _ = propose(drafter, SampledPlan(8, params, draws, step_seconds=seconds))
             counts[cost] = cut.tokens.size(1)
             assert cut.tokens.size(1) == chosen.tokens.size(1)
             assert torch.equal(cut.tokens, whole.tokens[:, : counts[cost]])

@@ -95,9 +95,9 @@ PLANS = {
     "short chain": ChainPlan(3, [GREEDY] * 3),
     "tree": ChainPlan(8, [GREEDY, SamplingParams(temperature=0.3), SamplingParams(temperature=2.0)]).as_tree(TOP_K),
     "paying chain": ChainPlan(
-        8, [GREEDY, SamplingParams(temperature=0.3)], cycle_seconds=[1 + 0.05 * n for n in range(8)]
+        8, [GREEDY, SamplingParams(temperature=0.3)], step_seconds=[1 + 0.05 * n for n in range(8)]
     ),
-    "paying tree": ChainPlan(8, [GREEDY] * 2, cycle_seconds=[1 + 0.05 * n for n in range(TOP_K + 1)]).as_tree(TOP_K),
+    "paying tree": ChainPlan(8, [GREEDY] * 2, step_seconds=[1 + 0.05 * n for n in range(TOP_K + 1)]).as_tree(TOP_K),
 }
 
 
@@ -147,14 +147,14 @@ def test_an_extreme_temperature_makes_sound_trees(drafter: DFlash2Drafter) -> No
 
 
 @pytest.mark.parametrize("budget", [0, 20])
-def test_cycle_seconds_decide_how_many_draft_tokens_there_are(drafter: DFlash2Drafter, budget: int) -> None:
+def test_step_seconds_decide_how_many_draft_tokens_there_are(drafter: DFlash2Drafter, budget: int) -> None:
     params = [GREEDY, SamplingParams(temperature=0.4)]
     whole, _, _ = propose(drafter, ChainPlan(8, params).as_tree(budget))
     draft_tokens = budget or DEPTH
     counts = set()
     for cost in (0.0, 0.03, 0.3, 10.0):
         cut, _, _ = propose(
-            drafter, ChainPlan(8, params, cycle_seconds=[1 + cost * n for n in range(draft_tokens + 1)]).as_tree(budget)
+            drafter, ChainPlan(8, params, step_seconds=[1 + cost * n for n in range(draft_tokens + 1)]).as_tree(budget)
         )
         count = cut.tokens.size(1) - 1
         assert torch.equal(cut.tokens, whole.tokens[:, : count + 1])
@@ -206,10 +206,10 @@ def test_how_many_are_sampled_does_not_depend_on_what_is_sampled(drafter: DFlash
     counts = set()
     for cost in (0.0, 0.05, 10.0):
         seconds = [1 + cost * n for n in range(DEPTH + 1)]
-        chosen, _, _ = propose(drafter, ChainPlan(8, params, cycle_seconds=seconds))
+        chosen, _, _ = propose(drafter, ChainPlan(8, params, step_seconds=seconds))
         for number in (0.0, 0.5, 0.99):
             draws = torch.full((2, DEPTH), number, dtype=torch.float64)
-            cut, _, _ = propose(drafter, SampledPlan(8, params, draws, cycle_seconds=seconds))
+            cut, _, _ = propose(drafter, SampledPlan(8, params, draws, step_seconds=seconds))
             assert cut.tokens.size(1) == chosen.tokens.size(1)
             assert cut.q is not None and cut.q[0] is not None and len(cut.q[0].ids) == cut.tokens.size(1)
         counts.add(chosen.tokens.size(1))
@@ -218,7 +218,7 @@ def test_how_many_are_sampled_does_not_depend_on_what_is_sampled(drafter: DFlash
 
 @pytest.mark.slow
 def test_sampled_chains_leave_the_targets_distribution(drafter: DFlash2Drafter) -> None:
-    """The first two tokens of many cycles follow p, which has the candidates of q but other probabilities."""
+    """The first two tokens of many steps follow p, which has the candidates of q but other probabilities."""
     rows, vocabulary = 6000, drafter.config.vocab_size
     sampled = SamplingParams(temperature=1.0)
     generator = torch.Generator().manual_seed(1)
@@ -263,7 +263,7 @@ def test_refinement_keeps_what_is_settled(target: Target, tiny_dflash2_dir: Path
     for plan in (
         ChainPlan(8, [GREEDY]),
         TreePlan(8, [SamplingParams(temperature=0.5)], 30),
-        ChainPlan(8, [GREEDY], cycle_seconds=[1.0] * 8),
+        ChainPlan(8, [GREEDY], step_seconds=[1.0] * 8),
     ):
         proposal, _, _ = propose(drafter, plan)
         assert torch.isfinite(proposal.tokens).all() and proposal.tokens.size(1) >= 8

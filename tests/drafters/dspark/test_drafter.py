@@ -132,7 +132,7 @@ def test_the_confidence_decides_how_many_draft_tokens_there_are(
     counts = set()
     for cost in (0.0, 0.02, 0.05, 0.1, 0.3, 10.0):
         seconds = [1 + cost * n for n in range(DEPTH + 1)]
-        cut, _, _ = propose(drafter, ChainPlan(DEPTH + 1, params, cycle_seconds=seconds))
+        cut, _, _ = propose(drafter, ChainPlan(DEPTH + 1, params, step_seconds=seconds))
         count = cut.tokens.size(1) - 1
         assert torch.equal(cut.tokens, whole.tokens[:, : count + 1])
         rates = [(2 + sum(path[:n].sum().item() for path in paths)) / seconds[n] for n in range(DEPTH + 1)]
@@ -145,7 +145,7 @@ def test_without_a_confidence_head_the_probabilities_decide(target: Target, tiny
     drafter = make(target, tiny_dspark_dir, enable_confidence_head=False)
     seconds = [1 + 0.1 * n for n in range(DEPTH + 1)]
     whole, _, logits = propose(drafter, ChainPlan(DEPTH + 1, [GREEDY]))
-    cut, _, _ = propose(drafter, ChainPlan(DEPTH + 1, [GREEDY], cycle_seconds=seconds))
+    cut, _, _ = propose(drafter, ChainPlan(DEPTH + 1, [GREEDY], step_seconds=seconds))
     tokens = whole.tokens[0].tolist()
     best = torch.tensor([dist(drafter, logits[0, i], tokens[i])[tokens[i + 1]] for i in range(DEPTH)]).cumprod(dim=0)
     rates = [(1 + best[:n].sum().item()) / seconds[n] for n in range(DEPTH + 1)]
@@ -161,11 +161,11 @@ def test_the_length_of_a_sampled_chain_does_not_depend_on_what_is_sampled(
     times = ([1 + cost * n for n in range(DEPTH + 1)] for cost in costs)
     # With these times, some of the draft tokens pay, but not all.
     seconds = next(
-        t for t in times if 1 < propose(drafter, ChainPlan(9, params, cycle_seconds=t))[0].tokens.size(1) < DEPTH + 1
+        t for t in times if 1 < propose(drafter, ChainPlan(9, params, step_seconds=t))[0].tokens.size(1) < DEPTH + 1
     )
     for number in (0.001, 0.3, 0.6, 0.8, 0.99, 0.9999):
         draws = torch.full((1, DEPTH), number, dtype=torch.float64)
-        proposal, _, _ = propose(drafter, SampledPlan(DEPTH + 1, params, draws, cycle_seconds=seconds))
+        proposal, _, _ = propose(drafter, SampledPlan(DEPTH + 1, params, draws, step_seconds=seconds))
         lengths.add(proposal.tokens.size(1))
         firsts.add(proposal.tokens[0, 1].item())
     assert len(lengths) == 1 and len(firsts) > 1

@@ -153,7 +153,7 @@ def test_chains_equal_those_of_the_twin(
     )
     state = scatter(drafter.new_state(1, 150), (90, 40), (5, 45), (50, 40))
     observe(drafter, state, texts, target_layers)
-    for cycle in range(4):
+    for step in range(4):
         anchors = torch.randint(4, 60, (3,), generator=generator)
         draws = torch.rand(3, 5, dtype=torch.float64, generator=generator) if sampled else None
         plan = ChainPlan(6, params) if draws is None else SampledPlan(6, params, draws)
@@ -173,9 +173,9 @@ def test_chains_equal_those_of_the_twin(
                 torch.testing.assert_close(dense[kept], probs / probs.sum(), atol=1e-5, rtol=1e-3)
                 [[rank]] = draw(dist.probs[None, depth : depth + 1], draws[row : row + 1, depth : depth + 1]).tolist()
                 assert ids[depth + 1] == dist.ids[depth, rank]
-            accepted = (cycle + 2 * row) % 6  # tokens of the path, from none to the anchor and four draft tokens
+            accepted = (step + 2 * row) % 6  # tokens of the path, from none to the anchor and four draft tokens
             new.append(ids[:accepted])
-            more.append(target_layers_of(accepted, 10 * cycle + row))
+            more.append(target_layers_of(accepted, 10 * step + row))
         observe(drafter, state, new, more)
         texts = [text + ids for text, ids in zip(texts, new, strict=True)]
         target_layers = [torch.cat(both) for both in zip(target_layers, more, strict=True)]
@@ -264,7 +264,7 @@ def test_costs_decide_how_far_is_drafted(drafter: Eagle3Drafter) -> None:
     for budget in (0, 12):
         counts = []
         for each in (0.0, 10.0):
-            plan = ChainPlan(6, [SamplingParams()], cycle_seconds=[1 + each * n for n in range(40)]).as_tree(budget)
+            plan = ChainPlan(6, [SamplingParams()], step_seconds=[1 + each * n for n in range(40)]).as_tree(budget)
             proposal = drafter.propose(state, torch.tensor([40]), plan)
             assert proposal.expected is not None and 0 <= proposal.expected[0] < 6
             counts.append(proposal.tokens.size(1) - 1)

@@ -41,20 +41,22 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_costs_are_interpolated() -> None:
-    assert COSTS.plain_cycle(1) == 10.0 and COSTS.plain_cycle(2) == 12.0
-    assert COSTS.cycle(1, 3, tree=False) == [12.0, 12.0, 13.0, 14.0]
-    assert COSTS.cycle(2, 3, tree=False)[2] == pytest.approx(13.0 + (26.0 - 13.0) / 3)
+    assert COSTS.plain_step(1) == 10.0 and COSTS.plain_step(2) == 12.0
+    assert COSTS.drafted_steps(1, 3, tree=False) == [12.0, 12.0, 13.0, 14.0]
+    assert COSTS.drafted_steps(2, 3, tree=False)[2] == pytest.approx(13.0 + (26.0 - 13.0) / 3)
 
 
 def test_beyond_the_known_sizes_the_last_slope_goes_on_and_never_falls() -> None:
-    assert COSTS.cycle(1, 5, tree=False)[5] == 16.0
-    assert COSTS.plain_cycle(8) == 24.0
+    assert COSTS.drafted_steps(1, 5, tree=False)[5] == 16.0
+    assert COSTS.plain_step(8) == 24.0
     falling = Costs((1,), (10.0,), (((1, 12.0), (2, 11.0)),), ((),))
-    assert falling.cycle(3, 4, tree=False) == [12.0, 12.0, 11.0, 11.0, 11.0]
+    assert falling.drafted_steps(3, 4, tree=False) == [12.0, 12.0, 11.0, 11.0, 11.0]
 
 
 def test_rows_without_times_borrow_from_those_that_have_some() -> None:
-    assert COSTS.cycle(1, 4, tree=True) == COSTS.cycle(4, 4, tree=True) == [30.0, 30.0, 30.0, 40.0, 50.0]
+    assert (
+        COSTS.drafted_steps(1, 4, tree=True) == COSTS.drafted_steps(4, 4, tree=True) == [30.0, 30.0, 30.0, 40.0, 50.0]
+    )
     assert COSTS.knows(tree=True) and not Costs((1,), (1.0,), ((),), ((),)).knows(tree=True)
 
 
@@ -85,7 +87,7 @@ def test_measuring_covers_the_largest_batch(target: Target, tiny_drafter_dir: Pa
 
 
 class Recorder:
-    """Cycles that take no time; remembers what was asked for."""
+    """Steps that take no time; remembers what was asked for."""
 
     def __init__(self, max_context: int, block_size: int) -> None:
         self.max_context, self.block_size, self.asked = max_context, block_size, list[tuple[int, int, bool]]()
@@ -93,7 +95,7 @@ class Recorder:
     def __call__(self, rows: int, context: int, draft_tokens: int, tree: bool, count: int) -> list[tuple[int, float]]:
         assert context >= 1
         path = min(draft_tokens + 1, self.block_size)
-        assert context + (count - 1) * path + draft_tokens + 1 <= self.max_context, "the last cycle does not fit"
+        assert context + (count - 1) * path + draft_tokens + 1 <= self.max_context, "the last step does not fit"
         self.asked.append((rows, draft_tokens, tree))
         return [(draft_tokens, 9.0), *[(draft_tokens, 1.0 + draft_tokens)] * (count - 1)]
 
@@ -105,21 +107,21 @@ class Recorder:
 @pytest.mark.parametrize("repeats", [1, 7])
 def test_whatever_fits_the_context_is_measured(max_context: int, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_costs, "REPEATS", repeats)
-    cycles = Recorder(max_context, 16)
+    steps = Recorder(max_context, 16)
     if (max_context, repeats) == (16, 7):
         with pytest.raises(UsageError, match="context of 16 tokens is too short.*need 21.*fixed block size"):
-            cycles.measured()
+            steps.measured()
         return
-    found = cycles.measured()
-    assert found.cycle(1, 1, tree=False)[1] == 2.0 and found.cycle(1, 1, tree=True)[1] == 2.0
-    assert (1, 15, False) in cycles.asked or max_context < 300
+    found = steps.measured()
+    assert found.drafted_steps(1, 1, tree=False)[1] == 2.0 and found.drafted_steps(1, 1, tree=True)[1] == 2.0
+    assert (1, 15, False) in steps.asked or max_context < 300
 
 
-def test_the_first_cycle_does_not_count_and_the_largest_sizes_are_left_out() -> None:
-    cycles = Recorder(4096, 16)
-    found = cycles.measured(rows=512)
+def test_the_first_step_does_not_count_and_the_largest_sizes_are_left_out() -> None:
+    steps = Recorder(4096, 16)
+    found = steps.measured(rows=512)
     assert max(found.plain) == 1.0
-    assert all(rows * draft_tokens <= step_costs.MAX_DRAFT_TOKENS for rows, draft_tokens, _ in cycles.asked)
+    assert all(rows * draft_tokens <= step_costs.MAX_DRAFT_TOKENS for rows, draft_tokens, _ in steps.asked)
     assert found.rows == (*step_costs.ROWS, 512)
 
 
@@ -128,7 +130,7 @@ def test_measuring_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Recorder(4096, 16).measured(rows=64).rows == (1,)
 
 
-def test_a_drafter_without_draft_tokens_has_plain_cycles_only() -> None:
+def test_a_drafter_without_draft_tokens_has_plain_steps_only() -> None:
     found = Recorder(64, 1).measured()
     assert (found.plain, found.chain, found.tree) == ((1.0,), ((),), ((),))
 
@@ -208,7 +210,7 @@ def test_times_that_are_none_are_not_read(file: Path, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(("rows", "draft_tokens", "tree"), [(1, 0, False), (3, 5, False), (2, 30, True)])
-def test_cycles_have_the_draft_tokens_that_are_asked_for(
+def test_steps_have_the_draft_tokens_that_are_asked_for(
     tiny_target_dir: Path, tiny_drafter_dir: Path, rows: int, draft_tokens: int, tree: bool
 ) -> None:
     target = load_target(tiny_target_dir)

@@ -17,10 +17,10 @@ def request() -> Request:
     return Request(prompt=[1], params=SamplingParams(9))
 
 
-def fed(accepted: int, cycles: int = 300) -> tuple[Acceptance, Request]:
-    """What is known after cycles of a request of which so many of three draft tokens were accepted."""
+def fed(accepted: int, steps: int = 300) -> tuple[Acceptance, Request]:
+    """What is known after steps of a request of which so many of three draft tokens were accepted."""
     found, row = Acceptance(4), request()
-    for _ in range(cycles):
+    for _ in range(steps):
         found.age()
         found.learn_chains([row], [3], [accepted])
     return found, row
@@ -48,7 +48,7 @@ def test_a_few_new_draft_tokens_say_much_after_a_long_pause() -> None:
 
 
 def test_upper_bounds_are_above_what_is_expected_and_rise_as_evidence_fades() -> None:
-    found, _ = fed(1, cycles=60)
+    found, _ = fed(1, steps=60)
     upper_bound, expected = found.upper_bounds(), found.chain_tokens()
     assert all(more > less + 0.05 for more, less in zip(upper_bound[1:], expected[1:], strict=True))
     for _ in range(100):
@@ -65,7 +65,7 @@ def test_calibration_is_the_share_of_what_was_expected() -> None:
             1 + length, rel=0.05
         )
     found = Acceptance(4)
-    for _ in range(3000):  # cycles of which nothing is expected say nothing
+    for _ in range(3000):  # steps of which nothing is expected say nothing
         found.learn_expected(1e-4, 0)
     assert found.calibration > 0.9
 
@@ -102,7 +102,7 @@ def times() -> StepTimes:
     return StepTimes(SIZES, PRIOR)
 
 
-def test_before_any_cycle_the_prior_holds() -> None:
+def test_before_any_step_the_prior_holds() -> None:
     assert times().expected() == pytest.approx(PRIOR)
     assert times().learned() is None
 
@@ -119,15 +119,15 @@ def test_sizes_that_have_not_run_are_corrected_like_their_neighbours() -> None:
 
 def test_stray_delays_are_no_news() -> None:
     found = times()
-    for cycle in range(60):  # one in three
-        found.learn(4, PRIOR[FOUR] * (1 if cycle % 3 else 30), cycle)
-        assert cycle == 0 or found.expected()[FOUR] == pytest.approx(PRIOR[FOUR])
+    for step in range(60):  # one in three
+        found.learn(4, PRIOR[FOUR] * (1 if step % 3 else 30), step)
+        assert step == 0 or found.expected()[FOUR] == pytest.approx(PRIOR[FOUR])
 
 
 def test_what_lasts_is_followed() -> None:
     found = times()
-    for cycle in range(110):
-        found.learn(4, PRIOR[FOUR] * (1 if cycle < 100 else 1.6), cycle)
+    for step in range(110):
+        found.learn(4, PRIOR[FOUR] * (1 if step < 100 else 1.6), step)
     assert found.expected()[FOUR] == pytest.approx(1.6 * PRIOR[FOUR])
 
 
@@ -140,8 +140,8 @@ def test_sizes_between_two_that_have_run_take_no_less_than_the_smaller() -> None
 
 def test_noise_is_averaged() -> None:
     found, rng = times(), random.Random(0)
-    for cycle in range(300):
-        found.learn(4, PRIOR[FOUR] * math.exp(rng.gauss(0, 0.1)), cycle)
+    for step in range(300):
+        found.learn(4, PRIOR[FOUR] * math.exp(rng.gauss(0, 0.1)), step)
     assert found.expected()[FOUR] == pytest.approx(PRIOR[FOUR], rel=0.1)
 
 
@@ -157,24 +157,24 @@ def test_more_work_never_takes_less_time() -> None:
 
 def test_the_least_is_lower_where_less_is_known_and_no_lower_than_smaller_sizes_allow() -> None:
     found = times()
-    for cycle in range(5):
-        found.learn(4, PRIOR[FOUR], cycle)
+    for step in range(5):
+        found.learn(4, PRIOR[FOUR], step)
     expected, now, later = found.expected(), found.least(5), found.least(1000)
     assert 0.9 * expected[FOUR] < now[FOUR] < expected[FOUR] and later[FOUR] < 0.8 * expected[FOUR]
     assert now[2] < 0.5 * expected[2] and now[FIVE] == now[-1] == now[FOUR]
     found.learn(15, 50.0, 6)  # may have been a delay
     found.expected()
     assert found.least(7)[-1] < 25.0
-    for cycle in (7, 8):
-        found.learn(15, 50.0, cycle)
+    for step in (7, 8):
+        found.learn(15, 50.0, step)
     found.expected()
     assert found.least(8)[-1] > 40.0
 
 
 def test_a_size_in_between_stands_for_the_nearest_below() -> None:
     found = times()
-    for cycle in range(5):
-        found.learn(9, 0.7 * (1.2 + 0.05 * 9), cycle)
+    for step in range(5):
+        found.learn(9, 0.7 * (1.2 + 0.05 * 9), step)
         found.expected()
     assert found.at(found.expected(), 9) == pytest.approx(0.7 * 1.65, rel=0.02)
     assert found.learned() == (pytest.approx(0.7), ((7, pytest.approx(0.7 * 1.55)),))
@@ -189,12 +189,12 @@ def test_curves_are_interpolated() -> None:
 def test_what_takes_too_long_is_tried_in_steps_only() -> None:
     found = StepTimes(SIZES, [1.0, *(9.0 + 0.1 * n for n in SIZES)])
     assert found.affordable(2.5) == 2  # one draft token, whatever is expected
-    for cycle in range(3):
-        found.learn(1, 1.3, cycle)
+    for step in range(3):
+        found.learn(1, 1.3, step)
     found.expected()
     assert found.affordable(2.5) == len(SIZES)  # all are corrected
-    for cycle in range(3):
-        found.learn(4, 9.0, cycle)
+    for step in range(3):
+        found.learn(4, 9.0, step)
     found.expected()
     assert found.affordable(2.4) == 3  # two draft tokens, of which little is known
     assert found.affordable(99.0) == len(SIZES)
@@ -202,22 +202,22 @@ def test_what_takes_too_long_is_tried_in_steps_only() -> None:
 
 def test_a_slow_stretch_holds_for_the_sizes_that_ran_before_it() -> None:
     found = times()
-    for cycle in range(20):
-        found.learn(None, PRIOR[0], cycle)
-    for cycle in range(20, 60):
-        found.learn(4, PRIOR[FOUR] * (1 if cycle < 40 else 1.6), cycle)
+    for step in range(20):
+        found.learn(None, PRIOR[0], step)
+    for step in range(20, 60):
+        found.learn(4, PRIOR[FOUR] * (1 if step < 40 else 1.6), step)
     assert found.expected()[0] == pytest.approx(1.6 * PRIOR[0])
     found.learn(None, 1.6 * PRIOR[0], 60)
     assert found.expected()[0] == pytest.approx(1.6 * PRIOR[0])
-    for cycle in range(61, 65):  # what was tried a few times tells of itself only
-        found.learn(None, 0.8 * PRIOR[0], cycle)
+    for step in range(61, 65):  # what was tried a few times tells of itself only
+        found.learn(None, 0.8 * PRIOR[0], step)
     assert found.expected()[0] == pytest.approx(0.8 * PRIOR[0])
     assert found.expected()[FOUR] == pytest.approx(1.6 * PRIOR[FOUR])
 
 
 def test_a_clock_that_did_not_move_does_no_harm() -> None:
     found = times()
-    for cycle in range(20):
-        found.learn(4, 0.0, cycle)
+    for step in range(20):
+        found.learn(4, 0.0, step)
     found.learn(7, 1.0, 20)
     assert all(math.isfinite(each) and each > 0 for each in found.expected() + found.least(21))

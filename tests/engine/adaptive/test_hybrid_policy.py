@@ -32,19 +32,19 @@ class Turns:
     """Decoding of one row by two drafters, of which the first has no network.
 
     Args:
-        easy: Share of the cycles in which the first drafter's draft tokens are as likely as `first`; else it has none.
+        easy: Share of the steps in which the first drafter's draft tokens are as likely as `first`; else it has none.
         first, second: Chance of each draft token of the drafters if all before it were right.
     """
 
     def __init__(self, easy: float, first: float, second: float, machine: Machine = PAIR) -> None:
         self.easy, self.acceptance_probs, self.machine = easy, (constant(first)(0), constant(second)(0)), machine
         self.controller, self.requests, self.rng = controller(), [request()], random.Random(0)
-        self.drafted = [0, 0]  # cycles of each drafter
+        self.drafted = [0, 0]  # steps of each drafter
 
-    def run(self, cycles: int) -> float:
+    def run(self, steps: int) -> float:
         """Tokens over those of plain decoding in the same time."""
         tokens = seconds = 0.0
-        for _ in range(cycles):
+        for _ in range(steps):
             plan = self.controller.plan(self.requests)
             turns = plan.turns if isinstance(plan, HybridPlan) else ()
             known, draft_tokens, part = [0.0], 0, 0
@@ -55,10 +55,10 @@ class Turns:
                     chain(tuple(c**power for c in self.acceptance_probs[index])).path_probs[: asked.block_size - 1]
                 )
                 known = known if index or self.rng.random() < self.easy else []
-                assert asked.cycle_seconds is not None
-                draft_tokens = best_count([known], asked.cycle_seconds, asked.calibration)
+                assert asked.step_seconds is not None
+                draft_tokens = best_count([known], asked.step_seconds, asked.calibration)
                 promise = (
-                    (1 + asked.calibration * sum(known[:draft_tokens])) / asked.cycle_seconds[draft_tokens]
+                    (1 + asked.calibration * sum(known[:draft_tokens])) / asked.step_seconds[draft_tokens]
                     if draft_tokens
                     else 0.0
                 )
@@ -130,8 +130,8 @@ def test_each_drafts_where_it_promises_more() -> None:
 def test_what_one_drafter_shows_of_the_pace_of_the_machine_holds_for_all() -> None:
     lookup, model = (each._times_of(1) for each in controller()._members)
     lookup.learn(3, 2e-3, 0)
-    for cycle in range(40):
-        model.learn(2, 1e-3 if cycle < 20 else 3e-3, cycle)
+    for step in range(40):
+        model.learn(2, 1e-3 if step < 20 else 3e-3, step)
     assert lookup.expected()[1 + 3] == pytest.approx(6e-3)
 
 
@@ -140,8 +140,8 @@ def test_what_is_learned_of_each_drafter_is_stored_for_it() -> None:
     assert not list(found.controller.learned())
     found.run(300)
     learned = dict(found.controller.learned())
-    assert list(learned) == list(BOTH.parts) and all(costs.plain_cycle(1) > 0 for costs in learned.values())
-    lookup, model = (learned[part].cycle(1, 3, tree=False)[3] for part in BOTH.parts)
+    assert list(learned) == list(BOTH.parts) and all(costs.plain_step(1) > 0 for costs in learned.values())
+    lookup, model = (learned[part].drafted_steps(1, 3, tree=False)[3] for part in BOTH.parts)
     assert model / PAIR.seconds(1, 3) == pytest.approx(1.0, rel=0.25) and lookup < model
 
 

@@ -37,12 +37,12 @@ from blockdraft.engine.request import Request
 from blockdraft.engine.runner import Outcome
 from blockdraft.types import Drafting
 
-CHANGING_ROWS: Callable[[int], int] = lambda cycle: 1 + cycle // 7 * 5 % 8  # noqa: E731
-ROWS: dict[str, Callable[[int], int]] = {"one": lambda cycle: 1, "eight": lambda cycle: 8, "changing": CHANGING_ROWS}
+CHANGING_ROWS: Callable[[int], int] = lambda step: 1 + step // 7 * 5 % 8  # noqa: E731
+ROWS: dict[str, Callable[[int], int]] = {"one": lambda step: 1, "eight": lambda step: 8, "changing": CHANGING_ROWS}
 
 
 def stretches(decoding: Decoding) -> tuple[float, float]:
-    """What was reached of the best fixed size's tokens a second, in cycles 100 to 500 and 500 to 2000."""
+    """What was reached of the best fixed size's tokens a second, in steps 100 to 500 and 500 to 2000."""
     decoding.run(100)
     return decoding.run(400).against_best, decoding.run(1500).against_best
 
@@ -79,7 +79,7 @@ def test_close_to_the_best_fixed_size_from_any_costs_for_more_texts(
     kind: str, machine: str, costs: str, seed: int
 ) -> None:
     """Nearly always. The rest is a machine that drafting hardly helps, batches that change before much is known of
-    their sizes, and trees that begin without costs: they come to within a few percent in the first 500 cycles."""
+    their sizes, and trees that begin without costs: they come to within a few percent in the first 500 steps."""
     found = [
         stretches(
             Decoding(kind, MACHINES[machine], TEXTS[text], start(costs, MACHINES[machine], seed), seed, rows=rows)
@@ -111,11 +111,11 @@ def test_a_drafter_without_a_network_is_asked_for_as_much_as_it_has() -> None:
 
 
 @pytest.mark.parametrize("draft", [0.7, 1.0])
-def test_a_first_cycle_without_luck_is_soon_forgotten(draft: float) -> None:
+def test_a_first_step_without_luck_is_soon_forgotten(draft: float) -> None:
     """Drafting gains a third, and answers are short, so that what one begins with counts."""
     machine, found = Machine(draft=draft, flat=1, node=0.15, noise=0.1), []
     for seed in range(8):
-        text: Text = lambda cycle: constant(0.78 if cycle else 0.0)(cycle)  # noqa: E731
+        text: Text = lambda step: constant(0.78 if step else 0.0)(step)  # noqa: E731
         decoding = Decoding("lookup", machine, text, stored(machine), seed, answer=30)
         decoding.run(10)
         found.append(decoding.run(300).against_best)
@@ -141,7 +141,7 @@ def test_text_that_cannot_be_drafted_costs_two_percent_at_most(kind: str, machin
 def test_a_hopeless_drafter_is_tried_seldom_and_never_given_up() -> None:
     decoding = Decoding("lookup", PAIR, constant(0.0), stored(PAIR))
     decoding.run(3000)
-    drafted = [cycle for cycle, draft_tokens in enumerate(decoding.chosen) if draft_tokens is not None and cycle >= 500]
+    drafted = [step for step, draft_tokens in enumerate(decoding.chosen) if draft_tokens is not None and step >= 500]
     assert 5 <= len(drafted) <= 200
     assert max(b - a for a, b in zip(drafted, drafted[1:], strict=False)) < 1500
 
@@ -155,10 +155,10 @@ def test_drafting_comes_back_when_the_text_becomes_easy(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_other_work_of_the_machine_is_followed(kind: str) -> None:
-    """From cycle 500 on each draft token takes longer: the best number of draft tokens is another, or none."""
+    """From step 500 on each draft token takes longer: the best number of draft tokens is another, or none."""
 
-    def slower(cycle: int, draft_tokens: int | None) -> float:
-        return 1.0 + (0.4 * (draft_tokens or 0) if cycle >= 500 else 0.0)
+    def slower(step: int, draft_tokens: int | None) -> float:
+        return 1.0 + (0.4 * (draft_tokens or 0) if step >= 500 else 0.0)
 
     decoding = Decoding(kind, PAIR, constant(0.8), stored(PAIR), slower=slower)
     decoding.run(700)
@@ -166,13 +166,13 @@ def test_other_work_of_the_machine_is_followed(kind: str) -> None:
 
 
 def test_where_drafting_gains_little_it_is_tried_again_and_again() -> None:
-    """The best size is 5 % above plain decoding, less than a few cycles can tell."""
+    """The best size is 5 % above plain decoding, less than a few steps can tell."""
     found = [stretches(Decoding("lookup", CPU, constant(0.8), stored(CPU), seed))[1] for seed in range(6)]
     assert sum(found) / len(found) >= 0.955
 
 
 def test_growing_contexts_do_no_harm() -> None:
-    decoding = Decoding("lookup", PAIR, constant(0.8), stored(PAIR), slower=lambda cycle, n: 1 + cycle / 2000)
+    decoding = Decoding("lookup", PAIR, constant(0.8), stored(PAIR), slower=lambda step, n: 1 + step / 2000)
     early, late = stretches(decoding)
     assert early >= 0.95 and late >= 0.96
 
@@ -201,7 +201,7 @@ def test_one_decision_serves_the_whole_batch() -> None:
     easy, hard = request(), request()
 
     def drafts(requests: list[Request]) -> int:
-        """Of a hundred cycles; all that is drafted for the easy request is right."""
+        """Of a hundred steps; all that is drafted for the easy request is right."""
         found_drafts = 0
         for _ in range(100):
             plan = found.plan(requests)
@@ -235,28 +235,28 @@ def test_fixed_settings_need_no_costs(drafting: Drafting, block_size: int, budge
 
     controller = Controller(Knowing(), drafting, never)  # type: ignore[arg-type]
     plan = controller.plan([request()])
-    assert (plan.block_size, plan.tree_budget, plan.cycle_seconds) == (block_size, budget, None)
+    assert (plan.block_size, plan.tree_budget, plan.step_seconds) == (block_size, budget, None)
 
 
 def test_a_drafter_with_probabilities_gets_the_costs() -> None:
     for kind, most in (("chain", BLOCK_SIZE - 1), ("tree", 128)):
         plan = controller(kind, stored(PAIR)).plan([request(), request()])
-        assert plan.cycle_seconds == pytest.approx(stored(PAIR).cycle(2, most, kind == "tree"), rel=0.2)
+        assert plan.step_seconds == pytest.approx(stored(PAIR).drafted_steps(2, most, kind == "tree"), rel=0.2)
         assert plan.tree_budget == (0 if kind == "chain" else most)
 
 
-def test_who_knows_probabilities_of_trees_alone_does_not_choose_the_length_of_chains() -> None:
+def test_who_chooses_tree_size_of_trees_alone_does_not_choose_the_length_of_chains() -> None:
     class Trees(Knowing):
-        knows_lengths = False
+        chooses_length = False
 
     trees = Trees()  # type: ignore[abstract]
     plans = [Controller(trees, each, lambda drafter: stored(PAIR)).plan([request()]) for each in (Drafting(), TREE)]
-    assert [plan.cycle_seconds is None for plan in plans] == [True, False]
+    assert [plan.step_seconds is None for plan in plans] == [True, False]
 
 
 def test_who_knows_no_probabilities_gets_trees_of_as_many_draft_tokens_as_pay() -> None:
     plan = Controller(Lookup(), TREE, lambda drafter: stored(PAIR)).plan([request()])  # type: ignore[arg-type]
-    assert plan.tree_budget == MOST and plan.cycle_seconds is None
+    assert plan.tree_budget == MOST and plan.step_seconds is None
     drafting = Drafting(None, "auto")
     plan = Controller(Lookup(), drafting, lambda drafter: stored(PAIR)).plan([request()])  # type: ignore[arg-type]
     assert plan.tree_budget == plan.block_size - 1 < BLOCK_SIZE
@@ -270,7 +270,7 @@ def test_draft_tokens_past_the_length_limit_are_not_asked_for() -> None:
 
 
 def drafted(found: Controller, requests: list[Request]) -> Plan:
-    """The next plan that is no trial and drafts, while cycles without draft tokens take their time."""
+    """The next plan that is no trial and drafts, while steps without draft tokens take their time."""
     for _ in range(100):
         plan = found.plan(requests)
         assert found._decision is not None
@@ -356,14 +356,14 @@ def test_what_was_learned_is_where_the_next_engine_begins(kind: str) -> None:
     assert learned.date == NOW and learned.knows(tree=kind == "tree")
     json.dumps(asdict(learned))
     draft_tokens = 2
-    ratio = learned.cycle(1, draft_tokens, kind == "tree")[draft_tokens] / learned.plain_cycle(1)
+    ratio = learned.drafted_steps(1, draft_tokens, kind == "tree")[draft_tokens] / learned.plain_step(1)
     assert ratio == pytest.approx(CPU.seconds(1, draft_tokens) / CPU.seconds(1, None), rel=0.15)
-    assert learned.plain_cycle(1) == pytest.approx(CPU.seconds(1, None), rel=0.1)
+    assert learned.plain_step(1) == pytest.approx(CPU.seconds(1, None), rel=0.1)
     assert Decoding(kind, CPU, TEXTS["middling"], learned).run(200).against_best >= 0.9
     assert not list(controller().learned())
 
 
-def test_a_decision_holds_for_some_cycles_of_the_same_requests() -> None:
+def test_a_decision_holds_for_some_steps_of_the_same_requests() -> None:
     decoding = Decoding("lookup", PAIR, TEXTS["even"], stored(PAIR))
     decoding.run(300)
     found, decided = decoding.controller, list[int]()
@@ -393,10 +393,10 @@ class Trials:
     def __init__(self) -> None:
         self.found, self.requests = controller(costs=stored(PAIR)), [request()]
         while not self.found._paused:
-            self.cycle()
+            self.step()
 
-    def cycle(self, accepted: float = 0.0, slower: float = 1.0, late: float = 0.0) -> int:
-        """Runs a cycle in which this share of draft tokens is accepted, and which takes longer if it is a trial, after
+    def step(self, accepted: float = 0.0, slower: float = 1.0, late: float = 0.0) -> int:
+        """Runs a step in which this share of draft tokens is accepted, and which takes longer if it is a trial, after
         so many seconds to catch up; returns the draft tokens."""
         plan = self.found.plan(self.requests)
         assert self.found._decision is not None
@@ -411,46 +411,46 @@ class Trials:
 
 def test_what_trials_lose_is_made_up_for_before_the_next() -> None:
     trials = Trials()
-    cycles = [trials.cycle() for _ in range(2000)]
-    lost = sum(PAIR.seconds(1, draft_tokens) / PAIR.seconds(1, None) - 1 for draft_tokens in cycles if draft_tokens)
+    steps = [trials.step() for _ in range(2000)]
+    lost = sum(PAIR.seconds(1, draft_tokens) / PAIR.seconds(1, None) - 1 for draft_tokens in steps if draft_tokens)
     assert 0.5 * TRIAL_SHARE * 2000 < lost < 1.2 * TRIAL_SHARE * 2000 + MAX_CREDIT
 
 
 def test_what_a_drafter_is_reported_before_a_trial_is_part_of_its_loss() -> None:
     plain = PAIR.seconds(1, None)
     at_once, later = Trials(), Trials()
-    tried = [sum(trials.cycle(late=late) > 0 for _ in range(2000)) for trials, late in ((at_once, 0.0), (later, plain))]
+    tried = [sum(trials.step(late=late) > 0 for _ in range(2000)) for trials, late in ((at_once, 0.0), (later, plain))]
     assert 0 < tried[1] < 0.7 * tried[0] and tried[1] < 1.2 * TRIAL_SHARE * 2000 + MAX_CREDIT
 
 
 def test_catching_up_does_not_end_what_pays() -> None:
     trials = Trials()
     trials.found._credit = MAX_CREDIT
-    while not trials.cycle(accepted=0.15, late=PAIR.seconds(1, None)):  # it gains a tenth of a cycle, and loses one
+    while not trials.step(accepted=0.15, late=PAIR.seconds(1, None)):  # it gains a tenth of a step, and loses one
         pass
     assert 0 < trials.found._credit < MAX_CREDIT - 0.8 and not trials.found._tried  # the next may be one, too
 
 
-def test_after_a_trial_that_lost_there_are_other_cycles_and_after_one_that_paid_the_next() -> None:
+def test_after_a_trial_that_lost_there_are_other_steps_and_after_one_that_paid_the_next() -> None:
     trials = Trials()
     trials.found._credit = MAX_CREDIT
-    while not trials.cycle():
+    while not trials.step():
         pass
-    assert trials.found._credit > 0 and not any(trials.cycle() for _ in range(2))
+    assert trials.found._credit > 0 and not any(trials.step() for _ in range(2))
     trials.found._credit = MAX_CREDIT
-    while not trials.cycle(accepted=1.0):
+    while not trials.step(accepted=1.0):
         pass
-    assert trials.cycle() > 0
+    assert trials.step() > 0
 
 
 def test_a_delay_during_a_trial_is_no_loss() -> None:
     trials = Trials()
     for _ in range(3):  # times are known
         trials.found._credit = MAX_CREDIT
-        while not trials.cycle():
+        while not trials.step():
             pass
     trials.found._credit = MAX_CREDIT
-    while not trials.cycle(slower=20.0):
+    while not trials.step(slower=20.0):
         pass
     assert trials.found._credit > MAX_CREDIT - 2
 

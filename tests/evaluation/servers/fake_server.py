@@ -25,7 +25,7 @@ vllm:cache_config_info{{block_size="16",enable_prefix_caching="{caches}"}} 1.0
 # TYPE vllm:prefix_cache_hits counter
 vllm:prefix_cache_hits_total{{engine="0"}} {cached}
 # TYPE vllm:spec_decode_num_drafts counter
-vllm:spec_decode_num_drafts_total{{engine="0"}} {cycles}
+vllm:spec_decode_num_drafts_total{{engine="0"}} {steps}
 # TYPE vllm:spec_decode_num_accepted_tokens counter
 vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}
 # TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
@@ -36,7 +36,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="1"}} {s
 # TYPE llamacpp:prompt_tokens_cached_total counter
 llamacpp:prompt_tokens_cached_total {cached}
 # TYPE llamacpp:spec_decode_num_drafts_total counter
-llamacpp:spec_decode_num_drafts_total {cycles}
+llamacpp:spec_decode_num_drafts_total {steps}
 # TYPE llamacpp:spec_decode_num_accepted_tokens_total counter
 llamacpp:spec_decode_num_accepted_tokens_total {accepted}
 # TYPE llamacpp:spec_decode_num_accepted_tokens_per_pos_total counter
@@ -78,7 +78,7 @@ class FakeServer:
     def metrics(self) -> Response:
         if self.engine is None:
             return Response(status_code=501)
-        names = ("cached", "cycles", "accepted", "first", "second")
+        names = ("cached", "steps", "accepted", "first", "second")
         counts = {name: self.counts[name] for name in names}
         length = 2.5 if self.drafts else 0.0
         return PlainTextResponse(METRICS[self.engine].format(**counts, caches=self.caches, length=length))
@@ -112,8 +112,8 @@ class FakeServer:
             if "BREAK" in prompt:
                 self.running -= 1
                 return
-        if self.drafts:  # two cycles, of which one accepts two draft tokens and the other one
-            self.counts.update(cycles=2, accepted=3, first=2, second=1)
+        if self.drafts:  # two steps, of which one accepts two draft tokens and the other one
+            self.counts.update(steps=2, accepted=3, first=2, second=1)
         yield event({"choices": [choice(body, "") | {"finish_reason": "stop"}]})
         usage = {"completion_tokens": len(words), "prompt_tokens": 12}
         if "HUSH" not in prompt:

@@ -154,10 +154,10 @@ def test_restarted_server() -> None:
     assert acceptance(parse(text.format(0, 0)), after).tau == 4
 
 
-OURS = """# TYPE blockdraft:num_cycles counter
-blockdraft:num_cycles_total {cycles}
-# TYPE blockdraft:num_cycle_tokens counter
-blockdraft:num_cycle_tokens_total {tokens}
+OURS = """# TYPE blockdraft:num_steps counter
+blockdraft:num_steps_total {steps}
+# TYPE blockdraft:num_step_tokens counter
+blockdraft:num_step_tokens_total {tokens}
 # TYPE blockdraft:spec_decode_num_drafts counter
 blockdraft:spec_decode_num_drafts_total {drafts}
 # TYPE blockdraft:spec_decode_num_accepted_tokens counter
@@ -167,15 +167,15 @@ blockdraft:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {accept
 """
 
 
-def test_our_cycles_count_whether_they_drafted_or_not() -> None:
-    before = parse(OURS.format(cycles=10, tokens=12, drafts=2, accepted=2))
-    after = parse(OURS.format(cycles=30, tokens=52, drafts=22, accepted=22))
+def test_our_steps_count_whether_they_drafted_or_not() -> None:
+    before = parse(OURS.format(steps=10, tokens=12, drafts=2, accepted=2))
+    after = parse(OURS.format(steps=30, tokens=52, drafts=22, accepted=22))
     assert (after.engine, after.caches) == ("blockdraft", None)
     assert acceptance(before, after) == Acceptance(2.0, (1.0,))
     assert drafted(before, after) and not drafted(after, after)
 
 
-def test_others_count_cycles_that_drafted() -> None:
+def test_others_count_steps_that_drafted() -> None:
     text = '# TYPE vllm:{0} counter\nvllm:{0}_total{{engine="0"}} {1}\nvllm:{0}_total{{engine="1"}} {1}\n'
     name = "spec_decode_num_accepted_tokens_per_pos"
     places = f'# TYPE vllm:{name} counter\nvllm:{name}_total{{position="0"}} 6\nvllm:{name}_total{{position="1"}} 2\n'

@@ -41,7 +41,7 @@ def test_levels(engine: str, name: str) -> None:
     assert fake.most_at_once == 3
     for level in found.levels:
         assert (level.requests, level.failed, level.speedup) == (6, 0, None)
-        assert level.tau == 2.5  # two cycles with three accepted draft tokens, or as the gauge has it
+        assert level.tau == 2.5  # two steps with three accepted draft tokens, or as the gauge has it
         assert level.acceptance_by_position == (() if engine == "sglang" else (1.0, 0.5))
         assert level.tokens_per_second and level.first_median and level.token_median and level.token_p95
         assert level.first_p95 and 0.001 < level.first_median <= level.first_p95

@@ -115,7 +115,7 @@ def test_logits_are_torchs(name: str, window: int | None, store: str, tiny_targe
         assert ours.shape == theirs.shape and float((ours - theirs).abs().max()) < STORES[store][1] * scale
 
 
-# Seconds of cycles by draft tokens, and how far expectations are trusted.
+# Seconds of steps by draft tokens, and how far expectations are trusted.
 COSTS: dict[str, tuple[list[float] | None, float]] = {
     "all draft tokens": (None, 1.0),
     "cheap ones": ([1.0, 1.01, 1.02, 1.03, 1.04, 1.05], 1.0),
@@ -320,7 +320,7 @@ def test_what_is_not_compiled_says_why(tiny_target_dir: Path) -> None:
 def test_a_tree_has_slots_until_the_last_token(
     folder: str, tiny_target_dir: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine gives each row as many slots as its trees take, so that the last cycles draft as deep as the first."""
+    """An engine gives each row as many slots as its trees take, so that the last steps draft as deep as the first."""
     target: Any = load_target(tiny_target_dir, backend="native", compile="on")
     drafter: Any = load_drafter(request.getfixturevalue(folder), target=target)
     assert slots_behind(drafter, 5) == drafter.slots_beside == 1 + 10 * (drafter.block_size - 2) > 13

@@ -333,7 +333,7 @@ def test_answers_are_those_of_an_eager_engine(
 @NEEDS_GPU
 @pytest.mark.parametrize("capture", [False, True])
 @pytest.mark.parametrize(("budget", "waits"), [(0, 1), (11, 2)])
-def test_how_often_a_greedy_cycle_waits_for_a_gpu(
+def test_how_often_a_greedy_step_waits_for_a_gpu(
     tiny_target_dir: Path, tiny_drafter_dir: Path, capture: bool, budget: int, waits: int
 ) -> None:
     target = load_target(tiny_target_dir, "float32", "cuda", "native", "on" if capture else "off")

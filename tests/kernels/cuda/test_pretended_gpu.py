@@ -1,4 +1,4 @@
-"""A pretended GPU refuses what a GPU refuses; on it a cycle waits as often as on a GPU, and graphs are replayed.
+"""A pretended GPU refuses what a GPU refuses; on it a step waits as often as on a GPU, and graphs are replayed.
 
 Whole engines run on it with every drafter in tests/drafters/test_lossless.py, and every family of targets in
 tests/targets/test_families_on_gpu.py.
@@ -68,7 +68,7 @@ class Recorder:
         pytest.param(False, 11, 2, marks=pytest.mark.slow),
     ],
 )
-def test_how_often_a_greedy_cycle_waits(
+def test_how_often_a_greedy_step_waits(
     tiny_target_dir: Path, tiny_drafter_dir: Path, capture: bool, budget: int, waits: int
 ) -> None:
     """The numbers are those of test_graphs.py, which counts on a GPU."""

@@ -141,7 +141,7 @@ def test_tree_and_histogram(visit: Visit) -> None:
     tops = [node.locator("rect").get_attribute("y") for node in nodes.all()]
     assert tops[0] == tops[1] == tops[2] == tops[7]  # the path is straight
     assert len(set(tops)) == 5
-    words = "Cycle 8: 6 draft tokens, 2 accepted (“ answer is”), then the model's own “ \\boxed{15}.”"
+    words = "Step 8: 6 draft tokens, 2 accepted (“ answer is”), then the model's own “ \\boxed{15}.”"
     expect(visit.get("tree-words")).to_have_text(words)
     assert visit.get("tree").locator("svg").get_attribute("aria-label") == words
     rows = visit.get("histogram").locator("tr").all_inner_texts()
@@ -169,14 +169,14 @@ def test_slow_motion(visit: Visit) -> None:
     visit.get("pace").select_option("0.5")
     visit.get("play").click()
     expect(visit.get("how")).to_contain_text("500 times slower than they ran")
-    expect(visit.get("tree-words")).to_have_text("Cycle 1: 8 draft tokens, not yet checked")
+    expect(visit.get("tree-words")).to_have_text("Step 1: 8 draft tokens, not yet checked")
     visit.get("play").click()
     expect(visit.get("status")).to_have_text("Slow motion is paused.")
     answer = visit.get("drafted").locator(".answer")
     shown = answer.inner_text()
     assert shown == "The"
     visit.get("step").click()
-    words = "Cycle 1: 8 draft tokens, 3 accepted (“ baker has 4”), then the model's own “ *”"
+    words = "Step 1: 8 draft tokens, 3 accepted (“ baker has 4”), then the model's own “ *”"
     expect(visit.get("status")).to_have_text(words)
     assert answer.inner_text() == "The baker has 4 *"
     assert visit.get("plain").locator(".answer").inner_text() == "The baker"

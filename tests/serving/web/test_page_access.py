@@ -126,6 +126,6 @@ def test_reduced_motion_shows_only_verified_trees(browser: Browser, url: str, mo
     visit.get("play").click()
     expect(visit.get("status")).to_have_text("Slow motion has ended.", timeout=20_000)
     seen = visit.page.evaluate("window.seen")
-    assert any(words.startswith("Cycle 8: ") for words in seen)
+    assert any(words.startswith("Step 8: ") for words in seen)
     assert any("not yet checked" in words for words in seen) == (motion != "reduce")
     visit.close()

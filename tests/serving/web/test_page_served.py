@@ -71,7 +71,7 @@ def test_race_to_the_end(real: Visit, temperature: str) -> None:
     assert drafted.locator(".answer").text_content() == plain.locator(".answer").text_content()
     assert plain.locator("dd").nth(3).text_content() == "1.00"
     shown = sum(int(row.split()[1]) for row in real.get("histogram").locator("tr").all_inner_texts())
-    assert real.get("tree-words").text_content().startswith(f"Cycle {shown}: ")
+    assert real.get("tree-words").text_content().startswith(f"Step {shown}: ")
     assert real.get("tree").locator("g").count() > 1
     real.get("pace").select_option("10")
     real.get("step").click()

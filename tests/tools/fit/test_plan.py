@@ -138,14 +138,14 @@ def test_long_blocks_are_for_long_training() -> None:
 def test_the_better_variant_is_chosen_and_named() -> None:
     both = replace(MEASURED, speeds={"dflash": SPEEDS, "dflash2": SPEEDS})
     assert plan(measured=both).variant == "dflash2"
-    dear = replace(SPEEDS, cycles={size: 2 * cost for size, cost in SPEEDS.cycles.items()})
+    dear = replace(SPEEDS, step_costs={size: 2 * cost for size, cost in SPEEDS.step_costs.items()})
     both = replace(MEASURED, speeds={"dflash": SPEEDS, "dflash2": dear})
     assert plan(measured=both).variant == "dflash"
     assert plan(measured=both).reasons[0].startswith("dflash: ")
 
 
 def test_it_says_where_drafts_do_not_pay() -> None:
-    dear = replace(MEASURED, speeds={"dflash": replace(SPEEDS, cycles={2: 2.0, 4: 3.0, 8: 4.0})})
+    dear = replace(MEASURED, speeds={"dflash": replace(SPEEDS, step_costs={2: 2.0, 4: 3.0, 8: 4.0})})
     assert any("hardly be faster here" in reason for reason in plan(measured=dear).reasons)
     assert not any("hardly be faster here" in reason for reason in plan().reasons)
 
@@ -238,7 +238,7 @@ def speeds(cost: float, seconds: float = 1.0) -> Speeds:
 
 
 def test_a_drafter_is_worth_what_it_accepts_over_what_it_costs() -> None:
-    """DFlash2 accepts a quarter more; where its cycles cost that or it learns much slower, it is not worth it."""
+    """DFlash2 accepts a quarter more; where its step_costs cost that or it learns much slower, it is not worth it."""
     alike = {"dflash": speeds(1.2), "dflash2": speeds(1.2)}
     dear = {"dflash": speeds(1.2), "dflash2": speeds(1.6)}
     slow = {"dflash": speeds(1.2), "dflash2": speeds(1.2, seconds=10.0)}

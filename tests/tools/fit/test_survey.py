@@ -65,7 +65,7 @@ def test_all_candidates_learn_from_the_same_features(
     assert len(calls["hidden_states"]) == 1 and calls["steps"] == [1, 1, 4] * 3
     assert set(found.speeds) == {"dflash", "dflash2", "eagle3"} and found.batch_size in survey.BATCHES
     for speed in found.speeds.values():
-        assert speed.tokens[1] == 4 * speed.tokens[0] and min(speed.seconds) > 0 and min(speed.cycles.values()) > 0
+        assert speed.tokens[1] == 4 * speed.tokens[0] and min(speed.seconds) > 0 and min(speed.step_costs.values()) > 0
     assert 0 < found.answer_tokens <= 24 and found.answer_rate > 0 and found.read_rate > 0
     for part in (
         "Answering",

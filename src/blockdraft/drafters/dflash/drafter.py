@@ -51,8 +51,8 @@ class DFlashDrafter(Drafter):
         owned: As in `Target.runner`; only for a network that was read from `path`.
     """
 
-    knows_probabilities = True
-    knows_lengths = False
+    chooses_tree_size = True
+    chooses_length = False
     network_class: type[DFlashNetwork] = DFlashNetwork
     first_draft_token = 1
 
@@ -215,17 +215,17 @@ def independent_draft_tokens(anchor: Tensor, logits: Tensor, plan: Plan) -> Prop
         return sampled_chain(anchor, logits, plan)
     if isinstance(plan, TreePlan):
         log_probs = log_probabilities(logits, plan.params)
-        return best_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds, plan.calibration)
-    if plan.cycle_seconds is None:
+        return best_tree(anchor, log_probs, plan.tree_budget, plan.step_seconds, plan.calibration)
+    if plan.step_seconds is None:
         return chain(torch.cat([anchor[:, None], best_tokens(logits)], dim=1))
     best = log_probabilities(logits, plan.params).max(dim=-1, keepdim=True)
-    return best_first(anchor, best.values, best.indices, plan.block_size - 1, plan.cycle_seconds, plan.calibration)
+    return best_first(anchor, best.values, best.indices, plan.block_size - 1, plan.step_seconds, plan.calibration)
 
 
 def sampled_chain(anchor: Tensor, logits: Tensor, plan: SampledPlan) -> Proposal:
     """Sample draft tokens with `plan.uniforms`, each from the distribution of its position.
 
-    A sequence at temperature 0 gets the argmax, and no distributions. With `plan.cycle_seconds`, the length is
+    A sequence at temperature 0 gets the argmax, and no distributions. With `plan.step_seconds`, the length is
     that of the chain of the most probable draft tokens: if it depended on the sample, the output's distribution would
     change.
 
@@ -236,9 +236,9 @@ def sampled_chain(anchor: Tensor, logits: Tensor, plan: SampledPlan) -> Proposal
     dists = sparsify(probabilities(logits, plan.params))
     draft_tokens = dists.ids.gather(2, draw(dists.probs, plan.uniforms).to(logits.device).unsqueeze(2)).squeeze(2)
     count = draft_tokens.size(1)
-    if plan.cycle_seconds is not None:
+    if plan.step_seconds is not None:
         best = log_probabilities(logits, plan.params).amax(dim=-1)
-        count = best_count(best.cumsum(dim=-1).exp().tolist(), plan.cycle_seconds, plan.calibration)
+        count = best_count(best.cumsum(dim=-1).exp().tolist(), plan.step_seconds, plan.calibration)
     tokens = torch.cat([anchor[:, None], draft_tokens[:, :count]], dim=1)
     return Proposal(tokens, chain(tokens).parents, chain_q(dists, count, plan.params))
 

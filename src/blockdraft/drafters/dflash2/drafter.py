@@ -38,13 +38,13 @@ class DFlash2Drafter(DFlashDrafter):
         ids_BDK, scores_BDKK = self.network.lattice(hidden, logits, anchor)
         if isinstance(plan, TreePlan):
             log_probs_BDKK = lattice_log_probs(scores_BDKK, ids_BDK, logits, plan)
-            return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.calibration)
+            return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.step_seconds, plan.calibration)
         ranks_BD, count, q, expected = walk(best_tokens(scores_BDKK)), ids_BDK.size(1), None, None
-        if plan.cycle_seconds is not None:
+        if plan.step_seconds is not None:
             log_probs_BDK = _after(lattice_log_probs(scores_BDKK, ids_BDK, logits, plan), ranks_BD)
             path_BD = log_probs_BDK.gather(2, ranks_BD.unsqueeze(2)).squeeze(2)
             path_probs = path_BD.cumsum(dim=-1).exp().tolist()
-            count = best_count(path_probs, plan.cycle_seconds, plan.calibration)
+            count = best_count(path_probs, plan.step_seconds, plan.calibration)
             expected = tuple(sum(probs[:count]) for probs in path_probs)
         if isinstance(plan, SampledPlan):  # the length must not depend on what is sampled
             ranks_BD, dists = _draw(ids_BDK, scores_BDKK, plan)

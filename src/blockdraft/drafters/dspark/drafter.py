@@ -54,7 +54,7 @@ class DSparkDrafter(DFlashDrafter):
     first_draft_token = 0
 
     @property
-    def knows_lengths(self) -> bool:  # type: ignore[override]
+    def chooses_length(self) -> bool:  # type: ignore[override]
         return self.network.confidence_head is not None
 
     def check_steps(self, diffusion_steps: int, noise_schedule: str) -> None:
@@ -72,18 +72,18 @@ class DSparkDrafter(DFlashDrafter):
 
     def _build_proposal(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         count, q, expected = logits.size(1), None, None
-        if not isinstance(plan, SampledPlan) or plan.cycle_seconds is not None:
+        if not isinstance(plan, SampledPlan) or plan.step_seconds is not None:
             draft_tokens, corrected, previous = self._walk(anchor, logits, lambda index, scores: best_tokens(scores))
         if isinstance(plan, TreePlan):
             ids_BDK, log_probs_BDKK = self._lattice(anchor, hidden, logits, corrected, plan)
-            return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.calibration)
-        if plan.cycle_seconds is not None:
+            return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.step_seconds, plan.calibration)
+        if plan.step_seconds is not None:
             # Of the most probable tokens, even for a sampled chain: its length must not depend on the sample.
             acceptance_probs = self._acceptance_probs(hidden, previous)
             if acceptance_probs is None:
                 acceptance_probs = log_probabilities(corrected, plan.params).amax(dim=-1).exp()
             path_probs = acceptance_probs.cumprod(dim=-1).tolist()
-            count = best_count(path_probs, plan.cycle_seconds, plan.calibration)
+            count = best_count(path_probs, plan.step_seconds, plan.calibration)
             expected = tuple(sum(probs[:count]) for probs in path_probs)
         if isinstance(plan, SampledPlan):
             draft_tokens, dists = self._draw(anchor, logits[:, : max(count, 1)], plan)

@@ -35,7 +35,7 @@ class Eagle3Drafter(Drafter):
 
     In a chain, each draft token is the most probable one or, with a `SampledPlan`, sampled from the network's
     distribution under the sequence's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. With
-    `plan.cycle_seconds` the chain ends as soon as a further token, even one as probable as the last, would not save
+    `plan.step_seconds` the chain ends as soon as a further token, even one as probable as the last, would not save
     time. A sampled chain does not, because its length must not depend on the sample. A tree continues the `WIDTH` most
     probable nodes of each level with `WIDTH` children each, and proposes the most probable of all nodes.
 
@@ -46,7 +46,7 @@ class Eagle3Drafter(Drafter):
         owned: As in `Target.runner`.
     """
 
-    knows_probabilities = knows_lengths = True
+    chooses_tree_size = chooses_length = True
 
     def __init__(
         self, network: AutoregressiveNetwork, target: Target, path: Path | None = None, owned: bool = False
@@ -107,7 +107,7 @@ class Eagle3Drafter(Drafter):
 
     def _chain(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         draws = plan.uniforms if isinstance(plan, SampledPlan) else None
-        seconds = plan.cycle_seconds if draws is None else None
+        seconds = plan.step_seconds if draws is None else None
         most = plan.block_size - 1 if seconds is None else min(plan.block_size, len(seconds)) - 1
         plain = draws is None and (seconds is None or all(params.temperature in (0, 1) for params in plan.params))
         drafted = (
@@ -167,7 +167,7 @@ class Eagle3Drafter(Drafter):
             above = chosen // width
             tokens, places = levels[-1][2].gather(1, chosen), chosen + sum(level[0].size(1) for level in levels[:-1])
         likely, places, tokens = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
-        return best_of(anchor, likely, places, tokens, plan.tree_budget, plan.cycle_seconds, plan.calibration)
+        return best_of(anchor, likely, places, tokens, plan.tree_budget, plan.step_seconds, plan.calibration)
 
 
 def _enough(levels: Sequence[Tensor], budget: int) -> bool:

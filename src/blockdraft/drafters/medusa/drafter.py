@@ -37,8 +37,8 @@ class MedusaDrafter(Drafter):
         owned: As in `Target.runner`.
     """
 
-    knows_probabilities = True
-    knows_lengths = False
+    chooses_tree_size = True
+    chooses_length = False
 
     def __init__(self, network: MedusaNetwork, target: Target, path: Path | None = None, owned: bool = False) -> None:
         self.network = network.to(target.device, target.dtype).eval()

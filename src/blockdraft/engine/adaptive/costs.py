@@ -65,7 +65,7 @@ class Costs:
     tree: tuple[Points, ...]
     date: float = 0.0
 
-    def plain_cycle(self, rows: int) -> float:
+    def plain_step(self, rows: int) -> float:
         """Return the seconds of a plain step at this batch size."""
         seconds: float = _interpolate(rows, self.rows, self.plain).item()
         return seconds
@@ -74,7 +74,7 @@ class Costs:
         """Return whether steps that draft chains, or trees, are known."""
         return any(self.tree if tree else self.chain)
 
-    def cycle(self, rows: int, most: int, tree: bool) -> list[float]:
+    def drafted_steps(self, rows: int, most: int, tree: bool) -> list[float]:
         """Return the seconds of a step that drafts, by draft tokens per sequence from 0 to `most`."""
         counts, sizes, curves = np.arange(most + 1), [], []
         for size, points in zip(self.rows, self.tree if tree else self.chain, strict=True):
@@ -96,10 +96,10 @@ class Costs:
 
 def prior(costs: Costs | None, rows: int, most: int, tree: bool) -> tuple[float, list[float]]:
     """Return the assumed seconds of a plain step, and of a step that drafts by its draft tokens from 0 to `most`."""
-    plain = costs.plain_cycle(rows) if costs else 1.0
+    plain = costs.plain_step(rows) if costs else 1.0
     if costs is None or not costs.knows(tree):
         return plain, [plain * (1 + DRAFT_PASS + DRAFT_TOKEN * rows * n) for n in range(most + 1)]
-    return plain, costs.cycle(rows, most, tree)
+    return plain, costs.drafted_steps(rows, most, tree)
 
 
 def _costs(known: dict[int, tuple[float, Points, Points]], date: float) -> Costs:
@@ -176,7 +176,7 @@ def measure(
         drafted = (
             f"{kind} of {p[-1][0]} {1000 * p[-1][1]:.2f} ms" for kind, p in (("chain", chain), ("tree", tree)) if p
         )
-        report(", ".join([f"{rows} rows: plain cycle {1000 * plain:.2f} ms", *drafted]))
+        report(", ".join([f"{rows} rows: plain step {1000 * plain:.2f} ms", *drafted]))
     return _costs(known, time.time())
 
 
@@ -210,12 +210,12 @@ class Probe:
 
     def __call__(self, rows: int, context: int, draft_tokens: int, tree: bool, count: int) -> list[tuple[int, float]]:
         # Equal step times make a drafter that chooses its number of draft tokens use all of them.
-        knows = self.drafter.knows_probabilities if tree else self.drafter.knows_lengths
+        knows = self.drafter.chooses_tree_size if tree else self.drafter.chooses_length
         seconds = [1.0] * (draft_tokens + 1) if draft_tokens and knows else None
         block_size = self.drafter.block_size if seconds and tree else min(self.drafter.block_size, draft_tokens + 1)
-        plan: Plan = ChainPlan(block_size, [SamplingParams()] * rows, cycle_seconds=seconds)
+        plan: Plan = ChainPlan(block_size, [SamplingParams()] * rows, step_seconds=seconds)
         if tree:
-            plan = TreePlan(block_size, plan.params, draft_tokens, cycle_seconds=seconds)
+            plan = TreePlan(block_size, plan.params, draft_tokens, step_seconds=seconds)
         with self.target.lock:
             runner, sequences = self.rows(rows, context, count * self.drafter.block_size + draft_tokens)
             return [self._timed(runner, sequences, plan) for _ in range(count)]
@@ -312,7 +312,7 @@ def load(file: Path) -> Costs | None:
 
 def load_for(target: Target, drafter: Drafter, member: Drafter) -> Costs | None:
     """Return the stored costs of one member of a drafter. A member with a network may use those of the whole."""
-    return load(path(target, member)) or (load(path(target, drafter)) if member.has_pass else None)
+    return load(path(target, member)) or (load(path(target, drafter)) if member.runs_network else None)
 
 
 def store(file: Path, costs: Costs, pair: Pair) -> None:

@@ -98,7 +98,7 @@ class Controller:
         self._block_size = drafting.block_size if isinstance(drafting.block_size, int) else drafter.block_size
         self._tree = drafting.tree_budget != 0
         # Whether the drafter chooses the number of draft tokens from the step times.
-        knows = drafter.knows_probabilities if self._tree else drafter.knows_lengths
+        knows = drafter.chooses_tree_size if self._tree else drafter.chooses_length
         self._drafter_chooses = self.automatic and knows
         self._costs, self._now = cache(lambda: load_costs(drafter)), now
         most = self.max_draft_tokens if self._drafter_chooses else min(self.max_draft_tokens, self._block_size - 1)
@@ -185,14 +185,14 @@ class Controller:
                 calibration = self._acceptance.calibration
                 if decision.trial and self._paused:
                     calibration = max(calibration, 1.0)  # the text may have become easy
-                if self._drafter.has_pass and not self._drafting.sampled:
+                if self._drafter.runs_network and not self._drafting.sampled:
                     block_size = min(block_size, 2 + round(SPARE_DEPTH * self._acceptance.depth))
         if block_size == 1:
             return ChainPlan(1, params)
         plan = ChainPlan(
             block_size,
             params,
-            cycle_seconds=seconds,
+            step_seconds=seconds,
             calibration=calibration,
             draft_window=self._drafting.draft_window,
             draft_passes=self._drafting.draft_passes,
@@ -348,7 +348,7 @@ class HybridController(Controller):
         super().__init__(drafter, drafting, lambda drafter: None, now)
         slowdowns = defaultdict[int, Slowdown](Slowdown)
         self._members = [Controller(part, drafting, load_costs, now, slowdowns) for part in drafter.parts]
-        self._free = [index for index, part in enumerate(drafter.parts) if not part.has_pass]
+        self._free = [index for index, part in enumerate(drafter.parts) if not part.runs_network]
 
     @property
     def drafts(self) -> bool:

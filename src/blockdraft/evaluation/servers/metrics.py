@@ -85,8 +85,8 @@ def acceptance(before: Snapshot | None, after: Snapshot | None) -> Acceptance:
     accepted = growth(before, after, f"{after.prefix}:spec_decode_num_accepted_tokens_total")
     if drafts is None or accepted is None:
         return Acceptance()
-    steps = growth(before, after, "blockdraft:num_cycles_total")
-    tokens = growth(before, after, "blockdraft:num_cycle_tokens_total")
+    steps = growth(before, after, "blockdraft:num_steps_total")
+    tokens = growth(before, after, "blockdraft:num_step_tokens_total")
     if not steps or tokens is None:  # other engines count only steps that drafted
         steps, tokens = drafts, drafts + accepted
         made = growth(before, after, "vllm:generation_tokens_total")

@@ -67,7 +67,7 @@ STRUCT(Call)
 
 /* Chains of draft tokens. kept: tokens of the head's outputs. tokens: [batch, draft tokens + 1], of which the first are given. made:
    draft tokens of each row that were made, set by `draft_chain`. current: [batch], and parents: [batch, draft tokens], to work in.
-   seconds: of a cycle with 0, 1, ... `draft tokens` draft tokens, or null to make all. calibration: as in Python's `Plan`. expected,
+   seconds: of a step with 0, 1, ... `draft tokens` draft tokens, or null to make all. calibration: as in Python's `Plan`. expected,
    survival and following: [batch], set where there are seconds: expected number of right draft tokens, the chance that all
    are, and that of one more that is as likely as the last one. */
 #define Chain_FIELDS(FIELD, S)                                                                            \

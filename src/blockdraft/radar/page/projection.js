@@ -103,7 +103,7 @@ function makeRadar(data) {
     let best = null;
     for (const size of data.sizes.filter((size) => size <= maxSize)) {
       const taus = tauAt(tau, size);
-      const seconds = step.forward(size) + step.draft(drafter.cost, size) + constant.cycle_ms / 1e3;
+      const seconds = step.forward(size) + step.draft(drafter.cost, size) + constant.draft_ms / 1e3;
       const speed = batch * taus[1] / seconds;
       if (best === null || speed > best.speed) best = { drafter, tau, taus, size, seconds, speed };
     }
@@ -138,7 +138,7 @@ function makeRadar(data) {
       plain: { low: speed * low, mid: speed, high: speed * high }, drafted,
       block_size: drafting ? best.size : 1, confidence,
       why: {
-        memory, step_seconds: plain, cycle_seconds: best.seconds, read_bytes: step.readBytes(1), flops: step.flops(1),
+        memory, step_seconds: plain, drafted_step_seconds: best.seconds, read_bytes: step.readBytes(1), flops: step.flops(1),
         bound: step.memorySeconds(1) >= step.arithmeticSeconds(1) ? "memory" : "arithmetic",
         block_bound: step.memorySeconds(best.size) >= step.arithmeticSeconds(best.size) ? "memory" : "arithmetic",
         experts_read: s.experts ? [step.experts(1), step.experts(best.size)] : null,

@@ -113,20 +113,20 @@ class ChoicesResponse(ApiResponse):
 
 def _trace(chunk: Chunk, text_of: Callable[[int], str]) -> dict[str, Any]:
     """Return the draft tokens of the decoding step that a chunk came from."""
-    step = chunk.cycle
+    step = chunk.step
     tokens = [
         {"id": token, "text": text_of(token), "drafted": drafted}
         for token, drafted in zip(chunk.token_ids, chunk.drafted, strict=True)
     ]
     if step is None:
-        return {"tokens": tokens, "cycle": None}
+        return {"tokens": tokens, "step": None}
     tree = {
         "tokens": [{"id": token, "text": text_of(token)} for token in step.tokens],
         "parents": list(step.parents),
         "path": list(step.path),
         "seconds": step.seconds,
     }
-    return {"tokens": tokens, "cycle": tree}
+    return {"tokens": tokens, "step": tree}
 
 
 def finite(logprob: float) -> float:

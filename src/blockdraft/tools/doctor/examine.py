@@ -56,7 +56,7 @@ class Diagnosis:
     """Result of an examination.
 
     Attributes:
-        cycles: Number of decoding steps that were compared.
+        steps: Number of decoding steps that were compared.
         decoded: S_1, S_2, ... over these steps in decoding.
         own: S_1, S_2, ... over the same steps for the drafter alone, on the finished text.
         alike: Share of the steps in which both numbers of accepted tokens are equal.
@@ -67,7 +67,7 @@ class Diagnosis:
         remedy: What to do.
     """
 
-    cycles: int
+    steps: int
     decoded: tuple[float, ...]
     own: tuple[float, ...]
     alike: float
@@ -84,13 +84,13 @@ class Answered:
     Attributes:
         tokens: `[S]` int64, prompt and response.
         first: Index where the response begins.
-        cycles: For each step the index of its anchor, and the numbers of draft tokens and accepted ones. The last step
+        steps: For each step the index of its anchor, and the numbers of draft tokens and accepted ones. The last step
             is left out, since the end of the response may have cut it.
     """
 
     tokens: Tensor
     first: int
-    cycles: tuple[tuple[int, int, int], ...]
+    steps: tuple[tuple[int, int, int], ...]
 
     def anchors(self, count: int) -> list[int]:
         """Return up to `count` evenly spaced indices of the response."""
@@ -116,7 +116,7 @@ def examine(
     """
     checker, trained_for = checker_of(drafter, target)
     answers = decode(target, drafter, prompts, how.max_new_tokens)
-    count = sum(len(answer.cycles) for answer in answers)
+    count = sum(len(answer.steps) for answer in answers)
     if not count:
         raise UsageError("The responses hold no complete step; give other prompts, or raise --max-new-tokens.")
     longest = max(len(answer.tokens) for answer in answers)
@@ -140,7 +140,7 @@ def examine(
         (min(right, drafted), accepted)
         for answer in answers
         for right, (_, drafted, accepted) in zip(
-            checker.lengths(answer.tokens, [index for index, _, _ in answer.cycles]), answer.cycles, strict=True
+            checker.lengths(answer.tokens, [index for index, _, _ in answer.steps]), answer.steps, strict=True
         )
     ]
     alike = sum(mine == accepted for mine, accepted in pairs) / count
@@ -148,7 +148,7 @@ def examine(
     own, decoded = ([pair[i] for pair in pairs] for i in (0, 1))
     fault, finding, remedy = conclude(checks, runs, own=own, decoded=decoded, alike=alike, other_target=warning)
     return Diagnosis(
-        cycles=count,
+        steps=count,
         decoded=_survival(decoded, checker.block_size),
         own=_survival(own, checker.block_size),
         alike=alike,
@@ -211,12 +211,12 @@ def decode(target: Target, drafter: str | Path, prompts: Sequence[str], tokens: 
         ]
     answers = []
     for prompt, completion in zip(encoded, completions, strict=True):
-        anchor, cycles = len(prompt), []
+        anchor, steps = len(prompt), []
         for drafted, committed in zip(completion.stats.drafted, completion.stats.committed, strict=True):
-            cycles.append((anchor, drafted, committed - 1))
+            steps.append((anchor, drafted, committed - 1))
             anchor += committed
         text = torch.tensor([*prompt, *completion.token_ids])
-        answers.append(Answered(tokens=text, first=len(prompt), cycles=tuple(cycles[:-1])))
+        answers.append(Answered(tokens=text, first=len(prompt), steps=tuple(steps[:-1])))
     return answers
 
 

@@ -55,13 +55,13 @@ class Speeds:
 
     Attributes:
         tokens, seconds: Two sizes of training steps, in tokens, and their durations.
-        cycles: Duration of a drafted decoding step over that of a plain one, by block size.
+        step_costs: Duration of a drafted decoding step over that of a plain one, by block size.
         parameters: Number of the drafter's parameters.
     """
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
-    cycles: Mapping[int, float]
+    step_costs: Mapping[int, float]
     parameters: int
 
     def step(self, tokens: int) -> float:

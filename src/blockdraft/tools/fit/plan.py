@@ -167,7 +167,7 @@ def expected_speedup(variant: str, speeds: Mapping[str, Speeds]) -> float:
     learned = (pace(variant) / max(map(pace, speeds))) ** Default.RATE_POWER
     tau = max(Default.TAU * fit_gains()[variant] * float(learned), 1.01)
     correct = 1 - 1 / tau
-    return max((1 - correct**size) / (1 - correct) / cost for size, cost in speeds[variant].cycles.items())
+    return max((1 - correct**size) / (1 - correct) / cost for size, cost in speeds[variant].step_costs.items())
 
 
 @dataclass

@@ -44,7 +44,7 @@ from blockdraft.training.variant import find_variant
 from blockdraft.types import Quantize, SamplingParams
 
 SHARE, MOST_SECONDS = 0.1, 300.0  # of the hours, and at most, that the survey takes
-ANSWERS, STEPS, CYCLES = 0.5, 0.35, 0.15  # shares of the survey
+ANSWERS, STEPS, DECODING = 0.5, 0.35, 0.15  # shares of the survey
 BATCHES = (8, 16, 32, 64)  # batch sizes to try
 TRIED_TOKENS = 16  # of each response while batch sizes are tried
 ANSWER_TOKENS = 384  # maximum length of a measured response
@@ -182,9 +182,9 @@ def measure(
         times = ", ".join(f"{took:.2f} s of {rows * length} tokens" for rows, took in steps[name].items())
         note(f"{name}: training steps take {times}")
     with telling(note, "Timing decoding steps"):
-        cycles, plain_seconds = _cycles(target, drafters, CYCLES * seconds)
+        step_costs, plain_seconds = _step_costs(target, drafters, DECODING * seconds)
     speeds = {}
-    for name, costs in cycles.items():
+    for name, costs in step_costs.items():
         listed = ", ".join(f"{cost:.2f} with blocks of {size}" for size, cost in costs.items())
         note(f"{name}: drafted steps take, over a plain one, {listed}")
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
@@ -192,7 +192,7 @@ def measure(
         speeds[name] = Speeds(
             tokens=tuple(rows * length for rows in steps[name]),
             seconds=tuple(steps[name].values()),
-            cycles=costs,
+            step_costs=costs,
             parameters=sum(weight.numel() for weight in weights.values()),
         )
     documents = sorted(len(prompt) + more for prompt, more in zip(answers.prompts, answers.lengths, strict=True))
@@ -328,7 +328,9 @@ def _step_seconds(trainer: Trainer, seconds: float) -> dict[int, float]:
     return {rows: statistics.median(measured) for rows, measured in times.items()}
 
 
-def _cycles(target: Target, drafters: dict[str, Drafter], seconds: float) -> tuple[dict[str, dict[int, float]], float]:
+def _step_costs(
+    target: Target, drafters: dict[str, Drafter], seconds: float
+) -> tuple[dict[str, dict[int, float]], float]:
     """Time decoding steps, interleaved, so that other load of the machine affects all drafters alike.
 
     Returns:
@@ -338,17 +340,17 @@ def _cycles(target: Target, drafters: dict[str, Drafter], seconds: float) -> tup
     ratios: dict[str, dict[int, list[float]]] = {name: {size: [] for size in BLOCKS} for name in probes}
     plain: list[float] = []
     for _ in Repeats(seconds):
-        now = _cycle_seconds(next(iter(probes.values())), 0)
+        now = _decoding_seconds(next(iter(probes.values())), 0)
         plain.append(now)
         for name, sizes in ratios.items():
             for size, measured in sizes.items():
-                measured.append(_cycle_seconds(probes[name], size - 1) / now)
+                measured.append(_decoding_seconds(probes[name], size - 1) / now)
     medians = {
         name: {size: statistics.median(measured) for size, measured in sizes.items()} for name, sizes in ratios.items()
     }
     return medians, statistics.median(plain)
 
 
-def _cycle_seconds(probe: Probe, num_draft_tokens: int) -> float:
+def _decoding_seconds(probe: Probe, num_draft_tokens: int) -> float:
     context = min(CONTEXT, probe.target.max_context // 4)
     return statistics.median(took for _, took in probe(1, context, num_draft_tokens, False, PROBED)[2:])
