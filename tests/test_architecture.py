@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "blockdraft"
 # From the ground up. A module may import its own package and lower groups; members of one group are strangers.
 LAYERS = [
     {"errors", "machine", "plugins", "timing"},
-    {"settings", "folders"},
+    {"settings", "folders", "chat_text"},
     {"types", "models"},
     {"decode", "nn"},
     {"kernels", "kernels.cpu", "kernels.cuda", "jax", "mlx"},

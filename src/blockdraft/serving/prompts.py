@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from blockdraft.chat_text import encode_rendered, render_chat
 from blockdraft.engine import Engine
 from blockdraft.engine.text import encode_text
-from blockdraft.errors import UsageError, describe
+from blockdraft.errors import UsageError
 from blockdraft.serving.errors import ApiError
 from blockdraft.serving.request import Chat, GenerationRequest
 from blockdraft.serving.schemas import NUM_SEEDS
@@ -19,7 +18,8 @@ from blockdraft.serving.tool_calls import OutputParser, grammar_of, parser_of
 from blockdraft.targets import Target, without_tokenizer
 from blockdraft.types import SamplingParams
 
-RESERVED = {"tokenize", "return_dict", "conversation", "chat_template", "tools", "add_generation_prompt"}
+RESERVED = {"tokenize", "return_dict", "conversation", "chat_template", "tools", "messages"}
+RESERVED |= {"add_generation_prompt", "continue_final_message", "return_tensors", "return_assistant_tokens_mask"}
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def prepare(request: GenerationRequest, engine: Engine, settings: ServeSettings)
     """
     prompt, params, text = request.prompt, request.params, ""
     if isinstance(prompt, Chat):
-        text = render_chat(engine.target, prompt)
-        ids = encode_rendered(engine.target, text)
+        text = render(engine.target, prompt)
+        ids = encode_rendered(tokenizer_of(engine.target), text)
         params = replace(params, grammar=grammar_of(tokenizer_of(engine.target), prompt, text, params.grammar))
     elif isinstance(prompt, str):
         ids = encode_plain(engine.target, prompt, request.add_special_tokens)
@@ -75,10 +75,8 @@ def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:
     return target.tokenizer
 
 
-def render_chat(target: Target, chat: Chat) -> str:
-    """Render a chat with the chat template of the target, up to the start of the answer.
-
-    Leading system messages are joined into one, since many templates refuse a second one.
+def render(target: Target, chat: Chat) -> str:
+    """Render a chat with the chat template of the target, up to the start of the response.
 
     Raises:
         UsageError: The target has no chat template, or the template refuses the chat.
@@ -88,42 +86,17 @@ def render_chat(target: Target, chat: Chat) -> str:
         raise UsageError("The target has no chat template; send the prompt as text to /v1/completions.")
     if reserved := RESERVED & set(chat.template):
         raise UsageError(f"chat_template_kwargs names {sorted(reserved)}, which the server sets; leave them out.")
-    try:
-        text = tokenizer.apply_chat_template(
-            _join_system_messages(chat.messages),
-            tools=[dict(tool) for tool in chat.tools] or None,
-            add_generation_prompt=True,
-            tokenize=False,
-            **chat.template,
-        )
-        cast(str, text).encode()  # fails at a lone surrogate, which JSON inside JSON may hold
-    except Exception as error:  # templates are programs and may raise anything
-        raise UsageError(
-            f"messages are refused by the target's chat template: {describe(error)}; change their roles or contents."
-        ) from error
-    return cast(str, text)
+    return render_chat(tokenizer, chat.messages, chat.tools, **chat.template)
 
 
-def _join_system_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    rest = [dict(message) for message in messages[count:]]
-    if count == 0:
-        return rest
-    return [{**messages[0], "content": "\n\n".join(message["content"] for message in messages[:count])}, *rest]
-
-
-def encode_rendered(target: Target, text: str) -> list[int]:
-    """Return the token ids of a rendered chat, which already contains its special tokens."""
-    return list(cast("list[int]", tokenizer_of(target)(text, add_special_tokens=False)["input_ids"]))
-
-
-def encode_chat(target: Target, chat: Chat) -> list[int]:
-    return encode_rendered(target, render_chat(target, chat))
+def encode_messages(target: Target, chat: Chat) -> list[int]:
+    return encode_rendered(tokenizer_of(target), render(target, chat))
 
 
 def encode_plain(target: Target, text: str, add_special_tokens: bool = True) -> list[int]:
     """Return the token ids of a text without a chat template."""
-    return encode_text(text, tokenizer_of(target)) if add_special_tokens else encode_rendered(target, text)
+    tokenizer = tokenizer_of(target)
+    return encode_text(text, tokenizer) if add_special_tokens else encode_rendered(tokenizer, text)
 
 
 def context_of(engine: Engine) -> int:

@@ -21,7 +21,7 @@ from blockdraft.serving.backends import Backends, weights_of
 from blockdraft.serving.chunks import ChunkDispatcher, ChunkQueue
 from blockdraft.serving.errors import ApiError, as_api_error
 from blockdraft.serving.metrics import Meter, Metrics
-from blockdraft.serving.prompts import Choice, context_of, encode_chat, prepare, tokenizer_of
+from blockdraft.serving.prompts import Choice, context_of, encode_messages, prepare, tokenizer_of
 from blockdraft.serving.request import Chat, Event, Finished, GenerationRequest, Started, TextDelta, Usage
 from blockdraft.serving.schemas import Speculation
 from blockdraft.serving.settings import ServeSettings
@@ -121,7 +121,7 @@ class Service:
         }
 
     def count_tokens(self, chat: Chat) -> int:
-        return len(encode_chat(self.backends.usual.target, chat))
+        return len(encode_messages(self.backends.usual.target, chat))
 
     def prompt_text(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from blockdraft.errors import UsageError
 from blockdraft.serving.openai.chat import ChatMessage, ChatTool, template_messages, template_tools
-from blockdraft.serving.prompts import encode_chat, encode_plain, tokenizer_of
+from blockdraft.serving.prompts import encode_messages, encode_plain, tokenizer_of
 from blockdraft.serving.request import Chat
 from blockdraft.serving.schemas import Listed, Schema, TokenIds
 from blockdraft.serving.service import Service
@@ -44,7 +44,7 @@ def router(service: Service) -> APIRouter:
             ids = encode_plain(target, body.prompt, body.add_special_tokens)
         else:
             messages, tools = template_messages(body.messages or []), template_tools(body.tools)
-            ids = encode_chat(target, Chat(messages, tools, template=body.chat_template_kwargs or {}))
+            ids = encode_messages(target, Chat(messages, tools, template=body.chat_template_kwargs or {}))
         texts = [service.token_texts.text(token) for token in ids] if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": texts}
 

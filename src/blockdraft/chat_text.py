@@ -1,0 +1,217 @@
+"""Conversion of chats to token ids, the same for serving, for Python and for training data.
+
+Only the chat template writes special tokens. A message that spells one, such as `<|im_end|>`, is encoded as text, so
+that no message can end its turn or begin another one. In a rendered chat such a spelling is broken by `SHIELD`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+from blockdraft.errors import UsageError, describe
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+# Digits survive all that templates do to texts, and no client knows them.
+SHIELD = "".join(str(secrets.randbelow(10)) for _ in range(24))
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
+    **variables: Any,
+) -> list[int]:
+    """Return the token ids of a chat. Arguments and errors are those of `render_chat`."""
+    text = render_chat(
+        tokenizer, messages, tools, add_generation_prompt, continue_final_message, chat_template, **variables
+    )
+    return encode_rendered(tokenizer, text)
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
+    **variables: Any,
+) -> str:
+    """Return the text of a chat, in which `SHIELD` breaks the special tokens that messages spell.
+
+    Leading system messages are joined into one, since many templates refuse a second one.
+
+    Args:
+        messages: Messages as OpenAI's API takes them. Arguments of tool calls may be objects or JSON texts.
+        tools: OpenAI's function tools.
+        add_generation_prompt: Whether the text ends with the header of the next response.
+        continue_final_message: Whether the text ends inside of the last message, so that the model continues it. Then
+            `add_generation_prompt` must be False.
+        chat_template: Template; None is that of the tokenizer.
+        variables: More variables of the template, such as `enable_thinking`.
+
+    Raises:
+        UsageError: There is no template, or it refuses the chat.
+    """
+    if chat_template is None and tokenizer.chat_template is None:
+        raise UsageError("The target has no chat template; send the prompt as text, or add --chat-template FILE.")
+    specials = _special_tokens(tokenizer)
+    try:
+        text = tokenizer.apply_chat_template(
+            _shield(_prepare(messages), specials),
+            tools=_shield(list(tools or ()), specials) or None,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            tokenize=False,
+            **_shield(variables, specials),
+        )
+        cast(str, text).encode()  # fails at a lone surrogate, which JSON inside JSON may hold
+    except Exception as error:  # templates are programs and may raise anything
+        reason = describe(error).replace(SHIELD, "")
+        raise UsageError(
+            f"messages are refused by the chat template: {reason}; change their roles or contents."
+        ) from error
+    return cast(str, text)
+
+
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of a text from `render_chat`, which already contains its special tokens."""
+    if SHIELD not in text:
+        return list(cast("list[int]", tokenizer(text, add_special_tokens=False)["input_ids"]))
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return list(_encode_pieces(tokenizer, text))
+    return encode_with_offsets(tokenizer, text)[0]
+
+
+def encode_with_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the token ids of a text from `render_chat`, and for each its first character and the one after its last.
+
+    The tokenizer must be a fast one.
+    """
+    if SHIELD not in text:
+        encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoding["input_ids"]), list(encoding["offset_mapping"])
+    twin = _twin_of(tokenizer)
+    marked, starts, end = "", list[int](), 0  # starts: index in `text` of each character of `marked`
+    for match in _pattern((SHIELD, *twin.marks)).finditer(text):
+        mark = twin.marks.get(match[0], "")  # a shield is dropped
+        marked += text[end : match.start()] + mark
+        starts += [*range(end, match.start()), *[match.start()] * len(mark)]
+        end = match.end()
+    marked += text[end:]
+    starts += range(end, len(text) + 1)
+    encoded = twin.tokenizer.encode(marked, add_special_tokens=False)
+    ids = [twin.ids.get(token, token) for token in encoded.ids]
+    return ids, [(starts[start], starts[stop]) for start, stop in encoded.offsets]
+
+
+def _prepare(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them."""
+    prepared = list[dict[str, Any]]()
+    for message in messages:
+        message = {**message, "role": "system" if message["role"] == "developer" else message["role"]}
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+        last = prepared[-1] if prepared else {}
+        leading = len(prepared) == 1 and last["role"] == message["role"] == "system"
+        if leading and isinstance(last["content"], str) and isinstance(message["content"], str):
+            prepared[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+        else:
+            prepared.append(message)
+    return prepared
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call whose arguments are an object instead of a JSON text."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    arguments = json.loads(function["arguments"] or "{}")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return the texts of all special tokens, longest first. One of a single character could not be broken."""
+    texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return tuple(sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text)))
+
+
+@lru_cache(maxsize=16)
+def _pattern(texts: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)))
+
+
+def _shield(value: Any, specials: tuple[str, ...]) -> Any:
+    """Return a value of JSON in which `SHIELD` breaks all special tokens."""
+    if isinstance(value, str):
+        while specials and _pattern(specials).search(value):
+            value = _pattern(specials).sub(lambda match: match[0][0] + SHIELD + match[0][1:], value)
+        return value
+    if isinstance(value, Mapping):
+        return {_shield(key, specials): _shield(inner, specials) for key, inner in value.items()}
+    return [_shield(inner, specials) for inner in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True)
+class _Twin:
+    """A copy of a tokenizer whose special tokens have other texts.
+
+    Attributes:
+        marks: Text of each special token in the copy, by its own text.
+        ids: Id of each added token, by its id in the copy.
+    """
+
+    tokenizer: Tokenizer
+    marks: dict[str, str]
+    ids: dict[int, int]
+
+
+_lock = threading.Lock()
+_twins: WeakKeyDictionary[PreTrainedTokenizerBase, _Twin] = WeakKeyDictionary()
+
+
+def _twin_of(tokenizer: PreTrainedTokenizerBase) -> _Twin:
+    """Return the twin of a fast tokenizer, built once because that takes long."""
+    from tokenizers import Tokenizer
+
+    with _lock:
+        specials = _special_tokens(tokenizer)
+        twin = _twins.get(tokenizer)
+        if twin is None or tuple(twin.marks) != specials:
+            backend: Tokenizer = tokenizer.backend_tokenizer
+            marks = {special: f"<{SHIELD}.{number}>" for number, special in enumerate(specials)}
+            state = json.loads(backend.to_str())
+            for token in state["added_tokens"]:
+                if token["content"] in marks:
+                    token |= {"content": marks[token["content"]], "normalized": False}
+            state |= {"post_processor": None, "truncation": None, "padding": None}
+            copy = Tokenizer.from_str(json.dumps(state))
+            added = [token.content for token in backend.get_added_tokens_decoder().values()]
+            ids: Any = {copy.token_to_id(marks.get(text, text)): backend.token_to_id(text) for text in added}
+            twin = _twins[tokenizer] = _Twin(copy, marks, ids)
+        return twin
+
+
+def _encode_pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[int]:
+    """Yield the token ids of a rendered chat by a tokenizer in Python."""
+    specials = _special_tokens(tokenizer)
+    for piece in re.split(f"({_pattern(specials).pattern})", text):
+        if piece in specials:
+            yield cast(int, tokenizer.convert_tokens_to_ids(piece))
+        elif piece := piece.replace(SHIELD, ""):
+            yield from cast(Any, tokenizer(piece, add_special_tokens=False, split_special_tokens=True))["input_ids"]
