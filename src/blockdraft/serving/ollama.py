@@ -10,7 +10,8 @@ from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, ValidationError
 from starlette.responses import JSONResponse, Response
 
 from blockdraft.engine import InfillTokens
@@ -117,7 +118,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/copy")
     @routes.post("/push")
     async def missing() -> Response:
-        raise ApiError(501, "This server serves one model and neither embeds nor manages models; use `blockdraft pull`.")
+        raise ApiError(501, "This server neither embeds nor manages models; use `blockdraft pull`.")
 
     return routes
 
@@ -183,7 +184,6 @@ class OllamaSchema(Schema):
         if self.format:
             schema = None if isinstance(self.format, str) else self.format
             grammar = format_grammar("format", "json_object" if schema is None else "json_schema", schema)
-        # GenerationSchema validates the ranges, with the names of this API in its messages where they are the same.
         schema_fields = {
             "temperature": options.temperature,
             "top_k": options.top_k,
@@ -195,7 +195,10 @@ class OllamaSchema(Schema):
             "presence_penalty": options.presence_penalty,
             "frequency_penalty": options.frequency_penalty,
         }
-        sampling = GenerationSchema.model_validate({"model": self.model, **schema_fields})
+        try:
+            sampling = GenerationSchema.model_validate({"model": self.model, **schema_fields})
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from None
         temperature = 0.0 if isinstance(prompt, Infill) else service.settings.temperature
         limit = options.num_predict
         return GenerationRequest(
