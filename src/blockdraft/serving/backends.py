@@ -119,9 +119,9 @@ def weights_of(engine: Engine) -> tuple[int, int]:
         for file in sorted(Path(path).glob("*.safetensors")):
             with safe_open(file, "pt") as weights:  # the network drops its weights once its forward pass is compiled
                 drafter += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-    path = engine.target.path
-    if path is not None and is_gguf(path):  # the weights themselves would have to be dequantized
-        return sum(math.prod(tensor.shape) for tensor in open_gguf(path).tensors.values()), drafter
+    file = engine.target.path
+    if file is not None and is_gguf(file):  # the weights themselves would have to be dequantized
+        return sum(math.prod(tensor.shape) for tensor in open_gguf(file).tensors.values()), drafter
     return sum(weight.numel() for _, weight in engine.target.named_weights()), drafter
 
 
@@ -130,7 +130,7 @@ def kind_of(target: Target) -> tuple[str, str]:
     if target.path is not None and is_gguf(target.path):
         metadata = open_gguf(target.path).metadata
         try:
-            kind = LlamaFileType(metadata.get("general.file_type")).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+            kind = LlamaFileType(metadata.get("general.file_type", -1)).name.removeprefix("MOSTLY_").removeprefix("ALL_")
         except ValueError:
             kind = "unknown"
         return str(metadata.get("general.architecture", "unknown")), kind

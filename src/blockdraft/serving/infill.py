@@ -25,7 +25,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/infill", responses=RESPONSES)
     async def infill(http: Request, body: InfillRequest) -> Response:
-        model = service.model_names[0] if body.model is None else service.check_model(body.model)
+        model = service.check_model(body.model) if body.model else service.model_names[0]
         return await respond(http, service, [body.to_request()], InfillResponse(model, body), body.stream)
 
     return routes
@@ -41,7 +41,7 @@ class InfillRequest(GenerationSchema):
 
     unsupported = {}
 
-    model: str | None = None
+    model: str = ""
     input_prefix: str = ""
     input_suffix: str = ""
     input_extra: Listed[InputExtra] = Field(default_factory=list, description="Parts of other files, in order.")
